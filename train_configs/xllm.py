@@ -2,7 +2,7 @@
 
     xllm_s       Part II, 0.30B: fixed, drawn and learned depths, and each injection
     xllm_730m    Part I, 730M: plain, Ouro-like, middle loop, Huginn, high and low states
-    xllm_small   the same questions at D = 128, on the quick start's text
+    xllm_small   the same questions at D = 128, on the quick start's text, and a distilled prefill
 
 `xllm_s` and `xllm_730m` read `corpora/xllm/text`, which you prepare with a tokenizer of at most
 64,256 and 250,624 tokens. Published: sizes, batch of 512 windows of 8,192 tokens, AdamW, rates,
@@ -19,6 +19,7 @@ Deviation: a depth is drawn for every training step, not for every micro-batch o
 """
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,9 +30,11 @@ from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.prior import LearnedDepth, PriorSettings
+from titan_loop.families.xllm.student_loss import StudentLoss, TeacherStart
 from titan_loop.models.family import ModelOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizer import AdamWConfig
@@ -156,6 +159,8 @@ SMALL: dict[str, Row] = {
 }
 """Arms of `xllm_small`."""
 
+TEACHER, STUDENT_TOKENS = "learned_entropy", 1_000_000
+
 TABLES = {
     "xllm_small": [
         ResultTable(
@@ -172,7 +177,26 @@ TABLES = {
             factor=1.0,
             digits=3,
             less="fixed_r5",
-        )
+        ),
+        ResultTable(
+            name="prefill",
+            title="bits per byte of continuations",
+            rows={
+                f"{arm}, prompts of {steps}": {"stage": arm, "reading": f"steps:{steps}"}
+                for arm, steps in (
+                    (TEACHER, MEAN),
+                    (TEACHER, 1),
+                    ("distilled", 1),
+                    ("distilled_teacher", 1),
+                )
+            },
+            columns={
+                source: {"task": f"prefill/{source}", "metric": "bits_per_byte"}
+                for source in ("code", "prose", "math")
+            },
+            factor=1.0,
+            digits=3,
+        ),
     ]
 }
 
@@ -238,7 +262,27 @@ def xllm_small() -> Recipe:
         config.checkpoint.interval = 2_000
         config.metrics.log_freq = 50
         stages.append(Stage(name=name, config=config))
+    teacher = next(stage.config for stage in stages if stage.name == TEACHER)
+    for name, callbacks in {"distilled": (), "distilled_teacher": (TeacherStart(),)}.items():
+        stages.append(Stage(name=name, parent=TEACHER, config=_student(teacher, callbacks)))
     return Recipe(name="xllm_small", stages=stages)
+
+
+def _student(teacher: LoopTrainer.Config, callbacks: tuple[Callback, ...]) -> LoopTrainer.Config:
+    """Return a student's run: Part II's schedule of 2,560 updates, shortened."""
+    config = deepcopy(teacher)
+    config.total_tokens = STUDENT_TOKENS
+    config.model = _small(student=2)
+    config.recurrence = RecurrenceConfig(steps=Schedule.constant(MEAN))
+    config.callbacks = callbacks
+    config.loss = StudentLoss.Config()
+    config.learning_rate = Schedule.warmup_cosine(
+        1e-3, warmup_tokens=8 * SMALL_BATCH, total_tokens=STUDENT_TOKENS, final=1e-4
+    )
+    config.adamw = AdamWConfig(weight_decay=0.0, beta2=0.95)
+    config.checkpoint.carry.optimizer = False
+    config.checkpoint.carry.keep_initial = ["student.*"]
+    return config
 
 
 def _set_depth(config: LoopTrainer.Config, row: Row, *, prior_rate: float = 1e-3) -> None:

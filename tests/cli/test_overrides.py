@@ -7,6 +7,7 @@ import pytest
 from titan_loop.cli.flag_help import FIRST, flags_of
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import UserError
+from titan_loop.training.callback import Callback
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -36,6 +37,20 @@ def parse(*arguments: str) -> Outer:
 def test_fields_at_any_depth_are_set_and_others_keep_the_recipes_value():
     config = parse("--inner.seq-len", "8", "--inner.compile", "--sources", "a,b")
     assert config == Outer(sources=["a", "b"], inner=Inner(seq_len=8, compile=True))
+
+
+def test_flags_beside_a_callback_with_fields():
+    @dataclass(frozen=True)
+    class Draws(Callback):
+        probabilities: list[float]
+
+    class Learns(Callback):
+        def __init__(self, probabilities: list[float]) -> None:
+            self.probabilities = probabilities
+
+    config = LoopTrainer.Config(callbacks=(Draws([1.0]), Learns([1.0])))
+    parsed = apply_overrides(config, ["--debug.seed", "7"], "titan-loop train sample")
+    assert (parsed.debug.seed, parsed.callbacks) == (7, config.callbacks)
 
 
 def test_both_spellings_of_a_flag():

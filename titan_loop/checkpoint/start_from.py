@@ -32,7 +32,8 @@ class StartFrom:
     """Whether to take the optimiser's moments, too; otherwise they start at zero."""
 
     keep_initial: list[str] = field(default_factory=list)
-    """Patterns of entries that the parent need not have, such as "exit_gate.*"."""
+    """Patterns of entries that the parent need not have, such as "exit_gate.*"; the option of the
+    same name may differ."""
 
     upcycle: Literal["no", "stacked", "interleaved"] = "no"
     """How the parent's layers are duplicated where this model has more of them, a multiple."""
@@ -102,8 +103,7 @@ def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Sta
     if upcycling is not None:
         upcycling.sources(saved)  # refuses a number that is not a multiple
         may_differ.add("n_layers")
-    if any(pattern.startswith("exit_gate") for pattern in carry.keep_initial):
-        may_differ.add("exit_gate")
+    may_differ |= {pattern.partition(".")[0] for pattern in carry.keep_initial}
     rest_fits = different_options(saved, wanted) <= {*may_differ, "n_layers"}
     deeper = rest_fits and len(looped_layers(wanted)) % len(looped_layers(saved)) == 0
     check_architecture(

@@ -249,7 +249,9 @@ class Engine:
         row_B = torch.arange(len(prompts), device=self.stack.device)
         last_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.stack.device)
         tokens_BL = torch.tensor(padded, device=self.stack.device)
-        context = self.stack.prompt_context(tokens_BL, last_B + 1, visit)
+        context = self.stack.prompt_context(
+            tokens_BL, last_B + 1, visit, shortened=self.prefill_steps is not None
+        )
         state = None
         before_BLD: Tensor | None = None
         for step in range(1, recurrent_steps + 1):

@@ -88,10 +88,15 @@ class Stack:
         return cache
 
     def prompt_context(
-        self, tokens_BL: Tensor, lengths_B: Tensor, cache: KeyValueCache | None
+        self,
+        tokens_BL: Tensor,
+        lengths_B: Tensor,
+        cache: KeyValueCache | None,
+        *,
+        shortened: bool = False,
     ) -> LoopContext:
         """Return the context that all steps of whole prompts from position 0 share."""
-        columns = self.model.prompt_columns(tokens_BL, lengths_B)
+        columns = self.model.prompt_columns(tokens_BL, lengths_B, shortened=shortened)
         return self.model.make_context(tokens_BL, cache=cache, columns=columns)
 
     def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:

@@ -399,12 +399,15 @@ class LoopDecoder(Decoder):
         """Return a module whose `layers` are compiled, each on its own."""
         return self
 
-    def prompt_columns(self, tokens_BL: Tensor, lengths_B: Tensor) -> Mapping[str, Tensor] | None:
+    def prompt_columns(
+        self, tokens_BL: Tensor, lengths_B: Tensor, *, shortened: bool
+    ) -> Mapping[str, Tensor] | None:
         """Return the columns with which an engine reads prompts; None for none.
 
         Args:
             tokens_BL: Prompts, padded on the right.
             lengths_B: Their lengths.
+            shortened: Whether prompts run fewer steps than generated tokens.
         """
         return None
 

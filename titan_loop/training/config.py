@@ -75,6 +75,15 @@ CHOSEN: Mapping[str, tuple[type[Configurable], str | None]] = {
 DERIVED = ("model_spec", "lr_scheduler", "optimizer.adamw", "optimizer.muon", "optimizer.ema")
 """Fields that `resolve` fills in from others."""
 
+# tyro would look for flags in the constructors of callbacks.
+_NO_FLAGS = tyro.constructors.PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="",
+    instance_from_str=tuple,
+    is_instance=lambda value: isinstance(value, tuple),
+    str_from_instance=lambda callbacks: [repr(callback) for callback in callbacks],
+)
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions and most objects
 
 
@@ -200,7 +209,7 @@ class RunConfig(Trainer.Config):
     checkpoint: LoopCheckpointManager.Config = field(default_factory=LoopCheckpointManager.Config)
     loss: StreamedLoss.Config = field(default_factory=ExpectedExitLoss.Config)
 
-    callbacks: Annotated[tuple[Callback, ...], tyro.conf.Suppress] = ()
+    callbacks: Annotated[tuple[Callback, ...], _NO_FLAGS, tyro.conf.Suppress] = ()
     """Callbacks of the recipe; recorded in `config.json`, not settable."""
 
     # Derived by `resolve`, or not used here: hidden from the command line.

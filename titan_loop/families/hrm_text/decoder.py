@@ -124,7 +124,9 @@ class HrmDecoder(LoopDecoder):
         """Return z_H, which ends in a norm."""
         return hidden_BLD.high_BLD
 
-    def prompt_columns(self, tokens_BL: Tensor, lengths_B: Tensor) -> Mapping[str, Tensor] | None:
+    def prompt_columns(
+        self, tokens_BL: Tensor, lengths_B: Tensor, *, shortened: bool
+    ) -> Mapping[str, Tensor] | None:
         """As of the base class; a whole prompt is a prefix."""
         if not self.config.prefix_lm:
             return None

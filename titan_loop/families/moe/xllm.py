@@ -2,7 +2,7 @@
 
     h_r = core(inject(h_{r−1}, e)),   block:  x ← x + attention(n1(x)),   x ← x + experts(n2(x))
 
-Equations of the loop stand in `titan_loop/families/xllm/decoder.py`, those of the experts in
+The loop's equations stand in `titan_loop/families/xllm/decoder.py`, the experts' in
 `feed_forward.py`. Models without an injection are of family `moe`.
 
 Source: Huang et al. 2026 ("Towards Looped Models Done Right", Part I), arXiv 2610.06833, and their
@@ -13,6 +13,7 @@ a bias or both, where theirs have the loss alone.
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan_loop.errors import UserError
 from titan_loop.families.moe.decoder import MoEDecoder, SparseConfig
 from titan_loop.families.moe.model import ExpertOptions, check_experts, mixture_config, sparse
 from titan_loop.families.xllm.decoder import XllmDecoder
@@ -47,6 +48,8 @@ def decoder_config(
 ) -> XllmMoEDecoder.Config:
     """Return the architecture; arguments as of `Family.decoder_config`."""
     check_experts(options, shape)
+    if options.student:
+        raise UserError(f"model.student={options.student} is for dense layers; set it to 0")
     own: dict[str, Any] = {"dense_hidden_dim": shape.hidden_dim, "bias_rate": options.bias_rate}
     config = xllm_config(XllmMoEDecoder.Config, options, shape, max_seq_len, **own)
     std, gain = options.initializer_range, residual_gain(options, shape)

@@ -132,7 +132,8 @@ def _prefilled(
     rows, length = prompt_BL.shape
     cache = stack.make_cache(cache_strategy("full"), steps=steps, rows=rows, capacity=capacity)
     lengths_B = torch.full((rows,), length, device=stack.device)
-    context = stack.prompt_context(prompt_BL, lengths_B, cache.admit(rows))
+    visit = cache.admit(rows)
+    context = stack.prompt_context(prompt_BL, lengths_B, visit, shortened=prefill < steps)
     state = None
     for step in range(1, prefill + 1):
         state = stack.step(state, prompt_BL, [step] * rows, context, reads=step == prefill)

@@ -9,6 +9,7 @@ Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and I
 an offset from 1.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, get_args
@@ -20,6 +21,7 @@ from titan_loop.errors import UserError, nearest
 from titan_loop.families.xllm.decoder import States, XllmDecoder
 from titan_loop.families.xllm.injection import Injection, injection_config
 from titan_loop.families.xllm.start_state import Start, StartState
+from titan_loop.families.xllm.student import student_config
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.initialisation import normal_matrix
@@ -88,6 +90,9 @@ class XllmOptions(LlamaOptions):
     state_norm: bool = False
     """Whether every update ends with a norm without a gain."""
 
+    student: int = 0
+    """Blocks of the student that predicts the state of prompts; with one, nothing else trains."""
+
 
 def _check(options: XllmOptions, shape: ModelSize) -> None:
     for name, kinds in _CHOICES.items():
@@ -106,6 +111,13 @@ def _check(options: XllmOptions, shape: ModelSize) -> None:
             f"model.injection=none with model.start_state={options.start_state} and "
             f"model.prelude_norm={options.prelude_norm}: the core would not read its input; set "
             "start_state to input and prelude_norm to False, or choose an injection"
+        )
+    if options.student < 0:
+        raise UserError(f"model.student={options.student} must be 0 or more")
+    if options.student and (options.injection == "none" or options.states != "one"):
+        raise UserError(
+            f"model.student={options.student} predicts the one state that an injection adds to: "
+            "set model.states=one and an injection"
         )
     core = shape.n_layers - options.prelude_layers - options.coda_layers
     if options.states == "split" and core % 2:
@@ -148,6 +160,10 @@ def xllm_config(
         state_norm=RMSNorm.Config(**norm, elementwise_affine=False) if options.state_norm else None,
         **own,
     )
+    if options.student:
+        core = config.layers[config.looped.start]
+        blocks = [deepcopy(core) for _ in range(options.student)]
+        config.student = student_config(blocks, shape.dim, options.initializer_range)
     table = {"weight": partial(normal_matrix, std=shape.dim**-0.5)}
     config.tok_embeddings = replace(config.tok_embeddings, param_init=table)
     config.lm_head = replace(config.lm_head, param_init=table)

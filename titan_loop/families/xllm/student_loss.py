@@ -1,0 +1,76 @@
+"""The objective that trains a student of the prefill, and its start; `student.py` has both symbols.
+
+L = 1/N Σ_i [ |s_i − h_i|² / E + KL(head(coda(h_i)) || head(coda(s_i))) ]
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from titan_loop.errors import Refusal
+from titan_loop.families.xllm.decoder import XllmDecoder
+from titan_loop.families.xllm.student import ERROR, TAUGHT, start_from_teacher
+from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.output import Collect, LoopOutput
+from titan_loop.models.readout import LMHead
+from titan_loop.objectives.streamed_distillation import Targets, distilled_loss
+from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, StreamedLoss, token_mean
+from titan_loop.training.callback import Callback, TrainingState
+
+
+class StudentLoss(StreamedLoss):
+    """The student's error in the state, and in the distribution of the next token."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(StreamedLoss.Config):
+        """Without options of its own."""
+
+        def collect(self, *, exit_gate: bool) -> Collect:
+            """Return the last step."""
+            return "last"
+
+        def aux(self) -> Mapping[str, str]:
+            """Return the error and the frozen model's state."""
+            return dict.fromkeys((ERROR, TAUGHT), "loss=StudentLoss")
+
+        def refusals(
+            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
+        ) -> Iterator[Refusal]:
+            """Yield a gate, which the student has no use for."""
+            yield from StreamedLoss.Config.refusals(
+                self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
+            )
+            if exit_gate:
+                problem = "has no effect on an exit gate"
+                yield Refusal.of("loss", "StudentLoss", problem, "set model.exit_gate=False")
+
+    def compute(
+        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
+        assert isinstance(readout, LMHead)
+        targets = Targets(batch.labels_BL, 1.0, batch.valid_tokens)
+        predicted_BLD = output.hidden_RBLD[-1]
+        loss, ce_SBL, kl_SBL = distilled_loss(
+            readout, (predicted_BLD,), output.aux[TAUGHT], targets
+        )
+        error = token_mean(output.aux[ERROR], batch.labels_BL, batch.valid_tokens)
+        return loss + error, {
+            f"ce/step_{output.first_step}": ce_SBL.sum() / batch.valid_tokens,
+            "student/error": error.detach(),
+            "student/kl": kl_SBL.sum() / batch.valid_tokens,
+        }
+
+
+class TeacherStart(Callback):
+    """Starts a new student with the weights of the core and of the injection."""
+
+    def on_train_start(self, trainer: TrainingState) -> None:
+        """Copy the weights, unless the student has trained already."""
+        model = trainer.model
+        if trainer.step == 0:
+            assert isinstance(model, XllmDecoder)
+            assert model.student is not None
+            assert model.injection is not None
+            start_from_teacher(model.student, model.looped_layers(), model.injection)
