@@ -26,9 +26,10 @@ class PreNormBlock(TransformerBlock):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
-        """Branches and the norms before them."""
+        """Branches, the norms before them, and the factor on what they add to the state."""
 
         dropout: Dropout.Config | None = None
+        branch_scale: float = 1.0
 
         @property
         def norms(self) -> list[RMSNorm.Config]:
@@ -58,6 +59,7 @@ class PreNormBlock(TransformerBlock):
         self.ffn_norm = config.ffn_norm.build()
         self.feed_forward = config.feed_forward.build()
         self.dropout = None if config.dropout is None else config.dropout.build()
+        self.branch_scale = config.branch_scale
 
     def forward(
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
@@ -67,6 +69,8 @@ class PreNormBlock(TransformerBlock):
         return x_BLD + self._kept(self.feed_forward(self.ffn_norm(x_BLD)))
 
     def _kept(self, branch_BLD: Tensor) -> Tensor:
+        if self.branch_scale != 1:
+            branch_BLD = branch_BLD * self.branch_scale
         return branch_BLD if self.dropout is None else self.dropout(branch_BLD)
 
 
@@ -97,6 +101,7 @@ class SandwichBlock(PreNormBlock):
         self.feed_forward = config.feed_forward.build()
         self.ffn_post_norm = config.ffn_post_norm.build()
         self.dropout = None if config.dropout is None else config.dropout.build()
+        self.branch_scale = config.branch_scale
 
     def forward(
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None

@@ -84,6 +84,9 @@ class LoopDecoder(Decoder):
         state_gather: Identity.Config = field(default_factory=Identity.Config)
         positions: Positions.Config = field(default_factory=RotaryPositions.Config)
         embedding_dropout: Dropout.Config | None = None
+        branch_scale: float = 0.0
+        branch_factor: float = 1.0  # by the option before; looped layers have it
+        width_ratio: float = 1.0
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Take window length, placements and reach of the backward pass from a trainer's."""
@@ -159,6 +162,8 @@ class LoopDecoder(Decoder):
                 "injection": "none" if self.injection is None else self.injection.kind,
                 "prelude_layers": self.prelude_layers,
                 "coda_layers": self.coda_layers,
+                "branch_scale": self.branch_scale,
+                "branch_factor": self.branch_factor,
             }
 
     config: Config
@@ -418,7 +423,8 @@ class LoopDecoder(Decoder):
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """Return how an optimiser treats a parameter, whole or sharded; names as in checkpoints."""
-        return default_group(name, parameter, self.get_submodule(name.rpartition(".")[0]))
+        owner = self.get_submodule(name.rpartition(".")[0])
+        return default_group(name, parameter, owner, self.config.width_ratio)
 
     def after_update(self, mesh: DeviceMesh | None, updated: Tensor) -> None:
         """Move state that no gradient moves, after a training step; collective.

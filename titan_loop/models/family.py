@@ -38,6 +38,7 @@ RUNTIME_OPTIONS = frozenset(
         "readout_chunk_tokens",
         "dropout",
         "embedding_dropout",
+        "base_width",
         "initializer_range",
         "initial_keys",
         "residual_scale",

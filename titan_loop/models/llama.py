@@ -5,6 +5,7 @@ projections are scaled by 1/sqrt(2·layers), as in GPT-2; `residual_scale` says 
 counted.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import ModelSize
 from titan_loop.models.final_norm import NormPlacement
 from titan_loop.models.initialisation import normal_matrix
-from titan_loop.models.loop_config import loop_config, residual_gain
+from titan_loop.models.loop_config import loop_config, residual_gain, width_ratio
 from titan_loop.models.loop_options import LoopOptions
 
 LLAMA_SIZES = {
@@ -69,17 +70,18 @@ def llama_config(
     if not 0 < options.norm_eps < 1:
         raise UserError(f"model.norm_eps={options.norm_eps} must be above 0 and below 1")
     config = loop_config(kind, options, shape, max_seq_len, **own)
-    gain = residual_gain(options, shape)
     config.norm = replace(config.norm, eps=options.norm_eps)
-    config.layers = [_pre_norm(layer, options, gain) for layer in config.layers]
+    config.layers = [_pre_norm(layer, options, shape) for layer in config.layers]
     return config
 
 
 def _pre_norm(
-    layer: SandwichBlock.Config, options: LlamaOptions, gain: float
+    layer: SandwichBlock.Config, options: LlamaOptions, shape: ModelSize
 ) -> PreNormBlock.Config:
     """Return a layer without the norms after its branches, whose gain moves into the matrices."""
-    output = {"weight": partial(normal_matrix, std=options.initializer_range * gain)}
+    gain = residual_gain(options, shape)
+    std = options.initializer_range * gain / math.sqrt(width_ratio(options, shape))
+    output = {"weight": partial(normal_matrix, std=std)}
     assert layer.feed_forward is not None
     assert isinstance(layer.attention, LoopAttention.Config)
     layer.attention.wo = replace(layer.attention.wo, param_init=output)
@@ -90,4 +92,5 @@ def _pre_norm(
         ffn_norm=replace(layer.ffn_norm, eps=options.norm_eps),
         feed_forward=layer.feed_forward,
         dropout=layer.dropout,
+        branch_scale=layer.branch_scale,
     )

@@ -13,6 +13,10 @@ Initialisation; Ouro's paper does not publish its own:
   al. 2019, §2.3); it must sit in the gain, because a norm undoes any scaling of the matrix before
   it. Without it the gradient grows 78-fold from R = 1 to R = 8 at 24 layers of width 128.
   `residual_scale=visits` counts every visit of a layer instead: 1/sqrt(2·layers·R).
+- `branch_scale` keeps a factor in the forward pass: visits of one layer are correlated and add up
+  like R, different layers add up like √L (arXiv 2606.18524).
+- `base_width` is µP for hidden matrices and head (Yang et al. 2022, arXiv 2203.03466, Table 8); the
+  head keeps the scale of its logits at the start, where theirs falls.
 - Gate: zeros, so that λ = 1/2 at first.
 """
 
@@ -68,12 +72,20 @@ _CHOICES = {
 }
 
 
-def _matrix(options: LoopOptions) -> dict[str, Callable]:
+def _matrix(options: LoopOptions, shape: ModelSize) -> dict[str, Callable]:
+    if options.base_width < 0:
+        raise UserError(f"model.base_width={options.base_width} must be 0 or a width")
     if not 0 < options.initializer_range < math.inf:
         raise UserError(
             f"model.initializer_range={options.initializer_range} must be a number above 0"
         )
-    return {"weight": partial(normal_matrix, std=options.initializer_range)}
+    std = options.initializer_range / math.sqrt(width_ratio(options, shape))
+    return {"weight": partial(normal_matrix, std=std)}
+
+
+def width_ratio(options: LoopOptions, shape: ModelSize) -> float:
+    """Return the width over the base width; 1 without one."""
+    return shape.dim / options.base_width if options.base_width else 1.0
 
 
 def _positions(options: LoopOptions, shape: ModelSize) -> Positions.Config:
@@ -93,7 +105,7 @@ def _positions(options: LoopOptions, shape: ModelSize) -> Positions.Config:
         table = PositionTable.Config(
             num_embeddings=options.learned_positions,
             embedding_dim=shape.dim,
-            param_init=_matrix(options),
+            param_init=_matrix(options, shape),
         )
         return LearnedPositions.Config(table=table)
     if kind in SCORES:
@@ -164,7 +176,9 @@ def loop_config(
             f"model.initial_keys=queries needs as many key heads as query heads: "
             f"model.n_kv_heads={shape.n_kv_heads}, model.n_heads={shape.n_heads}"
         )
-    matrix = _matrix(options)
+    if not 0 <= options.branch_scale < math.inf:
+        raise UserError(f"model.branch_scale={options.branch_scale} must be 0 or more")
+    matrix = _matrix(options, shape)
     branch_gain = {"weight": partial(nn.init.constant_, val=residual_gain(options, shape))}
 
     def linear(in_features: int, out_features: int) -> Linear.Config:
@@ -207,6 +221,12 @@ def loop_config(
     head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=matrix)
     if options.readout_chunk_tokens is not None:
         head.chunk_tokens = options.readout_chunk_tokens
+    layers, factor = [layer() for _ in range(shape.n_layers)], 1.0
+    looped = layers[outside[0] : shape.n_layers - outside[1]]
+    if options.branch_scale:
+        factor = options.branch_scale / (shape.recurrent_steps * math.sqrt(len(looped) / 12))
+    for each in looped:
+        each.branch_scale = factor
     generic: dict[str, Any] = {
         "dim": shape.dim,
         "vocab_size": shape.vocab_size,
@@ -215,7 +235,7 @@ def loop_config(
             embedding_dim=shape.dim,
             param_init=matrix if options.tie_weights else _EMBEDDING,
         ),
-        "layers": [layer() for _ in range(shape.n_layers)],
+        "layers": layers,
         "norm_placement": options.norm_placement,
         "scale_embeddings": options.scale_embeddings,
         "embedding_dropout": dropout_config(options.embedding_dropout, "embedding_dropout"),
@@ -227,6 +247,9 @@ def loop_config(
         "lm_head": head,
         "enable_weight_tying": options.tie_weights,
         "recurrent_steps": shape.recurrent_steps,
+        "branch_scale": options.branch_scale,
+        "branch_factor": factor,
+        "width_ratio": width_ratio(options, shape),
         "exit_gate": (
             ExitGate.Config(in_features=shape.dim, param_init=_GATE) if options.exit_gate else None
         ),

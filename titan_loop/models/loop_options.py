@@ -53,6 +53,14 @@ class LoopOptions(ModelOptions):
     """What n counts in the initial gain of a layer's branches, 1/sqrt(2·n): layers, or their visits
     at the model's recurrent_steps; with none the gain is 1."""
 
+    branch_scale: float = 0.0
+    """λ of the factor λ / (R·√(L/12)) on everything that one of L looped layers adds to the state,
+    with R the model's recurrent_steps, so that one rate serves every R; 0 for no factor."""
+
+    base_width: int = 0
+    """Width whose rate the schedule has: at width m times that, matrices start at initializer_range
+    over √m, and learn at 1/m of the rate, or 1/√m with Muon; 0 for no rule."""
+
     initializer_range: float = 0.02
     """Standard deviation of the initial weights of linear layers, head and tables of positions."""
 

@@ -24,18 +24,27 @@ class ParameterGroup:
     rate_factor: float = 1.0
     """Learning rate over the scheduled one."""
 
+    width_ratio: float = 1.0
+    """Columns over those of the matrix that the rate was tuned for; each optimiser has its rule."""
+
 
 class LookUp:
     """Marks a module, beside embeddings, whose matrix has a row for each position or distance."""
 
 
-def default_group(name: str, parameter: Tensor, owner: nn.Module) -> ParameterGroup:
+def default_group(
+    name: str, parameter: Tensor, owner: nn.Module, width_ratio: float = 1.0
+) -> ParameterGroup:
     """Return the treatment that follows from a parameter's shape and from the module it is in.
 
     A batch changes few rows of a table; orthogonalised, its update would change all of them alike.
     """
     is_matrix = sum(size > 1 for size in parameter.shape) > 1 and not name.endswith(".bias")
     is_table = isinstance(owner, (nn.Embedding, LookUp)) or name.startswith("lm_head.")
+    is_hidden = is_matrix and parameter.ndim == 2 and not is_table
+    grows = is_hidden or name.startswith("lm_head.")
     return ParameterGroup(
-        decays=is_matrix, is_hidden_matrix=is_matrix and parameter.ndim == 2 and not is_table
+        decays=is_matrix,
+        is_hidden_matrix=is_hidden,
+        width_ratio=width_ratio if grows else 1.0,
     )

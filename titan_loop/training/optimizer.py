@@ -58,7 +58,7 @@ class AdamWConfig:
                 "eps": self.eps,
                 "weight_decay": self.weight_decay if group.decays else 0.0,
             },
-            rate_factor=group.rate_factor,
+            rate_factor=group.rate_factor / group.width_ratio,
         )
 
     def refusals(self) -> Iterator[Refusal]:
@@ -104,7 +104,12 @@ class MuonConfig:
     """Precision of the iteration; auto is bfloat16 on CUDA and float32 on CPU."""
 
     def settings(self, group: ParameterGroup) -> "GroupSettings":
-        """Return the settings of one of the model's groups."""
+        """Return the settings of one of the model's groups.
+
+        An orthogonal update of √(rows/columns) changes outputs alike at every width; 0.2·√(larger
+        side) is larger by √m at m times the width.
+        """
+        by_width = 1.0 if self.scale == "original" else group.width_ratio**-0.5
         return GroupSettings(
             pattern="",
             optimizer_name="Muon",
@@ -117,7 +122,7 @@ class MuonConfig:
                 "adjust_lr_fn": self.scale,
                 "fused": False,  # so that a skipped step is known before its update
             },
-            rate_factor=self.rate_factor * group.rate_factor,
+            rate_factor=self.rate_factor * group.rate_factor * by_width,
         )
 
     @property

@@ -19,6 +19,10 @@ register(
                 f"{_HERE}.lens:analyse_lens",
                 "read bridge and target off the states after every layer of every step",
             ),
+            "coordinates": Verb(
+                "titan_loop.analysis.coordinates:analyse_coordinates",
+                "train new models of several widths and R; compare how far they move",
+            ),
             "patching": Verb(
                 f"{_HERE}.patching:analyse_patching",
                 "replace single states by another question's; measure the effect",

@@ -67,6 +67,7 @@ class MoEBlock(PreNormBlock):
         self.ffn_norm = config.ffn_norm.build()
         self.moe = config.moe.build()
         self.dropout = None if config.dropout is None else config.dropout.build()
+        self.branch_scale = config.branch_scale
 
     def forward(  # type: ignore[override]
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
@@ -346,7 +347,8 @@ class MoEDecoder(LlamaDecoder):
         """Return how an optimiser treats a parameter: each expert's matrices are hidden ones."""
         group = super().parameter_group(name, parameter)
         if ".inner_experts." in name:
-            return replace(group, is_hidden_matrix=True)
+            ratio = self.config.width_ratio
+            return replace(group, is_hidden_matrix=True, width_ratio=ratio)
         return replace(group, is_hidden_matrix=False) if ".gate.weight" in name else group
 
     def units(self) -> list[Unit]:

@@ -30,7 +30,7 @@ from titan_loop.models.block import PreNormBlock
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions, llama_config
-from titan_loop.models.loop_config import residual_gain
+from titan_loop.models.loop_config import residual_gain, width_ratio
 
 SIZES = {
     **{name: LLAMA_SIZES[name] for name in ("debugmodel", "quickstart")},
@@ -102,13 +102,13 @@ def decoder_config(options: MoEOptions, shape: ModelSize, max_seq_len: int) -> M
         bias_rate=options.bias_rate,
     )
     gain = residual_gain(options, shape)
+    std = options.initializer_range / math.sqrt(width_ratio(options, shape))
     for index, layer in enumerate(config.layers):
         if options.attentions > 1 and index in config.looped:
             assert isinstance(layer.attention, LoopAttention.Config)
             layer.attention = StepAttention.Config.of(layer.attention, options.attentions)
         if index + 1 not in options.dense_layers:
             routers = options.routers if index in config.looped else 1
-            std = options.initializer_range
             mixture = mixture_config(options, shape, std=std, gain=gain, routers=routers)
             config.layers[index] = sparse(layer, mixture)
     return config
@@ -211,6 +211,7 @@ def sparse(layer: PreNormBlock.Config, mixture: LoopMoE.Config) -> MoEBlock.Conf
         ffn_norm=layer.ffn_norm,
         moe=mixture,
         dropout=layer.dropout,
+        branch_scale=layer.branch_scale,
     )
 
 

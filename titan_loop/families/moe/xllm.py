@@ -10,6 +10,7 @@ code. Deviation: routers start with standard deviation 0.02, as all matrices, an
 a bias or both, where theirs have the loss alone.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from titan_loop.families.moe.model import ExpertOptions, check_experts, mixture_
 from titan_loop.families.xllm.decoder import XllmDecoder
 from titan_loop.families.xllm.model import SIZES, XllmOptions, xllm_config
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
-from titan_loop.models.loop_config import residual_gain
+from titan_loop.models.loop_config import residual_gain, width_ratio
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,7 +53,8 @@ def decoder_config(
         raise UserError(f"model.student={options.student} is for dense layers; set it to 0")
     own: dict[str, Any] = {"dense_hidden_dim": shape.hidden_dim, "bias_rate": options.bias_rate}
     config = xllm_config(XllmMoEDecoder.Config, options, shape, max_seq_len, **own)
-    std, gain = options.initializer_range, residual_gain(options, shape)
+    gain = residual_gain(options, shape)
+    std = options.initializer_range / math.sqrt(width_ratio(options, shape))
     for index, layer in enumerate(config.layers):
         mixture = mixture_config(options, shape, std=std, gain=gain)
         config.layers[index] = sparse(layer, mixture)

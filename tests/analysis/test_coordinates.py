@@ -1,0 +1,38 @@
+"""The coordinate check trains models of every width and R, and tells level ones from others."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.conftest import text_run  # noqa: F401
+from titan_loop.cli.main import main
+
+WIDE = ["--widths", "32", "128", "--recurrent-steps", "1", "2", "--updates", "3", "--rate", "0.01"]
+
+
+def moved(run: Path, *flags: str) -> dict[tuple[int, int], float]:
+    assert main(["analyse", "coordinates", str(run), *WIDE, *flags]) == 0
+    (record,) = (run / "evals").glob("coordinates-step-*.json")
+    found = json.loads(record.read_text())["coordinates"]
+    return {(each["recurrent_steps"], each["width"]): each["logits_moved"][0] for each in found}
+
+
+def test_the_width_rule_levels_the_first_update(text_run: Path, capsys):  # noqa: F811
+    without, level = moved(text_run, "--base-width", "0"), moved(text_run, "--base-width", "64")
+    assert [*level] == [(steps, width) for steps in (1, 2) for width in (32, 128)]
+    for steps in (1, 2):
+        # AdamW moves a logit by all of its D columns.
+        assert without[steps, 128] / without[steps, 32] > 1.5
+        assert level[steps, 128] / level[steps, 32] == pytest.approx(1, abs=0.4)
+    assert "states move" in capsys.readouterr().out
+    assert (text_run / "plots" / "coordinates.png").exists()
+
+
+def test_mistakes(text_run: Path, capsys):  # noqa: F811
+    assert main(["analyse", "coordinates", str(text_run)]) == 2
+    assert "has no schedule; give --rate" in capsys.readouterr().err
+    assert main(["analyse", "coordinates", str(text_run), *WIDE, "--widths", "17"]) == 2
+    assert "widths=17 must be a multiple of" in capsys.readouterr().err
+    assert main(["analyse", "coordinates", str(text_run), "--updates", "1"]) == 2
+    assert "updates=1 must be at least 2" in capsys.readouterr().err

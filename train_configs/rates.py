@@ -1,0 +1,127 @@
+"""Whether one learning rate serves all R and widths: `model.branch_scale` and `model.base_width`.
+
+    rates        R = 1, 2, 4, 8 at D = 128; D = 64, 128, 256 at R = 2; with and without the rules
+    rates_muon   the same with Muon
+
+Every model is a prelude, two looped layers and a coda of Llama's blocks, on 0.5M tokens of the
+quick start's text. Rates are apart by √2. LOG.md has the results; `bash tools/rates.sh` runs the
+arms.
+
+Sources: arXiv 2606.18524 (λ / (R·√L), λ = 1); Yang et al. 2022, arXiv 2203.03466 (µP).
+"""
+
+import math
+from typing import Any
+
+from titan_loop.analysis.results import ResultTable
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.evaluation.offline_tasks import HELD_OUT
+from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.evaluation_config import HeldOutConfig
+from titan_loop.training.optimizer import LoopOptimizers, OptimizerName
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+from train_configs.quickstart import CORPUS
+
+TOKENS, WINDOW, BATCH = 500_000, 256, 1_024
+HEAD, BASE, STEPS = 32, 128, 2
+DEPTHS, WIDTHS = (1, 2, 4, 8), (64, 128, 256)
+SHAPES = {
+    **{f"r{steps}": (steps, BASE) for steps in DEPTHS},
+    **{f"d{width}": (STEPS, width) for width in WIDTHS if width != BASE},
+}
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ruled": {"branch_scale": 1.0, "base_width": BASE},
+}
+RATES = {
+    f"{rate:.1e}".replace("e-0", "e-"): rate
+    for rate in (4e-3 * math.sqrt(2) ** place for place in range(-2, 5))
+}
+
+
+def _table(name: str, optimizer: str) -> ResultTable:
+    return ResultTable(
+        name=name,
+        title=f"held-out bits per byte with {optimizer}, by learning rate",
+        rows={
+            f"R = {steps}, D = {width}{', with the rules' * (rule == 'ruled')}": {
+                "stage": f"{rule}_{shape}",
+                "reading": f"static:{steps}",
+            }
+            for rule in RULES
+            for shape, (steps, width) in SHAPES.items()
+        },
+        columns={rate: {"stage": rate} for rate in RATES},
+        everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+        columns_are="largest learning rate",
+        factor=1.0,
+        digits=3,
+    )
+
+
+TABLES = {
+    "rates": [_table("bits_per_byte", "AdamW")],
+    "rates_muon": [_table("bits_per_byte", "Muon")],
+}
+
+
+def rates() -> Recipe:
+    """Learning rates over R and width with AdamW, with the rules and without."""
+    return _recipe("rates", "adamw")
+
+
+def rates_muon() -> Recipe:
+    """The same with Muon."""
+    return _recipe("rates_muon", "muon")
+
+
+def _recipe(name: str, optimizer: OptimizerName) -> Recipe:
+    return Recipe(
+        name=name,
+        stages=[
+            Stage(
+                name=f"{rule}_{shape}_{label}", config=_arm(steps, width, rate, options, optimizer)
+            )
+            for rule, options in RULES.items()
+            for shape, (steps, width) in SHAPES.items()
+            for label, rate in RATES.items()
+        ],
+    )
+
+
+def _arm(
+    steps: int, width: int, rate: float, rules: dict[str, Any], optimizer: OptimizerName
+) -> LoopTrainer.Config:
+    config = LoopTrainer.Config(
+        total_tokens=TOKENS,
+        model=NanbeigeOptions(
+            size="quickstart",
+            dim=width,
+            n_heads=width // HEAD,
+            n_kv_heads=width // HEAD,
+            hidden_dim=3 * width,
+            prelude_layers=1,
+            coda_layers=1,
+            recurrent_steps=steps,
+            **rules,
+        ),
+        dataloader=WindowLoader.Config(
+            mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
+        ),
+        learning_rate=Schedule.warmup_cosine(
+            rate, warmup_tokens=TOKENS // 10, total_tokens=TOKENS, final=rate / 10
+        ),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
+        optimizer=LoopOptimizers.Config(name=optimizer),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH)),
+        held_out=HeldOutConfig(depths=[steps], windows=128),
+    )
+    config.training.seq_len = WINDOW
+    config.training.local_batch_size = BATCH // WINDOW
+    config.checkpoint.interval = 1_000
+    config.metrics.log_freq = 50
+    return config
