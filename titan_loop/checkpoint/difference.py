@@ -1,11 +1,9 @@
 """Differences between two checkpoints, found with two tensors in memory.
 
-For every tensor, over its elements:
-
-    largest absolute difference    max |a − b|
+    largest absolute difference    max |a − b|                   over a tensor, in float64
     largest relative difference    max |a − b| / max(|a|, |b|),  0 where both are 0
 
-in float64. Two NaN in one place are equal, NaN beside a number differs by infinity.
+Two NaN in one place are equal; NaN and a number differ by infinity.
 """
 
 from collections.abc import Iterator, Mapping
@@ -63,11 +61,7 @@ def manifest_differences(
 
 
 def largest_differences(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """Return the largest absolute and relative difference of two tensors of one shape.
-
-    Args:
-        a: Any real dtype.
-    """
+    """Return the largest absolute and relative difference of two real tensors of one shape."""
     floating = a.is_floating_point() or b.is_floating_point()
     exact = torch.float64 if floating else torch.int64
     absolute = relative = 0.0

@@ -1,7 +1,7 @@
 """Loads a checkpoint of any world size, if it holds exactly the entries that are wanted.
 
-DCP alone ignores saved entries that nobody asked for. Exceptions are named in a `KeyPolicy`, and
-every entry that one of them covers is logged.
+DCP alone ignores saved entries that nobody asked for. Here a `KeyPolicy` names the exceptions, and
+every entry that it covers is logged.
 """
 
 import logging
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 SHOWN = 10
 OPTIMIZER_PREFIX = "optimizer."
-"""How the keys of everything that is not the model begin."""
+"""Beginning of the keys of everything that is not the model."""
 
 AVERAGE_PREFIX = "optimizer.ema."
-"""How the keys of averaged weights begin; the parameter's name follows."""
+"""Beginning of the keys of averaged weights; the parameter's name follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,21 @@ class KeyPolicy:
     """Differences between wanted and saved entries that are allowed; none by default.
 
     `fnmatch` patterns over whole flattened keys: "optimizer.*", "exit_gate.*".
+
+    Attributes:
+        ignore_saved: Saved entries that may stay unread.
+        keep_initial: Wanted entries that may be missing and then keep the value they have.
     """
 
     ignore_saved: tuple[str, ...] = ()
-    """Saved entries that may stay unread."""
-
     keep_initial: tuple[str, ...] = ()
-    """Wanted entries that may be missing from the checkpoint and keep the value they have."""
+
+
+EXACTLY = KeyPolicy()
 
 
 class KeyMatch(NamedTuple):
-    """Every entry of both sides, each in one place; flattened keys in sorted order."""
+    """Flattened keys of both sides, sorted: read, left unread, and left at their initial value."""
 
     loaded: list[str]
     ignored: list[str]
@@ -62,7 +66,7 @@ def load_checkpoint(
     checkpoint: Path,
     *,
     group: dist.ProcessGroup | None,
-    policy: KeyPolicy | None = None,
+    policy: KeyPolicy = EXACTLY,
 ) -> None:
     """Load a checkpoint of any world size into `state_dict`, in place; collective over `group`.
 
@@ -76,16 +80,14 @@ def load_checkpoint(
     """
     # Not left to DCP: it would swallow the error, and look for metadata of single ranks.
     metadata = from_rank_zero(group, lambda: read_table(checkpoint))
-    planner = StrictLoadPlanner(checkpoint, policy or KeyPolicy())
-    reader = SafeFileSystemReader(checkpoint, metadata)
     try:
         with warnings.catch_warnings():
             # A caller without a group wants one process.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(
                 state_dict,
-                storage_reader=reader,
-                planner=planner,
+                storage_reader=SafeFileSystemReader(checkpoint, metadata),
+                planner=_StrictLoadPlanner(checkpoint, policy),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -93,12 +95,8 @@ def load_checkpoint(
         raise root_cause(error) from error
 
 
-class StrictLoadPlanner(PlainLoadPlanner):
-    """Plans to read the wanted entries, if they equal the saved ones.
-
-    Attributes:
-        match: Which entries are loaded and which are not; None until planned.
-    """
+class _StrictLoadPlanner(PlainLoadPlanner):
+    """Plans to read the wanted entries, if they equal the saved ones."""
 
     def __init__(self, checkpoint: Path, policy: KeyPolicy) -> None:
         super().__init__()
@@ -106,7 +104,6 @@ class StrictLoadPlanner(PlainLoadPlanner):
         self._policy = policy
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan to read the loaded entries; raises as `check_keys`."""
         assert self.metadata is not None
         wanted = {
             key: tuple(value.shape) if isinstance(value, torch.Tensor) else None
@@ -129,22 +126,21 @@ def check_keys(
     saved: Metadata,
     *,
     checkpoint: Path,
-    policy: KeyPolicy | None = None,
+    policy: KeyPolicy = EXACTLY,
 ) -> KeyMatch:
     """Compare wanted with saved entries.
 
     Args:
-        wanted: Flattened key -> global shape of a tensor, or None for any other object.
-
-    Returns:
-        Which entries to load, and which ones the policy covers.
+        wanted: Flattened key → global shape of a tensor, or None for any other object.
 
     Raises:
-        UserError: With the first ten of each kind and their count: entries the checkpoint lacks,
-            entries that were not asked for, tensors of another shape.
+        UserError: Entries are missing, were not asked for or have another shape; it names the
+            first ten of each kind.
     """
-    policy = policy or KeyPolicy()
-    shapes = saved_shapes(saved)
+    shapes = {
+        key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in saved.state_dict_metadata.items()
+    }
     missing, extra = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
     kept, ignored = _covered(missing, policy.keep_initial), _covered(extra, policy.ignore_saved)
     loaded = sorted(wanted.keys() & shapes.keys())
@@ -170,16 +166,7 @@ def check_keys(
     return KeyMatch(loaded, sorted(ignored), sorted(kept))
 
 
-def saved_shapes(metadata: Metadata) -> dict[str, tuple[int, ...] | None]:
-    """Return the flattened keys of a checkpoint: shape of a tensor, None for an object."""
-    return {
-        key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-
-
-def _covered(keys: Iterable[str], patterns: Iterable[str]) -> set[str]:
-    patterns = tuple(patterns)
+def _covered(keys: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
     return {key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)}
 
 
