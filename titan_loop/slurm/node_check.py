@@ -21,9 +21,9 @@ from titan_loop.launcher import slurm_task
 from titan_loop.slurm.allocation import PORTS_A_JOB
 from titan_loop.storage.json_files import write_json
 
+# Longer than the slowest rank may import torch: the job ends a check that hangs (see `job.py`), and
+# learns from the reports who hung.
 _TIMEOUT = timedelta(seconds=1200)
-"""Longer than the slowest rank may import torch: the job ends a check that hangs, see
-`titan_loop.slurm.job`, and learns from the reports who hung."""
 
 _SENT_FLOATS = 2**20
 _ROUNDS = 3
@@ -39,22 +39,12 @@ def check_node(
     free_memory_share: float,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Check this rank's node and write a report; faults are reported, not raised.
-
-    Args:
-        gpus: Number of GPUs that the node must have; 0 checks none.
-    """
+    """Check this rank's node and write a report; faults are reported, not raised."""
     task = slurm_task(environment)
     assert task is not None
     rank, world_size, local_rank, local_world_size, node = task
-    report: dict[str, Any] = {
-        "node": node,
-        "rank": rank,
-        "phase": "start",
-        "problems": [],
-        "failure": "",
-        "clock": None,
-    }
+    report: dict[str, Any] = {"node": node, "rank": rank, "phase": "", "problems": []}
+    report |= {"failure": "", "clock": None}
 
     def begin(phase: str) -> None:
         report["phase"] = phase
