@@ -23,8 +23,8 @@ import torch
 def _datasets_on_demand() -> Iterator[None]:
     """Let a module import names of `datasets` that are looked up when they are used.
 
-    torchtitan's trainer imports its validator, that its Hugging Face loaders, and those `datasets`
-    with pandas: 0.9 s at every start, for classes nobody builds here.
+    torchtitan's trainer imports its validator, its Hugging Face loaders, and so `datasets` with
+    pandas: 0.9 s at every start, for classes nobody builds here.
     """
 
     class DatasetType(type):

@@ -64,7 +64,7 @@ def plus(moved: Mapping[str, Moved], more: Mapping[str, Moved], times: int) -> d
 class StepMeter(TorchDispatchMode):
     """Measures the operators of its block that run on fake tensors of `fake_mode`.
 
-    Tensors of other modes, such as those of a graph that is traced, do not count.
+    Tensors of other modes, such as a traced graph's, do not count.
 
     Attributes:
         live_bytes: Bytes of all live storages.

@@ -2,6 +2,8 @@
 
 ranks saved, hung, crashed or were killed ─► scontrol requeue: the same job, log, place in the chain
 SLURM refuses ─► sbatch of the same script, after this job ─► dependents wait for the successor
+
+The exit codes are in `titan_loop/errors.py`.
 """
 
 import re
