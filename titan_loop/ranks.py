@@ -84,13 +84,8 @@ def from_rank_zero(group: "dist.ProcessGroup | None", look: Callable[[], T]) -> 
 
     import torch.distributed as dist
 
-    found: list[Any] = [None, None]
-    own: Exception | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            found[0] = look()
-        except Exception as error:  # whatever it is: the others must not wait for this rank
-            own, found[1] = error, _portable(error, 0)
+    result, own = _outcome(look) if dist.get_rank(group) == 0 else (None, None)
+    found: list[Any] = [result, _portable(own, 0)]
     dist.broadcast_object_list(found, src=0, group=group)
     if found[1] is not None:
         raise own or found[1]
@@ -108,17 +103,13 @@ def decided_by_rank_zero(look: Callable[[], T]) -> T:
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return from_rank_zero(all_ranks(), look)
     store, key = _launchers_store(), _next_key("decision")
-    if int(os.environ["RANK"]) != 0:
+    if int(os.environ["RANK"]) == 0:
+        found, error = _outcome(look)
+        store.set(key, pickle.dumps((found, _portable(error, 0))))
+    else:
         found, error = pickle.loads(store.get(key))  # from this run's own rank 0
-        if error is not None:
-            raise error
-        return found
-    try:
-        found = look()
-    except Exception as error:
-        store.set(key, pickle.dumps((None, _portable(error, 0))))
-        raise
-    store.set(key, pickle.dumps((found, None)))
+    if error is not None:
+        raise error
     return found
 
 
@@ -138,11 +129,10 @@ def once_per_node(work: Callable[[], object]) -> None:
         return
     store, done, failed = _launchers_store(), _next_key("done"), _next_key("failed")
     if first:
-        try:
-            work()
-        except Exception as error:
+        _, error = _outcome(work)
+        if error is not None:
             store.set(failed, pickle.dumps(_portable(error, int(os.environ["RANK"]))))
-            raise
+            raise error
     store.add(done, 1)
     while store.add(done, 0) < world_size:
         if store.check([failed]):
@@ -176,23 +166,19 @@ def try_on_all(
     If any fails, return an empty list, and the failure of the lowest such rank.
     """
     rank, world_size = place_in(group)
-    mine: tuple[Any, Failure | None]
-    try:
-        mine = work(), None
-    except Exception as error:
-        mine = None, Failure(rank, error)
+    mine: tuple[Any, Exception | None] = _outcome(work)
     gathered = [mine]
     if group is not None:
         import torch.distributed as dist
 
-        result, failed = mine
-        portable = (result, failed and Failure(rank, _portable(failed.error, rank)))
+        portable = (mine[0], _portable(mine[1], rank))
         gathered = [portable] * world_size
         dist.all_gather_object(gathered, portable, group=group)
         gathered[rank] = mine
-    failure = next((failure for _, failure in gathered if failure is not None), None)
-    results: list[Any] = [] if failure else [result for result, _ in gathered]
-    return results, failure
+    for failed, (_, error) in enumerate(gathered):
+        if error is not None:
+            return [], Failure(failed, error)
+    return [result for result, _ in gathered], None
 
 
 def from_all_ranks(group: "dist.ProcessGroup | None", work: Callable[[], T]) -> list[T]:
@@ -220,7 +206,15 @@ def _launchers_store() -> Any:
     return _store
 
 
-def _portable(error: Exception, rank: int) -> Exception:
-    if isinstance(error, (OSError, RunFailedError, UserError)):
+def _outcome(work: Callable[[], object]) -> tuple[Any, Exception | None]:
+    """Return a result, or any exception: the others must not wait for this rank."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _portable(error: Exception | None, rank: int) -> Exception | None:
+    if error is None or isinstance(error, (OSError, RunFailedError, UserError)):
         return error
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")

@@ -46,10 +46,17 @@ class KeepPolicy:
         reasons += [BEST] if step == best else []
         return [*reasons, *(f"tag {tag}" for tag in tags)]
 
-    def stale(self, reasons: Mapping[int, Collection[str]]) -> list[int]:
-        """Return the steps to delete, in increasing order; `reasons` has every committed step."""
-        oldest = sorted(reasons)[: -self.latest] if self.latest else []
-        return [step for step in oldest if not reasons[step]]
+    def stale(
+        self, manifests: Mapping[int, Mapping[str, Any]], tags: Mapping[int, Collection[str]]
+    ) -> list[int]:
+        """Return the steps to delete, in increasing order, given all manifests and tags by step."""
+        best = best_step(manifests[max(manifests)]) if manifests else None
+        oldest = sorted(manifests)[: -self.latest] if self.latest else []
+        return [
+            step
+            for step in oldest
+            if not self.reasons(step, manifests[step], best=best, tags=tags.get(step, ()))
+        ]
 
 
 def delete_stale(
@@ -65,26 +72,21 @@ def delete_stale(
         newest: Step of the checkpoint just committed. Later ones belong to another attempt, or were
             found damaged: they are neither counted nor deleted.
     """
-    found: dict[int, tuple[dict[str, Any], list[str]]] = {}
+    manifests, tags = {}, {}
     for step in committed_steps(folder):
         if step > newest:
             continue
         checkpoint = step_folder(folder, step)
         try:
             manifest, reason = inspect(checkpoint, "manifest")
-            tags = read_tags(checkpoint)
+            tags[step] = read_tags(checkpoint)
         except (UserError, RunFailedError) as error:
-            manifest, reason, tags = None, str(error), []
+            manifest, reason = None, str(error)
         if manifest is None:
             logger.warning("%s is neither counted nor deleted: %s", checkpoint, reason)
         else:
-            found[step] = manifest, tags
-    best = best_step(found[max(found)][0]) if found else None
-    reasons = {
-        step: policy.reasons(step, manifest, best=best, tags=tags)
-        for step, (manifest, tags) in found.items()
-    }
-    for step in policy.stale(reasons):
+            manifests[step] = manifest
+    for step in policy.stale(manifests, tags):
         checkpoint = step_folder(folder, step)
         if in_use is None or not in_use(checkpoint):
             _delete(checkpoint, "the keep policy lets it go")

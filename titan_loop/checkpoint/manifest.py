@@ -200,30 +200,25 @@ def _wrong_content(manifest: Mapping[str, Any]) -> str:
         value = nested(manifest, name)
         if type(value) is not int or not least <= value < 2**63:
             return f"{name}={value!r} is not a number from {least} on"
-    for name in ("lineage.parent", "lineage.origin"):
-        source = nested(manifest, name)
-        if source is not None and not (
-            isinstance(nested(manifest, f"{name}.path"), str)
-            and isinstance(nested(manifest, f"{name}.manifest_sha256"), str)
-        ):
-            return f"{name} is not a path and a hash"
+    for name in ("parent", "origin"):
+        source = manifest["lineage"].get(name)
+        if source is not None and not _has(source, Reference.__annotations__):
+            return f"lineage.{name} is not a path and a hash"
     if not isinstance(jumps := manifest["lineage"].get("jumps", []), list):
         return f"lineage.jumps={jumps!r:.40} is not a list"
-    best = manifest.get("best")
-    if best is not None and not (
-        type(nested(manifest, "best.step")) is int
-        and type(nested(manifest, "best.held_out_loss")) is float
-        and isinstance(nested(manifest, "best.measured_on"), str)
-    ):
+    best, kinds = manifest.get("best"), {"step": int, "held_out_loss": float, "measured_on": str}
+    if best is not None and not _has(best, kinds):
         return f"best={best!r:.40} is not a step with its loss"
     for name, record in manifest["files"].items():
         if not is_file_name(name):
             return f"{name!r} is not the name of a file"
-        if not isinstance(record, dict) or not (
-            type(record.get("bytes")) is int and isinstance(record.get("sha256"), str)
-        ):
+        if not _has(record, FileRecord.__annotations__):
             return f"{name} has no size and hash"
     return ""
+
+
+def _has(record: Any, kinds: Mapping[str, type]) -> bool:
+    return isinstance(record, dict) and all(type(record.get(n)) is kinds[n] for n in kinds)
 
 
 def _digest(record: dict[str, Any]) -> str:

@@ -16,10 +16,10 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titan_loop.checkpoint.best import best_step
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import (
     CHECKPOINTS,
@@ -81,17 +81,9 @@ class RemoteCheckpoints:
     def delete_stale(self, policy: KeepPolicy) -> None:
         """Apply the keep policy there, and delete the remains of interrupted uploads."""
         manifests = {step: self._manifest(step) for step in self.steps()}
-        newest = max(manifests, default=0)
-        best = best_step(manifests[newest]) if manifests else None
-        stale = policy.stale(
-            {
-                step: policy.reasons(step, manifest, best=best)
-                for step, manifest in manifests.items()
-            }
-        )
-        stale = [step for step in stale if not self._is_tagged(step)]
-        unfinished = [step for step in self._all_steps() if step not in manifests]
-        for step in [*stale, *(step for step in unfinished if step < newest)]:
+        stale = [step for step in policy.stale(manifests, {}) if not self._is_tagged(step)]
+        older = (step for step in self._all_steps() if step < max(manifests, default=0))
+        for step in [*stale, *(step for step in older if step not in manifests)]:
             self._delete(f"step-{step}")
 
     def withdraw(self, unwanted: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -103,10 +95,9 @@ class RemoteCheckpoints:
 
     def read(self, name: str) -> dict[str, Any]:
         """Return the record with this name beside the checkpoints; empty if there is none."""
-        try:
+        with suppress(FileNotFoundError):
             return self._object(name)
-        except FileNotFoundError:
-            return {}
+        return {}
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Write a record beside the checkpoints."""

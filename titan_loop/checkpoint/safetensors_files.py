@@ -56,9 +56,9 @@ class SafetensorsFolder:
         self._file_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file, listed in self._files().items():
-            held: set[str] = set()
             with self._open(file) as opened:
-                for name in opened.keys():  # noqa: SIM118  a safetensors handle is not a mapping
+                held = list(opened.keys())
+                for name in held:
                     part = opened.get_slice(name)
                     if part.get_dtype() not in _READABLE:
                         raise UserError(
@@ -67,11 +67,11 @@ class SafetensorsFolder:
                         )
                     self.shapes[name] = tuple(part.get_shape())
                     self._file_of[name] = file
-                    held.add(name)
-            if listed is not None and held != listed:
+            if listed is not None and (wrong := sorted(listed ^ {*held})):
+                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
                 raise UserError(
-                    f"{folder / INDEX} and {file} disagree about {_some(held ^ listed)}; download "
-                    "the folder again"
+                    f"{folder / INDEX} and {file} disagree about {wrong[0]}{more}; download the "
+                    "folder again"
                 )
         self._current: tuple[str, Any] | None = None
 
@@ -102,17 +102,14 @@ class SafetensorsFolder:
                 )
             return {SINGLE: None}
         placed = read_json_object(index, fix=_AGAIN).get("weight_map")
-        files: dict[str, set[str] | None] = {}
         if not isinstance(placed, dict) or not all(type(file) is str for file in placed.values()):
             raise DamagedFileError(index, "it has no weight_map of names of files", _AGAIN)
-        for name, file in sorted(placed.items(), key=lambda item: item[1]):
-            names = files.setdefault(file, set())
-            assert names is not None
-            names.add(name)
-        for file in files:
+        files: dict[str, set[str] | None] = {}
+        for file in sorted(set(placed.values())):
             require_file_name(file, index)
             if not (self._folder / file).is_file():
                 raise UserError(f"{self._folder / file} is missing; download it, or export again")
+            files[file] = {name for name in placed if placed[name] == file}
         return files
 
     def _open(self, file: str) -> Any:
@@ -178,11 +175,6 @@ def _plan_shards(
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
-
-
-def _some(names: set[str]) -> str:
-    first, *rest = sorted(names)
-    return first + (f" and {len(rest)} more" if rest else "")
 
 
 def write_safetensors(

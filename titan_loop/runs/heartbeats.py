@@ -74,14 +74,11 @@ def read_heartbeats(run: Path) -> list[Heartbeat]:
             beat = Heartbeat(**read_json_object(path, fix="delete it"))
             for whole in (beat.rank, beat.pid, beat.step):
                 count(whole)
-            if not all(
-                isinstance(text, str) and text.isprintable()
-                for text in (beat.host, beat.phase, beat.collective)
-            ):
-                continue
             for seconds in (beat.progress, beat.written, beat.seconds):
                 number(seconds)
-            found.append(beat)
+            texts = (beat.host, beat.phase, beat.collective)
+            if all(isinstance(text, str) and text.isprintable() for text in texts):
+                found.append(beat)
     return sorted(found, key=lambda heartbeat: heartbeat.rank)
 
 

@@ -77,11 +77,6 @@ class RunDirectory:
         """Return the path of the `config.json` that restart K replaced."""
         return self.path / f"config-before-restart-{restart}.json"
 
-    @property
-    def newest_kept_config(self) -> Path:
-        """The config that the newest start replaced."""
-        return self.kept_config(len(self.read_run()["restarts"]))
-
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step` training steps."""
         return step_folder(self.checkpoints, step)

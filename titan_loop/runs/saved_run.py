@@ -90,6 +90,9 @@ class SavedRun:
     Args:
         checkpoint: Checkpoint of the run that is meant; None for the newest whole one.
         config_json: A config that a restart kept, to read instead of `config.json`.
+
+    Attributes:
+        config: The raw `config.json`, to copy or to show.
     """
 
     def __init__(
@@ -99,8 +102,10 @@ class SavedRun:
         config_json: Path | None = None,
     ) -> None:
         self.directory = RunDirectory(path)
-        self._config = self.directory.read_config(config_json)
+        self.path = self.directory.path
+        self.config: Mapping[str, Any] = self.directory.read_config(config_json)
         self._checkpoint = checkpoint
+        self._imported_tokenizer = self.path / TOKENIZER_NAME
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "SavedRun":
@@ -122,17 +127,7 @@ class SavedRun:
             "config.json; give a checkpoint inside its run"
         )
 
-    @property
-    def path(self) -> Path:
-        """Folder of the run."""
-        return self.directory.path
-
     # Its options
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The raw `config.json`, to copy or to show."""
-        return self._config
 
     @property
     def model_options(self) -> "ModelOptions":
@@ -162,7 +157,7 @@ class SavedRun:
     @property
     def trainable(self) -> Literal["all", "exit_gate"] | None:
         """The option `trainable`; None for an older version's run."""
-        return self._config.get("trainable")
+        return self.config.get("trainable")
 
     @property
     def optimizer(self) -> str:
@@ -182,7 +177,7 @@ class SavedRun:
 
     def _option(self, name: str, kind: type[T], default: T | None = None) -> T:
         """Return the option with a dotted name; without a default it must be there."""
-        value = nested(self._config, name)
+        value = nested(self.config, name)
         if value is None and default is not None:
             return default
         if type(value) is not kind:
@@ -238,7 +233,7 @@ class SavedRun:
 
         Without either it is the default, without conversations.
         """
-        recorded = self._config.get("text")
+        recorded = self.config.get("text")
         if recorded is not None:
             return TextFormat(**recorded)
         cards = list(self._cards().values())
@@ -290,10 +285,6 @@ class SavedRun:
         """Return the task whose examples the run reads; None for text or before a checkpoint."""
         newest = self.newest("manifest")
         return None if newest is None else _recorded_task(newest.manifest["data"])
-
-    @property
-    def _imported_tokenizer(self) -> Path:
-        return self.path / TOKENIZER_NAME
 
     def _cards(self) -> dict[Path, SourceCard]:
         there = (source for source in self.sources if (source / CARD_NAME).is_file())

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from titan_loop.errors import RunFailedError, UserError
 
-_FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
+_NAME = r"[A-Za-z][\w:/]*="
+_FIELD = re.compile(rf"(?:^|\s)({_NAME[:-1]})=(.*?)(?=\s+{_NAME}|\s*$)")  # a value may have spaces
 _SECONDS = 60.0
 
 
@@ -41,13 +42,7 @@ def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
 def show(kind: str, name: str) -> dict[str, str]:
     """Return the fields that `scontrol show KIND NAME` prints."""
-    line = slurm("scontrol", "show", "--oneliner", kind, name).splitlines()[0]
-    found = list(_FIELD.finditer(line))
-    ends = [field.start() for field in found[1:]] + [len(line)]
-    return {
-        field.group(1): line[field.end() : end].strip()
-        for field, end in zip(found, ends, strict=True)
-    }
+    return dict(_FIELD.findall(slurm("scontrol", "show", "--oneliner", kind, name).splitlines()[0]))
 
 
 def host_names(node_list: str) -> list[str]:
