@@ -81,9 +81,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
             adopt_remote: Go on with the run whose checkpoints `remote` holds although this run
                 directory is new, as after the loss of a disk.
             retry_seconds: Wait before the second attempt; it doubles each time.
-            last_save_model_only: Must stay False: a last checkpoint without optimiser state could
-                not be resumed.
-            initial_load_model_only: Unused; see `carry`.
             carry: Start of a run that has no checkpoint of its own.
         """
 
@@ -96,9 +93,10 @@ class LoopCheckpointManager(BaseCheckpointManager):
         remote: str = ""
         adopt_remote: bool = False
         retry_seconds: float = 10.0
+        carry: StartFrom = field(default_factory=StartFrom)
+        # Upstream's defaults, True, would have it warn of settings without an effect.
         last_save_model_only: bool = False
         initial_load_model_only: bool = False
-        carry: StartFrom = field(default_factory=StartFrom)
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
@@ -280,6 +278,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def _committed(self, step: int) -> None:
         """Copy a checkpoint just committed, then apply the keep policy; on rank 0."""
+        # In this order: the policy spares the checkpoints that wait to be copied.
         uploader = self.uploader
         if uploader is not None:
             uploader.submit(step_folder(self.path, step))

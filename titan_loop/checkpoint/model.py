@@ -57,16 +57,13 @@ def load_model(
     options: ModelOptions,
     *,
     max_seq_len: int,
-    verify_hashes: bool = True,
     ema: bool = False,
 ) -> LoopDecoder:
     """Build the model of a checkpoint and load its weights on the CPU, one tensor at a time.
 
-    Arguments and errors are `CheckpointReader`'s; sizes of files are always compared. Entries that
-    do not fit the model raise `UserError`.
+    Errors are `CheckpointReader`'s; entries that do not fit the model raise `UserError`.
     """
-    look_at = "hashes" if verify_hashes else "sizes"
-    reader = CheckpointReader(checkpoint, look_at=look_at, ema=ema)
+    reader = CheckpointReader(checkpoint, ema=ema)
     model = build_decoder(replace(options, attention="sdpa"), max_seq_len=max_seq_len)
     state = model.state_dict()
     check_keys(

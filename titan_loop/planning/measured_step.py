@@ -107,17 +107,10 @@ def read_measured(key: str) -> MeasuredStep | None:
     """Return the step that was measured under a key; None if there is none that can be read."""
     with suppress(OSError, RuntimeError, UserError, KeyError, TypeError):
         record = read_versioned_json(_file(key), format_version=FORMAT_VERSION, fix="delete it")
-        moved, again = (
-            {kind: Moved(**values) for kind, values in record[name].items()}
-            for name in ("moved", "moved_again")
-        )
-        return MeasuredStep(
-            micro_batches=int(record["micro_batches"]),
-            moved=moved,
-            moved_again=again,
-            peak_bytes=float(record["peak_bytes"]),
-            checkpoint_bytes=int(record["checkpoint_bytes"]),
-        )
+        del record["format_version"]
+        for name in ("moved", "moved_again"):
+            record[name] = {kind: Moved(**values) for kind, values in record[name].items()}
+        return MeasuredStep(**record)
     return None
 
 
