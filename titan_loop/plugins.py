@@ -88,7 +88,7 @@ def find(kind: str, name: str) -> Any:
     `UserError` if one does not exist.
     """
     known = _known[kind]
-    for import_more in (_import_own, import_plugins):
+    for import_more in (_import_own, _import_plugins):
         if name not in known:
             import_more()
     return load(known.get(name))
@@ -107,7 +107,7 @@ def load(place: Any) -> Any:
 def names(kind: str) -> list[str]:
     """Return every name of a kind, including names from `TITAN_LOOP_PLUGINS`."""
     _import_own()
-    import_plugins()
+    _import_plugins()
     return sorted(_known[kind])
 
 
@@ -122,8 +122,7 @@ def _import_own() -> None:
         importlib.import_module(package)
 
 
-def import_plugins() -> None:
-    """Import the modules that the environment names; each registers its own plugin."""
+def _import_plugins() -> None:
     listed = (name.strip() for name in os.environ.get(PLUGINS, "").split(","))
     for name in filter(None, listed):
         fix = "name modules importable from the current folder"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,14 +51,6 @@ class KeyPolicy:
 
 
 EXACTLY = KeyPolicy()
-
-
-class KeyMatch(NamedTuple):
-    """Flattened keys of both sides, sorted: read, left unread, and left at their initial value."""
-
-    loaded: list[str]
-    ignored: list[str]
-    kept: list[str]
 
 
 def load_checkpoint(
@@ -110,14 +102,16 @@ class _StrictLoadPlanner(PlainLoadPlanner):
             for key, value in self.state_dict.items()
         }
         checkpoint = self._checkpoint
-        match = check_keys(wanted, self.metadata, checkpoint=checkpoint, policy=self._policy)
+        loaded, ignored, kept = check_keys(
+            wanted, self.metadata, checkpoint=checkpoint, policy=self._policy
+        )
         for entries, what in (
-            (match.ignored, "entries of %s are not loaded, as asked: %s"),
-            (match.kept, "entries are not in %s and keep their initial value, as asked: %s"),
+            (ignored, "entries of %s are not loaded, as asked: %s"),
+            (kept, "entries are not in %s and keep their initial value, as asked: %s"),
         ):
             if entries:
                 logger.info(f"%d {what}", len(entries), checkpoint, _first(entries))
-        chosen = {key: self.state_dict[key] for key in match.loaded}
+        chosen = {key: self.state_dict[key] for key in loaded}
         return create_default_local_load_plan(chosen, self.metadata)
 
 
@@ -127,8 +121,8 @@ def check_keys(
     *,
     checkpoint: Path,
     policy: KeyPolicy = EXACTLY,
-) -> KeyMatch:
-    """Compare wanted with saved entries.
+) -> tuple[list[str], list[str], list[str]]:
+    """Return the keys that are loaded, stay unread, or keep their initial value.
 
     Args:
         wanted: Flattened key → global shape of a tensor, or None for any other object.
@@ -163,7 +157,7 @@ def check_keys(
             f"{checkpoint} does not hold what should be loaded ({'; '.join(faults)}); use the "
             "config it was saved with, or say what to carry over"
         )
-    return KeyMatch(loaded, sorted(ignored), sorted(kept))
+    return loaded, sorted(ignored), sorted(kept)
 
 
 def _covered(keys: Iterable[str], patterns: tuple[str, ...]) -> set[str]:

@@ -1,9 +1,4 @@
-"""Writes one checkpoint on all ranks together, in the calling thread.
-
-    every rank   DCP writes its shard ─► sizes and SHA-256 of its files ─┐
-    rank 0       all ranks' records, or their errors ◄───────────────────┘
-                 ─► manifest (the commit) ─► the keep policy deletes
-    every rank   learns the outcome
+"""Writes one checkpoint on all ranks together, in the calling thread; the README draws the order.
 
 Nothing else uses the gloo group of a save, so an asynchronous one never mixes with training's
 collectives. If a save fails on any rank, all of them try again.

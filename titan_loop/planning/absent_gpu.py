@@ -42,9 +42,7 @@ from titan_loop.training.verdict import StepVerdict
 
 
 @contextmanager
-def absent_gpu(
-    cluster: Cluster, build_mask: Callable[..., Any] = torch_flex.create_block_mask
-) -> Iterator[None]:
+def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[None]:
     """Make this process rank 0 of a cluster until the end of the block.
 
     `build_mask` is called instead of the compiled `create_block_mask`. Raises `UserError` if this
@@ -52,7 +50,8 @@ def absent_gpu(
     """
     if dist.is_initialized():
         raise UserError("a rehearsal needs a process of its own: start it without torchrun")
-    gpu = _Gpu(cluster.gpu.memory_bytes)
+    gpu = compat.CpuDevice()
+    properties = SimpleNamespace(name="GPU", total_memory=int(cluster.gpu.memory_bytes))
     composite, new_group, layout = F.rms_norm, dist.new_group, muon.layout
 
     def rms_norm(
@@ -71,6 +70,7 @@ def absent_gpu(
 
     replacements: list[tuple[Any, str, Any]] = [
         (titan_utils, "device_module", gpu),
+        (gpu, "get_device_properties", lambda device=None: properties),
         (dist, "new_group", fake_group),
         (F, "rms_norm", rms_norm),
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
@@ -103,17 +103,6 @@ def absent_gpu(
 
 def _shapes_of(checkpoint: Path, options: ModelOptions, *, max_seq_len: int) -> LoopDecoder:
     return build_decoder(replace(options, attention="sdpa"), max_seq_len=max_seq_len)
-
-
-class _Gpu(compat.CpuDevice):
-    def __init__(self, memory_bytes: float) -> None:
-        super().__init__()
-        self._memory_bytes = int(memory_bytes)
-
-    def get_device_properties(  # type: ignore[override]
-        self, device: torch.device | None = None
-    ) -> SimpleNamespace:
-        return SimpleNamespace(name="GPU", total_memory=self._memory_bytes)
 
 
 def _unread_counts(

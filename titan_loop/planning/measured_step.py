@@ -1,11 +1,7 @@
-"""The step that a rehearsal measured, kept on disk under everything that decides it.
-
-    stage, ranks ─► traits without values ┐
-    versions, source code ────────────────┴─► hash ─► ~/.cache/titan_loop/rehearsals/HASH.json
+"""The step that a rehearsal measured, kept on disk under a hash of everything that decides it.
 
 A rehearsal sees no values: stages that differ only in a seed, a source, a rate or the η of a prior
 share one result. A field counts as a difference unless it is known to be such a value.
-TITAN_LOOP_REHEARSAL_CACHE names another folder.
 """
 
 import hashlib
@@ -27,7 +23,7 @@ from titan_loop.runs.run_directory import library_versions
 from titan_loop.storage.json_files import read_versioned_json, write_json
 
 FORMAT_VERSION = 1
-CACHE_VARIABLE = "TITAN_LOOP_REHEARSAL_CACHE"
+CACHE_VARIABLE = "TITAN_LOOP_REHEARSAL_CACHE"  # names another folder than ~/.cache/titan_loop/…
 
 _WHOLE = ("activation_checkpoint.memory_budget",)
 """Fractional numbers of which more than the sign decides."""

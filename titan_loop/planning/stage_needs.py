@@ -1,9 +1,5 @@
 """The exact needs of a stage on a cluster: states, FLOPs, steps, batches, GPU-days.
 
-    config ─► architecture, schedules ─┬─► steps, batch, accumulation ─┐
-                                       ├─► bytes of states ────────────┼─► table, refusals
-    cluster ─► ranks, GPU ─────────────┴─► GPU-days ───────────────────┘
-
 Pure arithmetic: no process group, no device, no parameter. GPU-days follow from the model FLOPs
 (recomputation does not count) and an assumed utilisation. Peaks of memory and collectives come from
 `rehearsal.py`.

@@ -81,13 +81,6 @@ class StageStatus:
         """Whether a checkpoint holds its last token."""
         return self.saved_tokens >= self.total_tokens
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Time to its end at the last logged speed; None if that is unknown."""
-        if not self.tokens_per_second:
-            return None
-        return max(0, self.total_tokens - self.tokens) / self.tokens_per_second
-
 
 def read_status(folder: Path) -> list[StageStatus]:
     """Return the stages of a recipe, or the run, that start from initial weights, as a tree."""
@@ -153,8 +146,9 @@ def _describe(status: StageStatus) -> str:
     left = ""
     if status.runs is False:
         left = ", not running"
-    elif status.seconds_left is not None:
-        left = f", about {_duration(status.seconds_left)} left"
+    elif status.tokens_per_second:
+        seconds = max(0, status.total_tokens - status.tokens) / status.tokens_per_second
+        left = f", about {_duration(seconds)} left"
     return f"{share:.1%} of {status.total_tokens:,} tokens{loss}{left}{fork}"
 
 

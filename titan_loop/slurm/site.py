@@ -1,16 +1,8 @@
 """The settings that differ from cluster to cluster: variables of the user's site file.
 
-The file is a shell script (`slurm/site.sh.example`), since loading modules and activating an
-environment must come before any Python. Every job sources it; `submit` sources it, too, to know
-the jobs' environment.
-
-    SBATCH_PARTITION, SBATCH_ACCOUNT, …   read by sbatch itself
-    TITAN_LOOP_CONTAINER                  command in front of every rank's own
-    TITAN_LOOP_SBATCH_FLAGS               flags of every batch script: CPUs, memory, QOS, mail, …
-    TITAN_LOOP_SRUN_FLAGS                 flags of every srun
-    TITAN_LOOP_NETWORK_INTERFACE          network of NCCL and gloo
-    TITAN_LOOP_RENDEZVOUS_HOST            address of rank 0; its node's name by default
-    TITAN_LOOP_SOURCE_CACHE               folder for sources from object stores
+The file is a shell script, since loading modules and activating an environment must come before any
+Python. Every job sources it; `submit` sources it, too, to know the jobs' environment.
+`slurm/site.sh.example` explains the variables.
 """
 
 import os
