@@ -3,9 +3,6 @@
 Import this module before any torchtitan module. torchtitan 0.3.0 chooses its device at import time,
 and copies that choice into its other modules. Each shim names the code it replaces and the
 condition for its removal.
-
-`start_runtime` is called once per process before training. It fills in the world of one, translates
-SLURM's variables, and gives ranks that share cores one thread each.
 """
 
 import importlib
@@ -15,12 +12,12 @@ import os
 import resource
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,15 +35,14 @@ from titan_loop.light_imports import import_lightly
 DeviceType = Literal["cpu", "cuda"]
 
 SPMD_BACKEND = "partial_dtensor"
-"""The backend CI tests, hence the default everywhere; "spmd_types" is a switch for torch 2.15 and
-later."""
+"""Default everywhere, since CI tests it; "spmd_types" is a switch for torch 2.15 and later."""
 
 
 class CpuDevice:
-    """The part of `torch.cuda`'s interface torchtitan calls, for host memory.
+    """The part of `torch.cuda`'s interface that torchtitan calls, for host memory.
 
-    Memory figures are the resident set of this process, so they are real numbers on a laptop, too.
-    Delete when torchtitan runs on CPU by itself (not in 0.3.0).
+    Memory figures are the resident set of this process. Delete when torchtitan runs on CPU by
+    itself (not in 0.3.0).
     """
 
     set_device = staticmethod(lambda device: None)
@@ -88,13 +84,10 @@ class CpuDevice:
 
 def peak_resident_bytes() -> int:
     """Return the largest resident set of this process in bytes, since the last reset if any."""
-    try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    with suppress(OSError), open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -102,7 +95,7 @@ _assumed_device: DeviceType | None = None
 
 
 def device_type() -> DeviceType:
-    """Return the device torchtitan was told to use, or the one of `assuming`."""
+    """Return torchtitan's device, or the one that is assumed."""
     if _assumed_device is not None:
         return _assumed_device
     return "cuda" if titan_utils.device_type == "cuda" else "cpu"
@@ -110,7 +103,7 @@ def device_type() -> DeviceType:
 
 @contextmanager
 def assuming(device: DeviceType) -> Iterator[None]:
-    """Check configs for machines with another device, such as a cluster's nodes."""
+    """Give configs the defaults and checks of another device, such as a cluster's."""
     global _assumed_device
     before, _assumed_device = _assumed_device, device
     try:
@@ -123,8 +116,7 @@ def _run_on_cpu() -> None:
     titan_utils.device_type = "cpu"
     titan_utils.device_module = CpuDevice()  # type: ignore[assignment]
     titan_utils.get_local_device = lambda: torch.device("cpu")
-    # Upstream answers 312 TFLOP/s (an A100) for every device it does not know; a CPU has no known
-    # peak.
+    # Upstream answers 312 TFLOP/s (an A100) for every device that it does not know.
     titan_utils.get_peak_flops = lambda device_name: float("nan")
 
 
@@ -163,13 +155,11 @@ import_lightly(compiler=torch.cuda.is_available())
 
 
 def sum_gradients_as_declared(unit: nn.Module) -> None:
-    """Let autograd cast every contribution to a gradient to the parameter's `grad_dtype`.
+    """Let autograd cast every contribution to a gradient of an FSDP unit to its `grad_dtype`.
 
     torch 2.15's FSDP resets `grad_dtype` before each backward pass, to save a cast per parameter:
     the contributions of all visits would be added up in the compute dtype. Delete when it does not.
-
-    Args:
-        unit: An FSDP unit that has been gathered at least once.
+    The unit must have been gathered once.
     """
     if not isinstance(unit, FSDPModule):
         return
@@ -179,15 +169,12 @@ def sum_gradients_as_declared(unit: nn.Module) -> None:
 
 
 def gather_at_every_visit(modules: Sequence[nn.Module]) -> None:
-    """Let FSDP treat every call of a grouped unit's modules as a visit of the unit.
+    """Let FSDP treat every call of one of the modules of a `fully_shard` as a visit of the unit.
 
     torch 2.13's FSDP counts a group as visited when each of its modules has run once. A second call
     of one of them would be gathered for, but its output would not bring the weights back in the
     backward pass, nor would they be freed after it. Delete when a module of a group may be called
     more often than the others.
-
-    Args:
-        modules: Modules that one call of `fully_shard` was given, at least two.
     """
     assert isinstance(modules[0], FSDPModule)
     state = modules[0]._get_fsdp_state()
@@ -198,16 +185,11 @@ def gather_at_every_visit(modules: Sequence[nn.Module]) -> None:
 
 
 def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ) -> tuple[int, int]:
-    """Complete the launcher's variables and set this process' thread count.
+    """Complete the launcher's variables, set this process' threads, return rank and world size.
 
     Under torchrun nothing changes. Under `srun` without torchrun the SLURM variables are
-    translated. Started by hand it becomes a world of one with a free port.
-
-    Returns:
-        (rank, world size).
-
-    Raises:
-        UserError: A variable that the launcher should have set is missing.
+    translated. A process started by hand becomes a world of one with a free port. Raises
+    `UserError` if a variable that the launcher should have set is missing.
     """
     task = slurm_task(environment) if is_in_step(environment) else None
     if "RANK" not in environment and task is not None:
@@ -217,9 +199,8 @@ def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ)
                     f"{name} is not set: under srun export the first node's name as MASTER_ADDR "
                     "and a free port as MASTER_PORT"
                 )
-        environment["RANK"], environment["WORLD_SIZE"] = str(task.rank), str(task.world_size)
-        environment["LOCAL_RANK"] = str(task.local_rank)
-        environment["LOCAL_WORLD_SIZE"] = str(task.local_world_size)
+        for name in ("rank", "world_size", "local_rank", "local_world_size"):
+            environment[name.upper()] = str(getattr(task, name))
     for name in ("WORLD_SIZE", "LOCAL_RANK") if "RANK" in environment else ():
         if name not in environment:
             raise UserError(f"RANK is set but {name} is not; start with torchrun, or set both")
@@ -257,29 +238,28 @@ def _check_launch(environment: Mapping[str, str]) -> None:
 def oldest_collective() -> str:
     """Return the oldest collective operation of this process that has not ended, as a phrase.
 
-    Empty if there is none, or torch's flight recorder is off (`comm.trace_buf_size`). Delete when
-    torch has a public name for it.
+    Empty if there is none, or torch's flight recorder is off (`comm.trace_buf_size`).
     """
-    name = "_dump_nccl_trace_json" if dist.is_nccl_available() else "_dump_fr_trace_json"
-    dump = vars(importlib.import_module("torch._C._distributed_c10d"))[name]
+    dump = _flight_recorder("_json")
     entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
     active = [entry for entry in entries if not entry["retired"]]  # gloo's stay among them
     if not active:
         return ""
     oldest = min(active, key=lambda entry: entry["record_id"])
-    group = oldest["process_group"][-1]
-    number = oldest["collective_seq_id"]
+    group, number = oldest["process_group"][-1], oldest["collective_seq_id"]
     return f"{oldest['profiling_name']} {number} of {group} ({oldest['state']})"
 
 
 def dump_flight_recorder(path: Path) -> None:
-    """Write the last collectives of this process as the pickle that `torchfrtrace` reads.
-
-    CUDA builds record NCCL's, CPU builds gloo's. Delete when torch has one public name for both.
-    """
+    """Write the last collectives of this process as the pickle that `torchfrtrace` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_flight_recorder("")())
+
+
+def _flight_recorder(suffix: str) -> Callable[..., Any]:
+    """Return torch's dump of NCCL's collectives, or gloo's; delete when it has a public name."""
     name = "_dump_nccl_trace" if dist.is_nccl_available() else "_dump_fr_trace"
-    path.write_bytes(vars(importlib.import_module("torch._C._distributed_c10d"))[name]())
+    return vars(importlib.import_module("torch._C._distributed_c10d"))[name + suffix]
 
 
 _UPSTREAM_NOISE = (
@@ -324,10 +304,9 @@ def start_logging(rank: int) -> None:
 
 
 def skip_final_pause() -> None:
-    """Let a training loop end at once where no other ranks are.
+    """Let the training loop of a world of one end at once.
 
-    torchtitan 0.3.0 has rank 0 sleep two seconds for them, also in a world of one. Delete when it
-    does not.
+    torchtitan 0.3.0 has rank 0 sleep two seconds for the others. Delete when it does not.
     """
     trainer = importlib.import_module("torchtitan.trainer")
     clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
@@ -335,13 +314,10 @@ def skip_final_pause() -> None:
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """Return how many threads a rank may use: its equal share of the cores, at least one.
-
-    Ranks whose thread teams overlap on the same cores spin on each other and run 10-40 times
-    slower.
-    """
-    asked = os.environ.get("OMP_NUM_THREADS")
-    if asked is not None and asked.isdigit() and int(asked) > 0:
+    """Return the number of threads of a rank: OMP_NUM_THREADS, or its share of the cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
         return int(asked)
+    # Ranks whose threads overlap on the same cores spin on each other: 10 to 40 times slower.
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // max(1, local_world_size))

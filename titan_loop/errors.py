@@ -28,9 +28,7 @@ class UserError(ValueError):
 class Refusal:
     """A setting that cannot work; a check yields them, a command raises the first or prints all.
 
-    Attributes:
-        problem: Description of the mistake, with field and value.
-        fix: Remedy; empty if `problem` contains it.
+    `problem` names field and value; `fix` is empty if `problem` contains it.
     """
 
     field: str
@@ -111,11 +109,17 @@ def exit_code(error: BaseException) -> int:
     return next(found, EXIT_CRASH)
 
 
-def require_at_least(least: int, **values: int | None) -> None:
+def require_at_least(least: float, **values: float | None) -> None:
     """Raise `UserError` for the first value that is below `least`; None takes a default."""
     for name, value in values.items():
         if value is not None and value < least:
             raise UserError(f"{name}={value} must be at least {least}")
+
+
+def require_known(name: str, value: str, known: Iterable[str]) -> None:
+    """Raise `UserError` for a value outside of `known`."""
+    if value not in (known := tuple(known)):
+        raise UserError(f"{name}={value} is unknown{nearest(value, known)}")
 
 
 def seen_from(path: str | os.PathLike[str]) -> str:
@@ -130,11 +134,7 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
-    """Return "; nearest: a, b" for candidates close to `name`, else "; known: …" with all.
-
-    Args:
-        count: Largest number of names to offer.
-    """
+    """Return "; nearest: a, b" with at most `count` candidates, or "; known: …" with all."""
     known = sorted(set(candidates))
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
     if close:

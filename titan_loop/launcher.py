@@ -6,13 +6,7 @@ from typing import NamedTuple
 
 
 class SlurmTask(NamedTuple):
-    """A task of a SLURM step, which is one rank; `node` is empty if it is not known.
-
-    Attributes:
-        rank: Number of the task.
-        world_size: Number of tasks of the step.
-        local_world_size: Number of tasks on its node.
-    """
+    """A task of a SLURM step, which is one rank; `node` is empty if it is not known."""
 
     rank: int
     world_size: int
@@ -41,9 +35,6 @@ def slurm_task(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
 
 
 def is_in_step(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this is one of several tasks that srun started.
-
-    A batch script and an salloc shell have SLURM_NTASKS, too, but no step.
-    """
-    task = slurm_task(environment)
+    """Return whether this is one of several tasks that srun started."""
+    task = slurm_task(environment)  # a batch script and an salloc shell have one, too, but no step
     return "SLURM_STEP_ID" in environment and task is not None and task.world_size > 1

@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -19,55 +19,36 @@ from typing import Any
 import torch
 
 
-@contextmanager
-def _datasets_on_demand() -> Iterator[None]:
-    """Let a module import names of `datasets` that are looked up when they are used.
+class _OnDemand:
+    """A function or class of a module that is imported when it is called or compared with."""
 
-    torchtitan's trainer imports its validator, that its Hugging Face loaders, and those `datasets`
-    with pandas: 0.9 s at every start, for classes nobody builds here.
-    """
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
 
-    class DatasetType(type):
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, importlib.import_module("datasets").Dataset)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._real()(*args, **options)
 
-    package, distributed = ModuleType("datasets"), ModuleType("datasets.distributed")
-    vars(package).update(
-        Dataset=DatasetType("Dataset", (), {}), load_dataset=_on_demand("datasets", "load_dataset")
-    )
-    vars(distributed).update(
-        split_dataset_by_node=_on_demand("datasets.distributed", "split_dataset_by_node")
-    )
-    with _standing_in({"datasets": package, "datasets.distributed": distributed}):
-        yield
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._real())
+
+    def _real(self) -> Any:
+        return getattr(importlib.import_module(self._module), self._name)
 
 
 @contextmanager
-def _tensorboard_on_demand() -> Iterator[None]:
-    """Let a module import TensorBoard's writer, which is loaded when one is made: 350 files."""
-    name = "torch.utils.tensorboard"
-    stand_in = ModuleType(name)
-    vars(stand_in)["SummaryWriter"] = _on_demand(name, "SummaryWriter")
-    with _standing_in({name: stand_in}):
-        yield
-
-
-def _on_demand(module: str, name: str) -> Callable[..., Any]:
-    return lambda *args, **options: getattr(importlib.import_module(module), name)(*args, **options)
-
-
-@contextmanager
-def _standing_in(stand_ins: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Let imports find other modules, unless the real ones are there already."""
-    if stand_ins.keys() & sys.modules.keys():
+def _on_demand(names: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    """Let imports find stand-ins for modules, unless the real ones are there already."""
+    if names.keys() & sys.modules.keys():
         yield
         return
-    sys.modules.update(stand_ins)
+    for module, inside in names.items():
+        sys.modules[module] = ModuleType(module)
+        vars(sys.modules[module]).update({name: _OnDemand(module, name) for name in inside})
     try:
         yield
     finally:
-        for name in stand_ins:
-            del sys.modules[name]
+        for module in names:
+            del sys.modules[module]
 
 
 def compile_on_demand(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -85,7 +66,7 @@ def compile_on_demand(function: Callable[..., Any], **options: Any) -> Callable[
 
 @contextmanager
 def _compiler_on_demand() -> Iterator[None]:
-    """Let a module compile functions while it is imported, but not import the compiler: 0.9 s."""
+    """Let a module compile functions while it is imported, but not import the compiler."""
     real = torch.compile
     torch.compile = compile_on_demand  # type: ignore[assignment]
     try:
@@ -94,17 +75,22 @@ def _compiler_on_demand() -> Iterator[None]:
         torch.compile = real
 
 
+_TENSORBOARD = {"torch.utils.tensorboard": ["SummaryWriter"]}
+_DATASETS = {
+    "datasets": ["Dataset", "load_dataset"],
+    "datasets.distributed": ["split_dataset_by_node"],
+}
 _LIGHTER: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "torchtitan.components.metrics": _tensorboard_on_demand,
-    "torchtitan.hf_datasets.text_datasets": _datasets_on_demand,
+    "torchtitan.components.metrics": partial(_on_demand, _TENSORBOARD),  # 350 files
+    # The trainer imports its validator, Hugging Face's loaders, and so pandas: 0.9 s.
+    "torchtitan.hf_datasets.text_datasets": partial(_on_demand, _DATASETS),
 }
 
 
 def import_lightly(*, compiler: bool) -> None:
     """Import the modules above without their dependencies, from now on in this process.
 
-    Args:
-        compiler: Whether Flex attention may run; elsewhere its compiler waits for a first use.
+    Without `compiler`, where Flex attention cannot run, it waits for a first use, too (0.9 s).
     """
     if not compiler:
         _LIGHTER["torchtitan.models.common.attention"] = _compiler_on_demand

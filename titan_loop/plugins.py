@@ -8,8 +8,6 @@ A package lists its additions in a `Plugin`: names, each with the import path of
 is imported on first use. Commands that only list names thus import no torch, and the core imports
 no family: deleting a family is deleting its folder.
 
-    TITAN_LOOP_PLUGINS=my_package.my_family,my_package.my_task titan-loop eval runs/mine
-
 A recipe imports the modules it uses. The other commands read runs, which name a family or a task
 but no module: the user decides which modules are imported, not a downloaded run.
 """
@@ -18,13 +16,13 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, seen_from
 
 PLUGINS = "TITAN_LOOP_PLUGINS"
 FAMILIES = "titan_loop.families"
@@ -86,18 +84,13 @@ def register(plugin: Plugin) -> Plugin:
 def find(kind: str, name: str) -> Any:
     """Return the object registered under a name; None if the name is unknown.
 
-    Args:
-        kind: Attribute of `Plugin`.
-        name: Name in it. Modules of `TITAN_LOOP_PLUGINS` are searched last.
-
-    Raises:
-        UserError: `TITAN_LOOP_PLUGINS` names a module that does not exist.
+    `kind` is an attribute of `Plugin`. Modules of `TITAN_LOOP_PLUGINS` are imported last; raises
+    `UserError` if one does not exist.
     """
     known = _known[kind]
-    for more in (_import_own, import_plugins):
-        if name in known:
-            break
-        more()
+    for import_more in (_import_own, _import_plugins):
+        if name not in known:
+            import_more()
     return load(known.get(name))
 
 
@@ -112,19 +105,10 @@ def load(place: Any) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return every name of a kind, including names from `TITAN_LOOP_PLUGINS`.
-
-    Raises:
-        UserError: As `find`.
-    """
+    """Return every name of a kind, including names from `TITAN_LOOP_PLUGINS`."""
     _import_own()
-    import_plugins()
+    _import_plugins()
     return sorted(_known[kind])
-
-
-def place_of(kind: str, name: str) -> Any:
-    """Return the registered place of a name, or the thing itself."""
-    return _known[kind][name]
 
 
 def summary(kind: str, name: str) -> str:
@@ -138,32 +122,19 @@ def _import_own() -> None:
         importlib.import_module(package)
 
 
-def import_plugins() -> None:
-    """Import the modules that the environment names; each registers its own plugin.
-
-    Raises:
-        UserError: There is no such module.
-    """
+def _import_plugins() -> None:
     listed = (name.strip() for name in os.environ.get(PLUGINS, "").split(","))
     for name in filter(None, listed):
-        import_user_module(
-            name,
-            lambda missing, name=name: (
-                f"{PLUGINS}={name}: no module {missing!r}; name modules importable from the "
-                "current folder"
-            ),
-        )
+        fix = "name modules importable from the current folder"
+        import_user_module(name, f"{PLUGINS}={name}", fix)
 
 
-def import_user_module(name: str, refusal: Callable[[str], str]) -> ModuleType:
-    """Import a module that the user named, also from the current folder.
+def import_user_module(name: str, asked: str, fix: str) -> ModuleType:
+    """Import a module, also from the current folder, or raise a `UserError` with the words given.
 
     Args:
-        name: Dotted name of the module.
-        refusal: Maps the name that was not found to the message of the error.
-
-    Raises:
-        UserError: There is no such module.
+        asked: Words of the user, for the message.
+        fix: Remedy, for the message.
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # users write modules in the folder they work in
@@ -173,4 +144,4 @@ def import_user_module(name: str, refusal: Callable[[str], str]) -> ModuleType:
         # Another missing name is a defect inside the module and keeps its traceback.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise UserError(refusal(error.name)) from error
+        raise UserError(f"{asked}: no module {error.name!r}{seen_from('')}; {fix}") from error

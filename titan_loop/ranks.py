@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from titan_loop.errors import RunFailedError, UserError, first_line
@@ -24,13 +25,13 @@ T = TypeVar("T")
 _LONGEST_LOOK = timedelta(hours=2)  # rank 0 may have to fetch a checkpoint
 _LOOK_SECONDS = 1.0
 _store: Any = None
-_decisions = 0
+_numbers = count(1)
 
 
 class Failure(NamedTuple):
     """The exception of one rank.
 
-    On other ranks it is the same `UserError`, `RunFailedError` or `OSError`, and a description of
+    Other ranks get a `UserError`, `RunFailedError` or `OSError` as it is, and a description of
     anything else, which might not survive the journey.
     """
 
@@ -40,12 +41,7 @@ class Failure(NamedTuple):
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Say in one line that ranks could not meet; starting again may do.
-
-    Raises:
-        RunFailedError: The port is taken, or a rank or the network is missing: starting again may
-            do.
-    """
+    """Raise a `RunFailedError` of one line if ranks cannot meet: another start may succeed."""
     import torch.distributed as dist
 
     try:
@@ -59,7 +55,7 @@ def meeting() -> Iterator[None]:
 
 
 def warn_together(logger: logging.Logger, message: str, *values: object) -> None:
-    """Log a warning that every rank comes to alike, on rank 0 alone."""
+    """Log a warning that all ranks have in common, on rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning(message, *values, stacklevel=2)
 
@@ -88,13 +84,8 @@ def from_rank_zero(group: "dist.ProcessGroup | None", look: Callable[[], T]) -> 
 
     import torch.distributed as dist
 
-    found: list[Any] = [None, None]
-    own: Exception | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            found[0] = look()
-        except Exception as error:  # whatever it is: the others must not wait for this rank
-            own, found[1] = error, _portable(error, 0)
+    result, own = _outcome(look) if dist.get_rank(group) == 0 else (None, None)
+    found: list[Any] = [result, _portable(own, 0)]
     dist.broadcast_object_list(found, src=0, group=group)
     if found[1] is not None:
         raise own or found[1]
@@ -102,59 +93,46 @@ def from_rank_zero(group: "dist.ProcessGroup | None", look: Callable[[], T]) -> 
 
 
 def decided_by_rank_zero(look: Callable[[], T]) -> T:
-    """Return rank 0's answer on all ranks, as `from_rank_zero`; works before they have a group.
+    """Return rank 0's answer on all ranks, as `from_rank_zero`, also before they have a group.
 
     Without a group the launcher's store carries the answer. If every rank looked for itself, they
     might decide differently, and some would leave while the others wait for them.
     """
     import torch.distributed as dist
 
-    global _decisions
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return from_rank_zero(all_ranks(), look)
-    store = _launchers_store()
-    _decisions += 1
-    key = f"titan_loop/decision-{_decisions}"
-    if int(os.environ["RANK"]) != 0:
+    store, key = _launchers_store(), _next_key("decision")
+    if int(os.environ["RANK"]) == 0:
+        found, error = _outcome(look)
+        store.set(key, pickle.dumps((found, _portable(error, 0))))
+    else:
         found, error = pickle.loads(store.get(key))  # from this run's own rank 0
-        if error is not None:
-            raise error
-        return found
-    try:
-        found = look()
-    except Exception as error:
-        store.set(key, pickle.dumps((None, _portable(error, 0))))
-        raise
-    store.set(key, pickle.dumps((found, None)))
+    if error is not None:
+        raise error
     return found
 
 
 def once_per_node(work: Callable[[], object]) -> None:
-    """Call `work` on one rank per node, without a timeout; all other ranks wait.
+    """Call `work` on one rank per node, without a timeout, while all other ranks wait.
 
-    Call it before the ranks have a group, whose collectives time out.
-
-    Raises:
-        Exception: On every rank, the exception of the rank that failed.
+    Call it before the ranks have a group, whose collectives time out. Every rank raises the
+    exception of a rank that fails.
     """
     import torch.distributed as dist
 
-    global _decisions
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1 or dist.is_initialized():
         if first:
             work()
         return
-    store = _launchers_store()
-    _decisions += 1
-    done, failed = f"titan_loop/done-{_decisions}", f"titan_loop/failed-{_decisions}"
+    store, done, failed = _launchers_store(), _next_key("done"), _next_key("failed")
     if first:
-        try:
-            work()
-        except Exception as error:
+        _, error = _outcome(work)
+        if error is not None:
             store.set(failed, pickle.dumps(_portable(error, int(os.environ["RANK"]))))
-            raise
+            raise error
     store.add(done, 1)
     while store.add(done, 0) < world_size:
         if store.check([failed]):
@@ -163,56 +141,44 @@ def once_per_node(work: Callable[[], object]) -> None:
 
 
 def on_rank_zero(group: "dist.ProcessGroup | None", act: Callable[[], T]) -> T | None:
-    """Let rank 0 act; its result, such as a lock, stays there, and other ranks return None.
-
-    If it raises, every rank raises the same.
-    """
+    """Let rank 0 act, or all ranks raise its exception; the result, such as a lock, stays there."""
     results: list[T] = []
     from_rank_zero(group, lambda: results.append(act()))
     return results[0] if results else None
 
 
 def require_equal(group: "dist.ProcessGroup | None", value: str, called: str) -> None:
-    """Raise the same on all ranks if they hold different values.
-
-    Raises:
-        RunFailedError: Some ranks differ from rank 0: their view of a disk may be stale.
-    """
+    """Raise `RunFailedError` on all ranks if any differs from rank 0: its disk may be stale."""
     values = from_all_ranks(group, lambda: value)
     others = [str(rank) for rank, each in enumerate(values) if each != values[0]]
     if others:
         raise RunFailedError(
-            f"{called} of rank {', '.join(others)} differs from that of rank 0; compare the files "
-            "and the code that their nodes see, and start again"
+            f"{called} of rank {', '.join(others)} differs from rank 0's; compare the files and "
+            "the code that their nodes see, and start again"
         )
 
 
 def try_on_all(
     group: "dist.ProcessGroup | None", work: Callable[[], T]
 ) -> tuple[list[T], Failure | None]:
-    """Let every rank work; return all results in the order of ranks, or the first failure.
+    """Let every rank work; return all results in the order of ranks, and None.
 
-    Returns:
-        The results and None, or an empty list and the failure of the lowest rank that failed.
+    If any fails, return an empty list, and the failure of the lowest such rank.
     """
     rank, world_size = place_in(group)
-    mine: tuple[Any, Failure | None]
-    try:
-        mine = work(), None
-    except Exception as error:
-        mine = None, Failure(rank, error)
+    mine: tuple[Any, Exception | None] = _outcome(work)
     gathered = [mine]
     if group is not None:
         import torch.distributed as dist
 
-        result, failed = mine
-        portable = (result, failed and Failure(rank, _portable(failed.error, rank)))
+        portable = (mine[0], _portable(mine[1], rank))
         gathered = [portable] * world_size
         dist.all_gather_object(gathered, portable, group=group)
         gathered[rank] = mine
-    failure = next((failure for _, failure in gathered if failure is not None), None)
-    results: list[Any] = [] if failure else [result for result, _ in gathered]
-    return results, failure
+    for failed, (_, error) in enumerate(gathered):
+        if error is not None:
+            return [], Failure(failed, error)
+    return [result for result, _ in gathered], None
 
 
 def from_all_ranks(group: "dist.ProcessGroup | None", work: Callable[[], T]) -> list[T]:
@@ -225,6 +191,11 @@ def from_all_ranks(group: "dist.ProcessGroup | None", work: Callable[[], T]) -> 
     return results
 
 
+def _next_key(kind: str) -> str:
+    """Return a key of the store that no earlier call had; ranks call it in the same order."""
+    return f"titan_loop/{kind}-{next(_numbers)}"
+
+
 def _launchers_store() -> Any:
     from torch.distributed.rendezvous import rendezvous
 
@@ -235,8 +206,15 @@ def _launchers_store() -> Any:
     return _store
 
 
-def _portable(error: Exception, rank: int) -> Exception:
-    """Return an exception that can be pickled."""
-    if isinstance(error, (OSError, RunFailedError, UserError)):
+def _outcome(work: Callable[[], object]) -> tuple[Any, Exception | None]:
+    """Return a result, or any exception: the others must not wait for this rank."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _portable(error: Exception | None, rank: int) -> Exception | None:
+    if error is None or isinstance(error, (OSError, RunFailedError, UserError)):
         return error
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")

@@ -19,10 +19,11 @@ from titan_loop.errors import UserError
 
 
 def test_the_newest_and_those_with_a_reason_stay():
-    reasons = {10: [], 20: ["tag paper"], 30: ["every 30"], 40: [], 50: [], 60: ["every 30"]}
-    assert KeepPolicy(latest=2).stale(reasons) == [10, 40]
-    assert KeepPolicy(latest=3).stale(dict.fromkeys(reasons, ())) == [10, 20, 30]
-    assert KeepPolicy(latest=0).stale(dict.fromkeys(reasons, ())) == []
+    manifests = {step: {} for step in (10, 20, 30, 40, 50, 60)}
+    tags = {20: ["paper"], 30: []}
+    assert KeepPolicy(latest=2, every=30).stale(manifests, tags) == [10, 40]
+    assert KeepPolicy(latest=3).stale(manifests, {}) == [10, 20, 30]
+    assert KeepPolicy(latest=0).stale(manifests, {}) == []
 
 
 def test_every_reason_is_named():
@@ -42,11 +43,8 @@ def test_every_reason_is_named():
 def test_what_must_stay_stays(steps, latest, every, data):
     tagged = data.draw(st.sets(st.sampled_from(sorted(steps)))) if steps else set()
     policy = KeepPolicy(latest, every)
-    reasons = {
-        step: policy.reasons(step, {}, best=None, tags=["a"] if step in tagged else [])
-        for step in steps
-    }
-    left = steps - set(policy.stale(reasons))
+    stale = policy.stale({step: {} for step in steps}, {step: ["a"] for step in tagged})
+    left = steps - set(stale)
     newest = set(sorted(steps)[-latest:] if latest else steps)
     multiples = {step for step in steps if every and step % every == 0}
     assert left == newest | tagged | multiples

@@ -244,7 +244,7 @@ def test_trouble_after_the_commit_does_not_undo_it(source, tmp_path, monkeypatch
     monkeypatch.setattr(keep_policy, "unfinished_steps", fail)
     checkpoints = train(source, tmp_path / "run", async_mode=mode)
     assert committed_steps(checkpoints) == [2, 4, 6]
-    assert "is saved, but what should follow failed" in capfd.readouterr().out
+    assert "is saved, but the work after it failed" in capfd.readouterr().out
 
 
 def test_a_tag_keeps_a_checkpoint(source, tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from titan_loop.checkpoint.folders import add_tag, committed_steps, read_tags, r
 from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_needed
+from titan_loop.checkpoint.saving import RetryPolicy
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.remote_folder import RemoteFolder
@@ -41,14 +42,12 @@ def remote(
     return RemoteCheckpoints(url, stage="base", run=run, adopt=adopt)
 
 
-def uploader(run: Path, **settings: Any) -> Uploader:
-    return Uploader(
-        remote(run), KeepPolicy(latest=2), **{"attempts": 3, "wait_seconds": 0.0, **settings}
-    )
+def uploader(run: Path, attempts: int = 3) -> Uploader:
+    return Uploader(remote(run), KeepPolicy(latest=2), RetryPolicy(attempts, 0.0))
 
 
-def upload_all(run: Path, steps: list[int], **settings: Any) -> RemoteCheckpoints:
-    copies = uploader(run, **settings)
+def upload_all(run: Path, steps: list[int], attempts: int = 3) -> RemoteCheckpoints:
+    copies = uploader(run, attempts)
     for step in steps:
         there = run / "checkpoints" / f"step-{step}"
         copies.submit(there if there.exists() else committed(run / "checkpoints", step))
@@ -315,7 +314,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_pa
 def test_over_the_protocol_of_s3(s3, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, logger="titan_loop")
     store = remote(tmp_path / "one", f"{s3}/runs")
-    copies = Uploader(store, KeepPolicy(latest=2), attempts=2, wait_seconds=0.0)
+    copies = Uploader(store, KeepPolicy(latest=2), RetryPolicy(2, 0.0))
     for step in (2, 4, 6):
         copies.submit(committed(tmp_path / "one" / "checkpoints", step))
     copies.close()

@@ -220,7 +220,7 @@ def test_more_steps_than_a_gpu_can_hold_a_state_of_are_refused_without_a_rehears
             "--training.global-batch-size has no effect",
         ),
         (["--parallelism.tensor-parallel-degree", "3"], "must divide model.n_heads=16"),
-        (["--stage", "1b", "--nodes", "0"], "--nodes 0 must be at least 1"),
+        (["--stage", "1b", "--nodes", "0"], "--nodes=0 must be at least 1"),
         (["--mfu", "2"], "--mfu 2.0 must be above 0"),
         (["--mfu", "most"], "could not convert string to float: 'most'"),
         (["--gpu", "h100"], "--gpu h100 is unknown; nearest: h100-80gb"),

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: that with the lowest held-out loss, which `--best` keeps.
+"""The checkpoint of a run with the lowest held-out loss, which `--best` keeps.
 
 Every manifest of such a run names the best checkpoint so far (`best`: its step, its loss and the
 text it was measured on), so a run that continues from any of them knows it. The path
@@ -25,14 +25,14 @@ class Best(TypedDict):
 
 
 def better(best: Best | None, measured: Best | None) -> Best | None:
-    """Return the better one; a loss measured on other text no longer counts."""
+    """Return the better checkpoint; a loss measured on other text no longer counts."""
     if best is None or measured is None or best["measured_on"] != measured["measured_on"]:
         return measured or best
     return measured if measured["held_out_loss"] < best["held_out_loss"] else best
 
 
 def best_with(best: Best | None, measured: Best | None, step: int) -> Best | None:
-    """Return the best one if `step` is saved; a loss of other weights does not count."""
+    """Return the best checkpoint once `step` is saved; a loss of other weights does not count."""
     return better(best, measured) if measured is not None and measured["step"] == step else best
 
 
@@ -53,7 +53,7 @@ def newest_best_step(folder: Path) -> int | None:
 
 
 def named_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a path means: its step-N for `best`, which must be there."""
+    """Return the checkpoint that a path means: a step-N, which must be there, for `best`."""
     if path.name != BEST or path.exists():
         return path
     step = newest_best_step(path.parent)

@@ -32,7 +32,7 @@ SECOND_LOOK_SECONDS = 3.0
 """Time before a second look for damage; network file systems cache attributes for less."""
 
 LookAt = Literal["manifest", "sizes", "hashes"]
-"""How closely to look: at the commit record, also at the size of every file, or at every byte."""
+"""Depth of a look: the commit record, also the size of every file, or every byte."""
 
 
 def newest_good(
@@ -44,7 +44,7 @@ def newest_good(
 ) -> tuple[int, dict[str, Any]] | None:
     """Return step and manifest of the newest whole checkpoint, None if none was ever committed.
 
-    A newer checkpoint that is not whole is skipped with a warning that says why.
+    Newer checkpoints that are not whole are skipped with a warning that gives the reason.
 
     Args:
         group: Ranks that share the work and agree; None if this process looks alone.
@@ -88,8 +88,7 @@ def inspect(
 ) -> tuple[dict[str, Any] | None, str]:
     """Return a checkpoint's manifest if it is whole, else None and the reason.
 
-    Args:
-        group: Ranks that each read a share of the files; None reads them all here.
+    Each rank of `group` reads a share of the files; with None, this process reads them all.
     """
     hashes = look_at == "hashes"
     manifest, reason = from_rank_zero(
@@ -114,11 +113,10 @@ def _seen_twice(
 ) -> dict[str, str]:
     """Look again after a while: rank 0 decides, and by then the other ranks must agree.
 
-    A node's stale view of a shared disk must not rule out a good checkpoint.
-
     Args:
         suspects: On rank 0, all files that some rank called damaged; elsewhere, this rank's own.
     """
+    # A node's stale view of a shared disk must not rule out a good checkpoint.
     time.sleep(SECOND_LOOK_SECONDS)
     confirmed, *others = from_all_ranks(
         group, lambda: find_damage(checkpoint, suspects, hashes=hashes)
@@ -153,7 +151,7 @@ def _manifest_or_reason(
 
 
 def wrong_step(checkpoint: Path, manifest: dict[str, Any]) -> str:
-    """Return a phrase if the folder was copied or renamed from another step, else an empty one."""
+    """Return a phrase if the folder is a renamed copy of another step, else an empty one."""
     step = manifest.get("step")
     if checkpoint.name.startswith("step-") and checkpoint.name != f"step-{step}":
         return f"{MANIFEST} belongs to step {step}"

@@ -1,15 +1,12 @@
 """Differences between two checkpoints, found with two tensors in memory.
 
-For every tensor, over its elements:
-
-    largest absolute difference    max |a − b|
+    largest absolute difference    max |a − b|                   over a tensor, in float64
     largest relative difference    max |a − b| / max(|a|, |b|),  0 where both are 0
 
-in float64. Two NaN in one place are equal, NaN beside a number differs by infinity.
+Two NaN in one place are equal; NaN and a number differ by infinity.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,52 +19,39 @@ NOT_COMPARED = ("files", "format_version", "sha256")
 """Fields of the manifest: they describe the files, not the content."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One thing that differs: where, and how, in words."""
-
-    where: str
-    how: str
-
-
-def differences(a: CheckpointReader, b: CheckpointReader) -> Iterator[Difference]:
-    """Yield everything that differs, as it is found: manifest, then entries by key."""
+def differences(a: CheckpointReader, b: CheckpointReader) -> Iterator[str]:
+    """Yield a line for everything that differs, as it is found: manifest, then entries by key."""
     yield from manifest_differences(a.manifest, b.manifest)
     tensors = {*a.tensor_keys()}, {*b.tensor_keys()}
     keys = {*a.keys()}, {*b.keys()}
     for key in sorted(keys[0] | keys[1]):
         if key not in keys[0] or key not in keys[1]:
-            yield Difference(key, f"only in {'A' if key in keys[0] else 'B'}")
+            yield f"{key}: only in {'A' if key in keys[0] else 'B'}"
         elif (key in tensors[0]) != (key in tensors[1]):
-            yield Difference(key, f"a tensor only in {'A' if key in tensors[0] else 'B'}")
+            yield f"{key}: a tensor only in {'A' if key in tensors[0] else 'B'}"
         elif key in tensors[0]:
             yield from _tensor_differences(a, b, key)
         elif (values := (a.read_object(key), b.read_object(key)))[0] != values[1]:
-            yield Difference(key, f"{values[0]!r} | {values[1]!r}")
+            yield f"{key}: {values[0]!r} | {values[1]!r}"
 
 
 def manifest_differences(
-    a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = ""
-) -> Iterator[Difference]:
-    """Yield the fields that differ, nested ones by their path."""
+    a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "manifest "
+) -> Iterator[str]:
+    """Yield a line for each field that differs, nested ones by their path."""
     for name in sorted({*a, *b}):
-        if prefix == "" and name in NOT_COMPARED:
+        if prefix == "manifest " and name in NOT_COMPARED:
             continue
-        where = f"{prefix}{name}"
         if name not in a or name not in b:
-            yield Difference(f"manifest {where}", f"only in {'A' if name in a else 'B'}")
+            yield f"{prefix}{name}: only in {'A' if name in a else 'B'}"
         elif isinstance(a[name], dict) and isinstance(b[name], dict):
-            yield from manifest_differences(a[name], b[name], f"{where}.")
+            yield from manifest_differences(a[name], b[name], f"{prefix}{name}.")
         elif a[name] != b[name]:
-            yield Difference(f"manifest {where}", f"{a[name]!r} | {b[name]!r}")
+            yield f"{prefix}{name}: {a[name]!r} | {b[name]!r}"
 
 
 def largest_differences(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """Return the largest absolute and relative difference of two tensors of one shape.
-
-    Args:
-        a: Any real dtype.
-    """
+    """Return the largest absolute and relative difference of two real tensors of one shape."""
     floating = a.is_floating_point() or b.is_floating_point()
     exact = torch.float64 if floating else torch.int64
     absolute = relative = 0.0
@@ -91,12 +75,12 @@ def _nan_is_infinite(x: Tensor) -> Tensor:
     return x.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def _tensor_differences(a: CheckpointReader, b: CheckpointReader, key: str) -> Iterator[Difference]:
+def _tensor_differences(a: CheckpointReader, b: CheckpointReader, key: str) -> Iterator[str]:
     if a.shape(key) != b.shape(key):
-        yield Difference(key, f"shape {[*a.shape(key)]} | {[*b.shape(key)]}")
+        yield f"{key}: shape {[*a.shape(key)]} | {[*b.shape(key)]}"
         return
     if a.dtype(key) != b.dtype(key):
-        yield Difference(key, f"{a.dtype(key)} | {b.dtype(key)}")
+        yield f"{key}: {a.dtype(key)} | {b.dtype(key)}"
     absolute, relative = largest_differences(a.read(key), b.read(key))
     if absolute > 0:
-        yield Difference(key, f"largest difference {absolute:.3g}, relative {relative:.3g}")
+        yield f"{key}: largest difference {absolute:.3g}, relative {relative:.3g}"

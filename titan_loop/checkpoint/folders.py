@@ -37,8 +37,7 @@ def step_folder(folder: Path, step: int) -> Path:
 def is_committed(checkpoint: Path) -> bool:
     """Return whether the save of a checkpoint finished, even if it was damaged since.
 
-    Raises:
-        OSError: Something hides the answer.
+    Raises `OSError` if the disk hides the answer.
     """
     try:
         retried((checkpoint / MANIFEST).stat)
@@ -62,7 +61,7 @@ def unfinished_steps(folder: Path) -> list[int]:
 
 
 def renamed_checkpoints(folder: Path) -> list[str]:
-    """Return folders with a manifest whose names begin with "step-" but are no save's, sorted."""
+    """Return the names of checkpoints that begin with "step-" but are not a save's, sorted."""
     if not folder.is_dir():
         return []
     likely = (path for path in folder.iterdir() if path.name.startswith("step-"))
@@ -72,12 +71,9 @@ def renamed_checkpoints(folder: Path) -> list[str]:
 
 
 def discard(checkpoint: Path) -> None:
-    """Delete a checkpoint, its commit record first; nothing happens if there is none.
+    """Delete a checkpoint, if there is one, its commit record first.
 
-    If it is a symbolic link, only the link is deleted; the checkpoint it points to stays whole.
-
-    Raises:
-        OSError: It cannot be deleted.
+    Of a symbolic link only the link is deleted; the checkpoint that it points to stays whole.
     """
     if checkpoint.is_symlink():
         target = checkpoint.readlink()
@@ -99,7 +95,7 @@ def set_aside(checkpoint: Path, why: str) -> None:
 
 
 def read_tags(checkpoint: Path) -> list[str]:
-    """Return the names given to this checkpoint; a named checkpoint is kept for ever."""
+    """Return the names that a checkpoint was given; a named checkpoint is kept for ever."""
     path, fix = checkpoint / TAGS, "repair or delete it"
     try:
         tags = read_json_object(path, fix=fix).get("tags")
@@ -113,7 +109,7 @@ def read_tags(checkpoint: Path) -> list[str]:
 
 
 def add_tag(checkpoint: Path, tag: str) -> None:
-    """Give a checkpoint a name, so that the keep policy never deletes it."""
+    """Give a checkpoint a name."""
     write_json(checkpoint / TAGS, {"tags": sorted({*read_tags(checkpoint), tag})})
 
 

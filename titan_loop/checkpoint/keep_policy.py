@@ -22,13 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KeepPolicy:
-    """The newest checkpoints stay, and those with a reason to stay for ever."""
+    """The newest checkpoints stay, and so do others that have a reason to stay for ever.
+
+    Attributes:
+        latest: Number of newest checkpoints; 0 keeps all.
+        every: Steps that are multiples of this stay for ever; 0 for none.
+    """
 
     latest: int
-    """Number of newest checkpoints; 0 keeps all."""
-
     every: int = 0
-    """Steps that are multiples of this stay for ever; 0 for none."""
 
     def reasons(
         self,
@@ -38,31 +40,42 @@ class KeepPolicy:
         best: int | None,
         tags: Collection[str] = (),
     ) -> list[str]:
-        """Return why a checkpoint stays for ever, a phrase each; empty if it may go."""
+        """Return the reasons why a checkpoint stays for ever, a phrase each; empty if it may go."""
         reasons = [f"every {self.every}"] if self.every and step % self.every == 0 else []
         reasons += ["stage end"] if manifest.get("stage_end") else []
         reasons += [BEST] if step == best else []
         return [*reasons, *(f"tag {tag}" for tag in tags)]
 
-    def stale(self, reasons: Mapping[int, Collection[str]]) -> list[int]:
-        """Return the steps to delete, in increasing order, given why each committed one stays."""
-        if self.latest == 0:
-            return []
-        return [step for step in sorted(reasons)[: -self.latest] if not reasons[step]]
+    def stale(
+        self, manifests: Mapping[int, Mapping[str, Any]], tags: Mapping[int, Collection[str]]
+    ) -> list[int]:
+        """Return the steps to delete, in increasing order, given all manifests and tags by step."""
+        best = best_step(manifests[max(manifests)]) if manifests else None
+        oldest = sorted(manifests)[: -self.latest] if self.latest else []
+        return [
+            step
+            for step in oldest
+            if not self.reasons(step, manifests[step], best=best, tags=tags.get(step, ()))
+        ]
 
 
 def delete_stale(
-    folder: Path, policy: KeepPolicy, *, newest: int, in_use: Callable[[Path], bool]
+    folder: Path,
+    policy: KeepPolicy,
+    *,
+    newest: int,
+    in_use: Callable[[Path], bool] | None = None,
 ) -> None:
     """Delete stale checkpoints and unfinished saves; log failures instead of raising them.
 
     Args:
-        newest: Step of the checkpoint just committed; later ones are another attempt's.
+        newest: Step of the checkpoint just committed. Later ones belong to another attempt, or were
+            found damaged: they are neither counted nor deleted.
     """
     manifests, tags = {}, {}
     for step in committed_steps(folder):
         if step > newest:
-            continue  # another attempt's, or found damaged: not ours to count
+            continue
         checkpoint = step_folder(folder, step)
         try:
             manifest, reason = inspect(checkpoint, "manifest")
@@ -73,14 +86,10 @@ def delete_stale(
             logger.warning("%s is neither counted nor deleted: %s", checkpoint, reason)
         else:
             manifests[step] = manifest
-    best = best_step(manifests[max(manifests)]) if manifests else None
-    reasons = {
-        step: policy.reasons(step, manifest, best=best, tags=tags[step])
-        for step, manifest in manifests.items()
-    }
-    for step in policy.stale(reasons):
-        if not in_use(step_folder(folder, step)):
-            _delete(step_folder(folder, step), "the keep policy lets it go")
+    for step in policy.stale(manifests, tags):
+        checkpoint = step_folder(folder, step)
+        if in_use is None or not in_use(checkpoint):
+            _delete(checkpoint, "the keep policy lets it go")
     for step in unfinished_steps(folder):
         if step < newest:
             _delete(step_folder(folder, step), "its save never finished")

@@ -19,25 +19,24 @@ _NAME = re.compile(rf"(damaged-|rewound-)?{STEP_NAME}")
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """One folder: a checkpoint, or the remains of one."""
+    """One folder: a checkpoint, or the remains of one.
+
+    Attributes:
+        manifest: The commit record, if there is a readable one.
+        faults: Empty for a good checkpoint and for an unfinished save.
+        kept: Reasons why the keep policy never deletes it.
+    """
 
     path: Path
     step: int
     manifest: dict[str, Any] | None
-    """The commit record, if there is a readable one."""
-
     faults: list[str]
-    """Faults found; empty if it is good, or an unfinished save."""
-
     kept: list[str]
-    """Why the keep policy never deletes it."""
-
     size_bytes: int
-    """Total size of its files."""
 
     @property
     def committed(self) -> bool:
-        """True if its save finished, even if it was damaged since."""
+        """Whether its save finished, even if it was damaged since."""
         return is_committed(self.path)
 
     @property
@@ -59,11 +58,7 @@ def list_checkpoints(
 
 
 def look_at(path: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL) -> ListedCheckpoint:
-    """Describe one checkpoint's folder; arguments as for `list_checkpoints`.
-
-    Raises:
-        UserError: The folder does not exist, or is not named like a checkpoint.
-    """
+    """Describe one checkpoint's folder; raise `UserError` unless it is there and named like one."""
     match = _NAME.fullmatch(path.name)
     if match is None or not (path.is_dir() or _leads_nowhere(path)):
         raise UserError(f"{path} is not a checkpoint; give its folder step-N")
@@ -71,14 +66,13 @@ def look_at(path: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL) 
     if not path.is_dir():
         fault = f"it is a link to {path.readlink()}, which is not there"
         return ListedCheckpoint(path, step, None, [fault], [], 0)
-    manifest: dict[str, Any] | None = None
+    manifest, best = None, None
     faults: list[str] = []
     tags: list[str] = []
-    best = None
     if is_committed(path):
         try:
             manifest = read_manifest(path)
-            faults = find_faults(path, manifest, hashes=hashes)
+            faults = _find_faults(path, manifest, hashes=hashes)
             best = newest_best_step(path.parent)
         except (UserError, RunFailedError) as error:
             faults = [str(error)]
@@ -98,8 +92,7 @@ def _leads_nowhere(path: Path) -> bool:
     return path.is_symlink() and not path.exists()
 
 
-def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> list[str]:
-    """Return everything wrong with a committed checkpoint, a phrase each; `hashes` reads files."""
+def _find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> list[str]:
     faults = [reason] if (reason := wrong_step(checkpoint, manifest)) else []
     faults += find_damage(checkpoint, manifest["files"], hashes=hashes).values()
     if hashes and (checkpoint / TABLE).exists():  # an older version wrote none
@@ -115,11 +108,7 @@ def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> 
 
 
 def why_not_delete(path: Path, policy: KeepPolicy = KEEP_ALL) -> list[str]:
-    """Return the reasons to keep a checkpoint; empty if it may be deleted.
-
-    Raises:
-        UserError: The folder is not a checkpoint.
-    """
+    """Return the reasons to keep a checkpoint; empty if it may be deleted. Raises as `look_at`."""
     checkpoint = look_at(path, policy=policy)
     if not checkpoint.committed:
         return []

@@ -1,7 +1,7 @@
 """Loads a checkpoint of any world size, if it holds exactly the entries that are wanted.
 
-DCP alone ignores saved entries that nobody asked for. Exceptions are named in a `KeyPolicy`, and
-every entry that one of them covers is logged.
+DCP alone ignores saved entries that nobody asked for. Here a `KeyPolicy` names the exceptions, and
+every entry that it covers is logged.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 SHOWN = 10
 OPTIMIZER_PREFIX = "optimizer."
-"""How the keys of everything that is not the model begin."""
+"""Beginning of the keys of everything that is not the model."""
 
 AVERAGE_PREFIX = "optimizer.ema."
-"""How the keys of averaged weights begin; the parameter's name follows."""
+"""Beginning of the keys of averaged weights; the parameter's name follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,17 @@ class KeyPolicy:
     """Differences between wanted and saved entries that are allowed; none by default.
 
     `fnmatch` patterns over whole flattened keys: "optimizer.*", "exit_gate.*".
+
+    Attributes:
+        ignore_saved: Saved entries that may stay unread.
+        keep_initial: Wanted entries that may be missing and then keep the value they have.
     """
 
     ignore_saved: tuple[str, ...] = ()
-    """Saved entries that may stay unread."""
-
     keep_initial: tuple[str, ...] = ()
-    """Wanted entries that may be missing from the checkpoint and keep the value they have."""
 
 
-class KeyMatch(NamedTuple):
-    """Every entry of both sides, each in one place; flattened keys in sorted order."""
-
-    loaded: list[str]
-    ignored: list[str]
-    kept: list[str]
+EXACTLY = KeyPolicy()
 
 
 def load_checkpoint(
@@ -62,7 +58,7 @@ def load_checkpoint(
     checkpoint: Path,
     *,
     group: dist.ProcessGroup | None,
-    policy: KeyPolicy | None = None,
+    policy: KeyPolicy = EXACTLY,
 ) -> None:
     """Load a checkpoint of any world size into `state_dict`, in place; collective over `group`.
 
@@ -76,16 +72,14 @@ def load_checkpoint(
     """
     # Not left to DCP: it would swallow the error, and look for metadata of single ranks.
     metadata = from_rank_zero(group, lambda: read_table(checkpoint))
-    planner = StrictLoadPlanner(checkpoint, policy or KeyPolicy())
-    reader = SafeFileSystemReader(checkpoint, metadata)
     try:
         with warnings.catch_warnings():
             # A caller without a group wants one process.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(
                 state_dict,
-                storage_reader=reader,
-                planner=planner,
+                storage_reader=SafeFileSystemReader(checkpoint, metadata),
+                planner=_StrictLoadPlanner(checkpoint, policy),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -93,12 +87,8 @@ def load_checkpoint(
         raise root_cause(error) from error
 
 
-class StrictLoadPlanner(PlainLoadPlanner):
-    """Plans to read the wanted entries, if they equal the saved ones.
-
-    Attributes:
-        match: Which entries are loaded and which are not; None until planned.
-    """
+class _StrictLoadPlanner(PlainLoadPlanner):
+    """Plans to read the wanted entries, if they equal the saved ones."""
 
     def __init__(self, checkpoint: Path, policy: KeyPolicy) -> None:
         super().__init__()
@@ -106,21 +96,22 @@ class StrictLoadPlanner(PlainLoadPlanner):
         self._policy = policy
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan to read the loaded entries; raises as `check_keys`."""
         assert self.metadata is not None
         wanted = {
             key: tuple(value.shape) if isinstance(value, torch.Tensor) else None
             for key, value in self.state_dict.items()
         }
         checkpoint = self._checkpoint
-        match = check_keys(wanted, self.metadata, checkpoint=checkpoint, policy=self._policy)
+        loaded, ignored, kept = check_keys(
+            wanted, self.metadata, checkpoint=checkpoint, policy=self._policy
+        )
         for entries, what in (
-            (match.ignored, "entries of %s are not loaded, as asked: %s"),
-            (match.kept, "entries are not in %s and keep their initial value, as asked: %s"),
+            (ignored, "entries of %s are not loaded, as asked: %s"),
+            (kept, "entries are not in %s and keep their initial value, as asked: %s"),
         ):
             if entries:
                 logger.info(f"%d {what}", len(entries), checkpoint, _first(entries))
-        chosen = {key: self.state_dict[key] for key in match.loaded}
+        chosen = {key: self.state_dict[key] for key in loaded}
         return create_default_local_load_plan(chosen, self.metadata)
 
 
@@ -129,22 +120,21 @@ def check_keys(
     saved: Metadata,
     *,
     checkpoint: Path,
-    policy: KeyPolicy | None = None,
-) -> KeyMatch:
-    """Compare wanted with saved entries.
+    policy: KeyPolicy = EXACTLY,
+) -> tuple[list[str], list[str], list[str]]:
+    """Return the keys that are loaded, stay unread, or keep their initial value.
 
     Args:
-        wanted: Flattened key -> global shape of a tensor, or None for any other object.
-
-    Returns:
-        Which entries to load, and which ones the policy covers.
+        wanted: Flattened key → global shape of a tensor, or None for any other object.
 
     Raises:
-        UserError: With the first ten of each kind and their count: entries the checkpoint lacks,
-            entries that were not asked for, tensors of another shape.
+        UserError: Entries are missing, were not asked for or have another shape; it names the
+            first ten of each kind.
     """
-    policy = policy or KeyPolicy()
-    shapes = saved_shapes(saved)
+    shapes = {
+        key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in saved.state_dict_metadata.items()
+    }
     missing, extra = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
     kept, ignored = _covered(missing, policy.keep_initial), _covered(extra, policy.ignore_saved)
     loaded = sorted(wanted.keys() & shapes.keys())
@@ -167,19 +157,10 @@ def check_keys(
             f"{checkpoint} does not hold what should be loaded ({'; '.join(faults)}); use the "
             "config it was saved with, or say what to carry over"
         )
-    return KeyMatch(loaded, sorted(ignored), sorted(kept))
+    return loaded, sorted(ignored), sorted(kept)
 
 
-def saved_shapes(metadata: Metadata) -> dict[str, tuple[int, ...] | None]:
-    """Return the flattened keys of a checkpoint: shape of a tensor, None for an object."""
-    return {
-        key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-
-
-def _covered(keys: Iterable[str], patterns: Iterable[str]) -> set[str]:
-    patterns = tuple(patterns)
+def _covered(keys: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
     return {key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)}
 
 

@@ -1,24 +1,17 @@
 """Saves, keeps, chooses and loads a run's checkpoints, which count only with their manifest.
 
-    step-N/__r_0.distcp              DCP: model and optimiser, resharded on load
-    step-N/tensors.json, .metadata   which tensor lies where; the second for torch's tools alone
-    step-N/manifest.json             written last, by rank 0: the commit record
-    step-N/tags.json                 names given by hand; a named checkpoint is kept for ever
-
-A folder without a valid manifest is never loaded, never counted by the keep policy, and overwritten
-when its step comes again. Every checkpoint is full. The state of trainer and loader is JSON inside
-the manifest: integers that mean the same on any number of ranks.
-
-Saving is synchronous, or a copy is made and a thread writes it: `async` copies before training goes
-on, `async_with_pinned_mem` beside the next forward and backward pass, into pinned memory on CUDA.
+The README draws the files of a checkpoint. A folder without a valid manifest is never loaded, never
+counted by the keep policy, and overwritten when its step comes again. Every checkpoint is full. The
+state of trainer and loader is JSON inside the manifest: integers that mean the same on any number
+of ranks.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
@@ -43,17 +36,19 @@ from titan_loop.checkpoint.folders import (
     step_folder,
 )
 from titan_loop.checkpoint.keep_policy import KeepPolicy, delete_stale
-from titan_loop.checkpoint.loading import AVERAGE_PREFIX, KeyPolicy, load_checkpoint
-from titan_loop.checkpoint.manifest import Reference, read_manifest, reference
+from titan_loop.checkpoint.loading import AVERAGE_PREFIX, EXACTLY, KeyPolicy, load_checkpoint
+from titan_loop.checkpoint.manifest import Reference, new_content, read_manifest, reference
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader
 from titan_loop.checkpoint.rewinds import jumped_windows, read_rewinds
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint, stager
 from titan_loop.checkpoint.start_from import StartFrom
 from titan_loop.checkpoint.train_state import TrainState
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least, require_known
 from titan_loop.ranks import from_rank_zero
 from titan_loop.storage.remote_folder import check_address
+
+AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 
 INHERITED = ("origin", "upcycled")
 """Lineage that every checkpoint of a run repeats: only the first one names the run's origin as its
@@ -68,45 +63,40 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """When to save, how, and which checkpoints to keep."""
+        """When to save, how, and which checkpoints to keep.
+
+        Attributes:
+            enable: Whether to save and resume.
+            folder: Always this one: parents, reports and SLURM jobs look for checkpoints there.
+            async_mode: Write in the training thread; or copy, before training goes on or beside the
+                next forward and backward pass (into pinned memory on CUDA), and let a thread write.
+            keep_every: Keep checkpoints whose step is a multiple of this, besides the latest; 0 for
+                none.
+            verify_hashes: Whether loading reads every file and compares its hash; sizes are always
+                compared.
+            save_attempts: Number of attempts to save before training goes on without the
+                checkpoint.
+            remote: Folder in an object store that every checkpoint is copied to, s3://…, gs://… or
+                file://…; a start without a whole local one fetches the newest. Empty for none.
+            adopt_remote: Go on with the run whose checkpoints `remote` holds although this run
+                directory is new, as after the loss of a disk.
+            retry_seconds: Wait before the second attempt; it doubles each time.
+            carry: Start of a run that has no checkpoint of its own.
+        """
 
         enable: bool = True
-        """Whether to save and resume."""
-
         folder: str = field(init=False, default=CHECKPOINTS)
-        """Always this one: parents, reports and SLURM jobs look for checkpoints there."""
-
-        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """Write in the training thread, or copy and let a thread write (see the module)."""
-
+        async_mode: AsyncMode = "disabled"
         keep_every: int = 0
-        """Keep checkpoints whose step is a multiple of this, besides the latest; 0 for none."""
-
         verify_hashes: bool = True
-        """Whether loading reads every file and compares its hash; sizes are always compared."""
-
         save_attempts: int = 3
-        """Number of attempts to save before training goes on without the checkpoint."""
-
         remote: str = ""
-        """Folder in an object store that every checkpoint is copied to, s3://…, gs://… or file://…;
-        a start without a whole local one fetches the newest. Empty for none."""
-
         adopt_remote: bool = False
-        """Go on with the run whose checkpoints `remote` holds although this run directory is new,
-        as after the loss of a disk."""
-
         retry_seconds: float = 10.0
-        """Wait before the second attempt; it doubles each time."""
-
-        last_save_model_only: bool = False
-        """Must stay False: a last checkpoint without optimiser state could not be resumed."""
-
-        initial_load_model_only: bool = False
-        """Unused; see `carry`."""
-
         carry: StartFrom = field(default_factory=StartFrom)
-        """Where to start if the run has no checkpoint of its own."""
+        # Upstream's defaults, True, would have it warn of settings without an effect.
+        last_save_model_only: bool = False
+        initial_load_model_only: bool = False
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
@@ -133,30 +123,25 @@ class LoopCheckpointManager(BaseCheckpointManager):
                     f"{CHECKPOINTS!r}; leave it unset"
                 )
             for name, smallest in (("keep_every", 0), ("save_attempts", 1), ("retry_seconds", 0)):
-                if (value := getattr(self, name)) < smallest:
-                    raise UserError(f"checkpoint.{name}={value} must be at least {smallest}")
+                require_at_least(smallest, **{f"checkpoint.{name}": getattr(self, name)})
             self.carry.check()
             if self.remote:
                 check_address(self.remote, "checkpoint.remote")
-            modes = ("disabled", "async", "async_with_pinned_mem")
-            if self.async_mode not in modes:
-                raise UserError(
-                    f"checkpoint.async_mode={self.async_mode} is unknown; use {', '.join(modes)}"
-                )
+            require_known("checkpoint.async_mode", self.async_mode, get_args(AsyncMode))
 
         @property
         def keep_policy(self) -> KeepPolicy:
             """The checkpoints that stay."""
             return KeepPolicy(self.keep_latest_k, self.keep_every)
 
+        @property
+        def retry(self) -> RetryPolicy:
+            """The attempts at a save, and at a copy in the object store."""
+            return RetryPolicy(self.save_attempts, self.retry_seconds)
+
         def uploader(self, remote: RemoteCheckpoints) -> Uploader:
             """Return the uploader of a run, which must be closed."""
-            return Uploader(
-                remote,
-                self.keep_policy,
-                attempts=self.save_attempts,
-                wait_seconds=self.retry_seconds,
-            )
+            return Uploader(remote, self.keep_policy, self.retry)
 
     def __init__(
         self,
@@ -180,11 +165,10 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.dataloader = dataloader
         self.model = ModelWrapper(model_parts)
         self.optimizers = optimizers
-        self.retry = RetryPolicy(config.save_attempts, config.retry_seconds)
         self.parent: Reference | None = None
         self.inherited: dict[str, Any] = {}
         self.best: Best | None = None
-        self._best_before: Best | None = None  # of the newest save, should that fail
+        self._best_before: Best | None = None  # to return to if the newest save fails
         # A rank that dies is noticed at once; one that upcycles or writes may take its time.
         group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         assert isinstance(group, dist.ProcessGroup)
@@ -203,7 +187,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
     def copy_to(self, remote: RemoteCheckpoints) -> None:
         """Copy checkpoints as they are committed; on rank 0, once the run directory is locked."""
         self.uploader = self.config.uploader(remote)
-        self.uploader.catch_up(self.path)  # with the last one of a start that was interrupted
+        self.uploader.catch_up(self.path)  # copies the last one of a start that was interrupted
 
     # Saving
 
@@ -212,14 +196,13 @@ class LoopCheckpointManager(BaseCheckpointManager):
             return False
         self.trainer.before_save()
         self.maybe_wait_for_saving()
-        content = {
-            "step": curr_step,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "stage_end": self.trainer.at_stage_end,
-            "trainer": self.trainer.state_dict(),
-            "data": self.dataloader.state_dict(),
-            "lineage": {"parent": self.parent, **self.inherited, **self.trainer.lineage()},
-        }
+        content = new_content(
+            curr_step,
+            self.trainer.state_dict(),
+            stage_end=self.trainer.at_stage_end,
+            data=self.dataloader.state_dict(),
+            lineage={"parent": self.parent, **self.inherited, **self.trainer.lineage()},
+        )
         self._best_before, self.best = self.best, best_with(self.best, self.measured, curr_step)
         if self.best is not None:
             content[BEST] = self.best
@@ -279,7 +262,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
                     state_dict,
                     content,
                     group=self.group,
-                    retry=self.retry,
+                    retry=self.config.retry,
                     on_commit=lambda: self._committed(content["step"]),
                 )
         except SaveFailedError as error:
@@ -294,11 +277,12 @@ class LoopCheckpointManager(BaseCheckpointManager):
         return True
 
     def _committed(self, step: int) -> None:
-        """Copy a checkpoint just committed, and apply the keep policy; on rank 0."""
+        """Copy a checkpoint just committed, then apply the keep policy; on rank 0."""
+        # In this order: the policy spares the checkpoints that wait to be copied.
         uploader = self.uploader
         if uploader is not None:
             uploader.submit(step_folder(self.path, step))
-        in_use = (lambda path: False) if uploader is None else uploader.is_uploading
+        in_use = None if uploader is None else uploader.is_uploading
         delete_stale(self.path, self.config.keep_policy, newest=step, in_use=in_use)
 
     # Loading
@@ -308,7 +292,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         return "hashes" if self.config.verify_hashes else "sizes"
 
     def _find_newest(self) -> tuple[int, dict[str, Any]] | None:
-        """Choose a checkpoint; if bytes of all are damaged, of the one that is fetched."""
+        """Choose a checkpoint; if all are damaged, fetch one from the store and choose again."""
 
         def fetch() -> int | None:
             return None if self.uploader is None else self.uploader.remote.fetch_newest()
@@ -332,9 +316,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
         if step == -1:
             found = self._find_newest()
         else:
-            manifest, reason = inspect(
-                step_folder(self.path, step), self._look_at, group=self.group
-            )
+            asked = step_folder(self.path, step)
+            manifest, reason = inspect(asked, self._look_at, group=self.group)
             if manifest is None:
                 raise UserError(f"checkpoint.load_step={step} is not usable: {reason}")
             found = step, manifest
@@ -390,14 +373,14 @@ class LoopCheckpointManager(BaseCheckpointManager):
         return target
 
     def _read(
-        self, checkpoint: Path, *, optimizer: bool = True, policy: KeyPolicy | None = None
+        self, checkpoint: Path, *, optimizer: bool = True, policy: KeyPolicy = EXACTLY
     ) -> None:
         logger.info("Loading %s", checkpoint)
         state_dict: dict[str, Any] = {**self.model.state_dict()}
         if optimizer:
             state_dict[OPTIMIZER] = self.optimizers
-        policy, average = policy or KeyPolicy(), f"{AVERAGE_PREFIX}*"
-        # One that is new starts with the weights, one that is not wanted any more goes.
+        # A new average starts with the weights; one that is not wanted any more stays unread.
+        average = f"{AVERAGE_PREFIX}*"
         policy = KeyPolicy((*policy.ignore_saved, average), (*policy.keep_initial, average))
         with torch.no_grad():
             load_checkpoint(state_dict, checkpoint, group=self.group, policy=policy)
@@ -406,14 +389,15 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def _set_aside_newer(self, step: int) -> None:
         """Rename newer checkpoints, all damaged, so that no policy and no reader counts them."""
-        if dist.get_rank() == 0 and not self.config.load_only:
-            for newer in committed_steps(self.path):
+        if dist.get_rank() != 0 or self.config.load_only:
+            return
+        for newer in committed_steps(self.path):
+            path = step_folder(self.path, newer)
+            try:
                 if newer > step:
-                    path = step_folder(self.path, newer)
-                    try:
-                        set_aside(path, "damaged")
-                    except OSError as error:
-                        logger.warning("%s could not be renamed: %s", path, error)
+                    set_aside(path, "damaged")
+            except OSError as error:
+                logger.warning("%s could not be renamed: %s", path, error)
 
     # torchtitan's interface to asynchronous saves
 

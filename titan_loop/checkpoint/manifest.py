@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypedDict
@@ -53,7 +53,7 @@ class DamagedCheckpointError(UserError):
 
 
 class Reference(TypedDict):
-    """A checkpoint in a lineage: its folder, and its identity."""
+    """A checkpoint in a lineage: its folder and its identity."""
 
     path: str
     manifest_sha256: str
@@ -66,6 +66,25 @@ class FileRecord(TypedDict):
     sha256: str
 
 
+def new_content(
+    step: int,
+    trainer: Mapping[str, Any],
+    *,
+    stage_end: bool,
+    data: Mapping[str, Any],
+    lineage: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the content of a manifest that is created now, without the files."""
+    return {
+        "step": step,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "stage_end": stage_end,
+        "trainer": trainer,
+        "data": data,
+        "lineage": lineage,
+    }
+
+
 def untrained(
     recurrent_steps: int,
     architecture: Mapping[str, Any],
@@ -74,19 +93,13 @@ def untrained(
     lineage: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return a manifest's content for a checkpoint of step 0, made of another model's weights."""
-    return {
+    trainer = {
         "step": 0,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "stage_end": True,
-        "trainer": {
-            "step": 0,
-            "tokens": 0,
-            "recurrent_steps": recurrent_steps,
-            "architecture": architecture,
-        },
-        "data": data,
-        "lineage": lineage,
+        "tokens": 0,
+        "recurrent_steps": recurrent_steps,
+        "architecture": architecture,
     }
+    return new_content(0, trainer, stage_end=True, data=data, lineage=lineage)
 
 
 def write_manifest(checkpoint: Path, content: dict[str, Any]) -> Reference:
@@ -102,7 +115,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the commit record of the checkpoint in folder `checkpoint`.
 
     Raises:
-        DamagedCheckpointError: It was altered, or is not a manifest.
+        DamagedCheckpointError: The manifest was altered, or is not one.
         UserError: There is none, it may not be read, or another version of titan_loop wrote it.
         RunFailedError: The disk fails, which says nothing about the checkpoint.
     """
@@ -134,25 +147,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def reference(checkpoint: Path) -> Reference:
-    """Return how the lineage of a descendant refers to the checkpoint in a folder."""
+    """Return the reference to a committed checkpoint for a descendant's lineage."""
     digest = read_manifest(checkpoint)["sha256"]
     return {"path": str(checkpoint.resolve()), "manifest_sha256": digest}
 
 
-def rank_files(checkpoint: Path, rank: int) -> list[str]:
-    """Return the names of the files a rank wrote; rank 0 wrote the tables of entries, too."""
-    names = sorted(path.name for path in checkpoint.glob(f"__{rank}_*.distcp"))
-    return [*names, METADATA, TABLE] if rank == 0 else names
-
-
-def file_records(checkpoint: Path, names: Iterable[str] | None = None) -> dict[str, FileRecord]:
-    """Return sizes and hashes of files in a checkpoint, by default of all that DCP wrote.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
-    if names is None:
-        names = sorted(path.name for path in checkpoint.glob("*.distcp"))
+def file_records(checkpoint: Path, rank: int | None = None) -> dict[str, FileRecord]:
+    """Return sizes and hashes of the files that a rank wrote; None for all ranks."""
+    written = "*.distcp" if rank is None else f"__{rank}_*.distcp"
+    names = sorted(path.name for path in checkpoint.glob(written))
+    if not rank:  # rank 0 writes the tables of entries, too
         names += [METADATA, TABLE]
     return {name: _record(checkpoint / name) for name in names}
 
@@ -160,10 +164,7 @@ def file_records(checkpoint: Path, names: Iterable[str] | None = None) -> dict[s
 def find_damage(
     checkpoint: Path, records: Mapping[str, FileRecord], *, hashes: bool = True
 ) -> dict[str, str]:
-    """Compare files with their records.
-
-    Returns:
-        Damaged file → a phrase that names it; empty if all is well.
+    """Compare files with their records; return damaged file → a phrase that names it.
 
     Raises:
         UserError: A file may not be read, which says nothing about the checkpoint.
@@ -191,38 +192,33 @@ def find_damage(
 
 def _wrong_content(manifest: Mapping[str, Any]) -> str:
     """Return a phrase for an impossible entry of a manifest; empty if there is none."""
-    smallest = {"step": 0, "trainer.step": 0, "trainer.tokens": 0, "trainer.recurrent_steps": 1}
     for name in ("trainer", "trainer.architecture", "data", "lineage", "files"):
         if not isinstance(nested(manifest, name), dict):
             return f"it has no {name}"
+    smallest = {"step": 0, "trainer.step": 0, "trainer.tokens": 0, "trainer.recurrent_steps": 1}
     for name, least in smallest.items():
         value = nested(manifest, name)
         if type(value) is not int or not least <= value < 2**63:
             return f"{name}={value!r} is not a number from {least} on"
-    for name in ("lineage.parent", "lineage.origin"):
-        source = nested(manifest, name)
-        if source is not None and not (
-            isinstance(nested(manifest, f"{name}.path"), str)
-            and isinstance(nested(manifest, f"{name}.manifest_sha256"), str)
-        ):
-            return f"{name} is not a path and a hash"
+    for name in ("parent", "origin"):
+        source = manifest["lineage"].get(name)
+        if source is not None and not _has(source, Reference.__annotations__):
+            return f"lineage.{name} is not a path and a hash"
     if not isinstance(jumps := manifest["lineage"].get("jumps", []), list):
         return f"lineage.jumps={jumps!r:.40} is not a list"
-    best = manifest.get("best")
-    if best is not None and not (
-        type(nested(manifest, "best.step")) is int
-        and type(nested(manifest, "best.held_out_loss")) is float
-        and isinstance(nested(manifest, "best.measured_on"), str)
-    ):
+    best, kinds = manifest.get("best"), {"step": int, "held_out_loss": float, "measured_on": str}
+    if best is not None and not _has(best, kinds):
         return f"best={best!r:.40} is not a step with its loss"
     for name, record in manifest["files"].items():
         if not is_file_name(name):
             return f"{name!r} is not the name of a file"
-        if not isinstance(record, dict) or not (
-            type(record.get("bytes")) is int and isinstance(record.get("sha256"), str)
-        ):
+        if not _has(record, FileRecord.__annotations__):
             return f"{name} has no size and hash"
     return ""
+
+
+def _has(record: Any, kinds: Mapping[str, type]) -> bool:
+    return isinstance(record, dict) and all(type(record.get(n)) is kinds[n] for n in kinds)
 
 
 def _digest(record: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ Source: Wortsman et al. 2022, "Model soups", arXiv:2203.05482, §2 (the uniform 
 
 import math
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
-from titan_loop.checkpoint.manifest import read_manifest, reference
+from titan_loop.checkpoint.manifest import new_content, read_manifest, reference
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
@@ -34,22 +33,20 @@ def merge_checkpoints(
 ) -> None:
     """Write and commit the weighted mean of committed checkpoints, as a checkpoint of step 0.
 
-    Memory: the largest tensor twice in float64 and once as it is saved, whatever their number.
+    The largest tensor is in memory twice in float64 and once as it is saved.
 
     The new manifest counts no tokens. R, the architecture and the position in the data come from
     the first checkpoint. `lineage.merged` has, for every checkpoint, its path, the hash of its
     manifest and its share a_i / Σ a_i as `weight`.
 
     Args:
-        sources: Folders of committed checkpoints, at least two.
         weights: One for each checkpoint, finite and ≥ 0 with a positive sum; empty for equal ones.
             A checkpoint of weight 0 is checked like the others, but not added.
 
     Raises:
-        UserError: The weights or the number of checkpoints are not as above, one of `sources` is
-            not a committed checkpoint, or they differ in architecture, entries, shapes, dtypes or
-            anything that has no mean, such as integers.
-        DamagedCheckpointError: A file is missing, truncated or altered.
+        UserError: There are fewer than two checkpoints, the weights do not fit, or the checkpoints
+            differ in architecture, entries, shapes, dtypes or anything that has no mean, such as
+            integers.
     """
     factors = scaled_weights(weights, len(sources))
     manifests = [read_manifest(source) for source in sources]
@@ -68,33 +65,27 @@ def merge_checkpoints(
             entries[name] = _shared(readers, name, CheckpointReader.read_object)
         elif first.dtype(name).is_floating_point:
             produce = partial(_mean, readers, factors, name)
-            entries[name] = LazyTensor(tuple(first.shape(name)), first.dtype(name), produce)
+            entries[name] = LazyTensor(first.shape(name), first.dtype(name), produce)
         else:
             entries[name] = _shared(readers, name, CheckpointReader.read)
-    content = {
-        "step": 0,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "stage_end": True,
-        "trainer": {**manifests[0]["trainer"], "step": 0, "tokens": 0},
-        "data": manifests[0]["data"],
-        "lineage": {
-            "parent": None,
-            "merged": [
-                {**reference(source), "weight": factor / sum(factors)}
-                for source, factor in zip(sources, factors, strict=True)
-            ],
-        },
-    }
+    merged = [
+        {**reference(source), "weight": factor / sum(factors)}
+        for source, factor in zip(sources, factors, strict=True)
+    ]
+    content = new_content(
+        0,
+        {**manifests[0]["trainer"], "step": 0, "tokens": 0},
+        stage_end=True,
+        data=manifests[0]["data"],
+        lineage={"parent": None, "merged": merged},
+    )
     write_checkpoint(target, entries, content)
 
 
 def scaled_weights(weights: Sequence[float], count: int) -> list[float]:
     """Return the weights of `count` checkpoints times a power of 2: the largest is in [1, 2).
 
-    Scaling is exact, and keeps products far from overflow.
-
-    Raises:
-        UserError: There are fewer than two checkpoints, or the weights do not fit.
+    Scaling is exact and keeps products far from overflow. `UserError` if the weights do not fit.
     """
     if count < 2:
         raise UserError(f"a merge needs at least two checkpoints, not {count}; name another one")
@@ -122,7 +113,6 @@ def _forms(reader: CheckpointReader) -> dict[str, str]:
 
 
 def _check_forms(first: CheckpointReader, other: CheckpointReader, forms: dict[str, str]) -> None:
-    """Raise `UserError` for an entry that two checkpoints do not have in the same form."""
     others = _forms(other)
     for name in sorted({*forms, *others}):
         here, there = forms.get(name, "missing"), others.get(name, "missing")

@@ -25,7 +25,8 @@ def check_architecture(
     """Raise `UserError` naming every difference between a checkpoint's model and another.
 
     Args:
-        holder: How the message calls the checkpoint.
+        holder: Name of the checkpoint in the message.
+        otherwise: Another remedy than the checkpoint's own values.
     """
     differing = different_options(saved, wanted) - set(may_differ)
     if not differing:
@@ -42,18 +43,13 @@ def check_architecture(
 
 
 def different_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]:
-    """Return the names in which two architecture records, each of any version, do not agree.
+    """Return the options in which two architecture records, each of any version, differ.
 
-    Raises:
-        UserError: This version does not know the family of one of them.
+    Raises `UserError` for a family that this version does not know.
     """
     first, second = completed_architecture(first), completed_architecture(second)
-    missing = object()
-    return {
-        name
-        for name in {**first, **second}
-        if first.get(name, missing) != second.get(name, missing)
-    }
+    either, missing = {**first, **second}, object()
+    return {name for name in either if first.get(name, missing) != second.get(name, missing)}
 
 
 def load_model(
@@ -61,21 +57,13 @@ def load_model(
     options: ModelOptions,
     *,
     max_seq_len: int,
-    verify_hashes: bool = True,
     ema: bool = False,
 ) -> LoopDecoder:
     """Build the model of a checkpoint and load its weights on the CPU, one tensor at a time.
 
-    Args:
-        verify_hashes: Whether to read every file first and compare its hash; sizes are always
-            compared.
-
-    Raises:
-        UserError: The folder is not a committed checkpoint, not of such a model, or has no average.
-        DamagedCheckpointError: A file is missing, truncated or altered.
+    Errors are `CheckpointReader`'s; entries that do not fit the model raise `UserError`.
     """
-    look_at = "hashes" if verify_hashes else "sizes"
-    reader = CheckpointReader(checkpoint, look_at=look_at, ema=ema)
+    reader = CheckpointReader(checkpoint, ema=ema)
     model = build_decoder(replace(options, attention="sdpa"), max_seq_len=max_seq_len)
     state = model.state_dict()
     check_keys(

@@ -14,13 +14,12 @@ import logging
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titan_loop.checkpoint.best import best_step
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import (
     CHECKPOINTS,
@@ -34,6 +33,7 @@ from titan_loop.checkpoint.folders import (
 )
 from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.manifest import MANIFEST, TABLE, find_damage, read_manifest
+from titan_loop.checkpoint.saving import RetryPolicy
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.json_files import read_json_object, write_json
 from titan_loop.storage.remote_folder import RemoteFolder, check_address
@@ -54,7 +54,7 @@ class RemoteCheckpoints:
         adopt: Whether a run directory without checkpoints goes on with the run that writes there.
 
     Raises:
-        UserError: See `RemoteFolder`; or the folder belongs to another run.
+        UserError: The address cannot be used, or the folder belongs to another run.
     """
 
     def __init__(self, url: str, *, stage: str, run: Path, adopt: bool = False) -> None:
@@ -65,17 +65,13 @@ class RemoteCheckpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of all committed remote checkpoints, in increasing order."""
-        return sorted(step for step in self._all_steps() if self._is_committed(step))
+        committed = [step for step in self._all_steps() if MANIFEST in self._names(step)]
+        return sorted(committed)
 
     def upload(self, checkpoint: Path) -> None:
-        """Copy a committed checkpoint: its files, then its manifest.
-
-        Raises:
-            OSError: Something did not arrive.
-        """
+        """Copy a committed checkpoint: its files, then its manifest, the commit record."""
         manifest, name = read_manifest(checkpoint), checkpoint.name
-        self._folder.delete(f"{name}/{MANIFEST}")
-        self._folder.delete(name)
+        self._delete(name)  # the files of an older attempt at this step
         beside = [TAGS] if read_tags(checkpoint) else []
         beside += [TABLE] if (checkpoint / TABLE).exists() else []
         for file in dict.fromkeys([*manifest["files"], *beside]):
@@ -84,30 +80,24 @@ class RemoteCheckpoints:
 
     def delete_stale(self, policy: KeepPolicy) -> None:
         """Apply the keep policy there, and delete the remains of interrupted uploads."""
-        steps = self.steps()
-        manifests = {step: self._manifest(step) for step in steps}
-        best = best_step(manifests[steps[-1]]) if steps else None
-        stale = policy.stale(
-            {step: policy.reasons(step, manifests[step], best=best) for step in steps}
-        )
-        stale = [step for step in stale if not self._is_tagged(step)]
-        unfinished = [step for step in self._all_steps() if step < max(steps, default=0)]
-        for step in {*stale, *(set(unfinished) - set(steps))}:
-            self._delete(step)
+        manifests = {step: self._manifest(step) for step in self.steps()}
+        stale = [step for step in policy.stale(manifests, {}) if not self._is_tagged(step)]
+        older = (step for step in self._all_steps() if step < max(manifests, default=0))
+        for step in [*stale, *(step for step in older if step not in manifests)]:
+            self._delete(f"step-{step}")
 
     def withdraw(self, unwanted: Callable[[Mapping[str, Any]], bool]) -> None:
         """Delete the committed checkpoints whose manifests are `unwanted`."""
         for step in self.steps():
             if unwanted(self._manifest(step)):
-                self._delete(step)
+                self._delete(f"step-{step}")
                 logger.warning("Deleted %s/step-%d", self._folder.url, step)
 
     def read(self, name: str) -> dict[str, Any]:
         """Return the record with this name beside the checkpoints; empty if there is none."""
-        try:
+        with suppress(FileNotFoundError):
             return self._object(name)
-        except FileNotFoundError:
-            return {}
+        return {}
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Write a record beside the checkpoints."""
@@ -142,23 +132,20 @@ class RemoteCheckpoints:
         """Copy one checkpoint; return its faults, empty if it is whole."""
         self._folder.download(f"step-{step}/{MANIFEST}", arriving / MANIFEST)
         files = read_manifest(arriving)["files"]
-        there = self._folder.names(f"step-{step}")  # a converted one's manifest names no table
+        there = self._names(step)  # the manifest of a converted checkpoint names no table
         for file in dict.fromkeys([*files, *(name for name in (TAGS, TABLE) if name in there)]):
             self._folder.download(f"step-{step}/{file}", arriving / file)
         return "; ".join(find_damage(arriving, files).values())
 
     def _is_tagged(self, step: int) -> bool:
-        """Return whether a checkpoint has a name here; if it is there alone, whether it has there.
-
-        Names may have been given since it was copied: they are copied now.
-        """
-        local, there = step_folder(self._checkpoints, step), f"step-{step}/{TAGS}"
-        if is_committed(local):
-            tagged = bool(read_tags(local))
-            if tagged:
-                self._folder.upload(local / TAGS, there)
-            return tagged
-        return TAGS in self._folder.names(f"step-{step}")
+        """Return whether the local checkpoint has a name, or the copy if there is no local one."""
+        local = step_folder(self._checkpoints, step)
+        if not is_committed(local):
+            return TAGS in self._names(step)
+        tagged = bool(read_tags(local))
+        if tagged:  # perhaps since it was copied
+            self._folder.upload(local / TAGS, f"step-{step}/{TAGS}")
+        return tagged
 
     def _claim(self, run: Path, *, adopt: bool) -> None:
         try:
@@ -191,12 +178,12 @@ class RemoteCheckpoints:
         matches = (re.fullmatch(STEP_NAME, name) for name in self._folder.names())
         return [int(match[1]) for match in matches if match]
 
-    def _delete(self, step: int) -> None:
-        self._folder.delete(f"step-{step}/{MANIFEST}")  # first: without it the rest does not count
-        self._folder.delete(f"step-{step}")
+    def _delete(self, name: str) -> None:
+        self._folder.delete(f"{name}/{MANIFEST}")  # first: without it the rest does not count
+        self._folder.delete(name)
 
-    def _is_committed(self, step: int) -> bool:
-        return MANIFEST in self._folder.names(f"step-{step}")
+    def _names(self, step: int) -> list[str]:
+        return self._folder.names(f"step-{step}")
 
     def _manifest(self, step: int) -> dict[str, Any]:
         return self._object(f"step-{step}/{MANIFEST}")
@@ -218,23 +205,16 @@ class RemoteCheckpoints:
 
 
 class Uploader:
-    """Copies checkpoints in a thread; failures are logged and tried again, and training goes on.
+    """Copies checkpoints in a thread; failures are logged and tried again, and training goes on."""
 
-    Args:
-        wait_seconds: Wait before the second attempt; it doubles each time.
-    """
-
-    def __init__(
-        self, remote: RemoteCheckpoints, policy: KeepPolicy, *, attempts: int, wait_seconds: float
-    ) -> None:
+    def __init__(self, remote: RemoteCheckpoints, policy: KeepPolicy, retry: RetryPolicy) -> None:
         self.remote = remote
-        self._attempts, self._wait_seconds = attempts, wait_seconds
-        self._policy = policy
+        self._policy, self._retry = policy, retry
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._pending: dict[str, Future[None]] = {}
 
     def submit(self, checkpoint: Path) -> None:
-        """Copy a committed checkpoint when those before it are there."""
+        """Copy a committed checkpoint, after those submitted before it."""
         self._pending[checkpoint.name] = self._thread.submit(self._upload, checkpoint)
 
     def catch_up(self, checkpoints: Path) -> None:
@@ -244,7 +224,7 @@ class Uploader:
             self.submit(step_folder(checkpoints, newest))
 
     def is_uploading(self, checkpoint: Path) -> bool:
-        """Return whether a checkpoint waits to be copied or is; it must not be deleted yet."""
+        """Return whether the copy of a checkpoint waits or runs: it must not be deleted yet."""
         future = self._pending.get(checkpoint.name)
         return future is not None and not future.done()
 
@@ -253,23 +233,15 @@ class Uploader:
         self._thread.shutdown(wait=True)
 
     def _upload(self, checkpoint: Path) -> None:
-        for attempt in range(1, self._attempts + 1):
+        for attempt in self._retry.each():
             try:
                 self.remote.upload(checkpoint)
                 logger.info("Copied %s", checkpoint)
                 self.remote.delete_stale(self._policy)
                 return
             except Exception as error:  # every store has errors of its own
-                logger.error(
-                    "Copying %s failed (attempt %d of %d): %s: %s",
-                    checkpoint,
-                    attempt,
-                    self._attempts,
-                    type(error).__name__,
-                    error,
-                )
-            if attempt < self._attempts:
-                time.sleep(self._wait_seconds * 2 ** (attempt - 1))
+                reason = f"{type(error).__name__}: {error}"
+                logger.error("Copying %s failed (%s): %s", checkpoint, attempt, reason)
 
 
 def fetch_if_needed(remote: RemoteCheckpoints, run: Path) -> None:

@@ -28,11 +28,7 @@ that training goes on from."""
 
 
 def read_rewinds(run: Path) -> list[Rewind]:
-    """Return the rewinds of a run, the first one first.
-
-    Raises:
-        UserError: The record is damaged.
-    """
+    """Return the rewinds of a run, the first one first; raise `UserError` if damaged."""
     path, fix = run / REWINDS, "delete it to go on without jumping over the windows of spikes"
     try:
         rewinds = read_json_object(path, fix=fix).get("rewinds")
@@ -78,7 +74,7 @@ def take_up_rewinds(run: Path, checkpoints: Path, remote: RemoteCheckpoints | No
 
 
 def is_given_up(manifest: Mapping[str, Any], rewinds: Sequence[Rewind]) -> bool:
-    """Return whether a rewind that came after a checkpoint went to an earlier step."""
+    """Return whether a rewind after this checkpoint went back to an earlier step."""
     known = len(manifest["lineage"].get("jumps", []))
     return any(manifest["step"] > rewind["to_step"] for rewind in rewinds[known:])
 

@@ -42,13 +42,7 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read file by file, so that an error can name the file.
-
-        Raises:
-            UserError: A byte entry, or a tensor, is not plain data.
-            DamagedCheckpointError: A file is missing, truncated or garbled.
-            RunFailedError: The disk fails.
-        """
+        """Read file by file, so that an error can name the file."""
         per_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             name = self.storage_data[item.storage_index].relative_path
@@ -69,9 +63,9 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
             try:
                 super().read_data(LoadPlan([item]), planner)
             except Exception as error:
-                raise self._explain(error, item.storage_index) from error
+                raise self._explained(error, item.storage_index) from error
 
-    def _explain(self, error: Exception, index: dcp.MetadataIndex) -> UserError | RunFailedError:
+    def _explained(self, error: Exception, index: dcp.MetadataIndex) -> UserError | RunFailedError:
         info = self.storage_data[index]
         path = Path(self.path) / info.relative_path
         if isinstance(error, FileNotFoundError):

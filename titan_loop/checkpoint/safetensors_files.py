@@ -1,13 +1,14 @@
 """safetensors files, one tensor in memory at a time: single ones, and shards with an index.
 
-Reading is the library's, which refuses truncated files. Writing is our own, since the library's
-writer takes all tensors at once: a file is eight bytes (the header's length), a JSON header with
-type, shape and place of every tensor, and the tensors.
+The library reads, and refuses truncated files. Its writer takes all tensors at once, so writing is
+our own: eight bytes (the header's length), a JSON header with type, shape and place of every
+tensor, and the tensors.
 
 Source: https://huggingface.co/docs/safetensors, "Format".
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,12 +47,8 @@ _READABLE = {"F32", "BF16", "F16"}
 class SafetensorsFolder:
     """The tensors of a folder, by name.
 
-    Only one file is open at a time, so that at most one shard is in memory if tensors are read in
-    the order of `names`.
-
-    Raises:
-        UserError: There are no safetensors, a file is missing or damaged, or index and files
-            disagree.
+    One file is open at a time, so reading in the order of `names` holds one shard in memory. Raises
+    `UserError` if there are no safetensors, a file is missing or damaged, or the index is wrong.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,9 +56,9 @@ class SafetensorsFolder:
         self._file_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file, listed in self._files().items():
-            held: set[str] = set()
             with self._open(file) as opened:
-                for name in opened.keys():  # noqa: SIM118  a safetensors handle is not a mapping
+                held = list(opened.keys())
+                for name in held:
                     part = opened.get_slice(name)
                     if part.get_dtype() not in _READABLE:
                         raise UserError(
@@ -70,11 +67,11 @@ class SafetensorsFolder:
                         )
                     self.shapes[name] = tuple(part.get_shape())
                     self._file_of[name] = file
-                    held.add(name)
-            if listed is not None and held != listed:
+            if listed is not None and (wrong := sorted(listed ^ {*held})):
+                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
                 raise UserError(
-                    f"{folder / INDEX} and {file} disagree about {_some(held ^ listed)}; download "
-                    "the folder again"
+                    f"{folder / INDEX} and {file} disagree about {wrong[0]}{more}; download the "
+                    "folder again"
                 )
         self._current: tuple[str, Any] | None = None
 
@@ -84,7 +81,7 @@ class SafetensorsFolder:
         return list(self.shapes)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor; it is a view of the file, which is read where it is looked at."""
+        """Return a tensor: a view of the file, of which only the parts in use are read."""
         file = self._file_of[name]
         if self._current is None or self._current[0] != file:
             self.close()
@@ -96,7 +93,7 @@ class SafetensorsFolder:
         self._current = None
 
     def _files(self) -> dict[str, set[str] | None]:
-        """Return the files, with the tensors the index says they hold (None without an index)."""
+        """Return file → tensors that the index says it holds (None without an index)."""
         index = self._folder / INDEX
         if not index.is_file():
             if not (self._folder / SINGLE).is_file():
@@ -105,17 +102,14 @@ class SafetensorsFolder:
                 )
             return {SINGLE: None}
         placed = read_json_object(index, fix=_AGAIN).get("weight_map")
-        files: dict[str, set[str] | None] = {}
         if not isinstance(placed, dict) or not all(type(file) is str for file in placed.values()):
             raise DamagedFileError(index, "it has no weight_map of names of files", _AGAIN)
-        for name, file in sorted(placed.items(), key=lambda item: item[1]):
-            names = files.setdefault(file, set())
-            assert names is not None
-            names.add(name)
-        for file in files:
+        files: dict[str, set[str] | None] = {}
+        for file in sorted(set(placed.values())):
             require_file_name(file, index)
             if not (self._folder / file).is_file():
                 raise UserError(f"{self._folder / file} is missing; download it, or export again")
+            files[file] = {name for name in placed if placed[name] == file}
         return files
 
     def _open(self, file: str) -> Any:
@@ -139,27 +133,31 @@ def write_folder(
     """Write tensors to one file, or to shards with an index; one tensor in memory at a time.
 
     Args:
-        index: Whether a single file has an index, too.
-        dtype: float32 or bfloat16; rounds to nearest even where that is narrower.
+        dtype: float32 or bfloat16; a tensor of a wider type is rounded to nearest even.
         max_shard_bytes: Most tensor bytes in a file, unless a single tensor has more.
-
-    Raises:
-        ValueError: A tensor has another shape than announced.
+        index: Whether a single file has an index, too.
     """
-    shards = plan_shards(shapes, dtype, max_shard_bytes)
-    if len(shards) == 1 and not index:
-        _write_file(folder / SINGLE, shapes, shards[0], dtype, read)
-        return
+
+    def converted(name: str) -> Tensor:
+        tensor = read(name)
+        if tensor.shape != shapes[name]:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shapes[name]}")
+        return tensor.to(dtype)
+
+    shards = _plan_shards(shapes, dtype, max_shard_bytes)
+    single = len(shards) == 1 and not index
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / file, shapes, names, dtype, read)
+        file = SINGLE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        announced = {name: (shapes[name], dtype) for name in names}
+        write_safetensors(folder / file, announced, converted, {"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
-    total = sum(_bytes(shape, dtype) for shape in shapes.values())
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if not single:
+        total = sum(_bytes(shape, dtype) for shape in shapes.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def plan_shards(
+def _plan_shards(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: int
 ) -> list[list[str]]:
     """Cut the tensors, in their order, into files of at most `max_shard_bytes`."""
@@ -175,30 +173,8 @@ def plan_shards(
     return shards
 
 
-def _write_file(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    names: list[str],
-    dtype: torch.dtype,
-    read: Callable[[str], Tensor],
-) -> None:
-    def converted(name: str) -> Tensor:
-        tensor = read(name)
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shapes[name]}")
-        return tensor.to(dtype)
-
-    announced = {name: (shapes[name], dtype) for name in names}
-    write_safetensors(path, announced, converted, {"format": "pt"})
-
-
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _some(names: set[str]) -> str:
-    first, *rest = sorted(names)
-    return first + (f" and {len(rest)} more" if rest else "")
+    return math.prod(shape) * dtype.itemsize
 
 
 def write_safetensors(
@@ -209,15 +185,14 @@ def write_safetensors(
 ) -> None:
     """Write a safetensors file, one tensor in memory at a time, and wait for the disk.
 
-    Raises:
-        UserError: safetensors has no such type.
+    Raises `UserError` for a type that safetensors does not know.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in tensors.items():
         if dtype not in _TYPES:
             raise UserError(f"{name} has type {dtype}, which safetensors does not know")
-        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        start, end = end, end + _bytes(shape, dtype)
         header[name] = {"dtype": _TYPES[dtype], "shape": [*shape], "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT_BYTES)
@@ -228,6 +203,6 @@ def write_safetensors(
             # Little-endian, like every machine torch runs on.
             flat = read(name).contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
-            del flat
+            del flat  # before the next one is read
         file.flush()
         os.fsync(file.fileno())

@@ -1,17 +1,12 @@
-"""Writes one checkpoint on all ranks together, in the calling thread.
+"""Writes one checkpoint on all ranks together, in the calling thread; the README draws the order.
 
-    every rank   DCP writes its shard ─► sizes and SHA-256 of its files ─┐
-    rank 0       all ranks' records, or their errors ◄───────────────────┘
-                 ─► manifest (the commit) ─► the keep policy deletes
-    every rank   learns the outcome
-
-All of it runs over one gloo group that nothing else uses, so an asynchronous save never mixes with
-training's collectives. A save that fails on any rank is tried again by all of them.
+Nothing else uses the gloo group of a save, so an asynchronous one never mixes with training's
+collectives. If a save fails on any rank, all of them try again.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +22,6 @@ from titan_loop.checkpoint.manifest import (
     FileRecord,
     Reference,
     file_records,
-    rank_files,
     write_manifest,
 )
 from titan_loop.checkpoint.safe_reading import root_cause
@@ -43,6 +37,13 @@ class RetryPolicy:
 
     attempts: int
     wait_seconds: float
+
+    def each(self) -> Iterator[str]:
+        """Yield "attempt 1 of N", then wait before yielding each further attempt."""
+        for attempt in range(1, self.attempts + 1):
+            if attempt > 1:
+                time.sleep(self.wait_seconds * 2 ** (attempt - 2))
+            yield f"attempt {attempt} of {self.attempts}"
 
 
 class SaveFailedError(OSError):
@@ -72,28 +73,19 @@ def save_checkpoint(
     Raises:
         SaveFailedError: On every rank, when no attempt succeeded on all of them.
     """
-    for attempt in range(1, retry.attempts + 1):
+    rank, reason = dist.get_rank(group), None
+    for attempt in retry.each():
         written, reason = _attempt(checkpoint, state_dict, content, group)
         if reason is None:
-            if dist.get_rank(group) == 0:
+            if rank == 0:
                 try:
                     on_commit()
                 except Exception:
-                    logger.exception("%s is saved, but what should follow failed", checkpoint)
+                    logger.exception("%s is saved, but the work after it failed", checkpoint)
             return written
-        wait = retry.wait_seconds * 2 ** (attempt - 1)
-        if dist.get_rank(group) == 0:
-            logger.error(
-                "Saving %s failed (attempt %d of %d): %s",
-                checkpoint,
-                attempt,
-                retry.attempts,
-                reason,
-            )
-        if attempt == retry.attempts:
-            raise SaveFailedError(f"{checkpoint} was not saved: {reason}")
-        time.sleep(wait)
-    raise AssertionError("a retry policy has at least one attempt")
+        if rank == 0:
+            logger.error("Saving %s failed (%s): %s", checkpoint, attempt, reason)
+    raise SaveFailedError(f"{checkpoint} was not saved: {reason}")
 
 
 def _attempt(
@@ -102,7 +94,10 @@ def _attempt(
     content: dict[str, Any],
     group: dist.ProcessGroup,
 ) -> tuple[Reference | None, str | None]:
-    """Try once; return rank 0's reference, and on every rank the error of one of them."""
+    """Try once; return rank 0's reference, and on every rank the error of one of them.
+
+    Each stage is collective and ends in `try_on_all`, so all ranks skip the later ones together.
+    """
     rank = dist.get_rank(group)
     tensors: dict[str, Any] = {}
 
@@ -112,7 +107,7 @@ def _attempt(
             save(tensors, checkpoint_id=checkpoint, storage_writer=writer, process_group=group)
         except CheckpointException as error:
             raise root_cause(error) from error
-        return file_records(checkpoint, rank_files(checkpoint, rank))
+        return file_records(checkpoint, rank)
 
     def commit(records: list[dict[str, FileRecord]]) -> Reference | None:
         if rank != 0:
@@ -120,7 +115,7 @@ def _attempt(
         files = {name: record for part in records for name, record in part.items()}
         return write_manifest(checkpoint, {**content, "files": files})
 
-    committed: list[Reference | None] = [None]
+    committed: list[Reference | None] = []
     # A killed save, or an older attempt at this step, may have left files of another world size.
     _, failure = try_on_all(group, lambda: discard(checkpoint) if rank == 0 else None)
     if failure is None:
@@ -129,6 +124,7 @@ def _attempt(
     if failure is None:
         records, failure = try_on_all(group, write)
         if failure is None:
+            # Last: the manifest is the commit, and every file that it lists is on the disk by now.
             committed, failure = try_on_all(group, lambda: commit(records))
     if failure is None:
         return committed[rank], None
@@ -144,8 +140,8 @@ def _attempt(
 
 def stager(mode: str) -> DefaultStager:
     """Return the stager that copies the state; it allocates its buffers once."""
-    # Pinned memory and copies on a stream of their own exist with CUDA only (never run on a GPU);
-    # on CPU the same calls copy in a thread.
+    # Pinned memory and a stream for the copies exist with CUDA alone (never run on a GPU); on a CPU
+    # the same calls copy in a thread.
     overlapped = mode == "async_with_pinned_mem"
     on_cuda = overlapped and torch.cuda.is_available()
     return DefaultStager(

@@ -17,49 +17,43 @@ from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.model import check_architecture, different_options
 from titan_loop.checkpoint.tensor_table import read_table
 from titan_loop.checkpoint.upcycling import Moments, Upcycling, looped_layers
-from titan_loop.errors import UserError, nearest, seen_from
+from titan_loop.errors import UserError, require_known, seen_from
 
 
 @dataclass(kw_only=True, slots=True)
 class StartFrom:
-    """Where a run starts from when it has no checkpoint of its own."""
+    """The parent of a run that has no checkpoint of its own.
+
+    Attributes:
+        parent: A checkpoint, or a run, which stands for its newest one; empty for initial weights.
+            A damaged parent is refused: falling back to an older one should be your decision.
+        optimizer: Whether to take the optimiser's moments, too; otherwise they start at zero.
+        keep_initial: Patterns of entries that the parent need not have, such as "exit_gate.*"; the
+            option of the same name may differ.
+        upcycle: Order of the copies if this model has a multiple of the parent's layers.
+        moments: Treatment of the moments of duplicated layers.
+    """
 
     parent: str = ""
-    """A checkpoint, or a run, which stands for its newest one; empty for initial weights. A damaged
-    parent is refused, because falling back to an older one should be your decision."""
-
     optimizer: bool = True
-    """Whether to take the optimiser's moments, too; otherwise they start at zero."""
-
     keep_initial: list[str] = field(default_factory=list)
-    """Patterns of entries that the parent need not have, such as "exit_gate.*"; the option of the
-    same name may differ."""
-
     upcycle: Literal["no", "stacked", "interleaved"] = "no"
-    """How the parent's layers are duplicated where this model has more of them, a multiple."""
-
     moments: Moments = "scale"
-    """How upcycling treats the moments of duplicated layers."""
 
     def check(self) -> None:
         """Raise `UserError` for unknown values."""
-        for name, value, known in (
-            ("upcycle", self.upcycle, ("no", "stacked", "interleaved")),
-            ("moments", self.moments, get_args(Moments)),
-        ):
-            if value not in known:
-                raise UserError(
-                    f"checkpoint.carry.{name}={value} is unknown{nearest(value, known)}"
-                )
+        known = ("no", "stacked", "interleaved")
+        require_known("checkpoint.carry.upcycle", self.upcycle, known)
+        require_known("checkpoint.carry.moments", self.moments, get_args(Moments))
 
     def upcycling(self, n_layers: int) -> Upcycling | None:
-        """Return how the parent becomes a model of `n_layers` layers; None if it stays as it is."""
+        """Return the duplication that gives the parent `n_layers` layers; None for none."""
         if self.upcycle == "no":
             return None
         return Upcycling(n_layers=n_layers, mode=self.upcycle, moments=self.moments)
 
     def key_policy(self) -> KeyPolicy:
-        """Return which entries of parent and run may differ."""
+        """Return the entries in which parent and run may differ."""
         with_moments = [f"optimizer.*{pattern}" for pattern in self.keep_initial]
         return KeyPolicy(
             ignore_saved=() if self.optimizer else ("optimizer.*",),
@@ -99,8 +93,7 @@ def check_moments(parent: Path, carry: StartFrom) -> None:
 def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: StartFrom) -> None:
     """Raise `UserError` naming every difference between parent and run that cannot be carried."""
     may_differ = {"rope_theta"}
-    upcycling = carry.upcycling(wanted["n_layers"])
-    if upcycling is not None:
+    if upcycling := carry.upcycling(wanted["n_layers"]):
         upcycling.sources(saved)  # refuses a number that is not a multiple
         may_differ.add("n_layers")
     may_differ |= {pattern.partition(".")[0] for pattern in carry.keep_initial}

@@ -5,9 +5,8 @@
       chunk     [offsets, sizes, file, start, bytes]
       object    {"place": [file, start, bytes]}
 
-DCP itself keeps this table in `.metadata`, a pickle, which runs code where it is read. DCP's writer
-still writes that file, for torch's own tools; nothing here reads it except `convert_checkpoint`,
-for checkpoints of versions that wrote no table.
+DCP's own table is `.metadata`, a pickle, which runs code where it is read. It is still written, for
+torch's own tools. Only `convert_checkpoint` reads it, for versions that wrote no table.
 """
 
 import hashlib
@@ -58,8 +57,7 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
     be allocated; every file is in the checkpoint's folder.
 
     Raises:
-        UserError: An older version wrote the checkpoint, without a table; or the table names files
-            outside the checkpoint.
+        UserError: An older version wrote the checkpoint, or the table names files outside of it.
         DamagedCheckpointError: The table is missing, truncated or garbled.
     """
     path = checkpoint / TABLE
@@ -94,10 +92,6 @@ def convert_checkpoint(checkpoint: Path) -> bool:
     """Give a checkpoint of an older version its table; return False if it has one already.
 
     Its other files, and with its manifest its identity, stay as they are.
-
-    Raises:
-        UserError: The folder is not a committed checkpoint, or cannot be written.
-        DamagedCheckpointError: `.metadata` is missing, altered or not DCP's.
     """
     files = read_manifest(checkpoint)["files"]
     if (checkpoint / TABLE).exists():
@@ -164,7 +158,7 @@ def _digest(entries: Any) -> str:
 
 
 def _parsed(entries: dict[str, Any], path: Path) -> dcp.Metadata:
-    """Return DCP's records; raise anything but a `RuntimeError` if an entry cannot be true."""
+    """Return DCP's records; an impossible entry raises any error that `read_table` catches."""
     described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     stored: dict[dcp.MetadataIndex, filesystem._StorageInfo] = {}
     for key, entry in entries.items():

@@ -51,14 +51,14 @@ from titan_loop.errors import UserError, nearest
 class CheckpointReader:
     """The entries of a committed checkpoint, one at a time.
 
-    Memory is the tensor that is read and one of its shards.
+    Memory holds the tensor that is read and one of its shards.
 
     Args:
-        ema: Whether a weight's name stands for its average; frozen ones have none.
+        ema: Whether a weight's name stands for its average; frozen weights have none.
 
     Raises:
-        UserError: It was never committed, its table names files elsewhere, or an average is
-            asked for and there is none.
+        UserError: The checkpoint was never committed, its table names files elsewhere, or it has
+            no average.
         DamagedCheckpointError: A file is missing, truncated or altered.
     """
 
@@ -99,17 +99,12 @@ class CheckpointReader:
         return self._tensor(key).properties.dtype
 
     def read(self, key: str) -> Tensor:
-        """Return a full tensor of its own, on the CPU, in the saved dtype; raises as `shape`."""
+        """Return a new full tensor, on the CPU, in the saved dtype; raises as `shape`."""
         target = torch.empty(self.shape(key), dtype=self.dtype(key), device="cpu")
         return self._read(self._averages.get(key, key), target)
 
     def read_object(self, key: str) -> Any:
-        """Return the value of a byte entry, if it is plain data.
-
-        Raises:
-            UserError: There is no such entry, or it is more than plain data.
-            DamagedCheckpointError: Its file is truncated or garbled.
-        """
+        """Return the value of a byte entry; raise `UserError` unless it is there and plain data."""
         entries = self.metadata.state_dict_metadata
         if key not in entries or isinstance(entries[key], TensorStorageMetadata):
             objects = entries.keys() - set(self.tensor_keys())
@@ -135,30 +130,24 @@ class CheckpointReader:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that exists only while it is written."""
+    """A tensor that exists only while it is written: `produce` is called once, then it is freed."""
 
     shape: tuple[int, ...]
-    """Global shape."""
-
     dtype: torch.dtype
-    """Saved as this."""
-
     produce: Callable[[], Tensor]
-    """Returns it; called once, and the tensor is freed before the next one is made."""
 
 
 def write_checkpoint(
     checkpoint: Path, entries: Mapping[str, LazyTensor | Tensor | Any], content: Mapping[str, Any]
 ) -> None:
-    """Write and commit a checkpoint, with one lazy tensor in memory at a time.
+    """Write and commit a checkpoint, with one lazy tensor in memory at a time, or leave nothing.
 
     Args:
-        entries: Flattened key -> tensor, written in this order, or a plain value.
+        entries: Flattened key → tensor, written in this order, or a plain value.
 
     Raises:
         UserError: The folder already holds a checkpoint.
         ValueError: A tensor is not of the shape and dtype that were announced.
-        OSError: The folder cannot be written. Nothing is left there.
     """
     if is_committed(checkpoint):
         raise UserError(f"{checkpoint} already holds a checkpoint; delete it, or choose another")
@@ -183,8 +172,7 @@ def write_checkpoint(
     except BaseException as error:
         with suppress(OSError):
             discard(checkpoint)
-        cause = root_cause(error)
-        if cause is error:
+        if (cause := root_cause(error)) is error:
             raise
         raise cause from error
 
@@ -201,7 +189,7 @@ class _LazyPlanner(DefaultSavePlanner):
         if not isinstance(entry, LazyTensor):
             return super().lookup_object(index)
         tensor = entry.produce()
-        if tuple(tensor.shape) != tuple(entry.shape) or tensor.dtype != entry.dtype:
+        if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
             raise ValueError(
                 f"{index.fqn} was announced as {entry.dtype} {[*entry.shape]}, "
                 f"but is {tensor.dtype} {[*tensor.shape]}"
@@ -210,11 +198,8 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 class _OneByOneWriter(TableWriter):
-    """DCP's writer of a folder, with one tensor in memory at a time.
-
-    Torch 2.13's own writer keeps every tensor until its file is complete, although only its
-    safetensors format needs them.
-    """
+    # Torch 2.13's own writer keeps every tensor until its file is complete, although only its
+    # safetensors format needs them.
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"

@@ -33,5 +33,5 @@ class TrainState(Protocol):
         ...
 
     def lineage(self) -> dict[str, Any]:
-        """Return the run's record besides its state: recipe hash, stage, versions."""
+        """Return the run's record beside its state: recipe hash, stage, versions."""
         ...

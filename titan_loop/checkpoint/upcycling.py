@@ -11,7 +11,6 @@ UPCYCLING.md explains the effect on the model's outputs and the treatment of the
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,9 +18,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from titan_loop.checkpoint.manifest import reference
+from titan_loop.checkpoint.manifest import new_content, reference
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, require_known
 
 Mode = Literal["stacked", "interleaved"]
 Moments = Literal["duplicate", "scale", "reset"]
@@ -32,28 +31,25 @@ _STATE = "optimizer.state."
 
 @dataclass(frozen=True, slots=True)
 class Upcycling:
-    """A way to give a model more layers."""
+    """A way to give a model more layers.
+
+    Attributes:
+        n_layers: Layers of the new model. The looped ones are a multiple of the old model's.
+        mode: Repeat the whole stack, or put every layer next to its copies.
+        moments: AdamW's and Muon's moments of the copies: as they are, divided by the number of
+            copies, or zero with a new bias correction. Parameters outside the layers keep theirs.
+    """
 
     n_layers: int
-    """Layers of the new model; of those that are looped a multiple of the old one's."""
-
     mode: Mode = "stacked"
-    """The whole stack again and again, or every layer next to its copies."""
-
     moments: Moments = "scale"
-    """AdamW's and Muon's moments of the copies: as they are, divided by the number of copies, or
-    zero with a new bias correction. Parameters outside the layers keep theirs."""
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("mode", self.mode, get_args(Mode)),
-            ("moments", self.moments, get_args(Moments)),
-        ):
-            if value not in known:
-                raise UserError(f"upcycling {name}={value} is unknown{nearest(value, known)}")
+        require_known("upcycling mode", self.mode, get_args(Mode))
+        require_known("upcycling moments", self.moments, get_args(Moments))
 
     def sources(self, architecture: Mapping[str, Any]) -> list[int]:
-        """Return the old layer of every new one; the looped ones must be k·N, k ≥ 2."""
+        """Return the old layer of every new one; raise `UserError` unless k·N are looped, k ≥ 2."""
         n_layers, looped = architecture["n_layers"], looped_layers(architecture)
         outside = n_layers - len(looped)
         copies, rest = divmod(self.n_layers - outside, len(looped))
@@ -77,52 +73,41 @@ def looped_layers(architecture: Mapping[str, Any]) -> range:
 
 
 def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None:
-    """Write and commit the upcycled copy of a committed checkpoint.
+    """Write and commit the upcycled copy of a committed checkpoint, which ends no stage.
 
-    Memory: the largest tensor twice, as read from the file and as a tensor, whatever their number.
+    The largest tensor is in memory twice: as bytes of the file, and as a tensor.
 
-    The new manifest is the old one with the new number of layers in its architecture, `source` as
-    `lineage.parent` and, as `lineage.upcycled`, `mode`, `moments` (None without optimiser state),
-    `n_layers` of the parent and `layers`: the parent's layer for every new one. It ends no stage.
+    In the new manifest, `lineage.parent` is `source`. `lineage.upcycled` has `mode`, `moments`
+    (None without optimiser state), the parent's `n_layers` and its layer for every new one
+    (`layers`).
     """
     reader = CheckpointReader(source)
-    keys = reader.keys()
+    keys, tensors, manifest = reader.keys(), set(reader.tensor_keys()), reader.manifest
     n_layers = _count_layers(reader, keys)
-    layers = upcycling.sources(reader.manifest["trainer"]["architecture"])
-    has_moments = any(key.startswith(_STATE) for key in keys)
+    architecture = manifest["trainer"]["architecture"]
+    layers = upcycling.sources(architecture)
     entries: dict[str, Any] = {}
-    tensors = set(reader.tensor_keys())
     for key in keys:
-        if key not in tensors:
-            value = reader.read_object(key)
-            entries.update(dict.fromkeys(_new_names(key, layers), value))
-            continue
-        shape, dtype = tuple(reader.shape(key)), reader.dtype(key)
-        change = _change(key, upcycling.moments, layers)
-        for name in _new_names(key, layers):
-            produce = partial(_produce, reader, key, change)
-            entries[name] = LazyTensor(shape, dtype, produce)
-    manifest = reader.manifest
-    content = {
-        "step": manifest["step"],
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "stage_end": False,
-        "trainer": {
-            **manifest["trainer"],
-            "architecture": {**manifest["trainer"]["architecture"], "n_layers": len(layers)},
-        },
-        "data": manifest["data"],
-        "lineage": {
-            **manifest["lineage"],
-            "parent": reference(source),
-            "upcycled": {
-                "mode": upcycling.mode,
-                "moments": upcycling.moments if has_moments else None,
-                "n_layers": n_layers,
-                "layers": layers,
-            },
-        },
+        if key in tensors:
+            produce = partial(_produce, reader, key, _change(key, upcycling.moments, layers))
+            entry = LazyTensor(reader.shape(key), reader.dtype(key), produce)
+        else:
+            entry = reader.read_object(key)
+        entries.update(dict.fromkeys(_new_names(key, layers), entry))
+    has_moments = any(key.startswith(_STATE) for key in keys)
+    upcycled = {
+        "mode": upcycling.mode,
+        "moments": upcycling.moments if has_moments else None,
+        "n_layers": n_layers,
+        "layers": layers,
     }
+    content = new_content(
+        manifest["step"],
+        {**manifest["trainer"], "architecture": {**architecture, "n_layers": len(layers)}},
+        stage_end=False,
+        data=manifest["data"],
+        lineage={**manifest["lineage"], "parent": reference(source), "upcycled": upcycled},
+    )
     write_checkpoint(target, entries, content)
 
 
@@ -140,7 +125,7 @@ def _count_layers(reader: CheckpointReader, keys: Sequence[str]) -> int:
 
 
 def _new_names(key: str, layers: Sequence[int]) -> list[str]:
-    """Return the names an entry gets: one for each copy of its layer, else its own."""
+    """Return an entry's new names: one for each copy of its layer, or the old one."""
     match = _LAYER.fullmatch(key)
     if match is None:
         return [key]
@@ -151,29 +136,27 @@ def _new_names(key: str, layers: Sequence[int]) -> list[str]:
     ]
 
 
-def _change(key: str, moments: Moments, layers: Sequence[int]) -> Callable[[Tensor], Tensor]:
+def _change(key: str, moments: Moments, layers: Sequence[int]) -> Callable[[Tensor], Tensor] | None:
+    """Return the change, in place, of a copied layer's moment; None for any other entry."""
     match = _LAYER.fullmatch(key)
-    if not key.startswith(_STATE) or match is None or moments == "duplicate":
-        return _keep
-    copies = layers.count(int(match["index"]))
-    if copies == 1:
-        return _keep
+    copies = layers.count(int(match["index"])) if match else 1
+    if copies == 1 or not key.startswith(_STATE) or moments == "duplicate":
+        return None
     if moments == "reset":
         return torch.zero_
     field = key.rpartition(".")[2]
-    if field == "step":
-        return _keep
     if field in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         return partial(Tensor.div_, other=copies)
-    raise UserError(
-        f"upcycling moments=scale knows the moments of AdamW and Muon, not {key}; use duplicate or "
-        "reset"
-    )
+    if field != "step":
+        raise UserError(
+            f"upcycling moments=scale knows the moments of AdamW and Muon, not {key}; use "
+            "duplicate or reset"
+        )
+    return None
 
 
-def _produce(reader: CheckpointReader, key: str, change: Callable[[Tensor], Tensor]) -> Tensor:
-    return change(reader.read(key))
-
-
-def _keep(tensor: Tensor) -> Tensor:
-    return tensor
+def _produce(
+    reader: CheckpointReader, key: str, change: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    tensor = reader.read(key)
+    return change(tensor) if change else tensor

@@ -80,7 +80,7 @@ def diff(a: Path, b: Path, *, skip_hashes: bool = False) -> int:
     first, second = (CheckpointReader(checkpoint_meant(path), look_at=look_at) for path in (a, b))
     count = 0
     for difference in differences(first, second):
-        print(f"{difference.where}: {difference.how}")
+        print(difference)
         count += 1
     print(f"{count} differences, {len({*first.keys()} & {*second.keys()})} entries in both")
     return EXIT_FOUND if count else EXIT_OK

@@ -1,11 +1,10 @@
 """Stands in for a cluster's ranks and GPUs, so that one CPU process can act as rank 0.
 
-    process group   torch's fake one: of any size, every collective returns at once
-    tensors         FakeTensorMode: shapes and dtypes without values
-    device          tensors say "cpu", configs have CUDA's defaults (`compat.assuming`), and
-                    CUDA's kernels replace the CPU's below
-
-A CPU build of torch cannot run autograd on fake CUDA tensors, hence the third line.
+process group   torch's fake one: of any size, every collective returns at once
+tensors         FakeTensorMode: shapes and dtypes without values
+device          tensors say "cpu", because a CPU build of torch cannot run autograd on fake
+                CUDA tensors; configs have CUDA's defaults (`compat.assuming`), and CUDA's
+                kernels replace the CPU's below
 """
 
 import warnings
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
@@ -42,21 +42,16 @@ from titan_loop.training.verdict import StepVerdict
 
 
 @contextmanager
-def absent_gpu(
-    cluster: Cluster, build_mask: Callable[..., Any] = torch_flex.create_block_mask
-) -> Iterator[None]:
+def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[None]:
     """Make this process rank 0 of a cluster until the end of the block.
 
-    Args:
-        cluster: Number of ranks, and the memory of a GPU.
-        build_mask: Called instead of the compiled `create_block_mask`.
-
-    Raises:
-        UserError: This process belongs to a process group already.
+    `build_mask` is called instead of the compiled `create_block_mask`. Raises `UserError` if this
+    process belongs to a process group already.
     """
     if dist.is_initialized():
         raise UserError("a rehearsal needs a process of its own: start it without torchrun")
-    gpu = _Gpu(cluster.gpu.memory_bytes)
+    gpu = compat.CpuDevice()
+    properties = SimpleNamespace(name="GPU", total_memory=int(cluster.gpu.memory_bytes))
     composite, new_group, layout = F.rms_norm, dist.new_group, muon.layout
 
     def rms_norm(
@@ -70,9 +65,13 @@ def absent_gpu(
         with unset_fake_temporarily():  # it reads the values of meshes
             return layout(matrix)
 
+    def fake_group(*args: Any, **options: Any) -> Any:
+        return new_group(*args, **{**options, "backend": "fake"})
+
     replacements: list[tuple[Any, str, Any]] = [
         (titan_utils, "device_module", gpu),
-        (dist, "new_group", lambda *args, **options: new_group(*args, **options | _FAKE)),
+        (gpu, "get_device_properties", lambda device=None: properties),
+        (dist, "new_group", fake_group),
         (F, "rms_norm", rms_norm),
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it reads values
@@ -94,7 +93,7 @@ def absent_gpu(
         warnings.simplefilter("ignore")  # DTensor and FSDP warn of fake tensors on a CPU
         stack.enter_context(compat.assuming("cuda"))
         for owner, name, replacement in replacements:
-            stack.enter_context(_replaced(owner, name, replacement))
+            stack.enter_context(patch.object(owner, name, replacement))
         # As torchtitan does when it makes the process group.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         dist.init_process_group("fake", rank=0, world_size=cluster.ranks, store=FakeStore())
@@ -104,37 +103,6 @@ def absent_gpu(
 
 def _shapes_of(checkpoint: Path, options: ModelOptions, *, max_seq_len: int) -> LoopDecoder:
     return build_decoder(replace(options, attention="sdpa"), max_seq_len=max_seq_len)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    inherited = name not in vars(owner)
-    before = None if inherited else vars(owner)[name]
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-_FAKE = {"backend": "fake"}
-
-
-class _Gpu(compat.CpuDevice):
-    def __init__(self, memory_bytes: float) -> None:
-        super().__init__()
-        self._memory_bytes = int(memory_bytes)
-
-    def get_device_properties(  # type: ignore[override]
-        self, device: torch.device | None = None
-    ) -> SimpleNamespace:
-        return SimpleNamespace(name="GPU", total_memory=self._memory_bytes)
-
-
-# On a CPU, `F.rms_norm` is several operations, which save more tensors than CUDA's one kernel.
 
 
 def _unread_counts(
@@ -149,6 +117,7 @@ def _even_exchange(dispatcher: Any, rows_RD: Tensor, group: Any, *splits: None) 
     return all_to_all_single(rows_RD, sizes, sizes, dispatcher.ep_mesh)
 
 
+# On a CPU, `F.rms_norm` is several operations, which save more tensors than CUDA's one kernel.
 @torch.library.custom_op("titan_loop::fused_rms_norm", mutates_args=())
 def _fused_rms_norm(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     raise NotImplementedError

@@ -42,7 +42,6 @@ class Budget:
         weight_bits: Bits of a stored weight.
         context_tokens: Tokens in the cache of keys and values, two bytes a number.
         vocabulary: Rows of the embedding.
-        most_experts: Largest number of experts.
     """
 
     flops: float
@@ -84,7 +83,6 @@ class Choice:
     Attributes:
         parameters: N, parameters that act on a token, without the embedding.
         looped: Parameters among N that every step visits.
-        experts: Number of experts.
         steps: R.
         tokens: D, training tokens.
         memory_bytes: Bytes of stored weights, embedding included, and of the cache.
@@ -133,11 +131,7 @@ class Shape:
 
 
 def ranking(law: NamedLaw, budget: Budget) -> list[Choice]:
-    """Return the models that fit, best first.
-
-    Raises:
-        UserError: No model of the law's grid meets the limits.
-    """
+    """Return the models of the law's grid that fit, best first; raise `UserError` if none does."""
     budget.check()
     found = sorted(_choices(law, budget), key=lambda choice: choice.loss)
     if not found:

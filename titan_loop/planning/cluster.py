@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from titan_loop.distributed.devices import Device
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts and their GPUs, one rank each; `mfu` is assumed model FLOPs over peak ones."""
+    """Hosts and their GPUs, one rank each; `mfu` is the assumed share of model in peak FLOPs."""
 
     nodes: int
     gpus_per_node: int
@@ -22,8 +22,6 @@ class Cluster:
 
     def check(self) -> None:
         """Raise `UserError` for a cluster that cannot exist."""
-        for flag, value in (("nodes", self.nodes), ("gpus-per-node", self.gpus_per_node)):
-            if value < 1:
-                raise UserError(f"--{flag} {value} must be at least 1")
+        require_at_least(1, **{"--nodes": self.nodes, "--gpus-per-node": self.gpus_per_node})
         if not 0 < self.mfu <= 1:
             raise UserError(f"--mfu {self.mfu} must be above 0 and at most 1, such as 0.4")

@@ -19,7 +19,7 @@ from titan_loop.tables import columns
 def worth_lines(law: NamedLaw, needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     """Return predicted nats and GPU-days of every stage with loops, without, and unrolled.
 
-    The gate alone changes no prediction, so stages that train only the gate have no row.
+    Stages that train only the gate have no row: it changes no prediction.
     """
     rows = [["stage", "model", "parameters", "R", "nats per token", "GPU-days"]]
     outside: set[str] = set()

@@ -1,6 +1,6 @@
 """Windows of zeros, to rehearse a stage whose data are not on this machine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ class MadeUpWindows(GlobalBatchLoader):
 
         instead_of: GlobalBatchLoader.Config
         vocab_size: int = 0
-        prefetch: bool = field(default=False)
+        prefetch: bool = False
 
         def vocabulary(self) -> DataVocabulary:
             """Return the vocabulary it was given."""

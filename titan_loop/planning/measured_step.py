@@ -1,11 +1,7 @@
-"""The step that a rehearsal measured, kept on disk under everything that decides it.
+"""The step that a rehearsal measured, kept on disk under a hash of everything that decides it.
 
-    stage, ranks ─► traits without values ┐
-    versions, source code ────────────────┴─► hash ─► ~/.cache/titan_loop/rehearsals/HASH.json
-
-A rehearsal sees no values: a seed, a source, a rate or the η of a prior changes nothing that it
-measures, so stages that differ only in those share one result. Any field that is not known to be
-such a value counts as a difference. TITAN_LOOP_REHEARSAL_CACHE names another folder.
+A rehearsal sees no values: stages that differ only in a seed, a source, a rate or the η of a prior
+share one result. A field counts as a difference unless it is known to be such a value.
 """
 
 import hashlib
@@ -14,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,15 +18,15 @@ from typing import Any
 import titan_loop
 from titan_loop.errors import UserError
 from titan_loop.planning.stage_needs import StageNeeds
-from titan_loop.planning.step_meter import Moved
+from titan_loop.planning.step_meter import Moved, plus
 from titan_loop.runs.run_directory import library_versions
 from titan_loop.storage.json_files import read_versioned_json, write_json
 
 FORMAT_VERSION = 1
-CACHE_VARIABLE = "TITAN_LOOP_REHEARSAL_CACHE"
+CACHE_VARIABLE = "TITAN_LOOP_REHEARSAL_CACHE"  # names another folder than ~/.cache/titan_loop/…
 
 _WHOLE = ("activation_checkpoint.memory_budget",)
-"""Numbers with a fraction that decide more than by their sign."""
+"""Fractional numbers of which more than the sign decides."""
 
 _ONLY_VALUES = (
     "stage",
@@ -56,9 +52,9 @@ class MeasuredStep:
     """One training step of rank 0, and its checkpoint.
 
     Attributes:
-        moved: Its collectives by kind.
+        moved: Collectives of the step by kind.
         moved_again: Collectives of its last micro-batch, which every further one repeats.
-        peak_bytes: The most that was held during the step.
+        peak_bytes: Largest number of bytes held during the step.
         checkpoint_bytes: Bytes that the rank would write to a checkpoint.
     """
 
@@ -66,28 +62,29 @@ class MeasuredStep:
     moved: Mapping[str, Moved] = field(default_factory=dict)
     moved_again: Mapping[str, Moved] = field(default_factory=dict)
     peak_bytes: float
-    checkpoint_bytes: int
+    checkpoint_bytes: int = 0
 
     def moved_in(self, micro_batches: float) -> dict[str, Moved]:
         """Return the collectives of a step with at least as many micro-batches."""
         further = max(0, round(micro_batches) - self.micro_batches)
-        none = Moved()
-        return {
-            kind: Moved(
-                once.count + further * again.count,
-                once.received_bytes + further * again.received_bytes,
-            )
-            for kind, once in self.moved.items()
-            for again in [self.moved_again.get(kind, none)]
-        }
+        return plus(self.moved, self.moved_again, further)
+
+    def continued(self, longer: "MeasuredStep", times: int) -> "MeasuredStep":
+        """Return the result of `times` more recurrent steps, of which `longer` has one."""
+
+        def further(one: Mapping[str, Moved], next_one: Mapping[str, Moved]) -> dict[str, Moved]:
+            return plus(one, plus(next_one, one, -1), times)
+
+        return replace(
+            self,
+            moved=further(self.moved, longer.moved),
+            moved_again=further(self.moved_again, longer.moved_again),
+            peak_bytes=self.peak_bytes + times * (longer.peak_bytes - self.peak_bytes),
+        )
 
 
 def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
-    """Return 64 hexadecimal digits for everything that decides the result of a rehearsal.
-
-    Args:
-        ranks: Number of ranks of the cluster.
-    """
+    """Return 64 hexadecimal digits for everything that decides the result of a rehearsal."""
     loader = needs.config.dataloader
     decides = {
         "versions": library_versions(),
@@ -106,28 +103,21 @@ def read_measured(key: str) -> MeasuredStep | None:
     """Return the step that was measured under a key; None if there is none that can be read."""
     with suppress(OSError, RuntimeError, UserError, KeyError, TypeError):
         record = read_versioned_json(_file(key), format_version=FORMAT_VERSION, fix="delete it")
-        moved, again = (
-            {kind: Moved(**values) for kind, values in record[name].items()}
-            for name in ("moved", "moved_again")
-        )
-        return MeasuredStep(
-            micro_batches=int(record["micro_batches"]),
-            moved=moved,
-            moved_again=again,
-            peak_bytes=float(record["peak_bytes"]),
-            checkpoint_bytes=int(record["checkpoint_bytes"]),
-        )
+        del record["format_version"]
+        for name in ("moved", "moved_again"):
+            record[name] = {kind: Moved(**values) for kind, values in record[name].items()}
+        return MeasuredStep(**record)
     return None
 
 
 def write_measured(key: str, measured: MeasuredStep) -> None:
     """Keep a step; a folder that cannot be written only costs the time to measure again."""
-    with suppress(OSError, RuntimeError):  # the latter of a user without a home
+    with suppress(OSError, RuntimeError):  # the latter if the user has no home
         write_json(_file(key), {"format_version": FORMAT_VERSION, **asdict(measured)})
 
 
 def traits(value: Any, name: str = "") -> Any:
-    """Return a config without its mere values; of most numbers with a fraction, the sign."""
+    """Return a config without its mere values; most fractional numbers become their sign."""
     if is_dataclass(value):
         inside = {field.name: getattr(value, field.name, None) for field in fields(value)}
         return [type(value), traits(inside, name)]

@@ -52,21 +52,15 @@ def plan_lines(recipe: str, gpu: str, cluster: Cluster, needs: Sequence[StageNee
 
 
 def rehearsal_lines(found: Sequence[Rehearsed], cluster: Cluster) -> list[str]:
-    """Return a table with one column per stage, and why stages were not assembled.
-
-    Args:
-        found: Stages, of which at least one.
-    """
+    """Return a table with a column for each stage, and the faults of stages not assembled."""
     assembled = [one for one in found if one.measured is not None]
     lines = [f"rehearsed as rank 0 of {cluster.ranks:,}, fake tensors on a fake process group"]
     for some in _side_by_side(assembled):
         lines += _rehearsal_table(some)
     if any(one.like.startswith("as ") for one in found):
         lines.append("as STAGE: differs from it in data, seed, rates, length or other values alone")
-    return [
-        *lines,
-        *(f"{one.needs.name}: not assembled: {one.fault}" for one in found if one.fault),
-    ]
+    lines += [f"{one.needs.name}: not assembled: {one.fault}" for one in found if one.fault]
+    return lines
 
 
 def _side_by_side(stages: Sequence[T]) -> Iterator[Sequence[T]]:

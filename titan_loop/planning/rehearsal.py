@@ -10,7 +10,7 @@ A failure here would be a failure in the queue. `measured_step.py` keeps the res
 import gc
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ from titan_loop.planning.measured_step import (
     write_measured,
 )
 from titan_loop.planning.stage_needs import StageNeeds
-from titan_loop.planning.step_meter import Moved, StepMeter
+from titan_loop.planning.step_meter import Moved, StepMeter, plus
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.stability.config import StabilityConfig
@@ -59,9 +59,9 @@ class Rehearsed:
 
     Attributes:
         measured: The measured step; None if the stage was not assembled.
-        fault: The reason in one line; empty if it was assembled.
-        like: "as STAGE" if that was rehearsed in its place, `KEPT` for the result of an earlier
-            command; empty if it was rehearsed itself.
+        fault: One line why not; empty if it was assembled.
+        like: "as STAGE" if another stage was rehearsed in its place, `KEPT` for the result of an
+            earlier command, else empty.
     """
 
     needs: StageNeeds
@@ -74,25 +74,21 @@ class Rehearsed:
 def rehearse(
     planned: Sequence[StageNeeds], cluster: Cluster, *, anew: bool = False
 ) -> Iterator[Rehearsed]:
-    """Assemble the planned stages one after the other in this process, as training would.
+    """Assemble the planned stages one after the other in this process; yield them in order.
 
-    A stage that differs from an earlier one, or from one of an earlier command, in nothing that a
-    rehearsal sees has its result.
+    A stage has the result of an earlier one, or of an earlier command, if it differs from that in
+    nothing that a rehearsal sees.
 
     Args:
         planned: Stages and their needs on the cluster, none of them refused. Neither their data nor
             their parents' checkpoints need to be there.
-
-    Yields:
-        Every stage's rehearsal, in order.
+        anew: Whether to ignore the results of earlier commands.
     """
     done: dict[str, Rehearsed] = {}
     for needs in planned:
         key = rehearsal_key(needs, cluster.ranks, _micro_batches(needs))
-        if key in done:
-            yield replace(
-                done[key], needs=needs, like=f"as {done[key].needs.name}", cpu_seconds=0.0
-            )
+        if twin := done.get(key):
+            yield replace(twin, needs=needs, like=f"as {twin.needs.name}", cpu_seconds=0.0)
             continue
         measured = None if anew else read_measured(key)
         if measured is not None:
@@ -169,9 +165,7 @@ def _one_step(
     trainer: LoopTrainer, run: ResolvedRun, needs: StageNeeds, meter: StepMeter
 ) -> MeasuredStep:
     config, deepest = run.config, needs.recurrent_steps
-    windows = config.training.local_batch_size
-    share, pass_windows = trainer.window_share, needs.data_parallel_ranks * windows
-    micro_batches = _micro_batches(needs)
+    pass_windows = needs.data_parallel_ranks * config.training.local_batch_size
     plan = replace(trainer.plan, windows=pass_windows, recurrent_steps=min(_FEW_STEPS, deepest))
     trainer.update(plan)
     reached = config.recurrence.most_backward_steps
@@ -180,74 +174,48 @@ def _one_step(
     further = deepest - measured_steps
     if further:
         trainer.update(replace(plan, backward_steps=1))  # compiles the layers without gradients
+    micro_batches = _micro_batches(needs)
     plan = replace(
         plan,
         windows=micro_batches * pass_windows,
         recurrent_steps=measured_steps,
         backward_steps=reached,
     )
-    measured = _measured(trainer, plan, meter)
+    measured = _measured(trainer, plan, meter, micro_batches)
     if further:
-        longer = _measured(trainer, replace(plan, recurrent_steps=measured_steps + 1), meter)
-        measured = measured.continued(longer, further)
+        plan = replace(plan, recurrent_steps=measured_steps + 1)
+        measured = measured.continued(_measured(trainer, plan, meter, micro_batches), further)
     meter.reset()
+    _hold_out(trainer, run, deepest)
+    return replace(measured, checkpoint_bytes=_checkpoint_bytes(trainer))
 
+
+def _hold_out(trainer: LoopTrainer, run: ResolvedRun, deepest: int) -> None:
+    """Read held-out windows of zeros, at few recurrent steps."""
+    config = run.config
     few = min(_FEW_STEPS, run.model.most_steps or _FEW_STEPS)
     depths = sorted({min(few, depth) for depth in (*config.held_out.depths, deepest)})
-    columns_ = config.dataloader.columns()
+    training, columns = config.training, config.dataloader.columns()
     trainer.model.eval()
     with trainer.train_context():
-        held_out = made_up(windows, config.training.seq_len, columns_)
-        at_depths(trainer.model, depths, share)(held_out)
+        held_out = made_up(training.local_batch_size, training.seq_len, columns)
+        at_depths(trainer.model, depths, trainer.window_share)(held_out)
     trainer.model.train()
 
+
+def _checkpoint_bytes(trainer: LoopTrainer) -> int:
     planner = DefaultSavePlanner()
     planner.set_up_planner(trainer.checkpointer.tensors(), is_coordinator=True)
     with unset_fake_temporarily():  # the planner computes offsets from values
         writes = [item.tensor_data for item in planner.create_local_plan().items]
-    return MeasuredStep(
-        micro_batches=micro_batches,
-        moved=measured.moved,
-        moved_again=measured.moved_again,
-        peak_bytes=measured.peak_bytes,
-        checkpoint_bytes=sum(
-            write.chunk.sizes.numel() * write.properties.dtype.itemsize for write in writes if write
-        ),
+    return sum(
+        write.chunk.sizes.numel() * write.properties.dtype.itemsize for write in writes if write
     )
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """As of `MeasuredStep`."""
-
-    moved: Mapping[str, Moved]
-    moved_again: Mapping[str, Moved]
-    peak_bytes: float
-
-    def continued(self, longer: "_Measured", times: int) -> "_Measured":
-        """Return the result of `times` more recurrent steps, of which `longer` has one."""
-        return _Measured(
-            _continued(self.moved, longer.moved, times),
-            _continued(self.moved_again, longer.moved_again, times),
-            self.peak_bytes + times * (longer.peak_bytes - self.peak_bytes),
-        )
-
-
-def _continued(
-    shorter: Mapping[str, Moved], longer: Mapping[str, Moved], times: int
-) -> dict[str, Moved]:
-    none = Moved()
-    return {
-        kind: Moved(
-            was.count + times * (now.count - was.count),
-            was.received_bytes + times * (now.received_bytes - was.received_bytes),
-        )
-        for kind, now in longer.items()
-        for was in [shorter.get(kind, none)]
-    }
-
-
-def _measured(trainer: LoopTrainer, plan: StepPlan, meter: StepMeter) -> _Measured:
+def _measured(
+    trainer: LoopTrainer, plan: StepPlan, meter: StepMeter, micro_batches: int
+) -> MeasuredStep:
     meter.reset()
     before_last: dict[str, Moved] = {}
 
@@ -263,32 +231,26 @@ def _measured(trainer: LoopTrainer, plan: StepPlan, meter: StepMeter) -> _Measur
     hook.remove()
     moved = dict(meter.moved)
     of_gradients = {**moved, "all-to-all": before_update.all_to_all}
-    return _Measured(moved, _since(before_last, of_gradients), meter.peak_bytes)
-
-
-def _since(before: Mapping[str, Moved], moved: Mapping[str, Moved]) -> dict[str, Moved]:
-    """Return the collectives of the last micro-batch."""
-    none = Moved()
-    return {
-        kind: Moved(now.count - then.count, now.received_bytes - then.received_bytes)
-        for kind, now in moved.items()
-        for then in [before.get(kind, none)]
-    }
+    return MeasuredStep(
+        micro_batches=micro_batches,
+        moved=moved,
+        moved_again=plus(of_gradients, before_last, -1),  # of the last micro-batch
+        peak_bytes=meter.peak_bytes,
+    )
 
 
 class _BeforeUpdate(Callback):
-    """Notes the all-to-alls of experts: all up to a step's gradients, before Muon's."""
+    """Notes the all-to-alls of experts: those before a step's gradients, not Muon's after them."""
 
     def __init__(self, meter: StepMeter) -> None:
         self._meter, self.all_to_all = meter, Moved()
 
     def on_gradients(self, trainer: TrainingState) -> None:
-        """Copy the meter's reading."""
         self.all_to_all = copy(self._meter.moved.get("all-to-all", Moved()))
 
 
 class _Rehearsing(LoopTrainer):
-    """Locks no folder, since its run directory is temporary."""
+    """A trainer that locks no folder, since its run directory is temporary."""
 
     def init_distributed(self) -> ParallelDims:
         self.run_lock = None

@@ -1,12 +1,8 @@
 """The exact needs of a stage on a cluster: states, FLOPs, steps, batches, GPU-days.
 
-    config ─► architecture, schedules ─┬─► steps, batch, accumulation ─┐
-                                       ├─► bytes of states ────────────┼─► table, refusals
-    cluster ─► ranks, GPU ─────────────┴─► GPU-days ───────────────────┘
-
 Pure arithmetic: no process group, no device, no parameter. GPU-days follow from the model FLOPs
-(recomputation does not count) and a utilisation that is assumed, not measured. Peaks of memory and
-collectives come from `rehearsal.py`.
+(recomputation does not count) and an assumed utilisation. Peaks of memory and collectives come from
+`rehearsal.py`.
 """
 
 import math
@@ -18,7 +14,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from titan_loop.distributed.activation_checkpointing import checkpointing_of
 from titan_loop.distributed.devices import USABLE_SHARE, Device
 from titan_loop.distributed.state_bytes import StateBytes, unit_sizes
-from titan_loop.errors import UserError, raise_first
+from titan_loop.errors import Refusal, UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.flops import Flops
@@ -26,7 +22,7 @@ from titan_loop.models.units import UnitSize
 from titan_loop.planning.cluster import Cluster
 from titan_loop.recipes.preflight import carry_refusals, repetition_refusals
 from titan_loop.recipes.recipe import Recipe
-from titan_loop.training.batch_schedule import batch_sizes, plan_steps
+from titan_loop.training.batch_schedule import batch_sizes
 from titan_loop.training.chosen_model import are_prepared, stage_architecture
 from titan_loop.training.depth_schedule import depths_over, most_recurrent_steps
 from titan_loop.training.flop_budget import mean_flops
@@ -44,10 +40,9 @@ class StageNeeds:
 
     Attributes:
         config: Config of the run, not resolved.
-        model: Architecture, for the vocabulary of the data or the default.
+        model: Architecture, with the vocabulary of the data, or the default if they are not here.
         flops_per_token: Forward and backward FLOPs at the mean R.
         flops_at_one: The same at R = 1.
-        steps: Number of training steps.
         batch_windows: Smallest and largest global batch, in windows.
         data_parallel_ranks: Number of ranks that read different windows.
         policy: FSDP policy, per_visit or per_step, with `auto` decided.
@@ -107,7 +102,7 @@ def stage_needs(
 
     Args:
         config: Config of its run, not resolved: the data need not be here.
-        recipe: The recipe of the stage, for checks against its parent; None for a run alone.
+        recipe: Recipe of the stage, for checks against its parent; None for a run alone.
 
     Raises:
         UserError: A value, the architecture or a schedule is wrong by itself, on any cluster.
@@ -146,7 +141,7 @@ def stage_needs(
         mean_recurrent_steps=mean_steps,
         recurrent_steps=most_recurrent_steps(config.recurrence),
         tokens=tokens,
-        steps=_steps(config),
+        steps=config.last_step(tokens=0, steps=0),
         batch_windows=(min(sizes), max(sizes)),
         data_parallel_ranks=max(1, cluster.ranks // model_parallel),
         policy=fsdp.policy,
@@ -183,7 +178,7 @@ _MORE_RECOMPUTATION = {
     "full": "activation-checkpoint:recurrent-step --activation-checkpoint.layers full",
     "recurrent-step": "--activation-checkpoint.layers full",
 }
-"""Policy → the flags of one that keeps less."""
+"""Checkpointing policy → flags of one that keeps less."""
 
 
 def _setting_refusals(
@@ -195,23 +190,22 @@ def _setting_refusals(
     has_data: bool,
 ) -> list[str]:
     """Return settings that contradict each other or the parent's."""
-    refusals: list[str] = []
+    refusals: list[Refusal] = []
     stage = None if recipe is None else recipe.stage(name)
     parent = recipe.stage(stage.parent) if recipe and stage and stage.parent else None
     if has_data and recipe and stage and len(recipe.stages) > 1:
-        refusals += map(str, repetition_refusals(stage))
+        refusals += repetition_refusals(stage)
     trained = parent is not None or bool(config.checkpoint.carry.parent)
-    refusals += map(str, setting_refusals(config, starts_trained=trained))
-    refusals += map(str, suite_refusals(config))
+    refusals += setting_refusals(config, starts_trained=trained)
+    refusals += suite_refusals(config)
     if stage and parent:
         before = stage_architecture(parent.config).architecture()
-        carried = carry_refusals(stage, parent, wanted=model.architecture(), trained=before)
-        refusals += map(str, carried)
-    return refusals
+        refusals += carry_refusals(stage, parent, wanted=model.architecture(), trained=before)
+    return [str(refusal) for refusal in refusals]
 
 
 def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
-    """Return whether there is enough data, where they are here, and refusals."""
+    """Return whether the data suffice ("not here" if they are elsewhere), and refusals."""
     if not are_prepared(config):
         return "not here", []
     try:
@@ -224,10 +218,8 @@ def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
 def _layout_refusals(
     config: LoopTrainer.Config, model: LoopDecoder.Config, ranks: int
 ) -> list[str]:
-    found = [
-        str(refusal)
-        for refusal in (*layout_refusals(config, model, ranks), *model_refusals(config, model))
-    ]
+    refusals = (*layout_refusals(config, model, ranks), *model_refusals(config, model))
+    found = [str(refusal) for refusal in refusals]
     parallel = config.parallelism
     degrees = (
         parallel.tensor_parallel_degree,
@@ -237,8 +229,3 @@ def _layout_refusals(
     if found and min(degrees) < 1:
         raise UserError(found[0])  # no table can be computed
     return found
-
-
-def _steps(config: LoopTrainer.Config) -> int:
-    steps = plan_steps(config.batch, config.total_tokens, config.training.seq_len)
-    return min(steps, config.training.steps) if config.training.steps else steps

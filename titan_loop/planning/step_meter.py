@@ -7,7 +7,7 @@ were made and are still referred to, at their present size.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,30 +32,39 @@ KINDS = {
     "alltoall_base_": "all-to-all",
     "all_to_all_single": "all-to-all",
 }
-"""Collectives that count, by the name of their operator. All-reduces outside the backward pass and
-functional ones do not: they sum scalars, and the softmax of tensor-parallel ranks."""
+"""Collectives that count, by the name of their operator. All-reduces outside the backward pass, and
+functional ones, do not count: they sum scalars, or the softmax of tensor-parallel ranks."""
 
 
 @dataclass(slots=True)
 class Moved:
-    """Collectives of one kind, and the bytes they bring to this rank.
+    """Collectives of one kind, and the bytes that this rank receives in a ring of n ranks.
 
-    Attributes:
-        count: Number of collectives.
-        received_bytes: Bytes received in a ring of n ranks: (n − 1)/n of the whole for a gather or
-            a reduce-scatter, twice that for an all-reduce; in an all-to-all, the other ranks'
-            parts.
+    That is (n − 1)/n of the whole for a gather or a reduce-scatter, twice that for an all-reduce,
+    and the other ranks' parts in an all-to-all.
     """
 
     count: int = 0
     received_bytes: float = 0.0
 
 
-class StepMeter(TorchDispatchMode):
-    """Measures the operators of its block that run on fake tensors of one mode.
+def plus(moved: Mapping[str, Moved], more: Mapping[str, Moved], times: int) -> dict[str, Moved]:
+    """Return the kinds of `moved` with `times` their collectives in `more` added."""
+    none = Moved()
+    return {
+        kind: Moved(
+            one.count + times * other.count,
+            one.received_bytes + times * other.received_bytes,
+        )
+        for kind, one in moved.items()
+        for other in [more.get(kind, none)]
+    }
 
-    Args:
-        fake_mode: Tensors of other modes, as of a graph that is traced, do not count.
+
+class StepMeter(TorchDispatchMode):
+    """Measures the operators of its block that run on fake tensors of `fake_mode`.
+
+    Tensors of other modes, such as a traced graph's, do not count.
 
     Attributes:
         live_bytes: Bytes of all live storages.
@@ -79,7 +88,7 @@ class StepMeter(TorchDispatchMode):
         self._paused = False
 
     def reset(self) -> None:
-        """Start anew: the peak is the present bytes, and no collective has run."""
+        """Start anew: the peak is the present number of bytes, and no collective has run."""
         self.peak_bytes = self.live_bytes
         self.moved = defaultdict(Moved)
 

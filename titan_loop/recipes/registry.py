@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan_loop.errors import UserError, nearest, seen_from
+from titan_loop.errors import UserError, nearest
 from titan_loop.plugins import import_user_module
 
 if TYPE_CHECKING:
@@ -111,11 +111,5 @@ def _open(name: str) -> tuple[ModuleType, str]:
         raise UserError(f"recipe {name!r} must be NAME or PACKAGE.MODULE:FUNCTION")
     import titan_loop.compat  # noqa: F401  a recipe may import torchtitan before anything of ours
 
-    module = import_user_module(
-        module_name,
-        lambda missing: (
-            f"recipe {name!r}: no module {missing!r}{seen_from('')}; give it as "
-            "PACKAGE.MODULE:FUNCTION, importable from the current folder"
-        ),
-    )
-    return module, function_name
+    fix = "give it as PACKAGE.MODULE:FUNCTION, importable from the current folder"
+    return import_user_module(module_name, f"recipe {name!r}", fix), function_name

@@ -24,14 +24,10 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME
 def upcycle_run(
     parent: Path, output: Path, upcycling: Upcycling, command: Sequence[str]
 ) -> tuple[Path, Path]:
-    """Write a new run with one checkpoint, the upcycled parent.
+    """Write a new run with one checkpoint, the upcycled parent; return parent and new checkpoint.
 
-    The configuration is the parent's with the new number of layers; the step and token counters go
-    on.
-
-    Raises:
-        UserError: `output` is not empty, or `parent` is missing, damaged, of another architecture
-            than its config says, or has layers that do not fit.
+    The configuration is the parent's with the new number of layers. Steps and tokens are counted
+    on. Raises `UserError` if `output` is not empty, or the parent is unusable or does not fit.
     """
     run = SavedRun.open(parent)
     source = run.checkpoint()
@@ -59,14 +55,11 @@ def merge_runs(
     is evaluated on its held-out text. A tokenizer that is not known is taken to be the others'.
 
     Args:
-        parents: Runs, whose newest checkpoints are taken, or checkpoints; at least two.
-        weights: One for each parent, see `merge_checkpoints`; empty for equal ones.
-
-    Raises:
-        UserError: `output` is not empty, the weights do not fit, or a parent is missing, damaged,
-            or of another architecture or vocabulary than the first.
+        parents: Runs, for their newest checkpoints, or checkpoints; of one architecture and
+            vocabulary.
+        weights: As `merge_checkpoints` takes them.
     """
-    scaled_weights(weights, len(parents))  # refuses them before any file is read
+    scaled_weights(weights, len(parents))  # refuses wrong ones before any file is read
     runs = [SavedRun.open(parent) for parent in parents]
     sources = [run.checkpoint() for run in runs]
     first = runs[0]
@@ -90,10 +83,9 @@ def merge_runs(
 def written_run(
     output: Path, config: Mapping[str, Any], command: Sequence[str], *, tokenizer: Path | None
 ) -> Iterator[RunDirectory]:
-    """Yield a new run for its checkpoint; it appears when the block ends well.
+    """Yield a new run, to write its checkpoint into; it appears when the block ends well.
 
-    Args:
-        tokenizer: In none of the run's sources, as after an import; copied if it is there.
+    `tokenizer` is copied if the file exists, which is so if no source of the run has it.
     """
     with staged_folder(output) as staged:
         new = RunDirectory(staged)

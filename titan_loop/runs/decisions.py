@@ -10,28 +10,29 @@ def decision_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     rows = [
         ["step", "windows", "loss (at most)", "gradient norm (at most)", "began in the", "then"]
     ]
+    then = {"skip": "update skipped", "stop": "stopped, exit code 4"}
     for record in records:
-        windows = ", ".join(f"{first}–{stop - 1}" for first, stop in record["windows"])
+        decision = str(record["decision"])
+        if decision == "rewind":
+            decision = f"back to step {record.get('to_step')}, over these windows"
         rows.append(
             [
                 str(record["step"]),
-                windows,
+                ", ".join(f"{first}–{stop - 1}" for first, stop in record["windows"]),
                 _against(record, "loss"),
                 _against(record, "grad_norm"),
                 str(record.get("began", "")),
-                _then(record),
+                then.get(decision, decision),
             ]
         )
     return rows
 
 
 def count_decisions(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many spikes were skipped and how often the run went back; empty for never."""
+    """Return the numbers of skipped spikes and of rewinds, as a phrase; empty without any."""
     counts = Counter(record["decision"] for record in records)
-    parts = [f"{counts['skip']} spikes skipped"] if counts["skip"] else []
-    if counts["rewind"]:
-        parts.append(f"{counts['rewind']} rewinds")
-    return ", ".join(parts)
+    called = {"skip": "spikes skipped", "rewind": "rewinds"}
+    return ", ".join(f"{counts[kind]} {name}" for kind, name in called.items() if counts[kind])
 
 
 def _against(record: Mapping[str, Any], name: str) -> str:
@@ -40,11 +41,3 @@ def _against(record: Mapping[str, Any], name: str) -> str:
     value, bound = record[name], record.get(f"{name}_bound")
     shown = "not finite" if value is None else f"{value:.3g}"
     return shown if bound is None else f"{shown} ({bound:.3g})"
-
-
-def _then(record: Mapping[str, Any]) -> str:
-    return {
-        "skip": "update skipped",
-        "rewind": f"back to step {record.get('to_step')}, over these windows",
-        "stop": "stopped, exit code 4",
-    }.get(record["decision"], str(record["decision"]))

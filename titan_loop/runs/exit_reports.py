@@ -21,11 +21,7 @@ REPORTS_VARIABLE = "TITAN_LOOP_EXIT_REPORTS"
 
 
 class RankExit(NamedTuple):
-    """How a rank ended; `node` is empty if it is not known.
-
-    Attributes:
-        rank: Number of the rank.
-    """
+    """The end of a rank; `node` is empty if it is not known."""
 
     rank: int
     node: str
@@ -45,7 +41,7 @@ def report_exit(code: int, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def read_exits(folder: Path) -> list[RankExit]:
-    """Return how the ranks ended that left a report that can be read, in the order of ranks."""
+    """Return the exits of the ranks that left a readable report, in the order of ranks."""
     exits: list[RankExit] = []
     for path in folder.glob("rank-*.json"):
         with suppress(OSError, UserError, ValueError):
@@ -57,7 +53,7 @@ def read_exits(folder: Path) -> list[RankExit]:
 
 
 def describe_exits(exits: list[RankExit], ranks: int) -> str:
-    """Return how many ranks ended with which code."""
+    """Return a phrase that counts the ranks by their exit code."""
     counts = Counter(each.code for each in exits)
     counted = [f"{count} with code {code}" for code, count in sorted(counts.items())]
     silent = [f"{ranks - len(exits)} without a report"] if len(exits) < ranks else []

@@ -1,7 +1,7 @@
-"""A file a rank that says when it last made progress: `RUN/heartbeats/rank-N.json`.
+"""A file of each rank that says when it last made progress: `RUN/heartbeats/rank-N.json`.
 
-Each rank writes its own from a thread, so a rank that hangs still writes, with an old `progress`
-and the collective operation that it waits in; one that died, or whose node did, has an old file.
+A thread writes it. So a rank that hangs still writes, with an old `progress` and the collective
+operation that it waits in; the file of a rank that died is old.
 """
 
 import json
@@ -23,10 +23,11 @@ _PATIENCE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """A rank's report of itself; times in seconds since the epoch, "" for no collective.
+    """A rank's report of itself, with times in seconds since the epoch.
 
     Attributes:
         collective: Oldest collective operation that has not ended; empty if there is none.
+        seconds: Time between two reports.
     """
 
     rank: int
@@ -41,27 +42,23 @@ class Heartbeat:
 
     @property
     def who(self) -> str:
-        """How a message names the rank."""
+        """Name of the rank in messages."""
         return f"rank {self.rank} on {self.host} (process {self.pid})"
 
     def where(self, now: float) -> str:
-        """Return where the rank is, as a phrase."""
+        """Return the place of the rank in its step, as a phrase."""
         collective = f"in {self.collective}" if self.collective else "in no collective"
         since = now - self.progress
         return f"{collective}, in {self.phase} of step {self.step}, for {since:.0f} s"
 
 
 def heartbeat_file(run: Path, rank: int) -> Path:
-    """Return where a rank's heartbeat is."""
+    """Return the path of a rank's heartbeat."""
     return run / FOLDER / f"rank-{rank}.json"
 
 
 def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
-    """Replace a rank's heartbeat, without a wait for the disk: after a crash nobody reads it.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Replace a rank's heartbeat, without a wait for the disk: after a crash nobody reads it."""
     path = heartbeat_file(run, heartbeat.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
@@ -77,14 +74,11 @@ def read_heartbeats(run: Path) -> list[Heartbeat]:
             beat = Heartbeat(**read_json_object(path, fix="delete it"))
             for whole in (beat.rank, beat.pid, beat.step):
                 count(whole)
-            if not all(
-                isinstance(text, str) and text.isprintable()
-                for text in (beat.host, beat.phase, beat.collective)
-            ):
-                continue
             for seconds in (beat.progress, beat.written, beat.seconds):
                 number(seconds)
-            found.append(beat)
+            texts = (beat.host, beat.phase, beat.collective)
+            if all(isinstance(text, str) and text.isprintable() for text in texts):
+                found.append(beat)
     return sorted(found, key=lambda heartbeat: heartbeat.rank)
 
 
@@ -100,13 +94,9 @@ def silent_ranks(
 ) -> list[str]:
     """Return at most `MOST_LINES` lines on the ranks that the others wait for.
 
-    A rank is named if it is dead, else if it is in an older step than the others. If all ranks are
-    in one step and make no progress, the ranks outside of every collective are named, or the ranks
-    in another collective than most.
-
-    Args:
-        now: Time of the look; None for this moment.
-        hung: Whether the run is known to make no progress.
+    These are dead ranks and ranks in an older step than the others. If all ranks are in one step
+    and make no progress, or are known to have `hung`, they are the ranks outside of every
+    collective, or those in another collective than most.
     """
     now = time.time() if now is None else now
     newest = max((beat.step for beat in heartbeats), default=0)

@@ -4,20 +4,15 @@ import logging
 from pathlib import Path
 
 from titan_loop.errors import UserError, nearest
-from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import RECIPE_JSON
 
 logger = logging.getLogger(__name__)
 
 
 def chosen_run(folder: Path, stage: str | None) -> Path:
-    """Return the run to look at; in a recipe's folder, a stage's run.
+    """Return the run to look at; in a recipe's folder, the run of a stage or fork.
 
-    Args:
-        stage: Name of a stage or fork; None for the one trained last, which the log names.
-
-    Raises:
-        UserError: There is no such stage, or none has begun.
+    Without a `stage` it is the one trained last, which the log names.
     """
     if not (folder / RECIPE_JSON).exists():
         if stage is not None:
@@ -32,13 +27,9 @@ def chosen_run(folder: Path, stage: str | None) -> Path:
         raise UserError(
             f"--stage {stage} is none of those begun in {folder}{nearest(stage, begun)}"
         )
-    by_age = sorted(begun, key=lambda name: (begun[name], name))
-    chosen = stage or by_age[-1]
     if stage is None:
-        logger.info(
-            "%s has the stages %s: taking %s; --stage takes another",
-            folder,
-            ", ".join(by_age),
-            chosen,
-        )
-    return RunDirectory(folder / chosen).path
+        by_age = sorted(begun, key=lambda name: (begun[name], name))
+        stage = by_age[-1]
+        text = "%s has the stages %s: taking %s; --stage takes another"
+        logger.info(text, folder, ", ".join(by_age), stage)
+    return folder / stage

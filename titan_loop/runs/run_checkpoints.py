@@ -1,4 +1,4 @@
-"""Checkpoints by the paths that people give: which ones are meant, checked, and deleted."""
+"""Checkpoints by the paths that people give: found, verified, converted and deleted."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,7 @@ def checkpoint_meant(path: Path) -> Path:
 
 
 def checkpoints_folder(path: Path) -> tuple[Path, KeepPolicy]:
-    """Return the folder of a run's checkpoints, and the run's reasons to keep them.
-
-    Raises:
-        UserError: There are no checkpoints; stages in the folder are named.
-    """
+    """Return the folder of a run's checkpoints, and the run's reasons to keep them."""
     run_directory = RunDirectory(path)
     if run_directory.run_json.exists():
         return run_directory.checkpoints, _keep_policy(path)
@@ -41,22 +37,14 @@ def checkpoints_folder(path: Path) -> tuple[Path, KeepPolicy]:
 
 
 def verified(path: Path) -> list[ListedCheckpoint]:
-    """Read every file of a checkpoint, or of all checkpoints of a run; return the findings.
-
-    Raises:
-        UserError: As `checkpoints_folder`.
-    """
+    """Read every file of a checkpoint, or of all checkpoints of a run; return the findings."""
     if is_committed(path) or any(path.glob("*.distcp")):
         return [look_at(path, hashes=True)]
     return list_checkpoints(checkpoints_folder(path)[0], hashes=True)
 
 
 def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Give checkpoints, a run's all, their table; yield each, and whether it had none.
-
-    Raises:
-        UserError: A path is neither a run nor a committed checkpoint, or one is damaged.
-    """
+    """Give checkpoints, or all of a run, their table; yield each, and whether it had none."""
     from titan_loop.checkpoint.tensor_table import convert_checkpoint  # imports torch
 
     for path in paths:
@@ -71,15 +59,14 @@ def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[Path]:
     """Delete checkpoints, kept ones only with `force`, and yield each that is gone.
 
-    Raises:
-        UserError: One of them is kept, or a job may be writing it; nothing was deleted then.
+    Raises `UserError`, before anything is deleted, if one is kept or a job may be writing it.
     """
     with contextlib.ExitStack() as locks:
         locked: set[Path] = set()
         for path in checkpoints:
             run = path.absolute().parent.parent
             if not look_at(path).committed and run not in locked and (run / LOCK).exists():
-                # Refuses if a job may be writing this one now, and keeps one from beginning to.
+                # Refuses if a job may be writing this one now, and keeps another from beginning to.
                 locks.enter_context(RunDirectory(run).lock())
                 locked.add(run)
             reasons = [] if force else why_not_delete(path, _keep_policy(run))

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,7 @@ LOCK = "run.lock"
 
 
 class RunDirectory:
-    """The paths of a run and its small text files.
-
-    Args:
-        path: The run's folder; nothing is touched until something is written.
-
-    Attributes:
-        norms_jsonl: One record per measured step (keys: `titan_loop.training.stability.norms`).
-        wandb_run_id: The id under which all starts of the run log to W&B.
-    """
+    """The paths of a run and its small text files; nothing is touched until one is written."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -81,13 +74,8 @@ class RunDirectory:
         self.evaluations = self.path / "evals"
 
     def kept_config(self, restart: int) -> Path:
-        """Return where `config.json` is kept when restart K replaces it."""
+        """Return the path of the `config.json` that restart K replaced."""
         return self.path / f"config-before-restart-{restart}.json"
-
-    @property
-    def newest_kept_config(self) -> Path:
-        """The config that the newest start replaced."""
-        return self.kept_config(len(self.read_run()["restarts"]))
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step` training steps."""
@@ -96,21 +84,18 @@ class RunDirectory:
     def create_or_open(
         self, command: Sequence[str], config: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Create the folder, or join an existing run, and record this start in `run.json`.
+        """Create the folder, or join an existing run, and return the new content of `run.json`.
 
         Call it on rank 0 only, before anything else writes.
 
         Args:
-            config: The resolved configuration, written to `config.json` when given. A restart
-                with another one first keeps the old as `config-before-restart-K.json`.
-
-        Returns:
-            The content of `run.json`.
+            config: Resolved configuration, for `config.json`. A restart with another one first
+                keeps the old as `config-before-restart-K.json`.
 
         Raises:
-            UserError: If the folder may not be written, holds a run of a newer format, or has a
+            UserError: The folder may not be written, holds a run of a newer format, or has a
                 `config.json` that is not JSON.
-            RunFailedError: If its disk fails.
+            RunFailedError: The disk fails.
         """
         now = datetime.now(UTC).isoformat(timespec="seconds")
         start = {
@@ -121,35 +106,31 @@ class RunDirectory:
         }
         try:
             retried(lambda: self.path.mkdir(parents=True, exist_ok=True))
-            record = self.read_run() if self.run_json.exists() else None
-            if record is None:
-                record = {"format_version": FORMAT_VERSION, "created": now, **start, "restarts": []}
-            else:
+            if self.run_json.exists():
+                record = self.read_run()
                 record.setdefault("restarts", []).append({"started": now, **start})
+            else:
+                record = {"format_version": FORMAT_VERSION, "created": now, **start, "restarts": []}
             if config is not None:
                 if self.config_json.exists():
                     before = self.read_config()
                     if before != json.loads(json.dumps(finite_or_null(config))):
                         write_json(self.kept_config(len(record["restarts"])), before)
                 write_json(self.config_json, config)
+            # Last: a folder with a run.json counts as a run, whose config.json readers expect.
             write_json(self.run_json, record)
         except OSError as error:
             raise unwritable(f"run directory {str(self.path)!r}", error) from error
         return record
 
     def lock(self) -> FolderLock:
-        """Keep other jobs from training here; the folder is created if it is missing.
-
-        Raises:
-            UserError: Another process holds it, or the folder may not be written.
-            RunFailedError: Its disk fails.
-        """
+        """Keep other jobs from training here; create the folder if it is missing."""
         return FolderLock(self.path, LOCK, called=f"dump_folder={self.path}", user="run")
 
     def record_startup(self, seconds: Mapping[str, float]) -> None:
         """Add `startup_seconds` to this start in `run.json`, if there is one; on rank 0.
 
-        A disk that fails costs this record, not the run.
+        If the disk fails, this record is lost, not the run.
         """
         try:
             if not self.run_json.exists():
@@ -199,14 +180,17 @@ class RunDirectory:
         A record whose step is not larger than the one before it comes from a restart; it supersedes
         every earlier record of its step or later, so the series never mixes two attempts.
         """
-        return _one_series(read_jsonl(self.metrics_jsonl, {"step": int, "tokens": int}))
+        return _one_series(
+            read_jsonl(self.metrics_jsonl, {"step": int, "tokens": int}), itemgetter("step")
+        )
 
     def read_norms(self) -> list[dict[str, Any]]:
         """Return the records of `norms.jsonl` as one series, as `read_metrics` does."""
         fields = {"step": int, "tokens": int, "state_rms": list, "state_gradient": list}
         groups = {"weight": dict, "gradient": dict, "update": dict}
         records = read_jsonl(self.norms_jsonl, fields | groups)
-        return _one_series(_sound(self.norms_jsonl, records, _require_norms))
+        sound = _sound(self.norms_jsonl, records, _require_norms)
+        return _one_series(sound, itemgetter("step"))
 
     def read_decisions(self) -> list[dict[str, Any]]:
         """Return the decisions about spikes, without those that a restart took once more."""
@@ -215,13 +199,8 @@ class RunDirectory:
             return record["rewound"], record["step"], record["decision"] != "skip"
 
         fields = {"decision": str, "step": int, "rewound": int, "windows": list}
-        series: list[dict[str, Any]] = []
         records = read_jsonl(self.decisions_jsonl, fields)
-        for record in _sound(self.decisions_jsonl, records, _require_decision):
-            while series and place(series[-1]) >= place(record):
-                series.pop()
-            series.append(record)
-        return series
+        return _one_series(_sound(self.decisions_jsonl, records, _require_decision), place)
 
 
 def _sound(
@@ -256,10 +235,12 @@ def _require_decision(record: Mapping[str, Any]) -> None:
         number(record.get(name))
 
 
-def _one_series(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _one_series(
+    records: Iterable[dict[str, Any]], place: Callable[[dict[str, Any]], Any]
+) -> list[dict[str, Any]]:
     series: list[dict[str, Any]] = []
     for record in records:
-        while series and series[-1]["step"] >= record["step"]:
+        while series and place(series[-1]) >= place(record):
             series.pop()
         series.append(record)
     return series

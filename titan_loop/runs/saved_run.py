@@ -1,10 +1,7 @@
 """A saved run, read: its model, the data it was trained on, its checkpoints and its ancestors.
 
-    run/config.json ─► model options, window, sources, text format, tokenizer
-    run/checkpoints ─► steps, the newest whole checkpoint, lineage
-
-`RunDirectory` names the files of a run and writes them. Readers of a run open a `SavedRun`, so
-that the keys of its `config.json`, older versions' included, are known here alone.
+`RunDirectory` names the files of a run and writes them. Readers of a run open a `SavedRun`, so that
+the keys of its `config.json`, and of older versions, are known here alone.
 """
 
 import itertools
@@ -77,8 +74,8 @@ class Ancestor(NamedTuple):
 
     Attributes:
         stage: Name of the stage; empty for a run outside a recipe.
-        checkpoint: The checkpoint from which the next run started, or the newest one.
-        manifest: The manifest of that checkpoint; None if it is gone or damaged.
+        checkpoint: Checkpoint from which the next run started, or the newest one.
+        manifest: Its manifest; None if it is gone or damaged.
     """
 
     run: Path
@@ -91,11 +88,11 @@ class SavedRun:
     """A run that has a `config.json`; use `open` for the path that a user gave.
 
     Args:
-        checkpoint: The checkpoint in it that is meant; None for the newest whole one.
+        checkpoint: Checkpoint of the run that is meant; None for the newest whole one.
         config_json: A config that a restart kept, to read instead of `config.json`.
 
-    Raises:
-        UserError: The folder has no `config.json`, or one that cannot be used.
+    Attributes:
+        config: The raw `config.json`, to copy or to show.
     """
 
     def __init__(
@@ -105,16 +102,14 @@ class SavedRun:
         config_json: Path | None = None,
     ) -> None:
         self.directory = RunDirectory(path)
-        self._config = self.directory.read_config(config_json)
+        self.path = self.directory.path
+        self.config: Mapping[str, Any] = self.directory.read_config(config_json)
         self._checkpoint = checkpoint
+        self._imported_tokenizer = self.path / TOKENIZER_NAME
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "SavedRun":
-        """Open a run by its folder, or by one of its checkpoints, such as `best`.
-
-        Raises:
-            UserError: There is neither, or no run around the checkpoint.
-        """
+        """Open a run by its folder, or by one of its checkpoints, such as `best`."""
         path = named_checkpoint(Path(path))
         if not path.is_dir():
             raise UserError(
@@ -132,21 +127,11 @@ class SavedRun:
             "config.json; give a checkpoint inside its run"
         )
 
-    @property
-    def path(self) -> Path:
-        """Folder of the run."""
-        return self.directory.path
-
     # Its options
 
     @property
-    def config(self) -> Mapping[str, Any]:
-        """The raw `config.json`, to copy or to show; the other properties interpret it."""
-        return self._config
-
-    @property
     def model_options(self) -> "ModelOptions":
-        """Options of the model, of the class of its family, which must be known."""
+        """Options of the model, of its family's class."""
         from titan_loop.models.family import read_options
 
         try:
@@ -171,17 +156,17 @@ class SavedRun:
 
     @property
     def trainable(self) -> Literal["all", "exit_gate"] | None:
-        """The option `trainable`; None for a run of a version without it."""
-        return self._config.get("trainable")
+        """The option `trainable`; None for an older version's run."""
+        return self.config.get("trainable")
 
     @property
     def optimizer(self) -> str:
-        """The option `optimizer.name`; empty for a run of a version without it."""
+        """The option `optimizer.name`; empty for an older version's run."""
         return self._option("optimizer.name", str, "")
 
     @property
     def keep_every(self) -> int:
-        """The option `checkpoint.keep_every`; 0 for a run of a version without it."""
+        """The option `checkpoint.keep_every`; 0 for an older version's run."""
         return self._option("checkpoint.keep_every", int, 0)
 
     @property
@@ -192,7 +177,7 @@ class SavedRun:
 
     def _option(self, name: str, kind: type[T], default: T | None = None) -> T:
         """Return the option with a dotted name; without a default it must be there."""
-        value = nested(self._config, name)
+        value = nested(self.config, name)
         if value is None and default is not None:
             return default
         if type(value) is not kind:
@@ -230,11 +215,10 @@ class SavedRun:
         return [Path(entry.path) for entry in _parsed(self.mixture)]
 
     def found(self, path: str) -> Path:
-        """Return where a path that the run recorded leads to from here.
+        """Return the place that a path recorded by the run leads to from here.
 
-        A relative one started in the working directory of the run's last start. If that is gone, or
-        an older version did not record it, the project was moved: the folders above the run are
-        looked through, then the current one.
+        A relative path began in the working directory of the run's last start. If that is gone or
+        was not recorded, look in the folders above the run, then in the current one.
         """
         if Path(path).is_absolute():
             return Path(path)
@@ -245,25 +229,20 @@ class SavedRun:
         return Path(path) if there == Path.cwd() else there / path
 
     def text_format(self, tokenizer: "Tokenizer") -> TextFormat:
-        """Return how text ends and conversations are rendered.
+        """Return the ends of texts and the form of conversations: an import's, or the sources'.
 
-        An import wrote it down; otherwise the cards of the sources tell. Without either it is the
-        default, without conversations.
+        Without either it is the default, without conversations.
         """
-        recorded = self._config.get("text")
+        recorded = self.config.get("text")
         if recorded is not None:
             return TextFormat(**recorded)
         cards = list(self._cards().values())
         return text_format(cards, tokenizer) if cards else TextFormat()
 
     def tokenizer(self, given: str | Path | None = None) -> RunTokenizer:
-        """Return the tokenizer of the training data, or the given one if it is the same.
+        """Return the tokenizer of the training data, or the given `tokenizer.json` if it is equal.
 
-        Args:
-            given: A `tokenizer.json`; None takes the source's, or the one an import left.
-
-        Raises:
-            UserError: There is none to take, or the one given is another one.
+        Raises `UserError` if there is none to take, or the given one differs.
         """
         cards = self._cards()
         if self._imported_tokenizer.is_file():
@@ -295,7 +274,7 @@ class SavedRun:
     def vocabulary(self) -> str | None:
         """Return the meaning of the model's token ids, as a phrase to compare and to show.
 
-        None where neither run nor checkpoint says, as for an import without a tokenizer.
+        None if neither run nor checkpoint says, as after an import without a tokenizer.
         """
         state = self.checkpoint().manifest["data"]
         if _recorded_task(state) is None and self._imported_tokenizer.is_file():
@@ -303,13 +282,9 @@ class SavedRun:
         return vocabulary_of(state)
 
     def generated_task(self) -> "Task | None":
-        """Return the task whose examples the run reads; None for text, and before a checkpoint."""
+        """Return the task whose examples the run reads; None for text or before a checkpoint."""
         newest = self.newest("manifest")
         return None if newest is None else _recorded_task(newest.manifest["data"])
-
-    @property
-    def _imported_tokenizer(self) -> Path:
-        return self.path / TOKENIZER_NAME
 
     def _cards(self) -> dict[Path, SourceCard]:
         there = (source for source in self.sources if (source / CARD_NAME).is_file())
@@ -324,25 +299,16 @@ class SavedRun:
     def newest(self, look_at: LookAt = "sizes") -> SavedCheckpoint | None:
         """Return the newest whole checkpoint, None before the first; raises as `newest_good`."""
         found = newest_good(self.directory.checkpoints, look_at=look_at)
-        if found is None:
-            return None
-        step, manifest = found
-        return SavedCheckpoint(self.directory.checkpoint(step), manifest)
+        return found and SavedCheckpoint(self.directory.checkpoint(found[0]), found[1])
 
     def checkpoint(self) -> SavedCheckpoint:
-        """Return the checkpoint by which the run was opened, or the newest whole one.
-
-        Raises:
-            UserError: There is none.
-        """
-        if self._checkpoint is not None:
-            return self._checkpoint
-        newest = self.newest()
-        if newest is None:
+        """Return the checkpoint by which the run was opened, or the newest whole one."""
+        found = self._checkpoint or self.newest()
+        if found is None:
             raise UserError(
                 f"{self.directory.checkpoints} has no committed checkpoint; train first"
             )
-        return newest
+        return found
 
     def trained_tokens(self) -> int:
         """Return the tokens behind the checkpoint, including earlier stages."""
@@ -369,14 +335,11 @@ class SavedRun:
             manifest = _manifest_or_none(checkpoint)
             if manifest is not None:
                 break
-        while checkpoint is not None:
+        while checkpoint is not None and len(chain) < 1000:  # a damaged chain may bite its tail
             lineage = {} if manifest is None else manifest["lineage"]
             run = checkpoint.parent.parent
             chain.append(Ancestor(run, lineage.get("stage") or "", checkpoint, manifest))
-            origin = lineage.get("origin")
-            checkpoint, manifest = None, None
-            if origin is not None and len(chain) < 1000:  # a chain that bites its tail is damaged
-                checkpoint, manifest = _find_origin(origin, beside=run)
+            checkpoint, manifest = _find_origin(lineage.get("origin"), beside=run)
         return chain[::-1]
 
 
@@ -404,7 +367,11 @@ def _recorded_task(state: Mapping[str, Any]) -> "Task | None":
     return recorded_task(state)
 
 
-def _find_origin(origin: Mapping[str, str], *, beside: Path) -> tuple[Path, dict[str, Any] | None]:
+def _find_origin(
+    origin: Mapping[str, str] | None, *, beside: Path
+) -> tuple[Path | None, dict[str, Any] | None]:
+    if origin is None:
+        return None, None
     recorded = Path(origin["path"])
     moved = beside.parent / Path(*recorded.parts[-3:])
     for path in (recorded, moved):

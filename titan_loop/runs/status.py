@@ -24,11 +24,9 @@ FORMAT_VERSION = 1
 
 
 class PlannedStage(NamedTuple):
-    """One stage of a recipe, as `recipe.json` records it; studies leave out a control stage.
+    """One stage of a recipe, as `recipe.json` records it; studies leave out a `control`.
 
-    Attributes:
-        parent: Name of the stage it starts from; None for initial weights.
-        total_tokens: Global tokens it trains on.
+    `parent` names the stage that it starts from; None stands for initial weights.
     """
 
     name: str
@@ -38,11 +36,7 @@ class PlannedStage(NamedTuple):
 
 
 def write_plan(folder: Path, recipe: str, stages: Iterable[PlannedStage]) -> None:
-    """Record a recipe's stages, in their order, in its folder; call it on one rank.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Record a recipe's stages, in their order, in its folder; call it on one rank."""
     plan = {
         "format_version": FORMAT_VERSION,
         "name": recipe,
@@ -53,25 +47,23 @@ def write_plan(folder: Path, recipe: str, stages: Iterable[PlannedStage]) -> Non
 
 @dataclass(slots=True)
 class StageStatus:
-    """One stage or fork.
+    """One stage or fork, by the name of its run directory.
 
     Attributes:
-        name: Name of its run directory.
         parent: Name of the run that it starts from; empty for initial weights.
-        total_tokens: Global tokens to train on.
         tokens: Global tokens of its last logged step.
         saved_tokens: Global tokens of its newest checkpoint.
         loss: Training loss of its last logged step, in nats; None before the first.
-        runs: Whether a job trains it now; None where that is not known.
+        runs: Whether a job trains it now; None if that is not known.
         planned: Whether it belongs to the recipe; True for a run without one.
         position: Position in the recipe; forks come after all stages.
+        damage: Reason why none of its checkpoints can be used; empty if one can, or none exists.
         decisions: Skipped spikes and rewinds, as a phrase; empty if there were none.
-        damage: Why none of its checkpoints can be used; empty if one can, or none was written.
     """
 
     name: str
-    parent: str
     total_tokens: int
+    parent: str = ""
     tokens: int = 0
     saved_tokens: int = 0
     loss: float | None = None
@@ -89,44 +81,22 @@ class StageStatus:
         """Whether a checkpoint holds its last token."""
         return self.saved_tokens >= self.total_tokens
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Time to its end at the last logged speed; None where that is unknown."""
-        if not self.tokens_per_second:
-            return None
-        return max(0, self.total_tokens - self.tokens) / self.tokens_per_second
-
 
 def read_status(folder: Path) -> list[StageStatus]:
-    """Return the stages that start from initial weights, with their descendants.
-
-    Raises:
-        UserError: It is neither.
-    """
+    """Return the stages of a recipe, or the run, that start from initial weights, as a tree."""
     plan = read_plan(folder)
     places = {stage.name: (folder / stage.name).resolve() for stage in plan}
     parents = {places[stage.name]: places.get(stage.parent or "") for stage in plan}
     found = {
-        places[stage.name]: StageStatus(
-            name=stage.name, parent="", total_tokens=stage.total_tokens, position=position
-        )
+        places[stage.name]: StageStatus(stage.name, stage.total_tokens, position=position)
         for position, stage in enumerate(plan)
     }
     for run in [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]:
         if not RunDirectory(run).run_json.exists():
             continue
-        saved = SavedRun(run)
-        place = run.resolve()
-        status = found.setdefault(
-            place,
-            StageStatus(
-                name=run.name,
-                parent="",
-                total_tokens=saved.total_tokens,
-                planned=not plan,
-                position=len(found),
-            ),
-        )
+        saved, place = SavedRun(run), run.resolve()
+        fork = StageStatus(run.name, saved.total_tokens, planned=not plan, position=len(found))
+        status = found.setdefault(place, fork)
         _measure(status, saved)
         if parents.get(place) is None:  # not the recipe's, or forked from elsewhere
             parents[place] = _parent_run(saved)
@@ -176,8 +146,9 @@ def _describe(status: StageStatus) -> str:
     left = ""
     if status.runs is False:
         left = ", not running"
-    elif status.seconds_left is not None:
-        left = f", about {_duration(status.seconds_left)} left"
+    elif status.tokens_per_second:
+        seconds = max(0, status.total_tokens - status.tokens) / status.tokens_per_second
+        left = f", about {_duration(seconds)} left"
     return f"{share:.1%} of {status.total_tokens:,} tokens{loss}{left}{fork}"
 
 
@@ -209,11 +180,7 @@ def _measure(status: StageStatus, run: SavedRun) -> None:
 
 
 def read_plan(folder: Path) -> list[PlannedStage]:
-    """Return the stages of a recipe's folder; none for a run's.
-
-    Raises:
-        UserError: The folder is missing, or its record is damaged.
-    """
+    """Return the stages of a recipe's folder; none for a run's."""
     path = folder / RECIPE_JSON
     if not path.exists():
         if not folder.is_dir():
@@ -230,7 +197,7 @@ def read_plan(folder: Path) -> list[PlannedStage]:
 
 
 def _parent_run(run: SavedRun) -> Path | None:
-    """Return the run directory that a run's parent, a run or a checkpoint, lies in."""
+    """Return the directory of a run's parent, which may be given as a checkpoint."""
     if run.parent is None:
         return None
     path = run.parent.resolve()

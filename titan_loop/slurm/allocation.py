@@ -14,17 +14,16 @@ WAIT_SECONDS = 40
 """Time from the end of a step's first task until the others are killed: they may be waiting for a
 rank that died. At a regular end ranks wait for each other and leave together."""
 
-_FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50
-"""These ports are below the range that Linux uses for outgoing connections."""
+_FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50  # below Linux's own for connections
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """A job's nodes, the first with the batch step, and its tasks.
+    """A job's nodes, the first one with the batch step, and its tasks.
 
     Attributes:
-        restarts: Number of times that SLURM has started it again.
-        gpus_per_node: Number of GPUs the job asked for on a node; 0 for none.
+        restarts: Number of times that SLURM has started the job again.
+        gpus_per_node: Number of GPUs that the job asked for on a node.
     """
 
     job: str
@@ -35,11 +34,7 @@ class Allocation:
 
     @classmethod
     def current(cls, environment: Mapping[str, str] = os.environ) -> "Allocation":
-        """Return the job that this process runs in.
-
-        Raises:
-            UserError: The process runs in no job, or the job sets no number of tasks for a node.
-        """
+        """Return the job that this process runs in; `UserError` if there is none."""
         job = slurm_job(environment)
         if job is None:
             raise UserError(
@@ -63,26 +58,24 @@ class Allocation:
             gpus_per_node=int(gpus) if gpus.isdigit() else 0,
         )
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in all."""
+        return len(self.nodes) * self.ranks_per_node
+
     def port(self, offset: int = 0) -> int:
         """Return a port that differs from other jobs' ports and from the job's last start."""
         block = int(self.job) * 7 + self.restarts
         return _FIRST_PORT + (block * PORTS_A_JOB) % _PORTS + offset
 
     def srun(self, site: Site, *command: str, wait: int = WAIT_SECONDS) -> list[str]:
-        """Return the command that starts `titan-loop` on every rank.
-
-        Args:
-            wait: Seconds from the end of the first rank until the others are killed.
-        """
-        program = (
-            [*site.container, "titan-loop"]
-            if site.container
-            else [sys.executable, "-m", "titan_loop"]
-        )
+        """Return the command that starts `titan-loop` on every rank; `wait` as `WAIT_SECONDS`."""
+        here = [sys.executable, "-m", "titan_loop"]
+        program = [*site.container, "titan-loop"] if site.container else here
         return [
             "srun",
             f"--nodes={len(self.nodes)}",
-            f"--ntasks={len(self.nodes) * self.ranks_per_node}",
+            f"--ntasks={self.ranks}",
             f"--ntasks-per-node={self.ranks_per_node}",
             # A rank that exits with code 75 must not have the others killed while they exit.
             "--kill-on-bad-exit=0",

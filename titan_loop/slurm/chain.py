@@ -12,12 +12,7 @@ ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUE
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One job of a chain; its `state` is SLURM's, or "GONE" once SLURM has forgotten it.
-
-    Attributes:
-        reason: Reason for waiting; empty if it does not wait.
-        restarts: Number of times that it was started again.
-    """
+    """One job of a chain; its `state` is SLURM's, or "GONE" once SLURM has forgotten it."""
 
     stage: str
     job: str
@@ -34,11 +29,7 @@ class JobStatus:
 
 
 def read_chain(folder: Path) -> list[JobStatus]:
-    """Return the jobs submitted for a recipe's folder, in the order of submission.
-
-    Raises:
-        UserError: No job was submitted, or this machine has no SLURM.
-    """
+    """Return the jobs submitted for a recipe's folder, of which there must be one, in order."""
     return [_status(stage, job) for stage, job in read_jobs(folder).items()]
 
 
@@ -67,11 +58,7 @@ def chain_lines(jobs: list[JobStatus]) -> list[str]:
 
 
 def cancel_chain(folder: Path) -> list[JobStatus]:
-    """Cancel the jobs that wait or run, and return them.
-
-    Raises:
-        UserError: Nothing was submitted for `folder`, or this machine has no SLURM.
-    """
+    """Cancel the jobs of a recipe's folder that wait or run, and return them."""
     active = [job for job in read_chain(folder) if job.active]
     # The last one first, so that no job begins because its parent has ended.
     for job in reversed(active):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from titan_loop.errors import RunFailedError, UserError
 
-_FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
+_NAME = r"[A-Za-z][\w:/]*="
+_FIELD = re.compile(rf"(?:^|\s)({_NAME[:-1]})=(.*?)(?=\s+{_NAME}|\s*$)")  # a value may have spaces
 _SECONDS = 60.0
 
 
@@ -40,18 +41,8 @@ def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def show(kind: str, name: str) -> dict[str, str]:
-    """Return the fields that `scontrol show KIND NAME` prints.
-
-    Raises:
-        CommandFailedError: SLURM knows no such thing.
-    """
-    line = slurm("scontrol", "show", "--oneliner", kind, name).splitlines()[0]
-    found = list(_FIELD.finditer(line))
-    ends = [field.start() for field in found[1:]] + [len(line)]
-    return {
-        field.group(1): line[field.end() : end].strip()
-        for field, end in zip(found, ends, strict=True)
-    }
+    """Return the fields that `scontrol show KIND NAME` prints."""
+    return dict(_FIELD.findall(slurm("scontrol", "show", "--oneliner", kind, name).splitlines()[0]))
 
 
 def host_names(node_list: str) -> list[str]:
@@ -60,11 +51,8 @@ def host_names(node_list: str) -> list[str]:
 
 
 def outside_of_a_job(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment without the variables that SLURM set for the present job.
-
-    `sbatch` passes its environment on, and a new job must not take this job's variables for its
-    own.
-    """
+    """Return the environment without the variables that SLURM set for the present job."""
+    # `sbatch` passes its environment on; a new job must not take this job's variables for its own.
     return {
         name: value
         for name, value in environment.items()
@@ -73,22 +61,13 @@ def outside_of_a_job(environment: Mapping[str, str] = os.environ) -> dict[str, s
 
 
 def parse_seconds(time: str) -> int:
-    """Return the seconds of M, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as `sbatch --time` takes it.
-
-    Args:
-        time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
-
-    Raises:
-        UserError: The text has another form.
-    """
+    """Return the seconds of M, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as `sbatch --time` takes it."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         raise UserError(f"--time={time} is not a time limit; write H:M:S or D-H:M:S")
     days, *rest = match.groups()
     numbers = [int(number) for number in rest if number is not None]
-    if days is not None:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-        return int(days) * 86_400 + hours * 3_600 + minutes * 60 + seconds
-    if len(numbers) == 3:
-        return numbers[0] * 3_600 + numbers[1] * 60 + numbers[2]
-    return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
+    if days is None and len(numbers) < 3:
+        numbers = [0, *numbers]  # minutes come first
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return int(days or 0) * 86_400 + hours * 3_600 + minutes * 60 + seconds

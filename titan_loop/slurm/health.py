@@ -1,4 +1,4 @@
-"""The verdict of the node check: which nodes are bad, according to the reports of their ranks.
+"""The verdict of the node check: the bad nodes, by the reports of their ranks.
 
 A rank rewrites its report when it begins a phase (`titan_loop.slurm.node_check`): its own checks
 ("start"), the all-reduce on its node ("node"), meeting all ranks ("meet"), the all-reduce across
@@ -6,7 +6,6 @@ all nodes ("all"). So the report of a rank that hangs or dies shows how far it c
 """
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ _Reports = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCheck:
-    """Requirements on every node: free 10⁹ bytes of disk, and free share of every GPU's memory.
+    """Requirements on every node: free space, and free share of every GPU's memory.
 
     Attributes:
         free_disk_gigabytes: Free space in the recipe's folder and in TMPDIR, in 10⁹ bytes.
@@ -46,36 +45,34 @@ class NodeCheck:
 
 def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], list[str]]:
     """Return node → its fault, and the faults that no single node explains."""
-    found: dict[str, list[dict[str, Any]]] = {node: [] for node in allocation.nodes}
+    found: _Reports = {node: [] for node in allocation.nodes}
     for path in sorted(reports.glob("rank-*.json")):
         report = read_json_object(path, fix="start the job again")
         found.setdefault(report["node"], []).append(report)
-    # Ranks of good nodes complain of missing ranks on bad ones, so the order matters.
-    for blame in (_alone(allocation), _apart, _skewed):
-        if bad := blame(found):
-            return bad, []
+    # In this order: ranks of good nodes complain of missing ranks on bad ones.
+    own = {node: _own_fault(part, allocation.ranks_per_node) for node, part in found.items()}
+    if bad := {node: fault for node, fault in own.items() if fault}:
+        return bad, []
+    if bad := _apart(found) or _skewed(found):
+        return bad, []
     unfinished = [r for part in found.values() for r in part if r["clock"] is None or r["failure"]]
     return {}, sorted({r["failure"] or "the all-reduce of all nodes hung" for r in unfinished})
 
 
-def _alone(allocation: Allocation) -> Callable[[_Reports], dict[str, str]]:
-    """Return a function that finds nodes whose own checks fail."""
-
-    def reason(reports: list[dict[str, Any]]) -> str:
-        problems = sorted({problem for report in reports for problem in report["problems"]})
-        if problems:
-            return "; ".join(problems)
-        if len(reports) < allocation.ranks_per_node:
-            return f"{len(reports)} of {allocation.ranks_per_node} ranks started"
-        for report in reports:
-            if report["phase"] == "start":
-                return f"rank {report['rank']} hung in its own checks"
-            if report["phase"] == "node":
-                why = report["failure"] or "it hung"
-                return f"rank {report['rank']} failed at the all-reduce on its node: {why}"
-        return ""
-
-    return lambda found: {node: why for node, part in found.items() if (why := reason(part))}
+def _own_fault(reports: list[dict[str, Any]], ranks: int) -> str:
+    """Return the fault that a node of so many ranks has by itself; empty if there is none."""
+    problems = sorted({problem for report in reports for problem in report["problems"]})
+    if problems:
+        return "; ".join(problems)
+    if len(reports) < ranks:
+        return f"{len(reports)} of {ranks} ranks started"
+    for report in reports:
+        if report["phase"] == "start":
+            return f"rank {report['rank']} hung in its own checks"
+        if report["phase"] == "node":
+            why = report["failure"] or "it hung"
+            return f"rank {report['rank']} failed at the all-reduce on its node: {why}"
+    return ""
 
 
 def _apart(found: _Reports) -> dict[str, str]:
@@ -95,10 +92,8 @@ def _skewed(found: _Reports) -> dict[str, str]:
         for node, reports in found.items()
         if reports and all(report["clock"] is not None for report in reports)
     }
-    if not clocks:
-        return {}
-    several = len(clocks) > 2
-    reference = statistics.median(clocks.values()) if several else next(iter(clocks.values()))
+    times = list(clocks.values())
+    reference = statistics.median(times) if len(times) > 2 else next(iter(times), 0.0)
     return {
         node: f"its clock is {clock - reference:+.1f} s off"
         for node, clock in clocks.items()

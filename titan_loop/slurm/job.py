@@ -1,8 +1,7 @@
 """A training job: it checks its nodes, trains, and has itself started again.
 
-    SIGUSR1 from SLURM ─► srun ─► ranks save and exit with REQUEUE_EXIT_CODE
-        they do not end in time ─► they are killed
-    0 ─► the next stage's job begins
+    SIGUSR1 from SLURM ─► srun ─► ranks save and exit with code 75; late ones are killed
+    code 0 ─► the next stage's job begins
     a rank's 2, 3, 4 or 130 (mistake, non-finite, unstable, interrupt) ─► failed, and the chain ends
     2 on one node without rank 0 ─► that node is bad
     any other code, or a bad node ─► requeued, until three starts in a row leave no new checkpoint
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from titan_loop.errors import EXIT_CRASH, EXIT_OK, EXIT_USER_ERROR
+from titan_loop.errors import EXIT_CRASH, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
 from titan_loop.runs.exit_reports import REPORTS_VARIABLE, describe_exits, read_exits
 from titan_loop.slurm.allocation import Allocation
 from titan_loop.slurm.commands import CommandFailedError, show
@@ -35,7 +34,6 @@ from titan_loop.slurm.record import (
     write_restarts,
 )
 from titan_loop.slurm.requeue import (
-    REQUEUE_EXIT_CODE,
     SUCCESSOR_VARIABLE,
     end_steps,
     final_code,
@@ -50,15 +48,10 @@ RANKS_SHARE, STEP_SHARE = 0.8, 0.9
 """Shares of `save_seconds` after which ranks give up, and after which they are killed. The rest is
 left for requeueing."""
 
-_START_SECONDS = 900
-"""Time in which all ranks of the node check must have imported torch, from a cold network disk."""
-
-_CHECK_SECONDS = 300
-"""Time for the check once they have."""
-
+_START_SECONDS = 900  # for all ranks to import torch, from a cold network disk
+_CHECK_SECONDS = 300  # for the check once they have
+_CHECK_WAIT_SECONDS = 60  # from the first rank's end, good or bad, to the end of the check
 _POLL_SECONDS = 1.0
-_CHECK_WAIT_SECONDS = 60
-"""Time from the first rank's end, good or bad, to the end of the check."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +59,7 @@ class Job:
     """One job of a recipe.
 
     Attributes:
-        stage: The stage to train; None for all that are not complete.
+        stage: Stage to train; None for all that are not complete.
         save_seconds: Seconds between SLURM's SIGUSR1 and the time limit.
     """
 
@@ -78,15 +71,14 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of the job's files."""
+        """Name of the job's files in the recipe's folder."""
         return self.stage or "job"
 
 
 def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
     """Run one start of a job and return the exit code of its batch step.
 
-    Raises:
-        UserError: The process runs in no job, or a setting of the site is wrong.
+    Raises `UserError` outside a job, and for a wrong setting of the site.
     """
     allocation, site = Allocation.current(environment), Site.of(environment)
     restarts = read_restarts(job.folder, job.name)
@@ -97,104 +89,94 @@ def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
     if restarts.fruitless >= FRUITLESS_STARTS:  # SLURM's own requeues come here unasked
         return _stop_restarting()
     with _Steps(job, allocation) as steps:
-        if job.check is not None:
-            code = _check(job, job.check, allocation, site, steps, restarts)
-            if code != EXIT_OK:
-                return code
-        if not steps.warned:
-            code, bad = _train(job, allocation, site, steps)
-            if code is not None:
-                return code
-            if bad:
-                return _start_without(bad, job, allocation, restarts)
-        return _start_again(job, allocation, restarts, ())
+        return _Start(job, allocation, site, steps, restarts).run()
 
 
-def _train(
-    job: Job, allocation: Allocation, site: Site, steps: "_Steps"
-) -> tuple[int | None, dict[str, str]]:
-    stage = [] if job.stage is None else ["--stage", job.stage]
-    command = ["train", *job.train, *stage, "--dump-folder", str(job.folder)]
-    variables = allocation.rank_environment(site, port=allocation.port())
-    variables[GRACE_VARIABLE] = str(RANKS_SHARE * job.save_seconds)
-    reports = slurm_folder(job.folder) / f"exit-{allocation.job}-{allocation.restarts}"
-    variables[REPORTS_VARIABLE] = str(reports)
-    code = steps.run(allocation.srun(site, *command), variables)
-    exits = read_exits(reports)
-    if len(allocation.nodes) == 1:  # there is no other node to go to
-        exits = [each._replace(node="") for each in exits]
-    final = final_code(code, exits)
-    if code != EXIT_OK:
-        ranks = len(allocation.nodes) * allocation.ranks_per_node
-        _say(f"srun ended with code {code}; {describe_exits(exits, ranks)}")
-    if final is not None:
-        _say("finished" if final == EXIT_OK else f"failed with code {final}: not started again")
-    lone = "" if final is not None else lone_node(exits)
-    if not lone:
-        return final, {}
-    reason = f"its ranks alone ended with code {EXIT_USER_ERROR}, a mistake"
-    _say(f"bad node {lone}: {reason}")
-    return None, {lone: reason}
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """One start of a job; its methods return the exit code of the batch step, None to go on."""
 
+    job: Job
+    allocation: Allocation
+    site: Site
+    steps: "_Steps"
+    restarts: Restarts
 
-def _check(
-    job: Job,
-    check: NodeCheck,
-    allocation: Allocation,
-    site: Site,
-    steps: "_Steps",
-    restarts: Restarts,
-) -> int:
-    """Check the nodes; return `EXIT_OK` if all are good, otherwise the job's exit code."""
-    reports = slurm_folder(job.folder) / f"check-{allocation.job}-{allocation.restarts}"
-    arguments = check.command(reports, allocation, job.folder)
-    command = allocation.srun(site, *arguments, wait=_CHECK_WAIT_SECONDS)
-    variables = allocation.rank_environment(site, port=allocation.port(1))
-    ranks = len(allocation.nodes) * allocation.ranks_per_node
-    steps.run(
-        command,
-        variables,
-        limit=_CHECK_SECONDS,
-        started=lambda: sum(1 for _ in reports.glob("rank-*.json")) == ranks,
-    )
-    if steps.warned:
-        return EXIT_OK  # the time limit came first; nothing is known about the nodes
-    bad, others = bad_nodes(reports, allocation)
-    for node, reason in bad.items():
-        _say(f"bad node {node}: {reason}")
-    for reason in others:
-        _say(f"node check: {reason}")
-    if not bad and not others:
-        return EXIT_OK
-    if not bad or len(bad) == len(allocation.nodes):
-        _say("no single node is to blame: not started again")
-        return EXIT_CRASH
-    return _start_without(bad, job, allocation, restarts)
+    def run(self) -> int:
+        code = None if self.job.check is None else self._check(self.job.check)
+        if code is None and not self.steps.warned:
+            code = self._train()
+        return self._start_again(()) if code is None else code
 
+    def _train(self) -> int | None:
+        job, allocation = self.job, self.allocation
+        stage = [] if job.stage is None else ["--stage", job.stage]
+        command = ["train", *job.train, *stage, "--dump-folder", str(job.folder)]
+        variables = allocation.rank_environment(self.site, port=allocation.port())
+        variables[GRACE_VARIABLE] = str(RANKS_SHARE * job.save_seconds)
+        reports = slurm_folder(job.folder) / f"exit-{allocation.job}-{allocation.restarts}"
+        variables[REPORTS_VARIABLE] = str(reports)
+        code = self.steps.run(allocation.srun(self.site, *command), variables)
+        exits = read_exits(reports)
+        if len(allocation.nodes) == 1:  # there is no other node to go to
+            exits = [each._replace(node="") for each in exits]
+        if code != EXIT_OK:
+            _say(f"srun ended with code {code}; {describe_exits(exits, allocation.ranks)}")
+        final = final_code(code, exits)
+        if final is not None:
+            _say("finished" if final == EXIT_OK else f"failed with code {final}: not started again")
+            return final
+        if lone := lone_node(exits):
+            reason = f"its ranks alone ended with code {EXIT_USER_ERROR}, a mistake"
+            _say(f"bad node {lone}: {reason}")
+            return self._start_without({lone: reason})
+        return None
 
-def _start_without(
-    bad: Mapping[str, str], job: Job, allocation: Allocation, restarts: Restarts
-) -> int:
-    restarts.bad_nodes.update(bad)
-    write_restarts(job.folder, job.name, restarts)
-    return _start_again(job, allocation, restarts, tuple(bad))
+    def _check(self, check: NodeCheck) -> int | None:
+        allocation, folder = self.allocation, self.job.folder
+        reports = slurm_folder(folder) / f"check-{allocation.job}-{allocation.restarts}"
+        arguments = check.command(reports, allocation, folder)
+        self.steps.run(
+            allocation.srun(self.site, *arguments, wait=_CHECK_WAIT_SECONDS),
+            allocation.rank_environment(self.site, port=allocation.port(1)),
+            limit=_CHECK_SECONDS,
+            started=lambda: sum(1 for _ in reports.glob("rank-*.json")) == allocation.ranks,
+        )
+        if self.steps.warned:
+            return None  # the time limit came first; nothing is known about the nodes
+        bad, others = bad_nodes(reports, allocation)
+        for node, reason in bad.items():
+            _say(f"bad node {node}: {reason}")
+        for reason in others:
+            _say(f"node check: {reason}")
+        if not bad and not others:
+            return None
+        if not bad or len(bad) == len(allocation.nodes):
+            _say("no single node is to blame: not started again")
+            return EXIT_CRASH
+        return self._start_without(bad)
 
+    def _start_without(self, bad: Mapping[str, str]) -> int:
+        self.restarts.bad_nodes.update(bad)
+        write_restarts(self.job.folder, self.job.name, self.restarts)
+        return self._start_again(tuple(bad))
 
-def _start_again(
-    job: Job, allocation: Allocation, restarts: Restarts, exclude: Sequence[str]
-) -> int:
-    """Have the job started again, unless it was cancelled or makes no progress."""
-    state = show("job", allocation.job)["JobState"]
-    if state != "RUNNING":
-        _say(f"the job is {state.lower()}: not started again")
-        return REQUEUE_EXIT_CODE
-    now = newest_checkpoints(job.folder, job.stage)
-    if restarts.fruitless + 1 >= FRUITLESS_STARTS and not is_newer(now, restarts.checkpoints):
-        return _stop_restarting()
-    # SLURM ends this process with SIGTERM as soon as it has requeued the job, commands included.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _say(start_again(allocation.job, exclude=exclude, folder=job.folder, name=job.name))
-    return REQUEUE_EXIT_CODE
+    def _start_again(self, exclude: Sequence[str]) -> int:
+        """Have the job started again, unless it was cancelled or makes no progress."""
+        job, number = self.job, self.allocation.job
+        state = show("job", number)["JobState"]
+        if state != "RUNNING":
+            _say(f"the job is {state.lower()}: not started again")
+            return EXIT_STOPPED
+        now = newest_checkpoints(job.folder, job.stage)
+        fruitless = not is_newer(now, self.restarts.checkpoints)
+        if fruitless and self.restarts.fruitless + 1 >= FRUITLESS_STARTS:
+            return _stop_restarting()
+        # SLURM ends this process with SIGTERM as soon as it has requeued the job, but the commands
+        # after that, which leave out bad nodes, must still run.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _say(start_again(number, exclude=exclude, folder=job.folder, name=job.name))
+        return EXIT_STOPPED
 
 
 def _stop_restarting() -> int:
@@ -234,9 +216,8 @@ class _Steps:
     ) -> int:
         """Run one step and return its exit code as a shell gives it.
 
-        Args:
-            limit: Seconds after which it is killed, from when it has started; None for no limit.
-            started: Whether it has started; if it does not in `_START_SECONDS`, it is killed.
+        With a `limit`, kill it if it has not started in `_START_SECONDS`, or runs `limit` seconds
+        from then on.
         """
         with subprocess.Popen(command, env=dict(environment)) as step:
             self._step = step

@@ -1,6 +1,6 @@
 """A check that a recipe's stages fit the GPUs that a job asks for.
 
-Weights, gradients and moments are counted; the peak of a step is known where `titan-loop plan` has
+Weights, gradients and moments are counted. The peak of a step is known if `titan-loop plan` has
 measured it for the same cluster.
 """
 
@@ -23,11 +23,7 @@ def memory_remarks(
 ) -> list[str]:
     """Return a line for each stage that hardly fits, or one that says why nothing was checked.
 
-    Args:
-        gpus_per_node: Number of GPUs per node, one rank each.
-
-    Raises:
-        UserError: A stage needs more than the whole memory of a GPU.
+    Raises `UserError` if a stage needs more than the whole memory of a GPU.
     """
     kinds = [name for name in DEVICES if gpu and name.startswith(gpu.lower())]
     if not kinds:
@@ -44,8 +40,9 @@ def memory_remarks(
             needs = stage_needs(stage.name, stage.config, cluster, recipe=recipe)
             peak = known_peak_bytes(needs, cluster)
         offloaded = stage.config.training.enable_cpu_offload
-        states = 0.0 if offloaded else needs.states.total
-        need = states if peak is None else peak
+        need = peak
+        if need is None:
+            need = 0.0 if offloaded else needs.states.total
         if need <= USABLE_SHARE * device.memory_bytes:
             unmeasured += [stage.name] * (peak is None)
             continue

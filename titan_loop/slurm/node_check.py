@@ -8,7 +8,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from titan_loop.launcher import slurm_task
 from titan_loop.slurm.allocation import PORTS_A_JOB
 from titan_loop.storage.json_files import write_json
 
+# Longer than the slowest rank may import torch: the job ends a check that hangs (see `job.py`), and
+# learns from the reports who hung.
 _TIMEOUT = timedelta(seconds=1200)
-"""Longer than the slowest rank may import torch: the job ends a check that hangs, see
-`titan_loop.slurm.job`, and learns from the reports who hung."""
 
 _SENT_FLOATS = 2**20
 _ROUNDS = 3
@@ -39,22 +40,12 @@ def check_node(
     free_memory_share: float,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Check this rank's node and write a report; faults are reported, not raised.
-
-    Args:
-        gpus: Number of GPUs that the node must have; 0 checks none.
-    """
+    """Check this rank's node and write a report; faults are reported, not raised."""
     task = slurm_task(environment)
     assert task is not None
     rank, world_size, local_rank, local_world_size, node = task
-    report: dict[str, Any] = {
-        "node": node,
-        "rank": rank,
-        "phase": "start",
-        "problems": [],
-        "failure": "",
-        "clock": None,
-    }
+    report: dict[str, Any] = {"node": node, "rank": rank, "phase": "", "problems": []}
+    report |= {"failure": "", "clock": None}
 
     def begin(phase: str) -> None:
         report["phase"] = phase
@@ -72,13 +63,13 @@ def check_node(
         begin("node")
         # Each node has a port of its own: in tests, several nodes are one host.
         port = node_port + rank // local_world_size % (PORTS_A_JOB - 2)
-        with _Group("127.0.0.1", port, local_rank, local_world_size) as group:
-            group.all_reduce()
+        with _group("127.0.0.1", port, local_rank, local_world_size):
+            _all_reduce()
         begin("meet")
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        with _Group(address, port, rank, world_size) as group:
+        with _group(address, port, rank, world_size):
             begin("all")
-            group.all_reduce()
+            _all_reduce()
             report["clock"] = time.time()  # all ranks are here at the same time
     except Exception as error:  # of any kind: it belongs in the report
         report["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -115,32 +106,26 @@ def disk_problems(folder: Path, gigabytes: float) -> list[str]:
     return []
 
 
-class _Group:
-    def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
-        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            address, port, world_size, rank == 0, _TIMEOUT
-        )
-        self._rank, self._world_size = rank, world_size
-
-    def __enter__(self) -> "_Group":
-        dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
-            store=self._store,
-            rank=self._rank,
-            world_size=self._world_size,
-            timeout=_TIMEOUT,
-        )
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+@contextmanager
+def _group(address: str, port: int, rank: int, world_size: int) -> Iterator[None]:
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        address, port, world_size, rank == 0, _TIMEOUT
+    )
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
+    )
+    try:
+        yield
+    finally:
         dist.destroy_process_group()
 
-    def all_reduce(self) -> None:
-        """Add up 4 MiB a few times; raise `RuntimeError` unless the sums are exact."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        expected = self._world_size * (self._world_size + 1) // 2
-        for _ in range(_ROUNDS):
-            values = torch.full((_SENT_FLOATS,), float(self._rank + 1), device=device)
-            dist.all_reduce(values)
-            if not bool((values == expected).all()):
-                raise RuntimeError("an all-reduce returned a wrong sum")
+
+def _all_reduce() -> None:
+    """Add up 4 MiB a few times; raise `RuntimeError` unless the sums are exact."""
+    device, ranks = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
+    for _ in range(_ROUNDS):
+        values = torch.full((_SENT_FLOATS,), float(dist.get_rank() + 1), device=device)
+        dist.all_reduce(values)
+        if not bool((values == ranks * (ranks + 1) // 2).all()):
+            raise RuntimeError("an all-reduce returned a wrong sum")

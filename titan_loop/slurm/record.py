@@ -58,7 +58,8 @@ class Restarts:
 
     Attributes:
         fruitless: Number of restarts in a row without a new checkpoint before them.
-        checkpoints: Run → newest checkpointed step at the job's latest start.
+        checkpoints: Run → newest step with a checkpoint at the job's latest start.
+        bad_nodes: Node → its fault.
     """
 
     fruitless: int = 0
@@ -66,11 +67,7 @@ class Restarts:
     bad_nodes: dict[str, str] = field(default_factory=dict)
 
     def begin(self, checkpoints: Mapping[str, int], *, is_restart: bool) -> None:
-        """Count a start.
-
-        Args:
-            is_restart: Whether the job, or the job that it continues, was started before.
-        """
+        """Count a start; it is a restart if the job, or its predecessor, was started before."""
         if not is_restart:
             self.fruitless, self.bad_nodes = 0, {}
         elif is_newer(checkpoints, self.checkpoints):

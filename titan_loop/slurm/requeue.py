@@ -1,20 +1,21 @@
-"""Starts a job again: which exit codes ask for it, and how it is done.
+"""Starts a job again, unless its exit codes say that another start would not help.
 
-ranks saved, hung, crashed or were killed ─► scontrol requeue: the same job, log and place in the
-chain
-refused ─► sbatch the same script, after this job ─► dependents wait for the successor
+ranks saved, hung, crashed or were killed ─► scontrol requeue: the same job, log, place in the chain
+SLURM refuses ─► sbatch of the same script, after this job ─► dependents wait for the successor
+
+The exit codes are in `titan_loop/errors.py`.
 """
 
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from titan_loop.errors import (
     EXIT_INTERRUPTED,
     EXIT_NON_FINITE,
     EXIT_OK,
-    EXIT_STOPPED,
     EXIT_UNSTABLE,
     EXIT_USER_ERROR,
 )
@@ -22,12 +23,7 @@ from titan_loop.runs.exit_reports import RankExit
 from titan_loop.slurm.commands import CommandFailedError, outside_of_a_job, show, slurm
 from titan_loop.slurm.record import replace_job, slurm_folder
 
-SUCCESSOR_VARIABLE = "TITAN_LOOP_SUCCESSOR_OF"
-"""The job that a successor continues."""
-
-REQUEUE_EXIT_CODE = EXIT_STOPPED
-"""Exit code of ranks that stopped at a signal or were ended by the watchdog: 75. The exit codes of
-all commands are in `titan_loop/errors.py`."""
+SUCCESSOR_VARIABLE = "TITAN_LOOP_SUCCESSOR_OF"  # holds the number of the job that one continues
 
 FINAL_EXIT_CODES = (EXIT_USER_ERROR, EXIT_NON_FINITE, EXIT_UNSTABLE, EXIT_INTERRUPTED)
 """Exit codes of failures that another start would repeat, and of an interrupt."""
@@ -38,8 +34,8 @@ _UPDATE_ATTEMPTS = 5
 def final_code(code: int, exits: Sequence[RankExit]) -> int | None:
     """Return the exit code of a job whose ranks ended, or None if it is to be started again.
 
-    One rank's wrong loss decides, whatever ended its peers; so does a mistake that
-    is not `lone_node`'s.
+    One rank's wrong loss decides, whatever ended its peers, and so does a mistake, unless it is
+    `lone_node`'s.
 
     Args:
         code: Exit code of the step, as a shell gives it: the highest of the ranks' codes.
@@ -53,9 +49,9 @@ def final_code(code: int, exits: Sequence[RankExit]) -> int | None:
 
 
 def lone_node(exits: Sequence[RankExit]) -> str:
-    """Return the node that alone calls the start a mistake, as one without the data; empty if none.
+    """Return the only node whose ranks report a mistake, such as missing data; empty if none.
 
-    All ranks have the same config: a mistake in it is one for rank 0, or for two nodes.
+    All ranks have the same config: rank 0, or two nodes, report a mistake in that.
     """
     mistaken = [each for each in exits if each.code == EXIT_USER_ERROR]
     nodes = {each.node for each in mistaken}
@@ -63,16 +59,13 @@ def lone_node(exits: Sequence[RankExit]) -> str:
 
 
 def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) -> str:
-    """Have SLURM start this batch step's job again.
+    """Have SLURM start this batch step's job again, and return a line for the log.
 
-    Returns:
-        A line for the log about the restart.
-
-    Raises:
-        CommandFailedError: SLURM accepted neither a requeue nor a successor.
+    Raises `CommandFailedError` if SLURM accepts neither a requeue nor a successor.
     """
     before = show("job", job)
-    excluded = _with_those_before(before, exclude)
+    earlier = before.get("ExcNodeList", "(null)")
+    excluded = ",".join([*([] if earlier == "(null)" else [earlier]), *exclude]) if exclude else ""
     try:
         slurm("scontrol", "requeue", job)
     except CommandFailedError as refusal:
@@ -85,11 +78,6 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
     if excluded:
         _exclude(job, excluded)
     return f"job {job} requeued" + (f" without {excluded}" if excluded else "")
-
-
-def _with_those_before(job: dict[str, str], exclude: Sequence[str]) -> str:
-    before = job.get("ExcNodeList", "(null)")
-    return ",".join([*([] if before == "(null)" else [before]), *exclude]) if exclude else ""
 
 
 def _exclude(job: str, nodes: str) -> None:
@@ -146,7 +134,5 @@ def end_steps(job: str) -> None:
     """Kill the tasks of a job's steps, but not its batch step."""
     for line in slurm("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i").split():
         if line.rpartition(".")[2].isdigit():
-            try:
+            with suppress(CommandFailedError):  # if it has just ended
                 slurm("scancel", "--signal=KILL", line)
-            except CommandFailedError:
-                continue  # it has just ended

@@ -1,16 +1,8 @@
 """The settings that differ from cluster to cluster: variables of the user's site file.
 
-The file is a shell script (`slurm/site.sh.example`), since loading modules and activating an
-environment must come before any Python. Every job sources it; `submit` sources it, too, to know
-the jobs' environment.
-
-    SBATCH_PARTITION, SBATCH_ACCOUNT, …   read by sbatch itself
-    TITAN_LOOP_CONTAINER                  command in front of every rank's own
-    TITAN_LOOP_SBATCH_FLAGS               flags of every batch script: CPUs, memory, QOS, mail, …
-    TITAN_LOOP_SRUN_FLAGS                 flags of every srun
-    TITAN_LOOP_NETWORK_INTERFACE          network of NCCL and gloo
-    TITAN_LOOP_RENDEZVOUS_HOST            address of rank 0; its node's name by default
-    TITAN_LOOP_SOURCE_CACHE               folder for sources from object stores
+The file is a shell script, since loading modules and activating an environment must come before any
+Python. Every job sources it; `submit` sources it, too, to know the jobs' environment.
+`slurm/site.sh.example` explains the variables.
 """
 
 import os
@@ -38,15 +30,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """The settings of one cluster.
-
-    Attributes:
-        container: Words in front of a rank's command; empty for none.
-        network_interface: Network interface of NCCL and gloo; empty lets them choose.
-        rendezvous_host: Name or address of rank 0's node; empty for its name in SLURM.
-        partition: SLURM partition; empty for the cluster's default.
-        account: SLURM account; empty for the user's default.
-    """
+    """The settings of one cluster; an empty one leaves the choice to SLURM, NCCL or gloo."""
 
     container: tuple[str, ...] = ()
     sbatch_flags: tuple[str, ...] = ()
@@ -60,17 +44,20 @@ class Site:
     def of(cls, environment: Mapping[str, str]) -> "Site":
         """Return the settings in an environment, inside a job or after `source_site`."""
 
+        def text(name: str) -> str:
+            return environment.get(name, "")
+
         def words(name: str) -> tuple[str, ...]:
-            return split_words(name, environment.get(name, ""))
+            return split_words(name, text(name))
 
         return cls(
             container=words("TITAN_LOOP_CONTAINER"),
             sbatch_flags=words("TITAN_LOOP_SBATCH_FLAGS"),
             srun_flags=words("TITAN_LOOP_SRUN_FLAGS"),
-            network_interface=environment.get("TITAN_LOOP_NETWORK_INTERFACE", ""),
-            rendezvous_host=environment.get("TITAN_LOOP_RENDEZVOUS_HOST", ""),
-            partition=environment.get("SBATCH_PARTITION", ""),
-            account=environment.get("SBATCH_ACCOUNT", ""),
+            network_interface=text("TITAN_LOOP_NETWORK_INTERFACE"),
+            rendezvous_host=text("TITAN_LOOP_RENDEZVOUS_HOST"),
+            partition=text("SBATCH_PARTITION"),
+            account=text("SBATCH_ACCOUNT"),
         )
 
 
@@ -121,9 +108,8 @@ def source_site(
         for entry in content.decode(errors="replace").split("\0")
         if "=" in entry
     )
-    for name in sourced:
-        known = name in _VARIABLES or name in environment
-        if name.startswith(_PREFIX) and not known:
+    for name in sourced.keys() - environment.keys() - _VARIABLES:
+        if name.startswith(_PREFIX):
             raise UserError(
                 f"site file {path} sets {name}, which nobody reads{nearest(name, _VARIABLES)}"
             )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import titan_loop.compat as compat  # before any torchtitan module
 
-from titan_loop.errors import RunFailedError, UserError, nearest
-from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.errors import RunFailedError, UserError, nearest, require_at_least
+from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import check_recipe, is_complete
 from titan_loop.slurm.chain import read_chain
 from titan_loop.slurm.commands import CommandFailedError, parse_seconds, show, slurm
@@ -52,7 +52,7 @@ class Resources:
         gpu_type: SLURM's name for the kind of GPU; empty for any.
         time: Time limit of one start, as `sbatch --time` takes it.
         save_seconds: Seconds between the signal to save and the time limit.
-        sbatch_flags: Further flags of the batch script, in front of which the site's stand.
+        sbatch_flags: Further flags of the batch script, after the site's.
     """
 
     nodes: int
@@ -70,9 +70,9 @@ class Request:
 
     Attributes:
         train: Stage → arguments of `titan-loop train`: the recipe's name and the stage's flags.
-        only: The one stage to submit; None for all that are not complete.
+        only: Stage to submit alone; None for all that are not complete.
         folder: Folder for the stages' run directories; empty for the recipe's own.
-        site_file: File with those settings; None without one.
+        environment: Variables of `sbatch`, which the jobs get.
     """
 
     recipe: Recipe
@@ -110,29 +110,29 @@ def plan_jobs(request: Request) -> tuple[Path, list[Planned]]:
     if not left:
         raise UserError(f"every stage in {root} is complete; there is nothing to submit")
     names = {stage.name for stage in left}
-    alone = len(request.recipe.stages) == 1
     return root, [
         Planned(
             stage.name,
             stage.parent if stage.parent in names else None,
-            _script(request, stage, root, alone=alone),
+            _script(request, stage.name, root),
         )
         for stage in left
     ]
 
 
-def _script(request: Request, stage: Stage, root: Path, *, alone: bool) -> str:
+def _script(request: Request, stage: str, root: Path) -> str:
+    alone = len(request.recipe.stages) == 1
     command = [
         "slurm",
         "run",
-        *request.train[stage.name],
+        *request.train[stage],
         f"--dump-folder={root}",
-        *([] if alone else [f"--stage={stage.name}"]),
+        *([] if alone else [f"--stage={stage}"]),
         f"--save-seconds={request.resources.save_seconds}",
         *([] if request.check_nodes else ["--no-node-check"]),
     ]
-    name = request.recipe.name if alone else f"{request.recipe.name}-{stage.name}"
-    log = slurm_folder(root) / f"{stage.name}.log"
+    name = request.recipe.name if alone else f"{request.recipe.name}-{stage}"
+    log = slurm_folder(root) / f"{stage}.log"
     return render_script(name, command, log, request.resources, request.site, request.site_file)
 
 
@@ -182,7 +182,7 @@ def submit_jobs(request: Request, root: Path, jobs: list[Planned]) -> dict[str, 
             earlier submission still wait or run.
         RunFailedError: SLURM refused a job; the jobs submitted before it are cancelled.
     """
-    _check_cluster(request)
+    _check_cluster(request.resources, request.site.partition)
     _refuse_second_submission(root)
     folder = slurm_folder(root)
     folder.mkdir(parents=True, exist_ok=True)
@@ -207,14 +207,8 @@ def submit_jobs(request: Request, root: Path, jobs: list[Planned]) -> dict[str, 
 
 
 def _check_resources(resources: Resources) -> None:
-    for name, value, smallest in (
-        ("--nodes", resources.nodes, 1),
-        ("--ranks-per-node", resources.ranks_per_node, 1),
-        ("--gpus-per-node", resources.gpus_per_node, 0),
-        ("--save-seconds", resources.save_seconds, 1),
-    ):
-        if value < smallest:
-            raise UserError(f"{name}={value} must be at least {smallest}")
+    counts = {"--nodes": resources.nodes, "--ranks-per-node": resources.ranks_per_node}
+    require_at_least(1, **counts, **{"--save-seconds": resources.save_seconds})
     if resources.gpus_per_node and resources.ranks_per_node > resources.gpus_per_node:
         raise UserError(
             f"--ranks-per-node={resources.ranks_per_node} is more than the "
@@ -272,8 +266,8 @@ def remarks(request: Request, jobs: Sequence[Planned]) -> list[str]:
     return found
 
 
-def _check_cluster(request: Request) -> None:
-    resources, wanted = request.resources, request.site.partition
+def _check_cluster(resources: Resources, wanted: str) -> None:
+    """Raise `UserError` unless the wanted partition, or the default one, has such resources."""
     partitions = slurm("sinfo", "--noheader", "--format=%P").split()
     default = next((name.rstrip("*") for name in partitions if name.endswith("*")), "")
     known = [name.rstrip("*") for name in partitions]

@@ -193,7 +193,7 @@ def _begin(
     others: Sequence[SettingChange],
 ) -> None:
     run, started_by = RunDirectory(config.dump_folder), sys.argv if command is None else command
-    run.create_or_open(started_by, config=trainer.run.config.to_dict())
+    record = run.create_or_open(started_by, config=trainer.run.config.to_dict())
     for note in size_notes(config.model, trainer.run.model.vocab_size):
         logger.info("%s", note)
     for change in others:
@@ -201,7 +201,8 @@ def _begin(
     for change in changes:
         logger.warning("changed since the last start: %s", change)
     if changes:
-        logger.warning("the last start's config is kept as %s", run.newest_kept_config)
+        kept = run.kept_config(len(record["restarts"]))
+        logger.warning("the last start's config is kept as %s", kept)
     remote = _remote(config)
     if remote is not None:
         trainer.checkpointer.copy_to(remote)
