@@ -1,9 +1,8 @@
 """Multi-head and grouped-query attention for layers that are visited several times.
 
-`LoopAttention` is torchtitan's `GQAttention` with the positions taken from the `LoopContext` and an
-optional cache addressed by (recurrent step, layer). `DocumentAttention` is the backend for devices
-without
-FlexAttention: scaled dot products with an explicit causal-and-same-document mask.
+`LoopAttention` is torchtitan's `GQAttention`, with positions from the `LoopContext` and an optional
+cache addressed by (recurrent step, layer). `DocumentAttention` is the kernel for devices without
+FlexAttention.
 """
 
 import math
@@ -29,17 +28,16 @@ ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
 def document_mask(
     positions_BL: Tensor, share: WindowShare | None = None, prefix_BL: Tensor | None = None
 ) -> Tensor:
-    """Which key each query may attend to: same document, not later unless both are in its prefix.
+    """Return the keys that each query may attend to, (B, 1, queries, keys) bool.
 
-    A document starts wherever `positions_BL` is 0.
+    These are keys of the same document that are not later, or any if both are in its prefix. A
+    document starts wherever `positions_BL` is 0.
 
     Args:
         positions_BL: (B, L) positions of whole windows, restarting per document.
-        share: Which queries, and keys in which order; None for all, in theirs.
-        prefix_BL: (B, L) bool of whole windows, True in a document's prefix; None for no prefixes.
-
-    Returns:
-        (B, 1, queries, keys) bool, True where attention is allowed; broadcasts over heads.
+        share: Queries of this rank, and keys in their order; None for all.
+        prefix_BL: (B, L) bool of whole windows, True in a document's prefix; None for no
+            prefixes.
     """
     if share is None:
         whole_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
@@ -87,15 +85,11 @@ def document_block_mask(
 
 
 class DocumentAttention(Module):
-    """Scaled dot-product attention with an explicit boolean mask, for CPU and as the reference.
-
-    Query and key lengths may differ (decoding with a cache) when a mask is given, or when there is
-    one query, the newest, which sees all keys.
-    """
+    """Scaled dot-product attention with an explicit boolean mask, for CPU and as the reference."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Nothing to configure."""
+        pass
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -115,13 +109,10 @@ class DocumentAttention(Module):
 
         Args:
             k_BLNH: Rotated keys, (B, L_key, N_kv, H).
-            attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention, which needs
-                as many queries as keys, or a single query that is the last token.
+            attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention of as
+                many queries as keys, or of a single query that is the last token.
             scale: Factor on the scores; None means 1/sqrt(H).
             scores_BNLS: Terms added to the products of queries and keys, before scaling.
-
-        Raises:
-            ValueError: Without a mask, several queries that are fewer or more than the keys.
         """
         queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
         if attention_masks is None and queries not in (1, keys):
@@ -153,9 +144,9 @@ def _attend_with_scores(
     allowed: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return softmax(scale · (q kᵀ + scores)) v, in as few passes over the scores as can be.
+    """Return softmax(scale · (q kᵀ + scores)) v.
 
-    torch's own kernel goes over them twice as often where the mask needs a gradient.
+    torch's own kernel passes over the scores twice as often where the mask needs a gradient.
     """
     shape = scores_BNLS.shape
     hidden = torch.zeros(allowed.shape, dtype=q_BLNH.dtype, device=q_BLNH.device)
@@ -177,11 +168,8 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
     Args:
         backend: "sdpa" (any device), "flex" or "varlen" (CUDA), or "auto": Flex on CUDA, SDPA
             elsewhere.
-        scores: Whether positions add to the scores, which only SDPA's module can; "auto" is SDPA
-            then.
-
-    Raises:
-        UserError: The backend is unknown, or needs CUDA and there is none.
+        scores: Whether positions add to the scores, which only SDPA's module can; "auto" is
+            then SDPA.
     """
     if backend not in ATTENTION_BACKENDS:
         raise UserError(
@@ -205,17 +193,14 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
 
 
 class LoopAttention(GQAttention):
-    """Grouped-query attention reading rotations, mask and cache from the shared `LoopContext`.
+    """Grouped-query attention that reads rotations, mask and cache from the shared `LoopContext`.
 
     With a gate, W_o (σ(W_g x) ⊙ heads) takes the place of W_o heads.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
-        """Heads, projections and kernel, as upstream, and scores by distance if there are any.
-
-        With `keys_start_as_queries` the initial key matrix is a copy of the query matrix.
-        """
+        """With `keys_start_as_queries` the initial key matrix is a copy of the query matrix."""
 
         distance_scores: DistanceScores.Config | None = None
         keys_start_as_queries: bool = False
@@ -243,12 +228,10 @@ class LoopAttention(GQAttention):
     def forward(  # type: ignore[override]
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
     ) -> Tensor:
-        """Attend and project back; (B, L, D) in and out.
+        """Attend to a normed input and project back; (B, L, D) in and out.
 
-        Args:
-            x_BLD: Normed input.
-            cache_slot: Slot of this visit's keys and values in the cache. None without a cache, so
-                that a compiled block is not specialised on the step.
+        `cache_slot` addresses this visit's keys and values. Without a cache it is None, so that a
+        compiled block is not specialised on the step.
         """
         q_BLNH, k_BLNH, v_BLNH = self._projected(x_BLD, context, cache_slot)
         added = {}

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 
+from titan_loop.models.initialisation import local_part
 from titan_loop.models.readout import LMHead
 from titan_loop.models.vocabulary import Vocabulary
 
@@ -30,7 +30,6 @@ class Targets(NamedTuple):
     """The labels and the teacher of a distilled loss.
 
     Attributes:
-        labels_BL: Next-token ids; ignored labels have neither loss nor gradient.
         share: α in [0, 1].
         valid_tokens: N.
         teacher_VD: Head W_t of the teacher, all rows; None for the students' own.
@@ -57,15 +56,11 @@ def distilled_loss(
     targets: Targets,
     weight_SBL: Tensor | None = None,
 ) -> Distilled:
-    """Return the distilled loss, differentiable in the students' states and the head.
+    """Return the loss, differentiable in the students' states and the head.
 
-    Args:
-        teacher_BLD: State t of the teacher, a constant.
-        weight_SBL: w, a constant; None for ones.
+    The teacher's state t and the weights w (None for ones) are constants.
     """
-    if isinstance(teacher_BLD, DTensor):
-        teacher_BLD = teacher_BLD.to_local()
-    constants = teacher_BLD.detach(), weight_SBL, targets
+    constants = local_part(teacher_BLD).detach(), weight_SBL, targets
     return Distilled(*readout(tuple(hidden_SBLD), through=partial(_through, constants)))
 
 

@@ -78,37 +78,23 @@ DERIVED = ("model_spec", "lr_scheduler", "optimizer.adamw", "optimizer.muon", "o
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions and most objects
 
 
-class PreparedTokens(BaseTokenizer):
-    """Takes the place of torchtitan's tokenizer; training reads prepared token ids only."""
+@dataclass(kw_only=True, slots=True)
+class NoTokenizer(BaseTokenizer.Config):
+    """Takes the place of torchtitan's tokenizer: training reads prepared token ids."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        """No fields."""
-
-    def __init__(self, config: Config, *, tokenizer_path: str = "") -> None:
-        super().__init__()
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "training reads prepared token ids; load a source's tokenizer.json"
-        )
-
-    encode = decode = get_vocab_size = _refuse
+    def build(self, **unused: Any) -> None:
+        """Build nothing."""
 
 
-class TokenLearningRate(LRSchedulersContainer):
-    """Takes the place of torchtitan's schedulers; `StepPlan.learning_rate` sets the rate."""
+@dataclass(kw_only=True, slots=True)
+class TokenLearningRate(LRSchedulersContainer.Config):
+    """Takes the place of torchtitan's schedulers: `StepPlan.learning_rate` sets the rate."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(LRSchedulersContainer.Config):
-        """The schedule, for `config.json`; upstream's step-based fields are not used."""
+    warmup_steps: int = 0
+    schedule: Schedule = field(default_factory=lambda: Schedule.constant(3e-4))
 
-        warmup_steps: int = 0
-        schedule: Schedule = field(default_factory=lambda: Schedule.constant(3e-4))
-
-        def build(self, **unused: Any) -> Any:
-            """Build nothing: a scheduler would add its own entries to the optimisers' state."""
-            return None
+    def build(self, **unused: Any) -> None:
+        """Build nothing: a scheduler would add its own entries to the optimisers' state."""
 
 
 def _default_training() -> TrainingConfig:
@@ -205,10 +191,10 @@ class RunConfig(Trainer.Config):
 
     # Derived by `resolve`, or not used here: hidden from the command line.
     lr_scheduler: Annotated[LRSchedulersContainer.Config, tyro.conf.Suppress] = field(
-        default_factory=TokenLearningRate.Config
+        default_factory=TokenLearningRate
     )
     tokenizer: Annotated[BaseTokenizer.Config, tyro.conf.Suppress] = field(
-        default_factory=PreparedTokens.Config
+        default_factory=NoTokenizer
     )
     validator: Annotated[Validator.Config, tyro.conf.Suppress] = field(
         default_factory=Validator.Config
@@ -296,10 +282,8 @@ class RunConfig(Trainer.Config):
         """
         record = Trainer.Config.to_dict(self)
         task = self.dataloader.generated_task()
-        record[CLASSES] = {
-            **{name: _class_name(getattr(self, name)) for name in CHOSEN},
-            TASK_FIELD: None if task is None else task.name,
-        }
+        record[CLASSES] = {name: _class_name(getattr(self, name)) for name in CHOSEN}
+        record[CLASSES][TASK_FIELD] = None if task is None else task.name
         record["callbacks"] = [_callback_record(callback) for callback in self.callbacks]
         return json.loads(_ADDRESS.sub("", json.dumps(record, default=repr)))
 
@@ -311,9 +295,6 @@ def _class_name(config: Configurable.Config | None) -> str | None:
 
 def _callback_record(callback: Callback) -> dict[str, Any]:
     kind = type(callback)
-    values = (
-        {field.name: getattr(callback, field.name) for field in fields(callback)}
-        if is_dataclass(callback)
-        else {}
-    )
+    names = [field.name for field in fields(callback)] if is_dataclass(callback) else []
+    values = {name: getattr(callback, name) for name in names}
     return {"class": f"{kind.__module__}.{kind.__qualname__}", **values}

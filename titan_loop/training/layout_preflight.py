@@ -1,7 +1,8 @@
-"""Why a run cannot be spread over its ranks: parallelism that does not fit, uneven batches."""
+"""Reasons why a run cannot be spread over its ranks: parallelism and batches that do not fit."""
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from titan_loop.distributed.activation_checkpointing import check_recomputation
 from titan_loop.distributed.parallelize import check_parallelism
@@ -11,7 +12,7 @@ from titan_loop.training.batch_schedule import batch_sizes
 from titan_loop.training.config import RunConfig
 
 _WORTH_SPLITTING = 4096
-"""Tokens of a window that a rank should have under context parallelism, at least."""
+"""Least tokens of a window that a rank should have under context parallelism."""
 
 
 def layout_refusals(
@@ -19,39 +20,37 @@ def layout_refusals(
 ) -> Iterator[Refusal]:
     """Yield degrees of parallelism that do not fit the model, the window or the ranks.
 
-    `config` has no `value_refusals`, and `model` is its architecture.
+    `config` has no `value_refusals`.
     """
-    attention = model.layers[0].attention
-    yield from caught(
-        "parallelism",
-        lambda: check_parallelism(
-            config.parallelism,
+    parallel, attention = config.parallelism, model.layers[0].attention
+
+    def check_degrees() -> None:
+        check_parallelism(
+            parallel,
             world_size=world_size,
             n_heads=attention.n_heads,
             n_kv_heads=attention.n_kv_heads or attention.n_heads,
             seq_len=config.training.seq_len,
             attention=config.model.attention,
-        ),
-    )
-    yield from caught(
-        "parallelism",
-        lambda: model.check_spreading(
-            tensor_parallel=config.parallelism.tensor_parallel_degree,
-            context_parallel=config.parallelism.context_parallel_degree,
-            expert_parallel=config.parallelism.expert_parallel_degree,
-        ),
-    )
-    yield from caught("fsdp", lambda: config.fsdp.check(config.parallelism))
-    yield from caught(
-        "activation_checkpoint",
-        lambda: check_recomputation(
-            config.activation_checkpoint, config.parallelism, draws=model.draws
-        ),
-    )
+        )
+
+    def check_model() -> None:
+        model.check_spreading(
+            tensor_parallel=parallel.tensor_parallel_degree,
+            context_parallel=parallel.context_parallel_degree,
+            expert_parallel=parallel.expert_parallel_degree,
+        )
+
+    yield from caught("parallelism", check_degrees)
+    yield from caught("parallelism", check_model)
+    yield from caught("fsdp", lambda: config.fsdp.check(parallel))
+    recomputed = config.activation_checkpoint
+    check = partial(check_recomputation, recomputed, parallel, draws=model.draws)
+    yield from caught("activation_checkpoint", check)
 
 
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
-    """Yield a batch that some point of the schedule cannot split over the ranks.
+    """Yield a batch of the schedule that does not split over the ranks.
 
     `config` has no `value_refusals` and `layout_refusals`.
     """
@@ -78,9 +77,8 @@ def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
     elif min(sizes) % per_pass == 0:
         fixes.append(f"--batch.multiple-of-windows {per_pass}")
     else:
-        fixes.append(
-            f"--batch.global-batch-tokens of multiples of {per_pass * training.seq_len:,} tokens"
-        )
+        unit = per_pass * training.seq_len
+        fixes.append(f"--batch.global-batch-tokens of multiples of {unit:,} tokens")
     larger, others = degree, tp * parallel.data_parallel_replicate_degree
     while larger * 2 <= world_size and training.seq_len >= 2 * larger * _WORTH_SPLITTING:
         larger *= 2

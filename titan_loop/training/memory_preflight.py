@@ -1,8 +1,4 @@
-"""A lower bound of the memory that a run needs: weights, moments and the recorded states.
-
-    weights, gradients, moments ─┐
-    the objective's own weights ─┼─► at least so many bytes of a device
-    a state a recorded visit ────┘
+"""A lower bound of a run's memory: weights, gradients, moments and a state for a recorded visit.
 
 Recomputation keeps these states, too; without it a visit keeps many times as much. Peaks come from
 the rehearsal in `titan_loop/planning`.
@@ -37,7 +33,7 @@ def run_states(config: RunConfig, model: LoopDecoder.Config, ranks: int) -> Stat
 def memory_refusals(
     config: RunConfig, model: LoopDecoder.Config, ranks: int, device_bytes: float
 ) -> Iterator[Refusal]:
-    """Yield that a step at the largest R cannot fit a device; arguments have no other refusals."""
+    """Yield a refusal if a step at the largest R cannot fit a device; `config` has no other."""
     if config.training.enable_cpu_offload:
         return
     training, parallel = config.training, config.parallelism
@@ -59,11 +55,10 @@ def memory_refusals(
     total = sum(needed.values())
     if total > device_bytes:
         listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items() if size)
-        yield Refusal(
-            "recurrence.steps",
+        problem = (
             f"recurrence.steps={str(config.recurrence.steps)!r}: a training step of R = {steps} "
             f"needs at least {total / 2**30:.1f} GiB of a device, {device_bytes / 2**30:.1f} are "
-            f"usable ({listed})",
-            "use more GPUs, fewer steps, recurrence.backward_steps or a smaller "
-            "training.local_batch_size",
+            f"usable ({listed})"
         )
+        fix = "use more GPUs, fewer steps, recurrence.backward_steps or a smaller "
+        yield Refusal("recurrence.steps", problem, fix + "training.local_batch_size")

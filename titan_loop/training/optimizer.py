@@ -27,12 +27,10 @@ from titan_loop.training.weight_average import WeightAverage, WeightAverageConfi
 
 @dataclass(kw_only=True, slots=True)
 class AdamWConfig:
-    """AdamW for the whole model.
+    """AdamW for the whole model; weight decay applies to matrices, embedding and head included.
 
-    Weight decay applies to matrices, embedding and head included; see
-    `titan_loop/models/parameter_groups.py`.
-
-    Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 1 (values); the exclusions are ours.
+    Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 1 (values); vectors without decay are
+    our choice, see `titan_loop/models/parameter_groups.py`.
     """
 
     weight_decay: float = 0.1
@@ -63,23 +61,23 @@ class AdamWConfig:
 
     def refusals(self) -> Iterator[Refusal]:
         """Yield values out of range."""
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                yield _refusal(
-                    "adamw", self, name, "must be at least 0 and below 1", "AdamW decays by it"
-                )
-        if not 0 <= self.weight_decay < math.inf:
-            yield _refusal("adamw", self, "weight_decay", "must be 0 or more")
-        if not 0 < self.eps < math.inf:
-            yield _refusal("adamw", self, "eps", "must be above 0", "1e-8 is usual")
+        share = "must be at least 0 and below 1; AdamW decays by it"
+        yield from Refusal.unless(
+            "adamw",
+            self,
+            ("beta1", 0 <= self.beta1 < 1, share),
+            ("beta2", 0 <= self.beta2 < 1, share),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "must be 0 or more"),
+            ("eps", 0 < self.eps < math.inf, "must be above 0; 1e-8 is usual"),
+        )
 
 
 @dataclass(kw_only=True, slots=True)
 class MuonConfig:
     """Muon for the matrices of the layers; see `titan_loop/distributed/muon.py`.
 
-    The default scale lets Muon take the rate and decay of AdamW. With `original`, rates are an
-    order of magnitude larger: set `rate_factor`.
+    With the default scale Muon takes AdamW's rate and decay. With `original`, rates are an order of
+    magnitude larger: set `rate_factor`.
     """
 
     weight_decay: float = 0.1
@@ -129,23 +127,24 @@ class MuonConfig:
 
     def refusals(self) -> Iterator[Refusal]:
         """Yield values out of range."""
-        if not 0 <= self.momentum < 1:
-            yield _refusal("muon", self, "momentum", "must be at least 0 and below 1")
-        if not 0 <= self.weight_decay < math.inf:
-            yield _refusal("muon", self, "weight_decay", "must be 0 or more")
-        if not 1 <= self.iterations < 100:
-            yield _refusal("muon", self, "iterations", "must be from 1 to 99", "5 is usual")
-        if not 0 < self.rate_factor < math.inf:
-            yield _refusal("muon", self, "rate_factor", "must be above 0")
+        yield from Refusal.unless(
+            "muon",
+            self,
+            ("momentum", 0 <= self.momentum < 1, "must be at least 0 and below 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "must be 0 or more"),
+            ("iterations", 1 <= self.iterations < 100, "must be from 1 to 99; 5 is usual"),
+            ("rate_factor", 0 < self.rate_factor < math.inf, "must be above 0"),
+        )
         for name in ("scale", "dtype"):
             known = get_args(get_type_hints(type(self))[name])
-            if getattr(self, name) not in known:
-                yield _refusal("muon", self, name, "is unknown", f"use {' or '.join(known)}")
+            if (value := getattr(self, name)) not in known:
+                fix = f"use {' or '.join(known)}"
+                yield Refusal.of(f"muon.{name}", value, "is unknown", fix)
 
 
 @dataclass(kw_only=True, slots=True)
 class GroupSettings(ParamGroupConfig):
-    """torchtitan's config of a group, whose pattern is filled in last, with its rate."""
+    """torchtitan's config of a group, whose pattern is filled in last, with its rate factor."""
 
     rate_factor: float
 
@@ -182,7 +181,7 @@ class LoopOptimizers(OptimizersContainer):
         ] = field(default_factory=dict)
 
         def settings(self, group: ParameterGroup) -> GroupSettings:
-            """Return optimiser and settings of a group."""
+            """Return the optimiser and settings of a group."""
             chosen = self.muon if self.name == "muon" and group.is_hidden_matrix else self.adamw
             return chosen.settings(group)
 
@@ -190,12 +189,13 @@ class LoopOptimizers(OptimizersContainer):
             """Yield an unknown name."""
             known = get_args(OptimizerName)
             if self.name not in known:
-                yield _refusal("optimizer", self, "name", "is unknown", f"use {' or '.join(known)}")
+                fix = f"use {' or '.join(known)}"
+                yield Refusal.of("optimizer.name", self.name, "is unknown", fix)
 
         def setting_refusals(
             self, *, trainable: Trainable, training: TrainingConfig, parallelism: ParallelismConfig
         ) -> Iterator[Refusal]:
-            """Yield settings that Muon cannot be combined with."""
+            """Yield settings that do not work with Muon."""
             if self.name != "muon":
                 return
             offload, backend = training.enable_cpu_offload, parallelism.spmd_backend
@@ -210,11 +210,9 @@ class LoopOptimizers(OptimizersContainer):
                     "leave it False, or use adamw",
                 )
             if backend != "partial_dtensor":
-                problem = (
-                    f"optimizer.name=muon does not support parallelism.spmd_backend={backend} yet"
-                )
+                problem = f"optimizer.name=muon does not support parallelism.spmd_backend={backend}"
                 fix = "use partial_dtensor, or adamw"
-                yield Refusal("parallelism.spmd_backend", problem, fix)
+                yield Refusal("parallelism.spmd_backend", f"{problem} yet", fix)
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         found: list[tuple[GroupSettings, list[str]]] = []
@@ -258,12 +256,12 @@ class LoopOptimizers(OptimizersContainer):
         return OptimizersContainer._resolve_optimizer_factory(name)
 
     def apply_settings(self) -> None:
-        """Let this start's config decide: a loaded checkpoint brought its own decay and betas."""
+        """Restore this start's decay and betas, which loading a checkpoint has overwritten."""
         for group, settings in self._groups():
             group.update(settings.optimizer_kwargs)
 
     def restart(self) -> None:
-        """Set all moments and step counts to zero, as an optimiser begins."""
+        """Set all moments and step counts to zero."""
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
                 for value in state.values():
@@ -276,7 +274,7 @@ class LoopOptimizers(OptimizersContainer):
             group["lr"] = learning_rate * settings.rate_factor
 
     def own_rates(self, learning_rate: float) -> dict[str, float]:
-        """Return the rates that differ from the scheduled one, as `lr/OPTIMIZER_xFACTOR`."""
+        """Return rates that differ from the scheduled one, as `lr/OPTIMIZER_xFACTOR`."""
         settings = [settings for _, settings in self._groups() if settings.rate_factor != 1]
         return {
             f"lr/{own.optimizer_name.lower()}_x{own.rate_factor:g}": learning_rate * own.rate_factor
@@ -284,17 +282,17 @@ class LoopOptimizers(OptimizersContainer):
         }
 
     def update_average(self, *, step: int, tokens: int) -> None:
-        """Take the weights after a step into their average, if there is one."""
+        """Update the average of the weights, if there is one; skipped steps count, too."""
         if self._average is not None:
             self._average.update(step=step, tokens=tokens)
 
     def restart_average(self) -> None:
-        """Let the average, if there is one, start anew with the weights as they are."""
+        """Let the average, if there is one, start again from the current weights."""
         if self._average is not None:
             self._average.updates = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """As upstream's, with the average of the weights under "ema."."""
+        """Return upstream's state, with the average of the weights under "ema."."""
         self._start_unreached()
         state = super().state_dict()
         if self._average is not None:
@@ -302,7 +300,7 @@ class LoopOptimizers(OptimizersContainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from such a state."""
+        """Restore such a state."""
         super().load_state_dict(state_dict)
         if self._average is not None:
             self._average.load_state_dict(
@@ -317,7 +315,7 @@ class LoopOptimizers(OptimizersContainer):
         """Give parameters that no gradient has reached yet the state that they will start with.
 
         A truncated backward pass may leave out the embedding for a while; without a state it would
-        be missing where the checkpoint is loaded.
+        be missing from the checkpoint.
         """
         for optimizer in self.optimizers:
             known = next(((p, state) for p, state in optimizer.state.items() if state), None)
@@ -344,7 +342,3 @@ class LoopOptimizers(OptimizersContainer):
     def _log_optimizer(self, optimizer: Optimizer, part_idx: int, patterns: list[str]) -> None:
         first = [f"{group['param_names'][0]}, …" for group in optimizer.param_groups]
         super()._log_optimizer(optimizer, part_idx, first)
-
-
-def _refusal(section: str, config: Any, name: str, problem: str, fix: str = "") -> Refusal:
-    return Refusal.of(f"{section}.{name}", getattr(config, name), problem, fix)

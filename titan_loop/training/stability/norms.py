@@ -2,9 +2,9 @@
 
 A record has, besides `step` and `tokens`,
 
-    state_rms         rows of layers: the root mean square of the state after each layer; row 0 is
-                      of the layers outside the loop, row r of recurrent step r
-    state_gradient    the same for the norm of the loss's gradient with respect to that state
+    state_rms         root mean square of the state after each layer, a row for each recurrent step;
+                      row 0 is for the layers outside the loop
+    state_gradient    in the same rows, the norm of the loss's gradient with respect to that state
     weight, gradient, update
                       by layer or module: norms of the weights, of their gradient before clipping,
                       and of the step's change of them
@@ -37,8 +37,8 @@ from titan_loop.training.verdict import StepVerdict
 logger = logging.getLogger(__name__)
 
 GROWTH = 10.0
-"""A layer's state that is so many times larger in the last recurrent step than in the first is
-warned of. With a norm after every step the ratio is near 1; without one it grows with R."""
+"""Growth of a layer's state from the first recurrent step to the last that causes a warning. With a
+norm after every step the ratio is near 1; without one it grows with R."""
 
 
 class NormsLog(Callback):
@@ -46,7 +46,7 @@ class NormsLog(Callback):
 
     Args:
         states: Collects the norms of states, at these steps at least.
-        window_elements: Elements of one window's state, L x D.
+        window_elements: Number of elements of one window's state, L x D.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class NormsLog(Callback):
             self._weights.finish()
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
-        """Write the record of a measured step, which waits for the device."""
+        """Write the record of a measured step; waits for the device."""
         if self._weights is None:
             return
         record = norms_record(
@@ -95,9 +95,7 @@ def norms_record(
     """Return the record of one step; waits for the device.
 
     Args:
-        tokens: Global tokens consumed after it.
-        recurrent_steps: R of the step; later rows are left out.
-        sums: `StateNorms.sums`.
+        sums: `StateNorms.sums`; rows after `recurrent_steps` are left out.
         elements: Elements of one state of the global batch.
         of: Norms of the weights, finished.
     """
@@ -125,10 +123,10 @@ def norms_line(record: Mapping[str, Any]) -> str:
 
 
 def growth_warning(rms: Sequence[Sequence[float]]) -> str | None:
-    """Return one line if a record's `state_rms` grows with depth more than `GROWTH`, else None."""
-    first, last = rms[OUTSIDE + 1], rms[-1]
+    """Return a warning if a record's `state_rms` grows with depth more than `GROWTH`, else None."""
     if len(rms) < 3:
         return None
+    first, last = rms[OUTSIDE + 1], rms[-1]
     ratios = [b / a if a > 0 else math.nan for a, b in zip(first, last, strict=True)]
     layer = max(range(len(ratios)), key=lambda i: -1.0 if math.isnan(ratios[i]) else ratios[i])
     if not ratios[layer] > GROWTH:
@@ -141,7 +139,7 @@ def growth_warning(rms: Sequence[Sequence[float]]) -> str | None:
 
 
 def part_name(part: str) -> str:
-    """Return the name of a part of the model in a sentence."""
+    """Return a part of the model as a sentence names it."""
     return f"layer {part}" if part.isdecimal() else part
 
 

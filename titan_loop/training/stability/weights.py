@@ -9,7 +9,7 @@ from torch.nn.utils import get_total_norm
 class WeightNorms:
     """Norms by part of the model: "0", "1", … for layers, or the name of another module.
 
-    Made between the backward pass and clipping, then `finish`ed after the update: meanwhile it
+    Create it between the backward pass and clipping, and `finish` it after the update: meanwhile it
     holds one more copy of this rank's weights. Collective; the values stay on the device.
 
     Attributes:
@@ -31,14 +31,14 @@ class WeightNorms:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Measure the update, and let go of the copies."""
+        """Measure the update and drop the copies."""
         for name, part in self._parts.items():
             old = self._before.pop(name)
             self.update[name] = _norm([p - q for p, q in zip(part, old, strict=True)])
 
 
 def parts_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters that train, by layer number or by the module that they stand in."""
+    """Return the trainable parameters by layer number or top-level module."""
     parts: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
