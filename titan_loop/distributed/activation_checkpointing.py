@@ -103,12 +103,10 @@ def check_recomputation(
     *,
     draws: bool = False,
 ) -> None:
-    """Refuse a policy where tensor parallelism splits states to be offloaded, or draws would
-    differ.
-    """
+    """Refuse a policy whose states are split, or whose recomputation would draw other numbers."""
     if draws and config is not None and not config.preserve_rng_state:
-        problem = "activation_checkpoint.preserve_rng_state=False recomputes other dropout masks"
-        raise UserError(f"{problem}; leave it True")
+        problem = "preserve_rng_state=False recomputes with other dropout masks; leave it True"
+        raise UserError(f"activation_checkpoint.{problem}")
     degree = parallelism.tensor_parallel_degree
     if isinstance(config, FullOffloadAC.Config) and degree > 1:
         problem = f"parallelism.tensor_parallel_degree={degree} splits the states that "

@@ -86,7 +86,7 @@ class SharedWindowAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """The wrapper takes over the kernel's placements, since heads are split before the gather."""
+        """The wrapper has the placements: heads are split before the gather."""
 
         kernel: Module.Config
 

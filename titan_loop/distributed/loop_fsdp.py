@@ -69,8 +69,7 @@ class FSDPConfig:
         compute_bytes: int,
         device_bytes: float,
     ) -> tuple["FSDPConfig", str]:
-        """Return this config with `auto` decided, and the reason; training and `plan` both ask
-        here.
+        """Return this config with `auto` decided, and the reason, for training and `plan`.
 
         Args:
             compute_bytes: Bytes of a parameter in the forward pass.

@@ -43,9 +43,7 @@ RankTable = tuple[tuple[int, ...], ...]
 
 
 class Matrix(NamedTuple):
-    """A parameter of two dimensions, or matrix `number` of a stack, of which this rank has those
-    `held`.
-    """
+    """A matrix, or the `number`-th of a stack, of which this rank has those `held`."""
 
     parameter: Tensor
     number: int
@@ -124,9 +122,7 @@ class Muon(torch.optim.Muon):
 def orthogonalise(
     matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float
 ) -> Tensor:
-    """Return NS of a (rows, columns) matrix in its dtype; `eps` is the smallest norm that is
-    divided by.
-    """
+    """Return NS of a (rows, columns) matrix in its dtype, divided by a norm of at least `eps`."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -219,7 +215,12 @@ class MatrixOwners:
             elements = sum(region.size for region in regions)
             assert elements == math.prod(shape), f"ranks hold {elements} of {shape}"
             assert regions[self._rank].size == matrix.part(matrix.parameter).numel()
-        self._owned = _owned(self._shapes, size)
+        # The iteration's products in units of 2·steps FLOPs.
+        sides = [sorted(shape) for shape in self._shapes]
+        owners = pack([short * short * (2 * long + short) for short, long in sides], size)
+        self._owned = [
+            [i for i, owner in enumerate(owners) if owner == rank] for rank in range(size)
+        ]
 
     def transform(
         self,
@@ -322,17 +323,6 @@ def pack(costs: Sequence[float], bins: int) -> list[int]:
         chosen[index] = min(range(bins), key=lambda number: filled[number])
         filled[chosen[index]] += costs[index]
     return chosen
-
-
-def _owned(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[list[int]]:
-    owners = pack([_cost(shape) for shape in shapes], ranks)
-    return [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
-
-
-def _cost(shape: tuple[int, ...]) -> float:
-    """Return the iteration's products in units of 2·steps FLOPs."""
-    short, long = sorted(shape)
-    return short * short * (2 * long + short)
 
 
 def _update_scale(shape: torch.Size, rule: str) -> float:

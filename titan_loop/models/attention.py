@@ -39,11 +39,7 @@ def document_mask(
         prefix_BL: (B, L) bool of whole windows, True in a document's prefix; None for no
             prefixes.
     """
-    if share is None:
-        whole_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
-        share = WindowShare(whole_L, whole_L)
-    document_BL = (positions_BL == 0).cumsum(dim=1)
-    query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)
+    share, query_document_BL, key_document_BL = _documents(positions_BL, share)
     same_document = query_document_BL.unsqueeze(2) == key_document_BL.unsqueeze(1)
     allowed = share.queries_L.unsqueeze(1) >= share.keys_L
     if prefix_BL is not None:
@@ -59,12 +55,7 @@ def document_block_mask(
     prefix_BL: Tensor | None = None,
 ) -> BlockMask:
     """Return Flex's form of `document_mask`; `block_size` is the kernel's."""
-    if share is None:
-        whole_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
-        share = WindowShare(whole_L, whole_L)
-    document_BL = (positions_BL == 0).cumsum(dim=1)
-    query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)
-    queries_L, keys_L = share
+    (queries_L, keys_L), query_document_BL, key_document_BL = _documents(positions_BL, share)
 
     def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = query_document_BL[b, query] == key_document_BL[b, key]
@@ -82,6 +73,17 @@ def document_block_mask(
         device=positions_BL.device,
         BLOCK_SIZE=block_size,
     )
+
+
+def _documents(
+    positions_BL: Tensor, share: WindowShare | None
+) -> tuple[WindowShare, Tensor, Tensor]:
+    """Return the share, and the documents of its queries and of its keys, numbered in a window."""
+    if share is None:
+        whole_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
+        share = WindowShare(whole_L, whole_L)
+    document_BL = (positions_BL == 0).cumsum(dim=1)
+    return share, document_BL[:, share.queries_L], document_BL[:, share.keys_L]
 
 
 class DocumentAttention(Module):
@@ -119,9 +121,8 @@ class DocumentAttention(Module):
             raise ValueError(f"{queries} queries and {keys} keys need an explicit mask")
         if scores_BNLS is not None:
             if attention_masks is None:
-                attention_masks = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool).tril(
-                    keys - queries
-                )
+                whole = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool)
+                attention_masks = whole.tril(keys - queries)
             factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
             return _attend_with_scores(q_BLNH, k_BLNH, v_BLNH, scores_BNLS, attention_masks, factor)
         out_BNLH = F.scaled_dot_product_attention(
@@ -172,24 +173,16 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
             then SDPA.
     """
     if backend not in ATTENTION_BACKENDS:
-        raise UserError(
-            f"model.attention={backend} is not an attention backend"
-            f"{nearest(backend, ATTENTION_BACKENDS)}"
-        )
+        known = nearest(backend, ATTENTION_BACKENDS)
+        raise UserError(f"model.attention={backend} is not an attention backend{known}")
     on_cuda = compat.device_type() == "cuda"
     if backend == "auto":
         backend = "flex" if on_cuda and not scores else "sdpa"
     if backend != "sdpa" and not on_cuda:
-        raise UserError(
-            f"model.attention={backend} needs CUDA, which is not there; use sdpa or auto"
-        )
-    match backend:
-        case "flex":
-            return FlexAttention.Config()
-        case "varlen":
-            return VarlenAttention.Config()
-        case _:
-            return DocumentAttention.Config()
+        problem = f"model.attention={backend} needs CUDA, which is not there"
+        raise UserError(f"{problem}; use sdpa or auto")
+    kernels = {"flex": FlexAttention, "varlen": VarlenAttention, "sdpa": DocumentAttention}
+    return kernels[backend].Config()
 
 
 class LoopAttention(GQAttention):

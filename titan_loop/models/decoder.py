@@ -117,17 +117,14 @@ class LoopDecoder(Decoder):
         ) -> None:
             """Raise `UserError` for a degree that this architecture cannot be spread by."""
             if expert_parallel != 1:
-                raise UserError(
-                    f"parallelism.expert_parallel_degree={expert_parallel}: "
-                    f"model.family={self.family} has no experts; leave it at 1"
-                )
+                problem = f"model.family={self.family} has no experts; leave it at 1"
+                raise UserError(f"parallelism.expert_parallel_degree={expert_parallel}: {problem}")
             degrees = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
             for name, degree in degrees.items():
                 if degree > 1 and isinstance(self.positions, RelativePositions.Config):
-                    raise UserError(
-                        f"parallelism.{name}_degree={degree} does not work with "
-                        f"model.positions={self.positions.kind}; leave it at 1"
-                    )
+                    field = f"parallelism.{name}_degree={degree}"
+                    kind = f"model.positions={self.positions.kind}"
+                    raise UserError(f"{field} does not work with {kind}; leave it at 1")
 
         def architecture(self) -> dict[str, Any]:
             """Return the family's name and every option that changes the model's output.
@@ -232,21 +229,13 @@ class LoopDecoder(Decoder):
         """
         prefix = None if columns is None else columns.get(PREFIX)
         mask_wanted = cache is None and (positions is not None or self._needs_mask())
-        if attention_masks is None and (mask_wanted or prefix is not None):
-            attention_masks = self.get_attention_masks(
-                _count_positions(tokens) if positions is None else positions, prefix=prefix
-            )
         if positions is None:
-            positions = _count_positions(tokens)
-        return LoopContext(
-            positions_BL=positions,
-            shared_positions=self.positions.shared(
-                positions, positions if key_positions is None else key_positions
-            ),
-            attention_mask=attention_masks,
-            cache=cache,
-            columns=columns,
-        )
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        if attention_masks is None and (mask_wanted or prefix is not None):
+            attention_masks = self.get_attention_masks(positions, prefix=prefix)
+        keys = positions if key_positions is None else key_positions
+        shared = self.positions.shared(positions, keys)
+        return LoopContext(positions, shared, attention_masks, cache, columns)
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
         """Return the carry of step 1: the embedding, or it and a state with input injection."""
@@ -422,7 +411,3 @@ class LoopDecoder(Decoder):
     def _needs_mask(self) -> bool:
         kernel = self.config.layers[0].attention.inner_attention
         return isinstance(kernel, FlexAttention.Config | VarlenAttention.Config)
-
-
-def _count_positions(tokens: Tensor) -> Tensor:
-    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)

@@ -4,9 +4,9 @@
     h_r     = step(carry_r) = norm(layers(input(carry_r)))
     carry_{r+1} = advance(carry_r, h_r)
 
-The *carry* is the starting point of a step: the bare state for Ouro, state and embedding with input
-injection, a running sum of decoded embeddings, discrete factors. The decoder defines it in its
-methods `start`, `input` and `advance`; the recurrence and the engine only pass it on.
+The *carry* is the starting point of a step: the state alone in Ouro, state and embedding with input
+injection. The decoder defines it in `start`, `input` and `advance`; recurrence and engine only pass
+it on.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +20,7 @@ from torchtitan.protocols.module import Module
 from titan_loop.models.context import LoopContext
 
 Carry: TypeAlias = Any
-"""A pytree of tensors (B, L, …), of any dtypes: each token has its own part, so that the engine can
-keep, drop and append rows and tokens."""
+"""A pytree of tensors (B, L, …): the engine can keep, drop and append rows and tokens."""
 
 Part: TypeAlias = Callable[..., Any]
 """A part of the forward pass that is recomputed as a whole, such as (carry_r, r, context) → h_r."""
@@ -49,8 +48,6 @@ class Recurrence(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Reach of the backward pass."""
-
         backward_steps: int | None = None
 
     def __init__(self, config: Config) -> None:
@@ -60,7 +57,7 @@ class Recurrence(Module):
         self._wrap: Callable[[Part], Part] | None = None
 
     def wrap_steps(self, wrap: Callable[[Part], Part]) -> None:
-        """Run `wrap(step)` in place of every step, for example to recompute it when needed."""
+        """Run `wrap(step)` in place of every step, for example to recompute it."""
         self._wrap = wrap
 
     def wrapped(self, part: Part) -> Part:
@@ -72,12 +69,9 @@ class Recurrence(Module):
     ) -> Iterator[Tensor]:
         """Yield the state after each of the steps 1 … R.
 
-        With `backward_steps` = k the steps before the last k, and the advances between them, run
-        without recording anything for the backward pass, which treats their results as constants.
-        Parts of a carry that come unchanged from the start keep their gradient.
-
-        Args:
-            recurrent_steps: R.
+        Steps before the last `backward_steps`, and the advances between them, record nothing for
+        the backward pass: their results are constants. Parts of a carry that come unchanged from
+        the start keep their gradient.
         """
         self.recurrent_steps = recurrent_steps
         run_step: Callable[..., Tensor] = self.wrapped(model.step)

@@ -19,6 +19,7 @@ from torchtitan.config import CompileConfig
 from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import Collect, LoopOutput
+from titan_loop.models.readout import LMHead
 from titan_loop.objectives.exit_distribution import (
     exit_entropy_nats,
     exit_pmf,
@@ -27,7 +28,6 @@ from titan_loop.objectives.exit_distribution import (
 )
 from titan_loop.objectives.streamed_loss import (
     LossBatch,
-    StreamedHead,
     StreamedLoss,
     exit_metrics,
     stack_exit_logits,
@@ -50,7 +50,7 @@ class ExpectedLoss(NamedTuple):
 
 
 def expected_loss(
-    head: StreamedHead,
+    head: LMHead,
     hidden_RBLD: Sequence[Tensor],
     exit_logit_RBL: Tensor,
     labels_BL: Tensor,
@@ -168,7 +168,7 @@ class ExpectedExitLoss(StreamedLoss):
         return collapse_warning(metrics)
 
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch."""
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens

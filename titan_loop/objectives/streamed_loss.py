@@ -10,7 +10,7 @@ Shape suffixes: R recurrent steps, B batch, L sequence, D width.
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import spmd_types as spmd
 import torch
@@ -25,24 +25,9 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.initialisation import local_part
 from titan_loop.models.output import Collect, LoopOutput
+from titan_loop.models.readout import LMHead
 from titan_loop.objectives.exit_distribution import exit_entropy_nats, exit_pmf, mean_exit_step
 from titan_loop.ranks import warn_together
-
-
-class StreamedHead(Protocol):
-    """The readout as objectives use it; `titan_loop.models.readout.LMHead` implements it."""
-
-    def __call__(
-        self,
-        input: Sequence[Tensor],
-        *,
-        labels_BL: Tensor,
-        weight_RBL: Tensor,
-        z_loss: float = 0.0,
-        rows_T: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return Σ weight · (CE + ζ z²), differentiable, and CE per step and token, detached."""
-        ...
 
 
 class LossBatch(NamedTuple):
@@ -87,7 +72,7 @@ class StreamedLoss(ChunkedLossWrapper):
         labels_every_step: ClassVar[bool] = False
         """Whether steps have labels of their own, so that R must reach the deepest example."""
 
-        # Fields of the base class without a meaning here: not settable, so nobody relies on them.
+        # Meaningless fields of the base class: not settable, so they cannot be ignored silently.
         num_chunks: int = field(default=1, init=False)
         loss_fn: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config, init=False)
 
@@ -96,7 +81,7 @@ class StreamedLoss(ChunkedLossWrapper):
             return "all"
 
         def aux(self) -> Mapping[str, str]:
-            """Return the entries of `LoopOutput.aux` that it needs: name → the setting that asks."""
+            """Return the entries of `LoopOutput.aux` that it needs: name → setting."""
             return {}
 
         def refusals(
@@ -159,7 +144,7 @@ class StreamedLoss(ChunkedLossWrapper):
         metrics and gradients are 0.
         """
         readout = self.lm_head
-        assert readout is not None, "set_lm_head was not called"
+        assert isinstance(readout, LMHead), "set_lm_head was not called"
         valid_tokens = 1.0 if global_valid_tokens is None else global_valid_tokens
         type_checking = spmd.is_type_checking()
         # As upstream: the checker cannot follow a sum over tokens divided by a replicated scalar.
@@ -175,7 +160,7 @@ class StreamedLoss(ChunkedLossWrapper):
 
     @abstractmethod
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the scalar loss, at least fp32, and its metrics.
 

@@ -26,7 +26,7 @@ from titan_loop.models.units import UnitSize
 from titan_loop.planning.cluster import Cluster
 from titan_loop.recipes.preflight import carry_refusals, repetition_refusals
 from titan_loop.recipes.recipe import Recipe
-from titan_loop.training.batch_schedule import batch_sizes, plan_steps
+from titan_loop.training.batch_schedule import batch_sizes, planned
 from titan_loop.training.chosen_model import are_prepared, stage_architecture
 from titan_loop.training.depth_schedule import depths_over, most_recurrent_steps
 from titan_loop.training.flop_budget import mean_flops
@@ -240,5 +240,5 @@ def _layout_refusals(
 
 
 def _steps(config: LoopTrainer.Config) -> int:
-    steps = plan_steps(config.batch, config.total_tokens, config.training.seq_len)
+    steps = planned(config.batch, config.total_tokens, config.training.seq_len)[1]
     return min(steps, config.training.steps) if config.training.steps else steps

@@ -92,24 +92,13 @@ def batch_sizes(config: BatchConfig, seq_len: int, total_tokens: int) -> set[int
     return sizes
 
 
-def plan_steps(
+def planned(
     config: BatchConfig, total_tokens: int, seq_len: int, *, tokens: int = 0, steps: int = 0
-) -> int:
-    """Return the training step at which `total_tokens` global tokens are consumed or passed.
+) -> tuple[int, int]:
+    """Return the global tokens and training steps when `total_tokens` are consumed or passed.
 
     The first `steps` training steps have consumed `tokens` global tokens.
     """
-    return _walk(config, total_tokens, seq_len, tokens, steps)[1]
-
-
-def planned_tokens(config: BatchConfig, total_tokens: int, seq_len: int) -> int:
-    """Return the global tokens of all steps until `total_tokens` are consumed or passed."""
-    return _walk(config, total_tokens, seq_len, 0, 0)[0]
-
-
-def _walk(
-    config: BatchConfig, total_tokens: int, seq_len: int, tokens: int, steps: int
-) -> tuple[int, int]:
     schedule, multiple = config.global_batch_tokens, config.multiple(seq_len)
     while tokens < total_tokens:
         batch_tokens = _round_down(schedule(tokens), seq_len, multiple) * seq_len

@@ -4,7 +4,7 @@
     ─► a step: plan, on_phase, before_forward, after_forward, on_gradients, judge, on_update
     ─► on_verdict ─► record ─► on_step_end ─► may_save ─► state_dict ─► … ─► on_train_end ─► close
 
-A run has the callbacks that its config switches on (`built_in.py`), then the recipe's and those of
+A run has the callbacks that its config switches on (`built_in.py`), the recipe's, and others from
 `run_training`. They see the run through `TrainingState`.
 """
 

@@ -41,8 +41,7 @@ from titan_loop.training.batch_schedule import (
     BatchConfig,
     batch_sizes,
     global_batch_windows,
-    plan_steps,
-    planned_tokens,
+    planned,
 )
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig, recurrent_steps_at
@@ -56,11 +55,10 @@ from titan_loop.training.weight_average import WeightAverageConfig
 
 DEFAULT_SEED = 0
 OBJECTIVE_SCHEDULES = ("entropy_weight",)
-"""Fields of a run that are schedules for its objective, which names those it wants; an objective
-may have schedules of its own among the fields of its config."""
+"""Fields of a run that are schedules for its objective, beside fields of the objective's config."""
 
 CLASSES = "classes"
-"""Entry of `config.json` with the names of classes, by field, where there are several to choose."""
+"""Entry of `config.json` with class names, by field, where there are several to choose."""
 
 TASK_FIELD = "dataloader.task"
 """Entry of `CLASSES` with the name of a generated task."""
@@ -70,7 +68,7 @@ CHOSEN: Mapping[str, tuple[type[Configurable], str | None]] = {
     "loss": (StreamedLoss, "titan_loop.objectives"),
     "activation_checkpoint": (ActivationCheckpointing, None),
 }
-"""Other entries of `CLASSES`: the base class, and the package whose modules have our own."""
+"""Other entries of `CLASSES`: the base class, and the package with our own."""
 
 DERIVED = ("model_spec", "lr_scheduler", "optimizer.adamw", "optimizer.muon", "optimizer.ema")
 """Fields that `resolve` fills in from others."""
@@ -82,7 +80,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions 
 class NoTokenizer(BaseTokenizer.Config):
     """Takes the place of torchtitan's tokenizer: training reads prepared token ids."""
 
-    def build(self, **unused: Any) -> None:
+    def build(self, **unused: Any) -> Any:
         """Build nothing."""
 
 
@@ -93,7 +91,7 @@ class TokenLearningRate(LRSchedulersContainer.Config):
     warmup_steps: int = 0
     schedule: Schedule = field(default_factory=lambda: Schedule.constant(3e-4))
 
-    def build(self, **unused: Any) -> None:
+    def build(self, **unused: Any) -> Any:
         """Build nothing: a scheduler would add its own entries to the optimisers' state."""
 
 
@@ -234,8 +232,7 @@ class RunConfig(Trainer.Config):
         Args:
             step: Number of the step, from 1.
             tokens: Global tokens consumed before it.
-            deepest: Returns the steps that the deepest of so many windows, the next ones, needs;
-                asked where R follows from the data.
+            deepest: Returns the steps that the deepest of so many next windows needs.
         """
         recurrence = self.recurrence
         windows = global_batch_windows(self.batch, tokens, self.training.seq_len)
@@ -254,15 +251,15 @@ class RunConfig(Trainer.Config):
         )
 
     def last_step(self, *, tokens: int, steps: int) -> int:
-        """Return the training step at which a run ends that has got so far."""
+        """Return the last training step of a run that has consumed `tokens` in `steps`."""
         seq_len, limit = self.training.seq_len, self.training.steps
-        planned = plan_steps(self.batch, self.total_tokens, seq_len, tokens=tokens, steps=steps)
-        return min(planned, limit) if limit else planned
+        _, last = planned(self.batch, self.total_tokens, seq_len, tokens=tokens, steps=steps)
+        return min(last, limit) if limit else last
 
     def windows_of_the_run(self) -> int:
         """Return the number of windows the run consumes; at most, if `steps` cuts a ramp."""
         seq_len, limit = self.training.seq_len, self.training.steps
-        windows = planned_tokens(self.batch, self.total_tokens, seq_len) // seq_len
+        windows = planned(self.batch, self.total_tokens, seq_len)[0] // seq_len
         if limit:
             largest = max(batch_sizes(self.batch, seq_len, self.total_tokens))
             windows = min(windows, limit * largest)
@@ -275,11 +272,7 @@ class RunConfig(Trainer.Config):
         return self.windows_of_the_run() + self.stability.most_jumped_steps * largest
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as JSON values that are the same in every process.
-
-        A callback is its class's name and the fields of its dataclass. Functions and other
-        objects are their representation, without the address in memory.
-        """
+        """Return the config as JSON values that are the same in every process."""
         record = Trainer.Config.to_dict(self)
         task = self.dataloader.generated_task()
         record[CLASSES] = {name: _class_name(getattr(self, name)) for name in CHOSEN}

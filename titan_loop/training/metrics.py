@@ -255,7 +255,7 @@ def global_means(
 def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float | None:
     """Return a device's peak in FLOP/s, None if it is not known.
 
-    The bf16 peak is torchtitan's. The fp32 peak is that of `DEVICES` under the same name and bf16
+    The bf16 peak is torchtitan's. The fp32 peak is from `DEVICES`, under the same name and bf16
     peak.
     """
     peak = titan_utils.get_peak_flops(device_name)

@@ -36,7 +36,6 @@ class ResolvedRun:
 
     config: RunConfig
     model: LoopDecoder.Config
-    world_size: int
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def resolve(
         config.optimizer, adamw=config.adamw, muon=config.muon, ema=config.ema
     )
     config.lr_scheduler = TokenLearningRate(schedule=config.learning_rate)
-    return ResolvedRun(config=config, model=model, world_size=world_size)
+    return ResolvedRun(config=config, model=model)
 
 
 def _sha256(record: dict[str, Any]) -> str:

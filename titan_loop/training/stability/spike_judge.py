@@ -8,7 +8,6 @@
 Gradient norms vary by factors, so their logarithm is judged.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -175,12 +174,10 @@ def where_it_began(places: Tensor, looped: range) -> Place | None:
         *((row, layer) for row in range(1, rows) for layer in looped),
         *((OUTSIDE, layer) for layer in range(looped.stop, layers)),
     ]
-    kinds: Sequence[tuple[str, Any, Any, Any]] = (
-        ("state", visits, state_score, state_ratio),
-        ("gradient", visits[::-1], gradient_score, gradient_ratio),
-    )
-    for kind, order, score, ratio in kinds:
-        for step, layer in order:
-            if score[step][layer] > STANDS_OUT:
-                return Place(kind, step, layer, ratio[step][layer])
+    for step, layer in visits:
+        if state_score[step][layer] > STANDS_OUT:
+            return Place("state", step, layer, state_ratio[step][layer])
+    for step, layer in reversed(visits):
+        if gradient_score[step][layer] > STANDS_OUT:
+            return Place("gradient", step, layer, gradient_ratio[step][layer])
     return None
