@@ -71,9 +71,8 @@ class FSDPConfig:
     ) -> tuple["FSDPConfig", str]:
         """Return this config with `auto` decided, and the reason, for training and `plan`.
 
-        Args:
-            compute_bytes: Bytes of a parameter in the forward pass.
-            device_bytes: Memory of the smallest device, or a rank's share of the host's.
+        `compute_bytes` is the size of a parameter in the forward pass, `device_bytes` the memory of
+        the smallest device or a rank's share of the host's.
         """
         if self.policy != "auto":
             return self, "as set"

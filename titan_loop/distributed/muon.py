@@ -134,8 +134,6 @@ def orthogonalise(
 
 
 class _Region(NamedTuple):
-    """The part of a matrix that a rank holds."""
-
     top: int
     left: int
     rows: int
@@ -155,9 +153,7 @@ _NOTHING = _Region(0, 0, 0, 0)
 class Layout(NamedTuple):
     """Ranks that hold a matrix or a stack together, and the parts of each rank of a row.
 
-    Attributes:
-        regions: Part of every matrix that a rank holds.
-        held: Places in the stack of the matrices that a rank holds; 0 alone for a matrix.
+    `regions` are parts of every matrix; `held` are places in the stack, 0 alone for a matrix.
     """
 
     table: RankTable
@@ -188,7 +184,6 @@ def layout(matrix: Tensor) -> Layout:
 
 
 def _place(table: RankTable) -> int:
-    """Return this rank's place in its row."""
     if len(table[0]) == 1:
         return 0
     rank = dist.get_rank()
@@ -228,15 +223,10 @@ class MatrixOwners:
         function: Callable[[Matrix, Tensor], Tensor],
         dtype: torch.dtype,
     ) -> list[tuple[Matrix, Tensor]]:
-        """Apply a function of whole matrices to matrices in parts; collective.
+        """Apply a function of whole matrices to matrices in parts; return their parts; collective.
 
-        Args:
-            write: Fills this rank's part of each matrix that has a gradient.
-            function: Maps each such matrix that this rank owns, as a whole, to one of the same
-                shape.
-
-        Returns:
-            Each such matrix with this rank's part of the result.
+        `write` fills this rank's part of each matrix that has a gradient. `function` maps each
+        whole matrix that this rank owns to one of the same shape.
         """
         chosen = [
             [i for i in owned if self._matrices[i].parameter.grad is not None]

@@ -89,10 +89,8 @@ def _check_product(parallelism: ParallelismConfig, world_size: int) -> None:
         )
     experts, ranks = parallelism.expert_parallel_degree, world_size // replicate
     if experts < 1 or ranks % experts:
-        problem = (
-            f"parallelism.expert_parallel_degree={experts} must divide the {ranks} ranks of a "
-        )
-        raise UserError(f"{problem}replica; change the degree or the number of ranks")
+        problem = f"must divide the {ranks} ranks of a replica; change the degree or the number of"
+        raise UserError(f"parallelism.expert_parallel_degree={experts} {problem} ranks")
     if experts > 1 and (backend := parallelism.spmd_backend) != "partial_dtensor":
         problem = f"parallelism.expert_parallel_degree={experts} needs parallelism.spmd_backend="
         raise UserError(f"{problem}partial_dtensor, not {backend}")

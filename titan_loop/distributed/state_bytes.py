@@ -42,10 +42,8 @@ def state_bytes(
 ) -> StateBytes:
     """Return the bytes of one rank's share.
 
-    Args:
-        shards: Number of ranks that FSDP shards over; replicas of HSDP do not count.
-        tensor_parallel: Number of ranks that share a layer's matrices; their padding is not
-            counted.
+    FSDP shards over `shards` ranks, without replicas of HSDP. Padding by tensor parallelism is not
+    counted.
     """
     sizes, hidden_elements = _measured(config)
     parameters, gradients = (

@@ -26,10 +26,8 @@ class SlicedVocabulary(Vocabulary):
         ranks = dist.get_world_size(group)
         rows_per_rank = -(-rows // ranks)
         if rows_per_rank * (ranks - 1) >= rows:
-            problem = (
-                f"model.vocab_size={rows}: {ranks} tensor-parallel ranks leave one without a row"
-            )
-            raise UserError(f"{problem}; use fewer ranks")
+            problem = f"{ranks} tensor-parallel ranks leave one without a row; use fewer ranks"
+            raise UserError(f"model.vocab_size={rows}: {problem}")
         super().__init__(rows, start=rows_per_rank * dist.get_rank(group))
         self._rows_per_rank = rows_per_rank
         self._rows_here = min(rows_per_rank, rows - self.start)

@@ -30,14 +30,9 @@ def document_mask(
 ) -> Tensor:
     """Return the keys that each query may attend to, (B, 1, queries, keys) bool.
 
-    These are keys of the same document that are not later, or any if both are in its prefix. A
-    document starts wherever `positions_BL` is 0.
-
-    Args:
-        positions_BL: (B, L) positions of whole windows, restarting per document.
-        share: Queries of this rank, and keys in their order; None for all.
-        prefix_BL: (B, L) bool of whole windows, True in a document's prefix; None for no
-            prefixes.
+    These are keys of the same document that are not later, or any if both are in its prefix
+    (`prefix_BL`, bool). A document starts wherever `positions_BL` of whole windows is 0. `share`
+    has this rank's queries, and keys in their order; None for all.
     """
     share, query_document_BL, key_document_BL = _documents(positions_BL, share)
     same_document = query_document_BL.unsqueeze(2) == key_document_BL.unsqueeze(1)
@@ -78,7 +73,6 @@ def document_block_mask(
 def _documents(
     positions_BL: Tensor, share: WindowShare | None
 ) -> tuple[WindowShare, Tensor, Tensor]:
-    """Return the share, and the documents of its queries and of its keys, numbered in a window."""
     if share is None:
         whole_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
         share = WindowShare(whole_L, whole_L)
@@ -112,8 +106,7 @@ class DocumentAttention(Module):
         Args:
             k_BLNH: Rotated keys, (B, L_key, N_kv, H).
             attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention of as
-                many queries as keys, or of a single query that is the last token.
-            scale: Factor on the scores; None means 1/sqrt(H).
+                many queries as keys, or of the last token alone.
             scores_BNLS: Terms added to the products of queries and keys, before scaling.
         """
         queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
@@ -163,14 +156,9 @@ def _attend_with_scores(
 def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Config:
     """Return the config of the attention kernel called `backend`.
 
-    Flex and varlen are torchtitan's modules. Their masks and Flex's wiring are tested on CPU with
-    the uncompiled kernel; neither has been run on a GPU by this project yet.
-
-    Args:
-        backend: "sdpa" (any device), "flex" or "varlen" (CUDA), or "auto": Flex on CUDA, SDPA
-            elsewhere.
-        scores: Whether positions add to the scores, which only SDPA's module can; "auto" is
-            then SDPA.
+    "auto" is Flex on CUDA and SDPA elsewhere, or where positions add to the `scores`, which only
+    SDPA's module can. Flex and varlen are torchtitan's modules. Their masks and Flex's wiring are
+    tested on CPU with the uncompiled kernel; neither has been run on a GPU by this project yet.
     """
     if backend not in ATTENTION_BACKENDS:
         known = nearest(backend, ATTENTION_BACKENDS)
@@ -251,7 +239,6 @@ class LoopAttention(GQAttention):
     def _projected(
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, and the keys and values that they may attend to."""
         q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
         q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, rope_BLH=context.shared_positions)
         if context.cache is not None:

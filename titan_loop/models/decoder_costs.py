@@ -1,15 +1,42 @@
-"""Costs of a looped decoder, as part of its config: visits of layers and FLOPs."""
+"""Costs of a looped decoder, as part of its config: visits of layers and model FLOPs.
+
+Every layer counts R times, every readout once. The rest of the convention is torchtitan's: a
+multiply-add is two operations, the backward pass costs twice the forward pass, attention counts
+without causal sparsity, recomputation and element-wise work do not count.
+"""
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 from torchtitan.models.common.decoder import Decoder
 
 from titan_loop.models.exit_gate import ExitGate, Trainable
 from titan_loop.models.final_norm import NormPlacement
-from titan_loop.models.flops import Flops, LayerVisits
 from titan_loop.models.injection import AdditiveInjection
+
+
+class Flops(NamedTuple):
+    """Forward and backward FLOPs per token, by part; `decoding` is between two steps."""
+
+    matrices: float
+    attention: float
+    readouts: float
+    gate: float
+    decoding: float = 0
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return sum(self)
+
+
+class LayerVisits(NamedTuple):
+    """Number of layers that a micro-batch visits; a layer counts as often as it is visited."""
+
+    forward: float
+    backward: float
 
 
 @dataclass(kw_only=True, slots=True)

@@ -109,11 +109,9 @@ class Family:
     """One family of looped models.
 
     Attributes:
-        name: Its name on the command line and in checkpoints.
         decoder_config: Takes options, their shape and the longest window; returns the
             architecture.
-        exit_policies: Exit policies that its models support; None for all that work on a
-            recurrence over the stack.
+        exit_policies: None for all that work on a recurrence over the stack.
         runtime_options: Options that do not stand in the architecture record.
         data_options: Options that are taken from the data where they are left open.
     """

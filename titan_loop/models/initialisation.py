@@ -1,8 +1,7 @@
 """Random initial weights that do not depend on how the model is spread.
 
-Every rank draws the whole matrix from the same generator state and keeps its shard. On CPU, where
-no DTensor generator exists, drawing shards directly would give all ranks the same values. The price
-is one unsharded matrix at a time.
+Every rank draws the whole matrix from the same generator state and keeps its shard. On CPU, which
+has no DTensor generator, shards that are drawn directly would be the same on all ranks.
 """
 
 import torch

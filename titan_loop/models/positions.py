@@ -118,10 +118,8 @@ class LearnedPositions(Positions):
         def check_window(self, tokens: int) -> None:
             """Refuse a window that is longer than the table."""
             if tokens > self.table.num_embeddings:
-                problem = (
-                    f"model.learned_positions={self.table.num_embeddings} positions are fewer "
-                )
-                problem += f"than the {tokens} tokens of a window"
+                rows = f"model.learned_positions={self.table.num_embeddings}"
+                problem = f"{rows} positions are fewer than the {tokens} tokens of a window"
                 raise UserError(f"{problem}; shorten the window, or train a model with more")
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:

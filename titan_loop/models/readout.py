@@ -73,21 +73,21 @@ class LMHead(Linear):
         """Return logits for one hidden state, or the weighted loss for several steps' states.
 
         Args:
-            input: One (B, L, D) hidden state, or a tuple of R of them. Under tensor parallelism
-                replicated: a DTensor (`partial_dtensor`) or typed R (`spmd_types`).
+            input: One (B, L, D) hidden state, or a tuple of R of them; replicated under tensor
+                parallelism.
             labels_BL: Next-token ids, int64; `IGNORE_INDEX` has neither loss nor gradient.
             weight_RBL: Weights w_r, fp32 or float64, equal on all tensor-parallel ranks.
             z_loss: ζ ≥ 0.
             rows_T: Indices into the B·L tokens of all that have a label; the others then cost
                 nothing. None computes every token, which is faster where most have one.
-            through: Another way of streaming: takes this device's rows of the weight, the states
-                and this head; its result is returned.
+            through: Another way of streaming: takes this device's rows of the weight, the
+                states and this head; its result is returned.
 
         Returns:
-            (B, L, V) logits without labels. With labels `(loss, ce_RBL)`: the scalar weighted loss,
-            differentiable in the hidden states, the head weight and `weight_RBL`, and CE_r per
-            token in nats, (R, B, L), detached, 0 at ignored labels. Both are at least fp32, plain
-            tensors, and equal on all tensor-parallel ranks.
+            (B, L, V) logits without labels. With labels the scalar weighted loss,
+            differentiable in states, head weight and `weight_RBL`, and CE_r per token in nats,
+            (R, B, L), detached, 0 at ignored labels. Both are at least fp32, plain tensors, and
+            equal on all tensor-parallel ranks.
         """
         if isinstance(input, Tensor):
             return super().forward(input)
@@ -115,8 +115,6 @@ Through = Callable[[Tensor, tuple[Tensor, ...], LMHead], tuple[Tensor, ...]]
 
 
 class _How(NamedTuple):
-    """Settings of a streamed loss; names as in `LMHead`."""
-
     chunk_tokens: int
     vocabulary: Vocabulary
     z_loss: float

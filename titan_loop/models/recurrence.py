@@ -11,7 +11,7 @@ it on.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,24 +26,11 @@ Part: TypeAlias = Callable[..., Any]
 """A part of the forward pass that is recomputed as a whole, such as (carry_r, r, context) → h_r."""
 
 
-class LoopedModel(Protocol):
-    """The methods of a decoder that a recurrence calls."""
-
-    def step(self, carry: Carry, step: int, context: LoopContext) -> Tensor:
-        """Return the state after `step`."""
-        ...
-
-    def advance(self, carry: Carry, hidden_BLD: Tensor, step: int, context: LoopContext) -> Carry:
-        """Return the carry of `step` + 1."""
-        ...
-
-
 class Recurrence(Module):
     """The loop over recurrent steps, with truncated gradients and recomputation.
 
-    Attributes:
-        backward_steps: Number of last steps that the backward pass reaches; None for all.
-        recurrent_steps: R of the latest pass, for a family that truncates within its steps.
+    The backward pass reaches the last `backward_steps`, None for all. `recurrent_steps` is R of the
+    latest pass, for a family that truncates within its steps.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -65,9 +52,9 @@ class Recurrence(Module):
         return part if self._wrap is None else self._wrap(part)
 
     def run(
-        self, model: LoopedModel, carry: Carry, recurrent_steps: int, context: LoopContext
+        self, model: Any, carry: Carry, recurrent_steps: int, context: LoopContext
     ) -> Iterator[Tensor]:
-        """Yield the state after each of the steps 1 … R.
+        """Yield the state after each of the steps 1 … R of a `LoopDecoder`.
 
         Steps before the last `backward_steps`, and the advances between them, record nothing for
         the backward pass: their results are constants. Parts of a carry that come unchanged from

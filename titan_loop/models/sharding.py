@@ -62,14 +62,6 @@ def replicated_table(*, enable_sp: bool) -> ShardingConfig:
     )
 
 
-def scattered_state(*, enable_sp: bool) -> ShardingConfig:
-    """Sum the tensor-parallel ranks' decoded parts, and place the sum like a state."""
-    return ShardingConfig(
-        in_src_shardings={"input": dense_activation_placement(tp=spmd.P)},
-        in_dst_shardings={"input": state_placement(enable_sp)},
-    )
-
-
 def mixed_states(
     *names: str, weights: tuple[str, ...] = ("weight",), enable_sp: bool
 ) -> ShardingConfig:

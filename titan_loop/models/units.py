@@ -31,8 +31,7 @@ class Unit(NamedTuple):
             after.
         between: Whether it is also visited between every two steps.
         gathered_in_backward: False where the backward pass needs no weight.
-        fp32: Whether it computes in fp32. Such a unit is small; tensor-parallel ranks hold all
-            of it.
+        fp32: Whether it computes in fp32 and stays whole under tensor parallelism; it is small.
         spread: Whether expert parallelism spreads it, so that FSDP shards it over the other
             ranks.
         kept: Whether it stays gathered after a visit, unless `fsdp_reshard_after_forward` is

@@ -10,12 +10,7 @@ from torch import Tensor
 
 
 class Vocabulary:
-    """The rows of the head on this device, here all, and sums over the others.
-
-    Attributes:
-        rows: Number of rows of the whole head, V.
-        start: Token id of the first row on this device.
-    """
+    """The rows of the head on this device, from token id `start`: here all V `rows`."""
 
     def __init__(self, rows: int, start: int = 0) -> None:
         self.rows = rows

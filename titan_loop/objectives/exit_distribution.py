@@ -22,14 +22,8 @@ def exit_log_pmf(exit_logit_RBL: Tensor) -> Tensor:
         λ_r = sigmoid(g_r)        S_r = Π_{j≤r} (1 − λ_j),  S_0 = 1
         p_r = λ_r S_{r−1}  for r < R        p_R = S_{R−1}
 
-    | symbol | code |
-    |---|---|
-    | g_r | `exit_logit_RBL[r - 1]`, ±inf is allowed |
-    | log λ_r, log (1 − λ_r) | `logsigmoid(g)`, `logsigmoid(−g)` |
-    | log S_{r−1} | `log_survival_before_RBL` |
-
-    The last step takes the remaining mass, so g_R has a gradient of zero; it is not absent, which
-    keeps the gate in the autograd graph when R = 1.
+    g_r is `exit_logit_RBL[r - 1]`, ±inf is allowed. The last step takes the remaining mass, so g_R
+    has a gradient of zero; it is not absent, which keeps the gate in the autograd graph when R = 1.
 
     Source: Eq. 3.
     """
@@ -50,18 +44,13 @@ def exit_pmf(exit_logit_RBL: Tensor) -> Tensor:
 
 
 def reaches_threshold(log_survival: Tensor, threshold: float) -> Tensor:
-    """Return where the CDF of the exit distribution reaches the Q-exit threshold, Bool.
+    """Return where the CDF of the exit distribution reaches the Q-exit threshold q in [0, 1].
 
         t_exit = min { m in 1..R : CDF(m) ≥ q }        CDF(m) = 1 − S_m for m < R, CDF(R) = 1
         CDF(m) ≥ q  ⟺  log S_m ≤ log (1 − q)
 
     The right-hand form is computed: in fp32 a CDF near 1 rounds to 1, which would make q = 1 exit
     early. Every token exits at step R, whatever this returns there.
-
-    Args:
-        log_survival: log S_m in nats, of any shape.
-        threshold: q in [0, 1]. 0 exits at step 1; 1 exits at step R, however certain the gate
-            is.
 
     Source: §3.2. The section prints ≥ and the caption of Figure 3 prints >; we use ≥.
     """

@@ -200,14 +200,11 @@ class ExpectedExitLoss(StreamedLoss):
 def collapse_warning(
     metrics: Mapping[str, Any], *, fix: str = "raise entropy_weight"
 ) -> str | None:
-    """Return one line if the exit distribution has collapsed, else None.
+    """Return one line, with the remedy `fix`, if the exit distribution has collapsed, else None.
 
     Collapsed means: the mean entropy is below 1 % of log R, or one step has more than 99 % of the
-    mean mass. Ouro §3.3 describes how a gate trained without the entropy term collapses by itself.
-
-    Args:
-        metrics: *Global* means under the keys of `exit_metrics`, which may be absent.
-        fix: Remedy.
+    mean mass. Ouro §3.3 describes how a gate without the entropy term collapses by itself.
+    `metrics` are *global* means under the keys of `exit_metrics`, if there are any.
     """
     pmf: list[float] = []
     while (key := f"exit/pmf_{len(pmf) + 1}") in metrics:

@@ -28,10 +28,8 @@ from titan_loop.models.vocabulary import Vocabulary
 class Targets(NamedTuple):
     """The labels and the teacher of a distilled loss.
 
-    Attributes:
-        share: α in [0, 1].
-        valid_tokens: N.
-        teacher_VD: Head W_t of the teacher, all rows; None for the students' own.
+    `share` is α and `valid_tokens` N. `teacher_VD` is the teacher's whole head W_t; None for the
+    students' own.
     """
 
     labels_BL: Tensor

@@ -49,22 +49,19 @@ class BatchConfig:
             return
         values = sorted({knot.value for knot in schedule.knots})
         unit = (given or 1) * seq_len
-        for value in values:
-            if value % unit:
-                factor = "" if given is None else f"batch.multiple_of_windows={given} × "
-                problem = f"{shown} has the value {value:.15g}, not a multiple of "
-                problem += f"{factor}training.seq_len={seq_len}"
-                yield Refusal(field, problem, f"use {_nearest_multiples(value, unit)}")
-                return
+        if uneven := [value for value in values if value % unit]:
+            factor = "" if given is None else f"batch.multiple_of_windows={given} × "
+            problem = f"{shown} has the value {uneven[0]:.15g}, not a multiple of "
+            problem += f"{factor}training.seq_len={seq_len}"
+            yield Refusal(field, problem, f"use {_nearest_multiples(uneven[0], unit)}")
+            return
         multiple = self.multiple(seq_len)
         if any(value % (multiple * seq_len) for value in values):
             windows = [int(value) // seq_len for value in values]
-            yield Refusal(
-                field,
-                f"{shown} moves in multiples of its smallest value, {multiple} windows, which do "
-                f"not reach all of its values, {windows} windows",
-                f"set batch.multiple_of_windows to {math.gcd(*windows)} or a divisor of it",
-            )
+            problem = f"{shown} moves in multiples of its smallest value, {multiple} windows, "
+            problem += f"which do not reach all of its values, {windows} windows"
+            fix = f"set batch.multiple_of_windows to {math.gcd(*windows)} or a divisor of it"
+            yield Refusal(field, problem, fix)
 
 
 def global_batch_windows(config: BatchConfig, tokens: int, seq_len: int) -> int:

@@ -47,12 +47,8 @@ class RunSettings(Protocol):
 class TrainingState(Protocol):
     """A trainer, as its callbacks see it.
 
-    Attributes:
-        step: Number of training steps done; during a step, the number of that step.
-        tokens: Global tokens consumed.
-        plan: Plan of the newest training step; before the first, of the first.
-        window_share: The part of every window that this rank computes; None for all of it.
-        stop_listener: Must hear of progress during long work.
+    During a step, `step` is its number and `plan` its plan. `stop_listener` must hear of progress
+    during long work.
     """
 
     step: int

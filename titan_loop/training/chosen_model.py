@@ -30,12 +30,10 @@ class ChosenModel(NamedTuple):
 
 
 def chosen_model(config: RunConfig, saved: Mapping[str, Any] | None = None) -> ChosenModel:
-    """Return the model that a config names.
+    """Return the model that a config names; `saved` is from `saved_architecture`, None reads it.
 
     The vocabulary is the data's. Options that shape no tensor, such as the RoPE base, come from the
     run's own checkpoint, else from its parent, else from the family's defaults.
-
-    `saved` is from `saved_architecture`; None reads it.
     """
     options = config.model
     unknown = [n for n in get_family(options.family).data_options if getattr(options, n) is None]

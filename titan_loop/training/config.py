@@ -8,10 +8,9 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import titan_loop.compat as compat  # before any torchtitan module
-import tyro
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -27,6 +26,7 @@ from torchtitan.config.configs import (
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.trainer import Trainer
+from tyro.conf import Suppress
 
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.load.batches import GlobalBatchLoader
@@ -184,31 +184,20 @@ class RunConfig(Trainer.Config):
     checkpoint: LoopCheckpointManager.Config = field(default_factory=LoopCheckpointManager.Config)
     loss: StreamedLoss.Config = field(default_factory=ExpectedExitLoss.Config)
 
-    callbacks: Annotated[tuple[Callback, ...], tyro.conf.Suppress] = ()
+    callbacks: Suppress[tuple[Callback, ...]] = ()
     """Callbacks of the recipe; recorded in `config.json`, not settable."""
 
     # Derived by `resolve`, or not used here: hidden from the command line.
-    lr_scheduler: Annotated[LRSchedulersContainer.Config, tyro.conf.Suppress] = field(
-        default_factory=TokenLearningRate
-    )
-    tokenizer: Annotated[BaseTokenizer.Config, tyro.conf.Suppress] = field(
-        default_factory=NoTokenizer
-    )
-    validator: Annotated[Validator.Config, tyro.conf.Suppress] = field(
-        default_factory=Validator.Config
-    )
-    override: Annotated[OverrideConfig, tyro.conf.Suppress] = field(default_factory=OverrideConfig)
-    hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
+    lr_scheduler: Suppress[LRSchedulersContainer.Config] = field(default_factory=TokenLearningRate)
+    tokenizer: Suppress[BaseTokenizer.Config] = field(default_factory=NoTokenizer)
+    validator: Suppress[Validator.Config] = field(default_factory=Validator.Config)
+    override: Suppress[OverrideConfig] = field(default_factory=OverrideConfig)
+    hf_assets_path: Suppress[str] = ""
 
     def open_data(self) -> GlobalBatchLoader:
         """Open the data as one rank would, to find faults early: it reads cards and sizes only."""
         return self.dataloader.build(
-            dp_world_size=1,
-            dp_rank=0,
-            seq_len=self.training.seq_len,
-            local_batch_size=1,
-            tokenizer=None,
-            snapshot_every_n_steps=None,
+            dp_world_size=1, dp_rank=0, seq_len=self.training.seq_len, local_batch_size=1
         )
 
     def objective_schedules(self) -> dict[str, Schedule]:
@@ -227,12 +216,9 @@ class RunConfig(Trainer.Config):
         rate_start_tokens: int = 0,
         deepest: Callable[[int], int] | None = None,
     ) -> StepPlan:
-        """Read the schedules of a run without refusals.
+        """Read the schedules of step `step`, from 1, after `tokens` global tokens.
 
-        Args:
-            step: Number of the step, from 1.
-            tokens: Global tokens consumed before it.
-            deepest: Returns the steps that the deepest of so many next windows needs.
+        `deepest` returns the steps that the deepest of so many next windows needs.
         """
         recurrence = self.recurrence
         windows = global_batch_windows(self.batch, tokens, self.training.seq_len)

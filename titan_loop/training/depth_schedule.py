@@ -122,9 +122,8 @@ def most_recurrent_steps(config: RecurrenceConfig) -> int:
 def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[float, float | None]]:
     """Return (R, k of the backward pass or None) → number of samples over a run of `total_tokens`.
 
-    A random R counts with the unclipped mean of its distribution, and k with the mean of min(R, k).
-    The schedule is sampled at 4,096 equal distances: exact for a constant, within 1/4,096 of the
-    range for one jump.
+    A random R counts with its unclipped mean, and k with the mean of min(R, k). The schedule is
+    sampled at 4,096 equal distances.
     """
     depths: Counter[tuple[float, float | None]] = Counter()
     reached = cache(partial(_mean_reached, config.lognormal_sigma))

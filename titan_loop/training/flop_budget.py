@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.flops import Flops
+from titan_loop.models.decoder_costs import Flops
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.config import RunConfig
 from titan_loop.training.depth_schedule import depths_over

@@ -12,7 +12,6 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.observability import structured_logger
 
@@ -48,7 +47,8 @@ def forward_backward(
     if trainer.parallel_dims.dp_enabled:
         valid = dist_utils.dist_sum_tensor(valid, trainer.parallel_dims.get_mesh("batch"))
     model.recurrence.backward_steps = plan.backward_steps
-    token_rank = _token_rank(trainer.parallel_dims)
+    mesh = trainer.parallel_dims.get_optional_mesh("loss")
+    token_rank = 0 if mesh is None else mesh.get_local_rank()
     losses: list[Tensor] = []
     parts: list[dict[str, Tensor]] = []
     for number, batch in enumerate(batches):
@@ -111,13 +111,6 @@ def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
         loss_columns |= {"input": inputs, "positions": for_model["positions"]}
     for_loss = {"columns": loss_columns, "labelled_T": labelled}
     return MicroBatch(inputs, labels, for_model, for_loss)
-
-
-def _token_rank(parallel_dims: ParallelDims) -> int:
-    """Return this rank's number among ranks with different tokens."""
-    if not parallel_dims.dp_cp_enabled:
-        return 0
-    return parallel_dims.get_mesh("loss").get_local_rank()
 
 
 def _to_device(value: Tensor, device: torch.device) -> Tensor:

@@ -150,24 +150,24 @@ class LoopMetricsProcessor(MetricsProcessor):
             self._paused_seconds += time.perf_counter() - began
 
     def log_step(self, record: Mapping[str, Any], summary: Sequence[str] = ()) -> dict[str, Any]:
-        """Write one step everywhere, and start the next measuring interval.
+        """Write one step everywhere, start the next measuring interval, and return the record.
 
-        Args:
-            record: The step's numbers without rates; every value is equal on all ranks.
-            summary: The objective's part of the console line.
-
-        Returns:
-            The record as written to `metrics.jsonl`; rates and memory are this rank's own.
+        `record` has the step's numbers without rates, equal on all ranks; `summary` is the
+        objective's part of the console line. Rates and memory are this rank's own.
         """
         step, tokens = record["step"], record["tokens"] - self._last_tokens
         elapsed = max(time.perf_counter() - self.time_last_log - self._paused_seconds, 1e-9)
+        world_peak = None
+        # Quantised products run at another peak than bf16's, so the fraction would mislead.
+        if self.device_peak_flops is not None and not self.has_quantization:
+            world_peak = self.device_peak_flops * self.parallel_dims.world_size
         memory = titan_utils.device_module.memory_stats(self.device_memory_monitor.device)
         metrics: dict[str, Any] = finite_or_null(
             {
                 **record,
                 "tokens_per_second": tokens / elapsed,
                 "flops_per_token": self._flops / max(tokens, 1),
-                "mfu": self._mfu(elapsed),
+                "mfu": None if world_peak is None else self._flops / elapsed / world_peak,
                 "peak_memory_bytes": memory["reserved_bytes.all.peak"],
                 "data_wait": sum(self.data_loading_times) / elapsed,
             }
@@ -199,13 +199,6 @@ class LoopMetricsProcessor(MetricsProcessor):
         except Exception as error:  # a tracking service must never stop a training run
             logger.warning("TensorBoard and W&B are off from step %d on (%s)", step, error)
             self.logger = BaseLogger()
-
-    def _mfu(self, seconds: float) -> float | None:
-        # Quantised products run at another peak than bf16's, so the fraction would mislead.
-        if self.device_peak_flops is None or self.has_quantization:
-            return None
-        world_peak = self.device_peak_flops * self.parallel_dims.world_size
-        return self._flops / seconds / world_peak
 
 
 class _WandB(WandBLogger):
@@ -255,8 +248,7 @@ def global_means(
 def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float | None:
     """Return a device's peak in FLOP/s, None if it is not known.
 
-    The bf16 peak is torchtitan's. The fp32 peak is from `DEVICES`, under the same name and bf16
-    peak.
+    The bf16 peak is torchtitan's, the fp32 peak is from `DEVICES`.
     """
     peak = titan_utils.get_peak_flops(device_name)
     is_fallback = peak == _A100_PEAK_FLOPS and "A100" not in device_name

@@ -5,16 +5,16 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
-import tyro
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig
+from tyro.conf import Suppress
 
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX, OPTIMIZER_PREFIX
 from titan_loop.distributed.muon import Muon
@@ -150,6 +150,7 @@ class GroupSettings(ParamGroupConfig):
 
 
 OptimizerName = Literal["adamw", "muon"]
+Implementation = Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"]
 
 _EMA = AVERAGE_PREFIX.removeprefix(OPTIMIZER_PREFIX)
 
@@ -165,20 +166,12 @@ class LoopOptimizers(OptimizersContainer):
         """adamw for all parameters, or muon for the matrices of the layers and AdamW for the rest:
         embedding, head, norms, gate."""
 
-        adamw: Annotated[AdamWConfig, tyro.conf.Suppress] = field(default_factory=AdamWConfig)
-        muon: Annotated[MuonConfig, tyro.conf.Suppress] = field(default_factory=MuonConfig)
-        ema: Annotated[WeightAverageConfig, tyro.conf.Suppress] = field(
-            default_factory=WeightAverageConfig
-        )
-        param_groups: Annotated[list[ParamGroupConfig], tyro.conf.Suppress] = field(
-            default_factory=list
-        )
-        implementation: Annotated[
-            Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"], tyro.conf.Suppress
-        ] = "fused"
-        optimizer_factory_kwargs_by_name: Annotated[
-            dict[str, dict[str, Any]], tyro.conf.Suppress
-        ] = field(default_factory=dict)
+        adamw: Suppress[AdamWConfig] = field(default_factory=AdamWConfig)
+        muon: Suppress[MuonConfig] = field(default_factory=MuonConfig)
+        ema: Suppress[WeightAverageConfig] = field(default_factory=WeightAverageConfig)
+        param_groups: Suppress[list[ParamGroupConfig]] = field(default_factory=list)
+        implementation: Suppress[Implementation] = "fused"
+        optimizer_factory_kwargs_by_name: Suppress[dict[str, Any]] = field(default_factory=dict)
 
         def settings(self, group: ParameterGroup) -> GroupSettings:
             """Return the optimiser and settings of a group."""
@@ -203,12 +196,9 @@ class LoopOptimizers(OptimizersContainer):
                 problem = f"has no matrix to update with trainable={trainable}"
                 yield Refusal.of("optimizer.name", "muon", problem, "use adamw")
             if offload:
-                yield Refusal(
-                    "training.enable_cpu_offload",
-                    f"optimizer.name=muon with training.enable_cpu_offload={offload} would "
-                    "multiply matrices on the host",
-                    "leave it False, or use adamw",
-                )
+                problem = f"optimizer.name=muon with training.enable_cpu_offload={offload} would "
+                problem += "multiply matrices on the host; leave it False, or use adamw"
+                yield Refusal("training.enable_cpu_offload", problem)
             if backend != "partial_dtensor":
                 problem = f"optimizer.name=muon does not support parallelism.spmd_backend={backend}"
                 fix = "use partial_dtensor, or adamw"
@@ -234,14 +224,10 @@ class LoopOptimizers(OptimizersContainer):
             settings.pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
             members[settings.optimizer_name].append(settings)
         self._members = list(members.values())
-        super().__init__(
-            replace(
-                config,
-                param_groups=[settings for settings, _ in found],
-                optimizer_factory_kwargs_by_name={"Muon": {"dtype": config.muon.torch_dtype}},
-            ),
-            model_parts=model_parts,
-        )
+        groups = [settings for settings, _ in found]
+        own = {"Muon": {"dtype": config.muon.torch_dtype}}
+        config = replace(config, param_groups=groups, optimizer_factory_kwargs_by_name=own)
+        super().__init__(config, model_parts=model_parts)
         weights = {
             name: parameter
             for group, _ in self._groups()
@@ -303,13 +289,9 @@ class LoopOptimizers(OptimizersContainer):
         """Restore such a state."""
         super().load_state_dict(state_dict)
         if self._average is not None:
-            self._average.load_state_dict(
-                {
-                    name.removeprefix(_EMA): value
-                    for name, value in state_dict.items()
-                    if name.startswith(_EMA)
-                }
-            )
+            named = (item for item in state_dict.items() if item[0].startswith(_EMA))
+            own = {name.removeprefix(_EMA): value for name, value in named}
+            self._average.load_state_dict(own)
 
     def _start_unreached(self) -> None:
         """Give parameters that no gradient has reached yet the state that they will start with.
@@ -326,14 +308,10 @@ class LoopOptimizers(OptimizersContainer):
                 for parameter in group["params"]:
                     if optimizer.state[parameter]:
                         continue
-                    optimizer.state[parameter] = {
-                        name: torch.zeros_like(
-                            parameter if value.shape == model.shape else value,
-                            dtype=value.dtype,
-                            requires_grad=False,
-                        )
-                        for name, value in values.items()
-                    }
+                    for name, value in values.items():
+                        like = parameter if value.shape == model.shape else value
+                        zeros = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+                        optimizer.state[parameter][name] = zeros
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], GroupSettings]]:
         for optimizer, members in zip(self.optimizers, self._members, strict=True):

@@ -5,8 +5,7 @@
     device_refusals                      settings that need a GPU where there is none
     data_refusals                        opens the prepared data
     model_refusals                       missing columns and outputs, too many steps
-    layout_refusals, batch_refusals      layout_preflight.py: parallelism and batches against ranks
-    memory_refusals                      memory_preflight.py: more memory than the device has
+    layout_, batch_, memory_refusals     layout_preflight.py: parallelism, batches, memory
 
 Each may rely on the checks before it. `resolve` raises the first refusal of `refusals`, and
 `titan-loop plan` prints those that need no machine. `remarks` names settings without effect.
@@ -30,8 +29,11 @@ from titan_loop.training.callback import Callback
 from titan_loop.training.chosen_model import chosen_model, saved_architecture
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
 from titan_loop.training.depth_schedule import fewest_recurrent_steps, most_recurrent_steps
-from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
-from titan_loop.training.memory_preflight import memory_refusals
+from titan_loop.training.layout_preflight import (
+    batch_refusals,
+    layout_refusals,
+    memory_refusals,
+)
 from titan_loop.training.optimizer import MuonConfig
 
 LARGEST_SEED = 2**63 - 1

@@ -75,23 +75,17 @@ def run_training(
     evaluations: Callable[[RunConfig], Sequence[Callback]] | None = None,
     startup: StartupClock | None = None,
 ) -> int:
-    """Train `config` in this process, one of the ranks the launcher started.
+    """Train `config` in this process, one of the ranks that the launcher started; return `EXIT_OK`.
 
     Continues from the newest good checkpoint of its run directory, if there is one; after too many
-    spikes it starts again from an older one (see `titan_loop/training/stability/README.md`). The
-    process group stays for the next run of a recipe: call `shutdown` after the last.
+    spikes it starts again from an older one. The process group stays for the next run of a recipe:
+    call `shutdown` after the last.
 
     Args:
         command: Recorded in `run.json`; None takes this process' command line.
-        evaluations: Builds the callbacks of `held_out`, `suite` and a curriculum, which training
-            cannot import.
+        evaluations: Builds the callbacks of `held_out`, `suite` and a curriculum, which
+            training cannot import.
         startup: Measures this start; None begins now.
-
-    Raises:
-        UserError: One line naming field, value and fix.
-        NonFiniteError: Too many steps in a row were not finite.
-        UnstableError: Spikes went on after every rewind.
-        StoppedError: A signal asked it to stop.
     """
     startup = startup or StartupClock()
     while True:
@@ -221,11 +215,9 @@ def _remote(config: RunConfig) -> RemoteCheckpoints | None:
 def fetch_checkpoints(config: RunConfig) -> bool:
     """Take up rewinds, and fetch the remote checkpoint of a run that has none; on rank 0.
 
-    Returns True if the run's checkpoints may have changed.
-
-    Raises:
-        UserError: `checkpoint.remote` cannot be used, or holds another run's checkpoints.
-        RunFailedError: None of its checkpoints arrives whole.
+    Returns True if the run's checkpoints may have changed. Raises `UserError` if
+    `checkpoint.remote` cannot be used or holds another run, `RunFailedError` if nothing arrives
+    whole.
     """
     run, asked = RunDirectory(config.dump_folder), config.checkpoint
     if not asked.enable or asked.load_only or not (asked.remote or read_rewinds(run.path)):
@@ -276,7 +268,6 @@ def _leaving(stop_listener: StopListener | None, world_size: int) -> Iterator[No
 def _callbacks(
     config: RunConfig, evaluations: Callable[[RunConfig], Sequence[Callback]] | None
 ) -> Sequence[Callback]:
-    """Return the callbacks that evaluate while training; refuse to leave any out."""
     if evaluations is not None:
         return evaluations(config)
     fix = "train with run_recipe, or give run_training "
@@ -304,13 +295,10 @@ def _checkpoint_bytes(config: RunConfig, newest: Newest) -> int:
 
 
 def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
-    """Return whether anything is left to train; refuse to continue another run.
+    """Return whether anything is left to train; refuse a checkpoint that does not fit.
 
-    `newest` is from `newest_of`; None reads the checkpoint again.
-
-    Raises:
-        UserError: The checkpoint has another architecture, other data or no moments, or is not
-            usable; or the requested step does not exist or is not the newest.
+    It may have another architecture, other data or no moments, or not be the newest. `newest` is
+    from `newest_of`; None reads the checkpoint again.
     """
     config = run.config
     if not config.checkpoint.enable:
@@ -357,7 +345,6 @@ def _require_newest(step: int, folder: Path) -> None:
 
 
 def _check_start(run: ResolvedRun) -> None:
-    """Refuse a missing parent, and one whose weights or moments this model cannot take."""
     carry = run.config.checkpoint.carry
     if carry.parent:
         parent = carry.find_parent()

@@ -234,7 +234,6 @@ def _parse_number(word: str, text: str) -> int | float:
 
 
 def _format_tokens(tokens: int) -> str:
-    """Return a token count with the largest suffix that keeps it exact."""
     for suffix, scale in reversed(_SUFFIXES.items()):
         if tokens >= scale and tokens % scale == 0:
             return f"{tokens // scale}{suffix}"

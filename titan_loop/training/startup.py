@@ -1,13 +1,11 @@
 """Seconds from a command to the end of its first training step, by part.
 
-    imports       from the process's start, of the first stage
-    checks        of every stage's config and data
-    build         process group, data, model, optimiser
-    checkpoint    found, verified and loaded
-    callbacks     their `on_train_start`, such as reading held-out windows
-    first_step    compilation included
-
-Rank 0's numbers are logged and kept in `run.json`.
+imports       from the process's start, of the first stage
+checks        of every stage's config and data
+build         process group, data, model, optimiser
+checkpoint    found, verified and loaded
+callbacks     their `on_train_start`, such as reading held-out windows
+first_step    compilation included
 """
 
 import logging

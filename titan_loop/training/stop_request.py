@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 
 from titan_loop.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, exit_code
 from titan_loop.runs.exit_reports import report_exit
@@ -131,12 +131,7 @@ class StopListener:
         _hear_the_end_of_torchrun()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
         signal.set_wakeup_fd(self._wakeup)
@@ -171,7 +166,6 @@ class StopListener:
                     self._hear(signal.Signals(number))
 
     def _deadline(self) -> tuple[float | None, str]:
-        """Return the time at which this process must end, and the reason."""
         limits: list[tuple[float, str]] = []
         if self._heard is not None and self._heard[0] != signal.SIGINT:
             name, when = self._heard

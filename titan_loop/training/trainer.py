@@ -62,11 +62,10 @@ class LoopTrainer(Trainer):
     """Trains a `LoopDecoder`.
 
     Attributes:
-        config: The trainer's own copy of the run's config. Only `training.steps`, which ends
-            upstream's loop, changes: it follows the plan to the end.
+        config: The trainer's own copy of the run's config; `training.steps` follows the plan.
         tokens: Global tokens consumed.
-        callbacks: The callbacks of the config's switches (`built_in`), then the recipe's, then
-            appended ones.
+        callbacks: Those of the config's switches (`built_in`), the recipe's, then appended
+            ones.
         window_share: The part of every window that this rank computes; None for all of it.
         startup: Measures the time to the first step.
     """
@@ -141,9 +140,7 @@ class LoopTrainer(Trainer):
     def train(self) -> None:
         """Train to the end, from the newest checkpoint if there is one.
 
-        Raises:
-            StoppedError: A rank heard a signal; the run saved its state.
-            UserError: The run lost its folder.
+        Raises `StoppedError` if a rank heard a signal, `UserError` if the run lost its folder.
         """
         try:
             super().train()
@@ -349,12 +346,9 @@ class LoopTrainer(Trainer):
     def close(self, *, together: bool = False) -> None:
         """Finish a save that is being written, and release the run directory.
 
-        Everything is closed even if closing some of it fails, unlike in upstream's `close`; the
-        lock comes last.
-
-        Args:
-            together: Whether all ranks close now. They then leave at the same time: a launcher may
-                kill ranks that outlive the first one by much, such as rank 0 in a slow upload.
+        Unlike in upstream's `close`, everything is closed even if closing some of it fails. If all
+        ranks close `together`, they leave at the same time: a launcher may kill ranks that outlive
+        the first one by much, such as rank 0 in a slow upload.
         """
         self.checkpointer.ends_together = together
         with contextlib.ExitStack() as closing:

@@ -23,9 +23,8 @@ from titan_loop.storage.transient import retries
 class StepVerdict:
     """Common decision of all ranks about one step; on the device until it is read.
 
-    Args:
-        flags: (3,) int32, the same on all ranks: 1 to update the weights, 1 to go on with training,
-            and minus the largest number of repeated reads of a rank.
+    `flags` are (3,) int32, the same on all ranks: 1 to update the weights, 1 to go on with
+    training, and minus the largest number of repeated reads of a rank.
 
     Attributes:
         skip: fp32 scalar on the device: 1 if the update must be skipped, else 0.
@@ -42,10 +41,7 @@ class StepVerdict:
             self._copied.record()
 
     def read(self) -> tuple[bool, bool]:
-        """Return whether the step updates the weights, and whether any rank was asked to stop.
-
-        Waits for the step's backward pass.
-        """
+        """Return whether to update and whether to stop; waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         updates, goes_on, read_again = self._flags.tolist()
@@ -54,11 +50,7 @@ class StepVerdict:
 
 
 class TrainedStep(NamedTuple):
-    """Results of a training step, on the device.
-
-    `loss` and `metrics` are this rank's shares; `grad_norm` is the norm of all ranks before
-    clipping.
-    """
+    """Results of a training step, on the device; loss and metrics are this rank's shares."""
 
     step: int
     windows: range

@@ -24,8 +24,8 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from titan_loop.families.xllm.injection import LinearInjection, weights_of
 from titan_loop.families.xllm.start_state import StartState
 from titan_loop.models.context import LoopContext
+from titan_loop.models.decoder_costs import Flops, LayerVisits
 from titan_loop.models.final_norm import FinalNorm
-from titan_loop.models.flops import Flops, LayerVisits
 from titan_loop.models.injection import Injected
 from titan_loop.models.llama import LlamaDecoder
 from titan_loop.models.parameter_groups import ParameterGroup

@@ -83,19 +83,11 @@ class StabilityConfig:
         interval, kept = checkpoint.interval, checkpoint.keep_latest_k
         needed = 1 + math.ceil((self.window - 1) / interval)
         if self.rewinds and not saves:
-            yield self._refusal(
-                "rewinds",
-                "needs checkpoints to go back to, and none are saved",
-                "set checkpoint.enable=True (and load_only=False), or stability.rewinds=0",
-            )
+            problem = "needs checkpoints to go back to, and none are saved"
+            fix = "set checkpoint.enable=True (and load_only=False), or stability.rewinds=0"
+            yield Refusal.of("stability.rewinds", self.rewinds, problem, fix)
         elif self.rewinds and 0 < kept < needed and not checkpoint.keep_every:
-            yield Refusal.of(
-                "checkpoint.keep_latest_k",
-                kept,
-                f"of checkpoints {interval} steps apart may leave none from before the first of "
-                f"the spikes within stability.window={self.window}",
-                f"keep at least {needed}, or all (0)",
-            )
-
-    def _refusal(self, name: str, problem: str, fix: str) -> Refusal:
-        return Refusal.of(f"stability.{name}", getattr(self, name), problem, fix)
+            problem = f"of checkpoints {interval} steps apart may leave none from before the first "
+            problem += f"of the spikes within stability.window={self.window}"
+            fix = f"keep at least {needed}, or all (0)"
+            yield Refusal.of("checkpoint.keep_latest_k", kept, problem, fix)

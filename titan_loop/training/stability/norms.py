@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from titan_loop.ranks import warn_together
 from titan_loop.runs.run_directory import RunDirectory
@@ -31,7 +33,6 @@ from titan_loop.training.stability.states import (
     gradient_norm,
     root_mean_square,
 )
-from titan_loop.training.stability.weights import WeightNorms
 from titan_loop.training.verdict import StepVerdict
 
 logger = logging.getLogger(__name__)
@@ -41,12 +42,53 @@ GROWTH = 10.0
 norm after every step the ratio is near 1; without one it grows with R."""
 
 
+class WeightNorms:
+    """Norms by part of the model: "0", "1", … for layers, or the name of another module.
+
+    Create it before clipping and `finish` it after the update: meanwhile it holds one more copy of
+    this rank's weights. Collective; the values stay on the device. A gradient that did not arrive
+    and the update of a skipped step count as 0.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts = parts_of(model)
+        self._before = {
+            name: [p.detach().clone() for p in part] for name, part in self._parts.items()
+        }
+        self.gradient = {
+            name: _norm([p.grad if p.grad is not None else torch.zeros_like(p) for p in part])
+            for name, part in self._parts.items()
+        }
+        self.weight = {name: _norm(weights) for name, weights in self._before.items()}
+        self.update: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Measure the update and drop the copies."""
+        for name, part in self._parts.items():
+            old = self._before.pop(name)
+            self.update[name] = _norm([p - q for p, q in zip(part, old, strict=True)])
+
+
+def parts_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return the trainable parameters by layer number or top-level module."""
+    parts: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            first, second, *_ = [*name.split("."), ""]
+            parts.setdefault(second if first == "layers" else first, []).append(parameter)
+    return parts
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    norm = get_total_norm([tensor.detach() for tensor in tensors])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 class NormsLog(Callback):
     """Measures every `interval`-th step, and writes it to `norms.jsonl` and the log.
 
-    Args:
-        states: Collects the norms of states, at these steps at least.
-        window_elements: Number of elements of one window's state, L x D.
+    `states` measures these steps, too; `window_elements` is the size of one window's state, L x D.
     """
 
     def __init__(
@@ -94,10 +136,8 @@ def norms_record(
 ) -> dict[str, Any]:
     """Return the record of one step; waits for the device.
 
-    Args:
-        sums: `StateNorms.sums`; rows after `recurrent_steps` are left out.
-        elements: Elements of one state of the global batch.
-        of: Norms of the weights, finished.
+    `sums` are from `StateNorms`, of states with so many `elements` in the global batch; rows after
+    `recurrent_steps` are left out. `of` must be finished.
     """
     states = torch.stack([root_mean_square(sums), gradient_norm(sums, elements)])
     rms, gradient = states[:, : recurrent_steps + 1].tolist()

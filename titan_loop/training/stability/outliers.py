@@ -18,12 +18,7 @@ MAD_TO_DEVIATION = 1.4826
 
 
 class RollingMedian:
-    """The last `window` accepted values of several numbers.
-
-    Args:
-        threshold: k.
-        floors: Smallest spread of each number.
-    """
+    """The last `window` accepted values of several numbers; `floors` are their smallest spreads."""
 
     def __init__(
         self, window: int, threshold: float, floors: Sequence[float], device: torch.device

@@ -103,19 +103,13 @@ class SpikeSkipping(Callback):
         recent = [skipped for skipped in self.skipped if skipped.step > trained.step - window]
         self.skipped = [*recent, SkippedStep(trained.step, windows.start, windows.stop)]
         found = self._findings(evidence)
-        warn_together(
-            logger,
-            "step %d (windows %d to %d) is a spike: loss %.4g, at most %.4g; gradient norm %.4g, "
-            "at most %.4g; update skipped (%d of %d within %d steps)%s",
-            trained.step,
-            windows.start,
-            windows.stop - 1,
-            *(found[name] for name in ("loss", "loss_bound", "grad_norm", "grad_norm_bound")),
-            len(self.skipped),
-            self._config.skips,
-            window,
-            f"; it began in the {found['began']}" if found["began"] else "",
-        )
+        numbers = "loss {loss:.4g}, at most {loss_bound:.4g}; "
+        numbers += "gradient norm {grad_norm:.4g}, at most {grad_norm_bound:.4g}"
+        counted = f"{len(self.skipped)} of {self._config.skips} within {window} steps"
+        began = f"; it began in the {found['began']}" if found["began"] else ""
+        where = f"step {trained.step} (windows {windows.start} to {windows.stop - 1})"
+        message = "%s is a spike: %s; update skipped (%s)%s"
+        warn_together(logger, message, where, numbers.format(**found), counted, began)
         if dist.get_rank() == 0:
             _record(self._run, "skip", self.skipped[-1:], **found)
         if len(self.skipped) >= self._config.skips:
@@ -155,47 +149,32 @@ def rewind(
     spikes: list[SkippedStep],
     config: StabilityConfig,
 ) -> str:
-    """Record on rank 0 that the next start continues from before the spikes.
+    """Record on rank 0 that the next start continues from before the spikes, without their windows.
 
-    It will jump over their windows. Nothing of the run may be saving or copying.
-
-    Args:
-        remote: The run's copies in an object store.
-
-    Returns:
-        The reason why the run cannot go on; empty if it can.
+    Nothing of the run may be saving or copying; `remote` has its copies in an object store. Returns
+    the reason why the run cannot go on, empty if it can.
     """
     first, last = spikes[0].step, spikes[-1].step
     before = read_rewinds(run.path)
-    said = (
-        f"{len(spikes)} spikes within {config.window} steps, the last at step {last} "
-        f"(windows {_windows(spikes)})"
-    )
-    if len(before) >= config.rewinds:
+    windows, number = _windows(spikes), len(before)
+    said = f"{len(spikes)} spikes within {config.window} steps, the last at step {last} "
+    said += f"(windows {windows})"
+    if number >= config.rewinds:
         _record(run, "stop", spikes)
-        return (
-            f"stopped after {said}: went back {len(before)} times already; look at "
-            f"{run.decisions_jsonl}, then change the data, the learning rate or the recurrent steps"
-        )
+        fix = f"look at {run.decisions_jsonl}, then change the data, the learning rate or the "
+        return f"stopped after {said}: went back {number} times already; {fix}recurrent steps"
     went_to = {rewound["to_step"] for rewound in before}
     step = _last_before(first, run.checkpoints, remote, avoid=went_to)
     if step is None:
         _record(run, "stop", spikes)
-        return (
-            f"stopped after {said}: there is no good checkpoint from before step {first} to go "
-            "back to; lower checkpoint.interval"
-        )
+        problem = f"there is no good checkpoint from before step {first} to go back to"
+        return f"stopped after {said}: {problem}; lower checkpoint.interval"
     # Before `record_rewind`: a start that finds no rewind decides, and writes this, again.
     _record(run, "rewind", spikes, to_step=step)
-    windows = _windows(spikes)
     record_rewind(run.path, remote, {"step": last, "windows": windows, "to_step": step})
-    logger.warning(
-        "%s: starting again from step %d (rewind %d of %d), without these windows",
-        said,
-        step,
-        len(before) + 1,
-        config.rewinds,
-    )
+    counted = f"rewind {number + 1} of {config.rewinds}"
+    text = "%s: starting again from step %d (%s), without these windows"
+    logger.warning(text, said, step, counted)
     return ""
 
 

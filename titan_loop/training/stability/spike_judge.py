@@ -36,10 +36,8 @@ _LEAST_STEPS = 4
 class Evidence(NamedTuple):
     """The numbers that decide about a step, on the device.
 
-    Attributes:
-        values: Loss of the global batch, log gradient norm.
-        states: (2, R + 1, N) norms of states and gradients.
-        places: (2, 2, R + 1, N) their scores and ratios, see `Baseline.compare`.
+    `values` are loss and log gradient norm of the global batch; `states`, (2, R + 1, N), norms of
+    states and gradients; `places` their scores and ratios from `Baseline.compare`.
     """
 
     values: Tensor
@@ -53,12 +51,7 @@ class Evidence(NamedTuple):
 
 
 class SpikeJudge:
-    """Judges steps, and remembers the accepted ones.
-
-    Args:
-        threshold: Spreads above the median at which a number is an outlier.
-        shape: (R + 1, N) of the norms of states.
-    """
+    """Judges steps, and remembers the accepted ones; `shape` is (R + 1, N)."""
 
     def __init__(
         self, window: int, threshold: float, shape: tuple[int, int], device: torch.device
@@ -77,11 +70,7 @@ class SpikeJudge:
     def look(self, loss: Tensor, grad_norm: Tensor, sums: Tensor, *, share: float) -> Evidence:
         """Compare a step with earlier ones; collective, without waiting for the device.
 
-        Args:
-            loss: This rank's share of the loss.
-            grad_norm: Gradient norm of all ranks before clipping.
-            sums: `StateNorms.sums` of the step.
-            share: Factor on this rank's loss: 1 over the number of ranks with the same loss.
+        `sums` are from `StateNorms`. `share` is 1 over the number of ranks with the same loss.
         """
         total = loss.detach().double().reshape(()) * share
         if dist.is_initialized():

@@ -3,9 +3,8 @@
     forward   h after layer l in step r ─► Σ h², number of elements ┐
     backward  ∂L/∂h at the same place   ─► Σ g², number of elements ┴─ added up on the device
 
-The sums stay on the device until they are added over all ranks. Ranks that hold the same part of a
-state count it equally often in the sum and in the number of elements, so the mean square is right
-under every layout.
+Ranks that hold the same part of a state count it equally often in the sum and in the number of
+elements, so the mean square is right under every layout.
 """
 
 import torch
@@ -23,12 +22,8 @@ OUTSIDE = 0
 class StateNorms(Callback):
     """Collects the norms of every `interval`-th training step, over all its micro-batches.
 
-    Args:
-        layers: Number N of unique layers, including layers outside the loop.
-
-    Attributes:
-        sums: Σ h², elements of h, Σ g² and elements of g over all ranks, (4, R + 1, N), once the
-            backward pass of a measured step has ended. Visits that never happened are 0.
+    After a measured step's backward pass, `sums` has Σ h², elements of h, Σ g² and elements of g
+    over all ranks, (4, R + 1, N), for N layers. Visits that never happened are 0.
     """
 
     def __init__(
@@ -78,10 +73,9 @@ def root_mean_square(sums: Tensor) -> Tensor:
 
 
 def gradient_norm(sums: Tensor, elements: int) -> Tensor:
-    """Return the norm of the loss's gradient with respect to each state of the global batch.
+    """Return the norm of the loss's gradient with respect to each state, (R + 1, N).
 
-    `elements` is the size of a state: windows of the global batch x L x D. The result is
-    (R + 1, N), NaN where no gradient arrived.
+    `elements` is the size of a state: windows of the global batch x L x D. NaN where none arrived.
     """
     return (sums[2] / sums[3] * elements).sqrt()
 
