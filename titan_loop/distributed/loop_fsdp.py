@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -98,12 +97,14 @@ def shard_units(
     fsdp: FSDPConfig,
 ) -> None:
     """Apply FSDP2 to the units of a decoder, in place; `fsdp.policy` is decided."""
-    mesh_dims = None
+    mesh_dims, replicate = None, ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
     if parallelism.spmd_backend == "spmd_types":
         mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
     else:
-        mesh = _data_parallel_mesh(parallel_dims, "fsdp")
-    spread_mesh = _data_parallel_mesh(parallel_dims, "efsdp") if parallel_dims.ep_enabled else mesh
+        mesh = parallel_dims.get_mesh([*replicate, "fsdp"])
+    spread_mesh = mesh
+    if parallel_dims.ep_enabled:
+        spread_mesh = parallel_dims.get_mesh([*replicate, "efsdp"])
     offload = OffloadPolicy()
     if training.enable_cpu_offload:  # there is nothing to pin memory for without a GPU
         offload = CPUOffloadPolicy(pin_memory=compat.device_type() == "cuda")
@@ -155,11 +156,6 @@ def shard_units(
     model.lm_head.register_forward_hook(_reshard_without_backward)
     kind = "HSDP" if parallel_dims.dp_replicate_enabled else "FSDP"
     logger.info("Applied %s (%s) over %s", kind, fsdp.policy, mesh)
-
-
-def _data_parallel_mesh(parallel_dims: ParallelDims, axis: str) -> DeviceMesh:
-    replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
-    return parallel_dims.get_mesh([*replicate, axis])
 
 
 def reshard_units(model: nn.Module) -> None:

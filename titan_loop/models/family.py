@@ -29,21 +29,12 @@ Use = Literal["analyse", "export", "generate", "held_out", "upcycle"]
 
 USES: frozenset[Use] = frozenset(get_args(Use))
 
-RUNTIME_OPTIONS = frozenset(
-    (
-        "size",
-        "recurrent_steps",
-        "attention",
-        "readout_chunk_tokens",
-        "dropout",
-        "embedding_dropout",
-        "initializer_range",
-        "initial_keys",
-        "residual_scale",
-    )
-)
-"""Options in which two models of one checkpoint may differ: they resolve to others, do not change
-the result, or act in training or on initial weights alone."""
+_RESOLVED = {"size", "recurrent_steps"}
+_SAME_RESULT = {"attention", "readout_chunk_tokens"}
+_TRAINING_ALONE = {"dropout", "embedding_dropout"}
+_INITIAL_WEIGHTS = {"initializer_range", "initial_keys", "residual_scale"}
+RUNTIME_OPTIONS = frozenset(_RESOLVED | _SAME_RESULT | _TRAINING_ALONE | _INITIAL_WEIGHTS)
+"""Options in which two models of one checkpoint may differ."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,8 @@ from torch import nn
 
 from titan_loop.models.exit_gate import Trainable
 
-LAYERS, OUTSIDE, TABLES, NORM_AND_GATE = (
-    "layers",
-    "prelude, coda",
-    "embedding, head",
-    "norm, gate",
-)
+LAYERS, OUTSIDE = "layers", "prelude, coda"
+TABLES, NORM_AND_GATE = "embedding, head", "norm, gate"
 
 
 class Unit(NamedTuple):

@@ -105,6 +105,10 @@ def _default_training() -> TrainingConfig:
     )
 
 
+def _default_compilation() -> CompileConfig:
+    return CompileConfig(enable=compat.device_type() == "cuda", components=["model"])
+
+
 @dataclass(kw_only=True, slots=True)
 class RunConfig(Trainer.Config):
     """A complete run; every field not marked as derived can be set on the command line."""
@@ -170,11 +174,7 @@ class RunConfig(Trainer.Config):
         default_factory=lambda: ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
     )
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    compile: CompileConfig = field(
-        default_factory=lambda: CompileConfig(
-            enable=compat.device_type() == "cuda", components=["model"]
-        )
-    )
+    compile: CompileConfig = field(default_factory=_default_compilation)
     activation_checkpoint: ActivationCheckpointingConfig = None
     debug: DebugConfig = field(
         default_factory=lambda: DebugConfig(seed=DEFAULT_SEED, enable_structured_logging=False)

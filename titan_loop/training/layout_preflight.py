@@ -26,10 +26,7 @@ _WORTH_SPLITTING = 4096
 def layout_refusals(
     config: RunConfig, model: LoopDecoder.Config, world_size: int
 ) -> Iterator[Refusal]:
-    """Yield degrees of parallelism that do not fit the model, the window or the ranks.
-
-    `config` has no `value_refusals`.
-    """
+    """Yield degrees of parallelism that do not fit the model, the window or the ranks."""
     parallel, attention = config.parallelism, model.layers[0].attention
 
     def check_degrees() -> None:
@@ -58,24 +55,19 @@ def layout_refusals(
 
 
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
-    """Yield a batch of the schedule that does not split over the ranks.
-
-    `config` has no `value_refusals` and `layout_refusals`.
-    """
+    """Yield a batch that does not split over the ranks; `config` has no refusals of its layout."""
     parallel, training = config.parallelism, config.training
     degree, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
     sizes = batch_sizes(config.batch, training.seq_len, config.total_tokens)
 
-    def windows_per_pass(context_degree: int) -> int:
-        return training.local_batch_size * max(1, world_size // (tp * context_degree))
+    def uneven(context_degree: int) -> tuple[int, list[int]]:
+        """Return the windows of a forward pass of all ranks, and batches that they do not split."""
+        per_pass = training.local_batch_size * max(1, world_size // (tp * context_degree))
+        return per_pass, [windows for windows in sorted(sizes) if windows % per_pass]
 
-    def uneven(context_degree: int) -> list[int]:
-        per_pass = windows_per_pass(context_degree)
-        return [windows for windows in sorted(sizes) if windows % per_pass]
-
-    if not uneven(degree):
+    per_pass, refused = uneven(degree)
+    if not refused:
         return
-    per_pass = windows_per_pass(degree)
     ranks, common = per_pass // training.local_batch_size, math.gcd(*sizes)
     fitting = [size for size in range(1, training.local_batch_size) if common % (size * ranks) == 0]
     fixes = [f"--training.local-batch-size {size}" for size in fitting[-1:]]
@@ -90,15 +82,12 @@ def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
     larger, others = degree, tp * parallel.data_parallel_replicate_degree
     while larger * 2 <= world_size and training.seq_len >= 2 * larger * _WORTH_SPLITTING:
         larger *= 2
-        if world_size % (larger * others) == 0 and not uneven(larger):
+        if world_size % (larger * others) == 0 and not uneven(larger)[1]:
             fixes.append(f"--parallelism.context-parallel-degree {larger}")
             break
-    yield Refusal(
-        "batch.global_batch_tokens",
-        f"a global batch of {uneven(degree)[0]} windows does not divide by local_batch_size="
-        f"{training.local_batch_size} × {world_size // (tp * degree)} data-parallel ranks",
-        f"use {', or '.join(fixes)}",
-    )
+    problem = f"a global batch of {refused[0]} windows does not divide by local_batch_size="
+    problem += f"{training.local_batch_size} × {world_size // (tp * degree)} data-parallel ranks"
+    yield Refusal("batch.global_batch_tokens", problem, f"use {', or '.join(fixes)}")
 
 
 def run_states(config: RunConfig, model: LoopDecoder.Config, ranks: int) -> StateBytes:

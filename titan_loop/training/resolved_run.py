@@ -81,20 +81,18 @@ def resolve(
     config = _copied(config)
     config.model, model = chosen_model(config, saved)
     config.dataloader.accept_change |= config.accept_change
+    spread = partial(parallelize_loop_decoder, fsdp=config.fsdp, trainable=config.trainable)
     config.model_spec = ModelSpec(
         name="loop",
         flavor=config.model.size,
         model=model,
-        parallelize_fn=partial(
-            parallelize_loop_decoder, fsdp=config.fsdp, trainable=config.trainable
-        ),
+        parallelize_fn=spread,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
     )
-    config.optimizer = replace(
-        config.optimizer, adamw=config.adamw, muon=config.muon, ema=config.ema
-    )
+    derived = {"adamw": config.adamw, "muon": config.muon, "ema": config.ema}
+    config.optimizer = replace(config.optimizer, **derived)
     config.lr_scheduler = TokenLearningRate(schedule=config.learning_rate)
     return ResolvedRun(config=config, model=model)
 

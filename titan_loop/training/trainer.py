@@ -64,8 +64,7 @@ class LoopTrainer(Trainer):
     Attributes:
         config: The trainer's own copy of the run's config; `training.steps` follows the plan.
         tokens: Global tokens consumed.
-        callbacks: Those of the config's switches (`built_in`), the recipe's, then appended
-            ones.
+        callbacks: Those that the config switches on, the recipe's, then appended ones.
         window_share: The part of every window that this rank computes; None for all of it.
         startup: Measures the time to the first step.
     """
@@ -88,9 +87,8 @@ class LoopTrainer(Trainer):
         self.plan = self._plan(step=1)
         self._plan_to_the_end()
         self.callbacks = [*built_in_callbacks(run, self.device), *self.config.callbacks]
-        self.window_share = share_of_rank(
-            self.parallel_dims, self.config.training.seq_len, self.device
-        )
+        seq_len = self.config.training.seq_len
+        self.window_share = share_of_rank(self.parallel_dims, seq_len, self.device)
         self.stop_listener = StopListener()
         self.startup = StartupClock()
         self._folder_watch = FolderWatch(self.run_lock)
