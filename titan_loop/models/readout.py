@@ -69,7 +69,7 @@ class LMHead(Linear):
         z_loss: float = 0.0,
         rows_T: Tensor | None = None,
         through: "Through | None" = None,
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Any:
         """Return logits for one hidden state, or the weighted loss for several steps' states.
 
         Args:
