@@ -42,7 +42,7 @@ def trained(
     monkeypatch.setattr(
         "titan_loop.recipes.runner.resolve",
         lambda config, world_size, saved=None: ResolvedRun(
-            config, decoder_config(config.model, max_seq_len=32), world_size
+            config, decoder_config(config.model, max_seq_len=32)
         ),
     )
     monkeypatch.setattr("titan_loop.recipes.runner.remarks", lambda config: ())

@@ -10,7 +10,7 @@ from titan_loop.training.batch_schedule import (
     BatchConfig,
     batch_sizes,
     global_batch_windows,
-    plan_steps,
+    planned,
 )
 from titan_loop.training.schedule import Interpolation, Knot, Schedule
 
@@ -105,9 +105,9 @@ def test_a_plan_and_its_sizes_equal_a_walk(
         sizes.add(global_batch_windows(config, walk[-1], seq_len=16))
         walk.append(walk[-1] + global_batch_windows(config, walk[-1], seq_len=16) * 16)
     steps = len(walk) - 1
-    assert plan_steps(config, total, seq_len=16) == steps
+    assert planned(config, total, seq_len=16)[1] == steps
     done = min(done, steps)
-    assert plan_steps(config, total, seq_len=16, tokens=walk[done], steps=done) == steps
+    assert planned(config, total, seq_len=16, tokens=walk[done], steps=done)[1] == steps
     possible = batch_sizes(config, 16, total)
     assert sizes <= possible
     assert possible <= set(range(multiple, 9 * multiple + 1, config.multiple(16)))
@@ -115,6 +115,6 @@ def test_a_plan_and_its_sizes_equal_a_walk(
 
 def test_planning_trillions_of_tokens_jumps():
     config = BatchConfig(global_batch_tokens=Schedule.parse("0:4194304 constant 1T:8388608"))
-    steps = plan_steps(config, 3 * 10**12, seq_len=4096)
+    steps = planned(config, 3 * 10**12, seq_len=4096)[1]
     first = -(-(10**12) // 4194304)
     assert steps == first + -(-(3 * 10**12 - first * 4194304) // 8388608)

@@ -20,7 +20,8 @@ from titan_loop.models.family import Family, FamilyName
 from titan_loop.models.loop_config import loop_config
 from titan_loop.models.loop_options import LoopOptions
 from titan_loop.models.output import LoopOutput
-from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, StreamedLoss, token_mean
+from titan_loop.models.readout import LMHead
+from titan_loop.objectives.streamed_loss import LossBatch, StreamedLoss, token_mean
 from titan_loop.plugins import Plugin, register
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -121,7 +122,7 @@ class ToyLoss(StreamedLoss):
         return [f"certainty {metrics['certainty']:.3f}"]
 
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         assert len(output.hidden_RBLD) == 1
         weight_BL = batch.columns["importance"] * batch.columns["depth"][:, None]

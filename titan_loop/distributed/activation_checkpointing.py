@@ -8,9 +8,8 @@
 | `recurrent-step` | the state after every recurrent step: R states | N layers at a time |
 | `recurrent-step` with `layers=full` | R states | N inputs of layers, then a layer at a time |
 
-The first two are torchtitan's. Checkpointing by step pays where R·N states are too many:
-`layers=full` keeps R + N of them, for one more forward pass of the stack than `full`.
-`full-offload` keeps none on the GPU, for a copy of each state to the host and back.
+The first two are torchtitan's. `layers=full` keeps R + N states, for one more forward pass of the
+stack than `full`. `full-offload` keeps none on the GPU, for a copy of each to the host and back.
 """
 
 from dataclasses import dataclass
@@ -43,11 +42,9 @@ class RecurrentStepAC(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """Checkpointing of layers within a step that is recomputed."""
-
         layers: Literal["none", "full"] = "none"
-        """full keeps only each layer's input while the step is recomputed, and recomputes the layer
-        once more when its backward pass comes."""
+        """full keeps only each layer's input while a step is recomputed, and recomputes the layer
+        once more in its backward pass."""
 
     config: Config
 
@@ -78,7 +75,7 @@ class FullOffloadAC(FullAC):
     """Recompute a layer at a time, from inputs kept in the host's memory.
 
     The copies are asynchronous, to and from pinned memory, but in the compute stream, so each
-    delays it. Only states are moved: weights, rotations and masks stay. Never run on a GPU here.
+    delays it. Weights, rotations and masks stay. Never run on a GPU here.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -92,8 +89,7 @@ class FullOffloadAC(FullAC):
 class _OffloadedLayer(OffloadWrapper):
     """A checkpointed layer whose input is saved on the host.
 
-    A compiled graph chooses which tensors it saves, weights among them, so the layer inside of the
-    checkpoint is compiled, not the checkpoint.
+    The layer inside is compiled, not the checkpoint: a compiled graph would save weights, too.
     """
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -107,24 +103,15 @@ def check_recomputation(
     *,
     draws: bool = False,
 ) -> None:
-    """Refuse a policy where it cannot work.
-
-    Raises:
-        UserError: States to be offloaded are split by tensor parallelism, or random numbers would
-            differ when they are drawn again.
-    """
+    """Refuse a policy whose states are split, or whose recomputation would draw other numbers."""
     if draws and config is not None and not config.preserve_rng_state:
-        raise UserError(
-            "activation_checkpoint.preserve_rng_state=False recomputes with other dropout masks; "
-            "leave it True"
-        )
+        problem = "preserve_rng_state=False recomputes with other dropout masks; leave it True"
+        raise UserError(f"activation_checkpoint.{problem}")
     degree = parallelism.tensor_parallel_degree
     if isinstance(config, FullOffloadAC.Config) and degree > 1:
-        raise UserError(
-            "activation-checkpoint:full-offload does not work with "
-            f"parallelism.tensor_parallel_degree={degree}, which splits the states; use "
-            "activation-checkpoint:full"
-        )
+        problem = f"parallelism.tensor_parallel_degree={degree} splits the states that "
+        problem += "activation-checkpoint:full-offload moves"
+        raise UserError(f"{problem}; use activation-checkpoint:full")
 
 
 ActivationCheckpointingConfig = (
@@ -135,17 +122,17 @@ ActivationCheckpointingConfig = (
     | Annotated[MemoryBudgetAC.Config, tyro.conf.subcommand("memory-budget")]
     | Annotated[None, tyro.conf.subcommand("none")]
 )
-"""torchtitan's policies and ours, by the name they have on the command line."""
+"""torchtitan's policies and ours, by their names on the command line."""
 
 
 def checkpointing_of(config: ActivationCheckpointing.Config | None) -> str:
     """Return the name of a policy in `plan`."""
     if isinstance(config, RecurrentStepAC.Config):
         return "recurrent-step+full" if config.layers == "full" else "recurrent-step"
-    if isinstance(config, FullOffloadAC.Config):
-        return "full-offload"
-    if isinstance(config, FullAC.Config):
-        return "full"
-    if isinstance(config, SelectiveAC.Config):
-        return "selective"
-    return "memory-budget" if isinstance(config, MemoryBudgetAC.Config) else "none"
+    names = {
+        FullOffloadAC.Config: "full-offload",
+        FullAC.Config: "full",
+        SelectiveAC.Config: "selective",
+        MemoryBudgetAC.Config: "memory-budget",
+    }
+    return names.get(type(config), "none")

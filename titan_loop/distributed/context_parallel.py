@@ -5,12 +5,10 @@
     rank 1     1         6        attention costs every rank the same
     …
 
-Everything but attention works on a token at a time and needs no change. Before attention the
-rotated keys and values of all ranks are gathered; the backward pass reduces their gradients back to
-the ranks they came from. Gathered keys are in the order of the ranks, and the mask is built from
-the positions of the whole window, which tell the document and place of each key. The kernel itself
-does not change. SDPA is tested against one process on gloo; Flex, CUDA's kernel, never ran on a GPU
-here, and only its mask is tested.
+Only attention needs other tokens: the rotated keys and values of all ranks are gathered before it,
+in the order of the ranks, and the backward pass reduces their gradients back. The mask is built
+from the positions of the whole window. SDPA is tested against one process on gloo; Flex, CUDA's
+kernel, never ran on a GPU here, and only its mask is tested.
 
 Source: Llama 3, arXiv 2407.21783, §3.3.2 (all-gathered keys and values).
 """
@@ -37,42 +35,29 @@ def check_context_parallelism(
 ) -> None:
     """Refuse settings that context parallelism does not support; degree 1 supports all."""
     degree = parallelism.context_parallel_degree
+    asked = f"parallelism.context_parallel_degree={degree}"
     if degree < 1:
-        raise UserError(f"parallelism.context_parallel_degree={degree} must be at least 1")
+        raise UserError(f"{asked} must be at least 1")
     if degree == 1:
         return
-    asked = f"parallelism.context_parallel_degree={degree}"
     tp = parallelism.tensor_parallel_degree if parallelism.enable_sequence_parallel else 1
-    unit = 2 * degree
-    if seq_len % unit or (seq_len // degree) % tp:
-        raise UserError(
-            f"training.seq_len={seq_len} must be divisible by 2 × {asked}"
-            + (f" and a rank's part of it by tensor_parallel_degree={tp}" if tp > 1 else "")
-            + "; change the window or the degree"
-        )
+    if seq_len % (2 * degree) or (seq_len // degree) % tp:
+        part = f" and a rank's part of it by tensor_parallel_degree={tp}" if tp > 1 else ""
+        problem = f"training.seq_len={seq_len} must be divisible by 2 × {asked}{part}"
+        raise UserError(f"{problem}; change the window or the degree")
     if attention == "varlen":
         raise UserError(f"{asked} does not work with model.attention=varlen; use flex or sdpa")
-    if parallelism.spmd_backend != "partial_dtensor":
-        raise UserError(
-            f"{asked} needs parallelism.spmd_backend=partial_dtensor, "
-            f"not {parallelism.spmd_backend}"
-        )
-    if parallelism.context_parallel_load_balancer != "headtail":
-        raise UserError(
-            "parallelism.context_parallel_load_balancer="
-            f"{parallelism.context_parallel_load_balancer} is not supported; leave it at headtail"
-        )
+    if (backend := parallelism.spmd_backend) != "partial_dtensor":
+        raise UserError(f"{asked} needs parallelism.spmd_backend=partial_dtensor, not {backend}")
+    if (balancer := parallelism.context_parallel_load_balancer) != "headtail":
+        field = f"parallelism.context_parallel_load_balancer={balancer}"
+        raise UserError(f"{field} is not supported; leave it at headtail")
 
 
 def window_share(
     seq_len: int, *, degree: int, rank: int, device: torch.device | str = "cpu"
 ) -> WindowShare:
-    """Return the indices of the queries of `rank`, and of all keys in the order of arrival.
-
-    Args:
-        seq_len: L, a multiple of 2 × `degree`.
-        degree: Number of ranks that share a window.
-    """
+    """Return the queries of `rank`, one of `degree`, and all keys in the order of arrival."""
     chunks = torch.arange(seq_len, device=device).chunk(2 * degree)
     shares = [torch.cat([chunks[r], chunks[-1 - r]]) for r in range(degree)]
     return WindowShare(queries_L=shares[rank], keys_L=torch.cat(shares))
@@ -101,7 +86,7 @@ class SharedWindowAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """The kernel; the wrapper has its placements, since heads are split before the gather."""
+        """The wrapper has the placements: heads are split before the gather."""
 
         kernel: Module.Config
 
@@ -123,9 +108,6 @@ def gather_keys_and_values(model: LoopDecoder, group: dist.ProcessGroup) -> None
     """Let every layer's attention kernel see the keys and values of all ranks of `group`.
 
     Call it before tensor parallelism places the kernels, so that each sees one rank's heads.
-
-    Args:
-        group: Ranks that share a window.
     """
     for layer, config in zip(model.layers.values(), model.config.layers, strict=True):
         attention = layer.get_submodule("attention")

@@ -10,12 +10,7 @@ USABLE_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU.
-
-    Attributes:
-        peak_flops: Dense bf16 FLOP/s, without sparsity.
-        fp32_peak_flops: FLOP/s in fp32; torch uses TF32 only where told to.
-    """
+    """One GPU: dense bf16 FLOP/s, and FLOP/s in fp32, where torch uses TF32 only if told to."""
 
     memory_bytes: float
     peak_flops: float

@@ -1,7 +1,7 @@
 """Meshes that the stages of a recipe share, with their process groups.
 
-A stage makes a dozen groups, and on GPUs each keeps its buffers. They cannot be destroyed at a
-stage's end either: torch caches the specs of DTensors and takes equal meshes for the same mesh.
+A stage makes a dozen groups, which keep buffers on GPUs. They cannot be destroyed at its end: torch
+caches the specs of DTensors and takes equal meshes for the same mesh.
 """
 
 from datetime import timedelta
@@ -18,8 +18,7 @@ _kept: dict[tuple[Any, ...], tuple[Any, ParallelDims]] = {}
 def kept_layout(new: ParallelDims, timeout: timedelta) -> ParallelDims:
     """Return an earlier stage's equal layout, or keep and return this one; collective.
 
-    Args:
-        timeout: Time-out of a first step's collectives, which an earlier stage has lowered.
+    `timeout` is for a first step's collectives; an earlier stage has lowered it.
     """
     degrees = (new.dp_replicate, new.dp_shard, new.cp, new.tp, new.pp, new.ep)
     key = (*degrees, new.world_size, new.spmd_backend)

@@ -3,9 +3,8 @@
     per_visit   every visit gathers a layer, forward and backward: 2·R all-gathers a micro-batch
     per_step    the first visit of a training step gathers it, the end of the step frees it: one
 
-Gradients are reduced once per unit and micro-batch under either, since autograd adds the R
-contributions before FSDP sees a gradient. README.md beside this file follows one layer's weights
-through a step and counts the collectives.
+Either way gradients are reduced once per unit and micro-batch, since autograd adds the R
+contributions first. README.md beside this file follows a layer's weights through a step.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -49,15 +47,13 @@ class FSDPConfig:
     nothing else asks for per_visit."""
 
     fp32_visit_sum: bool = False
-    """Add up a layer's R gradient contributions in fp32 instead of the compute dtype: 4 instead of
-    2 bytes per parameter of all layers while they are summed."""
+    """Add up a layer's R gradient contributions in fp32 instead of the compute dtype, for 4 instead
+    of 2 bytes per parameter of all layers."""
 
     def check(self, parallelism: ParallelismConfig) -> None:
         """Raise `UserError` for an unknown policy or settings that contradict each other."""
-        if self.policy not in get_args(FSDPPolicy):
-            raise UserError(
-                f"fsdp.policy={self.policy} is unknown{nearest(self.policy, get_args(FSDPPolicy))}"
-            )
+        if self.policy not in (known := get_args(FSDPPolicy)):
+            raise UserError(f"fsdp.policy={self.policy} is unknown{nearest(self.policy, known)}")
         if self.policy == "per_step" and parallelism.fsdp_reshard_after_forward == "always":
             raise UserError(
                 "parallelism.fsdp_reshard_after_forward=always contradicts fsdp.policy=per_step, "
@@ -72,11 +68,10 @@ class FSDPConfig:
         compute_bytes: int,
         device_bytes: float,
     ) -> tuple["FSDPConfig", str]:
-        """Return this config with `auto` decided, and why; training and `plan` both ask here.
+        """Return this config with `auto` decided, and the reason, for training and `plan`.
 
-        Args:
-            compute_bytes: Bytes of a parameter in the forward pass.
-            device_bytes: Memory of the smallest device, or a rank's share of the host's.
+        `compute_bytes` is the size of a parameter in the forward pass, `device_bytes` the memory of
+        the smallest device or a rank's share of the host's.
         """
         if self.policy != "auto":
             return self, "as set"
@@ -102,12 +97,14 @@ def shard_units(
     fsdp: FSDPConfig,
 ) -> None:
     """Apply FSDP2 to the units of a decoder, in place; `fsdp.policy` is decided."""
-    mesh_dims = None
+    mesh_dims, replicate = None, ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
     if parallelism.spmd_backend == "spmd_types":
         mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
     else:
-        mesh = _data_parallel_mesh(parallel_dims, "fsdp")
-    spread_mesh = _data_parallel_mesh(parallel_dims, "efsdp") if parallel_dims.ep_enabled else mesh
+        mesh = parallel_dims.get_mesh([*replicate, "fsdp"])
+    spread_mesh = mesh
+    if parallel_dims.ep_enabled:
+        spread_mesh = parallel_dims.get_mesh([*replicate, "efsdp"])
     offload = OffloadPolicy()
     if training.enable_cpu_offload:  # there is nothing to pin memory for without a GPU
         offload = CPUOffloadPolicy(pin_memory=compat.device_type() == "cuda")
@@ -120,10 +117,7 @@ def shard_units(
     when, hold_layers = parallelism.fsdp_reshard_after_forward, fsdp.policy == "per_step"
 
     def shard(
-        modules: nn.Module | list[nn.Module],
-        reshard: bool | None,
-        spread: bool = False,
-        **changes: Any,
+        modules: nn.Module | list[nn.Module], reshard: bool | None, spread: bool, **changes: Any
     ) -> None:
         degree = parallel_dims.dp_shard * parallel_dims.cp
         degree *= parallel_dims.tp if spread and parallel_dims.ep_enabled else 1
@@ -139,18 +133,15 @@ def shard_units(
 
     units = model.units()
     for unit in innermost_first(model, units):
-        reshards = when == "always"
-        if not unit.kept:
-            held = hold_layers and unit.is_revisited
-            reshards = when != "never" and not held
+        held = hold_layers and unit.is_revisited
+        reshards = when == "always" if unit.kept else when != "never" and not held
         fp32 = {"param_dtype": torch.float32} if unit.fp32 else {}
         shard([*unit.modules], reshards, unit.spread, **fp32)
         if unit.between and len(unit.modules) > 1:
             compat.gather_at_every_visit(unit.modules)
         if not unit.gathered_in_backward:
             _fsdp(unit).set_unshard_in_backward(False)
-    shard(model, None)
-
+    shard(model, reshard=None, spread=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global token count. gloo cannot pre-multiply sums.
@@ -167,17 +158,11 @@ def shard_units(
     logger.info("Applied %s (%s) over %s", kind, fsdp.policy, mesh)
 
 
-def _data_parallel_mesh(parallel_dims: ParallelDims, axis: str) -> DeviceMesh:
-    replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
-    return parallel_dims.get_mesh([*replicate, axis])
-
-
 def reshard_units(model: nn.Module) -> None:
     """Free every gathered weight and put the sharded parameters, with their gradients, back.
 
-    Call it after the last backward pass of a training step and before reading gradients: under
-    `per_step` the layers' `.grad` is None until this call. It does nothing for units that are
-    sharded already, or for a model without FSDP.
+    Call it after a step's last backward pass: under `per_step` the layers' `.grad` is None until
+    then. Without FSDP it does nothing.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -199,8 +184,8 @@ def _hold_visited_units(model: LoopDecoder, units: Sequence[Unit]) -> None:
 def _sum_visits_in_fp32(model: LoopDecoder, units: Sequence[Unit], *, hold_layers: bool) -> None:
     """Let autograd cast each visit's contribution to fp32 before it adds them up.
 
-    The tensor that collects them is the unsharded parameter, which FSDP creates when it gathers for
-    the first time and keeps: setting its gradient dtype once is enough.
+    FSDP creates the unsharded parameter at its first gather and keeps it, so setting its gradient
+    dtype once is enough.
     """
 
     def set_gradient_dtype(module: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -7,20 +7,18 @@
     O ─ all-to-all ─► parts
     W ← (1 − η·λ)·W − η·s·O               on every rank's part; η rate, λ decay
 
-The scale s is max(1, √(rows/columns)), or 0.2·√max(rows, columns), with which O's entries have the
-root mean square of AdamW's usual update ("original" and "match_rms_adamw" of `torch.optim.Muon`).
-NS is the quintic Newton-Schulz iteration that brings all singular values near 1:
+The scale s is max(1, √(rows/columns)) ("original"), or 0.2·√max(rows, columns), which gives O the
+root mean square of AdamW's usual update ("match_rms_adamw"). NS is the quintic Newton-Schulz
+iteration that brings all singular values near 1:
 
     X ← U / ‖U‖;   X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X, five times
 
-It needs whole matrices, whether FSDP or tensor parallelism cuts them. Both exchanges together send
-as many elements as a rank holds of all matrices, twice: less than gathering any layer's weights.
-Owners are packed so that their products cost about the same. Replicas of HSDP each do all of this
-with the same numbers. A parameter of three dimensions, such as a layer's experts, is a stack of
-matrices, each with an owner and an update of its own; a rank may hold some of them, or parts.
+It needs whole matrices. Each exchange sends as many elements as a rank holds of all matrices.
+Owners are packed so that their products cost about the same; replicas of HSDP repeat the work. A
+parameter of three dimensions, such as a layer's experts, is a stack of matrices with an owner each.
 
-In bfloat16 the iteration alone differs by up to 1 % between two layouts of ranks, since rounded
-gradients flip bits; in float32 all layouts agree as well as they do with AdamW.
+In bfloat16 two layouts of ranks differ by up to 1 %, since rounded gradients flip bits; in float32
+all layouts agree as well as with AdamW.
 
 Source: Jordan et al. 2024, "Muon", kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
 2502.16982, §2.2 (scale); in one process and bfloat16 bit for bit `torch.optim.Muon` of torch 2.13.
@@ -45,12 +43,7 @@ RankTable = tuple[tuple[int, ...], ...]
 
 
 class Matrix(NamedTuple):
-    """A parameter of two dimensions, or one matrix of a stack.
-
-    Attributes:
-        number: Its place in the stack; 0 without one.
-        held: Places of the matrices that this rank holds.
-    """
+    """A matrix, or the `number`-th of a stack, of which this rank has those `held`."""
 
     parameter: Tensor
     number: int
@@ -69,8 +62,7 @@ class Matrix(NamedTuple):
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` for matrices and stacks of them, plain or DTensors of any placements.
 
-    Args:
-        dtype: Dtype of the iteration and the exchanges.
+    The iteration and the exchanges are in `dtype`.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], *, dtype: torch.dtype) -> None:
@@ -89,10 +81,8 @@ class Muon(torch.optim.Muon):
                     layouts[alike] = layout(parameter)
                 table, regions, held = layouts[alike]
                 for number in range(1 if parameter.ndim == 2 else len(parameter)):
-                    here = [
-                        region if number in numbers else _NOTHING
-                        for region, numbers in zip(regions, held, strict=True)
-                    ]
+                    parts = zip(regions, held, strict=True)
+                    here = [part if number in numbers else _NOTHING for part, numbers in parts]
                     matrix = Matrix(parameter, number, held[_place(table)])
                     sharing[table].append((matrix, here))
         self._owners = [MatrixOwners(held, table) for table, held in sharing.items()]
@@ -117,12 +107,8 @@ class Muon(torch.optim.Muon):
 
         def direction(matrix: Matrix, whole: Tensor) -> Tensor:
             group = groups[matrix.parameter]
-            return orthogonalise(
-                whole,
-                steps=group["ns_steps"],
-                coefficients=group["ns_coefficients"],
-                eps=group["eps"],
-            )
+            steps, coefficients = group["ns_steps"], group["ns_coefficients"]
+            return orthogonalise(whole, steps=steps, coefficients=coefficients, eps=group["eps"])
 
         for owners in self._owners:
             for matrix, part in owners.transform(write_direction, direction, self.dtype):
@@ -136,13 +122,7 @@ class Muon(torch.optim.Muon):
 def orthogonalise(
     matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float
 ) -> Tensor:
-    """Return NS(matrix), in its dtype; see the module.
-
-    Args:
-        matrix: (rows, columns).
-        steps: Number of iterations.
-        eps: Smallest norm that is divided by.
-    """
+    """Return NS of a (rows, columns) matrix in its dtype, divided by a norm of at least `eps`."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -154,8 +134,6 @@ def orthogonalise(
 
 
 class _Region(NamedTuple):
-    """The part of a matrix that a rank holds."""
-
     top: int
     left: int
     rows: int
@@ -175,9 +153,7 @@ _NOTHING = _Region(0, 0, 0, 0)
 class Layout(NamedTuple):
     """Ranks that hold a matrix or a stack together, and the parts of each rank of a row.
 
-    Attributes:
-        regions: Part of every matrix that a rank holds.
-        held: Places in the stack of the matrices that a rank holds; of a matrix, 0 alone.
+    `regions` are parts of every matrix; `held` are places in the stack, 0 alone for a matrix.
     """
 
     table: RankTable
@@ -208,7 +184,6 @@ def layout(matrix: Tensor) -> Layout:
 
 
 def _place(table: RankTable) -> int:
-    """Return this rank's place in its row."""
     if len(table[0]) == 1:
         return 0
     rank = dist.get_rank()
@@ -218,10 +193,7 @@ def _place(table: RankTable) -> int:
 class MatrixOwners:
     """The owner of every matrix, and the exchanges of parts with it.
 
-    Args:
-        held: Matrices, and their parts on the ranks of a row of `table`; the same order on
-            every rank.
-        table: From `layout`.
+    `held` has the matrices, in the same order on every rank, and their parts on the ranks of a row.
     """
 
     def __init__(self, held: Sequence[tuple[Matrix, list[_Region]]], table: RankTable) -> None:
@@ -238,7 +210,12 @@ class MatrixOwners:
             elements = sum(region.size for region in regions)
             assert elements == math.prod(shape), f"ranks hold {elements} of {shape}"
             assert regions[self._rank].size == matrix.part(matrix.parameter).numel()
-        self._owned = _owned(self._shapes, size)
+        # The iteration's products in units of 2·steps FLOPs.
+        sides = [sorted(shape) for shape in self._shapes]
+        owners = pack([short * short * (2 * long + short) for short, long in sides], size)
+        self._owned = [
+            [i for i, owner in enumerate(owners) if owner == rank] for rank in range(size)
+        ]
 
     def transform(
         self,
@@ -246,15 +223,10 @@ class MatrixOwners:
         function: Callable[[Matrix, Tensor], Tensor],
         dtype: torch.dtype,
     ) -> list[tuple[Matrix, Tensor]]:
-        """Apply a function of whole matrices to matrices in parts; collective.
+        """Apply a function of whole matrices to matrices in parts; return their parts; collective.
 
-        Args:
-            write: Called with each matrix that has a gradient and this rank's part, to be filled.
-            function: Called with each such matrix that this rank owns and the whole; returns its
-                result, of the same shape.
-
-        Returns:
-            Each such matrix with this rank's part of the result.
+        `write` fills this rank's part of each matrix that has a gradient. `function` maps each
+        whole matrix that this rank owns to one of the same shape.
         """
         chosen = [
             [i for i in owned if self._matrices[i].parameter.grad is not None]
@@ -315,7 +287,7 @@ _groups: dict[RankTable, tuple[Any, Any]] = {}
 
 
 def _group_of(matrix: Tensor, table: RankTable) -> Any:
-    """Return the group of this rank's row: the mesh's where one of its dimensions cuts the matrix.
+    """Return the group of this rank's row: the mesh's if one of its dimensions cuts the matrix.
 
     torchtitan sets the timeout of a mesh's groups; any other group gets the world group's.
     """
@@ -335,23 +307,12 @@ def _group_of(matrix: Tensor, table: RankTable) -> Any:
 
 
 def pack(costs: Sequence[float], bins: int) -> list[int]:
-    """Return a bin for every cost; the largest come first, each into the bin with the least."""
+    """Return a bin for every cost; the largest come first, each into the least filled bin."""
     filled, chosen = [0.0] * bins, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         chosen[index] = min(range(bins), key=lambda number: filled[number])
         filled[chosen[index]] += costs[index]
     return chosen
-
-
-def _owned(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[list[int]]:
-    owners = pack([_cost(shape) for shape in shapes], ranks)
-    return [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
-
-
-def _cost(shape: tuple[int, ...]) -> float:
-    """Return the iteration's products in units of 2·steps FLOPs."""
-    short, long = sorted(shape)
-    return short * short * (2 * long + short)
 
 
 def _update_scale(shape: torch.Size, rule: str) -> float:

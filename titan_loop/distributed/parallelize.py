@@ -1,11 +1,8 @@
 """Applies context and tensor parallelism, checkpointing, compilation and FSDP2, in this order.
 
 Every unique layer stands once in `model.layers`, so each of these sees a weight once, although it
-is visited R times. The decoder lists its FSDP units: for Ouro the embedding, each layer, norm and
-exit gate in fp32, and the head. Upstream groups norm and head; here the norm runs after every
-recurrent step and the head only in the loss. `loop_fsdp.py` decides when each unit is gathered.
-When only the gate trains, the rest is frozen before FSDP sees it, so FSDP never reduces its
-gradients.
+is visited R times. The decoder lists its FSDP units, and `loop_fsdp.py` decides when each is
+gathered. If only the gate trains, the rest is frozen first, so FSDP never reduces its gradients.
 """
 
 import os
@@ -44,46 +41,35 @@ def check_parallelism(
     seq_len: int,
     attention: str = "auto",
 ) -> None:
-    """Refuse a layout that cannot work, before any process group exists.
-
-    Raises:
-        UserError: A degree is not supported, does not divide heads or window, or the degrees do not
-            multiply to the world size.
-    """
+    """Refuse a layout that cannot work, before any process group exists."""
     _check_support(parallelism)
     tp = parallelism.tensor_parallel_degree
     for name, heads in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
         if tp < 1 or heads % tp:
-            raise UserError(
-                f"parallelism.tensor_parallel_degree={tp} must divide model.{name}={heads}"
-            )
+            degree = f"parallelism.tensor_parallel_degree={tp}"
+            raise UserError(f"{degree} must divide model.{name}={heads}")
     if parallelism.enable_sequence_parallel and seq_len % tp:
-        raise UserError(
-            f"training.seq_len={seq_len} must be divisible by "
-            f"parallelism.tensor_parallel_degree={tp}; change the window, or set "
-            "--parallelism.no-enable-sequence-parallel"
-        )
+        problem = f"training.seq_len={seq_len} must be divisible by "
+        problem += f"parallelism.tensor_parallel_degree={tp}; change the window, or set "
+        raise UserError(f"{problem}--parallelism.no-enable-sequence-parallel")
     check_context_parallelism(parallelism, seq_len=seq_len, attention=attention)
     _check_product(parallelism, world_size)
 
 
 def _check_support(parallelism: ParallelismConfig) -> None:
-    degree = parallelism.pipeline_parallel_degree
+    degree, backend = parallelism.pipeline_parallel_degree, parallelism.spmd_backend
     if degree != 1:
-        raise UserError(
-            f"parallelism.pipeline_parallel_degree={degree} is not supported; leave it at 1"
-        )
-    if parallelism.spmd_backend == "full_dtensor":
+        field = f"parallelism.pipeline_parallel_degree={degree}"
+        raise UserError(f"{field} is not supported; leave it at 1")
+    if backend == "full_dtensor":
         raise UserError(
             "parallelism.spmd_backend=full_dtensor is not supported (it doubles the loss under "
             "tensor parallelism on torch 2.13); use partial_dtensor or spmd_types"
         )
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if parallelism.spmd_backend == "spmd_types" and release < (2, 15):
-        raise UserError(
-            f"parallelism.spmd_backend=spmd_types needs torch 2.15, this is {torch.__version__}; "
-            "use partial_dtensor"
-        )
+    if backend == "spmd_types" and release < (2, 15):
+        problem = f"needs torch 2.15, this is {torch.__version__}; use partial_dtensor"
+        raise UserError(f"parallelism.spmd_backend=spmd_types {problem}")
     if parallelism.enable_fsdp_symm_mem:
         raise UserError("parallelism.enable_fsdp_symm_mem=True is not supported; leave it False")
 
@@ -93,13 +79,8 @@ def _check_product(parallelism: ParallelismConfig, world_size: int) -> None:
     shard = parallelism.data_parallel_shard_degree
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     known = replicate * tp * cp * max(shard, 1)
-    if (
-        replicate < 1
-        or shard == 0
-        or shard < -1
-        or world_size % known
-        or (shard > 0 and known != world_size)
-    ):
+    factors = replicate >= 1 and (shard == -1 or shard > 0) and world_size % known == 0
+    if not factors or (shard > 0 and known != world_size):
         raise UserError(
             f"parallelism degrees data_parallel_replicate={replicate} × "
             f"data_parallel_shard={shard} × context_parallel={cp} × tensor_parallel={tp} do not "
@@ -108,15 +89,11 @@ def _check_product(parallelism: ParallelismConfig, world_size: int) -> None:
         )
     experts, ranks = parallelism.expert_parallel_degree, world_size // replicate
     if experts < 1 or ranks % experts:
-        raise UserError(
-            f"parallelism.expert_parallel_degree={experts} must divide the {ranks} ranks of a "
-            "replica; change the degree or the number of ranks"
-        )
-    if experts > 1 and parallelism.spmd_backend != "partial_dtensor":
-        raise UserError(
-            f"parallelism.expert_parallel_degree={experts} needs parallelism.spmd_backend="
-            f"partial_dtensor, not {parallelism.spmd_backend}"
-        )
+        problem = f"must divide the {ranks} ranks of a replica; change the degree or the number of"
+        raise UserError(f"parallelism.expert_parallel_degree={experts} {problem} ranks")
+    if experts > 1 and (backend := parallelism.spmd_backend) != "partial_dtensor":
+        problem = f"parallelism.expert_parallel_degree={experts} needs parallelism.spmd_backend="
+        raise UserError(f"{problem}partial_dtensor, not {backend}")
 
 
 def parallelize_loop_decoder(
@@ -131,17 +108,13 @@ def parallelize_loop_decoder(
     fsdp: FSDPConfig | None = None,
     trainable: Trainable = "all",
 ) -> LoopDecoder:
-    """Spread `model` (best on the meta device) as the configs say; torchtitan's `parallelize_fn`.
+    """Spread `model` (best on the meta device) in place; torchtitan's `parallelize_fn`.
 
     Args:
-        parallel_dims: Meshes.
-        fsdp: FSDP policy between visits; None takes the defaults. Under a policy that holds layers,
+        fsdp: Policy between visits; None takes the defaults. Under a policy that holds layers,
             call `reshard_units` after the last backward pass of every step.
-        trainable: "exit_gate" freezes everything else, which then keeps no activations to
+        trainable: "exit_gate" freezes everything else, which then has no activations to
             checkpoint.
-
-    Returns:
-        The same model.
     """
     sizes = unit_sizes_of(model, model.units())  # asserts that every parameter belongs to one
     if parallel_dims.cp_enabled:
@@ -160,9 +133,8 @@ def parallelize_loop_decoder(
     if compile_config.enable and "model" in compile_config.components:
         missing = missing_compiler(compat.device_type())
         if missing is None or compile_config.backend != "inductor":
-            apply_compile(
-                model.compiled_parts(), compile_config=compile_config, parallel_dims=parallel_dims
-            )
+            parts = model.compiled_parts()
+            apply_compile(parts, compile_config=compile_config, parallel_dims=parallel_dims)
         else:
             warn_together(logger, "compile.enable: %s found; running eagerly", missing)
     fsdp = fsdp or FSDPConfig()
@@ -173,11 +145,9 @@ def parallelize_loop_decoder(
     if alone and not training.enable_cpu_offload:
         return model  # nothing to shard or cast, and FSDP copies even at size 1
     if fsdp.policy == "auto":
+        available = _smallest_device_bytes()
         fsdp, reason = fsdp.decided(
-            sizes,
-            parallelism,
-            compute_bytes=param_dtype.itemsize,
-            device_bytes=_smallest_device_bytes(),
+            sizes, parallelism, compute_bytes=param_dtype.itemsize, device_bytes=available
         )
         logger.info("fsdp.policy=auto: %s, %s", fsdp.policy, reason)
     shard_units(model, parallel_dims, training, parallelism, fsdp)

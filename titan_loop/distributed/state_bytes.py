@@ -1,10 +1,9 @@
-"""Bytes of weights, gradients and optimizer moments on one rank, exact and from the config alone.
+"""Bytes of weights, gradients and optimizer moments on one rank, from the config alone.
 
     parameters  4·P/S   gradients  4·P/S   AdamW's moments  8·P/S   an average of the weights  4·P/S
 
-Muon keeps one moment of the layers' matrices instead of two. P parameters, S ranks that shard them;
-FSDP pads rows, which counts. Activations, peaks and collectives are measured instead, by the
-rehearsal in `titan_loop/planning`.
+P parameters, with FSDP's padding, on S ranks. Muon keeps one moment of the layers' matrices instead
+of two. The rehearsal in `titan_loop/planning` measures activations, peaks and collectives.
 """
 
 import math
@@ -43,10 +42,8 @@ def state_bytes(
 ) -> StateBytes:
     """Return the bytes of one rank's share.
 
-    Args:
-        shards: Number of ranks that FSDP shards over; replicas of HSDP do not count.
-        tensor_parallel: Number of ranks that share a layer's matrices; padding of their parts is
-            not counted.
+    FSDP shards over `shards` ranks, without replicas of HSDP. Padding by tensor parallelism is not
+    counted.
     """
     sizes, hidden_elements = _measured(config)
     parameters, gradients = (
@@ -73,7 +70,7 @@ def _shard_elements(
 
 
 def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], int]:
-    """Return the units, and the number of elements in the matrices that Muon would update."""
+    """Return the units, and the number of elements in the matrices that Muon updates."""
     key = f"{type(config).__qualname__} {config.architecture()}"
     if key not in _measurements:
         with torch.device("meta"):

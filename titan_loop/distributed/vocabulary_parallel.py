@@ -20,21 +20,14 @@ from titan_loop.models.vocabulary import Vocabulary
 
 
 class SlicedVocabulary(Vocabulary):
-    """The rows that this rank holds; raises `UserError` if a rank would be left without a row.
-
-    Args:
-        rows: Number of rows of the whole head.
-        group: Ranks that share the rows.
-    """
+    """The rows that this rank of `group` holds; raises `UserError` if a rank has none."""
 
     def __init__(self, rows: int, group: dist.ProcessGroup) -> None:
         ranks = dist.get_world_size(group)
         rows_per_rank = -(-rows // ranks)
         if rows_per_rank * (ranks - 1) >= rows:
-            raise UserError(
-                f"model.vocab_size={rows}: {ranks} tensor-parallel ranks leave one without a row; "
-                "use fewer ranks"
-            )
+            problem = f"{ranks} tensor-parallel ranks leave one without a row; use fewer ranks"
+            raise UserError(f"model.vocab_size={rows}: {problem}")
         super().__init__(rows, start=rows_per_rank * dist.get_rank(group))
         self._rows_per_rank = rows_per_rank
         self._rows_here = min(rows_per_rank, rows - self.start)
@@ -45,9 +38,9 @@ class SlicedVocabulary(Vocabulary):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return this rank's rows, and states whose gradient is a partial sum.
 
-        Each rank's gradient covers its slice of the vocabulary. Nothing is reduced here: a DTensor
-        says Partial and `spmd_types` defines the gradient of a tensor typed R as P, so under both
-        backends the redistribution that replicated the state also sums the gradients.
+        Each rank's gradient covers its slice of the vocabulary. The redistribution that replicated
+        the state also sums the gradients: a DTensor says Partial, and under `spmd_types` the
+        gradient of a tensor typed R is P.
         """
         hidden_RBLD = tuple(hidden_RBLD)
         if isinstance(head_weight_VD, DTensor):
@@ -71,15 +64,10 @@ class SlicedVocabulary(Vocabulary):
     def gather_kept(self, id_CK: Tensor, value_CK: Tensor, kept: int) -> tuple[Tensor, Tensor]:
         """Return ids and values of all slices, in one collective; 24 bits of a float hold an id."""
         missing = min(kept, self._rows_per_rank) - id_CK.shape[-1]
-        pair_C2K = torch.stack(
-            (
-                F.pad(value_CK, (0, missing), value=-torch.inf),
-                F.pad(id_CK, (0, missing)).to(value_CK.dtype),
-            ),
-            dim=1,
-        )
-        ranks = dist.get_world_size(self._group)
-        parts_C2K = [torch.empty_like(pair_C2K) for _ in range(ranks)]
+        value_CK = F.pad(value_CK, (0, missing), value=-torch.inf)
+        id_CK = F.pad(id_CK, (0, missing)).to(value_CK.dtype)
+        pair_C2K = torch.stack((value_CK, id_CK), dim=1)
+        parts_C2K = [torch.empty_like(pair_C2K) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(parts_C2K, pair_C2K, group=self._group)
         value_CN, id_CN = torch.cat(parts_C2K, dim=-1).unbind(1)
         return id_CN.long(), value_CN

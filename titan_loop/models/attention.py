@@ -1,9 +1,8 @@
 """Multi-head and grouped-query attention for layers that are visited several times.
 
-`LoopAttention` is torchtitan's `GQAttention` with the positions taken from the `LoopContext` and an
-optional cache addressed by (recurrent step, layer). `DocumentAttention` is the backend for devices
-without
-FlexAttention: scaled dot products with an explicit causal-and-same-document mask.
+`LoopAttention` is torchtitan's `GQAttention`, with positions from the `LoopContext` and an optional
+cache addressed by (recurrent step, layer). `DocumentAttention` is the kernel for devices without
+FlexAttention.
 """
 
 import math
@@ -29,23 +28,13 @@ ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
 def document_mask(
     positions_BL: Tensor, share: WindowShare | None = None, prefix_BL: Tensor | None = None
 ) -> Tensor:
-    """Which key each query may attend to: same document, not later unless both are in its prefix.
+    """Return the keys that each query may attend to, (B, 1, queries, keys) bool.
 
-    A document starts wherever `positions_BL` is 0.
-
-    Args:
-        positions_BL: (B, L) positions of whole windows, restarting per document.
-        share: Which queries, and keys in which order; None for all, in theirs.
-        prefix_BL: (B, L) bool of whole windows, True in a document's prefix; None for no prefixes.
-
-    Returns:
-        (B, 1, queries, keys) bool, True where attention is allowed; broadcasts over heads.
+    These are keys of the same document that are not later, or any if both are in its prefix
+    (`prefix_BL`, bool). A document starts wherever `positions_BL` of whole windows is 0. `share`
+    has this rank's queries, and keys in their order; None for all.
     """
-    if share is None:
-        whole_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
-        share = WindowShare(whole_L, whole_L)
-    document_BL = (positions_BL == 0).cumsum(dim=1)
-    query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)
+    share, query_document_BL, key_document_BL = _documents(positions_BL, share)
     same_document = query_document_BL.unsqueeze(2) == key_document_BL.unsqueeze(1)
     allowed = share.queries_L.unsqueeze(1) >= share.keys_L
     if prefix_BL is not None:
@@ -61,12 +50,7 @@ def document_block_mask(
     prefix_BL: Tensor | None = None,
 ) -> BlockMask:
     """Return Flex's form of `document_mask`; `block_size` is the kernel's."""
-    if share is None:
-        whole_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
-        share = WindowShare(whole_L, whole_L)
-    document_BL = (positions_BL == 0).cumsum(dim=1)
-    query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)
-    queries_L, keys_L = share
+    (queries_L, keys_L), query_document_BL, key_document_BL = _documents(positions_BL, share)
 
     def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = query_document_BL[b, query] == key_document_BL[b, key]
@@ -86,16 +70,22 @@ def document_block_mask(
     )
 
 
-class DocumentAttention(Module):
-    """Scaled dot-product attention with an explicit boolean mask, for CPU and as the reference.
+def _documents(
+    positions_BL: Tensor, share: WindowShare | None
+) -> tuple[WindowShare, Tensor, Tensor]:
+    if share is None:
+        whole_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
+        share = WindowShare(whole_L, whole_L)
+    document_BL = (positions_BL == 0).cumsum(dim=1)
+    return share, document_BL[:, share.queries_L], document_BL[:, share.keys_L]
 
-    Query and key lengths may differ (decoding with a cache) when a mask is given, or when there is
-    one query, the newest, which sees all keys.
-    """
+
+class DocumentAttention(Module):
+    """Scaled dot-product attention with an explicit boolean mask, for CPU and as the reference."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Nothing to configure."""
+        pass
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -115,22 +105,17 @@ class DocumentAttention(Module):
 
         Args:
             k_BLNH: Rotated keys, (B, L_key, N_kv, H).
-            attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention, which needs
-                as many queries as keys, or a single query that is the last token.
-            scale: Factor on the scores; None means 1/sqrt(H).
+            attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention of as
+                many queries as keys, or of the last token alone.
             scores_BNLS: Terms added to the products of queries and keys, before scaling.
-
-        Raises:
-            ValueError: Without a mask, several queries that are fewer or more than the keys.
         """
         queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
         if attention_masks is None and queries not in (1, keys):
             raise ValueError(f"{queries} queries and {keys} keys need an explicit mask")
         if scores_BNLS is not None:
             if attention_masks is None:
-                attention_masks = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool).tril(
-                    keys - queries
-                )
+                whole = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool)
+                attention_masks = whole.tril(keys - queries)
             factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
             return _attend_with_scores(q_BLNH, k_BLNH, v_BLNH, scores_BNLS, attention_masks, factor)
         out_BNLH = F.scaled_dot_product_attention(
@@ -153,9 +138,9 @@ def _attend_with_scores(
     allowed: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return softmax(scale · (q kᵀ + scores)) v, in as few passes over the scores as can be.
+    """Return softmax(scale · (q kᵀ + scores)) v.
 
-    torch's own kernel goes over them twice as often where the mask needs a gradient.
+    torch's own kernel passes over the scores twice as often where the mask needs a gradient.
     """
     shape = scores_BNLS.shape
     hidden = torch.zeros(allowed.shape, dtype=q_BLNH.dtype, device=q_BLNH.device)
@@ -171,51 +156,32 @@ def _attend_with_scores(
 def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Config:
     """Return the config of the attention kernel called `backend`.
 
-    Flex and varlen are torchtitan's modules. Their masks and Flex's wiring are tested on CPU with
-    the uncompiled kernel; neither has been run on a GPU by this project yet.
-
-    Args:
-        backend: "sdpa" (any device), "flex" or "varlen" (CUDA), or "auto": Flex on CUDA, SDPA
-            elsewhere.
-        scores: Whether positions add to the scores, which only SDPA's module can; "auto" is SDPA
-            then.
-
-    Raises:
-        UserError: The backend is unknown, or needs CUDA and there is none.
+    "auto" is Flex on CUDA and SDPA elsewhere, or where positions add to the `scores`, which only
+    SDPA's module can. Flex and varlen are torchtitan's modules. Their masks and Flex's wiring are
+    tested on CPU with the uncompiled kernel; neither has been run on a GPU by this project yet.
     """
     if backend not in ATTENTION_BACKENDS:
-        raise UserError(
-            f"model.attention={backend} is not an attention backend"
-            f"{nearest(backend, ATTENTION_BACKENDS)}"
-        )
+        known = nearest(backend, ATTENTION_BACKENDS)
+        raise UserError(f"model.attention={backend} is not an attention backend{known}")
     on_cuda = compat.device_type() == "cuda"
     if backend == "auto":
         backend = "flex" if on_cuda and not scores else "sdpa"
     if backend != "sdpa" and not on_cuda:
-        raise UserError(
-            f"model.attention={backend} needs CUDA, which is not there; use sdpa or auto"
-        )
-    match backend:
-        case "flex":
-            return FlexAttention.Config()
-        case "varlen":
-            return VarlenAttention.Config()
-        case _:
-            return DocumentAttention.Config()
+        problem = f"model.attention={backend} needs CUDA, which is not there"
+        raise UserError(f"{problem}; use sdpa or auto")
+    kernels = {"flex": FlexAttention, "varlen": VarlenAttention, "sdpa": DocumentAttention}
+    return kernels[backend].Config()
 
 
 class LoopAttention(GQAttention):
-    """Grouped-query attention reading rotations, mask and cache from the shared `LoopContext`.
+    """Grouped-query attention that reads rotations, mask and cache from the shared `LoopContext`.
 
     With a gate, W_o (σ(W_g x) ⊙ heads) takes the place of W_o heads.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
-        """Heads, projections and kernel, as upstream, and scores by distance if there are any.
-
-        With `keys_start_as_queries` the initial key matrix is a copy of the query matrix.
-        """
+        """With `keys_start_as_queries` the initial key matrix is a copy of the query matrix."""
 
         distance_scores: DistanceScores.Config | None = None
         keys_start_as_queries: bool = False
@@ -243,12 +209,10 @@ class LoopAttention(GQAttention):
     def forward(  # type: ignore[override]
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
     ) -> Tensor:
-        """Attend and project back; (B, L, D) in and out.
+        """Attend to a normed input and project back; (B, L, D) in and out.
 
-        Args:
-            x_BLD: Normed input.
-            cache_slot: Slot of this visit's keys and values in the cache. None without a cache, so
-                that a compiled block is not specialised on the step.
+        `cache_slot` addresses this visit's keys and values. Without a cache it is None, so that a
+        compiled block is not specialised on the step.
         """
         q_BLNH, k_BLNH, v_BLNH = self._projected(x_BLD, context, cache_slot)
         added = {}
@@ -275,7 +239,6 @@ class LoopAttention(GQAttention):
     def _projected(
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, and the keys and values that they may attend to."""
         q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
         q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, rope_BLH=context.shared_positions)
         if context.cache is not None:

@@ -3,8 +3,8 @@
     pre-norm    x ← x + attention(n1(x)),       x ← x + feed_forward(n3(x))
     sandwich    x ← x + n2(attention(n1(x))),   x ← x + n4(feed_forward(n3(x)))
 
-The norms on the branch outputs keep every residual update at unit scale, whatever the weights, so
-that the state cannot grow with the number of visits.
+The norms on branch outputs keep residual updates at unit scale, so the state cannot grow with the
+number of visits.
 
 Sources: Touvron et al. 2023 (Llama), arXiv 2302.13971, §2.2; Zhu et al. 2025 (Ouro), arXiv
 2510.25741, §4, order of the norms as in the released checkpoints.
@@ -26,8 +26,6 @@ class PreNormBlock(TransformerBlock):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
-        """Branches, the norms before them, and the factor on what they add to the state."""
-
         dropout: Dropout.Config | None = None
         branch_scale: float = 1.0
 
@@ -79,8 +77,6 @@ class SandwichBlock(PreNormBlock):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PreNormBlock.Config):
-        """Branches and their four norms."""
-
         attention_post_norm: RMSNorm.Config
         ffn_post_norm: RMSNorm.Config
 

@@ -8,18 +8,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common.attention import VarlenMetadata
 
 PREFIX = "prefix"
-"""Name of the column (B, L) that says which tokens see later ones: those of a document's prefix."""
+"""Name of the column (B, L) that marks the tokens of a document's prefix, which see later ones."""
 
 AttentionMask = Tensor | BlockMask | VarlenMetadata
 
 
 class WindowShare(NamedTuple):
-    """The part of every window that this rank computes under context parallelism.
-
-    Attributes:
-        queries_L: Indices into the window of this rank's tokens.
-        keys_L: Indices into the window of all tokens, in the order in which keys are gathered.
-    """
+    """The part of every window that this rank computes: its tokens, and all tokens as keys."""
 
     queries_L: Tensor
     keys_L: Tensor
@@ -28,10 +23,8 @@ class WindowShare(NamedTuple):
 class CacheSlot(NamedTuple):
     """Address of one layer visit in a cache.
 
-    Attributes:
-        step: Recurrent step from 1; a (B,) tensor when the rows of a batch are at different steps;
-            None for a layer outside the loop.
-        layer: From 0, among the looped layers or among those outside the loop.
+    `step` counts from 1; it is a (B,) tensor when rows are at different steps, None outside the
+    loop. `layer` counts from 0, among the looped layers or among those outside the loop.
     """
 
     step: int | Tensor | None
@@ -51,14 +44,11 @@ class LoopContext(NamedTuple):
 
     Attributes:
         positions_BL: (B or 1, L) positions of the current tokens.
-        shared_positions: Tables that the layers read, such as cosines and sines; `Positions.shared`
-            makes them once per forward pass.
-        attention_mask: Mask of the attention backend; None means causal attention that ignores
-            document boundaries.
-        cache: Keys and values of earlier tokens; None in training.
-        columns: Further model inputs of the batch, by name; None if there are none.
-        said_BLV: Log-probabilities of the next token after the previous step, if they are known;
-            they save decoding that state again.
+        shared_positions: Tables that the layers read, from `Positions.shared`.
+        attention_mask: None for causal attention that ignores document boundaries.
+        columns: Further model inputs of the batch, by name.
+        said_BLV: Log-probabilities of the next token after the previous step, where known; they
+            save decoding that state again.
     """
 
     positions_BL: Tensor

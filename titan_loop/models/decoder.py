@@ -9,14 +9,12 @@ With the norm at the readout only, h_r is the layers' output and read(h) = norm(
 
     h_0 = prelude(embed(x)),   read(h) = norm(coda(h))
 
-R is runtime state (`recurrent_steps`): it may differ from batch to batch and be any positive
-number, without rebuilding or recompiling anything. With R = 1 and no gate this is an ordinary
-decoder.
+R may be any positive number and differ from batch to batch, without recompilation. With R = 1 and
+no gate this is an ordinary decoder.
 
-Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.1 Eq. 1; norm after every step, no input
-injection and no step embedding as in the released checkpoints. Prelude and coda: Geiping et al.
-2025, arXiv 2502.05171, §3.1, whose code too applies one and the same norm after a step and after
-the coda.
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.1 Eq. 1, as in the released checkpoints.
+Prelude and coda: Geiping et al. 2025, arXiv 2502.05171, §3.1, whose code too applies the same norm
+after a step and after the coda.
 """
 
 import math
@@ -56,23 +54,20 @@ class LoopDecoder(Decoder):
     """A decoder whose stack of unique layers is applied `recurrent_steps` times.
 
     Attributes:
-        recurrent_steps: How many steps `forward` runs unless told otherwise; set per batch by the
-            trainer.
-        observe: Called after every visit of a layer with the state, the step (None outside the
-            loop) and the layer's number; None for nobody.
-        exit_policy: Exit policy in force, for layers that obey one by themselves; None for the
-            computation that was trained.
+        recurrent_steps: R of `forward` unless told otherwise.
+        observe: Called after every layer visit with the state, the step (None outside the loop)
+            and the layer's number.
+        exit_policy: Exit policy in force, for layers that obey one by themselves; None as
+            trained.
     """
 
     exit_policy: Any = None
 
     tells_step: bool = False
-    """Whether layers learn by which step they are visited, and so are compiled for each."""
+    """Whether layers learn the step of their visit, and so are compiled for each."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DecoderCosts):
-        """Architecture of a looped decoder."""
-
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that `forward` reads; the loader must declare them."""
 
@@ -95,13 +90,13 @@ class LoopDecoder(Decoder):
             self.set_sharding(enable_sp=config.parallelism.enable_sequence_parallel)
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """Declare every sub-module's placements; the mesh decides later which of them apply."""
+            """Declare every sub-module's placements; the mesh later decides which of them apply."""
             set_parts_sharding(self, enable_sp=enable_sp)
             for layer in self.layers:
                 self.set_layer_sharding(layer, enable_sp=enable_sp)
 
         def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
-            """Declare the placements of one layer; arguments as of `set_sharding`."""
+            """Declare the placements of one layer."""
             set_block_sharding(layer, enable_sp=enable_sp)
 
         @property
@@ -125,24 +120,21 @@ class LoopDecoder(Decoder):
         ) -> None:
             """Raise `UserError` for a degree that this architecture cannot be spread by."""
             if expert_parallel != 1:
-                raise UserError(
-                    f"parallelism.expert_parallel_degree={expert_parallel}: "
-                    f"model.family={self.family} has no experts; leave it at 1"
-                )
+                problem = f"model.family={self.family} has no experts; leave it at 1"
+                raise UserError(f"parallelism.expert_parallel_degree={expert_parallel}: {problem}")
             degrees = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
             for name, degree in degrees.items():
                 if degree > 1 and isinstance(self.positions, RelativePositions.Config):
-                    raise UserError(
-                        f"parallelism.{name}_degree={degree} does not work with "
-                        f"model.positions={self.positions.kind}; leave it at 1"
-                    )
+                    field = f"parallelism.{name}_degree={degree}"
+                    kind = f"model.positions={self.positions.kind}"
+                    raise UserError(f"{field} does not work with {kind}; leave it at 1")
 
         def architecture(self) -> dict[str, Any]:
             """Return the family's name and every option that changes the model's output.
 
-            Two models must agree in them to share a checkpoint. A key is the option's name where
-            there is one. A key that a checkpoint lacks has the value of the family's default model.
-            The default of a new option must therefore keep the old behaviour, and never change.
+            Two models must agree in them to share a checkpoint. A key that a checkpoint lacks has
+            the value of the family's default model, so the default of a new option must keep the
+            old behaviour.
             """
             attention = self.layers[0].attention
             return {
@@ -195,16 +187,13 @@ class LoopDecoder(Decoder):
         collect: Collect = "all",
         columns: Mapping[str, Tensor] | None = None,
     ) -> LoopOutput:
-        """Run R recurrent steps over whole windows.
+        """Run R recurrent steps over whole windows; return their states and exit logits.
 
         Args:
-            tokens: (B, L) token ids.
-            positions: (B, L) positions restarting per document; None means one document a window.
+            positions: (B, L) positions restarting per document; None means one document a
+                window.
             attention_masks: Mask of the attention backend; None builds it from `positions`.
-            recurrent_steps: R for this call; None means `self.recurrent_steps`.
-
-        Returns:
-            The collected states and, with a gate, their exit logits.
+            recurrent_steps: R; None means `self.recurrent_steps`.
         """
         steps = self.recurrent_steps if recurrent_steps is None else recurrent_steps
         if steps < 1:
@@ -238,34 +227,23 @@ class LoopDecoder(Decoder):
         Args:
             tokens: (B, L) current tokens, for their shape.
             positions: (B, L), restarting per document; None counts from 0.
-            attention_masks: None builds a document mask from `positions`, or plain causal attention
-                if those are None, too. With a cache, give a (B, 1, L, L_key) mask.
-            key_positions: (B or 1, S) positions of the keys in the cache; None if only the current
-                tokens have keys.
+            attention_masks: None builds a document mask from `positions`, or plain causal
+                attention without them. With a cache, give a (B, 1, L, L_key) mask.
+            key_positions: (B or 1, S) positions of the keys in the cache; None if only the
+                current tokens have keys.
         """
         prefix = None if columns is None else columns.get(PREFIX)
         mask_wanted = cache is None and (positions is not None or self._needs_mask())
-        if attention_masks is None and (mask_wanted or prefix is not None):
-            attention_masks = self.get_attention_masks(
-                _count_positions(tokens) if positions is None else positions, prefix=prefix
-            )
         if positions is None:
-            positions = _count_positions(tokens)
-        return LoopContext(
-            positions_BL=positions,
-            shared_positions=self.positions.shared(
-                positions, positions if key_positions is None else key_positions
-            ),
-            attention_mask=attention_masks,
-            cache=cache,
-            columns=columns,
-        )
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        if attention_masks is None and (mask_wanted or prefix is not None):
+            attention_masks = self.get_attention_masks(positions, prefix=prefix)
+        keys = positions if key_positions is None else key_positions
+        shared = self.positions.shared(positions, keys)
+        return LoopContext(positions, shared, attention_masks, cache, columns)
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1: the embedding, or it and a state with input injection.
-
-        With a prelude its output takes the place of the embedding.
-        """
+        """Return the carry of step 1: the embedding, or it and a state with input injection."""
         token_BLD = self.scaled(self.tok_embeddings(tokens))
         embedding_BLD = self.positions.embedded(token_BLD, context.positions_BL)
         if self.embedding_dropout is not None:
@@ -274,7 +252,7 @@ class LoopDecoder(Decoder):
         return embedding_BLD if self.injection is None else self.injection.start(embedding_BLD)
 
     def scaled(self, embedding_BLD: Tensor) -> Tensor:
-        """Return embeddings of tokens as they enter the state."""
+        """Return token embeddings as they enter the state."""
         return embedding_BLD * math.sqrt(self.config.dim) if self.scales else embedding_BLD
 
     def input(self, carry: Carry, context: LoopContext) -> Tensor:
@@ -284,11 +262,10 @@ class LoopDecoder(Decoder):
     def advance(
         self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
     ) -> Carry:
-        """Return the carry of `step` + 1; called only if that step runs, and never recomputed.
+        """Return the carry of `step` + 1; called only if that step runs, never recomputed.
 
-        Args:
-            step: Number of the step, from 1, or a (B,) tensor of numbers. The engine may pass rows
-                that begin a new token; it drops their result.
+        `step` counts from 1, or is a (B,) tensor. The engine drops the result of rows that begin a
+        new token.
         """
         if self.injection is None:
             return hidden_BLD
@@ -297,9 +274,7 @@ class LoopDecoder(Decoder):
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
         """Apply every looped layer once, and the final norm if it is there; return h_step.
 
-        Args:
-            step: 1-based number of this step, or a (B,) tensor of them, since all steps share their
-                weights; only addresses the cache.
+        All steps share their weights: `step`, from 1 or a (B,) tensor, only addresses the cache.
         """
         looped = self.config.looped
         hidden_BLD = self._visit(looped, self.input(carry, context), context, step, -looped.start)
@@ -310,8 +285,7 @@ class LoopDecoder(Decoder):
     ) -> Tensor:
         """Map the state after a step to the input of head, gate and distances between states.
 
-        Args:
-            step: Number of the step, or (B,) of them, for a family that reads steps differently.
+        `step`, a number or (B,) of them, is for families that read steps differently.
         """
         coda = range(self.config.looped.stop, len(self.layers))
         if not coda and self.norm_placement == "every_step":
@@ -363,11 +337,7 @@ class LoopDecoder(Decoder):
         return self.lm_head(self.state_gather(read_BLD))
 
     def gate(self, read_BLD: Tensor) -> Tensor:
-        """Map the output of `read`, (B, L, D), to exit logits (B, L), fp32.
-
-        Raises:
-            ValueError: The model has no exit gate.
-        """
+        """Map the output of `read`, (B, L, D), to exit logits (B, L) in fp32; needs a gate."""
         if self.exit_gate is None:
             raise ValueError("this model has no exit gate")
         return self.exit_gate(self.state_gather(read_BLD))
@@ -409,10 +379,8 @@ class LoopDecoder(Decoder):
     ) -> Mapping[str, Tensor] | None:
         """Return the columns with which an engine reads prompts; None for none.
 
-        Args:
-            tokens_BL: Prompts, padded on the right.
-            lengths_B: Their lengths.
-            shortened: Whether prompts run fewer steps than generated tokens.
+        `tokens_BL` are padded on the right to the longest of `lengths_B`; `shortened` says whether
+        prompts run fewer steps than generated tokens.
         """
         return None
 
@@ -429,8 +397,8 @@ class LoopDecoder(Decoder):
     def after_update(self, mesh: DeviceMesh | None, updated: Tensor) -> None:
         """Move state that no gradient moves, after a training step; collective.
 
-        `mesh` is of ranks with other tokens than this one's, None if there are none; `updated` says
-        whether the step moved the weights, a bool on the device.
+        `mesh` has the ranks with other tokens than this one's, None if there are none; `updated`
+        says whether the step moved the weights, a bool on the device.
         """
 
     def record(self) -> Mapping[str, Any]:
@@ -450,10 +418,5 @@ class LoopDecoder(Decoder):
         return document_block_mask(positions, share, kernel.block_size, prefix)
 
     def _needs_mask(self) -> bool:
-        """Whether the attention kernel cannot run without a mask object of its own."""
         kernel = self.config.layers[0].attention.inner_attention
         return isinstance(kernel, FlexAttention.Config | VarlenAttention.Config)
-
-
-def _count_positions(tokens: Tensor) -> Tensor:
-    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)

@@ -1,24 +1,47 @@
-"""Costs of a looped decoder: visits of layers and FLOPs.
+"""Costs of a looped decoder, as part of its config: visits of layers and model FLOPs.
 
-The part of a decoder's config that these follow from. A family whose forward pass differs overrides
-the methods.
+Every layer counts R times, every readout once. The rest of the convention is torchtitan's: a
+multiply-add is two operations, the backward pass costs twice the forward pass, attention counts
+without causal sparsity, recomputation and element-wise work do not count.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 from torchtitan.models.common.decoder import Decoder
 
 from titan_loop.models.exit_gate import ExitGate, Trainable
 from titan_loop.models.final_norm import NormPlacement
-from titan_loop.models.flops import Flops, LayerVisits
 from titan_loop.models.injection import AdditiveInjection
+
+
+class Flops(NamedTuple):
+    """Forward and backward FLOPs per token, by part; `decoding` is between two steps."""
+
+    matrices: float
+    attention: float
+    readouts: float
+    gate: float
+    decoding: float = 0
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return sum(self)
+
+
+class LayerVisits(NamedTuple):
+    """Number of layers that a micro-batch visits; a layer counts as often as it is visited."""
+
+    forward: float
+    backward: float
 
 
 @dataclass(kw_only=True, slots=True)
 class DecoderCosts(Decoder.Config):
-    """The number of looped layers, and the further computation of every step."""
+    """The config fields that costs follow from; a family may override methods."""
 
     recurrent_steps: int = 4
     exit_gate: ExitGate.Config | None = None
@@ -41,11 +64,10 @@ class DecoderCosts(Decoder.Config):
     def layer_visits(
         self, recurrent_steps: float, backward_steps: float | None = None
     ) -> LayerVisits:
-        """Return how many layers a micro-batch visits, forward and backward.
+        """Return the number of layers that a micro-batch visits, forward and backward.
 
-        Args:
-            backward_steps: Number of last steps that the backward pass reaches, or its mean; 0
-                for a frozen model, None or more than R for all.
+        `backward_steps` is the number of last steps that the backward pass reaches, or its mean; 0
+        for a frozen model, None or more than R for all.
         """
         places = self.visits_by_place(recurrent_steps, backward_steps)
         counts = (self.prelude_layers, len(self.looped), self.coda_layers)
@@ -86,21 +108,14 @@ class DecoderCosts(Decoder.Config):
         trainable: Trainable = "all",
         backward_steps: float | None = None,
     ) -> Flops:
-        """Return forward and backward FLOPs per token, with the layers' visits.
+        """Return forward and backward FLOPs per token.
 
             (2·forward + 4·backward)·(matrix elements + 2·N·H·L) + 6·readouts·D·V + 6·R·D [gate]
 
-        The last state alone is read out without a gate, else all R are. Steps that the backward
-        pass does not reach have 4 instead of 6 for their readout and gate, whose input needs no
-        gradient. If only the gate trains: 2 instead of 6 for readouts, which run forward only, and
-        4 for the gate, whose input needs no gradient.
-
-        Args:
-            seq_len: L, the window.
-            recurrent_steps: R, or its mean.
-            trainable: Parameters that train.
-            backward_steps: Number of last steps that the backward pass reaches, or its mean; None
-                for all.
+        Without a gate only the last state is read out, else all R. A readout or gate whose input
+        needs no gradient costs 4 instead of 6. If only the gate trains, readouts run forward only
+        and cost 2. R and `backward_steps`, the number of last steps in the backward pass (None for
+        all), may be means.
         """
         reached = min(recurrent_steps, backward_steps or recurrent_steps)
         visits = self.layer_visits(recurrent_steps, backward_steps if trainable == "all" else 0)
@@ -122,7 +137,6 @@ class DecoderCosts(Decoder.Config):
     def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
         """Return `flops` with the computation that a family adds.
 
-        Args:
-            reached: Number of steps that the backward pass reaches; 0 if only the gate trains.
+        `reached` is the number of steps in the backward pass; 0 if only the gate trains.
         """
         return flops

@@ -1,11 +1,9 @@
 """Dropout of embeddings and branch outputs, correct under recomputation and parallelism.
 
-A mask comes from the default generator, drawn for the whole tensor: tensor-parallel ranks, whose
-generators are in the same state, draw the same mask and keep their part. Ranks with a replicated
-state therefore agree, and a state sharded over the sequence gets the mask that a single process
-would draw. Activation checkpointing restores the generator's state before it recomputes. The
-trainer seeds the generator before every micro-batch (`seed_dropout`), so a resumed run draws the
-same masks as an uninterrupted one, and ranks with different tokens draw different masks.
+Every tensor-parallel rank draws the mask of the whole tensor from a default generator in the same
+state, and keeps its part. Activation checkpointing restores the generator before it recomputes. The
+trainer seeds it before every micro-batch (`seed_dropout`), so a resumed run draws the same masks,
+and ranks with different tokens draw different ones.
 """
 
 from dataclasses import dataclass

@@ -2,11 +2,9 @@
 
     λ_r = sigmoid(w·h_r + b)
 
-To train the gate of a frozen language model, `forward` needs no switch of its own: without a
-parameter that requires a gradient autograd records nothing, so no activation outlives its layer,
-however often that is visited. Checkpoints of such a stage hold the whole model, but only the gate's
-entries of the optimiser: a stage that trains other parameters than its parent starts with zero
-moments.
+To train the gate of a frozen language model, `forward` needs no switch: autograd records nothing
+without a parameter that requires a gradient. Checkpoints of such a stage hold the whole model, but
+optimiser state of the gate alone.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.2, Eq. 3.
 """
@@ -20,14 +18,14 @@ from torch import Tensor, nn
 from torchtitan.models.common.linear import Linear
 
 Trainable: TypeAlias = Literal["all", "exit_gate"]
-"""The parameters that train: all of them, or the exit gate's."""
+"""Parameters that train: all of them, or the exit gate's."""
 
 
 class ExitGate(Linear):
     """Linear(D → 1) with bias, computed in fp32 whatever the dtype of the hidden state.
 
-    In bf16 the cumulated exit probability rounds to 1 early, and "the last step" silently becomes
-    an earlier one.
+    In bf16 the cumulated exit probability rounds to 1 early, and the model exits before the last
+    step.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -45,6 +43,6 @@ class ExitGate(Linear):
 
 
 def freeze_all_but_the_exit_gate(model: nn.Module) -> None:
-    """Leave gradients to the exit gate only; before FSDP and the optimiser read the flags."""
+    """Freeze everything but the exit gate; call it before FSDP and the optimiser read the flags."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("exit_gate."))

@@ -2,10 +2,9 @@
 
     --model.…, config.json ─► ModelOptions ─► Family.decoder_config ─► LoopDecoder.Config
 
-A run's model options belong to its family: the recipe's instance decides the class. A family is
-found by its name through `titan_loop/plugins.py`; ours live in `titan_loop/families/`. Nobody else
-asks which family a model is of: everything that they need to know stands in its `Family`, or is a
-method of its decoder or decoder's config.
+The recipe's options decide the family, which `titan_loop/plugins.py` finds by its name. Nobody else
+asks which family a model is of: what they need stands in its `Family`, or is a method of its
+decoder or decoder's config.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,32 +19,22 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.plugins import find, names
 
 FIRST_FAMILY = "ouro"
-"""The family of a run or checkpoint that names none: older versions knew no other."""
+"""The family of a run or checkpoint that names none: older versions had no other."""
 
 FamilyName = Annotated[str, tyro.conf.Suppress]
-"""Type of the field `family` of model options: recorded, but no flag."""
+"""Type of the field `family` of model options, which is recorded but no flag."""
 
 Use = Literal["analyse", "export", "generate", "held_out", "upcycle"]
-"""What not every family can be used for: the verbs of these names, and scoring held-out text."""
+"""Uses that not every family has: the verbs of these names, and scoring held-out text."""
 
 USES: frozenset[Use] = frozenset(get_args(Use))
 
-RUNTIME_OPTIONS = frozenset(
-    (
-        "size",
-        "recurrent_steps",
-        "attention",
-        "readout_chunk_tokens",
-        "dropout",
-        "embedding_dropout",
-        "base_width",
-        "initializer_range",
-        "initial_keys",
-        "residual_scale",
-    )
-)
-"""Options in which two models of one checkpoint may differ: they resolve to others, change only how
-the same is computed, or act in training or on initial weights alone."""
+_RESOLVED = {"size", "recurrent_steps"}
+_SAME_RESULT = {"attention", "readout_chunk_tokens"}
+_TRAINING_ALONE = {"dropout", "embedding_dropout"}
+_INITIAL_WEIGHTS = {"base_width", "initializer_range", "initial_keys", "residual_scale"}
+RUNTIME_OPTIONS = frozenset(_RESOLVED | _SAME_RESULT | _TRAINING_ALONE | _INITIAL_WEIGHTS)
+"""Options in which two models of one checkpoint may differ."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +52,7 @@ class ModelSize:
 
 @dataclass(kw_only=True, slots=True)
 class ModelOptions:
-    """Which model to train: the options of every family. A family's own class adds its own."""
+    """Options of every family's models; a family's own class adds more."""
 
     family: FamilyName = field(default="", init=False)
     """Name of the family; it follows from the class."""
@@ -72,12 +61,11 @@ class ModelOptions:
     """Named size of the family, see its folder in `titan_loop/families/`."""
 
     vocab_size: int | None = None
-    """Rows of embedding and head; None takes the vocabulary of the data, and in a model without
-    data the size's own."""
+    """Rows of embedding and head; None takes the data's vocabulary, without data the size's own."""
 
     recurrent_steps: int | None = None
-    """R the model is built with; None takes the size's own. The recurrence schedule sets R in
-    training."""
+    """R the model is built with; None takes the size's own. In training the recurrence schedule
+    sets R."""
 
     n_layers: int | None = None
     """Unique layers; None takes the size's own."""
@@ -112,13 +100,11 @@ class Family:
     """One family of looped models.
 
     Attributes:
-        name: Its name on the command line and in checkpoints.
         decoder_config: Takes options, their shape and the longest window; returns the
             architecture.
-        exit_policies: Names of the exit policies its models support; None for every policy that
-            works on a recurrence over the stack.
+        exit_policies: None for all that work on a recurrence over the stack.
         runtime_options: Options that do not stand in the architecture record.
-        data_options: Options that, left open, are taken from the data.
+        data_options: Options that are taken from the data where they are left open.
     """
 
     name: str
@@ -147,10 +133,9 @@ def get_family(name: str) -> Family:
     """Return a family; raises `UserError` if there is none of this name."""
     family = find("families", name)
     if family is None:
-        raise UserError(
-            f"model.family={name} is unknown{nearest(name, names('families'))}; a family of your "
-            "own is found through TITAN_LOOP_PLUGINS"
-        )
+        known = nearest(name, names("families"))
+        fix = "a family of your own is found through TITAN_LOOP_PLUGINS"
+        raise UserError(f"model.family={name} is unknown{known}; {fix}")
     assert family.name == family.options().family == name, f"{name} calls itself {family.name}"
     return family
 
@@ -167,30 +152,23 @@ def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
     known = {option.name for option in fields(family.options)}
     unknown = [f"model.{name}={value}" for name, value in values.items() if name not in known]
     if unknown:
-        raise UserError(
-            f"{', '.join(unknown)}: family {family.name} has no such option in this version; use "
-            "the version of titan_loop that wrote it"
-        )
+        problem = f"{', '.join(unknown)}: family {family.name} has no such option in this version"
+        raise UserError(f"{problem}; use the version of titan_loop that wrote it")
     return family.options(**values)
 
 
 def resolved_shape(options: ModelOptions) -> ModelSize:
-    """Return the named size with the deviations from it, which must fit together."""
+    """Return the named size with the options that deviate from it, if they fit together."""
     size = get_family(options.family).size(options.size)
-    values = {
-        option.name: getattr(size, option.name)
-        if getattr(options, option.name) is None
-        else getattr(options, option.name)
-        for option in fields(ModelSize)
-    }
+    asked = {option.name: getattr(options, option.name) for option in fields(ModelSize)}
+    values = asdict(size) | {name: value for name, value in asked.items() if value is not None}
     for name, value in (*values.items(), ("readout_chunk_tokens", options.readout_chunk_tokens)):
         if value is not None and value < 1:
             raise UserError(f"model.{name}={value} must be at least 1")
     shape = ModelSize(**values)
     if shape.dim % shape.n_heads or (shape.dim // shape.n_heads) % 2:
-        raise UserError(
-            f"model.n_heads={shape.n_heads} must divide model.dim={shape.dim} into even head widths"
-        )
+        dim = f"model.dim={shape.dim}"
+        raise UserError(f"model.n_heads={shape.n_heads} must divide {dim} into even head widths")
     kv_heads = shape.n_kv_heads or shape.n_heads
     if shape.n_heads % kv_heads:
         raise UserError(f"model.n_kv_heads={kv_heads} must divide model.n_heads={shape.n_heads}")
@@ -209,15 +187,7 @@ def decoder_config(options: ModelOptions, *, max_seq_len: int) -> LoopDecoder.Co
 
 
 def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's architecture record, with the keys its version did not write filled in.
-
-    Args:
-        recorded: `architecture` of its manifest. The family, and options younger than the
-            checkpoint, may be absent; the shape never is.
-
-    Raises:
-        UserError: The family is unknown.
-    """
+    """Return a checkpoint's architecture record, with the keys that its version did not write."""
     family = get_family(str(recorded.get("family", FIRST_FAMILY)))
     default = family.options(size=next(iter(family.sizes)), attention="sdpa")
     written_always = {size_field.name for size_field in fields(ModelSize)}
@@ -229,11 +199,7 @@ def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
 def build_decoder(
     options: ModelOptions, *, max_seq_len: int, device: str | torch.device = "cpu"
 ) -> LoopDecoder:
-    """Build and initialise one undistributed decoder, e.g. for tests, evaluation and conversion.
-
-    Args:
-        device: Where its parameters live; "meta" leaves them uninitialised.
-    """
+    """Build and initialise one undistributed decoder; on "meta" it stays uninitialised."""
     with torch.device(device):
         model = decoder_config(options, max_seq_len=max_seq_len).build()
     if torch.device(device).type != "meta":
@@ -243,7 +209,7 @@ def build_decoder(
 
 
 def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
-    """Yield facts about a run's model that the requested options do not show."""
+    """Yield facts about a run's model that its options do not show."""
     if asked.vocab_size is None:
         yield f"model.vocab_size={vocab_size}, the vocabulary of the data"
     family = get_family(asked.family)
@@ -261,13 +227,11 @@ def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
     if differing:
         # Other options may not fit the named size: a prelude may be longer than its layers.
         as_named = family.options(size=asked.size, tie_weights=asked.tie_weights)
-        counts = [
-            sum(
-                parameter.numel()
-                for parameter in build_decoder(options, max_seq_len=2, device="meta").parameters()
-            )
-            for options in (model, as_named)
-        ]
-        yield "model.size={} has {:,} parameters here, and {:,} as named: {}".format(
-            asked.size, *counts, ", ".join(differing)
-        )
+        ours, theirs = map(_parameters, (model, as_named))
+        counts = f"has {ours:,} parameters here, and {theirs:,} as named"
+        yield f"model.size={asked.size} {counts}: {', '.join(differing)}"
+
+
+def _parameters(options: ModelOptions) -> int:
+    model = build_decoder(options, max_seq_len=2, device="meta")
+    return sum(parameter.numel() for parameter in model.parameters())

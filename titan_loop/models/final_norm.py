@@ -7,7 +7,7 @@ from torch import Tensor
 from torchtitan.models.common.nn_modules import RMSNorm
 
 NormPlacement: TypeAlias = Literal["every_step", "readout"]
-"""Where the final norm stands: after every recurrent step, or only before head and gate."""
+"""Place of the final norm: after every recurrent step, or only before head and gate."""
 
 
 class FinalNorm(RMSNorm):
@@ -15,7 +15,7 @@ class FinalNorm(RMSNorm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
-        """Width and epsilon."""
+        """As of `RMSNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (B, L, D) over D."""

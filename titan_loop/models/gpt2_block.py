@@ -3,8 +3,8 @@
     x ← x + attention(norm_1(x)) + b_1
     x ← x + W_2 gelu(W_1 norm_2(x) + b) + b_2
 
-Every projection has a bias. An output projection's bias is a parameter of the block and is added to
-the state, so that tensor-parallel ranks count it once.
+Every projection has a bias. The biases b_1 and b_2 are parameters of the block and are added to the
+state, so that tensor-parallel ranks count them once.
 
 Source: Radford et al. 2019 (GPT-2), with GELU in its tanh form. Deviation: dropout acts on branch
 outputs, not on embeddings and attention weights.
@@ -50,8 +50,6 @@ class StateBias(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Width D."""
-
         dim: int
 
     def __init__(self, config: Config) -> None:
@@ -68,8 +66,6 @@ class GELUFeedForward(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Both projections; F is the output width of `w1`."""
-
         w1: Linear.Config
         w2: Linear.Config
 
@@ -88,7 +84,7 @@ class FinalLayerNorm(LayerNorm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LayerNorm.Config):
-        """Width and epsilon."""
+        """As of `LayerNorm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (B, L, D) over D."""
@@ -100,8 +96,6 @@ class GPT2Block(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Branches, the norms before and the biases after them."""
-
         attention_norm: LayerNorm.Config
         attention: LoopAttention.Config
         attention_bias: StateBias.Config
@@ -186,11 +180,7 @@ def block_config(
     *,
     dropout: float = 0.0,
 ) -> GPT2Block.Config:
-    """Return the block of one layer; `output_init` has both output projections' initial weights.
-
-    Args:
-        dropout: Share that is zeroed in training.
-    """
+    """Return the block of one layer; `output_init` are both output projections' initial weights."""
     head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
 
     def linear(in_features: int, out_features: int) -> Linear.Config:

@@ -1,9 +1,7 @@
 """Random initial weights that do not depend on how the model is spread.
 
-Every rank draws the whole matrix from the same generator state and keeps its shard. Drawing the
-shards directly would give all ranks the same values where no DTensor generator exists (on CPU), so
-that shards repeat each other, and other weights for every layout elsewhere. The price is one
-unsharded matrix at a time.
+Every rank draws the whole matrix from the same generator state and keeps its shard. On CPU, which
+has no DTensor generator, shards that are drawn directly would be the same on all ranks.
 """
 
 import torch

@@ -1,14 +1,14 @@
-"""The embedding e is read again by every recurrent step, not by the first alone.
+"""Input injection: every recurrent step reads the embedding e again, not the first alone.
 
     additive   x_r = h_{r-1} + e,                    h_0 = 0
     diagonal   x_r = a ⊙ h_{r-1} + (1 − a) ⊙ e,      h_0 = e,   a = sigmoid(w) in (0, 1)
 
-x_r is the input of step r's layers; step 1 reads e either way. Without layers the diagonal form
-contracts towards e at the learned rates a, so no number of steps can make the state grow.
+x_r is the input of step r's layers. Without layers the diagonal form contracts towards e at the
+learned rates a, so the state cannot grow with the number of steps.
 
-Source: input injection: Bansal et al. 2022, arXiv 2202.05826, §3 (there concatenated). The diagonal
-form is the zero-order hold of dx/dt = −λ (x − e), as in diagonal state-space models (Gu et al.
-2022, arXiv 2206.11893, §3).
+Source: Bansal et al. 2022, arXiv 2202.05826, §3 (there concatenated). The diagonal form is the
+zero-order hold of dx/dt = −λ (x − e), as in diagonal state-space models (Gu et al. 2022, arXiv
+2206.11893, §3).
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,6 @@ class AdditiveInjection(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Nothing to configure."""
-
         kind: ClassVar[InjectionKind] = "additive"
 
     def __init__(self, config: Config) -> None:
@@ -55,8 +53,6 @@ class DiagonalInjection(AdditiveInjection):
 
     @dataclass(kw_only=True, slots=True)
     class Config(AdditiveInjection.Config):
-        """Width D."""
-
         kind: ClassVar[InjectionKind] = "diagonal"
 
         dim: int

@@ -1,8 +1,7 @@
 """A looped decoder of Llama's blocks: options, architecture record and initial weights.
 
-Source: Touvron et al. 2023 (Llama), arXiv 2302.13971. Deviation: initial weights of output
-projections are scaled by 1/sqrt(2·layers), as in GPT-2; `residual_scale` says how layers are
-counted.
+Source: Touvron et al. 2023 (Llama), arXiv 2302.13971. Deviation: initial output projections are
+scaled by 1/sqrt(2·layers), as in GPT-2; `residual_scale` says how layers are counted.
 """
 
 import math
@@ -49,8 +48,6 @@ class LlamaDecoder(LoopDecoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
-        """As of `LoopDecoder`; layers are `PreNormBlock`s."""
-
         def architecture(self) -> dict[str, Any]:
             """As of `LoopDecoder`, with the norms' epsilon."""
             return {**LoopDecoder.Config.architecture(self), "norm_eps": self.norm.eps}
@@ -62,11 +59,7 @@ DecoderConfig = TypeVar("DecoderConfig", bound=LlamaDecoder.Config)
 def llama_config(
     kind: type[DecoderConfig], options: LlamaOptions, shape: ModelSize, max_seq_len: int, **own: Any
 ) -> DecoderConfig:
-    """Return the architecture; arguments as of `loop_config`.
-
-    Raises:
-        UserError: As `loop_config`; or the epsilon is not between 0 and 1.
-    """
+    """Return the architecture; arguments and errors as of `loop_config`."""
     if not 0 < options.norm_eps < 1:
         raise UserError(f"model.norm_eps={options.norm_eps} must be above 0 and below 1")
     config = loop_config(kind, options, shape, max_seq_len, **own)

@@ -2,17 +2,16 @@
 
 Initialisation; Ouro's paper does not publish its own:
 - Matrices: truncated normal, standard deviation `initializer_range`, 0.02 as in the released
-  config. Small widths may learn sooner from a wider one, about 1/sqrt(D). Where `initial_keys` are
-  the queries', tokens attend to tokens like themselves from the start: W_Q W_Kᵀ is then close to a
-  multiple of the identity, as in trained models ("Mimetic Initialization of Self-Attention
-  Layers", Trockman and Kolter 2023, arXiv 2305.09828).
-- Embedding: standard deviation 1, so that h_0 has the unit scale every later h_r gets from the
-  final norm; the shared layers then see one scale at every step. A tied embedding is also the head
-  and starts as a matrix. (Quick start after 120K tokens: 2.90 against 3.37 bits per byte of code.)
+  config. Small widths may learn sooner from about 1/sqrt(D). With `initial_keys=queries`, W_Q W_Kᵀ
+  is close to a multiple of the identity, as in trained models ("Mimetic Initialization of
+  Self-Attention Layers", Trockman and Kolter 2023, arXiv 2305.09828).
+- Embedding: standard deviation 1, so that h_0 has the scale that the final norm gives every later
+  h_r. A tied embedding is also the head and starts as a matrix. (Quick start after 120K tokens:
+  2.90 against 3.37 bits per byte of code.)
 - Norms: ones, but 1/sqrt(2·layers) on branch outputs. That is GPT-2's residual scaling (Radford et
-  al. 2019, §2.3); it must sit in the gain, because a norm undoes any scaling of the matrix before
-  it. Without it the gradient grows 78-fold from R = 1 to R = 8 at 24 layers of width 128.
-  `residual_scale=visits` counts every visit of a layer instead: 1/sqrt(2·layers·R).
+  al. 2019, §2.3), in the gain because a norm undoes any scaling of the matrix before it. Without it
+  the gradient grows 78-fold from R = 1 to R = 8 at 24 layers of width 128. `residual_scale=visits`
+  counts every visit of a layer: 1/sqrt(2·layers·R).
 - `branch_scale` keeps a factor in the forward pass: visits of one layer are correlated and add up
   like R, different layers add up like √L (arXiv 2606.18524).
 - `base_width` is µP for hidden matrices and head (Yang et al. 2022, arXiv 2203.03466, Table 8); the
@@ -76,9 +75,8 @@ def _matrix(options: LoopOptions, shape: ModelSize) -> dict[str, Callable]:
     if options.base_width < 0:
         raise UserError(f"model.base_width={options.base_width} must be 0 or a width")
     if not 0 < options.initializer_range < math.inf:
-        raise UserError(
-            f"model.initializer_range={options.initializer_range} must be a number above 0"
-        )
+        given = f"model.initializer_range={options.initializer_range}"
+        raise UserError(f"{given} must be a number above 0")
     std = options.initializer_range / math.sqrt(width_ratio(options, shape))
     return {"weight": partial(normal_matrix, std=std)}
 
@@ -97,9 +95,8 @@ def _positions(options: LoopOptions, shape: ModelSize) -> Positions.Config:
         if name == needs and (value is None or value < 1):
             raise UserError(f"model.positions={kind} needs model.{name} of at least 1")
         if name != needs and value is not None:
-            raise UserError(
-                f"model.{name}={value} has no effect with model.positions={kind}; leave it out"
-            )
+            given = f"model.{name}={value}"
+            raise UserError(f"{given} has no effect with model.positions={kind}; leave it out")
     if kind == "learned":
         assert options.learned_positions is not None
         table = PositionTable.Config(
@@ -121,20 +118,9 @@ def _kernel(options: LoopOptions) -> Module.Config:
 
 
 def _injection(options: LoopOptions, shape: ModelSize) -> AdditiveInjection.Config | None:
-    match options.injection:
-        case "none":
-            return None
-        case "additive":
-            return AdditiveInjection.Config()
-        case "diagonal":
-            return DiagonalInjection.Config(dim=shape.dim, param_init={"weight": nn.init.zeros_})
-
-
-def _check_choices(options: LoopOptions) -> None:
-    for name, kinds in _CHOICES.items():
-        value = getattr(options, name)
-        if value not in get_args(kinds):
-            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
+    if options.injection == "diagonal":
+        return DiagonalInjection.Config(dim=shape.dim, param_init={"weight": nn.init.zeros_})
+    return AdditiveInjection.Config() if options.injection == "additive" else None
 
 
 def residual_gain(options: LoopOptions, shape: ModelSize) -> float:
@@ -153,13 +139,12 @@ def loop_config(
 ) -> DecoderConfig:
     """Return the architecture of a looped decoder.
 
-    Args:
-        **own: Fields that `kind` adds to the generic decoder's, or sets differently.
-
-    Raises:
-        UserError: An unknown choice, or options that do not fit together.
+    `own` are fields that `kind` adds to the generic decoder's, or sets differently. Raises
+    `UserError` for an unknown choice, or options that do not fit together.
     """
-    _check_choices(options)
+    for name, kinds in _CHOICES.items():
+        if (value := getattr(options, name)) not in get_args(kinds):
+            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
     outside = options.prelude_layers, options.coda_layers
     if min(outside) < 0 or sum(outside) >= shape.n_layers:
         raise UserError(
@@ -172,10 +157,9 @@ def loop_config(
     rotation = RotateHalf if isinstance(positions, RotaryPositions.Config) else NoRotation
     keys_start_as_queries = options.initial_keys == "queries"
     if keys_start_as_queries and shape.n_kv_heads not in (None, shape.n_heads):
-        raise UserError(
-            f"model.initial_keys=queries needs as many key heads as query heads: "
-            f"model.n_kv_heads={shape.n_kv_heads}, model.n_heads={shape.n_heads}"
-        )
+        heads = f"model.n_kv_heads={shape.n_kv_heads}, model.n_heads={shape.n_heads}"
+        problem = "model.initial_keys=queries needs as many key heads as query heads"
+        raise UserError(f"{problem}: {heads}")
     if not 0 <= options.branch_scale < math.inf:
         raise UserError(f"model.branch_scale={options.branch_scale} must be 0 or more")
     matrix = _matrix(options, shape)

@@ -17,18 +17,17 @@ class LoopOptions(ModelOptions):
     """Options of every family whose looped layers are sandwich blocks; the defaults are Ouro's."""
 
     rope_theta: float | None = None
-    """Base of the rotary embedding; None takes that of the weights a run starts from, 10,000 for
-    initial ones."""
+    """Base of the rotary embedding; None takes that of the weights that a run starts from, else
+    10,000."""
 
     norm_placement: NormPlacement = "every_step"
-    """Where the final norm stands: after every recurrent step, as in Ouro, or at the readout only,
-    so that a step starts from what the layers returned."""
+    """Place of the final norm: after every recurrent step, as in Ouro, or at the readout only."""
 
     scale_embeddings: bool = False
-    """Whether the embeddings of tokens are scaled by √D where they enter the state."""
+    """Whether token embeddings are scaled by √D where they enter the state."""
 
     positions: PositionKind = "rope"
-    """What positions do: rope rotates queries and keys, as in Ouro; learned adds a vector to the
+    """Kind of positions: rope rotates queries and keys, as in Ouro; learned adds a vector to the
     embedding; relative adds to the scores by distance, deberta by that of queries and of keys, bias
     a number; none leaves order to the causal mask."""
 
@@ -46,11 +45,11 @@ class LoopOptions(ModelOptions):
     """The first of the layers, which run once, before the loop."""
 
     coda_layers: int = 0
-    """The last of the layers, which run after the loop: once, but with an exit gate for each of the
+    """The last of the layers, which run after the loop: once, or with an exit gate for each of the
     R states that are read."""
 
     residual_scale: ResidualScale = "layers"
-    """What n counts in the initial gain of a layer's branches, 1/sqrt(2·n): layers, or their visits
+    """Meaning of n in the initial gain of a layer's branches, 1/sqrt(2·n): layers, or their visits
     at the model's recurrent_steps; with none the gain is 1."""
 
     branch_scale: float = 0.0
@@ -65,13 +64,11 @@ class LoopOptions(ModelOptions):
     """Standard deviation of the initial weights of linear layers, head and tables of positions."""
 
     initial_keys: InitialKeys = "random"
-    """What key matrices start as: random, or queries, copies of the query matrices, so that a token
+    """Initial key matrices: random, or queries, copies of the query matrices, so that a token
     attends to tokens like itself."""
 
     dropout: float = 0.0
-    """Share of what a layer's attention and feed-forward add to the state that is zeroed in
-    training."""
+    """Share of the outputs of attention and feed-forward that is zeroed in training."""
 
     embedding_dropout: float = 0.0
-    """Share of the embedding, with its positions, that is zeroed in training where it enters the
-    state."""
+    """Share of the embedding, with its positions, that is zeroed in training."""

@@ -6,19 +6,18 @@ from typing import Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 Collect: TypeAlias = Literal["all", "last"]
-"""Which steps' states a forward pass returns."""
+"""Steps whose states a forward pass returns."""
 
 
 class LoopOutput(NamedTuple):
     """Hidden states and exit logits of the recurrent steps that an objective asked for.
 
-    A named tuple is a pytree, so FSDP's hooks find every tensor in it. The steps are separate
-    tensors, not one stacked one: stacking would copy R·B·L·D values and keep them alive a second
-    time.
+    A named tuple is a pytree, so FSDP's hooks find every tensor in it. The steps are not stacked,
+    which would copy R·B·L·D values and keep them alive a second time.
 
     Attributes:
-        hidden_RBLD: R tensors (B, L, D), returned by `LoopDecoder.read`; under tensor parallelism
-            replicated.
+        hidden_RBLD: R tensors (B, L, D), returned by `LoopDecoder.read`; replicated under
+            tensor parallelism.
         exit_logit_RBL: R tensors (B, L), fp32; empty for a model without an exit gate.
         first_step: Recurrent step of the first state; R where only the last one was collected.
         aux: Further tensors that the family's objective needs, by name, such as the cost of

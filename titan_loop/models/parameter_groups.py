@@ -35,7 +35,7 @@ class LookUp:
 def default_group(
     name: str, parameter: Tensor, owner: nn.Module, width_ratio: float = 1.0
 ) -> ParameterGroup:
-    """Return the treatment that follows from a parameter's shape and from the module it is in.
+    """Return the treatment that follows from a parameter's shape and from its module.
 
     A batch changes few rows of a table; orthogonalised, its update would change all of them alike.
     """

@@ -7,14 +7,11 @@
 | `RelativePositions` | adds to scores, by distances that visits share | `SCORES` of every layer |
 | `Positions` | nowhere: order is seen through the causal mask alone | none |
 
-A looped model visits each layer R times with the same positions. Tables that depend on positions
-alone therefore belong to the decoder, are made once per forward pass and travel in the
-`LoopContext` (upstream keeps one rotary table per layer and gathers at every visit).
+Tables that depend on positions alone belong to the decoder, are made once per forward pass and
+travel in the `LoopContext`; upstream gathers rows at every visit of a layer.
 
 Source: rotation: Su et al. 2021, arXiv 2104.09864, in the split-half pairing of the released Ouro
-checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys only), and He et al.
-2021 (DeBERTa), arXiv 2006.03654, §3.1, Eq. 4; numbers: Raffel et al. 2020 (T5), arXiv 1910.10683,
-§2.1.
+checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys only).
 """
 
 from collections.abc import Callable
@@ -24,43 +21,36 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.rope import CosSinRoPE, RoPE
 from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError
+from titan_loop.models.initialisation import local_part
 from titan_loop.models.parameter_groups import LookUp
 
 PositionKind: TypeAlias = Literal["rope", "learned", "relative", "deberta", "bias", "none"]
-"""What positions are: rotations, a learned table, scores by distance (of queries, of queries and
-keys, or of neither), or nothing."""
+"""Rotations, a learned table, scores by distance (of queries, of both, of neither), or nothing."""
 
 
 class Positions(Module):
-    """Positions that act nowhere; the base of those that do."""
+    """Positions that act nowhere; the base of the other kinds."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """The kind's name."""
-
         kind: PositionKind = field(default="none", init=False)
 
         def options(self) -> dict[str, Any]:
-            """Return the model options that this kind stands for, for the architecture record."""
+            """Return the model options of this kind, for the architecture record."""
             return {"positions": self.kind, "learned_positions": None, "relative_window": None}
 
         def check_window(self, tokens: int) -> None:
-            """Raise `UserError` if windows of so many tokens have positions beyond a table."""
+            """Raise `UserError` if windows of so many tokens exceed a table."""
 
         def scores(
             self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
         ) -> "DistanceScores.Config | None":
-            """Return the part of a layer's scores that depends on distances, if there is one.
-
-            Args:
-                n_heads: Number of query heads.
-            """
+            """Return the part of a layer's scores that depends on distances, if there is one."""
             return None
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
@@ -77,30 +67,10 @@ class Positions(Module):
     def shared(self, positions_BL: Tensor, key_positions_BS: Tensor) -> Tensor | None:
         """Return the tables that every layer visit reads.
 
-        Args:
-            positions_BL: (B or 1, L) positions of the current tokens, restarting per document.
-            key_positions_BS: (B or 1, S) positions of the keys that they may attend to.
+        The positions of queries, (B or 1, L), and of the keys that they may attend to, (B or 1, S),
+        restart per document.
         """
         return None
-
-
-class RopeTable(CosSinRoPE):
-    """Cosines and sines of all positions, fp32; rebuilt from the config, never saved."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
-        """Table length, width and base."""
-
-    def rows(self, positions_BL: Tensor) -> Tensor:
-        """Gather the rows of `positions_BL`.
-
-        Args:
-            positions_BL: (B or 1, L) integers in [0, max_seq_len).
-
-        Returns:
-            (B or 1, L, 1, 2·H) fp32: cosines, then sines.
-        """
-        return self.cache[positions_BL].unsqueeze(2)
 
 
 class RotaryPositions(Positions):
@@ -108,19 +78,16 @@ class RotaryPositions(Positions):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Positions.Config):
-        """Nothing to configure: width, length and base are the layers'."""
-
         kind: PositionKind = field(default="rope", init=False)
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
         super().__init__(config, rope=rope)
-        self.table = RopeTable.Config(
-            dim=rope.dim, max_seq_len=rope.max_seq_len, theta=rope.theta
-        ).build()
+        length, theta = rope.max_seq_len, rope.theta
+        self.table = CosSinRoPE.Config(dim=rope.dim, max_seq_len=length, theta=theta).build()
 
     def shared(self, positions_BL: Tensor, key_positions_BS: Tensor) -> Tensor:
-        """Return (B or 1, L, 1, 2·H) cosines and sines, fp32."""
-        return self.table.rows(positions_BL)
+        """Return (B or 1, L, 1, 2·H) fp32: cosines, then sines."""
+        return self.table.cache[positions_BL].unsqueeze(2)
 
 
 class PositionTable(Embedding):
@@ -128,12 +95,11 @@ class PositionTable(Embedding):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
-        """Rows and width."""
+        pass
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (B, L, D) rows of (B, L) positions."""
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        return F.embedding(input, weight)
+        return F.embedding(input, local_part(self.weight))
 
 
 class LearnedPositions(Positions):
@@ -141,24 +107,20 @@ class LearnedPositions(Positions):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Positions.Config):
-        """The table."""
-
         kind: PositionKind = field(default="learned", init=False)
 
         table: PositionTable.Config
 
         def options(self) -> dict[str, Any]:
-            """As of every kind."""
+            """Return the options."""
             return Positions.Config.options(self) | {"learned_positions": self.table.num_embeddings}
 
         def check_window(self, tokens: int) -> None:
             """Refuse a window that is longer than the table."""
             if tokens > self.table.num_embeddings:
-                raise UserError(
-                    f"model.learned_positions={self.table.num_embeddings} positions are fewer "
-                    f"than the {tokens} tokens of a window; shorten the window, or train a model "
-                    "with more"
-                )
+                rows = f"model.learned_positions={self.table.num_embeddings}"
+                problem = f"{rows} positions are fewer than the {tokens} tokens of a window"
+                raise UserError(f"{problem}; shorten the window, or train a model with more")
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
         super().__init__(config, rope=rope)
@@ -178,13 +140,11 @@ class RelativePositions(Positions):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Positions.Config):
-        """The largest distance that is told from larger ones, and the scores: see `SCORES`."""
-
         kind: PositionKind = "relative"
         window: int
 
         def options(self) -> dict[str, Any]:
-            """As of every kind."""
+            """Return the options."""
             return Positions.Config.options(self) | {"relative_window": self.window}
 
         def scores(
@@ -209,15 +169,10 @@ class RelativePositions(Positions):
 
 
 class DistanceScores(LookUp, Module):
-    """One layer's part of the scores that depends on distances: q_i · a_{min(i−j, window)}.
-
-    The vectors a are shared by the heads of a layer.
-    """
+    """A layer's part of the scores by distance: q_i · a_{min(i−j, window)}; heads share the a."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Largest distance, width and number of heads."""
-
         window: int
         head_dim: int
         n_heads: int
@@ -240,18 +195,16 @@ def every_head(x_BLKH: Tensor, n_heads: int) -> Tensor:
 
 
 class DebertaScores(DistanceScores):
-    """A layer's scores by distance, of queries and of keys: q_i · a_δ + k_j · b_δ, δ = i − j.
-
-    Every head has its own vectors.
+    """Scores by distance of queries and of keys: q_i · a_δ + k_j · b_δ, δ = i − j, for each head.
 
     Source: He et al. 2021 (DeBERTa), arXiv 2006.03654, Eq. 4. Deviations: a and b are parameters of
-    each layer, where the paper projects a table that layers share; a causal model has no negative
-    distance.
+        each layer, where the paper projects a table that layers share; a causal model has no
+        negative distance.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(DistanceScores.Config):
-        """As of the base."""
+        pass
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)
@@ -274,15 +227,15 @@ class DebertaScores(DistanceScores):
 
 
 class BiasScores(DistanceScores):
-    """A layer's scores by distance alone: every head has a number for each.
+    """Scores by distance alone: every head has a number for each.
 
     Source: Raffel et al. 2020 (T5), arXiv 1910.10683, §2.1. Deviations: the numbers are parameters
-    of each layer; distances up to the window stand for themselves, not for buckets.
+        of each layer; distances up to the window stand for themselves, not for buckets.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(DistanceScores.Config):
-        """As of the base."""
+        pass
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)
@@ -300,18 +253,18 @@ SCORES: dict[str, type[DistanceScores]] = {
     "deberta": DebertaScores,
     "bias": BiasScores,
 }
-"""Kinds of relative positions: a layer's part of the scores."""
+"""The part of a layer's scores by kind of relative positions."""
 
 
 class RotateHalf(RoPE):
     """Applies gathered rows to queries and keys; has no state of its own.
 
-    Deviations: computes in at least fp32 and keeps float64, which upstream rounds to fp32.
+    Computes in at least fp32 and keeps float64, which upstream rounds to fp32.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoPE.Config):
-        """Width, length and base of the decoder's table, kept where upstream looks for them."""
+        """Width, length and base of the decoder's table, where upstream looks for them."""
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)
@@ -333,7 +286,7 @@ class NoRotation(RotateHalf):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RotateHalf.Config):
-        """Options of `RotateHalf`; the table is as long as the longest window."""
+        pass
 
     def forward(  # type: ignore[override]
         self, query: Tensor, key: Tensor, *, rope_BLH: Tensor | None = None

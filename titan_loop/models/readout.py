@@ -3,12 +3,11 @@
     h_r ─┬─ chunk of tokens ─ logits ─ CE_r ─ gradient of the logits ─┬─ gradient of h_r
          └─ next chunk …        (overwritten in place)                └─ + gradient of the head
 
-Training needs Σ_r w_r CE_r only. Its weights are known before any logits exist, so each chunk's
-gradients are taken at once and its logits are dropped: nothing larger than chunk × V, the head
-weight or a hidden state ever lives. The loss is computed *inside* the head's forward, so FSDP
-gathers the weight once per call through its ordinary hooks. Where ranks share the vocabulary,
-`titan_loop/distributed/vocabulary_parallel.py` gives the head its `Vocabulary`. The third
-form hands the weight to a function of a family or an objective.
+The weights of Σ_r w_r CE_r are known before any logits exist, so each chunk's gradients are taken
+at once and its logits are dropped: nothing larger than chunk × V, the head weight or a hidden state
+ever lives. All of this runs *inside* the head's forward, so FSDP gathers the weight once per call.
+Where ranks share the vocabulary, `titan_loop/distributed/vocabulary_parallel.py` gives the head its
+`Vocabulary`.
 
 Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (of this rank's slice
 inside the chunk loop), T = B·L tokens, C tokens of one chunk.
@@ -16,7 +15,7 @@ inside the chunk loop), T = B·L tokens, C tokens of one chunk.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +35,8 @@ class LMHead(Linear):
         CE_r = −log softmax(W h_r)[label]        loss = Σ_{r, b, l} w_r (CE_r + ζ z_r²)
         z_r = log Σ_v exp(W h_r)_v
 
-    The z-loss, off with ζ = 0, keeps the logits from drifting and costs no pass of its own. There
-    w_r is a constant, so that no gate learns to prefer a step for its small logits.
-
-    | symbol | code |
-    |---|---|
-    | h_r | `input[r - 1]` |
-    | W | `self.weight` |
-    | w_r | `weight_RBL[r - 1]` |
-    | CE_r | `ce_RBL[r - 1]` |
-    | ζ | `z_loss` |
+    The z-loss keeps the logits from drifting and costs no pass of its own. There w_r is a constant,
+    so that no gate learns to prefer a step for its small logits.
 
     Source: the streaming is ours; CE_r is Ouro, arXiv 2510.25741, §3.1 Eq. 2, per token; z-loss:
         Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, §5.
@@ -53,16 +44,11 @@ class LMHead(Linear):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """Widths, and how much of the readout exists at a time."""
-
         chunk_tokens: int = 2048
-        """Tokens whose logits exist at the same time in the streamed loss.
-
-        The transient is chunk_tokens · V · (4 + 2) bytes in bf16 training, 0.6 GB at V = 49,152. On
-        two CPU cores the time is flat from 256 up (within 10 % at V = 1,024, 8,192 and 49,152). A
-        GPU wants more: each chunk moves the fp32 accumulator of the head's gradient once, 12·V·D
-        bytes against 6·chunk·V·D FLOPs.
-        """
+        """Tokens whose logits exist at the same time in the streamed loss: chunk_tokens · V · (4 +
+        2) bytes in bf16 training, 0.6 GB at V = 49,152. On two CPU cores the time is flat from 256
+        up. A GPU wants more: each chunk moves the fp32 gradient of the head once, 12·V·D bytes
+        against 6·chunk·V·D FLOPs."""
 
     def __init__(self, config: Config):
         if config.bias:
@@ -72,23 +58,6 @@ class LMHead(Linear):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
         self.vocabulary = Vocabulary(config.out_features)
-
-    @overload
-    def forward(self, input: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        input: Sequence[Tensor],
-        *,
-        labels_BL: Tensor,
-        weight_RBL: Tensor,
-        z_loss: float = 0.0,
-        rows_T: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def forward(self, input: Sequence[Tensor], *, through: "Through") -> tuple[Tensor, ...]: ...
 
     # Keyword-only: torchtitan's `Module.parallelize` demands a value for every positional argument.
     def forward(
@@ -100,32 +69,25 @@ class LMHead(Linear):
         z_loss: float = 0.0,
         rows_T: Tensor | None = None,
         through: "Through | None" = None,
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Any:
         """Return logits for one hidden state, or the weighted loss for several steps' states.
 
-        `through` is another way of streaming: it is called where the weight is whole.
-
         Args:
-            input: One (B, L, D) hidden state, or a tuple of R of them. Under tensor
-                parallelism replicated over its axis: a DTensor (`partial_dtensor`) or typed R
-                (`spmd_types`).
+            input: One (B, L, D) hidden state, or a tuple of R of them; replicated under tensor
+                parallelism.
             labels_BL: Next-token ids, int64; `IGNORE_INDEX` has neither loss nor gradient.
             weight_RBL: Weights w_r, fp32 or float64, equal on all tensor-parallel ranks.
             z_loss: ζ ≥ 0.
             rows_T: Indices into the B·L tokens of all that have a label; the others then cost
                 nothing. None computes every token, which is faster where most have one.
-            through: Takes this device's rows of the weight, the states and this head; its result
-                is returned.
+            through: Another way of streaming: takes this device's rows of the weight, the
+                states and this head; its result is returned.
 
         Returns:
-            (B, L, V) logits without labels. With labels `(loss, ce_RBL)`: the scalar weighted loss,
-            differentiable in the hidden states, the head weight and `weight_RBL`, and CE_r per
-            token in nats, (R, B, L), detached, 0 at ignored labels. Both are fp32 (float64 for a
-            float64 head), plain tensors, and equal on all tensor-parallel ranks.
-
-        Raises:
-            TypeError: `weight_RBL` arrived in less than fp32. FSDP's `cast_forward_inputs` does
-                that: turn it off in the head's mixed-precision policy.
+            (B, L, V) logits without labels. With labels the scalar weighted loss,
+            differentiable in states, head weight and `weight_RBL`, and CE_r per token in nats,
+            (R, B, L), detached, 0 at ignored labels. Both are at least fp32, plain tensors, and
+            equal on all tensor-parallel ranks.
         """
         if isinstance(input, Tensor):
             return super().forward(input)
@@ -134,10 +96,10 @@ class LMHead(Linear):
         assert labels_BL is not None, "a tuple of states needs labels"
         assert weight_RBL is not None, "a tuple of states needs loss weights"
         if weight_RBL.dtype not in (torch.float32, torch.float64):
-            raise TypeError(
-                f"weight_RBL is {weight_RBL.dtype}: loss weights must stay fp32; set "
-                "cast_forward_inputs=False in the head's MixedPrecisionPolicy"
-            )
+            # FSDP's `cast_forward_inputs` does that.
+            problem = f"weight_RBL is {weight_RBL.dtype}: loss weights must stay fp32"
+            fix = "set cast_forward_inputs=False in the head's MixedPrecisionPolicy"
+            raise TypeError(f"{problem}; {fix}")
         head_weight_VD, hidden_RBLD = self.vocabulary.local(self.weight, input)
         how = _How(self.chunk_tokens, self.vocabulary, z_loss, rows_T)
         if torch.is_grad_enabled():
@@ -153,8 +115,6 @@ Through = Callable[[Tensor, tuple[Tensor, ...], LMHead], tuple[Tensor, ...]]
 
 
 class _How(NamedTuple):
-    """Settings of a streamed loss; names as in `LMHead`."""
-
     chunk_tokens: int
     vocabulary: Vocabulary
     z_loss: float
@@ -209,9 +169,8 @@ class _StreamedCrossEntropy(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * len(ctx.needs_input_grad)
 
-        # Out of place, so a second backward (retain_graph) finds the saved gradients as they were.
-        # The copy does not raise the peak: the chunk's logits are gone by now. Skipping it when
-        # grad_loss == 1 would make the host wait for the device.
+        # Out of place: a second backward (retain_graph) finds the saved gradients unchanged.
+        # Skipping it when grad_loss == 1 would make the host wait for the device.
         def scaled(grad: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
             return None if grad is None else (grad * grad_loss).to(dtype or grad.dtype)
 
@@ -302,20 +261,14 @@ def _cross_entropy_to_gradient_(
     z_loss: float,
     needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return CE and Z; overwrite the logits with the gradient of weight · (CE + ζ Z²).
+    """Return CE and Z, (C,); overwrite the logits with the gradient of weight · (CE + ζ Z²).
 
         CE = log Σ_v exp(z_v − m) − (z_label − m)        dCE/dz_v = softmax(z)_v − [v = label]
         Z = log Σ_v exp(z_v − m) + m                     dZ²/dz_v = 2 Z softmax(z)_v
 
-    Where ranks share the vocabulary, m and then (Σ exp, z_label − m) are all-reduced.
-
-    Args:
-        logits_CV: z, this rank's slice, in the dtype of the products. Overwritten.
-        weight_C: Loss weights, 0 at ignored labels, in the dtype to compute in.
-
-    Returns:
-        (C,) cross entropy in nats and (C,) Z, both 0 at ignored labels and equal on all ranks that
-        share the vocabulary.
+    Where ranks share the vocabulary, m and then (Σ exp, z_label − m) are all-reduced, so CE and Z
+    are equal on all of them. At ignored labels both are 0, and so are the weights, in the dtype to
+    compute in.
     """
     rows = logits_CV.shape[-1]
     valid_C = labels_C != IGNORE_INDEX

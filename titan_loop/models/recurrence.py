@@ -4,14 +4,14 @@
     h_r     = step(carry_r) = norm(layers(input(carry_r)))
     carry_{r+1} = advance(carry_r, h_r)
 
-The *carry* is the starting point of a step: the bare state for Ouro, state and embedding with input
-injection, a running sum of decoded embeddings, discrete factors. The decoder defines it in its
-methods `start`, `input` and `advance`; the recurrence and the engine only pass it on.
+The *carry* is the starting point of a step: the state alone in Ouro, state and embedding with input
+injection. The decoder defines it in `start`, `input` and `advance`; recurrence and engine only pass
+it on.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,37 +20,21 @@ from torchtitan.protocols.module import Module
 from titan_loop.models.context import LoopContext
 
 Carry: TypeAlias = Any
-"""A pytree of tensors (B, L, …), of any dtypes: each token has its own part, so that the engine can
-keep, drop and append rows and tokens."""
+"""A pytree of tensors (B, L, …): the engine can keep, drop and append rows and tokens."""
 
 Part: TypeAlias = Callable[..., Any]
 """A part of the forward pass that is recomputed as a whole, such as (carry_r, r, context) → h_r."""
 
 
-class LoopedModel(Protocol):
-    """The methods of a decoder that a recurrence calls."""
-
-    def step(self, carry: Carry, step: int, context: LoopContext) -> Tensor:
-        """Return the state after `step`."""
-        ...
-
-    def advance(self, carry: Carry, hidden_BLD: Tensor, step: int, context: LoopContext) -> Carry:
-        """Return the carry of `step` + 1."""
-        ...
-
-
 class Recurrence(Module):
     """The loop over recurrent steps, with truncated gradients and recomputation.
 
-    Attributes:
-        backward_steps: Number of last steps that the backward pass reaches; None for all.
-        recurrent_steps: R of the latest pass, for a family that truncates within its steps.
+    The backward pass reaches the last `backward_steps`, None for all. `recurrent_steps` is R of the
+    latest pass, for a family that truncates within its steps.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Reach of the backward pass."""
-
         backward_steps: int | None = None
 
     def __init__(self, config: Config) -> None:
@@ -60,7 +44,7 @@ class Recurrence(Module):
         self._wrap: Callable[[Part], Part] | None = None
 
     def wrap_steps(self, wrap: Callable[[Part], Part]) -> None:
-        """Run `wrap(step)` in place of every step, for example to recompute it when needed."""
+        """Run `wrap(step)` in place of every step, for example to recompute it."""
         self._wrap = wrap
 
     def wrapped(self, part: Part) -> Part:
@@ -68,16 +52,13 @@ class Recurrence(Module):
         return part if self._wrap is None else self._wrap(part)
 
     def run(
-        self, model: LoopedModel, carry: Carry, recurrent_steps: int, context: LoopContext
+        self, model: Any, carry: Carry, recurrent_steps: int, context: LoopContext
     ) -> Iterator[Tensor]:
-        """Yield the state after each of the steps 1 … R.
+        """Yield the state after each of the steps 1 … R of a `LoopDecoder`.
 
-        With `backward_steps` = k the steps before the last k, and the advances between them, run
-        without recording anything for the backward pass, which treats their results as constants.
-        Parts of a carry that come unchanged from the start keep their gradient.
-
-        Args:
-            recurrent_steps: R.
+        Steps before the last `backward_steps`, and the advances between them, record nothing for
+        the backward pass: their results are constants. Parts of a carry that come unchanged from
+        the start keep their gradient.
         """
         self.recurrent_steps = recurrent_steps
         run_step: Callable[..., Tensor] = self.wrapped(model.step)

@@ -1,9 +1,9 @@
 """Placements of a looped decoder under tensor and sequence parallelism (declared only).
 
-A looped decoder differs from an ordinary one: its final norm runs inside the loop, so under
-sequence parallelism it must return a sequence-sharded state for the next step. A parameter-free
-module gathers that state for the readout and the gate. The gate is replicated with an invariant
-(`I`) weight and output: declared `R`, its gradient would be counted once per tensor-parallel rank.
+The final norm runs inside the loop, so under sequence parallelism it returns a sequence-sharded
+state for the next step, and a parameter-free module gathers that state for readout and gate. The
+gate's weight and output are invariant (`I`): declared `R`, its gradient would be counted once per
+tensor-parallel rank.
 """
 
 from typing import Any
@@ -62,22 +62,10 @@ def replicated_table(*, enable_sp: bool) -> ShardingConfig:
     )
 
 
-def scattered_state(*, enable_sp: bool) -> ShardingConfig:
-    """Sum the tensor-parallel ranks' decoded parts, and place the sum like a state."""
-    return ShardingConfig(
-        in_src_shardings={"input": dense_activation_placement(tp=spmd.P)},
-        in_dst_shardings={"input": state_placement(enable_sp)},
-    )
-
-
 def mixed_states(
     *names: str, weights: tuple[str, ...] = ("weight",), enable_sp: bool
 ) -> ShardingConfig:
-    """Mix states where they are, with weights placed like a norm's gain.
-
-    Args:
-        weights: Parameters of width D or 1.
-    """
+    """Mix states where they are, with `weights` of width D or 1 placed like a norm's gain."""
     state = state_placement(enable_sp)
     gain = norm_config(enable_sp=enable_sp).state_shardings["weight"]
     return ShardingConfig(
@@ -121,7 +109,7 @@ def set_block_sharding(layer: PreNormBlock.Config, *, enable_sp: bool) -> None:
 
 
 def set_attention_sharding(attention: BaseAttention.Config, *, enable_sp: bool) -> None:
-    """Shard attention over its heads; arguments as of `set_block_sharding`."""
+    """Shard attention over its heads."""
     set_gqa_attention_sharding(attention, enable_sp=enable_sp)
     assert isinstance(attention, LoopAttention.Config)
     set_gqa_inner_attention_local_map(attention.inner_attention)

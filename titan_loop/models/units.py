@@ -1,7 +1,6 @@
 """Units: the modules of a decoder whose weights are gathered, freed and reduced together.
 
-A decoder lists its own (`LoopDecoder.units`). FSDP and `plan` read the list, so neither knows a
-family's modules.
+FSDP and `plan` read `LoopDecoder.units`, so neither knows a family's modules.
 """
 
 import math
@@ -13,12 +12,8 @@ from torch import nn
 
 from titan_loop.models.exit_gate import Trainable
 
-LAYERS, OUTSIDE, TABLES, NORM_AND_GATE = (
-    "layers",
-    "prelude, coda",
-    "embedding, head",
-    "norm, gate",
-)
+LAYERS, OUTSIDE = "layers", "prelude, coda"
+TABLES, NORM_AND_GATE = "embedding, head", "norm, gate"
 
 
 class Unit(NamedTuple):
@@ -26,17 +21,17 @@ class Unit(NamedTuple):
 
     Attributes:
         name: Name in `plan`, which lists units of the same name together.
-        modules: Modules; they stay gathered until the last of them ran. A unit inside another one
-            is a unit of its own.
-        place: Time of its visits: before the recurrent steps, in each of them, between every two,
-            or after.
+        modules: They stay gathered until the last of them ran; a unit may be inside another
+            one.
+        place: Time of its visits: before the recurrent steps, in each, between every two, or
+            after.
         between: Whether it is also visited between every two steps.
         gathered_in_backward: False where the backward pass needs no weight.
-        fp32: Whether it computes in fp32. Such a unit is small, and tensor-parallel ranks each hold
-            all of it.
-        spread: Whether expert parallelism spreads it, so that FSDP shards it over the other ranks.
-        kept: Whether it stays gathered after a visit unless `fsdp_reshard_after_forward` is always:
-            it is small, or its backward pass follows at once.
+        fp32: Whether it computes in fp32 and stays whole under tensor parallelism; it is small.
+        spread: Whether expert parallelism spreads it, so that FSDP shards it over the other
+            ranks.
+        kept: Whether it stays gathered after a visit, unless `fsdp_reshard_after_forward` is
+            always.
     """
 
     name: str
@@ -50,7 +45,7 @@ class Unit(NamedTuple):
 
     @property
     def is_looped(self) -> bool:
-        """Whether it is a part of every step; a coda may be visited in each, and is none."""
+        """Whether it is a part of every step; a coda is not, though each step may visit it."""
         return self.place in ("step", "between") and self.name != OUTSIDE
 
     @property
@@ -61,7 +56,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitSize:
-    """A unit without its modules, and the shapes of its parameters by their names in the model."""
+    """A unit without its modules, and the shapes of its parameters by their names."""
 
     unit: Unit
     shapes: dict[str, tuple[int, ...]]
@@ -71,7 +66,7 @@ class UnitSize:
         return sum(math.prod(shape) for shape in self._of(trainable))
 
     def shard(self, degree: int, trainable: Trainable = "all") -> int:
-        """Return how many elements each rank holds: FSDP shards rows and pads to one a rank."""
+        """Return the elements on each rank: FSDP shards rows and pads to one a rank."""
         return sum(
             -(-shape[axis] // degree) * math.prod(shape) // shape[axis]
             for shape in self._of(trainable)

@@ -1,7 +1,7 @@
 """The slice of a vocabulary on one device, and its reductions over the other slices.
 
-Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (of this device's
-slice), C tokens of one chunk, K tokens kept.
+Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (of this slice), C
+tokens of one chunk, K tokens kept.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,7 @@ from torch import Tensor
 
 
 class Vocabulary:
-    """The rows of the head on this device, here all of them, and sums over the others.
-
-    Attributes:
-        rows: Number of rows of the whole head, V.
-        start: Token id of the first row on this device.
-    """
+    """The rows of the head on this device, from token id `start`: here all V `rows`."""
 
     def __init__(self, rows: int, start: int = 0) -> None:
         self.rows = rows
@@ -37,12 +32,10 @@ class Vocabulary:
     def gather_kept(self, id_CK: Tensor, value_CK: Tensor, kept: int) -> tuple[Tensor, Tensor]:
         """Return ids and values of all slices, one after the other; missing ones are -inf.
 
-        Args:
-            id_CK: Token ids, ascending, at most `kept`.
-            kept: Number that every slice contributes if it has as many rows.
+        Every slice contributes `kept` tokens, ascending by id, if it has as many rows.
         """
         return id_CK, value_CK
 
     def summand(self, part_BLD: Tensor, head_weight_VD: Tensor) -> Tensor:
-        """Return this device's part of a sum over all slices, in the type the model passes on."""
+        """Return this device's part of a sum over all slices, in the type of a state."""
         return part_BLD

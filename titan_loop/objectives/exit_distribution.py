@@ -1,12 +1,10 @@
-"""The distribution over exit steps that a looped model's gate logits define, and its summaries.
+"""The distribution over exit steps that gate logits define, and its summaries.
 
-Everything is a pure function of `exit_logit_RBL`, the gate logits stacked over recurrent steps, and
-is computed in log space through `logsigmoid`: no sigmoid is ever multiplied out, so logits of any
-size give finite values and finite gradients. Arithmetic is fp32 (float64 stays float64), whatever
-the model runs in.
+The functions take `exit_logit_RBL`, the gate logits stacked over R recurrent steps, and compute in
+fp32 (float64 stays float64) and in log space, so logits of any size give finite values and
+gradients. Any dimensions may follow the first.
 
-Shape suffixes: R recurrent steps, B batch, L sequence. Any trailing dimensions work; R is always
-first.
+Source: Ouro, Zhu et al. 2025, arXiv 2510.25741, §3.2 and §3.3.
 """
 
 import math
@@ -19,29 +17,15 @@ from titan_loop.errors import UserError
 
 
 def exit_log_pmf(exit_logit_RBL: Tensor) -> Tensor:
-    """Return the log-probability of exiting exactly at each recurrent step.
+    """Return log p_r in nats, the log-probability of exiting exactly at each recurrent step.
 
         λ_r = sigmoid(g_r)        S_r = Π_{j≤r} (1 − λ_j),  S_0 = 1
         p_r = λ_r S_{r−1}  for r < R        p_R = S_{R−1}
 
-    | symbol | code |
-    |---|---|
-    | g_r | `exit_logit_RBL[r - 1]` |
-    | log λ_r | `logsigmoid(g)` |
-    | log (1 − λ_r) | `logsigmoid(−g)` |
-    | log S_{r−1} | `log_survival_before_RBL` |
-    | log p_r | the result |
+    g_r is `exit_logit_RBL[r - 1]`, ±inf is allowed. The last step takes the remaining mass, so g_R
+    has a gradient of zero; it is not absent, which keeps the gate in the autograd graph when R = 1.
 
-    The last step takes the remaining mass, so g_R is unused: its gradient is zero, not absent,
-    which keeps the gate in the autograd graph when R = 1.
-
-    Args:
-        exit_logit_RBL: Gate logits g_r, at least one step. Any real value; ±inf is allowed.
-
-    Returns:
-        log p_r in nats, same shape, fp32 (float64 if given float64), in [−inf, 0].
-
-    Source: Ouro, Zhu et al. 2025, arXiv 2510.25741, §3.2 Eq. 3.
+    Source: Eq. 3.
     """
     logit_RBL = _at_least_fp32(exit_logit_RBL)
     log_continue_RBL = F.logsigmoid(-logit_RBL)
@@ -55,58 +39,32 @@ def exit_log_pmf(exit_logit_RBL: Tensor) -> Tensor:
 
 
 def exit_pmf(exit_logit_RBL: Tensor) -> Tensor:
-    """Return p_r, the probability of exiting exactly at each recurrent step.
-
-    Returns:
-        Probabilities in [0, 1] that sum to 1 over the first dimension, same shape, at least fp32.
-
-    Source: Ouro, arXiv 2510.25741, §3.2 Eq. 3.
-    """
+    """Return p_r, the probability of exiting exactly at each recurrent step."""
     return exit_log_pmf(exit_logit_RBL).exp()
 
 
 def reaches_threshold(log_survival: Tensor, threshold: float) -> Tensor:
-    """Return where the CDF of the exit distribution reaches the Q-exit threshold.
+    """Return where the CDF of the exit distribution reaches the Q-exit threshold q in [0, 1].
 
         t_exit = min { m in 1..R : CDF(m) ≥ q }        CDF(m) = 1 − S_m for m < R, CDF(R) = 1
         CDF(m) ≥ q  ⟺  log S_m ≤ log (1 − q)
 
-    The right-hand form is computed: a CDF near 1 rounds to 1 (in fp32 from 1 − 2⁻²⁵), which would
-    make q = 1 exit early, while log S_m stays finite for every finite gate logit.
+    The right-hand form is computed: in fp32 a CDF near 1 rounds to 1, which would make q = 1 exit
+    early. Every token exits at step R, whatever this returns there.
 
-    Args:
-        log_survival: log S_m in nats, of any shape.
-        threshold: q in [0, 1]. 0 exits at step 1; 1 exits at step R, however certain the gate is.
-
-    Returns:
-        Bool, same shape. Every token exits at step R, whatever this says of it.
-
-    Source: Ouro, arXiv 2510.25741, §3.2. The section prints ≥ and the caption of Figure 3 prints >;
-        we use ≥.
+    Source: §3.2. The section prints ≥ and the caption of Figure 3 prints >; we use ≥.
     """
     return log_survival <= (-math.inf if threshold == 1.0 else math.log1p(-threshold))
 
 
 def exit_entropy_nats(exit_logit_RBL: Tensor) -> Tensor:
-    """Return the entropy of the exit distribution.
-
-        H(p) = −Σ_r p_r log p_r,  with 0 · log 0 = 0
-
-    Returns:
-        Entropy in nats, in [0, log R], the shape without its first dimension, at least fp32.
-
-    Source: Ouro, arXiv 2510.25741, §3.3 Eq. 4.
-    """
+    """Return the entropy H(p) = −Σ_r p_r log p_r, in [0, log R] (Eq. 4)."""
     pmf_RBL, finite_log_pmf_RBL = _pmf_and_finite_log(exit_logit_RBL)
     return -(pmf_RBL * finite_log_pmf_RBL).sum(dim=0)
 
 
 def mean_exit_step(exit_logit_RBL: Tensor) -> Tensor:
-    """Return the expected exit step Σ_r r · p_r.
-
-    Returns:
-        Steps in [1, R], the shape without its first dimension, at least fp32.
-    """
+    """Return the expected exit step Σ_r r · p_r in [1, R], without the first dimension."""
     pmf_RBL = exit_pmf(exit_logit_RBL)
     return (_steps(pmf_RBL) * pmf_RBL).sum(dim=0)
 
@@ -114,25 +72,17 @@ def mean_exit_step(exit_logit_RBL: Tensor) -> Tensor:
 def geometric_prior(
     recurrent_steps: int, eta: float, *, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return the geometric prior, cut at R steps and renormalised.
+    """Return the geometric prior, cut at R steps and renormalised: (R,), fp32.
 
         π_r = η(1−η)^{r−1} / Σ_{j≤R} η(1−η)^{j−1}
 
     Args:
-        recurrent_steps: R, at least 1.
-        eta: η in (0, 1). Larger values put more mass on shallow steps; η → 0 is the uniform prior.
+        eta: η in (0, 1). Larger values put more mass on shallow steps; η → 0 is the uniform
+            prior.
 
-    Returns:
-        (R,) fp32 probabilities, strictly positive.
-
-    Raises:
-        UserError: `eta` is not strictly between 0 and 1.
-
-    Source: Ouro, arXiv 2510.25741, Appendix A and Figure 10.
-    Deviations: the paper does not say where the mass beyond R goes. Giving it to the last step
-        would make a small η concentrate mass on *deep* steps ({.1 .09 .081 .729} for η = 0.1 and
-        R = 4), against the caption, whose limit is the uniform prior; so the mass is renormalised
-        ({.291 .262 .236 .212}).
+    Source: Appendix A and Figure 10.
+    Deviations: the paper does not say where the mass beyond R goes. On the last step it would make
+        a small η prefer *deep* steps, against the caption, whose limit is the uniform prior.
     """
     if not 0.0 < eta < 1.0:
         raise UserError(f"geometric_eta={eta}: choose a value strictly between 0 and 1")
@@ -141,19 +91,11 @@ def geometric_prior(
 
 
 def kl_to_prior(exit_logit_RBL: Tensor, prior_R: Tensor) -> Tensor:
-    """Return the divergence of the exit distribution from a prior over steps.
+    """Return KL(p ‖ π) = Σ_r p_r (log p_r − log π_r) in nats, without the first dimension.
 
-        KL(p ‖ π) = Σ_r p_r (log p_r − log π_r)
+    `prior_R` has strictly positive probabilities. With the uniform prior this is log R − H(p).
 
-    With the uniform prior this is log R − H(p).
-
-    Args:
-        prior_R: (R,) strictly positive probabilities, 1/R each or from `geometric_prior`.
-
-    Returns:
-        Divergence in nats, ≥ 0, the shape without its first dimension, at least fp32.
-
-    Source: Ouro, arXiv 2510.25741, §3.3 (the negative ELBO, after Eq. 4) and Appendix A.
+    Source: the negative ELBO after Eq. 4, and Appendix A.
     """
     pmf_RBL, finite_log_pmf_RBL = _pmf_and_finite_log(exit_logit_RBL)
     log_prior_RBL = prior_R.to(pmf_RBL).log().view(-1, *[1] * (pmf_RBL.ndim - 1))
@@ -172,10 +114,7 @@ def _steps(like_RBL: Tensor) -> Tensor:
 
 
 def _pmf_and_finite_log(exit_logit_RBL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return p and log p with log p replaced by 0 where p is 0.
-
-    The factor must be finite: at p = 0, p · log p is 0 · −inf = NaN in value and in gradient.
-    """
+    """Return p and log p, with 0 for log p where p is 0: p · log p must be 0, not NaN."""
     log_pmf_RBL = exit_log_pmf(exit_logit_RBL)
     pmf_RBL = log_pmf_RBL.exp()
     return pmf_RBL, torch.where(pmf_RBL > 0, log_pmf_RBL, 0.0)

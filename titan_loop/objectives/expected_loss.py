@@ -1,9 +1,7 @@
 """The Stage I objective: cross entropy expected over exit steps, less the entropy of the exit.
 
-The pure function `expected_loss` takes the streamed head as an argument; `ExpectedExitLoss` gives
-it to torchtitan's Trainer. One mean over the valid target tokens of the *global* batch: every term
-is divided by `global_valid_tokens`, so contributions of micro-batches and data-parallel ranks
-simply add up.
+Every term is divided by the valid target tokens of the *global* batch, so the contributions of
+micro-batches and data-parallel ranks add up.
 
 Shape suffixes: R recurrent steps, B batch, L sequence, D width.
 """
@@ -21,6 +19,7 @@ from torchtitan.config import CompileConfig
 from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import Collect, LoopOutput
+from titan_loop.models.readout import LMHead
 from titan_loop.objectives.exit_distribution import (
     exit_entropy_nats,
     exit_pmf,
@@ -29,7 +28,6 @@ from titan_loop.objectives.exit_distribution import (
 )
 from titan_loop.objectives.streamed_loss import (
     LossBatch,
-    StreamedHead,
     StreamedLoss,
     exit_metrics,
     stack_exit_logits,
@@ -45,14 +43,14 @@ DOMINANT_STEP_PROBABILITY = 0.99
 
 
 class ExpectedLoss(NamedTuple):
-    """The scalar loss and the tensors behind its metrics."""
+    """The scalar loss in nats per token, and CE_r per token, (R, B, L), detached."""
 
     loss: Tensor
     ce_RBL: Tensor
 
 
 def expected_loss(
-    head: StreamedHead,
+    head: LMHead,
     hidden_RBLD: Sequence[Tensor],
     exit_logit_RBL: Tensor,
     labels_BL: Tensor,
@@ -68,38 +66,22 @@ def expected_loss(
         L = 1/N Σ_i [ Σ_r p_r CE_r − β H(p) ]                   uniform prior (no geometric_eta)
         L = 1/N Σ_i [ Σ_r p_r CE_r + β (KL(p ‖ π) − log R) ]    geometric prior
 
-    over the valid tokens i. With π uniform, KL(p ‖ π) = log R − H(p): the second line is the first,
-    so losses of different priors compare.
+    over the valid tokens i. With π uniform both are equal, so losses of different priors compare.
 
     | symbol | code |
     |---|---|
-    | p_r | `exit_pmf(exit_logit_RBL)` |
+    | p_r, π | `exit_pmf(exit_logit_RBL)`, `geometric_prior(R, geometric_eta)` |
     | CE_r | `ce_RBL`, from `head` |
-    | β | `entropy_weight` |
-    | N | `valid_tokens` |
-    | π | `geometric_prior(R, geometric_eta)` |
+    | β, N | `entropy_weight`, `valid_tokens` of the global batch |
 
-    Gradients flow through p into gate and model; nothing is detached. With ζ > 0 the z-loss
-    1/N Σ_i Σ_r p_r ζ z_r² is added, in which p is a constant: see `LMHead`.
-
-    Args:
-        hidden_RBLD: R hidden states (B, L, D).
-        exit_logit_RBL: Gate logits, (R, B, L); the arithmetic on them is fp32 or float64.
-        labels_BL: Next-token ids. Ignored labels have neither cross entropy nor entropy.
-        entropy_weight: β ≥ 0.
-        valid_tokens: N, the valid tokens of the global batch, not only of this call.
-        geometric_eta: η of the geometric prior, or None for the uniform one.
-        z_loss: ζ ≥ 0.
-        rows_T: As in `LMHead`: tokens with a label, where the others are to be skipped.
-
-    Returns:
-        The scalar loss in nats per token, at least fp32, and CE_r per token, (R, B, L), detached.
+    Gradients flow through p into gate and model; nothing is detached. With ζ = `z_loss` > 0, 1/N
+    Σ_i Σ_r p_r ζ z_r² is added, in which p is a constant; `rows_T` as in `LMHead`.
 
     Source: Ouro, Zhu et al. 2025, arXiv 2510.25741, §3.3 Eq. 4 and the negative ELBO after it;
         geometric prior: Appendix A.
-    Deviations: Eq. 2 sums CE over positions while p in Eq. 4 is per input; p, CE and H are taken
-        per token and averaged, which puts β H at the few percent of the loss that the paper reports
-        (Appendix D). The constant −β log R of the second line is ours; no gradient sees it.
+    Deviations: Eq. 2 sums CE over positions while p in Eq. 4 is per input; here p, CE and H are
+        averaged over tokens, which makes β H the few percent of the loss that the paper reports
+        (Appendix D). The constant −β log R is ours; no gradient sees it.
     """
     expected_ce, ce_RBL = head(
         hidden_RBLD,
@@ -131,49 +113,15 @@ def exit_penalty(
     return torch.where(labels_BL != IGNORE_INDEX, penalty_BL, 0.0).sum() / valid_tokens
 
 
-def last_step_loss(
-    head: StreamedHead,
-    hidden_RBLD: Sequence[Tensor],
-    labels_BL: Tensor,
-    *,
-    valid_tokens: Tensor | float,
-    z_loss: float = 0.0,
-    rows_T: Tensor | None = None,
-) -> ExpectedLoss:
-    """Return the plain language-model loss of the last recurrent step, for a model without a gate.
-
-        L = 1/N Σ_i (CE_R + ζ z_R²)
-
-    Args:
-        labels_BL: Next-token ids; ignored labels do not count.
-        z_loss: ζ ≥ 0.
-
-    Returns:
-        The scalar loss in nats per token and CE_R per token, (1, B, L), detached.
-    """
-    weight_RBL = torch.ones(1, *labels_BL.shape, device=labels_BL.device) / valid_tokens
-    return ExpectedLoss(
-        *head(
-            hidden_RBLD[-1:],
-            labels_BL=labels_BL,
-            weight_RBL=weight_RBL,
-            z_loss=z_loss,
-            rows_T=rows_T,
-        )
-    )
-
-
 class ExpectedExitLoss(StreamedLoss):
-    """The Stage I objective as a torchtitan loss.
+    """The Stage I objective as a torchtitan loss; `exit_metrics` has its metrics.
 
-    Its metrics come from `exit_metrics`. A model without a gate has its last state's plain cross
-    entropy as its loss and `ce/step_R` as its only metric.
+    A model without a gate has its last state's plain cross entropy as its loss and `ce/step_R` as
+    its only metric.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
-        """The prior over exit steps; its weight β is a schedule of the run."""
-
         schedules: ClassVar[tuple[str, ...]] = ("entropy_weight",)
 
         prior: Prior = "uniform"
@@ -200,14 +148,10 @@ class ExpectedExitLoss(StreamedLoss):
             if prior not in ("uniform", "geometric"):
                 yield Refusal("loss.prior", f"loss.prior={prior!r}: choose uniform or geometric")
             if not 0 <= self.z_loss < math.inf:
-                yield Refusal(
-                    "loss.z_loss", f"loss.z_loss={self.z_loss} is negative", "PaLM used 1e-4"
-                )
+                yield Refusal.of("loss.z_loss", self.z_loss, "is negative", "PaLM used 1e-4")
             if prior == "geometric" and not 0 < eta < 1:
-                yield Refusal(
-                    "loss.geometric_eta",
-                    f"loss.geometric_eta={eta}: choose a value strictly between 0 and 1",
-                )
+                problem = f"loss.geometric_eta={eta}: choose a value strictly between 0 and 1"
+                yield Refusal("loss.geometric_eta", problem)
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)
@@ -224,22 +168,20 @@ class ExpectedExitLoss(StreamedLoss):
         return collapse_warning(metrics)
 
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
+        """Return the loss and the metrics of one micro-batch."""
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         if not output.exit_logit_RBL:
-            last = last_step_loss(
-                readout,
-                output.hidden_RBLD,
-                labels_BL,
-                valid_tokens=valid_tokens,
+            loss, ce_RBL = readout(
+                output.hidden_RBLD[-1:],
+                labels_BL=labels_BL,
+                weight_RBL=torch.ones(1, *labels_BL.shape, device=labels_BL.device) / valid_tokens,
                 z_loss=self.z_loss,
                 rows_T=batch.labelled_T,
             )
-            ce_R = last.ce_RBL.sum(dim=(1, 2)) / valid_tokens
             last_step = output.first_step + len(output.hidden_RBLD) - 1
-            return last.loss, {f"ce/step_{last_step}": ce_R[0]}
+            return loss, {f"ce/step_{last_step}": ce_RBL.sum(dim=(1, 2))[0] / valid_tokens}
         exit_logit_RBL = stack_exit_logits(output.exit_logit_RBL)
         loss, ce_RBL = expected_loss(
             readout,
@@ -258,15 +200,11 @@ class ExpectedExitLoss(StreamedLoss):
 def collapse_warning(
     metrics: Mapping[str, Any], *, fix: str = "raise entropy_weight"
 ) -> str | None:
-    """Return one line if the exit distribution has collapsed, else None.
+    """Return one line, with the remedy `fix`, if the exit distribution has collapsed, else None.
 
     Collapsed means: the mean entropy is below 1 % of log R, or one step has more than 99 % of the
-    mean mass. Ouro §3.3 describes how a gate trained without the entropy term gets there by itself.
-
-    Args:
-        metrics: *Global* means under the keys of `exit_metrics`, numbers or scalar tensors.
-            Without exit metrics, or with a single recurrent step, nothing can collapse.
-        fix: Remedy.
+    mean mass. Ouro §3.3 describes how a gate without the entropy term collapses by itself.
+    `metrics` are *global* means under the keys of `exit_metrics`, if there are any.
     """
     pmf: list[float] = []
     while (key := f"exit/pmf_{len(pmf) + 1}") in metrics:

@@ -13,15 +13,14 @@ tokens of one chunk.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 
+from titan_loop.models.initialisation import local_part
 from titan_loop.models.readout import LMHead
 from titan_loop.models.vocabulary import Vocabulary
 
@@ -29,11 +28,8 @@ from titan_loop.models.vocabulary import Vocabulary
 class Targets(NamedTuple):
     """The labels and the teacher of a distilled loss.
 
-    Attributes:
-        labels_BL: Next-token ids; ignored labels have neither loss nor gradient.
-        share: α in [0, 1].
-        valid_tokens: N.
-        teacher_VD: Head W_t of the teacher, all rows; None for the students' own.
+    `share` is α and `valid_tokens` N. `teacher_VD` is the teacher's whole head W_t; None for the
+    students' own.
     """
 
     labels_BL: Tensor
@@ -57,26 +53,16 @@ def distilled_loss(
     targets: Targets,
     weight_SBL: Tensor | None = None,
 ) -> Distilled:
-    """Return the distilled loss, differentiable in the students' states and the head.
+    """Return the loss, differentiable in the students' states and the head.
 
-    Args:
-        teacher_BLD: State t of the teacher, a constant.
-        weight_SBL: w, a constant; None for ones.
+    The teacher's state t and the weights w (None for ones) are constants.
     """
-    if isinstance(teacher_BLD, DTensor):
-        teacher_BLD = teacher_BLD.to_local()
-    constants = teacher_BLD.detach(), weight_SBL, targets
-    return Distilled(*readout(tuple(hidden_SBLD), through=partial(_through, constants)))
+    constants = local_part(teacher_BLD).detach(), weight_SBL, targets
 
+    def stream(weight_VD: Tensor, states: tuple[Tensor, ...], head: LMHead) -> Any:
+        return _Distilled.apply(weight_VD, constants, (head.chunk_tokens, head.vocabulary), *states)
 
-Constants = tuple[Tensor, Tensor | None, Targets]
-
-
-def _through(
-    constants: Constants, weight_VD: Tensor, states: tuple[Tensor, ...], head: LMHead
-) -> tuple[Tensor, ...]:
-    how = head.chunk_tokens, head.vocabulary
-    return _Distilled.apply(weight_VD, constants, how, *states)  # type: ignore[return-value]
+    return Distilled(*readout(tuple(hidden_SBLD), through=stream))
 
 
 class _Distilled(torch.autograd.Function):
@@ -86,7 +72,7 @@ class _Distilled(torch.autograd.Function):
     def forward(
         ctx: Any,
         weight_VD: Tensor,
-        constants: Constants,
+        constants: tuple[Tensor, Tensor | None, Targets],
         how: tuple[int, Vocabulary],
         *hidden_SBLD: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,9 +86,9 @@ class _Distilled(torch.autograd.Function):
         rows = slice(vocabulary.start, vocabulary.start + weight_VD.shape[0])
         teacher_VD = weight_VD if targets.teacher_VD is None else targets.teacher_VD[rows]
         hidden_grad_STD = [torch.empty_like(hidden_TD) for hidden_TD in hidden_STD]
-        weight_grad_VD = (
-            torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[0] else None
-        )
+        weight_grad_VD: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            weight_grad_VD = torch.zeros_like(weight_VD, dtype=wide)
         weight_ST = labels_T.new_ones(len(hidden_STD), len(labels_T), dtype=wide)
         ce_ST, kl_ST = torch.zeros_like(weight_ST), torch.zeros_like(weight_ST)
         if weight_SBL is not None:
@@ -129,10 +115,8 @@ class _Distilled(torch.autograd.Function):
             weight_grad_VD = weight_grad_VD.to(weight_VD.dtype)
         ctx.mark_non_differentiable(ce_SBL, kl_SBL)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            weight_grad_VD,
-            *(grad_TD.view(teacher_BLD.shape) for grad_TD in hidden_grad_STD),
-        )
+        hidden_grads = (grad_TD.view(teacher_BLD.shape) for grad_TD in hidden_grad_STD)
+        ctx.save_for_backward(weight_grad_VD, *hidden_grads)
         return loss, ce_SBL, kl_SBL
 
     @staticmethod

@@ -1,10 +1,8 @@
 """The base of objectives that read out every recurrent step through the streamed head.
 
-`StreamedLoss` gives such an objective to torchtitan's Trainer. A subclass writes `compute`, and its
-config lists its requirements on a run: the states it collects, columns of the batch, schedules,
-parameters that train, an R. The loss is one mean over the valid target tokens of the *global*
-batch: the result of a subclass is divided by `global_valid_tokens`, so contributions of
-micro-batches and data-parallel ranks simply add up.
+A subclass writes `compute`, and its config lists its requirements on a run. Every sum is divided by
+the valid target tokens of the *global* batch, so the contributions of micro-batches and
+data-parallel ranks add up.
 
 Shape suffixes: R recurrent steps, B batch, L sequence, D width.
 """
@@ -12,12 +10,11 @@ Shape suffixes: R recurrent steps, B batch, L sequence, D width.
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import spmd_types as spmd
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig
 from torchtitan.config.configs import ParallelismConfig
@@ -26,38 +23,23 @@ from torchtitan.tools.logging import logger
 from titan_loop.errors import Refusal
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.initialisation import local_part
 from titan_loop.models.output import Collect, LoopOutput
+from titan_loop.models.readout import LMHead
 from titan_loop.objectives.exit_distribution import exit_entropy_nats, exit_pmf, mean_exit_step
 from titan_loop.ranks import warn_together
-
-
-class StreamedHead(Protocol):
-    """The readout as objectives use it; `titan_loop.models.readout.LMHead` implements it."""
-
-    def __call__(
-        self,
-        input: Sequence[Tensor],
-        *,
-        labels_BL: Tensor,
-        weight_RBL: Tensor,
-        z_loss: float = 0.0,
-        rows_T: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return Σ weight · (CE + ζ z²), differentiable, and CE per step and token, detached."""
-        ...
 
 
 class LossBatch(NamedTuple):
     """The targets of one micro-batch, or of this rank's part of it.
 
     Attributes:
-        labels_BL: Next-token ids; ignored labels do not count.
         valid_tokens: N, the valid tokens of the global batch, which divides every sum.
-        columns: Columns that the loader declares for the loss, by name. A column with one value per
-            window is the same on all ranks that share the window; a term made from it must be
-            spread over their tokens, since the ranks' losses add up.
-        labelled_T: Indices into the B·L tokens that have a label, where few do; hand them to the
-            readout with these labels.
+        columns: Columns that the loader declares for the loss, by name. A term made from a
+            value per window must be spread over the window's tokens, since the losses of ranks
+            that share it add up.
+        labelled_T: Indices into the B·L tokens that have a label, where few do; for the
+            readout.
     """
 
     labels_BL: Tensor
@@ -69,9 +51,8 @@ class LossBatch(NamedTuple):
 class StreamedLoss(ChunkedLossWrapper):
     """A torchtitan loss over a `LoopOutput`; subclasses write `compute`.
 
-    It is a `ChunkedLossWrapper` because the Trainer hands the head (`set_lm_head`) to no other
-    loss, and makes the model stop before the head. The chunking itself is the head's: see
-    `LMHead.Config.chunk_tokens`.
+    It is a `ChunkedLossWrapper` because the Trainer gives the head to no other loss. The chunking
+    itself is the head's: see `LMHead.Config.chunk_tokens`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -79,36 +60,34 @@ class StreamedLoss(ChunkedLossWrapper):
         """An objective's requirements on the run that trains it."""
 
         schedules: ClassVar[tuple[str, ...]] = ()
-        """Names of the schedules whose values `set_schedules` receives: fields of this config, or
-        else of the run."""
+        """Schedules whose values `set_schedules` receives: fields of this config, or else of the
+        run."""
 
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that the objective reads; the loader must declare them."""
 
         reads_tokens: ClassVar[bool] = False
-        """Whether the batch's token ids and positions are among the columns, `input` and
-        `positions`."""
+        """Whether token ids and positions are among the columns, as `input` and `positions`."""
 
         labels_every_step: ClassVar[bool] = False
         """Whether steps have labels of their own, so that R must reach the deepest example."""
 
-        # Fields of the base class without a meaning here: not settable, so they cannot be ignored
-        # silently.
+        # Meaningless fields of the base class: not settable, so they cannot be ignored silently.
         num_chunks: int = field(default=1, init=False)
         loss_fn: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config, init=False)
 
         def collect(self, *, exit_gate: bool) -> Collect:
-            """Return which steps' states the objective reads."""
+            """Return the steps whose states the objective reads."""
             return "all"
 
         def aux(self) -> Mapping[str, str]:
-            """Return the entries of `LoopOutput.aux` it needs: name → the setting that asks."""
+            """Return the entries of `LoopOutput.aux` that it needs: name → setting."""
             return {}
 
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield why this objective cannot train such a run; `fewest_steps` of any step."""
+            """Yield why this objective cannot train a run with R ≥ `fewest_steps`."""
             if trainable == "exit_gate":
                 yield Refusal(
                     "trainable",
@@ -131,21 +110,15 @@ class StreamedLoss(ChunkedLossWrapper):
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config)
-        compiled = compile_config.components if compile_config and compile_config.enable else []
-        if "loss" in compiled:
-            warn_together(
-                logger, 'compile.components contains "loss": the streamed loss runs eagerly'
-            )
+        if compile_config and compile_config.enable and "loss" in compile_config.components:
+            warning = 'compile.components contains "loss": the streamed loss runs eagerly'
+            warn_together(logger, warning)
 
     def set_schedules(self, values: Mapping[str, float]) -> None:
         """Take the step's value of each of `Config.schedules`."""
 
     def warning(self, metrics: Mapping[str, Any]) -> str | None:
-        """Return one line if a step's metrics show that training went wrong, else None.
-
-        Args:
-            metrics: *Global* means under the keys `compute` returns, numbers or scalar tensors.
-        """
+        """Return one line if a step's metrics, *global* means, show that training went wrong."""
         return None
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
@@ -167,19 +140,11 @@ class StreamedLoss(ChunkedLossWrapper):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch.
 
-        Args:
-            pred: Output of the model.
-            labels: (B, L) next-token ids.
-            global_valid_tokens: Valid tokens of the global batch; None gives sums instead of means.
-                Without valid tokens, loss, metrics and gradients are 0.
-            columns: As in `LossBatch`.
-            labelled_T: As in `LossBatch`.
-
-        Returns:
-            The scalar loss, at least fp32, and the metrics `compute` describes.
+        Without `global_valid_tokens` they are sums instead of means. Without valid tokens, loss,
+        metrics and gradients are 0.
         """
         readout = self.lm_head
-        assert readout is not None, "set_lm_head was not called"
+        assert isinstance(readout, LMHead), "set_lm_head was not called"
         valid_tokens = 1.0 if global_valid_tokens is None else global_valid_tokens
         type_checking = spmd.is_type_checking()
         # As upstream: the checker cannot follow a sum over tokens divided by a replicated scalar.
@@ -195,18 +160,12 @@ class StreamedLoss(ChunkedLossWrapper):
 
     @abstractmethod
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and its metrics.
+        """Return the scalar loss, at least fp32, and its metrics.
 
-        Args:
-            readout: The streamed head.
-            output: Output of the model, with the states of the steps that `collect` names.
-            batch: Labels and columns.
-
-        Returns:
-            The scalar loss, and detached scalars by name, the same names on every rank; each is
-            logged under its name, as the sum over micro-batches and ranks.
+        Metrics are detached scalars with the same names on every rank; each is logged under its
+        name, as the sum over micro-batches and ranks.
         """
 
 
@@ -216,12 +175,7 @@ def stack_exit_logits(exit_logit_RBL: Sequence[Tensor]) -> Tensor:
     Under tensor parallelism they are replicated, and so are their gradients: CE_r is equal on all
     ranks.
     """
-    return torch.stack(
-        [
-            logit_BL.to_local() if isinstance(logit_BL, DTensor) else logit_BL
-            for logit_BL in exit_logit_RBL
-        ]
-    )
+    return torch.stack([local_part(logit_BL) for logit_BL in exit_logit_RBL])
 
 
 def token_mean(value: Tensor, labels_BL: Tensor, valid_tokens: Tensor | float) -> Tensor:
@@ -233,10 +187,7 @@ def token_mean(value: Tensor, labels_BL: Tensor, valid_tokens: Tensor | float) -
 def exit_metrics(
     ce_RBL: Tensor, exit_logit_RBL: Tensor, labels_BL: Tensor, valid_tokens: Tensor | float
 ) -> dict[str, Tensor]:
-    """Return the metrics of a model with a gate.
-
-    Detached, this call's sum over valid tokens divided by the *global* number of valid tokens, so
-    that adding them over micro-batches and data-parallel ranks gives the mean:
+    """Return the metrics of a model with a gate, this call's shares of means over the global batch.
 
     | key | meaning |
     |---|---|

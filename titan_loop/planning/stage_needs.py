@@ -17,7 +17,7 @@ from titan_loop.distributed.state_bytes import StateBytes, unit_sizes
 from titan_loop.errors import Refusal, UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.flops import Flops
+from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.units import UnitSize
 from titan_loop.planning.cluster import Cluster
 from titan_loop.recipes.preflight import carry_refusals, repetition_refusals
@@ -26,8 +26,12 @@ from titan_loop.training.batch_schedule import batch_sizes
 from titan_loop.training.chosen_model import are_prepared, stage_architecture
 from titan_loop.training.depth_schedule import depths_over, most_recurrent_steps
 from titan_loop.training.flop_budget import mean_flops
-from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
-from titan_loop.training.memory_preflight import memory_refusals, run_states
+from titan_loop.training.layout_preflight import (
+    batch_refusals,
+    layout_refusals,
+    memory_refusals,
+    run_states,
+)
 from titan_loop.training.preflight import model_refusals, setting_refusals, value_refusals
 from titan_loop.training.trainer import LoopTrainer
 

@@ -2,9 +2,9 @@
 
     global_batch_tokens(tokens) ─► global_batch_windows ─► micro-batches on this many ranks
 
-The batch decides the optimisation, so it is a function of the schedule alone; ranks only decide in
-how many micro-batches it is computed. A world that cannot split the batch evenly is refused, and so
-is a value that is not a whole number of windows: a batch is rounded only where it moves. Functions
+The batch decides the optimisation, so it follows from the schedule alone; ranks only decide the
+number of micro-batches. Preflight refuses a batch that the ranks cannot split evenly, and a value
+that is not a whole number of windows: only where a schedule moves is its value rounded. Functions
 here need a config without `refusals`.
 """
 
@@ -24,8 +24,8 @@ class BatchConfig:
     """Tokens in one global batch, against global tokens."""
 
     multiple_of_windows: int | None = None
-    """Every batch is a multiple of this many windows, rounded down where the schedule moves,
-    so that it divides by ranks × local batch; None: the smallest batch if it moves, else 1."""
+    """Every batch is a multiple of this many windows, rounded down where the schedule moves, so
+    that it divides by ranks × local batch; None: the smallest batch if it moves, else 1."""
 
     def multiple(self, seq_len: int) -> int:
         """Return the number of windows, at least 1, that every batch is a multiple of."""
@@ -36,7 +36,7 @@ class BatchConfig:
         return max(int(self.global_batch_tokens.smallest) // seq_len, 1)
 
     def refusals(self, seq_len: int) -> Iterator[Refusal]:
-        """Yield why a schedule's values could only be used after rounding."""
+        """Yield why a schedule's values cannot be used without rounding."""
         given, schedule = self.multiple_of_windows, self.global_batch_tokens
         field, shown = "batch.global_batch_tokens", f"batch.global_batch_tokens={str(schedule)!r}"
         if given is not None and given < 1:
@@ -49,29 +49,26 @@ class BatchConfig:
             return
         values = sorted({knot.value for knot in schedule.knots})
         unit = (given or 1) * seq_len
-        for value in values:
-            if value % unit:
-                factor = "" if given is None else f"batch.multiple_of_windows={given} × "
-                problem = f"{shown} has the value {value:.15g}, not a multiple of "
-                problem += f"{factor}training.seq_len={seq_len}"
-                yield Refusal(field, problem, f"use {_nearest_multiples(value, unit)}")
-                return
+        if uneven := [value for value in values if value % unit]:
+            factor = "" if given is None else f"batch.multiple_of_windows={given} × "
+            problem = f"{shown} has the value {uneven[0]:.15g}, not a multiple of "
+            problem += f"{factor}training.seq_len={seq_len}"
+            yield Refusal(field, problem, f"use {_nearest_multiples(uneven[0], unit)}")
+            return
         multiple = self.multiple(seq_len)
         if any(value % (multiple * seq_len) for value in values):
             windows = [int(value) // seq_len for value in values]
-            yield Refusal(
-                field,
-                f"{shown} moves in multiples of its smallest value, {multiple} windows, which do "
-                f"not reach all of its values, {windows} windows",
-                f"set batch.multiple_of_windows to {math.gcd(*windows)} or a divisor of it",
-            )
+            problem = f"{shown} moves in multiples of its smallest value, {multiple} windows, "
+            problem += f"which do not reach all of its values, {windows} windows"
+            fix = f"set batch.multiple_of_windows to {math.gcd(*windows)} or a divisor of it"
+            yield Refusal(field, problem, fix)
 
 
 def global_batch_windows(config: BatchConfig, tokens: int, seq_len: int) -> int:
     """Return the windows in the global batch that starts after `tokens` global tokens.
 
-    It is a positive multiple of `config.multiple(seq_len)`, and exactly the schedule's value
-    wherever that does not move.
+    The result is a positive multiple of `config.multiple(seq_len)`, and exactly the schedule's
+    value where that does not move.
     """
     return _round_down(config.global_batch_tokens(tokens), seq_len, config.multiple(seq_len))
 
@@ -79,8 +76,8 @@ def global_batch_windows(config: BatchConfig, tokens: int, seq_len: int) -> int:
 def batch_sizes(config: BatchConfig, seq_len: int, total_tokens: int) -> set[int]:
     """Return the windows of every global batch that may occur before `total_tokens`.
 
-    Between two ends of a stretch that moves these are all multiples, although a steep one may jump
-    over some, depending on where the steps fall.
+    Where the schedule moves these are all multiples between its ends; a steep stretch may skip
+    some.
     """
     schedule, multiple = config.global_batch_tokens, config.multiple(seq_len)
     starts = [0, *(knot.tokens for knot in schedule.knots if 0 < knot.tokens < total_tokens)]
@@ -92,30 +89,17 @@ def batch_sizes(config: BatchConfig, seq_len: int, total_tokens: int) -> set[int
     return sizes
 
 
-def plan_steps(
+def planned(
     config: BatchConfig, total_tokens: int, seq_len: int, *, tokens: int = 0, steps: int = 0
-) -> int:
-    """Return the training step at which `total_tokens` global tokens are consumed or passed.
-
-    Constant stretches are jumped over, so that trillions of tokens take microseconds; ramps are
-    walked step by step.
-
-    `tokens` global tokens were consumed already in `steps` training steps, which count.
-    """
-    return _walk(config, total_tokens, seq_len, tokens, steps)[1]
-
-
-def planned_tokens(config: BatchConfig, total_tokens: int, seq_len: int) -> int:
-    """Return the global tokens of all steps until `total_tokens` are consumed or passed."""
-    return _walk(config, total_tokens, seq_len, 0, 0)[0]
-
-
-def _walk(
-    config: BatchConfig, total_tokens: int, seq_len: int, tokens: int, steps: int
 ) -> tuple[int, int]:
+    """Return the global tokens and training steps when `total_tokens` are consumed or passed.
+
+    The first `steps` training steps have consumed `tokens` global tokens.
+    """
     schedule, multiple = config.global_batch_tokens, config.multiple(seq_len)
     while tokens < total_tokens:
         batch_tokens = _round_down(schedule(tokens), seq_len, multiple) * seq_len
+        # A constant stretch is one jump, so trillions of tokens take microseconds.
         stretch_end = schedule.constant_until(tokens)
         if stretch_end is None or stretch_end > total_tokens:
             stretch_end = total_tokens

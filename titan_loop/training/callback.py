@@ -1,12 +1,11 @@
-"""Callbacks: behaviour added at fixed points of a run, unknown to the trainer.
+"""Callbacks: behaviour that is added at fixed points of a run, unknown to the trainer.
 
     load_state_dict ─► on_train_start
     ─► a step: plan, on_phase, before_forward, after_forward, on_gradients, judge, on_update
     ─► on_verdict ─► record ─► on_step_end ─► may_save ─► state_dict ─► … ─► on_train_end ─► close
 
-`built_in.py` lists the callbacks that a run's config switches on; recipes and `run_training` add
-their own after them. Evaluation and plots live above `training` in the import order: callbacks
-reach into a run through `TrainingState` only.
+A run has the callbacks that its config switches on (`built_in.py`), the recipe's, and others from
+`run_training`. They see the run through `TrainingState`.
 """
 
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ Phase = Literal["reading data", "forward and backward", "update", "log", "callba
 
 
 class RunSettings(Protocol):
-    """The part of a run's config that callbacks read."""
+    """The fields of a run's config that callbacks read."""
 
     dump_folder: str
     training: TrainingConfig
@@ -48,12 +47,8 @@ class RunSettings(Protocol):
 class TrainingState(Protocol):
     """A trainer, as its callbacks see it.
 
-    Attributes:
-        step: Number of training steps done; during a step, the number of that step.
-        tokens: Global tokens consumed, an integer independent of the number of ranks.
-        plan: Values of the schedules in the newest training step; before the first, in the first.
-        window_share: The part of every window this rank computes; None for all of it.
-        stop_listener: Must hear of progress during long work.
+    During a step, `step` is its number and `plan` its plan. `stop_listener` must hear of progress
+    during long work.
     """
 
     step: int
@@ -73,17 +68,17 @@ class TrainingState(Protocol):
 
     @property
     def config(self) -> RunSettings:
-        """The run's settings; not to be changed."""
+        """The run's settings; callbacks must not change them."""
         ...
 
     @property
     def model(self) -> LoopDecoder:
-        """The model that is being trained, distributed as it is."""
+        """The model, as it is distributed."""
         ...
 
     @property
     def at_last_step(self) -> bool:
-        """Whether this start trains no further step."""
+        """Whether no further step follows in this start."""
         ...
 
     def post_dataloading_process(
@@ -98,7 +93,7 @@ class TrainingState(Protocol):
 
 
 class Callback:
-    """The hooks, none of which does anything; subclasses override some.
+    """Hooks that do nothing; subclasses override some.
 
     Every rank calls every hook of every callback in the same order, so a hook may communicate. An
     exception ends the run. Between `on_train_start` and `on_step_end` a hook must not wait for the
@@ -106,7 +101,7 @@ class Callback:
     """
 
     def on_train_start(self, trainer: TrainingState) -> None:
-        """Run after a checkpoint was loaded, before the first step."""
+        """Run after a checkpoint is loaded, before the first step."""
 
     def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
         """Return the plan of the step that begins, the same on all ranks."""
@@ -127,46 +122,42 @@ class Callback:
     def judge(self, trainer: TrainingState, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
         """Return whether this rank agrees to the update, a scalar bool on the device.
 
-        All ranks skip the update if one disagrees. None abstains.
-
-        Args:
-            loss: This rank's share of the loss.
-            grad_norm: Gradient norm before clipping, of all ranks.
+        If any rank disagrees, all skip the update. None abstains. `loss` is this rank's share;
+        `grad_norm` is the norm over all ranks before clipping.
         """
 
     def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
-        """Run after an update or a skipped one; only the device knows which so far."""
+        """Run after an update or a skipped one; only the device knows which yet."""
 
     def on_verdict(self, trainer: TrainingState, trained: TrainedStep, *, updated: bool) -> None:
-        """Run when the host learns of a step's verdict, up to a step later, in order of steps."""
+        """Run when the host learns a step's verdict, up to a step later, in order of steps."""
 
     def record(self, trainer: TrainingState) -> Mapping[str, Any]:
         """Return entries of a logged step's record in `metrics.jsonl`, equal on all ranks."""
         return {}
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
-        """Run after a training step, even a skipped one; the time spent is not training time.
+        """Run after a training step, even a skipped one; not timed as training.
 
-        Args:
-            metrics: The step's record as in `metrics.jsonl`, empty on steps that are not logged.
+        `metrics` is the step's record as in `metrics.jsonl`, empty on steps that are not logged.
         """
 
     def may_save(self) -> bool:
-        """Return whether a checkpoint that is due after this step may be saved."""
+        """Return whether a checkpoint may be saved after this step."""
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON for the trainer's state in a checkpoint, under one key of its own."""
+        """Return JSON for the trainer's state in checkpoints, under one key of its own."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state, before `on_train_start`; a checkpoint may lack the key."""
+        """Restore the trainer's saved state, which may lack the key, before `on_train_start`."""
 
     def on_train_end(self, trainer: TrainingState) -> None:
         """Run after the last step and the last checkpoint, not after a failure."""
 
     def on_hang(self) -> None:
-        """Run in a thread when this rank made no progress and is about to be ended."""
+        """Run in a thread before a rank that makes no progress is ended."""
 
     def close(self) -> None:
         """Release threads and files; also called after a failure."""

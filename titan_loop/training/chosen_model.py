@@ -18,27 +18,22 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.config import RunConfig
 
 Newest: TypeAlias = Callable[[], tuple[int, dict[str, Any]] | None]
-"""Returns step and manifest of a run's newest checkpoint, which it reads once; errors as of
+"""Reads a run's newest checkpoint once; returns its step and manifest. Errors as of
 `newest_good`."""
 
 
 class ChosenModel(NamedTuple):
-    """A run's model options with nothing left open, and the architecture they stand for."""
+    """A run's model options with nothing left open, and their architecture."""
 
     options: ModelOptions
     config: LoopDecoder.Config
 
 
 def chosen_model(config: RunConfig, saved: Mapping[str, Any] | None = None) -> ChosenModel:
-    """Return the model that a config names.
+    """Return the model that a config names; `saved` is from `saved_architecture`, None reads it.
 
-    The vocabulary is the data's. Options that shape no tensor, such as the RoPE base, are
-    taken from the run's own checkpoint, else from its parent, else from the family's defaults.
-
-    `saved` is from `saved_architecture`; None looks for it.
-
-    Raises:
-        UserError: Unknown size, a shape that does not fit together, or data that cannot be opened.
+    The vocabulary is the data's. Options that shape no tensor, such as the RoPE base, come from the
+    run's own checkpoint, else from its parent, else from the family's defaults.
     """
     options = config.model
     unknown = [n for n in get_family(options.family).data_options if getattr(options, n) is None]
@@ -78,15 +73,10 @@ def newest_of(config: RunConfig) -> Newest:
 
 
 def saved_architecture(config: RunConfig, newest: Newest | None = None) -> Mapping[str, Any]:
-    """Return the architecture of the weights that a run goes on with or starts from; {} if none.
+    """Return the architecture of the weights that a run starts or continues from; {} without any.
 
-    Ranks that each look may see different files: let rank 0 look for all of them.
-
-    `newest` is from `newest_of`; None reads the checkpoint anew.
-
-    Raises:
-        RunFailedError: A disk fails, which says nothing about the weights.
-        OSError: The same.
+    Only rank 0 should call it: ranks may see different files. `newest` is from `newest_of`; None
+    reads the checkpoint again. A disk that fails raises `RunFailedError` or `OSError`.
     """
     carry = config.checkpoint.carry
     try:
@@ -96,17 +86,13 @@ def saved_architecture(config: RunConfig, newest: Newest | None = None) -> Mappi
         if carry.parent:
             return read_manifest(carry.find_parent())["trainer"]["architecture"]
     except UserError:
-        pass  # the checks of checkpoints and folders say it; a recipe's parent may be to come
+        pass  # later checks report it, and a recipe's parent may not exist yet
     return {}
 
 
 def _built(options: ModelOptions, seq_len: int) -> LoopDecoder.Config:
-    """Return the architecture of `options`, not to be changed (`ResolvedRun.for_upstream` copies).
-
-    A recipe checks all stages before it trains the first, and each stage again when it starts: all
-    of these share one build.
-    """
-    # The device decides which attention "auto" is, and `plan` and `slurm submit` assume another.
+    """Return the architecture of `options`, built once for all checks; it must not change."""
+    # The device decides what "auto" attention is, and `plan` and `slurm submit` assume another.
     key = f"{compat.device_type()} {seq_len} {options!r}"
     if key not in _architectures:
         _architectures[key] = decoder_config(options, max_seq_len=seq_len)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
 import titan_loop.compat as compat  # before any torchtitan module
-import tyro
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -27,6 +26,8 @@ from torchtitan.config.configs import (
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.trainer import Trainer
+from tyro.conf import Suppress
+from tyro.constructors import PrimitiveConstructorSpec
 
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.load.batches import GlobalBatchLoader
@@ -41,8 +42,7 @@ from titan_loop.training.batch_schedule import (
     BatchConfig,
     batch_sizes,
     global_batch_windows,
-    plan_steps,
-    planned_tokens,
+    planned,
 )
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig, recurrent_steps_at
@@ -56,11 +56,10 @@ from titan_loop.training.weight_average import WeightAverageConfig
 
 DEFAULT_SEED = 0
 OBJECTIVE_SCHEDULES = ("entropy_weight",)
-"""Fields of a run that are schedules for its objective, which names those it wants; an objective
-may have schedules of its own among the fields of its config."""
+"""Fields of a run that are schedules for its objective, beside fields of the objective's config."""
 
 CLASSES = "classes"
-"""Entry of `config.json` with the names of classes, by field, where there are several to choose."""
+"""Entry of `config.json` with class names, by field, where there are several to choose."""
 
 TASK_FIELD = "dataloader.task"
 """Entry of `CLASSES` with the name of a generated task."""
@@ -70,13 +69,13 @@ CHOSEN: Mapping[str, tuple[type[Configurable], str | None]] = {
     "loss": (StreamedLoss, "titan_loop.objectives"),
     "activation_checkpoint": (ActivationCheckpointing, None),
 }
-"""Other entries of `CLASSES`: the base class, and the package whose modules have our own."""
+"""Other entries of `CLASSES`: the base class, and the package with our own."""
 
 DERIVED = ("model_spec", "lr_scheduler", "optimizer.adamw", "optimizer.muon", "optimizer.ema")
 """Fields that `resolve` fills in from others."""
 
 # tyro would look for flags in the constructors of callbacks.
-_NO_FLAGS = tyro.constructors.PrimitiveConstructorSpec(
+_NO_FLAGS = PrimitiveConstructorSpec(
     nargs="*",
     metavar="",
     instance_from_str=tuple,
@@ -87,37 +86,23 @@ _NO_FLAGS = tyro.constructors.PrimitiveConstructorSpec(
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions and most objects
 
 
-class PreparedTokens(BaseTokenizer):
-    """Takes the place of torchtitan's tokenizer; training reads prepared token ids only."""
+@dataclass(kw_only=True, slots=True)
+class NoTokenizer(BaseTokenizer.Config):
+    """Takes the place of torchtitan's tokenizer: training reads prepared token ids."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        """No fields."""
-
-    def __init__(self, config: Config, *, tokenizer_path: str = "") -> None:
-        super().__init__()
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "training reads prepared token ids; load a source's tokenizer.json"
-        )
-
-    encode = decode = get_vocab_size = _refuse
+    def build(self, **unused: Any) -> Any:
+        """Build nothing."""
 
 
-class TokenLearningRate(LRSchedulersContainer):
-    """Takes the place of torchtitan's schedulers; `StepPlan.learning_rate` sets the rate."""
+@dataclass(kw_only=True, slots=True)
+class TokenLearningRate(LRSchedulersContainer.Config):
+    """Takes the place of torchtitan's schedulers: `StepPlan.learning_rate` sets the rate."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(LRSchedulersContainer.Config):
-        """The schedule, for `config.json`; upstream's step-based fields are not used."""
+    warmup_steps: int = 0
+    schedule: Schedule = field(default_factory=lambda: Schedule.constant(3e-4))
 
-        warmup_steps: int = 0
-        schedule: Schedule = field(default_factory=lambda: Schedule.constant(3e-4))
-
-        def build(self, **unused: Any) -> Any:
-            """Build nothing: a scheduler would add its own entries to the optimisers' state."""
-            return None
+    def build(self, **unused: Any) -> Any:
+        """Build nothing: a scheduler would add its own entries to the optimisers' state."""
 
 
 def _default_training() -> TrainingConfig:
@@ -128,6 +113,10 @@ def _default_training() -> TrainingConfig:
         mixed_precision_param="bfloat16" if on_cuda else "float32",
         disable_cuda_graphs=True,  # preflight says why
     )
+
+
+def _default_compilation() -> CompileConfig:
+    return CompileConfig(enable=compat.device_type() == "cuda", components=["model"])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -195,11 +184,7 @@ class RunConfig(Trainer.Config):
         default_factory=lambda: ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
     )
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    compile: CompileConfig = field(
-        default_factory=lambda: CompileConfig(
-            enable=compat.device_type() == "cuda", components=["model"]
-        )
-    )
+    compile: CompileConfig = field(default_factory=_default_compilation)
     activation_checkpoint: ActivationCheckpointingConfig = None
     debug: DebugConfig = field(
         default_factory=lambda: DebugConfig(seed=DEFAULT_SEED, enable_structured_logging=False)
@@ -209,31 +194,20 @@ class RunConfig(Trainer.Config):
     checkpoint: LoopCheckpointManager.Config = field(default_factory=LoopCheckpointManager.Config)
     loss: StreamedLoss.Config = field(default_factory=ExpectedExitLoss.Config)
 
-    callbacks: Annotated[tuple[Callback, ...], _NO_FLAGS, tyro.conf.Suppress] = ()
+    callbacks: Suppress[Annotated[tuple[Callback, ...], _NO_FLAGS]] = ()
     """Callbacks of the recipe; recorded in `config.json`, not settable."""
 
     # Derived by `resolve`, or not used here: hidden from the command line.
-    lr_scheduler: Annotated[LRSchedulersContainer.Config, tyro.conf.Suppress] = field(
-        default_factory=TokenLearningRate.Config
-    )
-    tokenizer: Annotated[BaseTokenizer.Config, tyro.conf.Suppress] = field(
-        default_factory=PreparedTokens.Config
-    )
-    validator: Annotated[Validator.Config, tyro.conf.Suppress] = field(
-        default_factory=Validator.Config
-    )
-    override: Annotated[OverrideConfig, tyro.conf.Suppress] = field(default_factory=OverrideConfig)
-    hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
+    lr_scheduler: Suppress[LRSchedulersContainer.Config] = field(default_factory=TokenLearningRate)
+    tokenizer: Suppress[BaseTokenizer.Config] = field(default_factory=NoTokenizer)
+    validator: Suppress[Validator.Config] = field(default_factory=Validator.Config)
+    override: Suppress[OverrideConfig] = field(default_factory=OverrideConfig)
+    hf_assets_path: Suppress[str] = ""
 
     def open_data(self) -> GlobalBatchLoader:
         """Open the data as one rank would, to find faults early: it reads cards and sizes only."""
         return self.dataloader.build(
-            dp_world_size=1,
-            dp_rank=0,
-            seq_len=self.training.seq_len,
-            local_batch_size=1,
-            tokenizer=None,
-            snapshot_every_n_steps=None,
+            dp_world_size=1, dp_rank=0, seq_len=self.training.seq_len, local_batch_size=1
         )
 
     def objective_schedules(self) -> dict[str, Schedule]:
@@ -252,13 +226,9 @@ class RunConfig(Trainer.Config):
         rate_start_tokens: int = 0,
         deepest: Callable[[int], int] | None = None,
     ) -> StepPlan:
-        """Read the schedules of a run without refusals.
+        """Read the schedules of step `step`, from 1, after `tokens` global tokens.
 
-        Args:
-            step: Number of the step, from 1.
-            tokens: Global tokens consumed before it.
-            deepest: Returns the steps that the deepest of so many windows, the next ones, needs;
-                asked where R follows from the data.
+        `deepest` returns the steps that the deepest of so many next windows needs.
         """
         recurrence = self.recurrence
         windows = global_batch_windows(self.batch, tokens, self.training.seq_len)
@@ -277,15 +247,15 @@ class RunConfig(Trainer.Config):
         )
 
     def last_step(self, *, tokens: int, steps: int) -> int:
-        """Return the training step at which a run ends that has got so far."""
+        """Return the last training step of a run that has consumed `tokens` in `steps`."""
         seq_len, limit = self.training.seq_len, self.training.steps
-        planned = plan_steps(self.batch, self.total_tokens, seq_len, tokens=tokens, steps=steps)
-        return min(planned, limit) if limit else planned
+        _, last = planned(self.batch, self.total_tokens, seq_len, tokens=tokens, steps=steps)
+        return min(last, limit) if limit else last
 
     def windows_of_the_run(self) -> int:
         """Return the number of windows the run consumes; at most, if `steps` cuts a ramp."""
         seq_len, limit = self.training.seq_len, self.training.steps
-        windows = planned_tokens(self.batch, self.total_tokens, seq_len) // seq_len
+        windows = planned(self.batch, self.total_tokens, seq_len)[0] // seq_len
         if limit:
             largest = max(batch_sizes(self.batch, seq_len, self.total_tokens))
             windows = min(windows, limit * largest)
@@ -298,17 +268,11 @@ class RunConfig(Trainer.Config):
         return self.windows_of_the_run() + self.stability.most_jumped_steps * largest
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as JSON values that are the same in every process.
-
-        A callback is its class's name and the fields of its dataclass. Functions and other
-        objects are their representation, without the address in memory.
-        """
+        """Return the config as JSON values that are the same in every process."""
         record = Trainer.Config.to_dict(self)
         task = self.dataloader.generated_task()
-        record[CLASSES] = {
-            **{name: _class_name(getattr(self, name)) for name in CHOSEN},
-            TASK_FIELD: None if task is None else task.name,
-        }
+        record[CLASSES] = {name: _class_name(getattr(self, name)) for name in CHOSEN}
+        record[CLASSES][TASK_FIELD] = None if task is None else task.name
         record["callbacks"] = [_callback_record(callback) for callback in self.callbacks]
         return json.loads(_ADDRESS.sub("", json.dumps(record, default=repr)))
 
@@ -320,9 +284,6 @@ def _class_name(config: Configurable.Config | None) -> str | None:
 
 def _callback_record(callback: Callback) -> dict[str, Any]:
     kind = type(callback)
-    values = (
-        {field.name: getattr(callback, field.name) for field in fields(callback)}
-        if is_dataclass(callback)
-        else {}
-    )
+    names = [field.name for field in fields(callback)] if is_dataclass(callback) else []
+    values = {name: getattr(callback, name) for name in names}
     return {"class": f"{kind.__module__}.{kind.__qualname__}", **values}

@@ -1,7 +1,7 @@
 """Changes that a start makes to a run that it continues: one line a field, old → new.
 
 `config.json` has the config of the last start. Schedules may change freely, as a longer run
-requires; the moments in a checkpoint, however, were gathered under the optimiser's old settings.
+requires, but a checkpoint's moments were gathered under the optimiser's old settings.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _NOT_SETTINGS = (
 
 
 class SettingChange(NamedTuple):
-    """A field that differs from the last start: its dotted name, and both values as text."""
+    """A changed field: its dotted name, and both values as text."""
 
     field: str
     before: str
@@ -44,10 +44,7 @@ class SettingChange(NamedTuple):
 
 
 def setting_changes(config: RunConfig) -> list[SettingChange]:
-    """Return the changes since the last start of a resolved run; none if it was never started.
-
-    Fields that the last start did not have are left out.
-    """
+    """Return the changes since a resolved run's last start, in fields that both starts have."""
     run = RunDirectory(config.dump_folder)
     if not run.config_json.exists():
         return []
@@ -61,7 +58,7 @@ def setting_changes(config: RunConfig) -> list[SettingChange]:
 
 
 def parent_changes(run: ResolvedRun) -> list[SettingChange]:
-    """Return the differences of a new run from the parent that it takes its weights from."""
+    """Return how a new run differs from the parent of its weights."""
     carry = run.config.checkpoint.carry
     if not carry.parent:
         return []
@@ -75,9 +72,8 @@ def parent_changes(run: ResolvedRun) -> list[SettingChange]:
         parent = SavedRun.open(checkpoint)
         before["window"], now["window"] = parent.seq_len, run.config.training.seq_len
         before["vocabulary"] = parent.vocabulary()
-        now["vocabulary"] = (
-            vocabulary_of(run.config.open_data().state_dict()) or before["vocabulary"]
-        )
+        vocabulary = vocabulary_of(run.config.open_data().state_dict())
+        now["vocabulary"] = vocabulary or before["vocabulary"]
     return [
         SettingChange(name, str(before[name]), str(value))
         for name, value in now.items()
@@ -89,12 +85,9 @@ def change_refusals(config: RunConfig) -> Iterator[Refusal]:
     """Yield changes of a start that continues from a checkpoint, unless they are accepted."""
     found = [c for c in setting_changes(config) if c.field.startswith(OPTIMISER_FIELDS)]
     if found and not config.accept_change:
-        yield Refusal(
-            found[0].field,
-            "the optimizer's state was gathered with other settings than this start has: "
-            + "; ".join(map(str, found)),
-            "undo this, start anew in another dump_folder, or continue with --accept-change",
-        )
+        problem = "the optimizer's state was gathered with other settings than this start has: "
+        fix = "undo this, start in another dump_folder, or continue with --accept-change"
+        yield Refusal(found[0].field, problem + "; ".join(map(str, found)), fix)
 
 
 def _leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,13 +1,13 @@
 """The number R of recurrent steps in a training step: scheduled, drawn, or as examples need.
 
-R follows a schedule of global tokens, or is as deep as the deepest example of the global batch, or
-is drawn once per training step:
+R follows a schedule of global tokens, or the deepest example of the global batch, or is drawn once
+per training step:
 
     R ~ clip(Poisson(λ), R_min, R_max), or
     R ~ clip(1 + Poisson(exp τ), R_min, R_max),   τ ~ N(log(λ − 1) − σ²/2, σ)
 
-The mean before clipping is λ. The draw is a pure function of (seed, step), the depth one of the
-windows' identities, so all ranks agree without communication and a resumed run repeats it.
+The mean before clipping is λ. The draw is a pure function of (seed, step), and the depth of the
+windows' numbers, so all ranks agree without communication and a resumed run repeats R.
 
 Source: recurrent-depth transformers with dynamic R (arXiv 2604.07822):
 (λ, R_max) = (4, 8), (6, 12), (8, 16) with R_min = 2. Log-normal rate: Geiping et al. 2025, arXiv
@@ -31,7 +31,7 @@ _SAMPLES = 4096
 
 @dataclass(kw_only=True, slots=True)
 class RecurrenceConfig:
-    """How many times the stack is applied."""
+    """The number of times that the stack is applied."""
 
     steps: Schedule = field(default_factory=lambda: Schedule.constant(4))
     """Recurrent steps R against global tokens, rounded; the mean λ when `poisson` is set."""
@@ -40,12 +40,12 @@ class RecurrenceConfig:
     """Draw R ~ Poisson(steps) for every training step instead of using the scheduled value."""
 
     lognormal_sigma: float = 0.0
-    """σ of the logarithm of the drawn R's rate, for `poisson`: above 0 the draw is 1 plus a Poisson
-    number with a log-normal rate, which now and then is far above its mean."""
+    """σ of the log rate of a drawn R, for `poisson`: above 0, R is 1 plus a Poisson number with a
+    log-normal rate, which now and then is far above its mean."""
 
     from_data: bool = False
     """Run as many steps as the deepest example of the global batch needs, within the limits; for
-    loaders that know. `steps` then is the depth to use the model at, and the depth of `plan`."""
+    loaders that know. `steps` is then the depth to use the model at, and the depth in `plan`."""
 
     max_steps: int | None = None
     """Largest R of any step; None for no limit."""
@@ -54,13 +54,11 @@ class RecurrenceConfig:
     """Smallest R of any step."""
 
     backward_steps: int | None = None
-    """Train through the last k steps only; None for all. The layers then see no gradient of
-    earlier steps, and the embedding none at all in a step with R > k, unless it is tied to the
-    head."""
+    """Train through the last k steps only; None for all. Earlier steps then give the layers no
+    gradient, and the embedding has none in a step with R > k unless it is tied to the head."""
 
     backward_growth: Schedule | None = None
-    """k against global tokens, rounded, in place of backward_steps: truncated at first, and trained
-    through more and more steps."""
+    """k against global tokens, rounded, in place of backward_steps: it may grow in training."""
 
     def backward_steps_at(self, tokens: int) -> int | None:
         """Return k after so many global tokens; None for all steps."""
@@ -75,38 +73,30 @@ class RecurrenceConfig:
 
     def refusals(self) -> Iterator[Refusal]:
         """Yield step counts below 1 and limits that exclude each other."""
-        of = Refusal.of
+        reached, growth, sigma = self.backward_steps, self.backward_growth, self.lognormal_sigma
         if self.steps.smallest < 1:
-            fix = "use at least 1 recurrent step"
-            yield of("recurrence.steps", repr(str(self.steps)), "falls below 1", fix)
+            problem = "falls below 1; use at least 1 recurrent step"
+            yield Refusal.of("recurrence.steps", repr(str(self.steps)), problem)
         if self.from_data and (self.poisson or self.max_steps is None):
-            yield of(
-                "recurrence.from_data",
-                self.from_data,
-                "needs recurrence.max_steps, which memory is provided for, and no "
-                "recurrence.poisson",
-                "set max_steps to the deepest example's, and poisson to False",
-            )
-        sigma = self.lognormal_sigma
+            problem = "needs recurrence.max_steps, which memory is provided for, and no "
+            problem += "recurrence.poisson; set max_steps to the deepest example's, and poisson "
+            yield Refusal.of("recurrence.from_data", True, problem + "to False")
         if not 0 <= sigma < math.inf or (sigma and not self.poisson):
             problem = "must be 0 or more, and has no effect without recurrence.poisson"
-            yield of("recurrence.lognormal_sigma", sigma, problem, "0.5 is usual")
-        if self.min_steps < 1:
-            yield of("recurrence.min_steps", self.min_steps, "is below 1", "use at least 1")
-        reached, growth = self.backward_steps, self.backward_growth
-        if reached is not None and reached < 1:
-            fix = "use at least 1, or None for all"
-            yield of("recurrence.backward_steps", reached, "is below 1", fix)
+            yield Refusal.of("recurrence.lognormal_sigma", sigma, problem, "0.5 is usual")
         if growth is not None and (growth.smallest < 1 or reached is not None):
-            yield of(
-                "recurrence.backward_growth",
-                repr(str(growth)),
-                f"falls below 1, or stands beside recurrence.backward_steps={reached}",
-                "use at least 1, and one of the two",
-            )
-        if self.max_steps is not None and self.max_steps < self.min_steps:
-            problem = f"is below min_steps={self.min_steps}"
-            yield of("recurrence.max_steps", self.max_steps, problem, "raise it or set it to None")
+            problem = f"falls below 1, or stands beside recurrence.backward_steps={reached}; use "
+            problem += "at least 1, and one of the two"
+            yield Refusal.of("recurrence.backward_growth", repr(str(growth)), problem)
+        trains, most = reached is None or reached >= 1, self.max_steps
+        fits = most is None or most >= self.min_steps
+        yield from Refusal.unless(
+            "recurrence",
+            self,
+            ("min_steps", self.min_steps >= 1, "is below 1; use at least 1"),
+            ("backward_steps", trains, "is below 1; use at least 1, or None for all"),
+            ("max_steps", fits, f"is below min_steps={self.min_steps}; raise it or set it to None"),
+        )
 
 
 def fewest_recurrent_steps(config: RecurrenceConfig) -> int:
@@ -132,9 +122,8 @@ def most_recurrent_steps(config: RecurrenceConfig) -> int:
 def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[float, float | None]]:
     """Return (R, k of the backward pass or None) → number of samples over a run of `total_tokens`.
 
-    A random R counts with the mean of its distribution, unclipped, and k with the mean of
-    min(R, k). The schedule is sampled at 4,096 equal distances: exact for a constant, within
-    1/4,096 of the range for one jump.
+    A random R counts with its unclipped mean, and k with the mean of min(R, k). The schedule is
+    sampled at 4,096 equal distances.
     """
     depths: Counter[tuple[float, float | None]] = Counter()
     reached = cache(partial(_mean_reached, config.lognormal_sigma))
@@ -151,9 +140,7 @@ def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[fl
 def poisson_lognormal(mu: float, sigma: float, most: int) -> NDArray[np.float64]:
     """Return the probabilities of R = 1 … `most` for R = min(most, 1 + Poisson(exp τ)), (most,).
 
-    Args:
-        mu: Mean of τ.
-        sigma: Standard deviation of τ; 0 is a Poisson number.
+    τ is normal with mean `mu` and standard deviation `sigma`; 0 gives a Poisson number.
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(64)
     log_rate_N = mu + sigma * nodes
@@ -166,7 +153,6 @@ def poisson_lognormal(mu: float, sigma: float, most: int) -> NDArray[np.float64]
 
 
 def _mean_reached(sigma: float, mean: float, backward: int) -> float:
-    """Return the mean of min(R, k) of a random R, unclipped above."""
     rate = mean - 1 if sigma else mean
     if rate <= 0:
         return min(mean, backward)
@@ -181,10 +167,8 @@ def recurrent_steps_at(
 ) -> int:
     """Return R for one training step, min_steps ≤ R ≤ max_steps, the same on every rank.
 
-    Args:
-        tokens: Global tokens consumed before this step.
-        step: The training step, which with the seed, ≥ 0, keys the random draw.
-        deepest: Steps that the deepest example of the global batch needs; None if not known.
+    `tokens` global tokens were consumed before the step. `seed`, ≥ 0, and `step` key the draw.
+    `deepest` is the depth that the global batch needs; None if not known.
     """
     if config.from_data and deepest is not None:
         return _clip(deepest, config)
@@ -199,7 +183,7 @@ def recurrent_steps_at(
 
 
 def typical_recurrent_steps(config: RecurrenceConfig, tokens: int) -> int:
-    """Return R after `tokens` global tokens; its mean λ, rounded and within limits, if drawn."""
+    """Return R after `tokens` global tokens; where R is drawn, its mean, rounded and clipped."""
     return _clip(round(config.steps(tokens)), config)
 
 

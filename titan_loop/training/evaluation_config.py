@@ -34,10 +34,8 @@ class HeldOutConfig:
         """Yield the sources whose held-out text cannot be scored."""
         for path in {**dict.fromkeys(training_sources), **dict.fromkeys(self.sources)}:
             if reason := why_not_scored(path, seq_len):
-                yield (
-                    f"{reason}: neither held_out nor titan-loop eval can score it; prepare it with "
-                    "a larger --held-out-fraction"
-                )
+                fix = "prepare it with a larger --held-out-fraction"
+                yield f"{reason}: neither held_out nor titan-loop eval can score it; {fix}"
 
     def scored(self, training_sources: Sequence[str], seq_len: int) -> list[str]:
         """Return sources (by default training's) whose held-out text fills a window."""
@@ -45,7 +43,7 @@ class HeldOutConfig:
         return [path for path in sources if not why_not_scored(path, seq_len)]
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield values that cannot work with any data."""
+        """Yield values out of range."""
         yield from _refusals("held_out", self, windows=self.windows)
 
     def best_refusals(self, training_sources: Sequence[str], seq_len: int) -> Iterator[Refusal]:
@@ -63,11 +61,10 @@ class HeldOutConfig:
             return
         sources, interval = self.sources or training_sources, f"held_out.interval={self.interval}"
         if not sources:
-            yield Refusal(
-                "held_out.interval", f"{interval}: this data has no held-out text", "set it to 0"
-            )
+            problem = f"{interval}: this data has no held-out text"
+            yield Refusal("held_out.interval", problem, "set it to 0")
             return
-        # As one mixture: that refuses missing sources and another tokenizer than training's.
+        # One mixture refuses missing sources, and sources with another tokenizer than training's.
         once = {os.path.realpath(path): path for path in [*training_sources, *sources]}
         together = [f"{path}=1" for path in once.values()]
         try:
@@ -80,12 +77,9 @@ class HeldOutConfig:
             yield Refusal("held_out.sources", f"held_out.sources={[*sources]}: {problem}")
         reasons = [why_not_scored(path, seq_len) for path in sources]
         if all(reasons):
-            yield Refusal(
-                "held_out.interval",
-                f"{interval}: {'; '.join(reasons)}",
-                "prepare it with a larger --held-out-fraction, name others with "
-                "--held-out.sources, or set --held-out.interval 0",
-            )
+            fix = "prepare it with a larger --held-out-fraction, name others with "
+            fix += "--held-out.sources, or set --held-out.interval 0"
+            yield Refusal("held_out.interval", f"{interval}: {'; '.join(reasons)}", fix)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,7 +107,7 @@ class SuiteConfig:
         return self.interval > 0
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield values that cannot work with any tasks."""
+        """Yield values out of range."""
         yield from _refusals("suite", self, windows=self.windows, questions=self.questions)
 
 

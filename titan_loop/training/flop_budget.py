@@ -2,9 +2,7 @@
 
     total_flops ─► tokens that it pays for ─► total_tokens, and every schedule stretched with it
 
-A run that grows R, or is smaller, gets more tokens for the same FLOPs. Its schedules are written
-for `total_tokens`; stretched to another length they keep their shape, so the mean cost of a token
-does not change and the tokens follow at once.
+Stretched schedules keep their shape, so the mean cost of a token does not change.
 """
 
 from dataclasses import fields, replace
@@ -12,7 +10,7 @@ from typing import Any
 
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.flops import Flops
+from titan_loop.models.decoder_costs import Flops
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.config import RunConfig
 from titan_loop.training.depth_schedule import depths_over
@@ -23,23 +21,17 @@ def mean_flops(config: RunConfig, model: LoopDecoder.Config) -> Flops:
     """Return the model FLOPs of a trained token, averaged over the run."""
     depths = depths_over(config.recurrence, config.total_tokens)
     seq_len, total = config.training.seq_len, depths.total()
-    shares = [
-        [
-            part * (count / total)
-            for part in model.training_flops(seq_len, steps, config.trainable, reached)
-        ]
-        for (steps, reached), count in depths.items()
-    ]
+    shares: list[list[float]] = []
+    for (steps, reached), count in depths.items():
+        flops = model.training_flops(seq_len, steps, config.trainable, reached)
+        shares.append([part * (count / total) for part in flops])
     return Flops(*map(sum, zip(*shares, strict=True)))
 
 
 def within_budget(config: RunConfig) -> RunConfig:
     """Return a config that trains on as many tokens as its `total_flops` pay for.
 
-    Without a budget, or with schedules that are stretched already, it is `config` itself.
-
-    Raises:
-        UserError: The budget is not positive, pays for less than one window, or the model is wrong.
+    Without a budget, or once its schedules are stretched, it is `config` itself.
     """
     budget = config.total_flops
     if budget is None:

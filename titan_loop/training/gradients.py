@@ -12,7 +12,6 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.observability import structured_logger
 
@@ -26,12 +25,7 @@ from titan_loop.training.callback import TrainingState
 
 
 class MicroBatch(NamedTuple):
-    """This rank's part of a micro-batch of b windows.
-
-    Attributes:
-        inputs: Token ids, (b, L).
-        labels: Next-token ids, same shape.
-    """
+    """This rank's part of a micro-batch of b windows: token ids and labels, (b, L)."""
 
     inputs: Tensor
     labels: Tensor
@@ -42,22 +36,19 @@ class MicroBatch(NamedTuple):
 def forward_backward(
     trainer: TrainingState, batches: Sequence[Batch]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Accumulate the gradients of a training step.
+    """Accumulate the gradients of this rank's micro-batches of a training step.
 
-    Args:
-        batches: This rank's micro-batches.
-
-    Returns:
-        This rank's share of the loss and of the objective's metrics: ranks' shares add up.
+    Returns this rank's share of the loss and of the objective's metrics: the shares add up.
     """
     model, plan = trainer.model, trainer.plan
-    # Each loss is divided by the valid tokens of the whole global batch, so that sums are means.
+    # Each loss is divided by the valid tokens of the global batch, so that sums are means.
     valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()
     valid = _to_device(valid, trainer.device)
     if trainer.parallel_dims.dp_enabled:
         valid = dist_utils.dist_sum_tensor(valid, trainer.parallel_dims.get_mesh("batch"))
     model.recurrence.backward_steps = plan.backward_steps
-    token_rank = _token_rank(trainer.parallel_dims)
+    mesh = trainer.parallel_dims.get_optional_mesh("loss")
+    token_rank = 0 if mesh is None else mesh.get_local_rank()
     losses: list[Tensor] = []
     parts: list[dict[str, Tensor]] = []
     for number, batch in enumerate(batches):
@@ -65,7 +56,7 @@ def forward_backward(
         loss, metrics = _one_micro_batch(trainer, batch, valid)
         losses.append(loss)
         parts.append(metrics)
-    reshard_units(model)  # layers that are held through a step show their gradients only now
+    reshard_units(model)  # only now do layers that are held through a step have gradients
     metrics = {name: torch.stack([part[name] for part in parts]).sum(dim=0) for name in parts[0]}
     return torch.stack(losses).sum(), metrics
 
@@ -74,7 +65,7 @@ def forward_backward(
 def _one_micro_batch(
     trainer: TrainingState, batch: Batch, valid: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """As upstream's `forward_backward_step`, which drops the objective's metrics."""
+    """As in upstream's `forward_backward_step`, which drops the objective's metrics."""
     model = trainer.model
     own = _split(trainer, batch)
     collect = trainer.config.loss.collect(exit_gate=model.exit_gate is not None)
@@ -102,7 +93,7 @@ def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
     prefix = columns.get(PREFIX)
     if share is None:
         inputs, labels, for_model = trainer.post_dataloading_process(values, labels)
-        if prefix is not None:  # upstream's masks know of none
+        if prefix is not None:  # upstream's masks have no prefixes
             masks = trainer.model.get_attention_masks(values["positions"], prefix=prefix)
             for_model["attention_masks"] = masks
     else:
@@ -122,17 +113,9 @@ def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
     return MicroBatch(inputs, labels, for_model, for_loss)
 
 
-def _token_rank(parallel_dims: ParallelDims) -> int:
-    """Return the number of this rank among those with other tokens than its own."""
-    if not parallel_dims.dp_cp_enabled:
-        return 0
-    return parallel_dims.get_mesh("loss").get_local_rank()
-
-
 def _to_device(value: Tensor, device: torch.device) -> Tensor:
-    """Copy without waiting; from memory that is not pinned it would wait for all kernels."""
     if device.type == "cuda":
-        value = value.pin_memory()
+        value = value.pin_memory()  # else the copy would wait for all kernels
     return value.to(device, non_blocking=True)
 
 

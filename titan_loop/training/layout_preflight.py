@@ -1,74 +1,73 @@
-"""Why a run cannot be spread over its ranks: parallelism that does not fit, uneven batches."""
+"""Reasons why a run does not fit its ranks: parallelism, batches, memory.
+
+Memory has a lower bound: weights, gradients, moments, and a state for every recorded visit of a
+layer, which recomputation keeps, too. Peaks come from the rehearsal in `titan_loop/planning`.
+"""
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
-from titan_loop.distributed.activation_checkpointing import check_recomputation
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from titan_loop.distributed.activation_checkpointing import check_recomputation, checkpointing_of
 from titan_loop.distributed.parallelize import check_parallelism
+from titan_loop.distributed.state_bytes import StateBytes, state_bytes
 from titan_loop.errors import Refusal, caught
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.training.batch_schedule import batch_sizes
 from titan_loop.training.config import RunConfig
+from titan_loop.training.depth_schedule import most_recurrent_steps
 
 _WORTH_SPLITTING = 4096
-"""Tokens of a window that a rank should have under context parallelism, at least."""
+"""Least tokens of a window that a rank should have under context parallelism."""
 
 
 def layout_refusals(
     config: RunConfig, model: LoopDecoder.Config, world_size: int
 ) -> Iterator[Refusal]:
-    """Yield degrees of parallelism that do not fit the model, the window or the ranks.
+    """Yield degrees of parallelism that do not fit the model, the window or the ranks."""
+    parallel, attention = config.parallelism, model.layers[0].attention
 
-    `config` has no `value_refusals`, and `model` is its architecture.
-    """
-    attention = model.layers[0].attention
-    yield from caught(
-        "parallelism",
-        lambda: check_parallelism(
-            config.parallelism,
+    def check_degrees() -> None:
+        check_parallelism(
+            parallel,
             world_size=world_size,
             n_heads=attention.n_heads,
             n_kv_heads=attention.n_kv_heads or attention.n_heads,
             seq_len=config.training.seq_len,
             attention=config.model.attention,
-        ),
-    )
-    yield from caught(
-        "parallelism",
-        lambda: model.check_spreading(
-            tensor_parallel=config.parallelism.tensor_parallel_degree,
-            context_parallel=config.parallelism.context_parallel_degree,
-            expert_parallel=config.parallelism.expert_parallel_degree,
-        ),
-    )
-    yield from caught("fsdp", lambda: config.fsdp.check(config.parallelism))
-    yield from caught(
-        "activation_checkpoint",
-        lambda: check_recomputation(
-            config.activation_checkpoint, config.parallelism, draws=model.draws
-        ),
-    )
+        )
+
+    def check_model() -> None:
+        model.check_spreading(
+            tensor_parallel=parallel.tensor_parallel_degree,
+            context_parallel=parallel.context_parallel_degree,
+            expert_parallel=parallel.expert_parallel_degree,
+        )
+
+    yield from caught("parallelism", check_degrees)
+    yield from caught("parallelism", check_model)
+    yield from caught("fsdp", lambda: config.fsdp.check(parallel))
+    recomputed = config.activation_checkpoint
+    check = partial(check_recomputation, recomputed, parallel, draws=model.draws)
+    yield from caught("activation_checkpoint", check)
 
 
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
-    """Yield a batch that some point of the schedule cannot split over the ranks.
-
-    `config` has no `value_refusals` and `layout_refusals`.
-    """
+    """Yield a batch that does not split over the ranks; `config` has no refusals of its layout."""
     parallel, training = config.parallelism, config.training
     degree, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
     sizes = batch_sizes(config.batch, training.seq_len, config.total_tokens)
 
-    def windows_per_pass(context_degree: int) -> int:
-        return training.local_batch_size * max(1, world_size // (tp * context_degree))
+    def uneven(context_degree: int) -> tuple[int, list[int]]:
+        """Return the windows of a forward pass of all ranks, and batches that they do not split."""
+        per_pass = training.local_batch_size * max(1, world_size // (tp * context_degree))
+        return per_pass, [windows for windows in sorted(sizes) if windows % per_pass]
 
-    def uneven(context_degree: int) -> list[int]:
-        per_pass = windows_per_pass(context_degree)
-        return [windows for windows in sorted(sizes) if windows % per_pass]
-
-    if not uneven(degree):
+    per_pass, refused = uneven(degree)
+    if not refused:
         return
-    per_pass = windows_per_pass(degree)
     ranks, common = per_pass // training.local_batch_size, math.gcd(*sizes)
     fitting = [size for size in range(1, training.local_batch_size) if common % (size * ranks) == 0]
     fixes = [f"--training.local-batch-size {size}" for size in fitting[-1:]]
@@ -78,18 +77,62 @@ def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
     elif min(sizes) % per_pass == 0:
         fixes.append(f"--batch.multiple-of-windows {per_pass}")
     else:
-        fixes.append(
-            f"--batch.global-batch-tokens of multiples of {per_pass * training.seq_len:,} tokens"
-        )
+        unit = per_pass * training.seq_len
+        fixes.append(f"--batch.global-batch-tokens of multiples of {unit:,} tokens")
     larger, others = degree, tp * parallel.data_parallel_replicate_degree
     while larger * 2 <= world_size and training.seq_len >= 2 * larger * _WORTH_SPLITTING:
         larger *= 2
-        if world_size % (larger * others) == 0 and not uneven(larger):
+        if world_size % (larger * others) == 0 and not uneven(larger)[1]:
             fixes.append(f"--parallelism.context-parallel-degree {larger}")
             break
-    yield Refusal(
-        "batch.global_batch_tokens",
-        f"a global batch of {uneven(degree)[0]} windows does not divide by local_batch_size="
-        f"{training.local_batch_size} × {world_size // (tp * degree)} data-parallel ranks",
-        f"use {', or '.join(fixes)}",
+    problem = f"a global batch of {refused[0]} windows does not divide by local_batch_size="
+    problem += f"{training.local_batch_size} × {world_size // (tp * degree)} data-parallel ranks"
+    yield Refusal("batch.global_batch_tokens", problem, f"use {', or '.join(fixes)}")
+
+
+def run_states(config: RunConfig, model: LoopDecoder.Config, ranks: int) -> StateBytes:
+    """Return the bytes of weights, gradients and moments on one of so many ranks."""
+    tensor_parallel = config.parallelism.tensor_parallel_degree
+    replicas = config.parallelism.data_parallel_replicate_degree
+    return state_bytes(
+        model,
+        shards=max(1, ranks // (replicas * tensor_parallel)),
+        tensor_parallel=tensor_parallel,
+        trainable=config.trainable,
+        muon=config.optimizer.name == "muon",
+        averaged=config.ema.decay > 0,
     )
+
+
+def memory_refusals(
+    config: RunConfig, model: LoopDecoder.Config, ranks: int, device_bytes: float
+) -> Iterator[Refusal]:
+    """Yield a refusal if a step at the largest R cannot fit a device; `config` has no other."""
+    if config.training.enable_cpu_offload:
+        return
+    training, parallel = config.training, config.parallelism
+    itemsize = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
+    tokens = training.local_batch_size * training.seq_len
+    tokens //= parallel.context_parallel_degree * parallel.tensor_parallel_degree
+    steps = most_recurrent_steps(config.recurrence)
+    reached = config.recurrence.most_backward_steps if config.trainable == "all" else 0
+    recorded = model.layer_visits(steps, reached).backward
+    policy = checkpointing_of(config.activation_checkpoint)
+    visits = {"recurrent-step": min(steps, recorded), "full-offload": 0}.get(policy, recorded)
+    if config.loss.collect(exit_gate=config.model.exit_gate) == "all":
+        visits = max(visits, steps)
+    needed = {
+        "weights, gradients and moments": run_states(config, model, ranks).total,
+        "the objective's own weights": config.loss.held_weights() * itemsize,
+        f"a state for each of {visits:,.0f} visits": visits * tokens * model.dim * itemsize,
+    }
+    total = sum(needed.values())
+    if total > device_bytes:
+        listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items() if size)
+        problem = (
+            f"recurrence.steps={str(config.recurrence.steps)!r}: a training step of R = {steps} "
+            f"needs at least {total / 2**30:.1f} GiB of a device, {device_bytes / 2**30:.1f} are "
+            f"usable ({listed})"
+        )
+        fix = "use more GPUs, fewer steps, recurrence.backward_steps or a smaller "
+        yield Refusal("recurrence.steps", problem, fix + "training.local_batch_size")

@@ -17,12 +17,9 @@ LOOK_SECONDS = 5.0
 
 
 class FolderWatch:
-    """Looks from a thread whether a run still has its folder, from `start` to `end`.
+    """Checks from a thread whether a run still has its folder, from `start` to `end`.
 
-    A file system whose server stalls would stall every training step that looks for itself.
-
-    Args:
-        lock: The run's lock; None on other ranks than 0.
+    In a training step the check would wait for a file server that stalls. Only rank 0 has a `lock`.
     """
 
     def __init__(self, lock: FolderLock | None) -> None:
@@ -42,11 +39,8 @@ class FolderWatch:
     def follow(self, checkpointer: LoopCheckpointManager) -> UserError | None:
         """Let a run that lost its folder save in the new place; collective.
 
-        Returns:
-            None if all is well, else the error to end with after a last save.
-
-        Raises:
-            UserError: There is nowhere to save: the folder is gone, or another training's.
+        Returns the error to end with after that save; None if all is well. Raises `UserError` if
+        there is nowhere to save: the folder is gone, or belongs to another training.
         """
         if self._error is not None:
             return self._error  # followed already

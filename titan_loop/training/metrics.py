@@ -1,19 +1,15 @@
 """The report of a training step: `metrics.jsonl`, TensorBoard, W&B and one console line.
 
 Keys of a record, in this order: `step`, `tokens` (global, consumed), `loss`, the objective's
-metrics (`ce/step_1…R`, `exit/pmf_1…R`, `exit/entropy_nats`, `exit/mean_step`; a gate stage also
-`improvement/step_2…R`, `gate/target_2…R`, `gate/bce_2…R`), `grad_norm` (before clipping), `lr` (as
-scheduled, and `lr/muon_x0.5` and the like for parameters that have a factor on it),
-`recurrent_steps`, `entropy_weight`, `global_batch_tokens`, `data_hash`, `windows_consumed`,
-`io_retries` (reads that the rank with the most had to repeat since it started), and of every source
-`data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since the start; with
-`stability.straggler` also `ranks/…` (seconds of a step and of waits for data, products' time over
-the median) and `straggler`. Then, since the last record: `tokens_per_second` (global),
-`flops_per_token` (model FLOPs, each step's at its own R), `mfu` (the same as a fraction of the
-devices' peak in the precision they compute in; null if that is not known), `peak_memory_bytes`
-(rank 0: reserved on CUDA, resident on CPU) and `data_wait` (rank 0: share of the time in which
-training waited for data). Numbers that are not finite are null. A metric of an objective comes
-through its loss class, a callback's through `Callback.record`; neither needs a change here.
+metrics, `grad_norm` (before clipping), `lr` (as scheduled, and `lr/muon_x0.5` and the like for
+parameters with a factor on it), `recurrent_steps`, `entropy_weight`, `global_batch_tokens`,
+`data_hash`, `windows_consumed`, `io_retries` (largest number of repeated reads of a rank), and of
+every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since the start; entries
+of the model and of callbacks. Then, since the last record: `tokens_per_second` (global),
+`flops_per_token` (model FLOPs, each step's at its own R), `mfu` (of the devices' peak in the
+precision they compute in; null if not known), `peak_memory_bytes` (rank 0: reserved on CUDA,
+resident on CPU) and `data_wait` (rank 0: share of the time that training waited for data). Numbers
+that are not finite are null.
 """
 
 import math
@@ -57,11 +53,10 @@ WANDB_STEP = "train/step"
 
 
 class LoopMetricsProcessor(MetricsProcessor):
-    """torchtitan's metrics processor with loop metrics, global token rates and a tested JSONL file.
+    """torchtitan's metrics processor with loop metrics, global token rates and a JSONL file.
 
-    Call `start` once before the first step, `count_flops` after every step, `log_step` after those
-    for which `should_log` is true, and wrap evaluation and the like in `paused`, so that it does
-    not count as training time.
+    Call `start` once before the first step, `count_flops` after every step and `log_step` after
+    those that `should_log` names. Time in `paused` does not count as training time.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -79,10 +74,8 @@ class LoopMetricsProcessor(MetricsProcessor):
 
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **upstream: Any) -> None:
         if config.save_for_all_ranks:
-            raise UserError(
-                "metrics.save_for_all_ranks=True is not supported: every metric is global; set it "
-                "to False"
-            )
+            problem = "metrics.save_for_all_ranks=True is not supported: every metric is global"
+            raise UserError(f"{problem}; set it to False")
         self.run_directory = RunDirectory(dump_folder)
         super().__init__(config, dump_folder=dump_folder, **upstream)
         if not sys.stdout.isatty():  # escape codes make a log file hard to read and to search
@@ -102,7 +95,7 @@ class LoopMetricsProcessor(MetricsProcessor):
         tag: str | None = None,
         **_: Any,
     ) -> BaseLogger:
-        """Write into the run directory itself instead of upstream's dated sub-folder of `tb`."""
+        # Into the run directory itself instead of upstream's dated sub-folder.
         loggers = LoggerContainer()
         if dist.is_initialized() and dist.get_rank() != 0:
             return loggers
@@ -130,14 +123,14 @@ class LoopMetricsProcessor(MetricsProcessor):
             device = self.device_memory_monitor.device_name
             self.device_peak_flops = known_peak_flops(device, compute_dtype)
         self._total_steps = total_steps
-        self.restart_clock(step, tokens)
+        self._restart_clock(step, tokens)
         if self._writes:
-            extras = [
-                f"{self.config.save_tb_folder}/" if self.config.enable_tensorboard else "",
-                "wandb/" if self.config.enable_wandb else "",
-            ]
-            names = ", ".join(["metrics.jsonl", "checkpoints/", *filter(None, extras)])
-            logger.info("Writing %s to %s", names, self.run_directory.path.resolve())
+            names = ["metrics.jsonl", "checkpoints/"]
+            if self.config.enable_tensorboard:
+                names.append(f"{self.config.save_tb_folder}/")
+            if self.config.enable_wandb:
+                names.append("wandb/")
+            logger.info("Writing %s to %s", ", ".join(names), self.run_directory.path.resolve())
 
     def should_log(self, step: int) -> bool:
         """Return whether to log `step`: the first, the last, and every `log_freq`-th."""
@@ -149,7 +142,7 @@ class LoopMetricsProcessor(MetricsProcessor):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time inside as training time."""
+        """Exclude the time inside from training time."""
         began = time.perf_counter()
         try:
             yield
@@ -157,25 +150,25 @@ class LoopMetricsProcessor(MetricsProcessor):
             self._paused_seconds += time.perf_counter() - began
 
     def log_step(self, record: Mapping[str, Any], summary: Sequence[str] = ()) -> dict[str, Any]:
-        """Write one step everywhere and start the next measuring interval.
+        """Write one step everywhere, start the next measuring interval, and return the record.
 
-        Args:
-            record: The step's numbers without rates; every value is equal on all ranks.
-            summary: The objective's part of the console line.
-
-        Returns:
-            The record as written to `metrics.jsonl` (rates and memory are this rank's own).
+        `record` has the step's numbers without rates, equal on all ranks; `summary` is the
+        objective's part of the console line. Rates and memory are this rank's own.
         """
         step, tokens = record["step"], record["tokens"] - self._last_tokens
-        elapsed = time.perf_counter() - self.time_last_log - self._paused_seconds
-        elapsed = max(elapsed, 1e-9)
+        elapsed = max(time.perf_counter() - self.time_last_log - self._paused_seconds, 1e-9)
+        world_peak = None
+        # Quantised products run at another peak than bf16's, so the fraction would mislead.
+        if self.device_peak_flops is not None and not self.has_quantization:
+            world_peak = self.device_peak_flops * self.parallel_dims.world_size
+        memory = titan_utils.device_module.memory_stats(self.device_memory_monitor.device)
         metrics: dict[str, Any] = finite_or_null(
             {
                 **record,
                 "tokens_per_second": tokens / elapsed,
                 "flops_per_token": self._flops / max(tokens, 1),
-                "mfu": self._mfu(elapsed),
-                "peak_memory_bytes": self._peak_memory_bytes(),
+                "mfu": None if world_peak is None else self._flops / elapsed / world_peak,
+                "peak_memory_bytes": memory["reserved_bytes.all.peak"],
                 "data_wait": sum(self.data_loading_times) / elapsed,
             }
         )
@@ -186,11 +179,10 @@ class LoopMetricsProcessor(MetricsProcessor):
                 total = self._total_steps or step
                 left = (total - step) * elapsed / max(step - self._last_step, 1)
                 logger.info(progress_line(metrics, summary, total, left, self.color))
-        self.restart_clock(step, record["tokens"])
+        self._restart_clock(step, record["tokens"])
         return metrics
 
-    def restart_clock(self, step: int, tokens: int) -> None:
-        """Measure from now on, from this step and these global tokens."""
+    def _restart_clock(self, step: int, tokens: int) -> None:
         self._last_step, self._last_tokens = step, tokens
         self._paused_seconds = self._flops = 0.0
         self.ntokens_since_last_log = 0
@@ -200,34 +192,17 @@ class LoopMetricsProcessor(MetricsProcessor):
 
     def log_numbers(self, metrics: Mapping[str, Any], step: int) -> None:
         """Send the numbers among `metrics` to TensorBoard and W&B, where enabled; on any rank."""
-        numbers = {
-            key: value
-            for key, value in metrics.items()
-            if isinstance(value, (int, float)) and key != "step"
-        }
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+        numbers.pop("step", None)
         try:
             self.logger.log(numbers, step)
         except Exception as error:  # a tracking service must never stop a training run
             logger.warning("TensorBoard and W&B are off from step %d on (%s)", step, error)
             self.logger = BaseLogger()
 
-    def _mfu(self, seconds: float) -> float | None:
-        # Quantised products run at another peak than bf16's, so the fraction would mislead.
-        if self.device_peak_flops is None or self.has_quantization:
-            return None
-        world_peak = self.device_peak_flops * self.parallel_dims.world_size
-        return self._flops / seconds / world_peak
-
-    def _peak_memory_bytes(self) -> int:
-        stats = titan_utils.device_module.memory_stats(self.device_memory_monitor.device)
-        return stats["reserved_bytes.all.peak"]
-
 
 class _WandB(WandBLogger):
-    """Upstream's, with a step axis of our own.
-
-    W&B drops records of steps below the last one, as after a fallback to an older checkpoint.
-    """
+    """Upstream's, with its own axis of steps: W&B drops records when its steps go back."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -241,10 +216,7 @@ class _WandB(WandBLogger):
 
 @contextmanager
 def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
-    """Let W&B continue its run of earlier starts, whose id is drawn once (`wandb/run_id`).
-
-    WANDB_RUN_ID, if set, decides.
-    """
+    """Let W&B continue the run of WANDB_RUN_ID, else of earlier starts (`wandb/run_id`)."""
     if "WANDB_RUN_ID" in os.environ:
         yield
         return
@@ -265,10 +237,7 @@ def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
 def global_means(
     loss: Tensor, metrics: Mapping[str, Tensor], mesh: DeviceMesh | None
 ) -> tuple[float, dict[str, float]]:
-    """Return a step's loss and the objective's metrics as means over the global batch; collective.
-
-    Loss and metrics are this rank's shares, scalars; the shares of the ranks of `mesh` add up.
-    """
+    """Return a step's mean loss and metrics: scalars whose shares of the ranks of `mesh` add up."""
     totals = torch.stack([loss.float(), *(value.float() for value in metrics.values())])
     if mesh is not None:
         totals = dist_utils.dist_sum_tensor(totals, mesh)
@@ -279,8 +248,7 @@ def global_means(
 def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float | None:
     """Return a device's peak in FLOP/s, None if it is not known.
 
-    The bf16 peak is from torchtitan's table, but for the A100's figure that it gives unknown
-    devices. The fp32 peak is from the plan's GPU of the same name and bf16 peak.
+    The bf16 peak is torchtitan's, the fp32 peak is from `DEVICES`.
     """
     peak = titan_utils.get_peak_flops(device_name)
     is_fallback = peak == _A100_PEAK_FLOPS and "A100" not in device_name
@@ -288,12 +256,10 @@ def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float
         return None
     if compute_dtype == "bfloat16":
         return peak
-    same = (
-        device.fp32_peak_flops
-        for name, device in DEVICES.items()
-        if name.split("-")[0].upper() in device_name and device.peak_flops == peak
-    )
-    return next(same, None)
+    for name, device in DEVICES.items():
+        if name.split("-")[0].upper() in device_name and device.peak_flops == peak:
+            return device.fp32_peak_flops
+    return None
 
 
 def progress_line(
@@ -309,16 +275,13 @@ def progress_line(
         f"step {step:>{len(str(total_steps))}}/{total_steps} {step / total_steps:4.0%}",
         f"{_with_suffix(metrics['tokens'])} tokens",
         f"{color.green}loss {_number(metrics['loss'], '.4f')}{color.reset}",
-    ]
-    mfu = metrics["mfu"]
-    parts += [
         *summary,
         f"R {metrics['recurrent_steps']}",
         f"grad {_number(metrics['grad_norm'], '.2f')}",
         f"lr {metrics['lr']:.2e}",
         f"{color.blue}{_with_suffix(metrics['tokens_per_second'])} tok/s{color.reset}",
         f"{metrics['peak_memory_bytes'] / 2**30:.2f} GiB",
-        "MFU -" if mfu is None else f"MFU {mfu:.1%}",
+        "MFU -" if metrics["mfu"] is None else f"MFU {metrics['mfu']:.1%}",
         f"ETA {format_duration(remaining_seconds)}",
     ]
     return " | ".join(parts)
@@ -326,8 +289,7 @@ def progress_line(
 
 def format_duration(seconds: float) -> str:
     """Return a duration with its two largest units: 45s, 12m30s, 3h05m, 2d04h."""
-    whole = round(seconds)
-    minutes, second = divmod(whole, 60)
+    minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     if days:
@@ -344,8 +306,7 @@ def _number(value: float | None, spec: str) -> str:
 def _with_suffix(value: float) -> str:
     for suffix in ("", "K", "M", "B"):
         if value < 999.5:
-            return (
-                f"{value:.0f}{suffix}" if value >= 99.95 or not suffix else f"{value:.3g}{suffix}"
-            )
+            digits = ".0f" if value >= 99.95 or not suffix else ".3g"
+            return f"{value:{digits}}{suffix}"
         value /= 1000
     return f"{value:.3g}T"

@@ -5,16 +5,16 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
-import tyro
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig
+from tyro.conf import Suppress
 
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX, OPTIMIZER_PREFIX
 from titan_loop.distributed.muon import Muon
@@ -27,12 +27,10 @@ from titan_loop.training.weight_average import WeightAverage, WeightAverageConfi
 
 @dataclass(kw_only=True, slots=True)
 class AdamWConfig:
-    """AdamW for the whole model.
+    """AdamW for the whole model; weight decay applies to matrices, embedding and head included.
 
-    Weight decay applies to matrices, embedding and head included; see
-    `titan_loop/models/parameter_groups.py`.
-
-    Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 1 (values); the exclusions are ours.
+    Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 1 (values); vectors without decay are
+    our choice, see `titan_loop/models/parameter_groups.py`.
     """
 
     weight_decay: float = 0.1
@@ -63,23 +61,23 @@ class AdamWConfig:
 
     def refusals(self) -> Iterator[Refusal]:
         """Yield values out of range."""
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                yield _refusal(
-                    "adamw", self, name, "must be at least 0 and below 1", "AdamW decays by it"
-                )
-        if not 0 <= self.weight_decay < math.inf:
-            yield _refusal("adamw", self, "weight_decay", "must be 0 or more")
-        if not 0 < self.eps < math.inf:
-            yield _refusal("adamw", self, "eps", "must be above 0", "1e-8 is usual")
+        share = "must be at least 0 and below 1; AdamW decays by it"
+        yield from Refusal.unless(
+            "adamw",
+            self,
+            ("beta1", 0 <= self.beta1 < 1, share),
+            ("beta2", 0 <= self.beta2 < 1, share),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "must be 0 or more"),
+            ("eps", 0 < self.eps < math.inf, "must be above 0; 1e-8 is usual"),
+        )
 
 
 @dataclass(kw_only=True, slots=True)
 class MuonConfig:
     """Muon for the matrices of the layers; see `titan_loop/distributed/muon.py`.
 
-    The default scale lets Muon take the rate and decay of AdamW. With `original`, rates are an
-    order of magnitude larger: set `rate_factor`.
+    With the default scale Muon takes AdamW's rate and decay. With `original`, rates are an order of
+    magnitude larger: set `rate_factor`.
     """
 
     weight_decay: float = 0.1
@@ -134,28 +132,30 @@ class MuonConfig:
 
     def refusals(self) -> Iterator[Refusal]:
         """Yield values out of range."""
-        if not 0 <= self.momentum < 1:
-            yield _refusal("muon", self, "momentum", "must be at least 0 and below 1")
-        if not 0 <= self.weight_decay < math.inf:
-            yield _refusal("muon", self, "weight_decay", "must be 0 or more")
-        if not 1 <= self.iterations < 100:
-            yield _refusal("muon", self, "iterations", "must be from 1 to 99", "5 is usual")
-        if not 0 < self.rate_factor < math.inf:
-            yield _refusal("muon", self, "rate_factor", "must be above 0")
+        yield from Refusal.unless(
+            "muon",
+            self,
+            ("momentum", 0 <= self.momentum < 1, "must be at least 0 and below 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "must be 0 or more"),
+            ("iterations", 1 <= self.iterations < 100, "must be from 1 to 99; 5 is usual"),
+            ("rate_factor", 0 < self.rate_factor < math.inf, "must be above 0"),
+        )
         for name in ("scale", "dtype"):
             known = get_args(get_type_hints(type(self))[name])
-            if getattr(self, name) not in known:
-                yield _refusal("muon", self, name, "is unknown", f"use {' or '.join(known)}")
+            if (value := getattr(self, name)) not in known:
+                fix = f"use {' or '.join(known)}"
+                yield Refusal.of(f"muon.{name}", value, "is unknown", fix)
 
 
 @dataclass(kw_only=True, slots=True)
 class GroupSettings(ParamGroupConfig):
-    """torchtitan's config of a group, whose pattern is filled in last, with its rate."""
+    """torchtitan's config of a group, whose pattern is filled in last, with its rate factor."""
 
     rate_factor: float
 
 
 OptimizerName = Literal["adamw", "muon"]
+Implementation = Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"]
 
 _EMA = AVERAGE_PREFIX.removeprefix(OPTIMIZER_PREFIX)
 
@@ -171,23 +171,15 @@ class LoopOptimizers(OptimizersContainer):
         """adamw for all parameters, or muon for the matrices of the layers and AdamW for the rest:
         embedding, head, norms, gate."""
 
-        adamw: Annotated[AdamWConfig, tyro.conf.Suppress] = field(default_factory=AdamWConfig)
-        muon: Annotated[MuonConfig, tyro.conf.Suppress] = field(default_factory=MuonConfig)
-        ema: Annotated[WeightAverageConfig, tyro.conf.Suppress] = field(
-            default_factory=WeightAverageConfig
-        )
-        param_groups: Annotated[list[ParamGroupConfig], tyro.conf.Suppress] = field(
-            default_factory=list
-        )
-        implementation: Annotated[
-            Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"], tyro.conf.Suppress
-        ] = "fused"
-        optimizer_factory_kwargs_by_name: Annotated[
-            dict[str, dict[str, Any]], tyro.conf.Suppress
-        ] = field(default_factory=dict)
+        adamw: Suppress[AdamWConfig] = field(default_factory=AdamWConfig)
+        muon: Suppress[MuonConfig] = field(default_factory=MuonConfig)
+        ema: Suppress[WeightAverageConfig] = field(default_factory=WeightAverageConfig)
+        param_groups: Suppress[list[ParamGroupConfig]] = field(default_factory=list)
+        implementation: Suppress[Implementation] = "fused"
+        optimizer_factory_kwargs_by_name: Suppress[dict[str, Any]] = field(default_factory=dict)
 
         def settings(self, group: ParameterGroup) -> GroupSettings:
-            """Return optimiser and settings of a group."""
+            """Return the optimiser and settings of a group."""
             chosen = self.muon if self.name == "muon" and group.is_hidden_matrix else self.adamw
             return chosen.settings(group)
 
@@ -195,12 +187,13 @@ class LoopOptimizers(OptimizersContainer):
             """Yield an unknown name."""
             known = get_args(OptimizerName)
             if self.name not in known:
-                yield _refusal("optimizer", self, "name", "is unknown", f"use {' or '.join(known)}")
+                fix = f"use {' or '.join(known)}"
+                yield Refusal.of("optimizer.name", self.name, "is unknown", fix)
 
         def setting_refusals(
             self, *, trainable: Trainable, training: TrainingConfig, parallelism: ParallelismConfig
         ) -> Iterator[Refusal]:
-            """Yield settings that Muon cannot be combined with."""
+            """Yield settings that do not work with Muon."""
             if self.name != "muon":
                 return
             offload, backend = training.enable_cpu_offload, parallelism.spmd_backend
@@ -208,18 +201,13 @@ class LoopOptimizers(OptimizersContainer):
                 problem = f"has no matrix to update with trainable={trainable}"
                 yield Refusal.of("optimizer.name", "muon", problem, "use adamw")
             if offload:
-                yield Refusal(
-                    "training.enable_cpu_offload",
-                    f"optimizer.name=muon with training.enable_cpu_offload={offload} would "
-                    "multiply matrices on the host",
-                    "leave it False, or use adamw",
-                )
+                problem = f"optimizer.name=muon with training.enable_cpu_offload={offload} would "
+                problem += "multiply matrices on the host; leave it False, or use adamw"
+                yield Refusal("training.enable_cpu_offload", problem)
             if backend != "partial_dtensor":
-                problem = (
-                    f"optimizer.name=muon does not support parallelism.spmd_backend={backend} yet"
-                )
+                problem = f"optimizer.name=muon does not support parallelism.spmd_backend={backend}"
                 fix = "use partial_dtensor, or adamw"
-                yield Refusal("parallelism.spmd_backend", problem, fix)
+                yield Refusal("parallelism.spmd_backend", f"{problem} yet", fix)
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         found: list[tuple[GroupSettings, list[str]]] = []
@@ -241,14 +229,10 @@ class LoopOptimizers(OptimizersContainer):
             settings.pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
             members[settings.optimizer_name].append(settings)
         self._members = list(members.values())
-        super().__init__(
-            replace(
-                config,
-                param_groups=[settings for settings, _ in found],
-                optimizer_factory_kwargs_by_name={"Muon": {"dtype": config.muon.torch_dtype}},
-            ),
-            model_parts=model_parts,
-        )
+        groups = [settings for settings, _ in found]
+        own = {"Muon": {"dtype": config.muon.torch_dtype}}
+        config = replace(config, param_groups=groups, optimizer_factory_kwargs_by_name=own)
+        super().__init__(config, model_parts=model_parts)
         weights = {
             name: parameter
             for group, _ in self._groups()
@@ -263,12 +247,12 @@ class LoopOptimizers(OptimizersContainer):
         return OptimizersContainer._resolve_optimizer_factory(name)
 
     def apply_settings(self) -> None:
-        """Let this start's config decide: a loaded checkpoint brought its own decay and betas."""
+        """Restore this start's decay and betas, which loading a checkpoint has overwritten."""
         for group, settings in self._groups():
             group.update(settings.optimizer_kwargs)
 
     def restart(self) -> None:
-        """Set all moments and step counts to zero, as an optimiser begins."""
+        """Set all moments and step counts to zero."""
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
                 for value in state.values():
@@ -281,7 +265,7 @@ class LoopOptimizers(OptimizersContainer):
             group["lr"] = learning_rate * settings.rate_factor
 
     def own_rates(self, learning_rate: float) -> dict[str, float]:
-        """Return the rates that differ from the scheduled one, as `lr/OPTIMIZER_xFACTOR`."""
+        """Return rates that differ from the scheduled one, as `lr/OPTIMIZER_xFACTOR`."""
         settings = [settings for _, settings in self._groups() if settings.rate_factor != 1]
         return {
             f"lr/{own.optimizer_name.lower()}_x{own.rate_factor:g}": learning_rate * own.rate_factor
@@ -289,17 +273,17 @@ class LoopOptimizers(OptimizersContainer):
         }
 
     def update_average(self, *, step: int, tokens: int) -> None:
-        """Take the weights after a step into their average, if there is one."""
+        """Update the average of the weights, if there is one; skipped steps count, too."""
         if self._average is not None:
             self._average.update(step=step, tokens=tokens)
 
     def restart_average(self) -> None:
-        """Let the average, if there is one, start anew with the weights as they are."""
+        """Let the average, if there is one, start again from the current weights."""
         if self._average is not None:
             self._average.updates = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """As upstream's, with the average of the weights under "ema."."""
+        """Return upstream's state, with the average of the weights under "ema."."""
         self._start_unreached()
         state = super().state_dict()
         if self._average is not None:
@@ -307,22 +291,18 @@ class LoopOptimizers(OptimizersContainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from such a state."""
+        """Restore such a state."""
         super().load_state_dict(state_dict)
         if self._average is not None:
-            self._average.load_state_dict(
-                {
-                    name.removeprefix(_EMA): value
-                    for name, value in state_dict.items()
-                    if name.startswith(_EMA)
-                }
-            )
+            named = (item for item in state_dict.items() if item[0].startswith(_EMA))
+            own = {name.removeprefix(_EMA): value for name, value in named}
+            self._average.load_state_dict(own)
 
     def _start_unreached(self) -> None:
         """Give parameters that no gradient has reached yet the state that they will start with.
 
         A truncated backward pass may leave out the embedding for a while; without a state it would
-        be missing where the checkpoint is loaded.
+        be missing from the checkpoint.
         """
         for optimizer in self.optimizers:
             known = next(((p, state) for p, state in optimizer.state.items() if state), None)
@@ -333,14 +313,10 @@ class LoopOptimizers(OptimizersContainer):
                 for parameter in group["params"]:
                     if optimizer.state[parameter]:
                         continue
-                    optimizer.state[parameter] = {
-                        name: torch.zeros_like(
-                            parameter if value.shape == model.shape else value,
-                            dtype=value.dtype,
-                            requires_grad=False,
-                        )
-                        for name, value in values.items()
-                    }
+                    for name, value in values.items():
+                        like = parameter if value.shape == model.shape else value
+                        zeros = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+                        optimizer.state[parameter][name] = zeros
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], GroupSettings]]:
         for optimizer, members in zip(self.optimizers, self._members, strict=True):
@@ -349,7 +325,3 @@ class LoopOptimizers(OptimizersContainer):
     def _log_optimizer(self, optimizer: Optimizer, part_idx: int, patterns: list[str]) -> None:
         first = [f"{group['param_names'][0]}, …" for group in optimizer.param_groups]
         super()._log_optimizer(optimizer, part_idx, first)
-
-
-def _refusal(section: str, config: Any, name: str, problem: str, fix: str = "") -> Refusal:
-    return Refusal.of(f"{section}.{name}", getattr(config, name), problem, fix)

@@ -1,21 +1,19 @@
 """Every reason why a run cannot start, found before a process group or a device is touched.
 
-    value_refusals(config)                     single values and schedules, on any machine
-    setting_refusals(config)                   settings that contradict each other, on any machine
-    device_refusals(config)                    settings that need a GPU where there is none
-    data_refusals(config)                      opens the prepared data
-    model_refusals(config, model)              missing columns and outputs, too many steps
-    layout_refusals(config, model, ranks)      ┐ in layout_preflight.py: degrees of parallelism and
-    batch_refusals(config, ranks)              ┘ global batches against the ranks
-    memory_refusals(config, model, ranks, …)   in memory_preflight.py: more than the device has
+    value_refusals                       single values and schedules, on any machine
+    setting_refusals                     settings that contradict each other, on any machine
+    device_refusals                      settings that need a GPU where there is none
+    data_refusals                        opens the prepared data
+    model_refusals                       missing columns and outputs, too many steps
+    layout_, batch_, memory_refusals     layout_preflight.py: parallelism, batches, memory
 
-`refusals(config, world_size)` is all of them, in the order in which each may rely on those before
-it: `resolve` raises the first, and `titan-loop plan` prints those that need no machine.
-`remarks(config)` names legal settings that have no effect.
+Each may rely on the checks before it. `resolve` raises the first refusal of `refusals`, and
+`titan-loop plan` prints those that need no machine. `remarks` names settings without effect.
 """
 
 import math
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any, get_args
 
 import titan_loop.compat as compat  # before any torchtitan module
@@ -31,8 +29,11 @@ from titan_loop.training.callback import Callback
 from titan_loop.training.chosen_model import chosen_model, saved_architecture
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
 from titan_loop.training.depth_schedule import fewest_recurrent_steps, most_recurrent_steps
-from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
-from titan_loop.training.memory_preflight import memory_refusals
+from titan_loop.training.layout_preflight import (
+    batch_refusals,
+    layout_refusals,
+    memory_refusals,
+)
 from titan_loop.training.optimizer import MuonConfig
 
 LARGEST_SEED = 2**63 - 1
@@ -55,7 +56,7 @@ def refusals(
 ) -> Iterator[Refusal]:
     """Yield why `world_size` ranks on this machine cannot train `config`.
 
-    `saved` is from `saved_architecture`; None looks for it.
+    `saved` is from `saved_architecture`; None reads it.
     """
     saved = saved_architecture(config) if saved is None else saved
     wrong_values = list(value_refusals(config))
@@ -85,27 +86,20 @@ def refusals(
 
 
 def value_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield single values out of range, and schedules that take one.
-
-    Upstream accepts all of these and fails in the middle of a run, or trains on something nobody
-    asked for.
-    """
+    """Yield values out of range, which upstream accepts and fails on in the middle of a run."""
 
     def refuse(field: str, problem: str, fix: str = "") -> Refusal:
-        return Refusal.of(field, _get(config, field), problem, fix)
+        return Refusal.of(field, attrgetter(field)(config), problem, fix)
 
     for name in _AT_LEAST_ONE:
-        if _get(config, name) < 1:
+        if attrgetter(name)(config) < 1:
             yield refuse(name, "must be at least 1")
-    schedules = {name: _get(config, name) for name in ("learning_rate", *OBJECTIVE_SCHEDULES)}
+    schedules = {name: getattr(config, name) for name in ("learning_rate", *OBJECTIVE_SCHEDULES)}
     for name, schedule in (schedules | config.objective_schedules()).items():
         if schedule.smallest < 0:
             yield Refusal(name, f"{name}={str(schedule)!r} falls below 0", "keep it at 0 or more")
-    yield from config.adamw.refusals()
-    yield from config.muon.refusals()
-    yield from config.optimizer.refusals()
-    yield from config.ema.refusals()
-    yield from config.stability.refusals()
+    for section in (config.adamw, config.muon, config.optimizer, config.ema, config.stability):
+        yield from section.refusals()
     if not config.training.max_norm > 0:
         yield refuse("training.max_norm", "must be above 0", "inf clips no gradient, 1 is usual")
     if not 0 <= config.hang_seconds < math.inf:
@@ -126,12 +120,12 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
 def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -> Iterator[Refusal]:
     """Yield settings that contradict each other, with any data and any number of ranks.
 
-    Args:
-        starts_trained: Whether the run starts from weights that were trained before; None looks
-            at `checkpoint.carry.parent` and the run directory.
+    `starts_trained` says whether the run starts from trained weights; None looks at
+    `checkpoint.carry.parent` and the run directory.
     """
     if starts_trained is None:
-        starts_trained = _starts_trained(config)
+        steps = committed_steps(RunDirectory(config.dump_folder).checkpoints)
+        starts_trained = bool(config.checkpoint.carry.parent or steps)
     yield from config.loss.refusals(
         trainable=config.trainable,
         exit_gate=config.model.exit_gate,
@@ -152,15 +146,11 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
     yield from config.suite.refusals()
     yield from config.stability.setting_refusals(checkpoint=config.checkpoint)
     if (upstreams := config.training.global_batch_size) != -1:
-        fix = "set --batch.global-batch-tokens"
-        yield Refusal.of("training.global_batch_size", upstreams, "is not used", fix)
+        problem = "is not used; set --batch.global-batch-tokens"
+        yield Refusal.of("training.global_batch_size", upstreams, problem)
     if not config.training.disable_cuda_graphs:
-        yield Refusal(
-            "training.disable_cuda_graphs",
-            "training.disable_cuda_graphs=False: a captured graph cannot follow recurrent steps, "
-            "schedules and numbers of labels that change from step to step",
-            "leave it True",
-        )
+        problem = "cannot capture recurrent steps, schedules and label counts that change; leave it"
+        yield Refusal.of("training.disable_cuda_graphs", False, f"{problem} True")
 
 
 def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
@@ -168,31 +158,22 @@ def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refu
     recurrence, task = config.recurrence, config.dataloader.generated_task()
     needed = None if task is None else task.most_steps
     if recurrence.from_data and not config.dataloader.knows_depth():
-        yield Refusal(
-            "recurrence.from_data",
-            "recurrence.from_data=True, and the data does not say how many steps its examples need",
-            "set it to False, or choose a task that says",
-        )
+        problem = "needs data that says how many steps its examples need; set it to False, or "
+        yield Refusal.of("recurrence.from_data", True, problem + "choose such a task")
     if recurrence.from_data and needed is not None and (recurrence.max_steps or 0) < needed:
-        problem = f"is less than the {needed} steps that the deepest examples need"
-        fix = f"use {needed}, or shallower examples"
-        yield Refusal.of("recurrence.max_steps", recurrence.max_steps, problem, fix)
+        problem = f"is less than the {needed} steps that the deepest examples need; use {needed}"
+        problem += ", or shallower examples"
+        yield Refusal.of("recurrence.max_steps", recurrence.max_steps, problem)
     told = config.loss.labels_every_step and not recurrence.from_data
     if told and needed is not None and fewest_recurrent_steps(recurrence) < needed:
-        yield Refusal.of(
-            "recurrence.steps",
-            repr(str(recurrence.steps)),
-            f"is less than the {needed} steps of the deepest examples, whose last values would "
-            "never be told",
-            f"use {needed}, recurrence.from_data=True, or shallower examples",
-        )
+        problem = f"is less than the {needed} steps of the deepest examples, whose last values "
+        fix = f"use {needed}, recurrence.from_data=True, or shallower examples"
+        given = repr(str(recurrence.steps))
+        yield Refusal.of("recurrence.steps", given, f"{problem}would have no label", fix)
     if not starts_trained and (untrained := _untrained_embedding(config)):
-        yield Refusal(
-            "recurrence.backward_steps",
-            untrained,
-            "set model.tie_weights=True, a backward_steps that some R does not exceed, or start "
-            "from trained weights (checkpoint.carry.parent)",
-        )
+        fix = "set model.tie_weights=True, a backward_steps that some R does not exceed, or start "
+        fix += "from trained weights (checkpoint.carry.parent)"
+        yield Refusal("recurrence.backward_steps", untrained, fix)
 
 
 def device_refusals(config: RunConfig) -> Iterator[Refusal]:
@@ -200,18 +181,11 @@ def device_refusals(config: RunConfig) -> Iterator[Refusal]:
     if compat.device_type() != "cpu":
         return
     if config.profiler.enable_memory_snapshot:
-        yield Refusal(
-            "profiler.enable_memory_snapshot",
-            "profiler.enable_memory_snapshot=True records CUDA allocations, and there is no CUDA",
-            "leave it False",
-        )
+        problem = "records CUDA allocations, and there is no CUDA; leave it False"
+        yield Refusal.of("profiler.enable_memory_snapshot", True, problem)
     if isinstance(config.activation_checkpoint, FullOffloadAC.Config):
-        yield Refusal(
-            "activation_checkpoint",
-            "activation-checkpoint:full-offload moves states from a GPU to the host, and there is "
-            "no GPU",
-            "use activation-checkpoint:full",
-        )
+        problem = "activation-checkpoint:full-offload moves states off a GPU, and there is none"
+        yield Refusal("activation_checkpoint", problem, "use activation-checkpoint:full")
 
 
 def data_refusals(config: RunConfig) -> Iterator[Refusal]:
@@ -224,24 +198,19 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
     largest = vocabulary.largest_token
     rows = config.model.vocab_size or vocabulary.size
     if largest >= rows:
-        yield Refusal.of(
-            "model.vocab_size",
-            rows,
-            f"is too small: the data's largest token is {largest}",
-            f"use {largest + 1} or more, or leave it unset",
-        )
+        problem = f"is too small: the data's largest token is {largest}"
+        fix = f"use {largest + 1} or more, or leave it unset"
+        yield Refusal.of("model.vocab_size", rows, problem, fix)
     for name, needed in vocabulary.options.items():
-        given = getattr(config.model, name, None)
-        if given is not None and any(
-            own < least for own, least in zip(given, needed, strict=False)
-        ):
+        given = getattr(config.model, name, None) or ()
+        if any(own < least for own, least in zip(given, needed, strict=False)):
             problem = f"is too small: the data needs {needed}"
             yield Refusal.of(f"model.{name}", given, problem, "leave it unset")
     yield from caught("total_tokens", lambda: loader.require_windows(config.windows_needed()))
-    texts = config.dataloader.source_paths(), config.training.seq_len
-    yield from config.held_out.data_refusals(texts[0], rows, texts[1])
+    sources, seq_len = config.dataloader.source_paths(), config.training.seq_len
+    yield from config.held_out.data_refusals(sources, rows, seq_len)
     if config.best:
-        yield from config.held_out.best_refusals(*texts)
+        yield from config.held_out.best_refusals(sources, seq_len)
 
 
 def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
@@ -250,25 +219,20 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
     for reader, wanted in (("loss", config.loss.columns), ("model", model.columns)):
         there = {column.name for column in declared if column.reader in (reader, "both")}
         if missing := [name for name in wanted if name not in there]:
-            yield Refusal(
-                "dataloader",
-                f"the {reader} reads {', '.join(missing)}, and "
-                f"dataloader={type(config.dataloader).__qualname__} declares "
-                f"{', '.join(sorted(there)) or 'no columns'} for it",
-                "choose a loader that has them, or add them to its columns",
-            )
+            loader, known = type(config.dataloader).__qualname__, ", ".join(sorted(there))
+            problem = f"the {reader} reads {', '.join(missing)}, and dataloader={loader} declares "
+            problem += f"{known or 'no columns'} for it"
+            fix = "choose a loader that has them, or add them to its columns"
+            yield Refusal("dataloader", problem, fix)
     if config.dataloader.prefix and PREFIX not in model.columns:
         problem = f"has no effect on model.family={model.family}, which reads no prefixes"
         yield Refusal.of("dataloader.prefix", True, problem, "leave it out, or set model.prefix_lm")
     yield from config.loss.model_refusals(model)
     for name, setting in config.loss.aux().items():
         if name not in model.aux:
-            yield Refusal(
-                setting.partition("=")[0],
-                f"{setting} needs the {name} of layers, and those of this "
-                f"model.family={model.family} have none",
-                "leave it out",
-            )
+            problem = f"{setting} needs the {name} of layers, and those of this "
+            problem += f"model.family={model.family} have none"
+            yield Refusal(setting.partition("=")[0], problem, "leave it out")
     if model.most_steps is None:
         return
     asked = {"recurrence.steps": [most_recurrent_steps(config.recurrence)]}
@@ -288,11 +252,9 @@ def remarks(config: RunConfig) -> Iterator[str]:
     comm = config.comm
     shortest = min(comm.init_timeout_seconds, comm.train_timeout_seconds)
     if config.hang_seconds >= shortest:
-        yield (
-            f"hang_seconds={config.hang_seconds:g} has no effect on a collective that hangs: it "
-            f"fails after {shortest} seconds (comm.init_timeout_seconds, "
-            "comm.train_timeout_seconds)"
-        )
+        limits = f"{shortest} seconds (comm.init_timeout_seconds, comm.train_timeout_seconds)"
+        given = f"hang_seconds={config.hang_seconds:g}"
+        yield f"{given} has no effect on a collective that hangs: it fails after {limits}"
     if unused := config.stability.unused():
         yield f"{unused} has no effect without stability.skip_spikes=True"
     if config.optimizer.name != "muon" and config.muon != MuonConfig():
@@ -313,14 +275,3 @@ def _untrained_embedding(config: RunConfig) -> str:
         f"recurrence.backward_steps={reached} never reaches the embedding, which step 1 alone "
         f"reads, and R is {fewest} or more"
     )
-
-
-def _starts_trained(config: RunConfig) -> bool:
-    checkpoints = RunDirectory(config.dump_folder).checkpoints
-    return bool(config.checkpoint.carry.parent or committed_steps(checkpoints))
-
-
-def _get(config: Any, path: str) -> Any:
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config

@@ -1,9 +1,7 @@
 """A run that passed every check, with the fields that training derives; it does not change.
 
-    config ─ refusals ─► none ─► resolve ─► ResolvedRun ─► LoopTrainer
-
-The user's config is copied, never written to. torchtitan's trainer reads more fields than a user
-sets, and its loop ends where `training.steps` says: it gets a copy of its own (`for_upstream`).
+The user's config is never written to. torchtitan's trainer reads more fields than a user sets, and
+changes some: it gets a copy of its own (`for_upstream`).
 """
 
 import hashlib
@@ -30,42 +28,31 @@ from titan_loop.training.preflight import refusals
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:
-    """A run that can be trained, from `resolve`.
+    """A run that can be trained, from `resolve`; neither config nor architecture may be changed.
 
-    Attributes:
-        config: The user's, with the vocabulary of the model, `model_spec`, `optimizer` and
-            `lr_scheduler` filled in. Not to be changed.
-        model: Architecture of the model. Not to be changed.
+    The config is the user's, with the vocabulary of the model, `model_spec`, `optimizer` and
+    `lr_scheduler` filled in.
     """
 
     config: RunConfig
     model: LoopDecoder.Config
-    world_size: int
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """Two models with equal architectures can exchange their weights."""
+        """The architecture record; models with equal records can exchange their weights."""
         return self.model.architecture()
 
     def recipe_sha256(self) -> str:
-        """Return 64 hexadecimal digits for everything but this start's place and length.
-
-        These are `dump_folder`, `checkpoint.carry.parent`, `checkpoint.load_step`, `accept_change`
-        and `training.steps`. The folders of the training data count.
-        """
+        """Return 64 hexadecimal digits for the config without this start's place and length."""
         record = self.config.to_dict()
-        del record["dump_folder"]
-        del record["accept_change"], record["dataloader"]["accept_change"]
-        del record["checkpoint"]["carry"]["parent"]
-        del record["checkpoint"]["load_step"]
+        del record["dump_folder"], record["accept_change"], record["dataloader"]["accept_change"]
+        del record["checkpoint"]["carry"]["parent"], record["checkpoint"]["load_step"]
         del record["training"]["steps"]
-        text = json.dumps(finite_or_null(record), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _sha256(record)
 
     def sha256(self) -> str:
         """Return 64 hexadecimal digits for the whole config and architecture."""
-        record = finite_or_null({"config": self.config.to_dict(), "model": self.architecture})
-        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+        return _sha256({"config": self.config.to_dict(), "model": self.architecture})
 
     def lineage(self) -> dict[str, Any]:
         """Return a checkpoint's record of its run: recipe hash, stage, versions."""
@@ -83,16 +70,10 @@ class ResolvedRun:
 def resolve(
     config: RunConfig, world_size: int, saved: Mapping[str, Any] | None = None
 ) -> ResolvedRun:
-    """Check everything a user can get wrong, and fill in the derived fields.
+    """Raise the first of the config's `refusals` for so many ranks, or fill in the derived fields.
 
-    Touches neither a process group nor a device, and leaves `config` as it is.
-
-    Args:
-        world_size: Number of ranks that will train.
-        saved: From `saved_architecture`; None looks for it.
-
-    Raises:
-        UserError: The first of the config's `refusals`.
+    Touches neither a process group nor a device, and leaves `config` as it is. `saved` is from
+    `saved_architecture`; None reads it.
     """
     config = within_budget(config)
     saved = saved_architecture(config) if saved is None else saved
@@ -100,22 +81,25 @@ def resolve(
     config = _copied(config)
     config.model, model = chosen_model(config, saved)
     config.dataloader.accept_change |= config.accept_change
+    spread = partial(parallelize_loop_decoder, fsdp=config.fsdp, trainable=config.trainable)
     config.model_spec = ModelSpec(
         name="loop",
         flavor=config.model.size,
         model=model,
-        parallelize_fn=partial(
-            parallelize_loop_decoder, fsdp=config.fsdp, trainable=config.trainable
-        ),
+        parallelize_fn=spread,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
     )
-    config.optimizer = replace(
-        config.optimizer, adamw=config.adamw, muon=config.muon, ema=config.ema
-    )
-    config.lr_scheduler = TokenLearningRate.Config(schedule=config.learning_rate)
-    return ResolvedRun(config=config, model=model, world_size=world_size)
+    derived = {"adamw": config.adamw, "muon": config.muon, "ema": config.ema}
+    config.optimizer = replace(config.optimizer, **derived)
+    config.lr_scheduler = TokenLearningRate(schedule=config.learning_rate)
+    return ResolvedRun(config=config, model=model)
+
+
+def _sha256(record: dict[str, Any]) -> str:
+    text = json.dumps(finite_or_null(record), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _copied(config: RunConfig) -> RunConfig:

@@ -3,11 +3,13 @@
 Everything a user can get wrong is checked before a process group or a device is touched.
 """
 
-import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import titan_loop.compat as compat  # before any torchtitan module
@@ -73,27 +75,17 @@ def run_training(
     evaluations: Callable[[RunConfig], Sequence[Callback]] | None = None,
     startup: StartupClock | None = None,
 ) -> int:
-    """Train `config` in this process, one of the ranks the launcher started.
+    """Train `config` in this process, one of the ranks that the launcher started; return `EXIT_OK`.
 
     Continues from the newest good checkpoint of its run directory, if there is one; after too many
-    spikes it starts again from an older one (see `titan_loop.training.stability`). The process
-    group stays for the next run of a recipe: call `shutdown` after the last.
+    spikes it starts again from an older one. The process group stays for the next run of a recipe:
+    call `shutdown` after the last.
 
     Args:
         command: Recorded in `run.json`; None takes this process' command line.
-        evaluations: Builds the callbacks that follow `held_out`, `suite` and a curriculum, called
-            after the callbacks of the config; needed where one is on, since training imports no
-            evaluation.
+        evaluations: Builds the callbacks of `held_out`, `suite` and a curriculum, which
+            training cannot import.
         startup: Measures this start; None begins now.
-
-    Returns:
-        `EXIT_OK`.
-
-    Raises:
-        UserError: One line naming field, value and fix.
-        NonFiniteError: Training stopped, see `titan_loop.training.verdict`.
-        UnstableError: Spikes went on after every rewind, see `titan_loop.training.stability`.
-        StoppedError: A signal asked it to; see `titan_loop.training.stop_request`.
     """
     startup = startup or StartupClock()
     while True:
@@ -109,15 +101,10 @@ def run_training(
 def _rewound(config: RunConfig, spikes: list[SkippedStep]) -> RunConfig:
     """Record a rewind, and return `config` for the start that takes it up; collective."""
     run = RunDirectory(config.dump_folder)
-    stop = from_rank_zero(
-        all_ranks(), lambda: rewind(run, _remote(config), spikes, config.stability)
-    )
-    if stop:
+    decide = partial(rewind, run, _remote(config), spikes, config.stability)
+    if stop := from_rank_zero(all_ranks(), decide):
         raise UnstableError(stop)
-    config = copy.copy(config)
-    config.checkpoint = copy.copy(config.checkpoint)
-    config.checkpoint.load_step = -1
-    return config
+    return replace(config, checkpoint=replace(config.checkpoint, load_step=-1))
 
 
 def _start(
@@ -127,7 +114,7 @@ def _start(
     evaluations: Callable[[RunConfig], Sequence[Callback]] | None,
     startup: StartupClock,
 ) -> int:
-    """Train until the run ends, or has to start again: then raise `SpikesError` on all ranks."""
+    """Train until the run ends; raise `SpikesError` on all ranks if it has to start again."""
     rank, world_size = compat.start_runtime()
     compat.start_logging(rank)
     if world_size == 1:
@@ -136,13 +123,16 @@ def _start(
     run_directory = RunDirectory(config.dump_folder)
     require_writable(run_directory.path, f"dump_folder={run_directory.path}")
     newest = newest_of(config)
-    # Ranks that each looked at checkpoints might train different models.
+    # Rank 0 alone looks: ranks that see different checkpoints would train different models.
     saved = decided_by_rank_zero(lambda: saved_architecture(config, newest))
     run = resolve(config, world_size, saved)
     callbacks = _callbacks(config, evaluations)
 
     def look() -> tuple[list[SettingChange], list[SettingChange]] | None:
-        _require_readable(run_directory)
+        if run_directory.run_json.exists():
+            run_directory.read_run()  # refuses a file that cannot be read
+        if run_directory.config_json.exists():
+            run_directory.read_config()
         now = newest_of(config) if fetch_checkpoints(run.config) else newest
         if not check_resumable(run, now):
             copy_last_checkpoint(run.config)
@@ -175,7 +165,7 @@ def _start(
             startup.mark("build")
             trainer.train()
             if rank == 0:
-                _say_how_it_ended(trainer)
+                _log_end(trainer)
         together = True
     except _AGREED:
         together = True
@@ -197,24 +187,23 @@ def _begin(
     for note in size_notes(config.model, trainer.run.model.vocab_size):
         logger.info("%s", note)
     for change in others:
-        logger.warning("other than the parent: %s", change)
+        logger.warning("differs from the parent: %s", change)
     for change in changes:
         logger.warning("changed since the last start: %s", change)
     if changes:
         kept = run.kept_config(len(record["restarts"]))
         logger.warning("the last start's config is kept as %s", kept)
-    remote = _remote(config)
-    if remote is not None:
+    if (remote := _remote(config)) is not None:
         trainer.checkpointer.copy_to(remote)
 
 
-def _say_how_it_ended(trainer: LoopTrainer) -> None:
-    done, planned = trainer.tokens, trainer.config.total_tokens
+def _log_end(trainer: LoopTrainer) -> None:
+    done, planned = f"{trainer.tokens:,}", f"{trainer.config.total_tokens:,}"
     if trainer.at_stage_end:
-        logger.info("Trained to the end: %s tokens", f"{done:,}")
+        logger.info("Trained to the end: %s tokens", done)
     else:
-        text = "Ended at step %d as training.steps says, with %s of %s tokens; without it the run "
-        logger.info(text + "goes on", trainer.step, f"{done:,}", f"{planned:,}")
+        text = "Ended at step %d, the limit of training.steps, after %s of %s tokens"
+        logger.info(text, trainer.step, done, planned)
 
 
 def _remote(config: RunConfig) -> RemoteCheckpoints | None:
@@ -225,14 +214,11 @@ def _remote(config: RunConfig) -> RemoteCheckpoints | None:
 
 
 def fetch_checkpoints(config: RunConfig) -> bool:
-    """Take up rewinds, and let a run without a whole checkpoint have the remote one; on rank 0.
+    """Take up rewinds, and fetch the remote checkpoint of a run that has none; on rank 0.
 
-    Returns:
-        Whether the run's checkpoints may be others now.
-
-    Raises:
-        UserError: `checkpoint.remote` cannot be used, or holds another run's checkpoints.
-        RunFailedError: None of its checkpoints arrives whole.
+    Returns True if the run's checkpoints may have changed. Raises `UserError` if
+    `checkpoint.remote` cannot be used or holds another run, `RunFailedError` if nothing arrives
+    whole.
     """
     run, asked = RunDirectory(config.dump_folder), config.checkpoint
     if not asked.enable or asked.load_only or not (asked.remote or read_rewinds(run.path)):
@@ -251,7 +237,7 @@ def fetch_checkpoints(config: RunConfig) -> bool:
 
 
 def copy_last_checkpoint(config: RunConfig) -> None:
-    """Copy the last checkpoint of a run that is done, if it ended before that was; on rank 0."""
+    """Copy a finished run's last checkpoint, unless that was done before it ended; on rank 0."""
     if (remote := _remote(config)) is not None:
         copies = config.checkpoint.uploader(remote)
         copies.catch_up(RunDirectory(config.dump_folder).checkpoints)
@@ -259,25 +245,17 @@ def copy_last_checkpoint(config: RunConfig) -> None:
 
 
 def copy_sources(configs: Sequence[RunConfig]) -> None:
-    """Copy sources in object stores to every node's cache; all ranks call it before they meet.
-
-    Raises:
-        UserError: An address cannot be used, or is no source.
-        RunFailedError: A source does not arrive.
-    """
-    entries = dict.fromkeys(
-        entry
-        for config in configs
-        if isinstance(config.dataloader, WindowLoader.Config)
-        for entry in config.dataloader.mixture
-    )
+    """Copy sources in object stores to every node's cache; all ranks call it before they meet."""
+    loaders = [config.dataloader for config in configs]
+    mixtures = [load.mixture for load in loaders if isinstance(load, WindowLoader.Config)]
+    entries = dict.fromkeys(chain.from_iterable(mixtures))
     if any(map(is_remote, entries)):
         once_per_node(lambda: copy_remote_sources(entries))
 
 
 @contextmanager
 def _leaving(stop_listener: StopListener | None, world_size: int) -> Iterator[None]:
-    """Let a rank whose peers may wait for it leave soon after an error of its own."""
+    """Let a rank with an error of its own leave soon, since its peers may wait for it."""
     try:
         yield
     except _AGREED:
@@ -291,53 +269,37 @@ def _leaving(stop_listener: StopListener | None, world_size: int) -> Iterator[No
 def _callbacks(
     config: RunConfig, evaluations: Callable[[RunConfig], Sequence[Callback]] | None
 ) -> Sequence[Callback]:
-    """Return the callbacks that evaluate while training; refuse to leave any out silently."""
     if evaluations is not None:
         return evaluations(config)
-    builder = "titan_loop.evaluation.while_training.evaluations"
+    fix = "train with run_recipe, or give run_training "
+    fix += "evaluations=titan_loop.evaluation.while_training.evaluations"
     for name, asked in (("held_out", config.held_out), ("suite", config.suite)):
         if asked.interval:
-            raise UserError(
-                f"{name}.interval={asked.interval} has no effect without evaluations: train with "
-                f"run_recipe, give run_training evaluations={builder}, or set it to 0"
-            )
+            problem = f"{name}.interval={asked.interval} has no effect without evaluations"
+            raise UserError(f"{problem}: {fix}, or set it to 0")
     loader = config.dataloader
     if isinstance(loader, TaskLoader.Config) and loader.curriculum.enabled:
-        raise UserError(
-            "dataloader.curriculum.enabled has no exam without evaluations: train with run_recipe, "
-            f"or give run_training evaluations={builder}"
-        )
+        raise UserError(f"dataloader.curriculum.enabled has no exam without evaluations: {fix}")
     return ()
 
 
 def shutdown() -> None:
-    """Leave the process group, if there is one; after the last run of the process."""
+    """Leave the process group, if there is one, after the last run of the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _checkpoint_bytes(config: RunConfig, newest: Newest) -> int:
-    """Return the size of the newest checkpoint, as the next one's; 0 if there is none."""
+    """Return the size of the newest checkpoint, which the next one will have; 0 without one."""
     found = newest() if config.checkpoint.enable else None
-    files = {} if found is None else found[1]["files"]
-    return sum(record["bytes"] for record in files.values())
-
-
-def _require_readable(run_directory: RunDirectory) -> None:
-    if run_directory.run_json.exists():
-        run_directory.read_run()
-    if run_directory.config_json.exists():
-        run_directory.read_config()
+    return sum(file["bytes"] for file in found[1]["files"].values()) if found else 0
 
 
 def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
-    """Refuse to continue another run; return whether anything is left to train.
+    """Return whether anything is left to train; refuse a checkpoint that does not fit.
 
-    `newest` is from `newest_of`; None reads the checkpoint anew.
-
-    Raises:
-        UserError: Checkpoints of another architecture, of other data, without moments, or none
-            that is usable; or a step asked for that does not exist or is not the newest.
+    It may have another architecture, other data or no moments, or not be the newest. `newest` is
+    from `newest_of`; None reads the checkpoint again.
     """
     config = run.config
     if not config.checkpoint.enable:
@@ -365,12 +327,11 @@ def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
     if state["tokens"] < config.total_tokens and not 0 < limit <= state["step"]:
         raise_first(change_refusals(config))
         return True
-    # Done, if the checkpoint that says so is whole; otherwise loading finds an older one.
+    # A run is done if its last checkpoint is whole; otherwise loading finds an older one.
     return inspect(step_folder(folder, step), "sizes")[0] is None
 
 
 def _require_newest(step: int, folder: Path) -> None:
-    """Refuse a step that was asked for and does not exist, or is not the newest."""
     steps = committed_steps(folder)
     if step not in steps:
         raise UserError(
@@ -385,7 +346,6 @@ def _require_newest(step: int, folder: Path) -> None:
 
 
 def _check_start(run: ResolvedRun) -> None:
-    """Refuse a parent that is not there, or whose weights or moments this model cannot take."""
     carry = run.config.checkpoint.carry
     if carry.parent:
         parent = carry.find_parent()

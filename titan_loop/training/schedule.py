@@ -1,8 +1,8 @@
 """A value as a function of the global tokens consumed; drives learning rate, R, β and batch size.
 
 A schedule is a list of knots (tokens, value), each with the interpolation used *after* it. Before
-the first knot the first value holds, after the last knot the last. The command line reads its
-one-line text form, and `str` writes it:
+the first knot the first value holds, after the last knot the last. The command line reads its text
+form, and `str` writes it:
 
     3e-4                                                   constant
     0:0 linear 2M:3e-4 constant 90M:3e-4 cosine 100M:3e-5  warm-up, plateau, decay
@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from titan_loop.errors import UserError, nearest
@@ -31,11 +32,7 @@ _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([KMBT]?)")
 
 @dataclass(frozen=True, slots=True)
 class Knot:
-    """A point of a schedule; `interpolation` moves to the next knot's value, "constant" jumps.
-
-    Attributes:
-        tokens: Global tokens consumed at this point, ≥ 0.
-    """
+    """A point of a schedule; `interpolation` leads to the next knot's value, "constant" jumps."""
 
     tokens: int
     value: float
@@ -48,13 +45,6 @@ class Schedule:
 
     With t_i ≤ t < t_{i+1} and f = (t − t_i) / (t_{i+1} − t_i) the value is v_i (constant),
     v_i + f (v_{i+1} − v_i) (linear) or v_i + (v_{i+1} − v_i)(1 − cos πf)/2 (cosine).
-
-    Attributes:
-        knots: At least one, in strictly increasing order of tokens.
-
-    Raises:
-        UserError: On negative or not increasing tokens, a value that is not finite, or an
-            unknown interpolation.
     """
 
     knots: tuple[Knot, ...]
@@ -67,25 +57,21 @@ class Schedule:
             if knot.tokens < 0:
                 raise UserError(f"schedule knot tokens={knot.tokens} is negative; start at 0")
             if knot.tokens <= previous:
-                raise UserError(
-                    f"schedule knot tokens={knot.tokens} does not increase (the one before is "
-                    f"{previous}); order the knots by tokens"
-                )
+                problem = f"schedule knot tokens={knot.tokens} does not increase (the one before is"
+                raise UserError(f"{problem} {previous}); order the knots by tokens")
             if not math.isfinite(knot.value):
                 raise UserError(f"schedule value={knot.value} at {knot.tokens} is not finite")
             if knot.interpolation not in _INTERPOLATIONS:
-                raise UserError(
-                    f"schedule interpolation={knot.interpolation!r} is unknown"
-                    + nearest(str(knot.interpolation), _INTERPOLATIONS)
-                )
+                known = nearest(str(knot.interpolation), _INTERPOLATIONS)
+                raise UserError(f"schedule interpolation={knot.interpolation!r} is unknown{known}")
             previous = knot.tokens
         # Nothing follows the last knot: one spelling, so that equal schedules compare equal.
         last = self.knots[-1]
         object.__setattr__(self, "knots", (*self.knots[:-1], Knot(last.tokens, last.value)))
 
     def __call__(self, tokens: int) -> float:
-        """Return the value after `tokens` global tokens (exactly the knot's value on a knot)."""
-        index = bisect.bisect_right(self.knots, tokens, key=lambda knot: knot.tokens) - 1
+        """Return the value after `tokens` global tokens, exactly the knot's value on a knot."""
+        index = self._knot_before(tokens)
         if index < 0:
             return self.knots[0].value
         knot = self.knots[index]
@@ -100,11 +86,9 @@ class Schedule:
     def constant_until(self, tokens: int) -> int | None:
         """Return the first token count after `tokens` where the value may differ, None for never.
 
-        The result is `tokens + 1` inside a stretch that moves, so a caller may always jump to it.
+        The result is `tokens + 1` inside a stretch that moves.
         """
-        index = bisect.bisect_right(self.knots, tokens, key=lambda knot: knot.tokens) - 1
-        for i in range(max(index, 0), len(self.knots) - 1):
-            knot, following = self.knots[i], self.knots[i + 1]
+        for knot, following in pairwise(self.knots[max(self._knot_before(tokens), 0) :]):
             if knot.value == following.value:
                 continue
             if knot.interpolation == "constant":
@@ -112,18 +96,21 @@ class Schedule:
             return max(knot.tokens, tokens) + 1
         return None
 
+    def _knot_before(self, tokens: int) -> int:
+        return bisect.bisect_right(self.knots, tokens, key=lambda knot: knot.tokens) - 1
+
     def stretched(self, factor: float) -> "Schedule":
         """Return the schedule that has the same values at `factor` times the tokens."""
         return Schedule(tuple(replace(k, tokens=round(factor * k.tokens)) for k in self.knots))
 
     @property
     def smallest(self) -> float:
-        """The smallest value ever taken (every interpolation is monotone between two knots)."""
+        """The smallest value; every interpolation is monotone between two knots."""
         return min(knot.value for knot in self.knots)
 
     @property
     def largest(self) -> float:
-        """The largest value ever taken."""
+        """The largest value."""
         return max(knot.value for knot in self.knots)
 
     @classmethod
@@ -152,22 +139,14 @@ class Schedule:
         start: float = 0.0,
     ) -> "Schedule":
         """Return a linear rise to `peak`, then a half cosine down to `final` at `total_tokens`."""
-        return cls(
-            (
-                *_warmup(start, warmup_tokens),
-                Knot(warmup_tokens, float(peak), "cosine"),
-                Knot(total_tokens, float(final)),
-            )
-        )
+        decay = Knot(warmup_tokens, float(peak), "cosine"), Knot(total_tokens, float(final))
+        return cls((*_warmup(start, warmup_tokens), *decay))
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read the text form: `VALUE`, or `TOKENS:VALUE` knots with an interpolation between two.
+        """Read `VALUE`, or `TOKENS:VALUE` knots with an interpolation between two.
 
-        For example `3e-4` or `0:4M constant 3B:8M`; numbers accept K, M, B and T.
-
-        Raises:
-            UserError: The text is not a schedule.
+        For example `3e-4` or `0:4M constant 3B:8M`; numbers may end with K, M, B or T.
         """
         words = text.split()
         if len(words) == 1 and ":" not in words[0]:
@@ -176,25 +155,20 @@ class Schedule:
         for place in range(0, len(words), 2):
             tokens_text, colon, value_text = words[place].partition(":")
             if not colon:
-                raise UserError(
-                    f"schedule {text!r} has {words[place]!r} where TOKENS:VALUE belongs; "
-                    "write it like 0:0 linear 2M:3e-4"
-                )
+                problem = f"schedule {text!r} has {words[place]!r} where TOKENS:VALUE belongs"
+                raise UserError(f"{problem}; write it like 0:0 linear 2M:3e-4")
             tokens = _parse_number(tokens_text, text)
             if tokens != int(tokens):
                 raise UserError(f"schedule {text!r} has tokens={tokens_text}; use a whole number")
             word = words[place + 1] if place + 1 < len(words) else "constant"
             if word not in _INTERPOLATIONS:
-                raise UserError(
-                    f"schedule {text!r} has the interpolation {word!r}"
-                    + nearest(word, _INTERPOLATIONS)
-                )
+                known = nearest(word, _INTERPOLATIONS)
+                raise UserError(f"schedule {text!r} has the interpolation {word!r}{known}")
             interpolation: Interpolation = word  # pyright: ignore[reportAssignmentType]
             knots.append(Knot(int(tokens), float(_parse_number(value_text, text)), interpolation))
         if not words or len(words) % 2 == 0:
-            raise UserError(
-                f"schedule {text!r} does not end with a knot; write it like 0:0 linear 2M:3e-4"
-            )
+            problem = f"schedule {text!r} does not end with a knot"
+            raise UserError(f"{problem}; write it like 0:0 linear 2M:3e-4")
         return cls(tuple(knots))
 
     def __str__(self) -> str:
@@ -202,8 +176,8 @@ class Schedule:
             return _format_value(self.knots[0].value)
         words: list[str] = []
         for knot in self.knots:
-            words += [f"{_format_tokens(knot.tokens)}:{_format_value(knot.value)}"]
-            words += [knot.interpolation]
+            point = f"{_format_tokens(knot.tokens)}:{_format_value(knot.value)}"
+            words += [point, knot.interpolation]
         return " ".join(words[:-1])
 
     def to_dict(self) -> dict[str, Any]:
@@ -212,11 +186,7 @@ class Schedule:
 
 
 def parse_tokens(word: str) -> int:
-    """Return a token count from its text, such as `200000`, `4M` or `1.4T`.
-
-    Raises:
-        UserError: If it is not a whole number.
-    """
+    """Return a whole token count from its text, such as `200000`, `4M` or `1.4T`."""
     tokens = _parse_number(word, word)
     if tokens != int(tokens):
         raise UserError(f"tokens={word} is not a whole number of tokens; write it like 4M")
@@ -224,10 +194,7 @@ def parse_tokens(word: str) -> int:
 
 
 def register_tyro_rule(registry: "tyro.constructors.ConstructorRegistry") -> None:
-    """Let fields of type `Schedule` be set on the command line by their text form.
-
-    torchtitan's registry is `torchtitan.config.manager.custom_registry`.
-    """
+    """Let fields of type `Schedule` be set on the command line by their text form."""
     import tyro
 
     @registry.primitive_rule
@@ -262,12 +229,11 @@ def _parse_number(word: str, text: str) -> int | float:
     if digits.lstrip("+-").isdigit():
         return int(digits) * scale
     value = float(digits) * scale
-    # 1.4T is meant exactly, although 1.4 × 10¹² need not be a whole number in binary.
+    # 1.4T is exact, although 1.4 × 10¹² need not be a whole number in binary.
     return round(value) if math.isclose(value, round(value), rel_tol=1e-15) else value
 
 
 def _format_tokens(tokens: int) -> str:
-    """Return a token count with the largest suffix that keeps it exact."""
     for suffix, scale in reversed(_SUFFIXES.items()):
         if tokens >= scale and tokens % scale == 0:
             return f"{tokens // scale}{suffix}"

@@ -15,10 +15,9 @@ class StepPlan:
 
     Attributes:
         tokens: Global tokens consumed before it.
-        recurrent_steps: R.
         backward_steps: k, the number of last steps that are trained through; None for all.
-        schedules: Values of the objective's schedules by name, and 0 for each of
-            `OBJECTIVE_SCHEDULES` that it has no use for.
+        schedules: Values of the objective's schedules, and 0 for `OBJECTIVE_SCHEDULES` that it does
+            not use.
     """
 
     step: int
@@ -34,16 +33,13 @@ def step_flops(
     model: LoopDecoder.Config, plan: StepPlan, *, seq_len: int, trainable: Trainable
 ) -> float:
     """Return the model FLOPs of one step on all ranks together; recomputation does not count."""
-    reached = plan.backward_steps
-    flops = model.training_flops(seq_len, plan.recurrent_steps, trainable, reached)
+    steps, reached = plan.recurrent_steps, plan.backward_steps
+    flops = model.training_flops(seq_len, steps, trainable, reached)
     return flops.total * plan.windows * seq_len
 
 
 def regime(config: RecurrenceConfig, plan: StepPlan, *, level: int) -> list[Any]:
-    """Return everything planned that moves the loss of a step, to a digit.
-
-    Spikes are judged within one regime. `level` is the curriculum's.
-    """
+    """Return what moves the loss of a step by plan, to a digit; `level` is the curriculum's."""
     weights = [f"{name} {value:.1g}" for name, value in sorted(plan.schedules.items())]
     depth = typical_recurrent_steps(config, plan.tokens)
     return [depth, plan.backward_steps, level, *weights]
@@ -52,8 +48,8 @@ def regime(config: RecurrenceConfig, plan: StepPlan, *, level: int) -> list[Any]
 def trained_recurrence(config: RecurrenceConfig, plan: StepPlan) -> dict[str, Any]:
     """Return a checkpoint's record of R after its newest step.
 
-    `recurrent_steps` is the depth at which to use the model: R of that step or, where R is drawn,
-    its rounded mean within the limits. `recurrence` has that step's R, its mean and limits.
+    `recurrent_steps` is the depth at which to use the model: that step's R, or its rounded mean
+    within the limits where R is drawn.
     """
     return {
         "recurrent_steps": typical_recurrent_steps(config, plan.tokens),

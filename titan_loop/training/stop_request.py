@@ -4,15 +4,13 @@
         trainer, a step later at most ─► do all go on? ─► no: save, `StoppedError`, EXIT_STOPPED
         a second signal, or no boundary within the grace time ─┐
         no sign of progress for `hang_seconds` ────────────────┴► stacks, traces, EXIT_STOPPED
-
-Ctrl-C waits for a boundary without a time limit, a second one ends the process at once, and before
-the first step even the first does: there is nothing to save.
     an error of this rank alone ─► `leave`: `LEAVE_SECONDS` to close files
         ─► stacks, this rank's traceback last, the error's exit code
 
-The kernel's signal handler writes into a pipe that a thread reads, so a rank that waits inside a
-collective hears the signal, too. Nothing here imports torch: a process listens from its first
-moments on.
+Ctrl-C waits for a boundary without a time limit; a second one ends the process at once, and so does
+the first before the first step. The signal handler writes into a pipe that a thread reads, so a
+rank inside a collective hears the signal, too. Nothing here imports torch: a process listens at
+once.
 """
 
 import ctypes
@@ -25,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 
 from titan_loop.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, exit_code
 from titan_loop.runs.exit_reports import report_exit
@@ -41,7 +39,7 @@ their node and once more through srun."""
 
 LEAVE_SECONDS = 15.0
 """Time that a rank has to close its files after an error of its own. Closing may wait in a
-collective for ranks that wait in another for this one; the launcher ends those once it is gone."""
+collective for other ranks, which wait for this one until the launcher ends them."""
 
 _POLL_SECONDS = 3600.0
 """The longest wait for a signal at a time; `poll` takes 24 days at most."""
@@ -64,9 +62,7 @@ def grace_seconds(environment: Mapping[str, str]) -> float:
 
 
 class StopListener:
-    """Listens for `SIGNALS` inside its context, and hears nothing outside of it.
-
-    Enter it in the main thread; the handlers there were before come back at the end.
+    """Listens for `SIGNALS` inside its context; enter it in the main thread.
 
     Args:
         grace: Seconds from the first signal to the end of the process.
@@ -99,11 +95,7 @@ class StopListener:
         return None if self._heard is None else self._heard[0].name
 
     def watch(self, hang_seconds: float, dump: Callable[[], object]) -> None:
-        """From now on end this process when it makes no progress.
-
-        Args:
-            hang_seconds: The longest time between two calls of `progress`; 0 for any.
-        """
+        """End this process if `progress` is not called for `hang_seconds`, 0 for never."""
         self._dump = dump
         self._trains = True
         self._hang_seconds = hang_seconds
@@ -118,12 +110,12 @@ class StopListener:
         self._wake()
 
     def leave(self, error: BaseException) -> None:
-        """End this process soon with `error`, whatever closing, or the interpreter, waits for."""
+        """End this process soon with `error`, whatever it waits for."""
         self._leaving = error, time.monotonic()
         self._wake()
 
     def progress(self) -> None:
-        """Tell that this rank is not stuck."""
+        """Report progress."""
         self._progress = time.monotonic()
 
     def __enter__(self) -> "StopListener":
@@ -139,12 +131,7 @@ class StopListener:
         _hear_the_end_of_torchrun()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
         signal.set_wakeup_fd(self._wakeup)
@@ -179,19 +166,14 @@ class StopListener:
                     self._hear(signal.Signals(number))
 
     def _deadline(self) -> tuple[float | None, str]:
-        """Return the time at which this process must end, as things stand, and the reason."""
         limits: list[tuple[float, str]] = []
         if self._heard is not None and self._heard[0] != signal.SIGINT:
             name, when = self._heard
             reason = f"{self._grace:g} s after {name.name} it has not stopped"
             limits.append((when + self._grace, reason))
         if self._hang_seconds > 0:
-            limits.append(
-                (
-                    self._progress + self._hang_seconds,
-                    f"no progress for {self._hang_seconds:g} s (hang_seconds)",
-                )
-            )
+            reason = f"no progress for {self._hang_seconds:g} s (hang_seconds)"
+            limits.append((self._progress + self._hang_seconds, reason))
         if self._leaving is not None:
             error, when = self._leaving
             reason = f"{self._leave:g} s after {type(error).__name__} it has not ended"
@@ -208,11 +190,7 @@ class StopListener:
         if self._heard is None:
             self._heard = number, now
             if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                print(
-                    "titan-loop: saving after this step; a second Ctrl-C leaves at once",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _say("saving after this step; a second Ctrl-C leaves at once")
         elif now - self._heard[1] > self._echo:
             self._give_up(f"a second signal, {number.name}")
 
@@ -223,11 +201,7 @@ class StopListener:
     def _give_up(self, reason: str) -> None:
         """End this process without a save; every thread's stack goes to stderr."""
         rank = os.environ.get("RANK", "0")
-        print(
-            f"titan-loop: error: rank {rank}: {reason}; ended without a new checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"error: rank {rank}: {reason}; ended without a new checkpoint")
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         error = None if self._leaving is None else self._leaving[0]
         code = EXIT_STOPPED if error is None else exit_code(error)
@@ -242,10 +216,11 @@ class StopListener:
         os._exit(code)
 
 
-def _hear_the_end_of_torchrun() -> None:
-    """Have the kernel send SIGTERM when the agent that started this rank is killed (Linux).
+def _say(text: str) -> None:
+    print(f"titan-loop: {text}", file=sys.stderr, flush=True)
 
-    torchrun's ranks are sessions of their own and would train on, unseen, with the run's lock.
-    """
+
+def _hear_the_end_of_torchrun() -> None:
+    """Have Linux send SIGTERM when torchrun is killed: its ranks would train on with the lock."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))

@@ -7,9 +7,8 @@ One training step:
     finite on every rank, no callback against it? ─► update, or skip ─► metrics, callbacks
     any rank asked to stop? ─► save and leave
 
-Everything scheduled is a pure function of the global token count, an integer that does not depend
-on how many ranks there are. Meshes, model building, parallelisms, profiling and the outer loop are
-upstream's; whatever else may happen around a step is a `Callback`.
+Every schedule is a pure function of the global token count, which does not depend on the number of
+ranks. Upstream builds meshes and model and runs the outer loop; all else is a `Callback`.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import titan_loop.compat as compat  # before any torchtitan module
 import torch
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
@@ -60,15 +59,14 @@ from titan_loop.training.verdict import (
 
 
 class LoopTrainer(Trainer):
-    """Trains a `LoopDecoder` through the steps that the module's docstring draws.
+    """Trains a `LoopDecoder`.
 
     Attributes:
-        config: The trainer's copy of the run's config. `training.steps`, which ends upstream's
-            loop, is the only field that changes: it follows the plan to the end.
-        tokens: Global tokens consumed, an integer independent of the number of ranks.
-        callbacks: The config's switches (`built_in`), the recipe's, then all that is appended.
-        window_share: The part of every window this rank computes; None for all of it.
-        startup: Measures this start up to its first step; `run_training` brings its own.
+        config: The trainer's own copy of the run's config; `training.steps` follows the plan.
+        tokens: Global tokens consumed.
+        callbacks: Those that the config switches on, the recipe's, then appended ones.
+        window_share: The part of every window that this rank computes; None for all of it.
+        startup: Measures the time to the first step.
     """
 
     Config: TypeAlias = RunConfig
@@ -89,9 +87,8 @@ class LoopTrainer(Trainer):
         self.plan = self._plan(step=1)
         self._plan_to_the_end()
         self.callbacks = [*built_in_callbacks(run, self.device), *self.config.callbacks]
-        self.window_share = share_of_rank(
-            self.parallel_dims, self.config.training.seq_len, self.device
-        )
+        seq_len = self.config.training.seq_len
+        self.window_share = share_of_rank(self.parallel_dims, seq_len, self.device)
         self.stop_listener = StopListener()
         self.startup = StartupClock()
         self._folder_watch = FolderWatch(self.run_lock)
@@ -101,29 +98,29 @@ class LoopTrainer(Trainer):
 
     @property
     def model(self) -> LoopDecoder:
-        """The one model part there is without pipeline parallelism."""
+        """The model; without pipeline parallelism there is only one part."""
         (model,) = self.model_parts
         assert isinstance(model, LoopDecoder)
         return model
 
     @property
     def at_stage_end(self) -> bool:
-        """Whether the run consumed all its tokens; `training.steps` may end it earlier."""
+        """Whether the run has consumed all its tokens; `training.steps` may end it earlier."""
         return self.tokens >= self.config.total_tokens
 
     @property
     def at_last_step(self) -> bool:
-        """Whether this start trains no further step."""
+        """Whether no further step follows in this start."""
         return self.step >= self.config.training.steps
 
     @property
     def held_back(self) -> bool:
-        """Whether the step just done must not be saved; the last step of a start always is."""
+        """Whether the newest step must not be saved; the last step of a start always is."""
         return not self.at_last_step and not all(each.may_save() for each in self.callbacks)
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether a signal, or the loss of the run's folder, asks this rank to stop."""
+        """Whether this rank heard a signal or lost the run's folder."""
         return self._folder_watch.lost or self.stop_listener.requested_by is not None
 
     def _plan(self, step: int) -> StepPlan:
@@ -136,15 +133,12 @@ class LoopTrainer(Trainer):
         )
 
     def _plan_to_the_end(self) -> None:
-        """Set `training.steps`, which upstream's loop obeys, from where the run stands now."""
         self.config.training.steps = self.run.config.last_step(tokens=self.tokens, steps=self.step)
 
     def train(self) -> None:
         """Train to the end, from the newest checkpoint if there is one.
 
-        Raises:
-            StoppedError: A rank's `stop_listener` heard a signal; the run saved its state.
-            UserError: The run lost its folder.
+        Raises `StoppedError` if a rank heard a signal, `UserError` if the run lost its folder.
         """
         try:
             super().train()
@@ -157,7 +151,7 @@ class LoopTrainer(Trainer):
             callback.on_train_end(self)
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        """Start everything that needs the loaded checkpoint; steps read their own data."""
+        """Start everything that needs the loaded checkpoint; yields nothing, steps read data."""
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
         self.optimizers.apply_settings()  # a checkpoint brings the settings of its own start
@@ -183,18 +177,18 @@ class LoopTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
         self.stop_listener.progress()
-        # The plan comes before the data: it says how many windows the step reads.
+        # Before the data is read: the plan says how many windows the step takes.
         plan = self._plan(self.step)
         for callback in self.callbacks:
             plan = callback.plan(self, plan)
         trained = self.update(plan)
         self._unread.add(trained)
-        # Reading this step's verdict would wait for the device, so the host reads the last step's.
-        # Only a step that is logged or saved waits: its numbers, or that it is good, are needed.
+        # Reading the newest verdict waits for the device, so the host reads the previous one,
+        # except at steps that are logged or saved: their numbers are needed now.
         due = self.metrics_processor.should_log(self.step) or self._is_saved(self.step)
         stop = self._unread.read(newest=due)
         if stop and self._follow_folder():
-            return  # no record and no callbacks: the folder that they write to is gone
+            return  # records and callbacks would write into a folder that is gone
         self._finish_step(trained)
         # After the callbacks, which still take part in the last step.
         if stop and not self.at_last_step:
@@ -218,16 +212,19 @@ class LoopTrainer(Trainer):
         for callback in self.callbacks:
             callback.on_gradients(self)
         grad_norm = clip(self)
-        # Before the update, and of all ranks: else some would step and others not.
+        # All ranks decide together before the update: else some would step and others not.
         verdict = self._agree(loss, grad_norm)
-        # As late as can be: an asynchronous save copies the weights beside all of the above.
+        # As late as possible: an asynchronous save copies weights while all of the above runs.
         self.checkpointer.maybe_wait_for_staging()
         update_unless_skipped(self.optimizers, verdict)
-        # A step whose update is skipped has consumed its tokens: schedules and data go on.
+        # A skipped step has consumed its tokens all the same: schedules and data move on.
         seq_len, trainable = self.config.training.seq_len, self.config.trainable
         self.tokens = plan.tokens + plan.windows * seq_len
         flops = step_flops(self.run.model, plan, seq_len=seq_len, trainable=trainable)
         self.metrics_processor.count_flops(flops)
+        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+        self.model.after_update(loss_mesh, verdict.skip == 0)
+        self.optimizers.update_average(step=self.step, tokens=self.tokens)
         for callback in self.callbacks:
             callback.on_update(self, verdict)
         return TrainedStep(plan.step, windows, loss, metrics, grad_norm, verdict)
@@ -264,10 +261,10 @@ class LoopTrainer(Trainer):
         self.stop_listener.progress()
 
     def _log(self, trained: TrainedStep) -> Mapping[str, Any]:
-        """Write the step's record and return it; waits for the device, and is collective."""
+        """Write the step's record and return it; collective, and waits for the device."""
         plan, loss_mesh = self.plan, self.parallel_dims.get_optional_mesh("loss")
         mean_loss, objective = global_means(trained.loss, trained.metrics, loss_mesh)
-        added = [callback.record(self) for callback in self.callbacks]
+        added = [self.model.record(), *(callback.record(self) for callback in self.callbacks)]
         sources = self.dataloader.progress()
         record = self.metrics_processor.log_step(
             {
@@ -303,7 +300,7 @@ class LoopTrainer(Trainer):
         )
 
     def _follow_folder(self) -> bool:
-        """Return whether the folder was lost; then the run ends after this step's save."""
+        """Return whether the folder is lost, in which case the run ends after this step's save."""
         lost = self._folder_watch.follow(self.checkpointer)
         if lost is not None:
             self._end_after_save(lost)
@@ -317,12 +314,16 @@ class LoopTrainer(Trainer):
     def _on_hang(self) -> None:
         for callback in self.callbacks:
             callback.on_hang()
+        # Last: the disk, or a lock that the dump needs, may hang.
+        comm, folder = self.config.comm, RunDirectory(self.config.dump_folder).path
+        name = f"{comm.save_traces_file_prefix}{torch.distributed.get_rank()}"
+        compat.dump_flight_recorder(folder / comm.save_traces_folder / name)
 
     def before_save(self) -> None:
         """Refuse to save weights that are not finite, or in another run's folder; collective."""
         self._follow_folder()
-        write_kept()  # no later start repeats the steps before a checkpoint
-        self._unread.read(newest=True)  # the saved state knows of every skipped step
+        write_kept()  # a later start does not repeat the steps before a checkpoint
+        self._unread.read(newest=True)  # the saved state includes every skipped step
         name = first_non_finite_parameter(self.model_parts)
         if name is not None:
             raise NonFiniteError(
@@ -341,14 +342,11 @@ class LoopTrainer(Trainer):
         return parallel_dims
 
     def close(self, *, together: bool = False) -> None:
-        """Wait for a save that is being written, and let another job have the run directory.
+        """Finish a save that is being written, and release the run directory.
 
-        Everything is closed even if closing some of it fails, unlike in upstream's `close`; the
-        lock comes last.
-
-        Args:
-            together: Whether all ranks close now. They then leave at the same time: a launcher may
-                kill ranks that take much longer than the first, such as rank 0 in a slow upload.
+        Unlike in upstream's `close`, everything is closed even if closing some of it fails. If all
+        ranks close `together`, they leave at the same time: a launcher may kill ranks that outlive
+        the first one by much, such as rank 0 in a slow upload.
         """
         self.checkpointer.ends_together = together
         with contextlib.ExitStack() as closing:
@@ -366,7 +364,7 @@ class LoopTrainer(Trainer):
         return self.run.lineage()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON that continues the run on any number of ranks."""
+        """Return the JSON from which any number of ranks can continue."""
         state: dict[str, Any] = {
             "step": self.step,
             "tokens": self.tokens,
@@ -383,7 +381,7 @@ class LoopTrainer(Trainer):
         check_parent(state_dict["architecture"], self.run.architecture, carry)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state; raises `UserError` for another architecture."""
+        """Restore a state; raises `UserError` for another architecture."""
         check_architecture(state_dict["architecture"], self.run.architecture)
         self.step = state_dict["step"]
         self.tokens = state_dict["tokens"]

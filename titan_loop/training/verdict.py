@@ -3,8 +3,8 @@
     loss, gradient norm ─► agree_on_step ─► verdict ─┬─► update, or none, decided on the device
                                                      └─► read a step later: `Callback.on_verdict`
 
-All ranks take the same decision, so no rank waits for a collective the others left. The host reads
-the verdict on a step when the next step's kernels are queued, so the device never waits for it.
+All ranks decide alike, so none waits in a collective that others left. The host reads a verdict
+when the next step's kernels are queued, so the device never waits for the host.
 """
 
 from collections import deque
@@ -23,13 +23,12 @@ from titan_loop.storage.transient import retries
 class StepVerdict:
     """Common decision of all ranks about one step; on the device until it is read.
 
-    Args:
-        flags: (3,) int32, the same on all ranks: 1 to update the weights, 1 if training goes on,
-            less the largest number of reads that a rank had to repeat.
+    `flags` are (3,) int32, the same on all ranks: 1 to update the weights, 1 to go on with
+    training, and minus the largest number of repeated reads of a rank.
 
     Attributes:
         skip: fp32 scalar on the device: 1 if the update must be skipped, else 0.
-        io_retries: Reads that the rank with the most had to repeat; known once this was read.
+        io_retries: Largest number of repeated reads of a rank; 0 until the verdict is read.
     """
 
     def __init__(self, flags: Tensor) -> None:
@@ -42,10 +41,7 @@ class StepVerdict:
             self._copied.record()
 
     def read(self) -> tuple[bool, bool]:
-        """Return whether the step updates the weights, and whether any rank was asked to stop.
-
-        Waits for the end of the step's backward pass on the device.
-        """
+        """Return whether to update and whether to stop; waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         updates, goes_on, read_again = self._flags.tolist()
@@ -54,15 +50,7 @@ class StepVerdict:
 
 
 class TrainedStep(NamedTuple):
-    """Results of a training step, on the device.
-
-    Attributes:
-        step: Number of the step.
-        loss: This rank's share.
-        metrics: This rank's share of the objective's metrics.
-        grad_norm: Gradient norm before clipping, of all ranks.
-        verdict: Common decision of all ranks.
-    """
+    """Results of a training step, on the device; loss and metrics are this rank's shares."""
 
     step: int
     windows: range
@@ -75,9 +63,7 @@ class TrainedStep(NamedTuple):
 class UnreadSteps:
     """Training steps whose verdict the host has not read yet.
 
-    Args:
-        tell: Called with every step whose verdict is read, in order, and whether it updated the
-            weights.
+    `tell` is called with every step that is read, in order, and whether it updated the weights.
     """
 
     def __init__(self, tell: Callable[[TrainedStep, bool], None]) -> None:
@@ -85,14 +71,13 @@ class UnreadSteps:
         self._steps: deque[TrainedStep] = deque()
 
     def add(self, trained: TrainedStep) -> None:
-        """Note a step just done."""
+        """Add a step just done."""
         self._steps.append(trained)
 
     def read(self, *, newest: bool) -> bool:
-        """Read the verdicts on all steps but the newest, and on that one, too, if asked to.
+        """Read the verdicts on all steps, or all but the newest; return whether to stop.
 
-        Returns:
-            Whether any rank was asked to stop; then every verdict was read.
+        If any rank was asked to stop, every verdict is read.
         """
         stop = False
         while len(self._steps) > (0 if newest or stop else 1):
@@ -108,15 +93,8 @@ def agree_on_step(
 ) -> StepVerdict:
     """Return the common decision of all ranks about a step; collective, and no wait.
 
-    Args:
-        loss: This rank's loss of the step, any shape.
-        grad_norm: The gradient norm before clipping, any shape.
-        stop: Whether this rank was asked to stop.
-        calm: Whether this rank agrees to the update, a scalar bool; None has no opinion.
-
-    Returns:
-        An update if loss and gradient norm are finite and `calm` holds on every rank; stop if any
-        rank was asked to.
+    The weights are updated if loss and gradient norm are finite and `calm`, a scalar bool or None,
+    holds on every rank. Training stops if any rank was asked to `stop`.
     """
     updates = torch.isfinite(local_part(loss)).all() & torch.isfinite(local_part(grad_norm)).all()
     if calm is not None:
@@ -130,9 +108,8 @@ def agree_on_step(
 def update_unless_skipped(optimizers: OptimizersContainer, verdict: StepVerdict) -> None:
     """Update the weights unless the verdict is to skip the step.
 
-    torch's fused optimisers read the verdict on the device, as they do under a gradient scaler, and
-    leave weights, moments and their step count alone. Any other one waits for it; so do weights
-    that are offloaded to the host, where the optimiser would read a copy still on its way.
+    torch's fused optimisers read the verdict on the device, as under a gradient scaler. Others wait
+    for it, and so do offloaded weights, whose optimiser would read a copy still on its way.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
@@ -151,11 +128,7 @@ def agree_to_stop(stop: bool, device: torch.device | None = None) -> bool:
 
 
 def first_non_finite_parameter(model_parts: Sequence[nn.Module]) -> str | None:
-    """Return the name of the first parameter with a NaN or infinity on any rank; collective.
-
-    Every rank holds the same parameters in the same order (a shard of each), so all ranks return
-    the same name, or None if all are finite.
-    """
+    """Return the name of the first parameter with a NaN or infinity on any rank; collective."""
     named = [item for part in model_parts for item in part.named_parameters()]
     if not named:
         return None
@@ -166,10 +139,9 @@ def first_non_finite_parameter(model_parts: Sequence[nn.Module]) -> str | None:
 
 
 def _is_finite(values: Tensor) -> Tensor:
-    """Return a scalar bool on the tensor's device, without a temporary of the tensor's size."""
     if values.numel() == 0:  # an uneven shard may be empty
         return torch.ones((), dtype=torch.bool, device=values.device)
-    smallest, largest = torch.aminmax(values)
+    smallest, largest = torch.aminmax(values)  # no temporary of the tensor's size
     return torch.isfinite(smallest) & torch.isfinite(largest)
 
 

@@ -3,8 +3,7 @@
     a ← w                    up to the first update after `start_tokens`
     a ← d·a + (1 − d)·w      at every later one
 
-a is in float32, sharded like w, and never gathered: on any number of ranks it is the same function
-of the weights. Frozen parameters have none.
+a is in fp32 and sharded like w; nothing is gathered. Frozen parameters have no average.
 
 Source: Polyak and Juditsky 1992; as an exponential average Tarvainen and Valpola 2017, arXiv
 1703.01780, §2.
@@ -36,21 +35,18 @@ class WeightAverageConfig:
 
     def refusals(self) -> Iterator[Refusal]:
         """Yield values out of range."""
-        if not 0 <= self.decay < 1:
-            fix = "0.999 is usual, 0 keeps no average"
-            yield Refusal.of("ema.decay", self.decay, "must be at least 0 and below 1", fix)
-        if self.interval < 1:
-            yield Refusal.of("ema.interval", self.interval, "must be at least 1")
-        if self.start_tokens < 0:
-            yield Refusal.of("ema.start_tokens", self.start_tokens, "is negative", "use 0 or more")
+        usual = "0.999 is usual, 0 keeps no average"
+        yield from Refusal.unless(
+            "ema",
+            self,
+            ("decay", 0 <= self.decay < 1, f"must be at least 0 and below 1; {usual}"),
+            ("interval", self.interval >= 1, "must be at least 1"),
+            ("start_tokens", self.start_tokens >= 0, "is negative; use 0 or more"),
+        )
 
 
 class WeightAverage:
-    """The average of a model's weights.
-
-    Attributes:
-        updates: Updates so far; at 0 the average is the weights.
-    """
+    """The average of a model's weights, equal to them until `updates` exceeds 0."""
 
     def __init__(self, config: WeightAverageConfig, weights: Mapping[str, Tensor]) -> None:
         self._config = config
@@ -63,7 +59,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, *, step: int, tokens: int) -> None:
-        """Take in the weights after a step, with the global tokens consumed until then."""
+        """Take in the weights after a step at which `tokens` global tokens are consumed."""
         if step % self._config.interval or tokens <= self._config.start_tokens:
             return
         if self.updates == 0:
@@ -76,13 +72,13 @@ class WeightAverage:
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state for any number of ranks; its tensors are not copies."""
+        """Return the average itself, not a copy, for any number of ranks."""
         if self.updates == 0:
             self._restart()
         return {"updates": self.updates, **self._average}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from such a state; its tensors may be this average's own."""
+        """Restore such a state, whose tensors may be this average's own."""
         self.updates = state_dict["updates"]
         for name, average in self._average.items():
             if state_dict[name] is not average:

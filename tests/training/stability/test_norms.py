@@ -12,11 +12,11 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.run import run_training
 from titan_loop.training.stability.norms import (
     GROWTH,
+    WeightNorms,
     growth_warning,
     norms_line,
     norms_record,
 )
-from titan_loop.training.stability.weights import WeightNorms
 
 NAN = float("nan")
 

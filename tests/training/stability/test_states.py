@@ -124,7 +124,7 @@ def test_nobody_watches_after_the_forward_pass():
 
 def test_a_step_off_the_interval_is_not_watched():
     step = Step(tiny())
-    step.norms = StateNorms(layers=2, recurrent_steps=3, device=torch.device("cpu"), interval=2)
+    step.norms = StateNorms(2, 3, torch.device("cpu"), interval=2)
     step.begin()
     step.run(torch.randint(128, (1, 32)))
     assert not step.sums().any()

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from titan_loop.training.stability.weights import WeightNorms, parts_of
+from titan_loop.training.stability.norms import WeightNorms, parts_of
 
 FP32_TOLERANCE = 1e-5
 

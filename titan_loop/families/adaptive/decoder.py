@@ -24,7 +24,7 @@ from titan_loop.families.adaptive.layer import LayerReport
 from titan_loop.families.adaptive.memory_bank import MemoryBank
 from titan_loop.models.context import AttentionMask, CacheSlot, LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.flops import Flops, LayerVisits
+from titan_loop.models.decoder_costs import Flops, LayerVisits
 from titan_loop.models.gpt2_block import GPT2Decoder, layer_norm_sharding
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup

@@ -20,8 +20,9 @@ from torchtitan.config import CompileConfig
 from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import LoopOutput
+from titan_loop.models.readout import LMHead
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, token_mean
+from titan_loop.objectives.streamed_loss import LossBatch, token_mean
 
 
 class PonderCostLoss(ExpectedExitLoss):
@@ -74,7 +75,7 @@ class PonderCostLoss(ExpectedExitLoss):
         return [*super().summary(metrics), *said]
 
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
         loss, metrics = super().compute(readout, output, batch)

@@ -9,14 +9,17 @@ no recomputation by steps.
 from dataclasses import dataclass, field
 from typing import Any
 
+import spmd_types as spmd
 from torch import Tensor
+from torchtitan.models.common.decoder_sharding import dense_activation_placement
 from torchtitan.models.common.nn_modules import Identity
+from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_loop.families.discoloop.soft_decode import Decoding, soft_decode, soft_encode
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.flops import Flops
-from titan_loop.models.sharding import scattered_state
+from titan_loop.models.decoder_costs import Flops
+from titan_loop.models.sharding import state_placement
 from titan_loop.models.units import TABLES, Unit
 
 
@@ -33,7 +36,10 @@ class DecodingDecoder(LoopDecoder):
         def set_sharding(self, *, enable_sp: bool) -> None:
             """Declare placements; Φ is a sum over ranks until it is scattered like a state."""
             LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
-            self.decoded_state.sharding_config = scattered_state(enable_sp=enable_sp)
+            self.decoded_state.sharding_config = ShardingConfig(
+                in_src_shardings={"input": dense_activation_placement(tp=spmd.P)},
+                in_dst_shardings={"input": state_placement(enable_sp)},
+            )
 
         def architecture(self) -> dict[str, Any]:
             """Return the looped decoder's options and the options of Φ."""

@@ -22,7 +22,7 @@ from torchtitan.models.common.decoder_sharding import norm_config
 
 from titan_loop.models.context import PREFIX, LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.flops import LayerVisits
+from titan_loop.models.decoder_costs import LayerVisits
 from titan_loop.models.gpt2_block import StateBias
 from titan_loop.models.recurrence import Carry
 from titan_loop.models.units import Unit

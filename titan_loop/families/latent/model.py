@@ -46,9 +46,9 @@ from torchtitan.models.common.embedding import Embedding
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.context import AttentionMask, LoopContext
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.dropout import Drawing
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
-from titan_loop.models.flops import Flops
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.loop_config import loop_config
 from titan_loop.models.loop_options import LoopOptions

@@ -28,7 +28,7 @@ from titan_loop.families.moe.attention import StepAttention
 from titan_loop.families.moe.feed_forward import ALIGNED, LoopMoE, Routing
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.context import CacheSlot, LoopContext
-from titan_loop.models.flops import Flops
+from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.llama import LlamaDecoder
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup

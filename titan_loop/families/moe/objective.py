@@ -21,8 +21,9 @@ from torchtitan.config import CompileConfig
 from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import LoopOutput
+from titan_loop.models.readout import LMHead
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, token_mean
+from titan_loop.objectives.streamed_loss import LossBatch, token_mean
 
 
 class MoELoss(ExpectedExitLoss):
@@ -65,7 +66,7 @@ class MoELoss(ExpectedExitLoss):
         self.balance_weight, self.router_z_weight = config.balance_weight, config.router_z_weight
 
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
         loss, metrics = super().compute(readout, output, batch)

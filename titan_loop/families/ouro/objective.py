@@ -20,10 +20,10 @@ from torchtitan.config import CompileConfig
 from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import LoopOutput
+from titan_loop.models.readout import LMHead
 from titan_loop.objectives.expected_loss import collapse_warning
 from titan_loop.objectives.streamed_loss import (
     LossBatch,
-    StreamedHead,
     StreamedLoss,
     exit_metrics,
     stack_exit_logits,
@@ -207,7 +207,7 @@ class AdaptiveGateLoss(StreamedLoss):
         return collapse_warning(metrics, fix=fix)
 
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens

@@ -38,7 +38,6 @@ from titan_loop.objectives.expected_loss import ExpectedExitLoss, exit_penalty
 from titan_loop.objectives.streamed_distillation import Targets, distilled_loss
 from titan_loop.objectives.streamed_loss import (
     LossBatch,
-    StreamedHead,
     exit_metrics,
     stack_exit_logits,
     token_mean,
@@ -125,7 +124,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
         self.every_step, self.state_distance = values["every_step"], values["state_distance"]
 
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
@@ -146,7 +145,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
 
     def _read_out(
         self,
-        readout: StreamedHead,
+        readout: LMHead,
         hidden_RBLD: Sequence[Tensor],
         exit_logit_RBL: Tensor,
         batch: LossBatch,

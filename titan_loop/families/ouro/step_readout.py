@@ -27,7 +27,7 @@ from torchtitan.protocols.module import Module
 from titan_loop.errors import UserError
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.flops import Flops
+from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.parameter_groups import LookUp
 from titan_loop.models.units import NORM_AND_GATE, Unit
 

@@ -36,7 +36,7 @@ from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.models.vocabulary import Vocabulary
 from titan_loop.objectives.streamed_distillation import Targets, distilled_loss
-from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, StreamedLoss
+from titan_loop.objectives.streamed_loss import LossBatch, StreamedLoss
 from titan_loop.runs.saved_run import SavedRun
 
 
@@ -121,7 +121,7 @@ class DistillationLoss(StreamedLoss):
         self._teacher: LoopDecoder | None = None
 
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
         assert isinstance(readout, LMHead)

@@ -41,8 +41,8 @@ from titan_loop.families.retrofit.bridge import (
 )
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.context import LoopContext
+from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
-from titan_loop.models.flops import Flops
 from titan_loop.models.injection import Injected
 from titan_loop.models.llama import LLAMA_SIZES, LlamaDecoder, LlamaOptions, llama_config
 from titan_loop.models.parameter_groups import ParameterGroup

@@ -30,8 +30,8 @@ from titan_loop.families.xllm.injection import LinearInjection, weights_of
 from titan_loop.families.xllm.start_state import StartState
 from titan_loop.families.xllm.student import ERROR, TAUGHT, Student, scaled_error
 from titan_loop.models.context import AttentionMask, LoopContext
+from titan_loop.models.decoder_costs import Flops, LayerVisits
 from titan_loop.models.final_norm import FinalNorm
-from titan_loop.models.flops import Flops, LayerVisits
 from titan_loop.models.injection import Injected
 from titan_loop.models.llama import LlamaDecoder
 from titan_loop.models.output import LoopOutput

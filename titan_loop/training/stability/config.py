@@ -13,41 +13,40 @@ class StabilityConfig:
     """Spikes, norms, stragglers and heartbeats; see `titan_loop/training/stability/README.md`."""
 
     skip_spikes: bool = False
-    """Leave out the update of a step whose loss or gradient norm is far above those of recent steps
-    (or not finite), and go back to a checkpoint where that does not help. max_skipped_steps then
-    has no effect."""
+    """Leave out the update of a step whose loss or gradient norm is far above recent ones, or not
+    finite, and rewind to a checkpoint where that does not help. max_skipped_steps then has no
+    effect."""
 
     window: int = 64
-    """Steps in the rolling median; a step is judged once so many were accepted."""
+    """Steps in the rolling median; judging starts once so many steps were accepted."""
 
     threshold: float = 8.0
-    """Standard deviations above the median, both robust, at which loss or log gradient norm is a
-    spike."""
+    """Robust standard deviations above the median at which loss or log gradient norm is a spike."""
 
     skips: int = 3
-    """Spikes within `window` steps after which the run goes back to the last good checkpoint and
+    """Spikes within `window` steps after which the run rewinds to the last good checkpoint and
     jumps over their windows."""
 
     rewinds: int = 2
-    """How often a run goes back at most; then it ends with exit code 4."""
+    """Most rewinds of a run, which then ends with exit code 4."""
 
     norms_interval: int = 0
-    """Steps between two measurements of state, gradient and update norms, of every layer in every
-    recurrent step, for norms.jsonl and the report; 0 measures none. Takes memory for one more copy
-    of a rank's weights."""
+    """Steps between two measurements of state, gradient and update norms, by layer and recurrent
+    step, for norms.jsonl and the report; 0 measures none. Needs memory for one more copy of a
+    rank's weights."""
 
     straggler: float = 0.0
-    """How many times as long as the others' a rank's products or waits for data take for it to be
-    named in the log and in `titan-loop status`, such as 1.5; 0 gathers no times. Times are taken on
-    logging steps."""
+    """Name a rank, in the log and in `titan-loop status`, whose products or waits for data take
+    this many times as long as the others', such as 1.5; 0 gathers no times. Measured on logging
+    steps."""
 
     heartbeat_seconds: float = 0.0
-    """Seconds between two writings of every rank's RUN/heartbeats/rank-N.json, from which the
+    """Seconds between two writings of each rank's RUN/heartbeats/rank-N.json, from which the
     watchdog and `titan-loop status` name silent ranks, such as 30; 0 writes none."""
 
     @property
     def most_jumped_steps(self) -> int:
-        """Training steps whose windows may be jumped over."""
+        """Most training steps whose windows are jumped over."""
         return self.skips * self.rewinds if self.skip_spikes else 0
 
     def unused(self) -> str:
@@ -61,21 +60,20 @@ class StabilityConfig:
 
     def refusals(self) -> Iterator[Refusal]:
         """Yield values out of range."""
-        if not 1 <= self.threshold < math.inf:
-            yield self._refusal("threshold", "must be at least 1", "8 is usual")
-        for name, least in (("window", 4), ("skips", 1), ("rewinds", 0)):
-            if getattr(self, name) < least:
-                yield self._refusal(name, f"must be at least {least}", "")
-        if self.skips > self.window:
-            yield self._refusal(
-                "skips", f"do not fit into stability.window={self.window}", "use fewer"
-            )
-        if self.straggler and not 1 < self.straggler < math.inf:
-            yield self._refusal("straggler", "must be above 1, or 0 for none", "1.5 is usual")
-        if not 0 <= self.heartbeat_seconds < math.inf:
-            yield self._refusal("heartbeat_seconds", "must be 0 (none) or more", "30 is usual")
-        if self.norms_interval < 0:
-            yield self._refusal("norms_interval", "is negative", "0 measures nothing")
+        least, factor = "must be at least", self.straggler
+        beats = 0 <= self.heartbeat_seconds < math.inf
+        yield from Refusal.unless(
+            "stability",
+            self,
+            ("threshold", 1 <= self.threshold < math.inf, f"{least} 1; 8 is usual"),
+            ("window", self.window >= 4, f"{least} 4"),
+            ("skips", self.skips >= 1, f"{least} 1"),
+            ("rewinds", self.rewinds >= 0, f"{least} 0"),
+            ("skips", self.skips <= self.window, f"do not fit into stability.window={self.window}"),
+            ("straggler", not factor or 1 < factor < math.inf, "must be above 1, or 0 for none"),
+            ("heartbeat_seconds", beats, "must be 0 (none) or more; 30 is usual"),
+            ("norms_interval", self.norms_interval >= 0, "is negative; 0 measures nothing"),
+        )
 
     def setting_refusals(self, *, checkpoint: LoopCheckpointManager.Config) -> Iterator[Refusal]:
         """Yield reasons why a run cannot rewind."""
@@ -85,19 +83,11 @@ class StabilityConfig:
         interval, kept = checkpoint.interval, checkpoint.keep_latest_k
         needed = 1 + math.ceil((self.window - 1) / interval)
         if self.rewinds and not saves:
-            yield self._refusal(
-                "rewinds",
-                "needs checkpoints to go back to, and none are saved",
-                "set checkpoint.enable=True (and load_only=False), or stability.rewinds=0",
-            )
+            problem = "needs checkpoints to go back to, and none are saved"
+            fix = "set checkpoint.enable=True (and load_only=False), or stability.rewinds=0"
+            yield Refusal.of("stability.rewinds", self.rewinds, problem, fix)
         elif self.rewinds and 0 < kept < needed and not checkpoint.keep_every:
-            yield Refusal.of(
-                "checkpoint.keep_latest_k",
-                kept,
-                f"of checkpoints {interval} steps apart may leave none from before the first of "
-                f"the spikes within stability.window={self.window}",
-                f"keep at least {needed}, or all (0)",
-            )
-
-    def _refusal(self, name: str, problem: str, fix: str) -> Refusal:
-        return Refusal.of(f"stability.{name}", getattr(self, name), problem, fix)
+            problem = f"of checkpoints {interval} steps apart may leave none from before the first "
+            problem += f"of the spikes within stability.window={self.window}"
+            fix = f"keep at least {needed}, or all (0)"
+            yield Refusal.of("checkpoint.keep_latest_k", kept, problem, fix)

@@ -27,7 +27,7 @@ _MOST_SECONDS_TO_END = 10.0
 
 
 class Pulse(Callback):
-    """Writes every `seconds` from a thread, which begins with the first step."""
+    """Writes a heartbeat every `seconds` from the first step on."""
 
     def __init__(self, run: Path, *, rank: int, seconds: float) -> None:
         self._run, self._rank, self._seconds = run, rank, seconds
@@ -41,20 +41,20 @@ class Pulse(Callback):
         self.enter(trainer.step, phase)
 
     def enter(self, step: int, phase: Phase) -> None:
-        """Write from now on that this part of this step has begun now."""
+        """Report from now on that this part of this step began now."""
         self._step, self._phase, self._progress = step, phase, time.time()
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
             self._thread.start()
 
     def on_hang(self) -> None:
-        """Print on rank 0 which ranks the others wait for; may wait for the disk."""
+        """Print on rank 0 the ranks that the others wait for; may wait for the disk."""
         if self._rank == 0:
             for line in silent_ranks(read_heartbeats(self._run), hung=True):
                 print(f"titan-loop: {line}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Stop, and delete the file: a run that ended is not a rank that fell silent."""
+        """Stop, and delete the file, so that a rank that ended does not look silent."""
         if self._thread is not None:
             self._ended.set()
             self._thread.join(_MOST_SECONDS_TO_END)

@@ -11,32 +11,24 @@ logger = logging.getLogger(__name__)
 
 
 class NonFiniteSteps(Callback):
-    """Counts them and raises `NonFiniteError` at the `most`-th in a row."""
+    """Raises `NonFiniteError` at the `most`-th skipped step in a row."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._in_a_row = 0
 
     def on_verdict(self, trainer: TrainingState, trained: TrainedStep, *, updated: bool) -> None:
-        """Count the step."""
+        """Count a skipped step; an update starts again at 0."""
         self._in_a_row = 0 if updated else self._in_a_row + 1
         if updated:
             return
         windows = trained.windows
         where = f"step {trained.step} (windows {windows.start} to {windows.stop - 1})"
-        warn_together(
-            logger,
-            "%s: loss %g or gradient norm %g is not finite on some rank; update skipped (%d of %d "
-            "in a row)",
-            where,
-            float(trained.loss),
-            float(trained.grad_norm),
-            self._in_a_row,
-            self._most,
-        )
+        numbers = f"loss {float(trained.loss):g} or gradient norm {float(trained.grad_norm):g}"
+        counted = f"{self._in_a_row} of {self._most} in a row"
+        message = "%s: %s is not finite on some rank; update skipped (%s)"
+        warn_together(logger, message, where, numbers, counted)
         if self._in_a_row >= self._most:
-            raise NonFiniteError(
-                f"stopped at {where}: {self._in_a_row} steps in a row had a non-finite loss or "
-                "gradient; restart from the last checkpoint with a lower learning rate or fewer "
-                "recurrent steps"
-            )
+            problem = f"{self._in_a_row} steps in a row had a non-finite loss or gradient"
+            fix = "restart from the last checkpoint with a lower learning rate or fewer steps"
+            raise NonFiniteError(f"stopped at {where}: {problem}; {fix}")

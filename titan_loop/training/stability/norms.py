@@ -2,9 +2,9 @@
 
 A record has, besides `step` and `tokens`,
 
-    state_rms         rows of layers: the root mean square of the state after each layer; row 0 is
-                      of the layers outside the loop, row r of recurrent step r
-    state_gradient    the same for the norm of the loss's gradient with respect to that state
+    state_rms         root mean square of the state after each layer, a row for each recurrent step;
+                      row 0 is for the layers outside the loop
+    state_gradient    in the same rows, the norm of the loss's gradient with respect to that state
     weight, gradient, update
                       by layer or module: norms of the weights, of their gradient before clipping,
                       and of the step's change of them
@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from titan_loop.ranks import warn_together
 from titan_loop.runs.run_directory import RunDirectory
@@ -31,22 +33,62 @@ from titan_loop.training.stability.states import (
     gradient_norm,
     root_mean_square,
 )
-from titan_loop.training.stability.weights import WeightNorms
 from titan_loop.training.verdict import StepVerdict
 
 logger = logging.getLogger(__name__)
 
 GROWTH = 10.0
-"""A layer's state that is so many times larger in the last recurrent step than in the first is
-warned of. With a norm after every step the ratio is near 1; without one it grows with R."""
+"""Growth of a layer's state from the first recurrent step to the last that causes a warning. With a
+norm after every step the ratio is near 1; without one it grows with R."""
+
+
+class WeightNorms:
+    """Norms by part of the model: "0", "1", … for layers, or the name of another module.
+
+    Create it before clipping and `finish` it after the update: meanwhile it holds one more copy of
+    this rank's weights. Collective; the values stay on the device. A gradient that did not arrive
+    and the update of a skipped step count as 0.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts = parts_of(model)
+        self._before = {
+            name: [p.detach().clone() for p in part] for name, part in self._parts.items()
+        }
+        self.gradient = {
+            name: _norm([p.grad if p.grad is not None else torch.zeros_like(p) for p in part])
+            for name, part in self._parts.items()
+        }
+        self.weight = {name: _norm(weights) for name, weights in self._before.items()}
+        self.update: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Measure the update and drop the copies."""
+        for name, part in self._parts.items():
+            old = self._before.pop(name)
+            self.update[name] = _norm([p - q for p, q in zip(part, old, strict=True)])
+
+
+def parts_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return the trainable parameters by layer number or top-level module."""
+    parts: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            first, second, *_ = [*name.split("."), ""]
+            parts.setdefault(second if first == "layers" else first, []).append(parameter)
+    return parts
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    norm = get_total_norm([tensor.detach() for tensor in tensors])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class NormsLog(Callback):
     """Measures every `interval`-th step, and writes it to `norms.jsonl` and the log.
 
-    Args:
-        states: Collects the norms of states, at these steps at least.
-        window_elements: Elements of one window's state, L x D.
+    `states` measures these steps, too; `window_elements` is the size of one window's state, L x D.
     """
 
     def __init__(
@@ -68,7 +110,7 @@ class NormsLog(Callback):
             self._weights.finish()
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
-        """Write the record of a measured step, which waits for the device."""
+        """Write the record of a measured step; waits for the device."""
         if self._weights is None:
             return
         record = norms_record(
@@ -94,12 +136,8 @@ def norms_record(
 ) -> dict[str, Any]:
     """Return the record of one step; waits for the device.
 
-    Args:
-        tokens: Global tokens consumed after it.
-        recurrent_steps: R of the step; later rows are left out.
-        sums: `StateNorms.sums`.
-        elements: Elements of one state of the global batch.
-        of: Norms of the weights, finished.
+    `sums` are from `StateNorms`, of states with so many `elements` in the global batch; rows after
+    `recurrent_steps` are left out. `of` must be finished.
     """
     states = torch.stack([root_mean_square(sums), gradient_norm(sums, elements)])
     rms, gradient = states[:, : recurrent_steps + 1].tolist()
@@ -125,10 +163,10 @@ def norms_line(record: Mapping[str, Any]) -> str:
 
 
 def growth_warning(rms: Sequence[Sequence[float]]) -> str | None:
-    """Return one line if a record's `state_rms` grows with depth more than `GROWTH`, else None."""
-    first, last = rms[OUTSIDE + 1], rms[-1]
+    """Return a warning if a record's `state_rms` grows with depth more than `GROWTH`, else None."""
     if len(rms) < 3:
         return None
+    first, last = rms[OUTSIDE + 1], rms[-1]
     ratios = [b / a if a > 0 else math.nan for a, b in zip(first, last, strict=True)]
     layer = max(range(len(ratios)), key=lambda i: -1.0 if math.isnan(ratios[i]) else ratios[i])
     if not ratios[layer] > GROWTH:
@@ -141,7 +179,7 @@ def growth_warning(rms: Sequence[Sequence[float]]) -> str | None:
 
 
 def part_name(part: str) -> str:
-    """Return the name of a part of the model in a sentence."""
+    """Return a part of the model as a sentence names it."""
     return f"layer {part}" if part.isdecimal() else part
 
 

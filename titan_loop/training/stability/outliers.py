@@ -4,8 +4,8 @@
     spread  s = 1.4826 · median |x − m|, the standard deviation if x were normal, at least a floor
     outlier x > m + k·s, or x not finite
 
-Median and spread ignore outliers in the window: a mean and its deviation would follow
-them. Only values that were accepted enter the window, and nothing is judged before it is full.
+Unlike a mean and a deviation, median and spread ignore outliers in the window. Only accepted values
+enter the window, and nothing is judged before it is full.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,7 @@ MAD_TO_DEVIATION = 1.4826
 
 
 class RollingMedian:
-    """A window over the accepted values of several numbers.
-
-    Args:
-        window: Number W of values in the median.
-        threshold: k.
-        floors: Smallest spread of each number.
-    """
+    """The last `window` accepted values of several numbers; `floors` are their smallest spreads."""
 
     def __init__(
         self, window: int, threshold: float, floors: Sequence[float], device: torch.device
@@ -58,7 +52,7 @@ class RollingMedian:
         return {"accepted": int(self._accepted), "values": self._values.tolist()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continue with such a window; one of another length starts anew."""
+        """Restore such a window; one of another length is dropped."""
         values = torch.tensor(state["values"], dtype=torch.float64)
         if values.shape == self._values.shape:
             self._values.copy_(values)

@@ -1,4 +1,4 @@
-"""Skipped steps with consequences: recorded in `decisions.jsonl`, and followed by a rewind.
+"""Skipped steps and their consequences: records in `decisions.jsonl`, and rewinds.
 
     skip ─► fewer than `skips` within `window` steps: go on
          ─► else `SpikesError` ends this start; `rewind` records where the next one begins
@@ -7,8 +7,8 @@
 One record a decision:
 
     decision         skip, rewind or stop
-    step             the training step it was taken about
-    rewound          rewinds before it
+    step             the training step that it is about
+    rewound          number of earlier rewinds
     windows          [first, stop) ranges of global windows: of the step, or of the jump
     loss, loss_bound, grad_norm, grad_norm_bound      of a skip: its values and their bounds
     began            of a skip: layer and recurrent step where it began, if one stands out
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class SkippedStep(NamedTuple):
-    """A training step whose update was left out, and its global windows [first, stop)."""
+    """A training step whose update was skipped, and its global windows [first, stop)."""
 
     step: int
     first_window: int
@@ -52,7 +52,7 @@ class SkippedStep(NamedTuple):
 
 
 class SpikesError(Exception):
-    """Too many steps were skipped: the run has to start again from before these `spikes`."""
+    """Too many steps were skipped: the run must start again from before these `spikes`."""
 
     def __init__(self, spikes: list[SkippedStep]) -> None:
         super().__init__(f"{len(spikes)} spikes, the last at step {spikes[-1].step}")
@@ -60,11 +60,7 @@ class SpikesError(Exception):
 
 
 class SpikeSkipping(Callback):
-    """Has the updates of spikes and of non-finite steps left out, and counts them.
-
-    Args:
-        states: Collects the norms of states of every step.
-    """
+    """Skips the updates of spikes and of non-finite steps; `states` measures every step."""
 
     def __init__(
         self,
@@ -81,13 +77,13 @@ class SpikeSkipping(Callback):
         self._evidence: deque[Evidence] = deque()  # of steps whose verdict is not read yet
 
     def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
-        """Tell the judge the plan of the step that begins."""
+        """Give the judge the plan of the step that begins."""
         if phase == "reading data":
             level, recurrence = trainer.dataloader.level, trainer.config.recurrence
             self._judge.begin(regime(recurrence, trainer.plan, level=level))
 
     def judge(self, trainer: TrainingState, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return whether the step is no spike."""
+        """Return True unless the step is a spike."""
         mesh = trainer.parallel_dims.get_optional_mesh("loss")
         share = (1 if mesh is None else mesh.size()) / dist.get_world_size()
         self._evidence.append(self._judge.look(loss, grad_norm, self._states.sums, share=share))
@@ -107,35 +103,29 @@ class SpikeSkipping(Callback):
         recent = [skipped for skipped in self.skipped if skipped.step > trained.step - window]
         self.skipped = [*recent, SkippedStep(trained.step, windows.start, windows.stop)]
         found = self._findings(evidence)
-        warn_together(
-            logger,
-            "step %d (windows %d to %d) is a spike: loss %.4g, at most %.4g; gradient norm %.4g, "
-            "at most %.4g; update skipped (%d of %d within %d steps)%s",
-            trained.step,
-            windows.start,
-            windows.stop - 1,
-            *(found[name] for name in ("loss", "loss_bound", "grad_norm", "grad_norm_bound")),
-            len(self.skipped),
-            self._config.skips,
-            window,
-            f"; it began in the {found['began']}" if found["began"] else "",
-        )
+        numbers = "loss {loss:.4g}, at most {loss_bound:.4g}; "
+        numbers += "gradient norm {grad_norm:.4g}, at most {grad_norm_bound:.4g}"
+        counted = f"{len(self.skipped)} of {self._config.skips} within {window} steps"
+        began = f"; it began in the {found['began']}" if found["began"] else ""
+        where = f"step {trained.step} (windows {windows.start} to {windows.stop - 1})"
+        message = "%s is a spike: %s; update skipped (%s)%s"
+        warn_together(logger, message, where, numbers.format(**found), counted, began)
         if dist.get_rank() == 0:
             _record(self._run, "skip", self.skipped[-1:], **found)
         if len(self.skipped) >= self._config.skips:
             raise SpikesError(self.skipped)
 
     def may_save(self) -> bool:
-        """Return False after a skipped step, whose weights may be the reason."""
+        """Return False after a skipped step, which the weights may have caused."""
         return not self._newest_was_skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the judge's window and the skipped steps that count."""
+        """Return the judge's window and the recent skipped steps."""
         skipped = [skipped._asdict() for skipped in self.skipped]
         return {"stability": {"history": self._judge.state_dict(), "ladder": {"skipped": skipped}}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue to decide alike."""
+        """Restore both, so that a resumed run decides alike."""
         if "stability" in state:
             self._judge.load_state_dict(state["stability"]["history"])
             skipped = state["stability"]["ladder"]["skipped"]
@@ -159,53 +149,41 @@ def rewind(
     spikes: list[SkippedStep],
     config: StabilityConfig,
 ) -> str:
-    """Record that the next start goes on from before the spikes, without their windows; on rank 0.
+    """Record on rank 0 that the next start continues from before the spikes, without their windows.
 
-    Nothing of the run may be saving or copying. `remote` has its copies in an object store.
-
-    Returns:
-        Why the run cannot go on; empty if it can.
+    Nothing of the run may be saving or copying; `remote` has its copies in an object store. Returns
+    the reason why the run cannot go on, empty if it can.
     """
     first, last = spikes[0].step, spikes[-1].step
     before = read_rewinds(run.path)
-    said = (
-        f"{len(spikes)} spikes within {config.window} steps, the last at step {last} "
-        f"(windows {_windows(spikes)})"
-    )
-    if len(before) >= config.rewinds:
+    windows, number = _windows(spikes), len(before)
+    said = f"{len(spikes)} spikes within {config.window} steps, the last at step {last} "
+    said += f"(windows {windows})"
+    if number >= config.rewinds:
         _record(run, "stop", spikes)
-        return (
-            f"stopped after {said}: went back {len(before)} times already; look at "
-            f"{run.decisions_jsonl}, then change the data, the learning rate or the recurrent steps"
-        )
+        fix = f"look at {run.decisions_jsonl}, then change the data, the learning rate or the "
+        return f"stopped after {said}: went back {number} times already; {fix}recurrent steps"
     went_to = {rewound["to_step"] for rewound in before}
     step = _last_before(first, run.checkpoints, remote, avoid=went_to)
     if step is None:
         _record(run, "stop", spikes)
-        return (
-            f"stopped after {said}: there is no good checkpoint from before step {first} to go "
-            "back to; lower checkpoint.interval"
-        )
-    # First: a start that finds no record takes the decision, and writes this line, once more.
+        problem = f"there is no good checkpoint from before step {first} to go back to"
+        return f"stopped after {said}: {problem}; lower checkpoint.interval"
+    # Before `record_rewind`: a start that finds no rewind decides, and writes this, again.
     _record(run, "rewind", spikes, to_step=step)
-    windows = _windows(spikes)
     record_rewind(run.path, remote, {"step": last, "windows": windows, "to_step": step})
-    logger.warning(
-        "%s: starting again from step %d (rewind %d of %d), without these windows",
-        said,
-        step,
-        len(before) + 1,
-        config.rewinds,
-    )
+    counted = f"rewind {number + 1} of {config.rewinds}"
+    text = "%s: starting again from step %d (%s), without these windows"
+    logger.warning(text, said, step, counted)
     return ""
 
 
 def _last_before(
     first: int, checkpoints: Path, remote: RemoteCheckpoints | None, *, avoid: Collection[int]
 ) -> int | None:
-    """Return the step of the newest checkpoint from before `first`, here if there is one.
+    """Return the newest step before `first` with a checkpoint, here if there is one.
 
-    Steps to `avoid` are taken only if there is no other.
+    Steps to `avoid` are a last resort.
     """
     for shunned in ({*avoid}, set[int]()):
 

@@ -5,10 +5,9 @@
         ─► verdict: the update is skipped, as after a non-finite step
         ─► accepted values enter the window, and norms of states the baseline
 
-The gradient norm is judged by its logarithm: it varies by factors. The host reads nothing here.
+Gradient norms vary by factors, so their logarithm is judged.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +34,10 @@ _LEAST_STEPS = 4
 
 
 class Evidence(NamedTuple):
-    """The numbers of a step that decide; on the device until somebody reads them.
+    """The numbers that decide about a step, on the device.
 
-    Attributes:
-        values: Loss of the global batch, log gradient norm.
-        states: (2, R + 1, N) norms of states and gradients.
-        places: (2, 2, R + 1, N) their scores and ratios, see `Baseline.compare`.
+    `values` are loss and log gradient norm of the global batch; `states`, (2, R + 1, N), norms of
+    states and gradients; `places` their scores and ratios from `Baseline.compare`.
     """
 
     values: Tensor
@@ -49,40 +46,31 @@ class Evidence(NamedTuple):
     places: Tensor
 
     def calm(self) -> Tensor:
-        """Return whether the step is no spike, a scalar bool."""
+        """Return a scalar bool, False for a spike."""
         return (self.values <= self.bounds).all()  # NaN is not
 
 
 class SpikeJudge:
-    """Judges steps, and remembers the accepted ones.
-
-    Args:
-        threshold: Spreads above the median at which a number is an outlier.
-        shape: (R + 1, N) of the norms of states.
-    """
+    """Judges steps, and remembers the accepted ones; `shape` is (R + 1, N)."""
 
     def __init__(
-        self, *, window: int, threshold: float, shape: tuple[int, int], device: torch.device
+        self, window: int, threshold: float, shape: tuple[int, int], device: torch.device
     ) -> None:
         self._recent = RollingMedian(window, threshold, (LOSS_FLOOR_NATS, LOG_NORM_FLOOR), device)
         self._baseline = Baseline(shape, device)
         self._regime: list[Any] | None = None
 
     def begin(self, regime: list[Any]) -> None:
-        """Start the window anew where the loss moves by plan: at another `step_plan.regime`."""
+        """Restart the window at another `step_plan.regime`, where the loss moves by plan."""
         if self._regime is not None and regime != self._regime:
             self._recent.restart()
             self._baseline.restart()
         self._regime = regime
 
     def look(self, loss: Tensor, grad_norm: Tensor, sums: Tensor, *, share: float) -> Evidence:
-        """Compare a step with earlier ones; collective, and no wait for the device.
+        """Compare a step with earlier ones; collective, without waiting for the device.
 
-        Args:
-            loss: This rank's share of the loss.
-            grad_norm: Gradient norm before clipping, of all ranks.
-            sums: `StateNorms.sums` of the step.
-            share: Factor of this rank's loss: one over the ranks that hold the same.
+        `sums` are from `StateNorms`. `share` is 1 over the number of ranks with the same loss.
         """
         total = loss.detach().double().reshape(()) * share
         if dist.is_initialized():
@@ -101,22 +89,20 @@ class SpikeJudge:
         self._recent.take(evidence.values, accept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON to continue from; waits for the device."""
+        """Return the window as JSON; waits for the device."""
         return {"regime": self._regime, **self._recent.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from such a state; the baseline of states, which decides nothing, stays."""
+        """Restore the window; the baseline of states, which decides nothing, starts again."""
         # Older checkpoints have a second entry, False unless spikes had halved R.
         self._regime = [entry for entry in state["regime"] or () if entry is not False] or None
         self._recent.load_state_dict(state)
 
 
 class Baseline:
-    """Running means of log norms by recurrent step and layer, and of the distances from them.
+    """Running means of log norms, (R + 1, N), and of the distances from them.
 
-        x = log norm;   m ← m + a·(x − m);   d ← d + a·(|x − m| − d);   a = max(1/16, 1/n)
-
-    The norms' shape is (R + 1, N).
+    x = log norm;   m ← m + a·(x − m);   d ← d + a·(|x − m| − d);   a = max(1/16, 1/n)
     """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
@@ -125,8 +111,8 @@ class Baseline:
     def compare(self, norms: Tensor, visited: Tensor) -> Tensor:
         """Return score (x − m) / d and ratio exp(x − m) of each norm, stacked: (2, 2, R + 1, N).
 
-        They are NaN before enough steps, and infinite where a visited norm is not finite. Norms,
-        of states and gradients, and `visited` are (2, R + 1, N).
+        `norms`, of states and gradients, and `visited` are (2, R + 1, N). The result is NaN before
+        enough steps, and infinite where a visited norm is not finite.
         """
         distance = norms.log() - self._mean
         score = distance / self._distance.clamp(min=LOG_STATE_FLOOR)
@@ -135,7 +121,7 @@ class Baseline:
         return torch.where(visited & ~norms.isfinite(), torch.inf, found)
 
     def take(self, norms: Tensor, accept: Tensor) -> None:
-        """Let the norms of an accepted step in."""
+        """Take in the norms of an accepted step."""
         logs = norms.log()
         fits = logs.isfinite() & accept
         self._seen += fits
@@ -152,13 +138,7 @@ class Baseline:
 
 
 class Place(NamedTuple):
-    """Beginning of a spike.
-
-    Attributes:
-        step: Recurrent step; 0 for a layer outside the loop.
-        layer: Number of the layer.
-        ratio: Norm over its usual one; infinity if it is not finite.
-    """
+    """The beginning of a spike: step 0 is outside the loop; `ratio` is to the usual norm."""
 
     kind: str
     step: int
@@ -172,7 +152,7 @@ class Place(NamedTuple):
 
 
 def where_it_began(places: Tensor, looped: range) -> Place | None:
-    """Return the first visit whose state stands out, else the first gradient; None if none does.
+    """Return the first visit whose state stands out, else the first gradient's; None without one.
 
     States are in the order of the forward pass, gradients in the order of the backward pass.
     """
@@ -183,12 +163,10 @@ def where_it_began(places: Tensor, looped: range) -> Place | None:
         *((row, layer) for row in range(1, rows) for layer in looped),
         *((OUTSIDE, layer) for layer in range(looped.stop, layers)),
     ]
-    kinds: Sequence[tuple[str, Any, Any, Any]] = (
-        ("state", visits, state_score, state_ratio),
-        ("gradient", visits[::-1], gradient_score, gradient_ratio),
-    )
-    for kind, order, score, ratio in kinds:
-        for step, layer in order:
-            if score[step][layer] > STANDS_OUT:
-                return Place(kind, step, layer, ratio[step][layer])
+    for step, layer in visits:
+        if state_score[step][layer] > STANDS_OUT:
+            return Place("state", step, layer, state_ratio[step][layer])
+    for step, layer in reversed(visits):
+        if gradient_score[step][layer] > STANDS_OUT:
+            return Place("gradient", step, layer, gradient_ratio[step][layer])
     return None

@@ -3,12 +3,9 @@
     forward   h after layer l in step r ─► Σ h², number of elements ┐
     backward  ∂L/∂h at the same place   ─► Σ g², number of elements ┴─ added up on the device
 
-The host reads nothing: sums stay on the device until they are added over all ranks. Ranks that hold
-the same part of a state add it equally often to the sum and to the number of elements, so the mean
-square is right under every layout.
+Ranks that hold the same part of a state count it equally often in the sum and in the number of
+elements, so the mean square is right under every layout.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -25,23 +22,19 @@ OUTSIDE = 0
 class StateNorms(Callback):
     """Collects the norms of every `interval`-th training step, over all its micro-batches.
 
-    Args:
-        layers: Number of unique layers N, including layers outside the loop.
-
-    Attributes:
-        sums: Σ h², elements of h, Σ g² and elements of g over all ranks, (4, R + 1, N); complete
-            when the backward pass of a measured step has ended. Visits that never happened are 0.
+    After a measured step's backward pass, `sums` has Σ h², elements of h, Σ g² and elements of g
+    over all ranks, (4, R + 1, N), for N layers. Visits that never happened are 0.
     """
 
     def __init__(
-        self, *, layers: int, recurrent_steps: int, device: torch.device, interval: int = 1
+        self, layers: int, recurrent_steps: int, device: torch.device, interval: int = 1
     ) -> None:
         self._own = torch.zeros(4, recurrent_steps + 1, layers, device=device)
         self._interval, self._watching = interval, False
         self.sums = self._own
 
     def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
-        """Clear the sums of the last measured step."""
+        """Clear the sums before a measured step."""
         if phase == "reading data":
             self._watching = trainer.step % self._interval == 0
             if self._watching:
@@ -53,7 +46,7 @@ class StateNorms(Callback):
             trainer.model.observe = self._note
 
     def after_forward(self, trainer: TrainingState) -> None:
-        """Stop collecting: a recomputation in the backward pass is not a second visit."""
+        """Stop collecting: recomputation in the backward pass is not a second visit."""
         trainer.model.observe = None
 
     def on_gradients(self, trainer: TrainingState) -> None:
@@ -70,13 +63,8 @@ class StateNorms(Callback):
             return
         _add(self._own[:2, row, layer], hidden_BLD.detach())
         if hidden_BLD.requires_grad:
-            hidden_BLD.register_hook(self._gradient_hook(row, layer))
-
-    def _gradient_hook(self, row: int, layer: int) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            _add(self._own[2:, row, layer], _whole(gradient.detach()))
-
-        return hook
+            place = self._own[2:, row, layer]
+            hidden_BLD.register_hook(lambda gradient: _add(place, _whole(gradient.detach())))
 
 
 def root_mean_square(sums: Tensor) -> Tensor:
@@ -85,10 +73,9 @@ def root_mean_square(sums: Tensor) -> Tensor:
 
 
 def gradient_norm(sums: Tensor, elements: int) -> Tensor:
-    """Return the norm of the loss's gradient with respect to each state of the global batch.
+    """Return the norm of the loss's gradient with respect to each state, (R + 1, N).
 
-    `elements` is the size of a state: windows of the global batch x L x D. The result is
-    (R + 1, N), NaN where no gradient arrived.
+    `elements` is the size of a state: windows of the global batch x L x D. NaN where none arrived.
     """
     return (sums[2] / sums[3] * elements).sqrt()
 

@@ -1,7 +1,7 @@
 """Times of every rank, gathered on logging steps, and the rank that slows down the others.
 
 Ranks wait for each other in every layer, so all steps take the same time, whichever rank is slow.
-Two times are a rank's own: its waits for data, and fixed matrix products, which are timed here.
+Only two times are a rank's own: its waits for data, and fixed matrix products that are timed here.
 """
 
 import logging
@@ -35,11 +35,7 @@ class RankTimes(NamedTuple):
 
 
 class Stragglers(Callback):
-    """Measures this rank, gathers all, and names one `factor` times slower than the median.
-
-    Args:
-        factor: Ratio of a rank's own time to the median from which it is a straggler, above 1.
-    """
+    """Names the rank whose own time is at least `factor` times the median over all ranks."""
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self._factor, self._device = factor, device
@@ -65,10 +61,9 @@ class Stragglers(Callback):
         return record
 
     def gather(self, data_seconds: float) -> dict[str, Any]:
-        """Return all ranks' times since the last record; collective.
+        """Return all ranks' times since the last record; this rank waited `data_seconds` for data.
 
-        Args:
-            data_seconds: Seconds that this rank waited for data since then.
+        Collective.
         """
         steps, self._steps = max(1, self._steps), 0
         elapsed = time.perf_counter() - self._began
@@ -109,10 +104,9 @@ class Stragglers(Callback):
 
 
 def straggler(times: list[RankTimes], factor: float) -> tuple[int, str] | None:
-    """Return the rank whose own time is furthest above the others', and the reason; or None.
+    """Return the rank whose own time is furthest above the median, and the reason.
 
-    Args:
-        factor: Smallest ratio to the median.
+    None if no rank reaches `factor` times the median.
     """
     if len(times) < 2:
         return None
@@ -126,7 +120,4 @@ def straggler(times: list[RankTimes], factor: float) -> tuple[int, str] | None:
         ratio = values[rank] / max(usual, 1e-9)
         if ratio >= factor:
             found.append((ratio, rank, f"{said} {ratio:.1f} times as long as the others"))
-    if not found:
-        return None
-    _, rank, reason = max(found)
-    return rank, reason
+    return max(found)[1:] if found else None
