@@ -2,16 +2,16 @@
 
 `packed_L.windows` (uint64) says where each window's pieces end in `packed_L.pieces`, whose entries
 are a piece's first token in the split's stream (uint64) and its length (uint32). A piece is a whole
-document, EOS included, unless the document is longer than a window. Both files lie beside the
-shards; their checksums are in `source.json`. `titan_loop.data.prepare.packing` writes them.
+document, EOS included, unless the document is longer than a window. `prepare/packing.py` writes
+both files beside the shards.
 """
 
 from pathlib import Path
 
 import numpy as np
 
-from titan_loop.data.open_files import OpenFiles
-from titan_loop.data.source_card import PackedCard, SourceCard, packed_names
+from titan_loop.data.shards import TokenShards
+from titan_loop.data.source_card import packed_names
 from titan_loop.errors import UserError
 
 PIECE = np.dtype([("first_token", "<u8"), ("length", "<u4")])
@@ -19,72 +19,49 @@ WINDOW_END = np.dtype("<u8")
 
 
 class PackedIndex:
-    """The packed windows of one split; its files are opened when first used.
+    """The packed windows of L + 1 tokens of one split; its files are opened when first used.
 
-    Attributes:
-        seq_len: L; a window's pieces sum to at most L + 1 tokens.
+    Raises:
+        UserError: The split was not packed for windows of L, or a file of the index is missing or
+            has another size than the card says.
     """
 
-    @classmethod
-    def open(
-        cls, source: str | Path, split: str, seq_len: int, *, files: OpenFiles | None = None
-    ) -> "PackedIndex":
-        """Open the index of a prepared source; reads `source.json` and two file sizes.
-
-        Raises:
-            UserError: If the source is unusable, was not packed for this window length, or a file
-                of the index is missing or has another size than the card says.
-        """
-        source = Path(source)
-        card = SourceCard.read(source)
-        if split not in card.splits:
-            raise UserError(f"source {source} has no split {split!r}: add documents to it")
-        packed = card.splits[split].packed_for(seq_len)
+    def __init__(self, shards: TokenShards, seq_len: int) -> None:
+        packed = shards.split.packed_for(seq_len)
         if packed is None:
-            known = sorted(known.seq_len for known in card.splits[split].packed)
+            known = sorted(known.seq_len for known in shards.split.packed)
             raise UserError(
-                f"source {source} is not packed for windows of {seq_len} in {split!r} (packed for: "
-                f"{known or 'none'}): run titan-loop data pack {source} --seq-len {seq_len}"
+                f"source {shards.folder} is not packed for windows of {seq_len} in "
+                f"{shards.name!r} (packed for: {known or 'none'}): run titan-loop data pack "
+                f"{shards.folder} --seq-len {seq_len}"
             )
-        files = OpenFiles() if files is None else files
-        return cls(source / split, packed, card.splits[split].tokens, files)
-
-    def __init__(
-        self, folder: Path, card: PackedCard, stream_tokens: int, files: OpenFiles
-    ) -> None:
-        self.card = card
-        self.windows = card.windows
-        self.seq_len = card.seq_len
-        self._stream_tokens = stream_tokens
-        self._files = files
-        windows_path, pieces_path = index_paths(folder, card.seq_len)
-        _require_size(windows_path, card.windows * WINDOW_END.itemsize)
-        _require_size(pieces_path, card.pieces * PIECE.itemsize)
+        self.card = packed
+        self._shards = shards
+        windows_path, pieces_path = index_paths(shards.folder / shards.name, seq_len)
+        _require_size(windows_path, packed.windows * WINDOW_END.itemsize)
+        _require_size(pieces_path, packed.pieces * PIECE.itemsize)
         self._windows_path, self._pieces_path = str(windows_path), str(pieces_path)
 
     @property
     def fill(self) -> float:
-        """Share of the windows' L + 1 tokens each that hold text, in (0, 1]."""
-        return self.card.tokens / (self.windows * (self.seq_len + 1))
+        """Share of the windows' tokens that is text, in (0, 1]."""
+        return self.card.tokens / (self.card.windows * (self.card.seq_len + 1))
 
     def documents(self, window: int) -> list[tuple[int, int]]:
         """Return (first token in the split's stream, length) of each piece in window `window`."""
-        if not 0 <= window < self.windows:
+        if not 0 <= window < self.card.windows:
             raise IndexError(window)
+        files, size = self._shards.files, self.card.seq_len + 1
         before = min(window, 1)
-        ends = self._files.read(self._windows_path, WINDOW_END, window - before, 1 + before)
+        ends = files.read(self._windows_path, WINDOW_END, window - before, 1 + before)
         first, last = (0, *ends.tolist())[-2:]
-        if not 0 <= first < last <= min(self.card.pieces, first + self.seq_len + 1):
+        if not 0 <= first < last <= min(self.card.pieces, first + size):
             raise self._damaged(window)
-        pieces = self._files.read(self._pieces_path, PIECE, first, last - first)
+        pieces = files.read(self._pieces_path, PIECE, first, last - first)
         lengths = pieces["length"].astype(np.int64)
         starts = pieces["first_token"].astype(np.int64)
-        if (
-            int(lengths.min()) < 1
-            or int(lengths.sum()) > self.seq_len + 1
-            or int(starts.min()) < 0
-            or int((starts + lengths).max()) > self._stream_tokens
-        ):
+        inside = starts.min() >= 0 and (starts + lengths).max() <= self._shards.tokens
+        if not inside or lengths.min() < 1 or lengths.sum() > size:
             raise self._damaged(window)
         return list(zip(starts.tolist(), lengths.tolist(), strict=True))
 

@@ -1,12 +1,8 @@
-"""The record of a format, and of a model that is written in one.
+"""The record of a format, and of a model that is written in one."""
 
-Plugin(formats={"gguf": "package.module:GGUF"}) ─► find("formats", "gguf") ─► Format
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +20,7 @@ class Export:
 
     Attributes:
         tokenizer: Its tokenizer; None to write none.
-        max_shard_bytes: Most tensor bytes in one safetensors file.
+        max_shard_bytes: Largest number of tensor bytes in one safetensors file.
         trained_tokens: Tokens that the weights were trained on, in all stages.
     """
 
@@ -45,28 +41,20 @@ class Export:
         return getattr(torch, self.dtype)
 
 
-class ShapeOf(Protocol):
-    """Returns a checkpoint's shape in a format, as `LlamaShape.from_architecture`."""
-
-    def __call__(
-        self, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
-    ) -> LlamaShape:
-        """Raises `UserError` if the format cannot hold the model."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format that other programs read.
+    """A format that other programs read; a `Plugin` registers it under its name.
 
     Attributes:
         summary: A line for `convert export --list`.
+        shape: Function that returns a checkpoint's shape, called as `LlamaShape.from_architecture`;
+            it raises `UserError` if the format cannot hold the model.
         folder: Shape class of folders that `convert import` reads; None if it reads none.
         gguf: Shape class that GGUF files of the family have; None takes `folder`.
     """
 
     summary: str
-    shape: ShapeOf
+    shape: Callable[..., LlamaShape]
     write: Callable[[Export, Path], None]
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     folder: type[LlamaShape] | None = None
@@ -74,7 +62,7 @@ class Format:
 
 
 def get_format(name: str) -> Format:
-    """Return a format; raises `UserError` if there is none of this name."""
+    """Return a format; raise `UserError` if there is none of this name."""
     found = find("formats", name)
     if found is None:
         raise UserError(f"--to={name} is unknown{nearest(name, names('formats'))}")

@@ -35,7 +35,13 @@ if TYPE_CHECKING:
 UNROLLED = "llama"
 """`general.architecture` of a model whose visits are layers of their own."""
 
-_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+_TYPES = {
+    "float32": ("F32", "ALL_F32"),
+    "float16": ("F16", "MOSTLY_F16"),
+    "bfloat16": ("BF16", "MOSTLY_BF16"),
+    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
+}
+"""ggml's names for the type of a matrix and of a file."""
 _Q8_BLOCK = 32
 
 
@@ -50,27 +56,27 @@ def write(export: Export, output: Path) -> None:
     Memory is the largest tensor, in the checkpoint's type and in the file's.
 
     Raises:
-        UserError: A type does not fit the widths, the tokenizer is one that llama.cpp does not
-            have, or the output exists or cannot be written to its end.
+        UserError: The type does not fit the widths, llama.cpp does not have the tokenizer, or the
+            output exists or cannot be written to its end.
     """
     import gguf
 
     shape = export.shape
     logging.getLogger("gguf").setLevel(logging.WARNING)
-    kind = gguf.GGMLQuantizationType[_TYPES[export.dtype]]
+    matrix_type, file_type = _TYPES[export.dtype]
+    kind = gguf.GGMLQuantizationType[matrix_type]
     for name, width in {"dim": shape.dim, "hidden_dim": shape.hidden_dim}.items():
         if export.dtype == "q8_0" and width % _Q8_BLOCK:
             raise UserError(
                 f"--dtype=q8_0 needs a model.{name} that {_Q8_BLOCK} divides, not {width}; use "
                 "float16"
             )
-    architecture = shape.gguf_architecture
-    assert architecture is not None
+    assert shape.gguf_architecture is not None
     with staged_file(output) as path:
-        writer = gguf.GGUFWriter(path, architecture)
+        writer = gguf.GGUFWriter(path, shape.gguf_architecture)
         try:
             _write_keys(writer, export, output.stem)
-            writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[export.dtype]])
+            writer.add_file_type(gguf.LlamaFileType[file_type])
             if export.tokenizer is None:
                 writer.add_tokenizer_model("none")
             else:
@@ -87,14 +93,6 @@ def write(export: Export, output: Path) -> None:
                 file.write(bytes(-file.tell() % writer.data_alignment))
                 file.write(produce().data)
             file.write(bytes(-file.tell() % writer.data_alignment))
-
-
-_FILE_TYPES = {
-    "float32": "ALL_F32",
-    "float16": "MOSTLY_F16",
-    "bfloat16": "MOSTLY_BF16",
-    "q8_0": "MOSTLY_Q8_0",
-}
 
 
 def _write_keys(writer: "GGUFWriter", export: Export, name: str) -> None:
@@ -122,8 +120,10 @@ def _announce_tensors(
     from gguf import GGMLQuantizationType, quants
 
     shape = export.shape
-    heads = {"self_attn.q_proj": shape.n_heads, "self_attn.k_proj": shape.n_kv_heads}
-    heads = heads if shape.gguf_neighbours else {}
+    heads: dict[str, int] = {}
+    if shape.gguf_neighbours:
+        heads = {"self_attn.q_proj": shape.n_heads, "self_attn.k_proj": shape.n_kv_heads}
+    dtypes = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
     pending: list[Callable[[], np.ndarray]] = []
 
     def produce(tensor: str, kind: Any) -> np.ndarray:
@@ -139,10 +139,8 @@ def _announce_tensors(
             continue
         # Norms stay in fp32, as in every file of llama.cpp.
         stored = kind if len(size) > 1 else GGMLQuantizationType.F32
-        dtype = np.dtype(np.float32) if stored == GGMLQuantizationType.F32 else np.dtype(np.uint8)
-        if stored == GGMLQuantizationType.F16:
-            dtype = np.dtype(np.float16)
-        raw = None if dtype != np.uint8 else stored
+        dtype = np.dtype(dtypes.get(stored, np.uint8))
+        raw = None if stored in dtypes else stored
         held = size if raw is None else quants.quant_shape_to_byte_shape(size, stored)
         bytes_ = int(np.prod(held)) * dtype.itemsize
         writer.add_tensor_info(name, held, dtype, bytes_, raw_dtype=raw)
@@ -161,16 +159,15 @@ def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) 
     raise UserError(f"model.family={family}: llama.cpp runs no such {('loop', 'Llama')[unrolled]}")
 
 
-_DTYPES = tuple(_TYPES)
 GGUF = Format(
     summary="file for llama.cpp in which layers stand once and are looped",
     shape=partial(_fitting, False),
     write=write,
-    dtypes=_DTYPES,
+    dtypes=tuple(_TYPES),
 )
 GGUF_UNROLLED = Format(
     summary="file for llama.cpp, and for older engines, in which every visit is a layer of Llama",
     shape=partial(_fitting, True),
     write=write,
-    dtypes=_DTYPES,
+    dtypes=tuple(_TYPES),
 )

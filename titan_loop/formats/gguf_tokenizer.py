@@ -22,10 +22,7 @@ _ADVICE = "write the model without it with --no-tokenizer, and give ids to the e
 
 
 def write_tokenizer(writer: "GGUFWriter", tokenizer: TokenizerExport, *, rows: int) -> None:
-    """Add tokens, merges, special ids and chat template.
-
-    Args:
-        rows: Rows of the embedding; rows behind the last token become unused tokens.
+    """Add tokens, merges, special ids and chat template; rows without a token become unused ones.
 
     Raises:
         UserError: llama.cpp has no such tokenizer.
@@ -70,10 +67,9 @@ def write_tokenizer(writer: "GGUFWriter", tokenizer: TokenizerExport, *, rows: i
 
 
 def _pre_tokenizer(record: dict[str, Any], path: str) -> str:
-    """Return llama.cpp's name of a pre-tokenizer; refuse all that it has none for."""
     model = record["model"]
     if model["type"] != "BPE" or model.get("byte_fallback") or model.get("ignore_merges"):
-        raise UserError(f"tokenizer {path} is no byte-level BPE, as llama.cpp needs; {_ADVICE}")
+        raise UserError(f"tokenizer {path} is not the byte-level BPE llama.cpp needs; {_ADVICE}")
     if record["normalizer"] is not None:
         raise UserError(
             f"tokenizer {path} has the normalizer {record['normalizer']['type']}, which llama.cpp "

@@ -1,6 +1,6 @@
-"""A folder of a known format becomes a committed checkpoint.
+"""Import of a model folder as a run with one checkpoint.
 
-config.json ─► LlamaShape ─► names and shapes that must be there, no more and no less
+config.json ─► LlamaShape ─► exactly these names and shapes must be there
 *.safetensors ─► one tensor at a time, file by file ─► write_checkpoint
 """
 
@@ -36,12 +36,10 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 _AGAIN = "download it again"
-_NAMED = 3
-"""Number of tensors that a message names."""
+_NAMED = 3  # number of tensors that a message names
 
 
 def _shape_of(config: dict[str, Any]) -> LlamaShape:
-    """Return the shape that a `config.json` describes."""
     formats: list[Format] = [find("formats", name) for name in names("formats")]
     known = [each.folder for each in formats if each.folder is not None]
     for folder in known:
@@ -53,17 +51,14 @@ def _shape_of(config: dict[str, Any]) -> LlamaShape:
 
 
 class ModelFolder:
-    """A checked folder of a known format.
-
-    Args:
-        path: Holds config.json and safetensors; a tokenizer.json is checked if it is there.
+    """A checked folder of a known format: config.json, safetensors, perhaps a tokenizer.json.
 
     Attributes:
         tokenizer: Its tokenizer.json; None without one.
-        text: How text ends and conversations are rendered; None without a tokenizer.
+        text: Ends of documents and rendering of conversations; None without a tokenizer.
 
     Raises:
-        UserError: Anything about it is not as the format says.
+        UserError: Something in it differs from the format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -138,14 +133,7 @@ class ModelFolder:
             self._files.close()
 
 
-def import_folder(folder: ModelFolder, checkpoint: Path, *, dtype: torch.dtype) -> None:
-    """Write a committed checkpoint of step 0 that holds the folder's weights.
-
-    Memory is one shard of the folder and one tensor.
-
-    Args:
-        dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
-    """
+def _import_folder(folder: ModelFolder, checkpoint: Path, dtype: torch.dtype) -> None:
     shapes = folder.shape.tensor_shapes()
     entries = {
         folder.shape.parameter_name(name): LazyTensor(
@@ -170,13 +158,12 @@ def import_folder(folder: ModelFolder, checkpoint: Path, *, dtype: torch.dtype) 
 def import_run(
     folder: ModelFolder, output: Path, command: Sequence[str], *, dtype: torch.dtype
 ) -> Path:
-    """Write a new run whose one checkpoint, of step 0, has the weights of a folder.
+    """Write a new run with one checkpoint, of step 0, with a folder's weights; return the latter.
+
+    Memory is one shard of the folder and one tensor.
 
     Args:
         dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
-
-    Returns:
-        The new checkpoint.
 
     Raises:
         UserError: `output` is not empty.
@@ -189,16 +176,14 @@ def import_run(
         "text": None if folder.text is None else asdict(folder.text),
     }
     with written_run(output, config, command, tokenizer=folder.tokenizer) as new:
-        import_folder(folder, new.checkpoint(0), dtype=dtype)
+        _import_folder(folder, new.checkpoint(0), dtype)
     return RunDirectory(output).checkpoint(0)
 
 
 def _refuse_links_outside(folder: Path) -> None:
-    """Refuse links out of the folder: a template's would copy any file of this machine.
-
-    The cache of the Hugging Face hub links to its own blobs.
-    """
+    """Refuse links out of the folder: a template's link would copy any file of this machine."""
     inside = folder.resolve()
+    # The cache of the Hugging Face Hub links to its own blobs.
     blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
     names = (CONFIG, TOKENIZER_NAME, TOKENIZER_CONFIG, TEMPLATE, INDEX)
     for file in (*(folder / name for name in names), *folder.glob("*.safetensors")):
@@ -219,9 +204,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> TextFormat:
-    """Return how text ends: with the tokens of config.json, a turn in a chat with the tokenizer's.
+    """Return the ends of documents, by config.json, and of turns, by the tokenizer's config.
 
-    The two differ in released folders, whose config.json names the end of a document.
+    The two differ in released folders.
     """
     try:
         settings = read_json_object(path / TOKENIZER_CONFIG, fix=_AGAIN)
@@ -230,7 +215,8 @@ def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> 
     template = settings.get("chat_template")
     if (path / TEMPLATE).exists():
         template = _read_text(path / TEMPLATE)
-    template = template if isinstance(template, str) else None
+    if not isinstance(template, str):
+        template = None
     begin, end = (_token(config, name, tokenizer) for name in ("bos_token_id", "eos_token_id"))
     known = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None
     end_of_text = begin or known or end or END_OF_TEXT
@@ -254,7 +240,6 @@ def _read_text(path: Path) -> str:
 
 
 def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | None:
-    """Return the token that a field, or the first of its list, names; None if there is none."""
     value = config.get(name)
     index = value[0] if isinstance(value, list) and value else value
     if index is None:

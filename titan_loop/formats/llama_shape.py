@@ -1,7 +1,6 @@
 """The shape of a model in Llama's terms, between `config.json` and the options of a family.
 
-An import guesses nothing: a field that would change the computation must have the value that
-titan_loop computes with, or the folder is refused.
+An import guesses nothing: it refuses a folder with a field that would change the computation.
 """
 
 import sys
@@ -41,8 +40,7 @@ _GGUF_OF_LAYER = {
     "post_attention_layernorm_2": "post_ffw_norm",
 }
 
-# A number beyond these would fill the memory before the tensors contradict it, or afterwards if
-# none does.
+# Larger numbers would fill the memory before the tensors contradict them.
 _MOST_LAYERS = _MOST_STEPS = 10_000
 _MOST_POSITIONS = 1 << 24
 _MOST_ROWS = 1 << 31
@@ -55,14 +53,8 @@ class LlamaShape:
     A format has a subclass: it adds fields, tensors and the layout of `config.json`.
 
     Attributes:
-        dim: Width D.
         n_layers: Layers that the format stores.
-        n_heads: Query heads.
-        n_kv_heads: Key-value heads.
-        hidden_dim: Feed-forward width F.
         vocab_size: Rows of embedding and head, V.
-        norm_eps: Added to the mean square in every norm.
-        recurrent_steps: R.
         max_positions: Window of the last stage, or the imported folder's.
     """
 
@@ -161,14 +153,13 @@ class LlamaShape:
         """Read a `config.json`.
 
         Raises:
-            UserError: A field is missing, of the wrong kind, or asks for a feature that titan_loop
-            lacks.
+            UserError: A field is missing, of the wrong kind, or changes the computation.
         """
         return cls(**cls.read_fields(config))
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that a `config.json` gives; raises as `from_config`."""
+        """Return the arguments that a `config.json` gives; errors as of `from_config`."""
         for name, wanted in {"model_type": cls.model_type, **cls.fixed}.items():
             found = config.get(name, wanted if name != "model_type" else None)
             if found != wanted:
@@ -201,7 +192,7 @@ class LlamaShape:
         }
 
     def options(self) -> ModelOptions:
-        """Return the options that build a model of this shape, every one of them explicit."""
+        """Return the options that build a model of this shape, all explicit."""
         raise NotImplementedError
 
     def shared_options(self, sizes: Mapping[str, ModelSize], default: str) -> dict[str, Any]:
@@ -217,12 +208,7 @@ class LlamaShape:
         return values | {"size": next(named, default)}
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """Return the content of `config.json`.
-
-        Args:
-            bos_id: First token of a document; None without a tokenizer.
-            eos_id: Last token of a document, or of a turn.
-        """
+        """Return the content of `config.json`; the ids are None without a tokenizer."""
         return {
             "attention_bias": False,
             "attention_dropout": 0.0,
@@ -355,7 +341,7 @@ def integer(
 
 
 def positive(name: str, value: Any) -> float:
-    """Return a field of `config.json` that is a positive number; `UserError` for anything else."""
+    """Return a field of `config.json`; raise `UserError` unless it is a positive number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= sys.float_info.max:
         raise UserError(f"config.json: {name}={value!r:.40} must be a positive number")

@@ -1,4 +1,4 @@
-"""A committed checkpoint becomes a folder of config.json, safetensors, tokenizer and card."""
+"""Export of a checkpoint as a folder of config.json, safetensors, tokenizer and card."""
 
 import json
 import shutil
@@ -71,14 +71,12 @@ def write_model_folder(
     note: str = "",
     usage: str = "",
 ) -> None:
-    """Write a folder, which appears under its name when all of it is there.
-
-    Memory is one tensor at a time.
+    """Write a folder, one tensor at a time; it appears under its name when it is complete.
 
     Args:
         remote_code: Packages of the Python files that transformers needs beside the weights.
         note: Text after the first paragraph of the card.
-        usage: Paragraphs on how to use the model, after the card's example.
+        usage: Paragraphs about use, after the card's example.
 
     Raises:
         UserError: The output is not empty, or cannot be written to its end.
@@ -96,7 +94,7 @@ def write_model_folder(
             tokenizer.write(folder, max_positions=shape.max_positions)
         for package in remote_code:
             _copy_code(package, folder)
-        has_chat = tokenizer is not None and tokenizer.has_chat
+        has_chat = tokenizer is not None and tokenizer.text.chat_template is not None
         example = _USE.format(
             name=output.name,
             prompt=_CHAT_PROMPT if has_chat else _PROMPT,
@@ -150,7 +148,7 @@ def _card(
 
 
 def _without_folders(value: Any) -> Any:
-    """Return JSON without the folders of this machine: of a checkpoint its run's name is left."""
+    """Return JSON without the folders of this machine; a checkpoint keeps its run's name."""
     if isinstance(value, Mapping):
         return {name: _without_folders(item) for name, item in value.items()}
     if isinstance(value, list):

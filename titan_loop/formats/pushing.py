@@ -1,4 +1,4 @@
-"""An exported folder or file goes to the Hugging Face Hub."""
+"""Upload of an exported folder or file to the Hugging Face Hub."""
 
 from pathlib import Path
 
@@ -6,14 +6,7 @@ from titan_loop.errors import UserError, first_line
 
 
 def push_folder(folder: Path, repo: str) -> str:
-    """Upload a folder or a file to a model repository, created private if there is none.
-
-    Returns:
-        Address of the commit.
-
-    Raises:
-        UserError: huggingface_hub is missing, or the Hub cannot be reached or refuses.
-    """
+    """Upload to a model repository, created private if it is new; return the commit's address."""
     try:
         from huggingface_hub import HfApi
 

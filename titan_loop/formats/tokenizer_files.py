@@ -1,8 +1,7 @@
 """The tokenizer of an exported folder: the same `tokenizer.json`, and transformers' files.
 
-`tokenizer.json` is copied byte for byte and loaded by the generic fast class, in transformers 4 and
-5 alike. A class of a model family would build the pre-tokenizer anew in transformers 5, and the
-splitting of digits would be lost.
+The generic fast class loads `tokenizer.json`, because transformers 5 rebuilds the pre-tokenizer in
+the class of a model family and would lose the splitting of digits.
 """
 
 import shutil
@@ -23,16 +22,12 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 
 PADDING_ROWS = 127
-"""Rows of the embedding that may lie behind the tokenizer's last id, as padding to a round size."""
+"""Largest number of rows of an embedding behind the tokenizer's last id, as padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerExport:
-    """A checked tokenizer and how text ends in it; a turn only where `turn_end_id` is set.
-
-    Attributes:
-        end_of_text_id: Id of the token between documents.
-    """
+    """A checked tokenizer, and the ids that end a document and, in chats, a turn."""
 
     path: Path
     text: TextFormat
@@ -41,13 +36,8 @@ class TokenizerExport:
 
     @property
     def eos_id(self) -> int:
-        """Where an answer ends: with the turn in a chat, else with the document."""
+        """Id that ends an answer: of the turn in a chat, else of the document."""
         return self.end_of_text_id if self.turn_end_id is None else self.turn_end_id
-
-    @property
-    def has_chat(self) -> bool:
-        """Whether the folder gets a chat template."""
-        return self.text.chat_template is not None
 
     def write(self, folder: Path, *, max_positions: int) -> None:
         """Write the tokenizer's files and `generation_config.json`."""
@@ -66,16 +56,13 @@ class TokenizerExport:
         if self.text.chat_template is not None:
             (folder / TEMPLATE).write_bytes(self.text.chat_template.encode())
         end = self.end_of_text_id
-        stop = end if self.turn_end_id is None else [self.turn_end_id, end]
-        write_json(
-            folder / "generation_config.json",
-            {
-                "bos_token_id": self.end_of_text_id,
-                "do_sample": False,
-                "eos_token_id": stop,
-                "pad_token_id": self.end_of_text_id,
-            },
-        )
+        generation = {
+            "bos_token_id": end,
+            "do_sample": False,
+            "eos_token_id": end if self.turn_end_id is None else [self.turn_end_id, end],
+            "pad_token_id": end,
+        }
+        write_json(folder / "generation_config.json", generation)
 
 
 def open_tokenizer(
@@ -84,11 +71,11 @@ def open_tokenizer(
     """Check that a tokenizer belongs to a model.
 
     Args:
-        is_known: Whether this is known to be the tokenizer of the training data; otherwise the size
-            of its vocabulary must speak for it.
+        is_known: Whether the model was trained with this tokenizer; otherwise the size of its
+            vocabulary must fit closely.
 
     Raises:
-        UserError: It is missing or none, of another vocabulary, or lacks a token.
+        UserError: It is missing or unreadable, of another vocabulary, or lacks a token.
     """
     tokenizer = load_tokenizer(path)
     spare = None if is_known else PADDING_ROWS

@@ -19,9 +19,8 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.config import RunConfig
 
-MOST_SILENT_EPOCHS = 4
-"""Most epochs of a source without a cap that allows more. Up to four epochs are nearly as good as
-new tokens (Muennighoff et al. 2023, arXiv 2305.16264, §5)."""
+# Up to four epochs are nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264, §5).
+_MOST_SILENT_EPOCHS = 4
 
 
 def parent_refusals(recipe: Recipe, stage: Stage) -> Iterator[Refusal]:
@@ -44,7 +43,7 @@ def parent_refusals(recipe: Recipe, stage: Stage) -> Iterator[Refusal]:
 def carry_refusals(
     stage: Stage, parent: Stage, *, wanted: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> Iterator[Refusal]:
-    """Yield weights and moments that a stage cannot take over from its parent, trained or not."""
+    """Yield the weights and moments that a stage cannot take over from its parent."""
     carry = stage.config.checkpoint.carry
     yield from caught("checkpoint.carry", lambda: check_parent(trained, wanted, carry))
     for field, has, wants in (
@@ -65,13 +64,10 @@ def repetition_refusals(stage: Stage) -> Iterator[Refusal]:
     loader = stage.config.open_data()
     if not isinstance(loader, WindowLoader):
         return
-    uncapped = [
-        (source.needed_tokens / source.available_tokens, source.name)
-        for source in loader.demand(stage.config.windows_of_the_run())
-        if source.max_epochs is None
-    ]
+    demand = loader.demand(stage.config.windows_of_the_run())
+    uncapped = [(source.epochs, source.name) for source in demand if source.max_epochs is None]
     epochs, name = max(uncapped, default=(0.0, ""))
-    if epochs > MOST_SILENT_EPOCHS:
+    if epochs > _MOST_SILENT_EPOCHS:
         yield Refusal(
             "total_tokens",
             f"total_tokens={stage.config.total_tokens} reads {name} {epochs:.1f} times",

@@ -21,7 +21,7 @@ class Stage:
     """One job of a recipe."""
 
     name: str
-    """Name of the stage and its run directory; letters, digits, dot, dash and underscore."""
+    """Name of the stage and its run directory: letters, digits, dot, dash and underscore."""
 
     config: LoopTrainer.Config
     """Config of the run; the recipe sets `stage`, `dump_folder` and the parent's path."""
@@ -78,23 +78,18 @@ class Recipe:
             seen.append(stage.name)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage called `name`.
+        """Return the stage called `name`; raise `UserError` if there is none."""
+        stages = {stage.name: stage for stage in self.stages}
+        if name not in stages:
+            raise UserError(f"recipe {self.name} has no stage {name!r}{nearest(name, stages)}")
+        return stages[name]
 
-        Raises:
-            UserError: The recipe has no such stage.
-        """
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        names = [stage.name for stage in self.stages]
-        raise UserError(f"recipe {self.name} has no stage {name!r}{nearest(name, names)}")
+    def chosen(self, only: str | None) -> list[Stage]:
+        """Return all stages, or the one called `only`."""
+        return self.stages if only is None else [self.stage(only)]
 
     def place(self, folder: str = "") -> Path:
-        """Set every stage's run directory, and its parent's as the run to start from.
-
-        Returns:
-            The folder of the recipe.
-        """
+        """Set every stage's run directory and parent; return the folder of the recipe."""
         root = Path(folder or self.folder or f"runs/{self.name}")
         alone = len(self.stages) == 1 and self.stages[0].name == self.name
         for stage in self.stages:

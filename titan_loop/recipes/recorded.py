@@ -2,8 +2,8 @@
 
     config.json ─ names of classes ─► classes ─ fields, checked against their types ─► RunConfig
 
-Names are looked up among the classes that titan_loop has and those that `TITAN_LOOP_PLUGINS`
-imports. Nothing that the file names is imported, nothing in it is executed.
+Classes come from titan_loop and `TITAN_LOOP_PLUGINS`. Nothing that the file names is imported,
+nothing in it is executed.
 """
 
 import importlib
@@ -82,7 +82,6 @@ class _Reading:
         self._absent: list[str] = []
 
     def config(self, record: dict[str, Any]) -> RunConfig:
-        """Return the config."""
         names = record.pop(CLASSES, None)
         if not isinstance(names, dict) or set(names) != {*CHOSEN, TASK_FIELD}:
             raise UserError(
@@ -94,16 +93,14 @@ class _Reading:
             if name is not None:
                 found = find_task(str(name)) if field == TASK_FIELD else _chosen(field, str(name))
                 self._classes[field] = found
-        self._classes["model"] = get_family(
-            str(nested(record, "model.family") or FIRST_FAMILY)
-        ).options
+        family = str(nested(record, "model.family") or FIRST_FAMILY)
+        self._classes["model"] = get_family(family).options
         config = self._built(RunConfig, record, "")
         if self._absent:
             logger.warning("not in config.json, so at their defaults: %s", ", ".join(self._absent))
         return config
 
     def _built(self, kind: type, record: Any, name: str) -> Any:
-        """Return an instance of a dataclass."""
         if not isinstance(record, dict):
             raise UserError(f"{name}={record!r:.40} must be an object")
         hints = get_type_hints(kind, include_extras=True)

@@ -1,9 +1,8 @@
 """Finds recipes: `NAME` is a public function of that name in a module of `train_configs`.
 
 Its annotation says that it returns a `Recipe`, or the `LoopTrainer.Config` of one run.
-`PACKAGE.MODULE:FUNCTION` names any other function; the path of a `config.json` names the run that
-it describes (`recorded.py`). Names and summaries are parsed from the source files, because
-importing a recipe imports torch.
+`PACKAGE.MODULE:FUNCTION` is any other function, the path of a `config.json` a run (`recorded.py`).
+Names and summaries are parsed from the source files, because importing a recipe imports torch.
 """
 
 import ast
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from titan_loop.recipes.recipe import Recipe
 
 RECIPES_PACKAGE = "train_configs"
-RETURNED = ("Recipe", "LoopTrainer.Config")
+_RETURNED = ("Recipe", "LoopTrainer.Config")
 
 
 class _Found(NamedTuple):
@@ -44,7 +43,7 @@ def _find_recipes() -> dict[str, _Found]:
                 isinstance(node, ast.FunctionDef)
                 and not node.name.startswith("_")
                 and node.returns is not None
-                and ast.unparse(node.returns) in RETURNED
+                and ast.unparse(node.returns) in _RETURNED
             ):
                 if node.name in found:
                     raise UserError(
@@ -64,8 +63,7 @@ def load_recipe(name: str) -> "Recipe":
             arguments, or the path of a run's `config.json`.
 
     Raises:
-        UserError: The recipe does not exist, returns something else, or its stages do not fit
-            together.
+        UserError: There is no such recipe, or it does not return a `Recipe` that can be trained.
     """
     if name.endswith(".json"):
         from titan_loop.recipes.recorded import recorded_recipe
@@ -87,10 +85,8 @@ def load_recipe(name: str) -> "Recipe":
     if isinstance(result, LoopTrainer.Config):
         result = Recipe.of_one_run(function_name, result)
     if not isinstance(result, Recipe):
-        raise UserError(
-            f"recipe {name!r} returns {type(result).__name__}; return a LoopTrainer.Config or a "
-            "Recipe"
-        )
+        kind = type(result).__name__
+        raise UserError(f"recipe {name!r} returns {kind}; return a LoopTrainer.Config or a Recipe")
     result.check()
     return result
 

@@ -1,9 +1,8 @@
 """Runs a recipe's incomplete stages, one after another, in one process per rank.
 
-Every mistake in any stage is reported before the first one starts. A complete stage is skipped, an
+Mistakes in any stage are reported before the first one starts. A complete stage is skipped, an
 interrupted one continues from its newest checkpoint, and a new one starts from its parent's last
-checkpoint, which must hold all of the parent's tokens. All stages share the process group; a
-stage's model and optimizer state are freed before the next one is built.
+checkpoint. All stages share the process group; each is freed before the next one is built.
 """
 
 import gc
@@ -59,7 +58,6 @@ def run_recipe(
     Args:
         only: Name of the only stage to train. The flags of this start do not apply to the other
             stages, whose settings come from their run directories.
-        stop_listener: Listens for signals that stop the run; None for no listener.
 
     Raises:
         UserError: One line with stage, field, value and fix, before anything starts; or later, if a
@@ -74,7 +72,8 @@ def run_recipe(
     recipe.check()
     root = recipe.place(folder)
     require_writable(root, f"dump_folder={root}")
-    copy_sources([stage.config for stage in recipe.stages if only in (None, stage.name)])
+    stages = recipe.chosen(only)
+    copy_sources([stage.config for stage in stages])
 
     def look() -> dict[str, tuple[int, Trainable]]:
         wait_for_room(root, 0)
@@ -87,7 +86,6 @@ def run_recipe(
     for name, recorded in decided_by_rank_zero(look).items():
         config = recipe.stage(name).config
         config.total_tokens, config.trainable = recorded
-    stages = recipe.stages if only is None else [recipe.stage(only)]
     keep_compiled_code(root / COMPILE_CACHE)
     if rank == 0 and len(recipe.stages) > 1:
         planned = [
@@ -114,13 +112,9 @@ def run_recipe(
 
 
 def check_recipe(
-    recipe: Recipe,
-    world_size: int,
-    *,
-    folder: str = "",
-    only: str | None = None,
+    recipe: Recipe, world_size: int, *, folder: str = "", only: str | None = None
 ) -> tuple[Path, list[Stage]]:
-    """Return a recipe's folder and the stages to train; touches no process group and no device.
+    """Return a recipe's folder and the stages to train; touch no process group and no device.
 
     Raises:
         UserError: One line naming stage, field, value and fix.
@@ -135,11 +129,11 @@ def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) ->
 
     A setting that is legal but probably unintended is a warning.
     """
-    stages = recipe.stages if only is None else [recipe.stage(only)]
-    for stage in recipe.stages:
-        if only not in (None, stage.name):
-            _adopt_recorded(stage.config)
+    stages = recipe.chosen(only)
     if only is not None:
+        for stage in recipe.stages:
+            if stage not in stages:
+                _adopt_recorded(stage.config)
         raise_first(parent_refusals(recipe, stages[0]))
     checked: dict[str, ResolvedRun] = {}
     newest = {stage.name: newest_of(stage.config) for stage in recipe.stages}
@@ -153,11 +147,7 @@ def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) ->
 
 
 def is_complete(config: LoopTrainer.Config) -> bool:
-    """Return whether a placed run has a checkpoint that covers all its tokens.
-
-    Raises:
-        UserError: The run has checkpoints, and none is usable.
-    """
+    """Return whether a placed run has a checkpoint that covers all its tokens."""
     state = saved_state(config)
     return state is not None and state["tokens"] >= config.total_tokens
 
@@ -192,8 +182,7 @@ def _check(
             check_resumable(run, newest[stage.name])  # includes a parent outside the recipe
         else:
             parent = recipe.stage(stage.parent)
-            found = newest[parent.name]()
-            if found is not None:
+            if (found := newest[parent.name]()) is not None:
                 trained = found[1]["trainer"]["architecture"]
             else:
                 trained = (before or resolve(parent.config, world_size)).architecture
@@ -217,9 +206,6 @@ def _warn_of_same_windows(recipe: Recipe, stage: Stage) -> None:
     if shared and same_windows and here.get("seed") == before.get("seed"):
         warn_together(
             logger,
-            "stage %s reads the same windows in the same order as %s, of %s; give it another "
-            "dataloader.seed",
-            stage.name,
-            stage.parent,
-            ", ".join(sorted(shared)),
+            f"stage {stage.name} reads the same windows in the same order as {stage.parent}, of "
+            f"{', '.join(sorted(shared))}; give it another dataloader.seed",
         )

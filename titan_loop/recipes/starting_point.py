@@ -26,15 +26,14 @@ IMPORTED = "imported"
 def start_from(
     recipe: Recipe, path: Path, *, only: str | None, folder: str, command: Sequence[str]
 ) -> SavedRun:
-    """Let stages start from an existing model; apply flags afterwards.
+    """Let stages of a recipe start from an existing model; apply flags afterwards.
 
     Those stages, and the stages with the same model, get its options: shape, vocabulary, RoPE base.
 
     Args:
-        recipe: Its stages are changed.
         path: A run, a checkpoint, or a folder that `convert import` reads. The last is imported
             into the recipe's folder once.
-        only: The stage to start; None for all without a parent.
+        only: Stage to start; None for all without a parent.
         folder: Folder of the recipe; empty for its own.
         command: Command line, recorded in the imported run.
 
@@ -54,9 +53,7 @@ def start_from(
             ModelFolder(path), Path(folder or recipe.folder or f"runs/{recipe.name}"), command
         )
     run = SavedRun.open(path)
-    first = [stage for stage in recipe.stages if stage.parent is None]
-    if only is not None:
-        first = [recipe.stage(only)]
+    first = [stage for stage in recipe.chosen(only) if only or stage.parent is None]
     own = first[0].config.model
     for stage in recipe.stages:
         if stage in first or stage.config.model == own:
@@ -73,7 +70,7 @@ def start_from(
 
 def check_tokenizer(recipe: Recipe, run: SavedRun, *, only: str | None) -> None:
     """Refuse data whose token ids have other meanings than in the run to start from."""
-    for stage in [recipe.stage(only)] if only is not None else recipe.stages:
+    for stage in recipe.chosen(only):
         for source in stage.config.dataloader.source_paths():
             run.tokenizer(Path(source) / TOKENIZER_NAME)
 

@@ -1,8 +1,4 @@
-"""Names of files that others wrote become paths here, and nowhere else.
-
-Listings of object stores, manifests, source cards and indices of weights name files. Joined as it
-is, a name such as `../../.bashrc` leads out of the folder that it is meant for.
-"""
+"""Turns file names from manifests, source cards and object stores into paths inside a folder."""
 
 import re
 from pathlib import Path
@@ -10,8 +6,7 @@ from pathlib import Path
 from titan_loop.errors import UserError
 
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)  # on Windows
-_MOST_BYTES = 255
-"""Longest name of a file on Linux."""
+_MOST_BYTES = 255  # on Linux
 
 
 def is_file_name(name: object) -> bool:
@@ -27,11 +22,7 @@ def is_file_name(name: object) -> bool:
 
 
 def require_file_name(name: object, named_in: str | Path) -> str:
-    """Return `name` if it is the name of a file, without folders.
-
-    Raises:
-        UserError: It is something else, which `named_in` says.
-    """
+    """Return `name`; raise `UserError`, which says where it stands, unless it is a file's name."""
     if not is_file_name(name):
         raise UserError(
             f"{named_in} names the file {name!r:.80}, which may lie outside of its folder; do not "
@@ -41,11 +32,7 @@ def require_file_name(name: object, named_in: str | Path) -> str:
 
 
 def path_below(folder: Path, name: str, named_in: str | Path) -> Path:
-    """Return the path of a file that may be written, in a folder or in folders below it.
-
-    Args:
-        name: Names separated by "/".
-        named_in: Where the name stands, for the message.
+    """Return the path of a file at or below a folder; `name` has parts separated by "/".
 
     Raises:
         UserError: One part is not the name of a file, or a link leads out of the folder.

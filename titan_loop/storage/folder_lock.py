@@ -1,8 +1,7 @@
-"""One folder belongs to one process at a time: a run to its job, a source to its preparation.
+"""Locks that give a folder to one process: a run to its job, a source to its preparation.
 
-The lock is the operating system's (`fcntl.lockf`). A killed process releases it at once, on every
-file system that supports locks; the file that stays behind means nothing by itself. The lock
-belongs to the process, so children do not hold it and may use the folder freely.
+The operating system holds the lock (`fcntl.lockf`), so a killed process releases it at once and the
+file that stays behind means nothing. Child processes do not hold it and may use the folder.
 """
 
 import errno
@@ -28,18 +27,17 @@ logger = logging.getLogger(__name__)
 _LOOK_AGAIN_SECONDS = 3.0  # a shared file system may lose a file for a moment
 
 
+LEASE_SECONDS = 120.0
+"""Time in which servers of network file systems forget the locks of a host that is gone."""
+
+_FLOCK = "hhqqi"  # Linux' struct flock: type, whence, start, length, process
+
+
 class LostFolder(NamedTuple):
     """How the holder of a lock lost its folder, and where that is now; None if it is gone."""
 
     problem: str
     folder: Path | None
-
-
-LEASE_SECONDS = 120.0
-"""Time in which servers of network file systems forget the locks of a host that is gone."""
-
-
-_FLOCK = "hhqqi"  # Linux' struct flock: type, whence, start, length, process
 
 
 def is_held(path: Path) -> bool | None:
@@ -58,13 +56,12 @@ def is_held(path: Path) -> bool | None:
 class FolderLock:
     """Holds a folder until `release`, the end of a `with` block, or the end of this process.
 
-    It keeps other processes out, not other threads of this one; taking it twice in one process is
-    an error that shows only when the first of the two is released, which releases both.
+    It does not keep out other threads. Take it once per process: releasing one releases all.
 
     Args:
-        name: Name of the file in it that is locked.
-        called: How messages call the folder, such as "output sources/my".
-        user: How messages call the holder, such as "run".
+        name: Name of the locked file in the folder.
+        called: Name of the folder in messages, such as "output sources/my".
+        user: Name of the holder in messages, such as "run".
 
     Raises:
         UserError: Another process holds it, or the folder may not be written.
@@ -75,7 +72,6 @@ class FolderLock:
         path = self._path = folder.absolute() / name
         try:
             retried(lambda: folder.mkdir(parents=True, exist_ok=True))
-            # Not through a child: `lockf` locks belong to the process that took them.
             self._file = retried(lambda: path.open("a+", encoding="utf-8"))
         except OSError as error:
             raise unwritable(called, error) from error
@@ -85,10 +81,7 @@ class FolderLock:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 # Some network file systems have no locks; work there is better than none.
                 logger.warning(
-                    "%s cannot be locked (%s): a second %s there will not be noticed",
-                    path,
-                    error,
-                    user,
+                    f"{path} cannot be locked ({error}): a second {user} there will not be noticed"
                 )
                 return
             if self._take_over(path):
@@ -114,10 +107,8 @@ class FolderLock:
             self._file.close()
 
     def lost(self) -> LostFolder | None:
-        """Return how the folder was lost since it was locked, None if it was not.
-
-        Deleting the lock's file, or renaming the folder, lets a second process lock the name.
-        """
+        """Return how the folder was lost since it was locked, None if it was not."""
+        # Deleting the lock's file, or renaming the folder, lets a second process lock the name.
         if self._is_where_it_was():
             return None
         time.sleep(_LOOK_AGAIN_SECONDS)
@@ -143,11 +134,7 @@ class FolderLock:
             return True
 
     def _take_over(self, path: Path) -> bool:
-        """Take the lock that an earlier start of this SLURM job left on a host that is gone.
-
-        The server of a network file system may remember it for long. It is waited for, as the
-        server may notice, and then replaced by another file under the same name.
-        """
+        """Take the lock that an earlier start of this SLURM job left on a host that is gone."""
         job = slurm_job()
         self._file.seek(0)
         owner = self._file.read()
@@ -155,11 +142,8 @@ class FolderLock:
         if job is None or host is None or host[2] != job or host[1] == socket.gethostname():
             return False
         logger.warning(
-            "%s is still locked by an earlier start of this job (%s); waiting %g s for its host's "
-            "lock to expire",
-            path,
-            owner.strip(),
-            LEASE_SECONDS,
+            f"{path} is still locked by an earlier start of this job ({owner.strip()}); waiting "
+            f"{LEASE_SECONDS:g} s for its host's lock to expire"
         )
         deadline = time.monotonic() + LEASE_SECONDS
         while time.monotonic() < deadline:
@@ -170,6 +154,7 @@ class FolderLock:
                 return True
             except OSError:
                 continue
+        # The server of a network file system may remember the lock for hours.
         logger.warning("%s: its host did not give the lock back; it is replaced", path)
         self._file.close()
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
@@ -180,14 +165,12 @@ class FolderLock:
         return True
 
     def _name_owner(self) -> None:
-        job = slurm_job()
+        job = f", SLURM job {slurm_job()}" if slurm_job() else ""
         started = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             self._file.truncate(0)
             self._file.write(
-                f"process {os.getpid()} on {socket.gethostname()}"
-                + (f", SLURM job {job}" if job else "")
-                + f", since {started}\n"
+                f"process {os.getpid()} on {socket.gethostname()}{job}, since {started}\n"
             )
             self._file.flush()
         except OSError as error:  # a full disk: the lock holds all the same

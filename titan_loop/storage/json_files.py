@@ -23,29 +23,18 @@ from titan_loop.storage.transient import retried
 
 logger = logging.getLogger(__name__)
 
-_DEEPEST = 100
-"""Levels of nesting that are read; Python's own recursion ends at a thousand."""
-
-_NO_OBJECT = "not a JSON object"
+_DEEPEST = 100  # levels of nesting that are read; Python's own recursion ends at a thousand
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a JSON file so that a reader sees the old content or the new, never a part.
-
-    Raises:
-        OSError: If the folder cannot be written.
-    """
+    """Write a JSON file so that a reader sees the old content or the new, never a part."""
     text = json.dumps(finite_or_null(record), indent=2, ensure_ascii=False, allow_nan=False)
     # Half a surrogate pair, from a name that is not UTF-8, becomes the escape that JSON has for it.
     write_text(path, (text + "\n").encode(errors="backslashreplace").decode())
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as `write_json` does: a reader sees the old content or the new.
-
-    Raises:
-        OSError: If the folder cannot be written, also when it is tried again.
-    """
+    """Write a text file as `write_json` does: a reader sees the old content or the new."""
     retried(lambda: _write_text(path, text))
 
 
@@ -89,17 +78,15 @@ def read_json_object(path: Path, *, fix: str) -> dict[str, Any]:
     """Return the JSON object in a file; like `read_json`, and another value is damage."""
     record = read_json(path, fix=fix)
     if not isinstance(record, dict):
-        raise DamagedFileError(path, _NO_OBJECT, fix)
+        raise DamagedFileError(path, "not a JSON object", fix)
     return record
 
 
 def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[str, Any]:
-    """Return a JSON object whose `format_version` this program knows.
+    """Return a JSON object whose `format_version` this program knows; errors as of `read_json`.
 
     Raises:
-        FileNotFoundError: The file does not exist.
-        UserError: The file is not such an object, or has a newer version.
-        OSError: The disk fails, which says nothing about the file.
+        UserError: The version is newer.
     """
     record = read_json_object(path, fix=fix)
     version = record.get("format_version")
@@ -116,8 +103,7 @@ def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[st
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     """Append one record as one line; non-finite numbers become null.
 
-    Half a line that a killed process left at the end is removed first, with a warning, since the
-    new record would be glued to it.
+    Half a line at the end, from a killed process, is removed first, with a warning.
     """
     line = json.dumps(finite_or_null(record), ensure_ascii=False, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,19 +129,18 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
         fields: Names that every record has, and the types of their values.
 
     Raises:
-        UserError: If a line other than an incomplete last one is not such a record, or the file
-            is not a regular one or may not be read.
+        UserError: A line is not such a record (an incomplete last one is skipped), or the file is
+            not a regular one or may not be read.
     """
     records: list[dict[str, Any]] = []
-    lines = regular_lines(path, fix="move it away")
-    for number, line in enumerate(_or_none(lines), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.endswith(b"\n"):
             logger.warning("%s: skipped an incomplete last line (%d bytes)", path, len(line))
             break
         try:
             record = _parse(line)
             if not isinstance(record, dict):
-                raise ValueError(_NO_OBJECT)
+                raise ValueError("not a JSON object")
         except ValueError as error:
             raise UserError(
                 f"{str(path)!r} line {number} is not JSON ({error}); remove that line to read the "
@@ -171,9 +156,9 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
     return records
 
 
-def _or_none(lines: Iterator[bytes]) -> Iterator[bytes]:
+def _lines(path: Path) -> Iterator[bytes]:
     with suppress(FileNotFoundError):
-        yield from lines
+        yield from regular_lines(path, fix="move it away")
 
 
 def nested(record: Mapping[str, Any], name: str) -> Any:

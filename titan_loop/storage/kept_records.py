@@ -1,14 +1,14 @@
 """Records of `.jsonl` files that a failing disk cannot take yet: kept in memory, written later.
 
-append_or_keep ─► the records kept before, then this one, are appended
-               ─► the disk fails: warned of once, the record is kept
-the next append or save ─► tried again
-give_up_kept at the end ─► tried again; the records that are lost are counted
+append_or_keep ─► the disk fails: one warning, the record is kept
+the next append or save ─► all kept records are tried again
+give_up_kept at the end ─► tried once more; the records that are lost are counted
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,18 +23,18 @@ MOST_KEPT = 10_000
 Append: TypeAlias = Callable[[Path, Mapping[str, Any]], None]
 
 
+@dataclass
 class _Kept:
-    def __init__(self, append: Append) -> None:
-        self.append = append
-        self.records: deque[Mapping[str, Any]] = deque()
-        self.dropped = 0
+    append: Append
+    records: deque[Mapping[str, Any]] = field(default_factory=deque)
+    dropped: int = 0
 
 
 _files: dict[Path, _Kept] = {}
 
 
 def append_or_keep(path: Path, record: Mapping[str, Any], append: Append = append_jsonl) -> None:
-    """Append one record; a failing disk is warned of, and the record is kept for the next time.
+    """Append one record; if the disk fails, warn and keep the record for the next time.
 
     Raises:
         UserError: The file is damaged, or may not be written.
@@ -57,7 +57,7 @@ def write_kept() -> None:
 
 
 def give_up_kept() -> None:
-    """Write the kept records for the last time; those that still cannot be written are counted."""
+    """Write the kept records for the last time; log how many cannot be written."""
     for path, kept in list(_files.items()):
         error = _write(path, kept)
         if error is not None:

@@ -1,4 +1,4 @@
-"""Reads paths that may be anything: a FIFO never ends, a sparse file fills the memory."""
+"""Reading of paths that may be anything: a FIFO never ends, a sparse file fills the memory."""
 
 import errno
 import os
@@ -49,10 +49,7 @@ def open_regular(path: Path, *, fix: str) -> BufferedReader:
 
 
 def open_to_append(path: Path, *, fix: str) -> BufferedRandom:
-    """Open a regular file, a new one if there is none, to read it and to write at its end.
-
-    Arguments and errors as of `open_regular`.
-    """
+    """Open a regular file, or a new one, to read and to append; errors as of `open_regular`."""
     return os.fdopen(_open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, fix), "r+b")
 
 
@@ -75,12 +72,9 @@ def _open(path: Path, flags: int, fix: str) -> int:
 
 
 def read_regular(path: Path, *, fix: str, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file; arguments and errors as of `open_regular`.
+    """Return the content of a regular file, tried again after a transient error or a short read.
 
-    A transient error or a short read is tried again.
-
-    Raises:
-        DamagedFileError: Also if it has more than `most_bytes`.
+    Errors as of `open_regular`; more than `most_bytes` are damage, too.
     """
 
     def read() -> bytes:

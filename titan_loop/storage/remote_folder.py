@@ -1,8 +1,7 @@
 """A folder in an object store or on another file system, through fsspec: s3://, gs://, file://.
 
-Credentials come from the environment (AWS_…, GOOGLE_…) and never from an address, so no log and no
-`config.json` can hold them. Object stores have no rename: a caller that needs a commit record
-writes it last.
+Credentials come from the environment (AWS_…, GOOGLE_…), never from an address, which would put them
+into logs and `config.json`. Object stores cannot rename: write a commit record last.
 """
 
 import importlib
@@ -78,9 +77,8 @@ class RemoteFolder:
     def create(self, name: str, content: bytes) -> bytes:
         """Write a small file unless there is one; return its content now.
 
-        Two processes that create it at the same time both get the first one's content if the store
-        has writes that require the file's absence (AWS, Google). In other stores they most likely
-        get the last one's.
+        If two processes create it at once, both get the first one's content in stores that can
+        write only where no file is (AWS, Google), and most likely the last one's in others.
         """
         self._make_parent(name)
         try:
@@ -138,11 +136,11 @@ def check_address(url: str, field: str) -> str:
     """
     match = _URL.fullmatch(url)
     if match is None or match["scheme"] not in SCHEMES:
-        known = {scheme for scheme in SCHEMES if scheme != "memory"}
         scheme = match["scheme"] if match else url
         raise UserError(
             f"{field}={url if '@' not in url else '…'} is not a remote folder"
-            f"{nearest(scheme, known)}; write s3://BUCKET/FOLDER, gs://… or file:///FOLDER"
+            f"{nearest(scheme, SCHEMES.keys() - {'memory'})}; write s3://BUCKET/FOLDER, gs://… or "
+            "file:///FOLDER"
         )
     if "@" in match["rest"]:
         raise UserError(
@@ -152,7 +150,6 @@ def check_address(url: str, field: str) -> str:
 
 
 def _file_system(url: str, field: str) -> tuple[Any, str]:
-    """Return fsspec's file system and the path in it."""
     package = SCHEMES[check_address(url, field)]
     try:
         fsspec = importlib.import_module("fsspec")

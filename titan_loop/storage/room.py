@@ -12,25 +12,19 @@ from titan_loop.storage.transient import FULL_ERRNOS, retried, unwritable
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 600.0
-"""Longest wait for room. Half the shortest time limit of a queue is left for training."""
-
-SMALL_FILES_BYTES = 1 << 20
-"""Room for the files of a run besides its checkpoints until somebody looks."""
-
+WAIT_SECONDS = 600.0  # half the shortest time limit of a queue is left for training
+SMALL_FILES_BYTES = 1 << 20  # a run's files besides its checkpoints, until somebody looks
 _LOOK_SECONDS = 5.0
 
 
 def require_writable(folder: Path, called: str) -> None:
-    """Try whether files can be created in a folder, or where it will be; nothing is left behind.
-
-    A folder's permissions do not tell: some file systems let nobody create a file, so one without a
-    name is tried. A full disk passes: `wait_for_room` waits for it.
+    """Try whether files can be created in a folder, or where it will be; a full disk passes.
 
     Raises:
         UserError: The folder may not be written.
         RunFailedError: Its disk fails.
     """
+    # A folder's permissions do not tell: some file systems let nobody create a file.
     try:
         retried(lambda: _write_nameless(folder, b""))
     except OSError as error:
@@ -39,10 +33,7 @@ def require_writable(folder: Path, called: str) -> None:
 
 
 def wait_for_room(folder: Path, needed_bytes: int) -> None:
-    """Wait until a folder's disk has room, at most `WAIT_SECONDS`.
-
-    Room for small files is needed in any case. If only the rest is missing in the end, that is a
-    warning: saves will fail, and training goes on.
+    """Wait until a folder's disk has room, at most `WAIT_SECONDS`; then warn that saves will fail.
 
     Raises:
         RunFailedError: Not even small files can be written.
@@ -65,12 +56,9 @@ def wait_for_room(folder: Path, needed_bytes: int) -> None:
 
 
 def missing_bytes(folder: Path, needed_bytes: int) -> int:
-    """Return the number of bytes to free before so many more can be written; 0 if they can.
-
-    A quota shows only when something is written.
-    """
+    """Return the number of bytes to free before so many more can be written; 0 if they can."""
     wanted = needed_bytes + SMALL_FILES_BYTES
-    try:
+    try:  # a quota shows only when something is written
         existing = retried(lambda: _write_nameless(folder, bytes(SMALL_FILES_BYTES)))
     except OSError as error:
         if error.errno not in FULL_ERRNOS:
@@ -80,7 +68,7 @@ def missing_bytes(folder: Path, needed_bytes: int) -> int:
 
 
 def _write_nameless(folder: Path, content: bytes) -> Path:
-    """Write a file without a name; return the folder, or the nearest one above it that exists."""
+    """Write a file without a name; return the folder or the nearest one above that exists."""
     existing = folder.absolute()
     while not os.path.lexists(existing):
         existing = existing.parent

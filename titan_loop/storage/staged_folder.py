@@ -9,8 +9,6 @@ from pathlib import Path
 from titan_loop.errors import UserError
 from titan_loop.storage.transient import disk_error, retried, unwritable
 
-UNFINISHED = ".unfinished"
-
 
 @contextmanager
 def staged_folder(output: Path) -> Iterator[Path]:
@@ -36,12 +34,7 @@ def staged_folder(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def staged_file(output: Path) -> Iterator[Path]:
-    """Yield a path whose file becomes `output` when the block ends well; as `staged_folder`.
-
-    Raises:
-        UserError: There is something already, or the file may not be written.
-        RunFailedError: The disk fails, or is full.
-    """
+    """Yield a path whose file becomes `output` when the block ends well; as `staged_folder`."""
     if output.exists():
         raise UserError(f"output={output} exists; choose a new file, or delete that one")
     with _staged(output, Path.touch) as staging:
@@ -50,9 +43,9 @@ def staged_file(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def _staged(output: Path, make: Callable[[Path], None]) -> Iterator[Path]:
-    staging = output.absolute().parent / f".{output.name}{UNFINISHED}"
+    staging = output.absolute().parent / f".{output.name}.unfinished"
     try:
-        retried(lambda: output.absolute().parent.mkdir(parents=True, exist_ok=True))
+        retried(lambda: staging.parent.mkdir(parents=True, exist_ok=True))
         _remove(staging)
         make(staging)
     except OSError as error:

@@ -1,11 +1,9 @@
-"""A disk that fails: for a moment, as when a shared file system fails over, or for longer.
+"""Retries for a disk that fails for a moment, as when a shared file system fails over.
 
     read ─► EIO, ESTALE, …, or fewer bytes than the file has ─► wait, open again, read again
          ─► `ATTEMPTS` in a row ─► the error, which is the machine's
 
-Every retry is logged and counted; `metrics.jsonl` has the count as `io_retries`. A caller opens the
-file inside the function it passes: a stale handle stays stale. Writes of whole small files are
-tried again in the same way.
+Every retry is logged and counted; `metrics.jsonl` has the count as `io_retries`.
 """
 
 import errno
@@ -37,7 +35,6 @@ TRANSIENT_ERRNOS = {
 }
 
 FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
-"""Faults of a disk without room."""
 
 _retries = 0
 
@@ -52,8 +49,7 @@ class ShortReadError(OSError):
 def retried(act: Callable[[], T]) -> T:
     """Call `act`, again after a transient error, and return its result.
 
-    Raises:
-        OSError: Any other one at once, a transient one of the last attempt.
+    `act` opens its file itself: a stale handle stays stale.
     """
     for attempt in range(1, ATTEMPTS):
         try:

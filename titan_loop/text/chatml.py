@@ -38,11 +38,9 @@ class Turn(NamedTuple):
 
 
 def parse_turns(record: Mapping[str, Any]) -> list[Turn]:
-    """Return the turns of a record with `messages`, or with `question` and `answer`.
+    """Return the turns of a record with `messages`: objects with the strings `role` and `content`.
 
-    Args:
-        record: `messages` is a list of objects with the strings `role` and `content`; otherwise
-            `question` becomes the user's turn and `answer` the assistant's.
+    Without them, `question` becomes the user's turn and `answer` the assistant's.
 
     Raises:
         KeyError: If the record has neither.
@@ -73,16 +71,13 @@ def render(turns: Sequence[Turn]) -> str:
 def encode_chats(
     tokenizer: "Tokenizer", chats: Sequence[Sequence[Turn]], end_of_text: str
 ) -> "list[tuple[np.ndarray, np.ndarray]]":
-    """Tokenise conversations, each ending in the end-of-text token.
+    """Tokenise conversations, each ending in the token `end_of_text`.
 
-    The assistant's text is encoded apart from the header before it, as it is when a model
-    answers: the prompt's tokens are fixed before the first answer token is chosen.
-
-    Args:
-        end_of_text: The token that ends a document.
+    The assistant's text is encoded apart from the header before it, because a model fixes the
+    tokens of the prompt before it chooses the first token of an answer.
 
     Returns:
-        Per conversation the ids (int64) and which of them are targets (bool), both of shape (n,).
+        Ids (int64) and targets (bool) of each conversation, both of shape (n,).
 
     Raises:
         UserError: The tokenizer lacks a control token.
@@ -111,12 +106,8 @@ def encode_chats(
 
 
 def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
-    """Return the ids of a conversation up to where the assistant is to speak, as in training.
-
-    Raises:
-        UserError: The tokenizer lacks a control token.
-    """
-    # Of an empty answer only the end of its turn is a target: the prompt is what stands before it.
+    """Return the ids of a conversation up to the assistant's next answer, as in training."""
+    # The only target of an empty answer is the end of its turn; the prompt stands before that.
     chat = [*turns, Turn(ASSISTANT, "")]
     ((ids, is_target),) = encode_chats(tokenizer, [chat], end_of_text=TURN_END)
     return ids[: is_target.nonzero()[0][-1]].tolist()

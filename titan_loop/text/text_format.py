@@ -8,7 +8,7 @@ from titan_loop.text.tokenizer import END_OF_TEXT, TURN_END
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFormat:
-    """How text ends and conversations are rendered.
+    """The end of documents and turns, and the rendering of conversations.
 
     Attributes:
         end_of_text: The token between documents.

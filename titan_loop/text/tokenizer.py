@@ -1,8 +1,4 @@
-"""Tokenizers: loading a `tokenizer.json`, special tokens, and the bytes that tokens stand for.
-
-Everything downstream reads one `tokenizer.json`. Its tokens stand for bytes, which makes bits per
-byte comparable between vocabularies.
-"""
+"""Tokenizers: loading a `tokenizer.json`, special tokens, and the bytes that tokens stand for."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,10 +53,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 
 def keep_whole(tokenizer: "Tokenizer") -> None:
-    """Switch off truncation and padding, which some publishers leave on in `tokenizer.json`.
-
-    They would cut or lengthen every document without a trace.
-    """
+    """Switch off truncation and padding, which some publishers leave on in `tokenizer.json`."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
@@ -74,7 +67,7 @@ def token_bytes(tokenizer: "Tokenizer") -> int:
     """Return the bytes of a stored token id: 4 above 65,536 tokens, else 2, as datatrove chooses.
 
     Raises:
-        UserError: Two bytes are chosen by the number of tokens, and an id does not fit into them.
+        UserError: There are gaps in the ids, and the largest does not fit into two bytes.
     """
     if tokenizer.get_vocab_size() > _LARGEST_UINT16_VOCABULARY:
         return 4
@@ -92,9 +85,9 @@ def check_vocabulary(
     """Raise `UserError` unless a tokenizer's ids are rows of a model's embedding.
 
     Args:
-        rows: Rows of the embedding. Some may be spare, as vocabularies are padded to round numbers.
         name: Name of the tokenizer in messages.
-        most_spare_rows: Largest number of rows without a token; None allows any number.
+        most_spare_rows: Largest number of rows without a token, as padding to a round number; None
+            allows any number.
     """
     ids = vocab_size(tokenizer)
     if ids > rows or (most_spare_rows is not None and ids < rows - most_spare_rows):
@@ -105,7 +98,7 @@ def check_vocabulary(
 
 
 def require_token(tokenizer: "Tokenizer", token: str, field: str) -> int:
-    """Return a token's id; raises `UserError` about `field` if the tokenizer does not have it."""
+    """Return a token's id; raise `UserError` about `field` if the tokenizer lacks it."""
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
         known = [added.content for added in tokenizer.get_added_tokens_decoder().values()]
@@ -114,13 +107,12 @@ def require_token(tokenizer: "Tokenizer", token: str, field: str) -> int:
 
 
 def token_byte_lengths(tokenizer_path: str | Path) -> "np.ndarray":
-    """Return how many bytes of text each token id stands for.
+    """Return the bytes of text behind each token id: int64, shape (largest id + 1,).
 
-    Returns:
-        int64, shape (largest id + 1,); 0 for special tokens and for ids without a token.
+    Special tokens and ids without a token have 0.
 
     Raises:
-        UserError: The tokenizer is not byte-level, so that its tokens do not stand for bytes.
+        UserError: The tokenizer is not byte-level, so its tokens do not stand for bytes.
     """
     import numpy as np
     from tokenizers import pre_tokenizers
@@ -129,7 +121,7 @@ def token_byte_lengths(tokenizer_path: str | Path) -> "np.ndarray":
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    lengths = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
+    lengths = np.zeros(vocab_size(tokenizer), dtype=np.int64)
     for token, token_id in vocabulary.items():
         if token_id in added:
             lengths[token_id] = 0 if added[token_id].special else len(token.encode())

@@ -81,7 +81,7 @@ def test_paths_may_contain_an_equals_sign() -> None:
         (["a=1", "a=2"], "a is listed twice"),
         (["a=1", "./b/../a/=2"], "./b/../a/ is listed twice"),
         (["a=0", "b=0"], "all weights are 0"),
-        (["a=1e308", "b=1e308"], "the sum of the weights overflows: give smaller weights"),
+        (["a=1e308", "b=1e308"], "the weights' sum overflows: give smaller weights"),
     ],
 )
 def test_mistakes_name_field_and_value(entries: list[str], message: str) -> None:

@@ -81,11 +81,9 @@ def test_epochs_differ_in_order_and_offset(
 
 
 def test_a_lookup_across_epochs_equals_one_by_one(
-    write_source: Callable[..., Path], documents: DocumentMaker, monkeypatch: pytest.MonkeyPatch
+    write_source: Callable[..., Path], documents: DocumentMaker
 ) -> None:
-    monkeypatch.setattr("titan_loop.data.load.windows._BLOCK", 8)  # does not divide an epoch
     windows = open_cuts(write_source("s", [documents(1, 40, 9)]), 16, key=0)
-    assert windows.windows_per_epoch % 8
     counters = np.arange(3 * windows.windows_per_epoch)
     together = np.stack(windows.locate(counters), axis=1).tolist()
     assert together == [[int(v[0]) for v in windows.locate(counters[i : i + 1])] for i in counters]

@@ -49,27 +49,31 @@ def stream_of(source: Path, split: str = "train") -> np.ndarray:
     return shards.read(0, shards.tokens)[0]
 
 
+def open_index(source: Path, split: str, seq_len: int) -> PackedIndex:
+    return PackedIndex(TokenShards(source, split), seq_len)
+
+
 def test_every_document_is_in_exactly_one_window(
     write_source: Callable[..., Path], documents: Callable[[int, int, int], list[list[int]]]
 ) -> None:
     stored = documents(0, 300, 30)
     source = write_source("s", [stored[:100], stored[100:101], stored[101:]], held_out=[stored[:3]])
     packed = pack_source(source, seq_len=32)
-    index = PackedIndex.open(source, "train", 32)
+    index = open_index(source, "train", 32)
     assert SourceCard.read(source).splits["train"].packed == (packed["train"],) == (index.card,)
     stream = stream_of(source)
     found = []
-    for window in range(index.windows):
+    for window in range(index.card.windows):
         pieces = index.documents(window)
         assert sum(length for _, length in pieces) <= 33
         found += [tuple(stream[first : first + length]) for first, length in pieces]
     assert sorted(found) == sorted(map(tuple, stored))
     tokens = sum(map(len, stored))
     assert index.card.tokens == tokens
-    assert index.fill == tokens / (33 * index.windows)
-    assert index.windows <= 11 / 9 * np.ceil(tokens / 33) + 4  # the method's own bound
-    held_out = PackedIndex.open(source, "held_out", 32)
-    assert sum(len(held_out.documents(window)) for window in range(held_out.windows)) == 3
+    assert index.fill == tokens / (33 * index.card.windows)
+    assert index.card.windows <= 11 / 9 * np.ceil(tokens / 33) + 4  # the method's own bound
+    held_out = open_index(source, "held_out", 32)
+    assert sum(len(held_out.documents(window)) for window in range(held_out.card.windows)) == 3
 
 
 def test_long_documents_are_refused_or_split(write_source: Callable[..., Path]) -> None:
@@ -82,10 +86,10 @@ def test_long_documents_are_refused_or_split(write_source: Callable[..., Path]) 
     assert SourceCard.read(source).splits["train"].packed == ()
     card = pack_source(source, seq_len=8, long_documents="split")["train"]
     assert card.split_documents == 2
-    index = PackedIndex.open(source, "train", 8)
+    index = open_index(source, "train", 8)
     stream = stream_of(source)
     labels = []  # the position of every predicted token
-    for window in range(index.windows):
+    for window in range(index.card.windows):
         for first, length in index.documents(window):
             assert 2 <= length <= 9
             assert (stream[first : first + length - 1] != 0).all()  # no piece spans documents
@@ -152,8 +156,8 @@ def test_packing_again_may_be_interrupted_anywhere(
 def test_opening_opens_no_file(write_source: Callable[..., Path]) -> None:
     source = write_source("s", [[[5, 0], [6, 7, 0]]])
     pack_source(source, seq_len=8)
-    index = PackedIndex.open(source, "train", 8)
-    assert len(index._files) == 0
+    index = open_index(source, "train", 8)
+    assert len(index._shards.files) == 0
     assert index.documents(0) == [(0, 2), (2, 3)]
     with pytest.raises(IndexError):
         index.documents(1)
@@ -164,13 +168,13 @@ def test_a_document_of_one_token_is_read_and_one_of_none_is_damage(
 ) -> None:
     source = write_source("s", [[[0], [5, 0]]])
     pack_source(source, seq_len=8)
-    assert sorted(PackedIndex.open(source, "train", 8).documents(0)) == [(0, 1), (1, 2)]
+    assert sorted(open_index(source, "train", 8).documents(0)) == [(0, 1), (1, 2)]
     _, path = index_paths(source / "train", 8)
     pieces = np.fromfile(path, dtype=PIECE)
     pieces["length"][0] = 0
     pieces.tofile(path)
     with pytest.raises(UserError, match="window 0 is damaged"):
-        PackedIndex.open(source, "train", 8).documents(0)
+        open_index(source, "train", 8).documents(0)
 
 
 def test_a_full_disk(write_source: Callable[..., Path]) -> None:
@@ -188,12 +192,12 @@ def test_a_full_disk(write_source: Callable[..., Path]) -> None:
 def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
     source = write_source("s", [[[5, 0], [6, 7, 0]]])
     with pytest.raises(UserError, match=r"not packed for windows of 8 .* none.* --seq-len 8"):
-        PackedIndex.open(source, "train", 8)
+        open_index(source, "train", 8)
     pack_source(source, seq_len=8)
     with pytest.raises(UserError, match=r"not packed for windows of 9 in 'train' .*\[8\]"):
-        PackedIndex.open(source, "train", 9)
-    with pytest.raises(UserError, match="no split 'held_out'"):
-        PackedIndex.open(source, "held_out", 8)
+        open_index(source, "train", 9)
+    with pytest.raises(UserError, match="no tokens in its split 'held_out'"):
+        open_index(source, "held_out", 8)
     for seq_len in (0, 2**24 + 1):
         with pytest.raises(UserError, match=f"seq_len {seq_len} must be from 1 to 16777216"):
             pack_source(source, seq_len=seq_len)
@@ -201,13 +205,13 @@ def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
     content = pieces.read_bytes()
     pieces.write_bytes(content[:-1])
     with pytest.raises(UserError, match="has 23 bytes, its card says 24"):
-        PackedIndex.open(source, "train", 8)
+        open_index(source, "train", 8)
     pieces.write_bytes(bytes([200]) + content[1:])  # a first token beyond the stream
     with pytest.raises(UserError, match="window 0 is damaged"):
-        PackedIndex.open(source, "train", 8).documents(0)
+        open_index(source, "train", 8).documents(0)
     windows.unlink()
     with pytest.raises(UserError, match="has no bytes, its card says 8"):
-        PackedIndex.open(source, "train", 8)
+        open_index(source, "train", 8)
     card = json.loads((source / CARD_NAME).read_text())
     assert card["splits"]["train"]["packed"][0]["windows"] == 1
     index = next((source / "train").glob("*.index"))

@@ -1,11 +1,9 @@
 """The base of every loader: global batches of numbered windows, and a position that proves them.
 
-A job consumes windows; a global batch is the next run of them, over all ranks and micro-batches. A
-loader says which window has number k, a pure function, so the *set* of windows of a global batch is
-the same for every split into ranks, local batches and accumulation steps. Its state is the number
-of windows consumed, a hash of them, and a description of the data in a few readable fields. A
-resume in other data is refused because the descriptions differ, or accepted with a record of the
-differences.
+Which window has number k is a pure function, so a global batch holds the same windows for every
+split into ranks, local batches and accumulation steps. The state is the number of windows consumed,
+a hash of them, and a readable description of the data. A resume in other data is refused because
+the descriptions differ, or accepted with a record of the differences.
 """
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -47,8 +45,8 @@ class DataVocabulary(NamedTuple):
 
     Attributes:
         size: Number of tokens of the tokenizer.
-        largest_token: Largest id that occurs, which may lie beyond them.
-        options: Further model options that follow from the data, with the least that fits.
+        largest_token: Largest id that occurs, which may exceed `size`.
+        options: Further model options that follow from the data, with their least values.
     """
 
     size: int
@@ -57,12 +55,7 @@ class DataVocabulary(NamedTuple):
 
 
 class SourceProgress(NamedTuple):
-    """How far all ranks together have read one source.
-
-    Attributes:
-        name: The folder's name, or its path where two share a name.
-        tokens: windows x window length (packed windows: with their padding).
-    """
+    """Windows, tokens (padding included) and epochs that all ranks have read of one source."""
 
     name: str
     windows: int
@@ -93,16 +86,13 @@ class GlobalBatchLoader(BaseDataLoader):
         micro-batch m = (k - s) // (dp b),   rank r = (k - s) % (dp b) // b,   row (k - s) % b
 
     While a step trains, a thread reads the next global batch; it counts as consumed only when the
-    training loop takes it.
+    training loop takes it. torchtitan's `tokenizer` and `snapshot_every_n_steps` are not used.
 
     Args:
         description: Everything the data and its order depend on, in readable JSON fields; starts
             the hash. A saved position is only valid where the description is the same.
-        tokenizer: torchtitan's, not used: loaders read token ids.
-        snapshot_every_n_steps: torchtitan's, not used: the state is current at every step.
 
     Attributes:
-        columns: Declared columns of the batches, in the description where there are any.
         windows_consumed: Windows read or jumped over by all ranks together since the job's start.
         jumped: Ranges (first, stop) of windows that are jumped over.
         data_hash: 32 hexadecimal digits over the description and the windows' identities, in order:
@@ -137,14 +127,14 @@ class GlobalBatchLoader(BaseDataLoader):
             return dict.fromkeys(self.source_paths(), 1.0)
 
         def generated_task(self) -> Task | None:
-            """Return the generated task whose examples are read; None for text."""
+            """Return the task whose examples are read; None for text."""
             return None
 
         def columns(self) -> tuple[Column, ...]:
             """Return the columns that batches have besides tokens, positions and labels."""
             task = self.generated_task()
-            of_task = () if task is None else task.columns
-            return (*of_task, PREFIX_COLUMN) if self.prefix else of_task
+            columns = () if task is None else task.columns
+            return (*columns, PREFIX_COLUMN) if self.prefix else columns
 
         def knows_depth(self) -> bool:
             """Return whether the loader can say how many recurrent steps its windows need."""
@@ -152,7 +142,7 @@ class GlobalBatchLoader(BaseDataLoader):
             return task is not None and task.knows_depth
 
         def few_labels(self) -> bool:
-            """Return whether so few tokens have a label that the readout should skip the others."""
+            """Return whether the readout should skip tokens without a label, as most have none."""
             return False
 
     def __init__(
@@ -194,7 +184,7 @@ class GlobalBatchLoader(BaseDataLoader):
         """Return the identity of each global window: uint64, shape (len(window), 3).
 
         Raises:
-            UserError: If there are no such windows.
+            UserError: The data ends before.
         """
         identity = np.zeros((len(window), 3), dtype=np.uint64)
         identity[:, 2] = window
@@ -218,46 +208,38 @@ class GlobalBatchLoader(BaseDataLoader):
         return []
 
     def log_progress(self, step: int) -> None:
-        """Log how far every source was read by the end of a training step, if there are any."""
-        progress = self.progress()
-        sources = ", ".join(f"{s.name} {s.tokens} ({s.epochs:.3f} epochs)" for s in progress)
-        if sources:
-            logger.info("tokens read by step %d: %s", step, sources)
+        """Log how far every source was read by the end of a training step."""
+        read = [f"{each.name} {each.tokens} ({each.epochs:.3f} epochs)" for each in self.progress()]
+        if read:
+            logger.info("tokens read by step %d: %s", step, ", ".join(read))
 
     def log_sources(self, windows: int) -> None:
         """Log the sources that a job of this many windows reads; called once, at the start."""
 
     def require_windows(self, windows: int) -> None:
-        """Refuse a job of this many windows if the data ends before.
-
-        Raises:
-            UserError: The data ends before; the message names the settings to change.
-        """
+        """Raise `UserError` with the settings to change if the data ends before these windows."""
 
     @property
     def level(self) -> int:
-        """Level of the curriculum that the next window is of; 0 without one."""
+        """Level of the next window in a curriculum; 0 without one."""
         return 0
 
     @property
     def rate_start_tokens(self) -> int:
-        """Tokens at which the schedule of the learning rate began; 0 unless a level restarts it."""
+        """Tokens at which the learning rate's schedule began; 0 unless a level restarts it."""
         return 0
 
     def next_windows(self, first: int, count: int) -> np.ndarray:
-        """Return the numbers of the `count` windows from `first` on that are not jumped over."""
+        """Return the numbers of the next `count` windows from `first` that are not jumped over."""
         return next_windows(first, count, self.jumped)
 
     def read_step(self, global_batch_windows: int) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch and move on by that batch.
 
-        Args:
-            global_batch_windows: Windows of the global batch, over all ranks and micro-batches.
-
         Raises:
-            UserError: If the global batch is not a positive multiple of dp_world_size x
-                local_batch_size, the data ends, or a file can no longer be read. Then nothing was
-                consumed.
+            UserError: The global batch is not a positive multiple of dp_world_size x
+                local_batch_size, the data ends, or a file can no longer be read. Nothing is
+                consumed then.
         """
         per_micro_batch = self._dp_world_size * self._local_batch_size
         if global_batch_windows <= 0 or global_batch_windows % per_micro_batch:
@@ -268,25 +250,19 @@ class GlobalBatchLoader(BaseDataLoader):
             )
         position = Position(self.windows_consumed, global_batch_windows, self.data_hash)
         ahead = self._take_ahead()
-        if ahead is not None and ahead[0] == position:
-            read = ahead[1].result()
-        else:
-            read = self.read(position)
+        read = ahead[1].result() if ahead and ahead[0] == position else self.read(position)
         numbers = self.next_windows(self.windows_consumed, global_batch_windows)
         self.windows_consumed = int(numbers[-1]) + 1
         self.data_hash = read.data_hash
         if self._prefetch:
-            self._read_ahead(Position(self.windows_consumed, global_batch_windows, self.data_hash))
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+            following = Position(self.windows_consumed, global_batch_windows, self.data_hash)
+            self._ahead = following, self._thread.submit(self.read, following)
         return read.batches
 
     def read(self, position: Position) -> BatchesRead:
-        """Read this rank's part of a global batch without consuming it.
-
-        A pure function of the position.
-
-        Raises:
-            UserError: If the data ends, or a file can no longer be read.
-        """
+        """Read this rank's part of a global batch without consuming it."""
         first, count, data_hash = position
         identity = self.locate(self.next_windows(first, count))
         by_rank = identity.reshape(-1, self._dp_world_size, self._local_batch_size, 3)
@@ -295,22 +271,16 @@ class GlobalBatchLoader(BaseDataLoader):
             batch, windows = empty_batch(self._local_batch_size, self._seq_len, self.columns)
             for row, window in zip(identities, windows, strict=True):
                 self.fill_window(row, window)
+            inputs, labels = batch
             if PREFIX_COLUMN in self.columns:
-                inputs, labels = batch
                 inputs[PREFIX] = prefix_of(inputs["positions"], labels)
             if self._few_labels:
-                inputs, labels = batch
                 inputs[LABELLED] = (labels.flatten() != IGNORED).nonzero().flatten()
             batches.append(batch)
         digest = bytes.fromhex(data_hash)
         for row in identity.tolist():
             digest = hashlib.blake2b(digest + _WINDOW_ID.pack(*row), digest_size=16).digest()
         return BatchesRead(batches, digest.hex())
-
-    def _read_ahead(self, position: Position) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._ahead = position, self._thread.submit(self.read, position)
 
     def _take_ahead(self) -> tuple[Position, "Future[BatchesRead]"] | None:
         """Wait for the thread, which shares our caches, and return the batch that it has read."""
@@ -348,14 +318,12 @@ class GlobalBatchLoader(BaseDataLoader):
         }
 
     def check_state(self, state_dict: dict[str, Any]) -> list[str]:
-        """Refuse a position in other data; ranks and batch sizes may have been any.
+        """Return the changes of the data that `dataloader.accept_change` accepts.
 
-        Returns:
-            The changes that `dataloader.accept_change` accepts, usually none.
+        Ranks and batch sizes may differ.
 
         Raises:
-            UserError: If the state was saved while reading other windows or another order; the
-                message lists every difference.
+            UserError: The data or its order differs; the message lists every difference.
         """
         if not state_dict:
             return []
@@ -385,17 +353,11 @@ class GlobalBatchLoader(BaseDataLoader):
         if changes:
             warn_together(
                 logger,
-                "continuing at window %d in other data, as dataloader.accept_change says: %s",
-                self.windows_consumed,
-                "; ".join(changes),
+                f"continuing at window {self.windows_consumed} in other data, as "
+                f"dataloader.accept_change says: {'; '.join(changes)}",
             )
-            self.accepted.append(
-                {
-                    "window": self.windows_consumed,
-                    "changes": changes,
-                    **self._continue_from(state_dict),
-                }
-            )
+            record = {"window": self.windows_consumed, "changes": changes}
+            self.accepted.append(record | self._continue_from(state_dict))
             both = f"{state_dict['data_hash']}{self._initial_hash}"
             self.data_hash = hashlib.blake2b(both.encode(), digest_size=16).hexdigest()
         else:
@@ -406,7 +368,7 @@ class GlobalBatchLoader(BaseDataLoader):
         """Restore a subclass's own state; the data is the same."""
 
     def _continue_from(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Choose where to continue in other data than the state's; return the record of it."""
+        """Choose the position in other data than the state's; return the record of it."""
         return {}
 
     def _hashed_description(self) -> dict[str, Any]:

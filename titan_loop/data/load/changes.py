@@ -17,10 +17,7 @@ Fields = Mapping[str, Any]
 
 
 def data_changes(saved: Fields, here: Fields) -> list[str]:
-    """Return one phrase per difference, "FIELD OLD → NEW"; none if the data is the same.
-
-    Sources are matched by their path, then by their contents: a folder that was moved is the same.
-    """
+    """Return one phrase per difference, "FIELD OLD → NEW"; none if the data is the same."""
     changes = _field_changes(saved, here, ignored=(SOURCES,))
     saved_sources, here_sources = saved.get(SOURCES, []), here.get(SOURCES, [])
     matches = match_sources(saved_sources, here_sources)
@@ -41,7 +38,7 @@ def data_changes(saved: Fields, here: Fields) -> list[str]:
 
 
 def match_sources(saved: Sequence[Fields], here: Sequence[Fields]) -> list[int | None]:
-    """Return for each source of `here` which one of `saved` it is, or None if it is new."""
+    """Return the number in `saved` of each source of `here`, by path or contents; None if new."""
     matches: list[int | None] = [None] * len(here)
     for field in ("path", "contents"):
         for index, source in enumerate(here):

@@ -23,13 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class HeldOutWindows(NamedTuple):
-    """Fixed windows for evaluation.
+    """Fixed windows for evaluation; `input`, `positions` and `labels` as in training.
 
-    `input`, `positions` and `labels` as in training, (n, L) int64. `label_bytes` (n, L) int64: the
-    bytes of text each label stands for, 0 where ignored and for special tokens; their sum divides
-    the total cross entropy to give nats per byte. `columns` are further ones for the model, by
-    name; those in `whole` have one value a window instead of one a token. `documents` has the
-    number of the document each window begins in; empty if every window counts as a document.
+    Attributes:
+        label_bytes: Bytes of text behind each label, (n, L) int64; 0 where ignored and for special
+            tokens. Cross entropy divided by their sum is nats per byte.
+        columns: Further columns for the model; those in `whole` have one value a window.
+        documents: Number of the document that each window begins in; empty if every window counts
+            as a document.
     """
 
     input: torch.Tensor
@@ -42,32 +43,30 @@ class HeldOutWindows(NamedTuple):
 
     def columns_for(self, wanted: Collection[str]) -> Mapping[str, torch.Tensor] | None:
         """Return the columns for a model that reads the `wanted` ones; None without any."""
-        marked = {PREFIX: prefix_of(self.positions, self.labels)}
-        return {**self.columns, **(marked if PREFIX in wanted else {})} or None
+        columns = dict(self.columns)
+        if PREFIX in wanted:
+            columns[PREFIX] = prefix_of(self.positions, self.labels)
+        return columns or None
 
     def rows(self, chosen: Sequence[int], device: torch.device) -> "HeldOutWindows":
         """Return some of the windows, on a device."""
         rows = [*chosen]
         return HeldOutWindows(
-            self.input[rows].to(device),
-            self.positions[rows].to(device),
-            self.labels[rows].to(device),
-            self.label_bytes[rows].to(device),
-            {name: values[rows].to(device) for name, values in self.columns.items()},
-            self.whole,
+            *(values[rows].to(device) for values in self[:4]),
+            columns={name: values[rows].to(device) for name, values in self.columns.items()},
+            whole=self.whole,
         )
 
 
 def why_not_scored(source_path: str | Path, seq_len: int) -> str:
     """Return why a source's held-out split fills no window of L tokens; empty if it fills one."""
     split = SourceCard.read(Path(source_path)).splits.get("held_out")
-    tokens = 0 if split is None else split.tokens
-    if tokens > seq_len:
-        return ""
-    if not tokens:
+    if split is None or not split.tokens:
         return f"source {source_path} holds no document out"
+    if split.tokens > seq_len:
+        return ""
     return (
-        f"source {source_path} holds out {tokens} tokens, less than one window of "
+        f"source {source_path} holds out {split.tokens} tokens, less than one window of "
         f"training.seq_len + 1 = {seq_len + 1}"
     )
 
@@ -75,15 +74,13 @@ def why_not_scored(source_path: str | Path, seq_len: int) -> str:
 def held_out_windows(
     source_path: str | Path, *, seq_len: int, count: int, seed: int = 0
 ) -> HeldOutWindows:
-    """Return `count` windows of a source's held-out split, the same ones for the same arguments.
-
-    A split with fewer windows gives all it has, with a warning.
+    """Return `count` windows of a source's held-out split, or all with a warning if it has fewer.
 
     Args:
         seed: Chooses which windows, and the offset of the cuts.
 
     Raises:
-        UserError: As `SourceWindows`; for a count below 1, or windows in which nothing is a label.
+        UserError: As `CutWindows`; for a count below 1, or windows without a label.
     """
     if count < 1:
         raise UserError(f"held-out window count {count} must be at least 1")
@@ -108,7 +105,7 @@ def held_out_windows(
             f"source {source_path}: none of its {count} held-out windows has a label, so there is "
             "no loss to report: ask for more windows or hold out more documents"
         )
-    starts = (source.start(epoch, number) for epoch, number in zip(epochs, numbers, strict=True))
+    starts = map(source.start, epochs.tolist(), numbers.tolist())
     return HeldOutWindows(
         inputs["input"],
         inputs["positions"],

@@ -1,4 +1,4 @@
-"""Ranges of global windows that a job leaves out, after a rewind, and how it counts past them."""
+"""Ranges of global windows that a job leaves out after a rewind."""
 
 from collections.abc import Iterable, Sequence
 

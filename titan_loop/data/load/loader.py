@@ -1,8 +1,4 @@
-"""The training loader over prepared sources.
-
-Everything is arithmetic on window numbers and reads from files: no worker processes, and no state
-but the windows consumed.
-"""
+"""The training loader over prepared sources: arithmetic on window numbers, and reads from files."""
 
 import logging
 from collections.abc import Sequence
@@ -13,12 +9,7 @@ import numpy as np
 
 from titan_loop.data.load.batches import DataVocabulary, GlobalBatchLoader, SourceProgress
 from titan_loop.data.load.changes import SOURCES, match_sources
-from titan_loop.data.load.mixture import (
-    CappedMixture,
-    Exhausted,
-    parse_mixture,
-    weight_shares,
-)
+from titan_loop.data.load.mixture import CappedMixture, Exhausted, parse_mixture, weight_shares
 from titan_loop.data.load.mixture_sources import (
     named_sources,
     open_source,
@@ -35,12 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class SourceDemand(NamedTuple):
-    """How much of a source a job needs, and how much there is.
+    """Tokens that a job needs of a source, and tokens of one epoch; both without padding.
 
     Attributes:
-        name: As in `SourceProgress`.
-        needed_tokens: windows x window length, without the padding of packed windows.
-        available_tokens: The same for one epoch.
         max_epochs: Number of times it may be read; None for any number.
         disk_bytes: Size of its training split: tokens, document ends and loss masks.
     """
@@ -59,9 +47,6 @@ class SourceDemand(NamedTuple):
 
 class WindowLoader(GlobalBatchLoader):
     """Mixes the windows of prepared sources in an order that only seed and position decide.
-
-    Attributes:
-        order: Which source every window is from, and where the mixture ends.
 
     Raises:
         UserError: For an unusable mixture or source, sources with different tokenizers, or a window
@@ -85,15 +70,11 @@ class WindowLoader(GlobalBatchLoader):
         """When a source has reached its cap: end the mixture, or go on without it."""
 
         unique_tokens: int | None = None
-        """Tokens of the mixture before the same windows come again in the same order; None: no
-        window comes again before its source ends."""
+        """Tokens of the mixture after which the same windows come again in the same order; None
+        for no such repetition."""
 
         def vocabulary(self) -> DataVocabulary:
-            """Return the vocabulary of all sources, held-out splits included.
-
-            Raises:
-                UserError: For an unusable mixture or card, or sources with different tokenizers.
-            """
+            """Return the vocabulary of all sources, held-out splits included."""
             cards = read_cards(parse_mixture(self.mixture))
             largest = max(split.max_token_id for card in cards for split in card.splits.values())
             return DataVocabulary(cards[0].vocab_size, largest)
@@ -115,21 +96,19 @@ class WindowLoader(GlobalBatchLoader):
                     f"dataloader.when_exhausted={self.when_exhausted} is unknown; use stop or "
                     "renormalise"
                 )
-            if self.unique_tokens is not None:
-                self._check_unique_tokens(self.unique_tokens)
+            tokens = self.unique_tokens
+            if tokens is not None and tokens < 1:
+                raise UserError(f"dataloader.unique_tokens={tokens} must be at least 1")
+            entries = [] if tokens is None else parse_mixture(self.mixture)
+            if entries and (self.max_epochs or any(entry.max_epochs for entry in entries)):
+                raise UserError(
+                    f"dataloader.unique_tokens={tokens} repeats windows without an end: leave out "
+                    "max_epochs"
+                )
             if self.dataset or self.dataset_path:
                 raise UserError(
                     "dataloader.dataset and dataloader.dataset_path have no effect here: "
                     "use dataloader.mixture"
-                )
-
-        def _check_unique_tokens(self, tokens: int) -> None:
-            if tokens < 1:
-                raise UserError(f"dataloader.unique_tokens={tokens} must be at least 1")
-            if self.max_epochs or any(entry.max_epochs for entry in parse_mixture(self.mixture)):
-                raise UserError(
-                    f"dataloader.unique_tokens={tokens} repeats windows without an end: leave out "
-                    "max_epochs"
                 )
 
     def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
@@ -216,7 +195,7 @@ class WindowLoader(GlobalBatchLoader):
             )
 
     def demand(self, windows: int) -> list[SourceDemand]:
-        """Return how much a job of this many windows takes from every source.
+        """Return the demand of a job of this many windows for every source.
 
         Where repetition caps end the mixture before, the sources are charged by their shares.
         """
@@ -238,15 +217,18 @@ class WindowLoader(GlobalBatchLoader):
 
     def log_sources(self, windows: int) -> None:
         """Log the sources' shares, the sources read more than once, and when a cap is reached."""
-        first = self.order.stretches[0].order if self.order.stretches else None
+        stretches, end = self.order.stretches, self.order.end
         for index, (name, source) in enumerate(zip(self._names, self.sources, strict=True)):
-            share = 0.0 if first is None else first.shares[index] / first.period
+            share = 0.0
+            if stretches:
+                share = stretches[0].order.shares[index] / stretches[0].order.period
             logger.info(
                 f"source {name}: {100 * share:.2f} % of windows, {source.shards.tokens} tokens, "
                 f"{source.describe_epoch()}"
             )
-        starts = [stretch.first_window for stretch in self.order.stretches[1:]]
-        starts += [] if self.order.end is None else [self.order.end]
+        starts = [stretch.first_window for stretch in stretches[1:]] + (
+            [] if end is None else [end]
+        )
         for number, start in enumerate(starts, start=1):
             if start < windows:
                 logger.info("%s", self._exhaustion(number))
@@ -275,11 +257,9 @@ class WindowLoader(GlobalBatchLoader):
         self._reported = self._milestones()
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
-        last = state_dict["accepted"][-1] if state_dict["accepted"] else None
-        if last is None:
-            self._place(0, [0] * len(self.sources))
-        else:
-            self._place(last["window"], last["windows"])
+        start = {"window": 0, "windows": [0] * len(self.sources)}
+        last = [start, *state_dict["accepted"]][-1]
+        self._place(last["window"], last["windows"])
         derived = [source.windows for source in self.progress()]
         stored = state_dict["read"]["windows"]
         if derived != stored:
@@ -289,7 +269,7 @@ class WindowLoader(GlobalBatchLoader):
             )
 
     def _continue_from(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Let every source that was read before continue at its count of tokens, rounded up."""
+        """Continue every source that was read before at its count of tokens, rounded up."""
         saved, windows = state_dict["data"], state_dict["read"]["windows"]
         matches = match_sources(saved[SOURCES], self._description[SOURCES])
         counts: list[int] = []
@@ -297,27 +277,24 @@ class WindowLoader(GlobalBatchLoader):
             # A window of another length covers as many tokens as several of the old ones.
             count = 0 if match is None else -(-windows[match] * saved["seq_len"] // self._seq_len)
             epoch, number = divmod(count, source.windows_per_epoch)
-            reordered = match is not None and self._reordered(saved, match, len(counts))
-            warn_together(
-                logger,
-                "source %s continues at window %d of epoch %d%s",
-                name,
-                number,
-                epoch,
-                ", in another order: until that epoch ends, tokens read in it before may be read "
-                "again and others never"
-                if reordered
-                else "",
-            )
+            order = ""
+            if match is not None and self._reordered(saved, match, len(counts)):
+                order = (
+                    ", in another order: until that epoch ends, tokens read in it before may be "
+                    "read again and others never"
+                )
+            text = f"source {name} continues at window {number} of epoch {epoch}{order}"
+            warn_together(logger, text)
             counts.append(count)
         self._place(self.windows_consumed, counts)
         return {"windows": counts}
 
     def _reordered(self, saved: dict[str, Any], match: int, here: int) -> bool:
-        """Return whether a source's windows, or their order, are others than in the checkpoint."""
-        old, new = saved[SOURCES][match], self._description[SOURCES][here]
-        return any(saved[key] != self._description[key] for key in ("seed", "seq_len")) or any(
-            old.get(key) != new.get(key) for key in ("contents", "packed")
+        """Return whether a source's windows, or their order, differ from the checkpoint's."""
+        old = {**saved, **saved[SOURCES][match]}
+        new = {**self._description, **self._description[SOURCES][here]}
+        return any(
+            old.get(key) != new.get(key) for key in ("seed", "seq_len", "contents", "packed")
         )
 
     def _describe(self, seed: int, seq_len: int, tokenizer_sha256: str) -> dict[str, Any]:
@@ -367,11 +344,8 @@ class WindowLoader(GlobalBatchLoader):
         epochs, stretch = self._reported
         for name, old, epoch in zip(self._names, old_epochs, epochs, strict=True):
             if epoch > old:
-                warn_together(
-                    logger,
-                    f"source {name} is read again: epoch {epoch} has begun by window "
-                    f"{self.windows_consumed}",
-                )
+                begun = f"epoch {epoch} has begun by window {self.windows_consumed}"
+                warn_together(logger, f"source {name} is read again: {begun}")
         for number in range(old_stretch + 1, stretch + 1):
             warn_together(logger, "%s", self._exhaustion(number))
 

@@ -1,8 +1,7 @@
 """The source of window k of a job: a pure function of k, weights and repetition caps.
 
-One period of the mixture is laid out when the loader starts; window k then looks up k mod period,
-and a source's own counter is whole periods plus a prefix count. Resuming at window 10**12 replays
-nothing. A source that has reached its cap ends the mixture, or starts a new stretch without it.
+One period of the mixture is laid out when the loader starts. Window k looks up k mod period, so
+resuming at window 10**12 replays nothing.
 """
 
 import heapq
@@ -19,8 +18,7 @@ from titan_loop.data.remote_source import is_remote, local_folder
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 
-PERIOD_WINDOWS = 10_000
-"""Weights are rounded to multiples of 1/10,000: four decimal places are exact."""
+PERIOD_WINDOWS = 10_000  # four decimal places of a weight are exact
 
 Exhausted = Literal["stop", "renormalise"]
 
@@ -30,9 +28,8 @@ class MixtureEntry:
     """One source of a mixture.
 
     Attributes:
-        path: Folder of a prepared source; of one in an object store, where it is copied to.
-        weight: Its share of the windows; any positive sum.
-        packed: Read its packed index (whole documents, padded) instead of fixed cuts.
+        path: Folder of a prepared source, or of the local copy of one in an object store.
+        packed: Whether to read the packed index (whole documents, padded) instead of fixed cuts.
         max_epochs: Number of times it may be read; None leaves that to `dataloader.max_epochs`.
     """
 
@@ -46,9 +43,8 @@ def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
     """Read a mixture from `PATH=WEIGHT[:packed][:max_epochs=N]`; a path alone has weight 1.
 
     Raises:
-        UserError: For no entry, an unreadable, negative or non-finite weight, an unknown option,
-            weights that sum to zero or overflow, a path given twice, or an address of an unknown
-            scheme.
+        UserError: For no entry, an unreadable one, weights whose sum is 0 or overflows, or a path
+            given twice.
     """
     if not entries:
         raise UserError("dataloader.mixture is empty: give at least one source, as PATH=WEIGHT")
@@ -65,19 +61,12 @@ def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
     if not any(entry.weight for entry in mixture):
         raise UserError("dataloader.mixture: all weights are 0: give one source a positive weight")
     if math.isinf(sum(entry.weight for entry in mixture)):
-        raise UserError(
-            "dataloader.mixture: the sum of the weights overflows: give smaller weights"
-        )
+        raise UserError("dataloader.mixture: the weights' sum overflows: give smaller weights")
     return tuple(mixture)
 
 
 def copy_remote_sources(entries: Iterable[str]) -> None:
-    """Copy the sources of mixtures that are in object stores to this machine's cache.
-
-    Raises:
-        UserError: An entry cannot be read, or its address holds no source.
-        RunFailedError: One does not arrive.
-    """
+    """Copy the sources of mixtures that are in object stores to this machine's cache."""
     for entry in entries:
         if is_remote(entry):
             SourceCard.read(Path(_parse_entry(entry).path))
@@ -106,8 +95,7 @@ def _parse_entry(text: str) -> MixtureEntry:
             f"dataloader.mixture: {text!r} is not PATH=WEIGHT[:packed][:max_epochs=N] with a "
             "finite weight >= 0"
         )
-    if is_remote(path):
-        path = local_folder(path)
+    path = local_folder(path) if is_remote(path) else path
     return MixtureEntry(path=path, weight=weight, packed=packed, max_epochs=max_epochs)
 
 
@@ -127,9 +115,7 @@ def weight_shares(mixture: Sequence[MixtureEntry], period: int = PERIOD_WINDOWS)
             )
     # Rounding absorbs the last bits of weight/total, so that 0.3 of 10,000 is 3000 and not 2999.
     shares = [math.floor(round(share, 6)) for share in exact]
-    by_remainder = sorted(
-        range(len(exact)), key=lambda index: (shares[index] - exact[index], index)
-    )
+    by_remainder = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])
     for index in by_remainder[: period - sum(shares)]:
         shares[index] += 1
     divisor = math.gcd(*shares)
@@ -148,8 +134,7 @@ class MixtureOrder:
     All arithmetic is on integers, so ties fall the same way on every machine.
 
     Args:
-        shares: n_i, integers >= 0 with a positive sum; the table built here has `sum(shares)`
-            entries.
+        shares: n_i, integers >= 0 with a positive sum P.
 
     Source: Tijdeman 1980, "The chairman assignment problem", theorem 1 (the bound is tight).
     """
@@ -160,10 +145,9 @@ class MixtureOrder:
         assert self.period > 0, shares
         assert (self.shares >= 0).all(), shares
         self._source = _lay_out(self.shares, self.period)
-        self._phases = [np.flatnonzero(self._source == i) for i in range(len(shares))]
         self._count_before = np.empty(self.period, dtype=np.int64)
-        for phases in self._phases:
-            self._count_before[phases] = np.arange(len(phases))
+        for index, share in enumerate(self.shares):
+            self._count_before[self._source == index] = np.arange(share)
 
     def locate(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each window's source index and its number among that source's windows (int64)."""
@@ -180,7 +164,7 @@ class MixtureOrder:
     def window_of(self, source: int, counter: int) -> int:
         """Return the window at which `source`, whose share is positive, has its `counter`-th."""
         periods, rest = divmod(counter, int(self.shares[source]))
-        return periods * self.period + int(self._phases[source][rest])
+        return periods * self.period + int(np.flatnonzero(self._source == source)[rest])
 
 
 def _lay_out(shares: np.ndarray, period: int) -> np.ndarray:
@@ -194,14 +178,13 @@ def _lay_out(shares: np.ndarray, period: int) -> np.ndarray:
     release = -(-(period * (slack * number + 1)) // share)
     deadline = -(-(period * (slack * (number + 1) - 1)) // share)
     order = np.argsort(release, kind="stable")
-    jobs = list(zip(release[order].tolist(), deadline[order].tolist(), source[order].tolist(),
-                    strict=True))  # fmt: skip
+    jobs = np.stack((release, deadline, source), axis=1)[order].tolist()
     result = np.empty(period, dtype=np.int64)
     due: list[tuple[int, int]] = []
     arrived = 0
     for step in range(1, period + 1):
         while arrived < period and jobs[arrived][0] <= step:
-            heapq.heappush(due, jobs[arrived][1:])
+            heapq.heappush(due, (jobs[arrived][1], jobs[arrived][2]))
             arrived += 1
         _, result[step - 1] = heapq.heappop(due)  # never empty: the largest lag is >= 1 / S
     return result
@@ -229,15 +212,13 @@ class CappedMixture:
 
     Args:
         caps: Windows each source may give; None for no cap.
-        first_window: Where the first stretch starts, if the mixture before was another one.
+        first_window: First window of this mixture, after another one.
         first_counts: Windows of each source read before that; zero by default.
         repeat_after: Number of windows after which the same ones come again; None for never.
 
     Attributes:
-        stretches: In order; at most one per source.
-        end: The number of windows there are; None if they never end.
-        exhausted: The sources that have reached their caps where each stretch but the first starts,
-            and where the mixture ends.
+        end: Number of windows; None if they never end.
+        exhausted: Sources that have reached their caps at the end of each stretch.
     """
 
     def __init__(
@@ -284,16 +265,10 @@ class CappedMixture:
             if not renormalise:
                 self.end = start
                 break
-        self._starts = np.asarray(
-            [stretch.first_window for stretch in self.stretches], dtype=np.int64
-        )
+        self._starts = np.array([stretch.first_window for stretch in self.stretches], np.int64)
 
     def locate(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each window's source index and its number among that source's windows (int64).
-
-        Args:
-            window: Global window numbers below `end`, not before the first stretch.
-        """
+        """See `MixtureOrder`; windows lie below `end` and not before the first stretch."""
         window = np.asarray(window, dtype=np.int64)
         if self._repeat_after:
             window = self._first_window + (window - self._first_window) % self._repeat_after
@@ -321,5 +296,5 @@ class CappedMixture:
         return before + order.counts(windows - first)
 
     def stretch_at(self, window: int) -> int:
-        """Return the number of the stretch that `window` belongs to, or the last one."""
+        """Return the number of the stretch of `window`, or of the last one."""
         return max(0, int(np.searchsorted(self._starts, window, side="right")) - 1)

@@ -21,11 +21,7 @@ def named_sources(paths: Sequence[str]) -> dict[str, str]:
 
 
 def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
-    """Read the cards of a mixture's sources.
-
-    Raises:
-        UserError: For an unusable card, or sources with different tokenizers.
-    """
+    """Read the cards of a mixture's sources; raise `UserError` if their tokenizers differ."""
     cards = [SourceCard.read(Path(entry.path)) for entry in mixture]
     for entry, card in zip(mixture, cards, strict=True):
         if card.tokenizer_sha256 != cards[0].tokenizer_sha256:
@@ -39,7 +35,7 @@ def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
 def open_source(
     entry: MixtureEntry, card: SourceCard, files: OpenFiles, seq_len: int, seed: int
 ) -> SourceWindows:
-    """Open the training split of a source, cut into windows of `seq_len` tokens or packed."""
+    """Open the training split of a source as windows of `seq_len` tokens."""
     shards = TokenShards(entry.path, "train", card=card, files=files)
     # Keyed by its contents: the order within a source outlives changes of the others.
     key = keyed_integer("source", seed, shards.contents())
@@ -58,7 +54,7 @@ def require_whole_prompts(entry: MixtureEntry, card: SourceCard, seq_len: int) -
     packed = card.splits["train"].packed_for(seq_len)
     if packed is not None and packed.split_documents:
         raise UserError(
-            f"dataloader.prefix=True: {packed.split_documents} documents of {entry.path}, and so "
-            f"perhaps their prefixes, are longer than the window of training.seq_len={seq_len}; "
-            "lengthen the window, or drop them and pack again"
+            f"dataloader.prefix=True: {packed.split_documents} documents of {entry.path} are "
+            f"longer than the window of training.seq_len={seq_len}; lengthen it, or drop them and "
+            "pack again"
         )

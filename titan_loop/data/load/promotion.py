@@ -3,8 +3,7 @@
     exam of the level, every `interval` steps ─┬─ every stratum right enough ─► next level
                                                └─ else, after `limit_tokens` ─► the run stops
 
-The exam grades the model in training and is equal on all ranks (`evaluation/promotion.py`).
-The loader keeps the windows at which a level began in its state; every window's level is hashed.
+`evaluation/promotion.py` gives the exam; the loader records the window at which a level begins.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from titan_loop.errors import UserError
 
 @dataclass(kw_only=True, slots=True)
 class Curriculum:
-    """When a run goes on to the next level of its task."""
+    """Conditions for a run to go on to the next level of its task."""
 
     enabled: bool = False
     """Begin with the task's first level, instead of training on the last one from the start."""
@@ -50,8 +49,7 @@ class Curriculum:
             raise UserError(f"{field}.enabled: task {task.name} has one level: leave it out")
         if self.interval < 1:
             raise UserError(
-                f"{field}.interval={self.interval}: a curriculum needs an exam to promote it: give "
-                "the number of steps between two"
+                f"{field}.interval={self.interval}: give the steps between two exams, at least 1"
             )
         if not 0 <= self.accuracy <= 1:
             raise UserError(f"{field}.accuracy={self.accuracy} must lie between 0 and 1")

@@ -24,10 +24,9 @@ from titan_loop.errors import UserError
 class TaskLoader(GlobalBatchLoader):
     """Draws a task's examples; window k is a pure function of task, seed and k.
 
-    An example is a document: positions restart with it. Examples stand one after another and the
-    last of a window is cut off where the window ends, so that nothing is padding; or, for models
-    that have to see whole examples, each has a window to itself, and every position behind it is a
-    document of its own without a label.
+    An example is a document: positions restart with it. Examples fill a window and the last one is
+    cut off; or each example has a window to itself, and every position behind it is a document of
+    its own without a label.
 
     Raises:
         UserError: For a parameter out of range, or a window shorter than the longest example.
@@ -130,21 +129,16 @@ class TaskLoader(GlobalBatchLoader):
         return (self.level_start - jumped_before(self.level_start, self.jumped)) * self._seq_len
 
     def promote(self) -> None:
-        """Go on to the next level with the next window; equal on all ranks.
-
-        Windows of the old level that were read ahead are forgotten.
-        """
+        """Go on to the next level with the next window; equal on all ranks."""
         assert self._config.curriculum.enabled
         assert self.level + 1 < self._config.task.levels
-        self._take_ahead()
+        self._take_ahead()  # windows of the old level
         self._promotions.append(self.windows_consumed)
 
     def state_dict(self) -> dict[str, Any]:
         """As the base class, with the windows at which a level of the curriculum began."""
-        state = super().state_dict()
-        return (
-            {**state, "promotions": self._promotions} if self._config.curriculum.enabled else state
-        )
+        promotions = {"promotions": self._promotions} if self._config.curriculum.enabled else {}
+        return super().state_dict() | promotions
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
         self._promotions = list(state_dict.get("promotions", []))
@@ -156,7 +150,7 @@ class TaskLoader(GlobalBatchLoader):
         return {}
 
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
-        """Draw the examples of the window with this identity."""
+        """See the base class."""
         all_targets, filled = self._config.all_targets, 0
         clear(window)
         for _, example in self._examples(identity):
@@ -164,7 +158,7 @@ class TaskLoader(GlobalBatchLoader):
             filled += place(window, example, labels, self._config.task.columns, start=filled)
 
     def depth(self, identity: np.ndarray) -> int:
-        """Return the recurrent steps that the deepest question of a window needs."""
+        """Return the steps that the deepest question of a window needs."""
         return max(self._config.task.depth(question) for question, _ in self._examples(identity))
 
     def _examples(self, identity: np.ndarray) -> Iterator[tuple[Any, Example]]:
@@ -189,12 +183,7 @@ def clear(window: Window) -> None:
 
 
 def place(
-    window: Window,
-    example: Example,
-    labels: np.ndarray,
-    columns: Sequence[Column],
-    *,
-    start: int = 0,
+    window: Window, example: Example, labels: np.ndarray, columns: Sequence[Column], start: int = 0
 ) -> int:
     """Write an example into a window, cut off at its end; return the positions written."""
     length = min(len(example.tokens), len(window.input) - start)

@@ -11,7 +11,6 @@ elsewhere. A packed window's contents never change.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,17 +24,15 @@ from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""({"input", "positions"}, labels): int64 tensors (b, L); beside the first, declared columns."""
-
-_BLOCK = 1024  # windows located ahead: in one call, they take little more than twice one's time
+"""({"input", "positions", declared columns …}, labels): int64 tensors (b, L)."""
 
 
 class Window(NamedTuple):
     """One training sequence: arrays of shape (L,) and dtype int64, filled in place.
 
     `positions` restart at 0 with every document. `labels` are IGNORED where input and label belong
-    to different documents, where a loss mask forbids it, and in padding. `columns` are the ones the
-    loader declares, by name, without the axis of the batch.
+    to different documents, where a loss mask forbids it, and in padding. `columns` holds declared
+    columns by name, without the axis of the batch.
     """
 
     input: np.ndarray
@@ -48,8 +45,7 @@ class Window(NamedTuple):
 
         Args:
             ids: Token ids, any integer type, shape (L + 1,).
-            ends: Ascending document ends in 1..L + 1 (int64); an end e says that token e - 1 is its
-                document's last.
+            ends: Ascending document ends in 1..L + 1 (int64): token e - 1 is its document's last.
             mask: 0 where a token may not be a label, shape (L + 1,); None allows all.
 
         Raises:
@@ -63,15 +59,10 @@ class Window(NamedTuple):
         bounds = np.zeros(len(ends) + 2, dtype=np.int64)
         bounds[1:-1], bounds[-1] = ends, length
         document_start = bounds[:-1].repeat(bounds[1:] - bounds[:-1])
-        np.subtract(_ordinals(length), document_start, out=self.positions)
+        np.subtract(np.arange(length), document_start, out=self.positions)
         self.labels[ends - 1] = IGNORED
         if mask is not None:
             self.labels[mask[1:] == 0] = IGNORED
-
-
-@lru_cache(maxsize=8)
-def _ordinals(length: int) -> np.ndarray:
-    return np.arange(length)
 
 
 def empty_batch(
@@ -99,8 +90,8 @@ def empty_batch(
 class SourceWindows(ABC):
     """The endless sequence of windows of one source, addressed by the source's own counter.
 
-    An epoch always has the same number of windows n, so that epoch and number follow from the
-    counter by one division; within an epoch the order is a keyed permutation of 0..n-1.
+    Every epoch has the same number of windows n, so that a division of the counter gives epoch and
+    number; within an epoch the order is a keyed permutation of 0..n-1.
 
     Args:
         seq_len: L, the number of predicted tokens of a window.
@@ -117,9 +108,6 @@ class SourceWindows(ABC):
         self.seq_len = seq_len
         self.windows_per_epoch = windows_per_epoch
         self._key = key
-        self._orders: dict[int, KeyedPermutation] = {}
-        self._block = -1
-        self._located = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
 
     @abstractmethod
     def read_into(self, epoch: int, number: int, window: Window) -> None:
@@ -135,33 +123,13 @@ class SourceWindows(ABC):
 
     def locate(self, counter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return epoch (int64) and number (uint64) of the windows at `counter` (any shape)."""
-        counter = np.asarray(counter, dtype=np.int64)
-        size = min(_BLOCK, self.windows_per_epoch)
-        block, last = int(counter.min()) // size, int(counter.max()) // size
-        if block != last:
-            return self._locate(counter)
-        start = block * size
-        if block != self._block:
-            self._located = self._locate(np.arange(start, start + size))
-            self._block = block
-        epoch, number = self._located
-        return epoch[counter - start], number[counter - start]
-
-    def _locate(self, counter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        epoch, ordinal = np.divmod(counter, self.windows_per_epoch)
+        epoch, ordinal = np.divmod(np.asarray(counter, dtype=np.int64), self.windows_per_epoch)
         number = np.empty(ordinal.shape, dtype=np.uint64)
         for value in np.unique(epoch).tolist():
             chosen = epoch == value
-            number[chosen] = self._order(value)(ordinal[chosen])
+            key = keyed_integer("order", self._key, value)
+            number[chosen] = KeyedPermutation(self.windows_per_epoch, key)(ordinal[chosen])
         return epoch, number
-
-    def _order(self, epoch: int) -> KeyedPermutation:
-        if epoch not in self._orders:
-            if len(self._orders) > 1:  # a batch may span the border of two epochs
-                self._orders.clear()
-            key = keyed_integer("order", self._key, epoch)
-            self._orders[epoch] = KeyedPermutation(self.windows_per_epoch, key)
-        return self._orders[epoch]
 
 
 class CutWindows(SourceWindows):
@@ -185,18 +153,15 @@ class CutWindows(SourceWindows):
             )
         super().__init__(shards, seq_len, max(1, (tokens - seq_len) // seq_len), key)
         self.unread_tokens_per_epoch = tokens - 1 - self.windows_per_epoch * seq_len
-        self._last_offset = (-1, 0)
 
     def offset(self, epoch: int) -> int:
         """Return the token of the first cut of `epoch`: below L, and so that all windows fit."""
-        if self._last_offset[0] != epoch:
-            choices = min(self.seq_len, self.unread_tokens_per_epoch + 1)
-            self._last_offset = (epoch, keyed_integer("offset", self._key, epoch) % choices)
-        return self._last_offset[1]
+        choices = min(self.seq_len, self.unread_tokens_per_epoch + 1)
+        return keyed_integer("offset", self._key, epoch) % choices
 
     def start(self, epoch: int, number: int) -> int:
         """Return the first token of the cut `number` of `epoch`."""
-        return self.offset(int(epoch)) + int(number) * self.seq_len
+        return self.offset(epoch) + number * self.seq_len
 
     def read_into(self, epoch: int, number: int, window: Window) -> None:
         """Read the cut `number` of `epoch` (see the base class)."""
@@ -206,7 +171,7 @@ class CutWindows(SourceWindows):
         window.fill(ids, ends, mask)
 
     def describe_epoch(self) -> str:
-        """Return the windows of an epoch and the tokens outside the cuts."""
+        """See the base class."""
         return (
             f"{self.windows_per_epoch} windows an epoch; {self.unread_tokens_per_epoch} tokens an "
             "epoch are not predicted because they lie outside the cuts"
@@ -224,18 +189,18 @@ class PackedWindows(SourceWindows):
     """
 
     def __init__(self, shards: TokenShards, seq_len: int, key: int) -> None:
-        self._index = PackedIndex.open(shards.folder, shards.name, seq_len, files=shards.files)
-        super().__init__(shards, seq_len, self._index.windows, key)
+        self._index = PackedIndex(shards, seq_len)
+        super().__init__(shards, seq_len, self._index.card.windows, key)
         self.fill = self._index.fill
 
     def contents(self) -> str:
         """Return a digest of the stream and of the index (see the base class)."""
         card = self._index.card
-        parts = (super().contents(), card.windows_sha256, card.pieces_sha256)
-        return hashlib.blake2b("".join(parts).encode(), digest_size=16).hexdigest()
+        parts = f"{super().contents()}{card.windows_sha256}{card.pieces_sha256}"
+        return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
     def read_into(self, epoch: int, number: int, window: Window) -> None:
-        """Read the packed window `number` (see the base class)."""
+        """See the base class."""
         size = self.seq_len + 1
         ids = np.full(size, self.shards.card.eos_id, dtype=np.int64)
         mask = np.zeros(size, dtype=np.uint8)
@@ -251,8 +216,6 @@ class PackedWindows(SourceWindows):
         window.fill(ids, np.asarray(ends, dtype=np.int64), mask)
 
     def describe_epoch(self) -> str:
-        """Return the windows of an epoch and how full they are."""
-        return (
-            f"{self.windows_per_epoch} packed windows an epoch; {1 - self.fill:.1%} of "
-            "their tokens are padding"
-        )
+        """See the base class."""
+        padding = f"{1 - self.fill:.1%} of their tokens are padding"
+        return f"{self.windows_per_epoch} packed windows an epoch; {padding}"
