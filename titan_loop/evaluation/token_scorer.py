@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from titan_loop.errors import UserError, require_at_least
 from titan_loop.evaluation.readings import Reading, score_states
@@ -106,13 +107,10 @@ class TokenScorer:
     def _score_batch(
         self, inputs: list[tuple[int, ...]], wanted: list[list[tuple[int, ...]]]
     ) -> list[list[ContinuationScores]]:
-        longest = max(map(len, inputs))
-        padded = [[*tokens, *[0] * (longest - len(tokens))] for tokens in inputs]
-        output = self.model(
-            torch.tensor(padded, device=self._device),
-            recurrent_steps=self.deepest_step,
-            collect="all",
-        )
+        rows = [torch.tensor(tokens, device=self._device) for tokens in inputs]
+        input_BL = pad_sequence(rows, batch_first=True)
+        longest = input_BL.shape[1]
+        output = self.model(input_BL, recurrent_steps=self.deepest_step, collect="all")
         self.forward_steps += self.deepest_step * len(inputs)
         positions, labels, lengths = [], [], []
         for row, (tokens, continuations) in enumerate(zip(inputs, wanted, strict=True)):
