@@ -59,7 +59,6 @@ def test_a_run_directory_below_a_file_blocks_training(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert main.main(["doctor", "--run-directory", str(tmp_path / "file" / "run")]) == 1
     output = capsys.readouterr().out
-    assert f"- run directory (blocks training): {tmp_path}/file/run: {tmp_path}/file is a file" in (
-        output
-    )
+    problem = f"{tmp_path}/file/run: {tmp_path}/file cannot be written (Not a directory)"
+    assert f"- run directory (blocks training): {problem}" in output
     assert "fix: give another --dump-folder" in output

@@ -1,5 +1,6 @@
 """Every command of a README is accepted: `train` with its flags, the others by their parser."""
 
+import inspect
 import itertools
 import re
 import shlex
@@ -7,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.cli import main
+from titan_loop.cli import main, train
 from titan_loop.cli.arguments import bind
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.cli.stage_flags import split_by_stage
-from titan_loop.cli.train import train
 from titan_loop.plugins import names
 from titan_loop.recipes.registry import load_recipe
 
@@ -41,7 +41,7 @@ def test_all_commands_are_found():
 
 @pytest.mark.parametrize("command", train_commands(), ids=" ".join)
 def test_the_command_is_accepted(command: list[str], capsys: pytest.CaptureFixture[str]):
-    given = bind("train", train, command).keywords
+    given = bind("train", inspect.unwrap(train.run), command).keywords
     flags, only, folder = given["flags"], given["stage"], given["dump_folder"]
     recipe = load_recipe(command[0])
     assert flags or only or folder or len(recipe.stages) > 1

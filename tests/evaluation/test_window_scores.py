@@ -39,7 +39,7 @@ def model(source: Path) -> LoopDecoder:
 def test_both_forwards_agree_with_the_definition(source: Path, model: LoopDecoder):
     (windows,) = open_sources([str(source)], seq_len=SEQ_LEN, count=5).values()
     sums = sum_windows(windows, at_depths(model, DEPTHS), device=CPU, batch_windows=2)
-    streamed = WindowScores.of(windows, *sums)
+    streamed = WindowScores.of(windows, sums)
     read = score_windows(windows, at_readings(model, depth_readings(DEPTHS)), device=CPU)
     valid = windows.labels != IGNORE_INDEX
     with torch.no_grad():

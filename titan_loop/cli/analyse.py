@@ -23,7 +23,7 @@ def run(words: Sequence[str]) -> int:
     if analysis is None:
         raise UserError(f"unknown verb 'analyse {verb}'{nearest(verb, names('analyses'))}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    return command(f"analyse {verb}", _shown(analysis))(rest)
+    return command(f"analyse {verb}")(_shown(analysis))(rest)
 
 
 def _shown(analysis: Callable[..., "Findings"]) -> Callable[..., None]:

@@ -45,8 +45,7 @@ Run = Callable[[Sequence[str]], int]
 
 HELP = {"-h", "--help"}
 _FLAGS = "flags"
-_FREE_TEXT = {"--sbatch", "--prompt", "--stop"}
-"""Flags whose text may begin with dashes."""
+_FREE_TEXT = {"--sbatch", "--prompt", "--stop"}  # flags whose text may begin with dashes
 
 _recipe_first: set[Callable[..., Any]] = set()
 _registry = ConstructorRegistry()
@@ -58,30 +57,30 @@ def recipe_first(function: Function) -> Function:
     return function
 
 
-def command(name: str, function: Callable[..., Any]) -> Run:
-    """Return the `run(words)` of a verb.
+def command(name: str) -> Callable[[Callable[..., Any]], Run]:
+    """Return a decorator that turns a function into the `run(words)` of a verb.
 
-    Args:
-        function: Body of the verb; it returns an exit code, or lines or paths to print. The text of
-            its docstring and its `Args:` are `--help`. A parameter `flags` receives the words that
-            are not its own, which are flags of a recipe.
-
-    Returns:
-        A function that raises `UserError` for an unknown flag, a wrong value or a missing one, and
-        `SystemExit` with code 0 after `--help` was printed.
+    The function returns an exit code, or lines or paths to print. The text of its docstring and its
+    `Args:` are `--help`. A parameter `flags` receives the words that are not its own, which are
+    flags of a recipe. `run` raises `UserError` for a mistake in the words, and `SystemExit` with
+    code 0 after `--help` was printed.
     """
 
-    def run(words: Sequence[str]) -> int:
-        result = bind(name, function, words)()
-        if isinstance(result, int):
-            return result
-        if isinstance(result, (str, Path)):
-            result = [result]
-        for line in result if isinstance(result, (list, Iterator)) else ():
-            print(line)
-        return EXIT_OK
+    def decorated(function: Callable[..., Any]) -> Run:
+        @functools.wraps(function)
+        def run(words: Sequence[str]) -> int:
+            result = bind(name, function, words)()
+            if isinstance(result, int):
+                return result
+            if isinstance(result, (str, Path)):
+                result = [result]
+            for line in result if isinstance(result, (list, Iterator)) else ():
+                print(line)
+            return EXIT_OK
 
-    return run
+        return run
+
+    return decorated
 
 
 def group(name: str, verbs: Mapping[str, Callable[..., Any] | Verb]) -> Run:
@@ -99,10 +98,7 @@ def group(name: str, verbs: Mapping[str, Callable[..., Any] | Verb]) -> Run:
         if verb not in verbs:
             raise UserError(f"unknown verb '{name} {verb}'{nearest(verb, verbs)}")
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        function = verbs[verb]
-        return command(
-            f"{name} {verb}", load(function) if isinstance(function, Verb) else function
-        )(rest)
+        return command(f"{name} {verb}")(load(verbs[verb]))(rest)
 
     return run
 
@@ -157,7 +153,7 @@ def bind(name: str, function: Callable[..., Any], words: Sequence[str]) -> funct
 
 
 def _config_as_recipe(name: str, words: Sequence[str]) -> Sequence[str]:
-    """Return the words after a verb with `--config FILE` as FILE alone, which is a recipe, too."""
+    """Return the words with `--config FILE` as FILE alone, which is a recipe, too."""
     first, equals, file = words[0].partition("=") if words else ("", "", "")
     if first != "--config":
         return words
@@ -206,7 +202,7 @@ def _joined(page: str) -> str:
             break
         if not text.strip("-"):
             parts.append("")
-        elif len(line) - len(line.lstrip()) < 10:  # further in stand the texts of flags
+        elif len(line) - len(line.lstrip()) < 10:  # texts of flags are indented further
             parts[-1:] = [" ".join([*parts[-1:], text]).strip()]
     text = "; ".join(part.rstrip(".:") for part in parts if part)
     return re.sub(r"^Error parsing (\S+): (?=\1\.)", "", text)  # the message names the field itself
@@ -225,19 +221,12 @@ def _marked(parameter: inspect.Parameter) -> inspect.Parameter:
 
 @_registry.primitive_rule
 def list_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Read `tuple[int, ...]` and `list[str]` as one or more values.
-
-    Commas may separate the values of a list, and numbers.
-    """
+    """Read `tuple[int, ...]` and `list[str]`; commas may separate numbers and a list's values."""
     origin, (kind, *others) = get_origin(info.type), get_args(info.type) or (None,)
-    if (
-        origin not in (tuple, list)
-        or kind not in (str, int, float, Path)
-        or others not in ([], [...])
-    ):
+    if origin not in (tuple, list) or kind not in (str, int, float, Path):
         return None
-    if UseAppendAction in info.markers:
-        return None  # a value for each time the flag is given
+    if others not in ([], [...]) or UseAppendAction in info.markers:  # a value for each flag
+        return None
     commas = origin is list or kind in (int, float)
 
     def read(words: list[str]) -> Any:

@@ -46,7 +46,6 @@ def plan(recipe: str, flags: Sequence[str]) -> None:
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
-        flags: Flags of the recipe.
     """
     shortages: list[str] = []
     for stage in resolve_recipe(recipe, flags, verb="data plan").stages:

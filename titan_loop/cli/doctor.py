@@ -22,9 +22,7 @@ from titan_loop.errors import EXIT_CRASH, EXIT_OK, UserError
 from titan_loop.launcher import slurm_job
 from titan_loop.tables import columns
 
-_PACKAGES = (
-    "titan-loop", "torch", "torchtitan", "triton", "datatrove", "tokenizers", "numpy"
-)  # fmt: skip
+_PACKAGES = ["titan-loop", "torch", "torchtitan", "triton", "datatrove", "tokenizers", "numpy"]
 _SMALLEST_DISK_BYTES = 2 * 10**9
 _SMALLEST_MEMORY_BYTES = 2 * 10**9
 _SLOW_START_SECONDS = 30.0  # 4 on an idle machine with its files in memory
@@ -32,14 +30,7 @@ _SLOW_START_SECONDS = 30.0  # 4 on an idle machine with its files in memory
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        section: Subject, such as "device".
-        text: Result of the check.
-        fix: Remedy; None if nothing is wrong.
-        blocks_training: Whether a run would fail.
-    """
+    """One line of the report; a finding with a fix is a problem."""
 
     section: str
     text: str
@@ -47,7 +38,8 @@ class Finding:
     blocks_training: bool = False
 
 
-def doctor(*, run_directory: Path = Path("runs")) -> int:
+@command("doctor")
+def run(*, run_directory: Path = Path("runs")) -> int:
     """Check this machine, and suggest a fix for every problem.
 
     The exit code is 1 if a problem would keep a run from training.
@@ -90,15 +82,16 @@ def check_versions() -> Iterator[Finding]:
         if requirement.marker is None or requirement.marker.evaluate()
     }
     for name in dict.fromkeys((*_PACKAGES, *bounds)):
+        fix = f"pip install '{name}{bounds.get(name)}'"
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if name in bounds:
-                yield Finding(name, "missing", f"pip install '{name}{bounds[name]}'", True)
+                yield Finding(name, "missing", fix, blocks_training=True)
             continue
         if name in bounds and not bounds[name].contains(version, prereleases=True):
-            fix = f"pip install '{name}{bounds[name]}'"
-            yield Finding(name, f"{version} is outside {bounds[name]}", fix, True)
+            problem = f"{version} is outside {bounds[name]}"
+            yield Finding(name, problem, fix, blocks_training=True)
         elif name in _PACKAGES:
             yield Finding(name, version)
 
@@ -114,12 +107,12 @@ def check_start() -> Iterator[Finding]:
 
 
 def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
-    """Say whether a start waits for the disk or for the processor.
+    """Return whether a start waits for the disk or for the processor.
 
     Args:
         wall: Seconds of the imports.
-        processor: Seconds in which they computed, or waited for a processor that others used.
-        disk_bytes: Bytes that came from a disk; NaN where the system does not say.
+        processor: Seconds in which they computed, or waited for a busy processor.
+        disk_bytes: Bytes that came from a disk; NaN if unknown.
     """
     processor = min(processor, wall)  # several threads
     from_disk = wall - processor
@@ -139,8 +132,7 @@ def _start_meters() -> tuple[float, float, float]:
     with contextlib.suppress(OSError, ValueError, IndexError):  # Linux has both, if allowed
         queued_seconds = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/self/io").read_text().splitlines()
-        meters = dict(line.split(": ") for line in lines)
+        meters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         disk_bytes = float(meters["read_bytes"])
     return time.perf_counter(), time.process_time() + queued_seconds, disk_bytes
 
@@ -184,12 +176,9 @@ def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
     wanted = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [key for key in wanted if key not in environment]
     if "RANK" in environment and missing:
-        yield Finding(
-            "launcher",
-            f"RANK={environment['RANK']} is set without {', '.join(missing)}",
-            fix="start with torchrun, or unset RANK to train on one process",
-            blocks_training=True,
-        )
+        problem = f"RANK={environment['RANK']} is set without {', '.join(missing)}"
+        fix = "start with torchrun, or unset RANK to train on one process"
+        yield Finding("launcher", problem, fix, blocks_training=True)
         return
     completed = dict(environment)
     try:
@@ -197,10 +186,9 @@ def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
     except UserError as error:
         yield Finding("launcher", str(error), "set it in the batch script", blocks_training=True)
         return
+    name = f"SLURM job {slurm_job(environment) or '?'}" if world_size > 1 else "none"
     if "RANK" in environment:
         name = "torchrun"
-    else:
-        name = f"SLURM job {slurm_job(environment) or '?'}" if world_size > 1 else "none"
     local = int(completed.get("LOCAL_WORLD_SIZE", "1"))
     threads = compat.threads_per_rank(local)
     yield Finding("launcher", f"{name}: rank {rank} of {world_size}, {local} on this host")
@@ -215,12 +203,9 @@ def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
 
         gpus = torch.cuda.device_count()
         if local > gpus:
-            yield Finding(
-                "ranks",
-                f"{local} ranks on this host share {gpus} GPUs",
-                fix=f"start at most {gpus} ranks a host (torchrun --nproc-per-node {gpus})",
-                blocks_training=True,
-            )
+            problem = f"{local} ranks on this host share {gpus} GPUs"
+            fix = f"start at most {gpus} ranks a host (torchrun --nproc-per-node {gpus})"
+            yield Finding("ranks", problem, fix, blocks_training=True)
 
 
 def check_compiler() -> Iterator[Finding]:
@@ -236,23 +221,20 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def check_folders(run_directory: Path) -> Iterator[Finding]:
-    """Write to every folder a run writes to, or to the parent it would be made in."""
+    """Write to every folder a run writes to, or to the nearest parent that exists."""
     for section, folder, fix in (
         ("run directory", run_directory, "give another --dump-folder"),
         ("temporary", Path(tempfile.gettempdir()), "point TMPDIR to a writable folder"),
     ):
         existing = _existing_parent(folder)
-        problem = None if existing.is_dir() else f"{existing} is a file"
         try:
-            if problem is None:
-                with tempfile.TemporaryFile(dir=existing) as file:
-                    file.write(b"titan_loop")
+            with tempfile.TemporaryFile(dir=existing) as file:
+                file.write(b"titan_loop")
         except OSError as error:
-            problem = f"cannot be written ({error.strerror})"
-        if problem is None:
-            yield Finding(section, f"{folder.absolute()} is writable")
+            problem = f"{folder.absolute()}: {existing} cannot be written ({error.strerror})"
+            yield Finding(section, problem, fix, blocks_training=True)
         else:
-            yield Finding(section, f"{folder.absolute()}: {problem}", fix, blocks_training=True)
+            yield Finding(section, f"{folder.absolute()} is writable")
 
 
 def _existing_parent(folder: Path) -> Path:
@@ -274,6 +256,3 @@ def check_room(run_directory: Path) -> Iterator[Finding]:
     fix = "end other programs: importing torch and a small run need about 2 GB"
     text = f"{memory / 1e9:.1f} GB free of {total / 1e9:.1f} GB"
     yield Finding("memory", text, fix if memory < _SMALLEST_MEMORY_BYTES else None)
-
-
-run = command("doctor", doctor)

@@ -66,7 +66,7 @@ class Scoring:
     no_cache: bool = False
 
     def options(self, *, frontier: bool = False, ema: bool = False) -> "TaskOptions":
-        """Return how to evaluate the tasks, held-out text if there are none."""
+        """Return the options of an evaluation of the tasks; held-out text if there are none."""
         from titan_loop.evaluation.evaluate_tasks import TaskOptions
         from titan_loop.evaluation.suites import DEPTH_SUITE_STEPS, expand_tasks
 
@@ -88,22 +88,20 @@ class Scoring:
         """Raise `UserError` for flags that change nothing in held-out text by depth."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if (
-                field.name not in ("depths", "windows", "sources", "seq_len")
-                and value != field.default
-            ):
-                flag = f"--{field.name.replace('_', '-')}"
+            own = field.name in ("depths", "windows", "sources", "seq_len")
+            if not own and value != field.default:
+                flag = f"--{field.name.replace('_', '-')}{'' if value is True else f' {value}'}"
                 raise UserError(
-                    f"eval: {flag}{'' if value is True else f' {value}'} needs --tasks; without "
-                    "them, held-out text is scored at the --depths"
+                    f"eval: {flag} needs --tasks; without them, held-out text is scored at the "
+                    "--depths"
                 )
 
 
 def run(arguments: Sequence[str]) -> int:
     """Evaluate one checkpoint, or watch a run."""
     if arguments[:1] == ["watch"]:
-        return command("eval watch", watch)(arguments[1:])
-    return command("eval", evaluate)(arguments)
+        return command("eval watch")(watch)(arguments[1:])
+    return command("eval")(evaluate)(arguments)
 
 
 def evaluate(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from tyro.conf import UseAppendAction
 
 from titan_loop.cli.arguments import command
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 
 if TYPE_CHECKING:
     from titan_loop.inference.rows import Completion, GeneratedToken
@@ -68,10 +68,8 @@ class Generation:
 
     def check(self) -> None:
         """Raise `UserError` for settings that cannot work or have no effect, before loading."""
-        for name in ("max_new_tokens", "recurrent_steps", "prefill_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
+        require_at_least(1, max_new_tokens=self.max_new_tokens)
+        require_at_least(1, recurrent_steps=self.recurrent_steps, prefill_steps=self.prefill_steps)
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise UserError(f"seed={self.seed} must be between 0 and {_LARGEST_SEED}")
         for text in (*self.prompt, *self.stop):
@@ -87,7 +85,8 @@ class Generation:
                 raise UserError(f"{field.name}={value} has no effect without {without[field.name]}")
 
 
-def generate(checkpoint: Path, generation: Generation, *, stage: str | None = None) -> None:
+@command("generate")
+def run(checkpoint: Path, generation: Generation, *, stage: str | None = None) -> None:
     """Complete prompts, or chat, with a checkpoint.
 
     Without --prompt, every line of standard input is a prompt.
@@ -109,19 +108,13 @@ def generate(checkpoint: Path, generation: Generation, *, stage: str | None = No
     from titan_loop.inference.exit_policy import parse_exit_policy
     from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
     from titan_loop.inference.sampling import Sampling
-    from titan_loop.inference.session import Session, SessionOptions
+    from titan_loop.inference.session import Session
     from titan_loop.inference.speculative import SelfSpeculation
     from titan_loop.runs.recipe_folder import chosen_run
 
     policy = parse_exit_policy(generation.exit)
-    options = SessionOptions(
-        sampling=Sampling(
-            temperature=generation.temperature, top_k=generation.top_k, top_p=generation.top_p
-        ),
-        seed=generation.seed,
-        max_new_tokens=generation.max_new_tokens,
-        stop=generation.stop,
-        chat=generation.chat,
+    sampling = Sampling(
+        temperature=generation.temperature, top_k=generation.top_k, top_p=generation.top_p
     )
     cache_strategy(generation.kv_cache)
     loaded = load_checkpoint(
@@ -131,22 +124,27 @@ def generate(checkpoint: Path, generation: Generation, *, stage: str | None = No
         device=compat.device_type(),
         dtype=getattr(torch, generation.dtype),
     )
-    steps = (
-        loaded.recurrent_steps if generation.recurrent_steps is None else generation.recurrent_steps
-    )
     speculation = None
     if generation.draft_step is not None:
         speculation = SelfSpeculation(generation.draft_step, generation.draft_tokens)
     engine = Engine(
         loaded.model,
-        recurrent_steps=steps,
+        recurrent_steps=generation.recurrent_steps or loaded.recurrent_steps,
         kv_cache=generation.kv_cache,
         exit_policy=policy,
         prefill_steps=generation.prefill_steps,
         speculation=speculation,
     )
-    tokenizer = load_matching_tokenizer(loaded, generation.tokenizer)
-    session = Session(engine, loaded, tokenizer, options)
+    session = Session(
+        engine,
+        loaded,
+        load_matching_tokenizer(loaded, generation.tokenizer),
+        sampling=sampling,
+        seed=generation.seed,
+        max_new_tokens=generation.max_new_tokens,
+        stop=generation.stop,
+        chat=generation.chat,
+    )
     if generation.chat and not session.knows_chats:
         print(
             "[this model was not trained on conversations: it continues the text of the chat]",
@@ -214,12 +212,9 @@ def _lines() -> Iterator[str]:
 
 
 def _require_text(text: str) -> str:
-    """Return it, or raise `UserError` if it came from bytes that are not UTF-8."""
+    """Return a text; raise `UserError` if it came from bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"prompt {text!r:.60} is not UTF-8; convert it") from error
     return text
-
-
-run = command("generate", generate)

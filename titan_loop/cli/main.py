@@ -1,10 +1,10 @@
 """Entry point of `titan-loop`: finds the verb, and turns its errors into exit codes.
 
-The codes are defined in `titan_loop.errors`; an unexpected exception keeps its traceback and ends
-with 1, an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. An
-error of the operating system about a file is one line: with 2 if the user can mend it, such as a
-permission, and with 1 if the machine is at fault, such as a failing or full disk. In the second
-case a rank of a training job writes its traceback before that line.
+`titan_loop.errors` defines the codes. An unexpected exception keeps its traceback and ends with 1,
+an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. An error of
+the operating system about a file is one line: with 2 if the user can mend it, such as a permission,
+and with 1 if the machine is at fault, such as a full disk; a rank of a training job then writes its
+traceback first.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 
 from titan_loop import __version__
-from titan_loop.cli.arguments import command
+from titan_loop.cli.arguments import HELP, command
 from titan_loop.errors import (
     EXIT_CODES,
     EXIT_CRASH,
@@ -67,14 +67,7 @@ titan-loop VERB --help says more. On several processes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: Command line without the program's name; None takes this process's.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command, by default the command line of this process; return the exit code."""
     code = EXIT_CRASH
     _read_and_write_any_bytes()
     try:
@@ -123,14 +116,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _usage() -> str:
-    verbs = {**VERBS, **{verb: summary("verbs", verb) for verb in names("verbs")}}
-    lines = "\n".join(f"  {verb:10} {text}" for verb, text in verbs.items())
-    return _USAGE.format(version=__version__, verbs=lines)
-
-
 def _trace_fault_of_the_machine(error: Exception) -> None:
-    """Leave in a job's log where a rank was when a disk failed, before the one line."""
+    """Write a rank's traceback to a job's log when a disk failed."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"  # a process by itself has RANK set, too
     if (several or slurm_job()) and exit_code(error) == EXIT_CRASH:
         traceback.print_exception(error)
@@ -144,7 +131,7 @@ def _report(problem: str) -> None:
 
 
 def _reader_has_left() -> bool:
-    """Return whether nobody reads stdout any more, and give up on it if so."""
+    """Return whether nobody reads stdout any more; if so, redirect it to nowhere."""
     stdout = sys.stdout.fileno()
     poller = select.poll()
     poller.register(stdout, 0)
@@ -157,8 +144,10 @@ def _reader_has_left() -> bool:
 
 def _dispatch(arguments: list[str]) -> int:
     verb, *rest = arguments or ["--help"]
-    if verb in ("-h", "--help"):
-        print(_usage())
+    if verb in HELP:
+        verbs = VERBS | {name: summary("verbs", name) for name in names("verbs")}
+        lines = "\n".join(f"  {name:10} {text}" for name, text in verbs.items())
+        print(_USAGE.format(version=__version__, verbs=lines))
         return EXIT_OK
     if verb == "--version":
         print(f"titan_loop {__version__}")
@@ -168,9 +157,8 @@ def _dispatch(arguments: list[str]) -> int:
             return importlib.import_module(f"titan_loop.cli.{verb}").run(rest)
         function = find("verbs", verb)
         if function is None:
-            known = [*VERBS, *names("verbs")]
-            raise UserError(f"unknown verb {verb!r}{nearest(verb, known)}")
-        return command(verb, function)(rest)
+            raise UserError(f"unknown verb {verb!r}{nearest(verb, [*VERBS, *names('verbs')])}")
+        return command(verb)(function)(rest)
     except SystemExit as stop:  # tyro leaves this way after printing help
         if stop.code in (None, EXIT_OK):
             return EXIT_OK

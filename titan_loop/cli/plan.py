@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from titan_loop.cli.arguments import Run, command, recipe_first
+from titan_loop.cli.arguments import command, recipe_first
 from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import UserError, nearest
 from titan_loop.plugins import find, names
@@ -40,13 +40,12 @@ def plan(
     """Print the needs of every stage of a recipe on a cluster, without a GPU and without the data.
 
     For every stage: parameters, FLOPs, steps, batches, bytes of weights, gradients and moments, and
-    GPU-days. Then every stage is assembled as one rank of the cluster, with the real trainer on
-    fake tensors (a training step, a held-out pass, a checkpoint's plan), which measures the peak
-    memory of a GPU and the communication of a step; that takes up to half a minute a stage the
-    first time, and nothing again until the stage's assembly or the software changes. Ends with code
-    2 if a stage does not fit, and suggests a fix. All other flags are flags of titan-loop train.
-    With --budget FLOPS and no recipe: the best models by a scaling law (plan --budget 1e21 --help).
-    With --match COST: models of another kind at the same cost (plan --match flops --help).
+    GPU-days. Then the real trainer runs every stage on fake tensors as one rank of the cluster, to
+    measure the peak memory of a GPU and the communication of a step. That takes up to half a minute
+    a stage the first time, and none until the stage's assembly or the software changes. Ends with
+    code 2 if a stage does not fit, and suggests a fix. All other flags are flags of titan-loop
+    train. With --budget FLOPS and no recipe: the best models by a scaling law (plan --budget 1e21
+    --help). With --match COST: models of another kind at the same cost (plan --match flops --help).
 
     For example:
       titan-loop plan ouro_1_4b --nodes 64
@@ -54,7 +53,6 @@ def plan(
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
-        flags: Flags of the recipe.
         nodes: Number of hosts.
         gpus_per_node: Number of GPUs per host.
         gpu: GPU model.
@@ -119,7 +117,7 @@ def _rehearse(cluster: "Cluster", planned: "Sequence[StageNeeds]", *, anew: bool
 
 
 def _refuse(refused: Sequence[tuple[str, str]], stages: int) -> None:
-    """Print why stages do not fit and raise the first; each is a stage's name and a reason."""
+    """Print the names of stages that do not fit, with the reasons, and raise the first."""
     for name, refusal in refused:
         print(f"refused: {name}: {refusal}")
     if refused:
@@ -128,8 +126,7 @@ def _refuse(refused: Sequence[tuple[str, str]], stages: int) -> None:
         raise UserError(f"plan: {len(names)} of {stages} stages do not fit; {name}: {refusal}")
 
 
-RECIPE_OF_BLOCKS = "nanbeige_quickstart"
-"""Recipe that takes the shape of a chosen model."""
+RECIPE_OF_BLOCKS = "nanbeige_quickstart"  # takes the shape of a chosen model
 
 _BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -188,7 +185,7 @@ def best(
     words = [RECIPE_OF_BLOCKS, *recipe_flags(dense, vocabulary), *flags]
     place = "best" if dense is found[0] else f"best dense one, number {found.index(dense) + 1}"
     print(f"\nthe {place}: titan-loop plan {' '.join(words)}\n", flush=True)
-    command("plan", plan)(words)
+    command("plan")(plan)(words)
 
 
 def _bytes(text: str) -> float:
@@ -197,7 +194,7 @@ def _bytes(text: str) -> float:
         return float(text.removesuffix(unit)) * _BYTES.get(unit, 1.0)
     except ValueError:
         raise UserError(
-            f"--memory {text} is no number of bytes; write it as 3GB ({', '.join(_BYTES)})"
+            f"--memory {text} is not a number of bytes; write it as 3GB ({', '.join(_BYTES)})"
         ) from None
 
 
@@ -214,7 +211,6 @@ def matching(
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
-        flags: Flags of the recipe.
         match: Cost that is equal: flops (of a trained token), parameters, or kv (bytes of a token
             in the cache).
         stage: The stage, if the recipe has several.
@@ -241,5 +237,4 @@ def run(words: Sequence[str]) -> int:
         words = [*words[first:], *words[:first]]
     given = {word.split("=")[0] for word in words}
     function = best if "--budget" in given else matching if "--match" in given else plan
-    verb: Run = command("plan", function)
-    return verb(words)
+    return command("plan")(function)(words)

@@ -6,7 +6,8 @@ from titan_loop.cli.arguments import command
 from titan_loop.errors import UserError, seen_from
 
 
-def plot(folder: Path) -> None:
+@command("plot")
+def run(folder: Path) -> None:
     """Draw every plot a run has data for into its plots/ folder, and print the paths.
 
     For a recipe's folder: the loss over all stages, and the plots of each stage that has begun.
@@ -27,9 +28,6 @@ def plot(folder: Path) -> None:
     if (folder / RECIPE_JSON).exists():
         print(plot_stages(folder))
         runs = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-    for run_folder in runs:
-        for path in plot_run(RunDirectory(run_folder)):
+    for run_directory in map(RunDirectory, runs):
+        for path in plot_run(run_directory):
             print(path)
-
-
-run = command("plot", plot)

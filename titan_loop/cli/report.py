@@ -6,7 +6,8 @@ from pathlib import Path
 from titan_loop.cli.arguments import command
 
 
-def report(run: Path, *, stage: str | None = None) -> None:
+@command("report")
+def run(run: Path, *, stage: str | None = None) -> None:
     """Write report.html into a run directory.
 
     The page shows losses per recurrent step, exit distribution and entropy, evaluations, mixture,
@@ -23,6 +24,3 @@ def report(run: Path, *, stage: str | None = None) -> None:
     from titan_loop.runs.run_directory import RunDirectory
 
     print(write_report(RunDirectory(chosen_run(run, stage))))
-
-
-run = command("report", report)

@@ -6,7 +6,8 @@ from titan_loop.cli.arguments import command
 from titan_loop.errors import UserError
 
 
-def scaling(
+@command("scaling")
+def run(
     runs: tuple[Path, ...] = (),
     *,
     csv: Path | None = None,
@@ -45,6 +46,3 @@ def scaling(
     result = study(data, samples=bootstrap, seed=seed, exit_pmf=exit_pmf)
     print("\n".join(study_lines(result)))
     print(write_study(result, output))
-
-
-run = command("scaling", scaling)

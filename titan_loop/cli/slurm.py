@@ -37,7 +37,6 @@ def submit(
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
-        flags: Flags of the recipe.
         nodes: Number of nodes of every job.
         gpus_per_node: Number of GPUs per node, one rank each, or TYPE:NUMBER such as a100:8; 0 on a
             cluster of CPUs.
@@ -163,7 +162,6 @@ def run_in_job(
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
-        flags: Flags of the recipe.
         node: Requirements of a node.
         dump_folder: Folder of the recipe.
         stage: Train this stage alone.

@@ -5,7 +5,8 @@ from pathlib import Path
 from titan_loop.cli.arguments import command
 
 
-def status(folder: Path) -> None:
+@command("status")
+def run(folder: Path) -> None:
     """Show how far a recipe's stages, or one run, have come.
 
     Args:
@@ -14,6 +15,3 @@ def status(folder: Path) -> None:
     from titan_loop.runs.status import read_status, status_lines
 
     print("\n".join(status_lines(read_status(folder))))
-
-
-run = command("status", status)

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from titan_loop.recipes.recipe import Recipe
 
 
+@command("train")
 @recipe_first
-def train(
+def run(
     recipe: str,
     flags: Sequence[str],
     *,
@@ -45,7 +46,6 @@ def train(
     Args:
         recipe: Name that `titan-loop recipes` lists, PACKAGE.MODULE:FUNCTION, or --config with the
             config.json of a run, which is trained again in a folder beside it.
-        flags: Flags of the recipe.
         stage: Train this stage alone, from its parent in DUMP_FOLDER or from
             --checkpoint.carry.parent CHECKPOINT.
         dump_folder: Folder of the recipe or run; by default the recipe's own.
@@ -86,6 +86,3 @@ def train(
             print(f"titan-loop: {stop}", file=sys.stderr)
             return EXIT_INTERRUPTED
     return EXIT_OK
-
-
-run = command("train", train)

@@ -8,7 +8,8 @@ from typing import Literal
 from titan_loop.cli.arguments import command
 
 
-def upcycle(
+@command("upcycle")
+def run(
     checkpoint: Path,
     *,
     output: Path,
@@ -49,6 +50,3 @@ def upcycle(
         print(comparison.table())
         print(f"The report is in {comparison.save(RunDirectory(output))}")
     print(f"To train it: the parent's recipe with --dump-folder {output} --model.n-layers {layers}")
-
-
-run = command("upcycle", upcycle)

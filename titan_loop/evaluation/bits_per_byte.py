@@ -2,8 +2,8 @@
 
     bits per byte = Σ_i nats_i / (ln 2 · Σ_i bytes_i)
 
-A unit i is a document or a window, whatever can be taken as drawn independently; tokens cannot,
-since neighbours share their context. Bits per byte compare models with different vocabularies.
+A unit i is a document or a window, which count as drawn independently; tokens cannot, since
+neighbours share their context. Bits per byte compare models with different vocabularies.
 Shapes: R depths, W units.
 """
 
@@ -17,19 +17,15 @@ from titan_loop.evaluation.intervals import Interval, of_seeds
 
 Floats = NDArray[np.float64]
 
-_COUNTS_PER_CHUNK = 1 << 22
-"""Resampling counts held at a time (32 MiB), so that memory does not grow with the resamples."""
+_COUNTS_PER_CHUNK = 1 << 22  # 32 MiB, so that memory does not grow with the resamples
 
 
 def bits_per_byte(nats: ArrayLike, n_bytes: ArrayLike) -> float:
-    """Return the ratio Σ nats / (ln 2 · Σ bytes).
+    """Return Σ nats / (ln 2 · Σ bytes); raise `UserError` if there are no bytes.
 
     Args:
-        nats: (W) or scalar, summed negative log likelihood of each unit.
-        n_bytes: (W) or scalar, UTF-8 bytes of the text those nats predict.
-
-    Raises:
-        UserError: If there is not a single byte.
+        nats: (W,) or scalar, summed negative log likelihood of each unit.
+        n_bytes: (W,) or scalar, UTF-8 bytes of the text that they predict.
     """
     total_bytes = float(np.sum(np.asarray(n_bytes, dtype=np.float64)))
     if total_bytes <= 0:
@@ -40,13 +36,7 @@ def bits_per_byte(nats: ArrayLike, n_bytes: ArrayLike) -> float:
 def bootstrap_bits_per_byte(
     nats_RW: ArrayLike, bytes_W: ArrayLike, *, seed: int = 0, resamples: int = 2000
 ) -> list[Interval]:
-    """Return bits per byte of every depth with a 95 % percentile bootstrap interval over units.
-
-    Args:
-        nats_RW: (R, W) summed negative log likelihood.
-
-    Returns:
-        R intervals, in the order of the rows.
+    """Return bits per byte of every row with a 95 % percentile bootstrap interval over units.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
     """
@@ -54,46 +44,44 @@ def bootstrap_bits_per_byte(
     assert nats.shape == (len(nats), *n_bytes.shape), (nats.shape, n_bytes.shape)
     # Units without a byte (windows of padding) would let a replicate divide by zero.
     nats, n_bytes = nats[:, n_bytes > 0], n_bytes[n_bytes > 0]
+    values = [bits_per_byte(row, n_bytes) for row in nats]
     replicates = _replicates(nats, n_bytes, seed=seed, resamples=resamples)
     low, high = np.quantile(replicates, [0.025, 0.975], axis=1)
-    values = [bits_per_byte(row, n_bytes) for row in nats]
     return [Interval(*map(float, triple)) for triple in zip(values, low, high, strict=True)]
 
 
 def paired_difference(nats: ArrayLike, other_nats: ArrayLike, bytes_W: ArrayLike) -> Interval:
     """Return bits per byte of the first minus the second, both on the same units.
 
-    Pairing keeps effects that two models share (easy and hard documents) out of the interval, which
-    makes it far narrower than the two separate ones. One pair has a percentile bootstrap over
-    units; with a row for each seed the interval covers seeds and units (`of_seeds`).
+    Effects that two models share (easy and hard documents) stay out of the interval. One pair has a
+    percentile bootstrap over units; with a row for each seed the interval covers seeds and units
+    (`of_seeds`).
 
     Args:
-        nats: (W), or (S, W) for S seeds; their mean is the estimate.
+        nats: (W,), or (S, W) for S seeds; their mean is the estimate.
         other_nats: The same shape; row s is the other model's with the same seed.
     """
     difference_SW = np.atleast_2d(np.asarray(nats, dtype=np.float64) - np.asarray(other_nats))
     n_bytes = np.asarray(bytes_W, dtype=np.float64)
     difference_SW, n_bytes = difference_SW[:, n_bytes > 0], n_bytes[n_bytes > 0]
     mean_1W = difference_SW.mean(axis=0, keepdims=True)
+    value = bits_per_byte(mean_1W[0], n_bytes)
     replicates = _replicates(mean_1W, n_bytes, seed=0, resamples=2000)
     if len(difference_SW) > 1:
         by_seed = [bits_per_byte(row, n_bytes) for row in difference_SW]
         return of_seeds(by_seed, float(replicates.var()))
     low, high = np.quantile(replicates, [0.025, 0.975])
-    return Interval(bits_per_byte(mean_1W[0], n_bytes), float(low), float(high))
+    return Interval(value, float(low), float(high))
 
 
 def _replicates(nats_RW: Floats, bytes_W: Floats, *, seed: int, resamples: int) -> Floats:
     """Return bits per byte of every row, (R, resamples)."""
     generator = np.random.default_rng(seed)
     units = len(bytes_W)
-    if units == 0:
-        raise UserError("held-out text has 0 bytes; give at least one window with targets")
     chunks: list[Floats] = []
-    done = 0
-    while done < resamples:
-        size = min(max(_COUNTS_PER_CHUNK // units, 1), resamples - done)
+    most = max(_COUNTS_PER_CHUNK // units, 1)
+    for done in range(0, resamples, most):
+        size = min(most, resamples - done)
         counts = generator.multinomial(units, np.full(units, 1 / units), size=size)
         chunks.append(counts @ nats_RW.T / (math.log(2) * (counts @ bytes_W))[:, None])
-        done += size
     return np.concatenate(chunks).T

@@ -16,15 +16,15 @@ def seconds_per_token(
 ) -> dict[str, float]:
     """Return reading → seconds per generated token, by name.
 
-    All prompts run side by side, so this is time per token of the whole batch. It leaves out
-    the prompts themselves. A machine with other work to do shows in it.
+    All prompts run side by side, so this is the batch's time per token, without the time of the
+    prompts themselves. Other work on the machine adds to it.
     """
     requests = [Request(prompt=prompt, max_new_tokens=_NEW_TOKENS) for prompt in prompts]
     seconds: dict[str, float] = {}
     for reading in readings:
         engine = Engine(model, recurrent_steps=reading.recurrent_steps, exit_policy=reading.policy)
         events = engine.stream(requests)
-        for _ in requests:  # first tokens: the prompts' time
+        for _ in requests:  # the first tokens take the prompts' time
             next(events)
         start = time.perf_counter()
         tokens = sum(1 for _ in events)

@@ -26,11 +26,7 @@ from titan_loop.storage.regular_file import DamagedFileError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSums:
-    """Sums for each unit of the bootstrap: a document, or a window where documents are few.
-
-    Attributes:
-        nats: Recurrent steps → negative log likelihood of every unit.
-    """
+    """Bytes, and nats at each R, of every unit of the bootstrap: a document or a window."""
 
     n_bytes: list[int]
     nats: dict[int, list[float]]
@@ -43,9 +39,7 @@ class SourceDepths:
     Attributes:
         depths: Recurrent steps → bits per byte with its interval.
         baselines: Name ("unigram", "bigram") → bits per byte.
-        changes: Recurrent steps → bits per byte less the first depth's, with the interval of the
-            difference over the same units.
-        units: The units that the intervals are drawn over.
+        changes: Recurrent steps → bits per byte less the first depth's, over the same units.
     """
 
     depths: dict[int, Interval]
@@ -83,11 +77,7 @@ class DepthReport:
 
     @classmethod
     def load(cls, path: Path) -> "DepthReport":
-        """Read a file that `save` wrote.
-
-        Raises:
-            UserError: The file is damaged.
-        """
+        """Read a file that `save` wrote; raise `UserError` if it is damaged."""
         fix = "evaluate again"
         record = read_json_object(path, fix=fix)
         try:
@@ -112,20 +102,14 @@ class DepthReport:
 
     @classmethod
     def latest(cls, run_directory: RunDirectory) -> "DepthReport":
-        """Return the report of the largest step.
-
-        Raises:
-            UserError: If the run has none.
-        """
+        """Return the report of the largest step; raise `UserError` if there is none."""
         paths = {
             int(path.stem.rpartition("-")[2]): path
             for path in run_directory.evaluations.glob("depth-step-*.json")
         }
         if not paths:
-            raise UserError(
-                f"{str(run_directory.evaluations)!r} has no depth-step-N.json; evaluate the run "
-                "first"
-            )
+            folder = str(run_directory.evaluations)
+            raise UserError(f"{folder!r} has no depth-step-N.json; evaluate the run first")
         return cls.load(paths[max(paths)])
 
 
@@ -157,7 +141,7 @@ def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram"
         share: Share of the baseline's bits per byte that the model must save, in (0, 1).
 
     Raises:
-        UserError: If the report lacks the trained number of steps, or the baseline.
+        UserError: The report lacks the trained number of steps, or the baseline.
         RunFailedError: The model saves less; the message has both numbers.
     """
     name, source = list(report.sources.items())[-1]
@@ -189,7 +173,7 @@ def summarise_source(
     Args:
         depths: R recurrent steps, the rows of `nats_RU`.
         nats_RU: (R, U) summed negative log likelihood of every unit at every depth.
-        bytes_U: (U) bytes that each unit predicts.
+        bytes_U: (U,) bytes that each unit predicts.
         baseline_nats: Name → summed negative log likelihood over all units.
     """
     nats_RU, bytes_U = np.asarray(nats_RU, dtype=np.float64), np.asarray(bytes_U)

@@ -1,9 +1,9 @@
 """`evals.jsonl` of a run: one line per evaluation, by the trainer or a watcher.
 
-- `step`, `tokens`: how far the model was trained.
-- `manifest_sha256`: which checkpoint it was; null for a model in training, not saved yet.
+- `step`, `tokens`: number of training steps and tokens behind the model.
+- `manifest_sha256`: hash of its manifest; null for a model in training, which is not saved yet.
 - `asked`: a hash of a watcher's questions, "while training", or "promotion" for a curriculum's.
-- `finished`, `seconds`: when, and how long it took.
+- `finished`, `seconds`: end and duration of the evaluation.
 - `failures`: task → why it has no result.
 - `results`: task/metric/reading → value, named as in `TaskReport.flat`.
 """
@@ -30,12 +30,11 @@ EVALS_FIELDS = {"step": int, "tokens": int, "asked": str, "results": dict}
 
 
 def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seconds: float) -> None:
-    """Append one evaluation; waits while another process writes a line.
-
-    While training, a disk that fails costs the line at most; a watcher must know that it is there.
+    """Append one evaluation; wait while another process writes a line.
 
     Raises:
-        OSError: The disk fails; not while training.
+        OSError: The disk fails. While training, that costs the line at most; a watcher must know
+            that its line is there.
     """
     record = {
         "step": report.step,
@@ -60,19 +59,14 @@ def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seco
 
 
 class HeldOutRecord(NamedTuple):
-    """Held-out text at one step of training.
-
-    Attributes:
-        tokens: Global tokens read so far.
-        bits_per_byte: Source → recurrent steps → bits per byte.
-    """
+    """Tokens read before an evaluation while training, and source → R → bits per byte."""
 
     tokens: int
     bits_per_byte: dict[str, dict[int, float]]
 
 
 def held_out_while_training(run: RunDirectory) -> list[HeldOutRecord]:
-    """Return held-out text while training by increasing steps; of repeated steps the newest."""
+    """Return the evaluations of held-out text while training, one for each step in order."""
     by_step: dict[int, HeldOutRecord] = {}
     for record in read_jsonl(run.evals_jsonl, EVALS_FIELDS):
         if record["asked"] != WHILE_TRAINING:

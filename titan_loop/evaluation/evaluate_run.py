@@ -3,8 +3,8 @@
 run/config.json ─► model, held-out windows ─► one pass to the largest depth ─► scores ┐
 windows training has read, or a sample ─► unigram and bigram counts ──────────────────┴► DepthReport
 
-The baselines are fitted on tokens the model has read: the order of a loader's windows is a function
-of the seed and the position, so any of them can be read again.
+The baselines are fitted on tokens that the model has read: the order of a loader's windows is a
+function of the seed and the position, so any of them can be read again.
 """
 
 import logging
@@ -17,16 +17,15 @@ import numpy as np
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import empty_batch
-from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport, summarise_source
 from titan_loop.evaluation.ngram_baselines import BigramModel, TokenCounts, UnigramModel
+from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.share_work import join_ranks, rank_device
 from titan_loop.evaluation.window_scores import at_depths, open_run, score_windows, with_total
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.runs.saved_run import SavedRun
 
-MOST_COUNTED_TOKENS = 1 << 24
-"""Tokens the baselines are fitted on, at most; counting them takes about half a minute."""
+MOST_COUNTED_TOKENS = 1 << 24  # fitting the baselines on these takes about half a minute
 _WINDOWS_AT_A_TIME = 256
 
 logger = logging.getLogger(__name__)
@@ -41,24 +40,21 @@ def evaluate_run(
     seq_len: int | None = None,
     ema: bool = False,
 ) -> DepthReport:
-    """Score a checkpoint on held-out text; collective.
-
-    A run that read prepared sources also has an n-gram model fitted on them beside it.
+    """Score a checkpoint on held-out text, beside n-gram models of the text it read; collective.
 
     Args:
         path: The run, for its newest whole checkpoint, or a checkpoint.
-        depths: Recurrent steps to score, each ≥ 1; may exceed the trained R.
-        sources: Names of the run's sources, or folders of others; all of the run's by default.
+        depths: Recurrent steps to score; may exceed the trained R.
+        sources: Names of the run's sources, or folders of others; by default all of the run's.
 
     Returns:
         The report; rank 0 also saved it in the run's `evals/`.
 
     Raises:
-        UserError: No run, config or checkpoint there, depths or windows below 1, or a run without
-            prepared sources while `sources` names none.
+        UserError: There is no checkpoint, the depths or windows are below 1, or the run has no
+            prepared sources and `sources` names none.
     """
-    if not depths or min(depths) < 1:
-        raise UserError(f"depths={list(depths)} must name recurrent steps of at least 1")
+    depth_readings(depths)  # refuses depths below 1
     rank, _ = join_ranks()
     device = rank_device()
     loaded = load_checkpoint(path, use="held_out", context_tokens=seq_len, device=device, ema=ema)

@@ -59,11 +59,10 @@ _SAMPLE_QUESTIONS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """How to evaluate; everything but the checkpoint. `titan_loop.cli.eval.Scoring` has the flags.
+    """Tasks, readings and settings of an evaluation; `titan_loop.cli.eval.Scoring` has the flags.
 
     Attributes:
         tasks: Tasks to ask, from `suites.expand_tasks`.
-        exit: One exit policy; excludes `depths` and `frontier`.
         frontier: Whether to read every depth and every policy at many settings.
         cache: Whether to keep the results of single requests on disk.
         ema: Whether to evaluate the average of the weights.
@@ -116,14 +115,14 @@ class TaskOptions:
 
 
 def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
-    """Evaluate a checkpoint; collective over the ranks, if there are several.
+    """Evaluate a checkpoint; collective.
 
     Returns:
         The report of this call; rank 0 also wrote it, after each task, into the run's `evals/`.
 
     Raises:
-        UserError: Options that cannot work, a checkpoint that cannot be loaded, or a tokenizer that
-            is not the one it was trained with. Failures of single tasks are in the report instead.
+        UserError: An option cannot work, the checkpoint cannot be loaded, or the tokenizer is not
+            the one it was trained with. Failures of single tasks are in the report instead.
     """
     options.check()
     join_ranks()
@@ -167,7 +166,7 @@ class _Evaluation:
         self._readings = self._make_readings()
 
     def run(self) -> TaskReport:
-        """Run the tasks one by one."""
+        """Ask the tasks one by one."""
         for task in self._options.tasks:
             try:
                 for name, results in self._ask(task).items():
@@ -180,10 +179,13 @@ class _Evaluation:
                 kept = self._report.skipped if task.optional else self._report.failures
                 kept[task.name] = str(error)
                 logger.warning("%s: not asked: %s", task.name, error)
-            except Exception as error:  # its neighbours' results are worth keeping, whatever it is
-                reason = str(error) if isinstance(error, UserError) else _described(error)
+            except UserError as error:
+                self._report.failures[task.name] = str(error)
+                logger.error("%s failed: %s", task.name, error)
+            except Exception as error:  # whatever it is, the other tasks' results are worth keeping
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
                 self._report.failures[task.name] = reason
-                logger.error("%s failed: %s", task.name, reason, exc_info=_traceback(error))
+                logger.exception("%s failed: %s", task.name, reason)
             if join_ranks()[0] == 0:
                 self._report.save(self._run)
         return self._report
@@ -200,37 +202,29 @@ class _Evaluation:
         )
 
     def _ask(self, task: SuiteTask) -> Results:
-        if task.name == HELD_OUT:
-            return self._held_out()
-        if self._generated is not None and self._generated.name == task.name:
-            return self._graded(self._exam)
-        return self._ask_harness(task)
-
-    def _held_out(self) -> Results:
-        forward = at_readings(self._model, self._readings)
         names = [reading.name for reading in self._readings]
-        return {
-            f"{HELD_OUT}/{name}": summarise(
-                score_windows(windows, forward, device=self._device), names
-            )
-            for name, windows in self._windows.items()
-        }
-
-    def _graded(self, exam: Exam) -> Results:
-        right = right_at_readings(self._model, self._readings)
         nats = at_readings(self._model, self._readings)
-        return exam.grade(
-            [reading.name for reading in self._readings],
-            lambda windows: sum_windows(windows, right, device=self._device),
-            lambda windows: sum_windows(windows, nats, device=self._device),
-            model_sizes(self._model),
-        )
+        if task.name == HELD_OUT:
+            scores = {
+                name: score_windows(windows, nats, device=self._device)
+                for name, windows in self._windows.items()
+            }
+            return {f"{HELD_OUT}/{name}": summarise(part, names) for name, part in scores.items()}
+        if self._generated is not None and self._generated.name == task.name:
+            right = right_at_readings(self._model, self._readings)
+            return self._exam.grade(
+                names,
+                lambda windows: sum_windows(windows, right, device=self._device),
+                lambda windows: sum_windows(windows, nats, device=self._device),
+                model_sizes(self._model),
+            )
+        return self._ask_harness(task)
 
     def _ask_harness(self, task: SuiteTask) -> Results:
         consent = self._options.confirm_run_unsafe_code
         if task.name in CODE_TASKS and not consent:
             raise NotAskedError(
-                f"{task.name}: it runs the programs that the model writes; where that may be, say "
+                f"{task.name}: it runs the programs that the model writes; to allow that, say "
                 "--confirm-run-unsafe-code"
             )
         try:
@@ -289,7 +283,7 @@ class _Evaluation:
             require_exit_policy(self._model, reading.policy)
             self._model.exit_policy = reading.policy
             return [reading]
-        # A policy's thresholds are taken from the states of a small sample.
+        # Thresholds of policies are quantiles over the states of a small sample.
         if self._generated is not None:
             sample, count = [*self._exam.windows.values()][-1], _SAMPLE_QUESTIONS
         else:
@@ -304,12 +298,3 @@ class _Evaluation:
             prompts = sample.input[:_SAMPLE_WINDOWS, :half].tolist()
             self._seconds = seconds_per_token(self._model, readings, prompts)
         return readings
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-
-
-def _traceback(error: Exception) -> Exception | None:
-    """A user's mistake needs no traceback, a defect does."""
-    return None if isinstance(error, UserError) else error

@@ -2,12 +2,12 @@
 
     task.exam ─► windows of each stratum ─► one pass ─► right labels at every reading ─► accuracy
 
-An example is right if every label of its answer is the most likely of all tokens, so greedy
-decoding would have produced a right answer of several tokens. The same windows are asked of a model
-in training (`right_at_depths`), where ranks may share it, and of a checkpoint
-(`right_at_readings`). An exam of facts also says how many bits of them the model knows
-(`Task.knowledge`): the information of a uniform guess less the loss on the answers, for all items
-that training tells of, per parameter.
+An example is right if every label of its answer is the most likely of all tokens, so that greedy
+decoding would have produced it. The same windows are asked of a model in training
+(`right_at_depths`), which ranks may share, and of a checkpoint (`right_at_readings`).
+
+An exam of facts (`Task.knowledge`) also measures the bits that the model knows, per item and per
+parameter: the information of a uniform guess less the loss on the answers.
 """
 
 import logging
@@ -31,7 +31,7 @@ from titan_loop.data.tasks.task import Example, Knowledge, Task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.readings import Reading
 from titan_loop.evaluation.task_report import ReadingResult, Results, graded
-from titan_loop.evaluation.window_scores import Forward, at_readings, depth_states
+from titan_loop.evaluation.window_scores import Forward, Totals, at_depths, at_readings
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
 
@@ -42,13 +42,10 @@ LABELS = "labels_acc,none"
 """Share of single labels that are right, where an example has several."""
 
 KNOWLEDGE = "knowledge"
-"""Result, behind the task's name, of all strata of an exam of facts together."""
+"""Name, behind the task's, of the result for all strata of an exam of facts together."""
 
 OWN_DEPTH = "depth"
 """Reading of every question after as many recurrent steps as it needs."""
-
-Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Right labels and recurrent steps of P readings and W windows, summed over a window's labels."""
 
 
 class Exam:
@@ -57,14 +54,14 @@ class Exam:
     Args:
         count: Largest number of examples of a stratum.
         room: Longest window in tokens.
-        multiple: Windows are as long as the longest example, rounded up to this.
+        multiple: Number of tokens that windows are rounded up to a multiple of.
         strata: Strata to ask; None for all.
-        leave_out: Whether strata that do not fit into the room are left out, with a warning; the
-            first one never is.
+        leave_out: Whether to leave out strata after the first that do not fit into the room, with
+            a warning.
 
     Attributes:
         windows: Windows by the name of the result: TASK, or TASK/STRATUM where there are several.
-        steps: Recurrent steps that each window's question needs, by the same name; 0 for unknown.
+        steps: Recurrent steps that each window's question needs, by the same name; 0 if unknown.
 
     Raises:
         UserError: The model's vocabulary or window is too small, or the task has too few examples.
@@ -114,13 +111,13 @@ class Exam:
     def grade(
         self,
         readings: Sequence[str],
-        sums: Callable[[HeldOutWindows], Sums],
-        nats: Callable[[HeldOutWindows], Sums] | None = None,
+        sums: Callable[[HeldOutWindows], Totals],
+        nats: Callable[[HeldOutWindows], Totals] | None = None,
         sizes: tuple[int, int] = (0, 0),
     ) -> Results:
         """Return name → reading → accuracy and mean steps.
 
-        Where questions say how many steps they need, and all those depths are among the readings,
+        If the questions say how many steps they need, and all those depths are among the readings,
         the reading `OWN_DEPTH` has every question after as many steps as it needs.
 
         Args:
@@ -131,73 +128,58 @@ class Exam:
         """
         results: Results = {}
         for name, windows in self.windows.items():
-            sums_of = dict(zip(readings, zip(*sums(windows), strict=True), strict=True))
-            sums_of |= self._at_own_depth(name, sums_of)
-            right_PW, steps_PW = (np.stack(rows) for rows in zip(*sums_of.values(), strict=True))
+            by_reading = dict(zip(readings, zip(*sums(windows), strict=True), strict=True))
+            needed = [f"static:{steps}" for steps in self.steps[name]]
+            if {*needed} <= by_reading.keys():
+                own = [np.stack(by_reading[reading])[:, w] for w, reading in enumerate(needed)]
+                by_reading[OWN_DEPTH] = np.stack(own, axis=1)
             labels_W = (windows.labels != IGNORED).sum(dim=1).numpy()
-            accuracy_P = (right_PW == labels_W).mean(axis=1)
-            mean_steps_P = steps_PW.sum(axis=1) / labels_W.sum()
-            questions = len(labels_W)
             results[name] = {
-                reading: ReadingResult(
-                    metrics=graded(ACCURACY, float(share), questions),
-                    mean_steps=float(steps),
-                )
-                for reading, share, steps in zip(sums_of, accuracy_P, mean_steps_P, strict=True)
+                reading: _graded(right_W, steps_W, labels_W)
+                for reading, (right_W, steps_W) in by_reading.items()
             }
-            if labels_W.max() > 1:
-                shares_P = right_PW.sum(axis=1) / labels_W.sum()
-                for reading, share in zip(sums_of, shares_P, strict=True):
-                    results[name][reading].metrics[LABELS] = float(share)
         knowledge = self._task.knowledge
-        asked = (
-            [] if knowledge is None else [f"{self._task.name}/{name}" for name in knowledge.bits]
-        )
-        if nats is not None and knowledge is not None and {*asked} <= self.windows.keys():
-            results.update(self._known(knowledge, readings, nats, sizes))
+        if nats is not None and knowledge is not None:
+            parts = {stratum: f"{self._task.name}/{stratum}" for stratum in knowledge.bits}
+            if {*parts.values()} <= self.windows.keys():
+                nats_PW = {stratum: nats(self.windows[name])[0] for stratum, name in parts.items()}
+                known = _known(knowledge, nats_PW, readings, sizes)
+                results[f"{self._task.name}/{KNOWLEDGE}"] = known
         return results
 
-    def _known(
-        self,
-        knowledge: Knowledge,
-        readings: Sequence[str],
-        nats: Callable[[HeldOutWindows], Sums],
-        sizes: tuple[int, int],
-    ) -> Results:
-        """Return the bits an item that are known, by stratum and in all, and those a parameter."""
-        by_stratum: dict[str, NDArray[np.float64]] = {}
-        for stratum, bits in knowledge.bits.items():
-            nats_PW, _ = nats(self.windows[f"{self._task.name}/{stratum}"])
-            by_stratum[f"{stratum}_bits"] = bits - np.asarray(nats_PW).mean(axis=1) / math.log(2)
-        bits_P = sum(by_stratum.values(), np.zeros(len(readings)))
-        every, inner = sizes
-        known = {
-            "bits": bits_P,
-            **by_stratum,
-            "bits_per_parameter": knowledge.items * bits_P / every,
-            "bits_per_inner_parameter": knowledge.items * bits_P / inner,
-        }
-        return {
-            f"{self._task.name}/{KNOWLEDGE}": {
-                reading: ReadingResult(
-                    metrics={name: float(value_P[row]) for name, value_P in known.items()}
-                )
-                for row, reading in enumerate(readings)
-            }
-        }
 
-    def _at_own_depth(self, name: str, sums_of: Mapping[str, Sums]) -> dict[str, Sums]:
-        needed = [f"static:{steps}" for steps in self.steps[name]]
-        if not {*needed} <= sums_of.keys():
-            return {}
-        own = zip(*(_window(sums_of[reading], w) for w, reading in enumerate(needed)), strict=True)
-        right_W, steps_W = map(np.array, own)
-        return {OWN_DEPTH: (right_W, steps_W)}
+def _graded(
+    right_W: NDArray[np.float64], steps_W: NDArray[np.float64], labels_W: NDArray[np.int64]
+) -> ReadingResult:
+    metrics = graded(ACCURACY, float((right_W == labels_W).mean()), len(labels_W))
+    if labels_W.max() > 1:
+        metrics[LABELS] = float(right_W.sum() / labels_W.sum())
+    return ReadingResult(metrics=metrics, mean_steps=float(steps_W.sum() / labels_W.sum()))
 
 
-def _window(sums: Sums, window: int) -> tuple[float, float]:
-    right_W, steps_W = sums
-    return right_W[window], steps_W[window]
+def _known(
+    knowledge: Knowledge,
+    nats_PW: Mapping[str, NDArray[np.float64]],
+    readings: Sequence[str],
+    sizes: tuple[int, int],
+) -> dict[str, ReadingResult]:
+    """Return the bits that are known: of an item, by stratum and in all, and per parameter."""
+    by_stratum = {
+        f"{stratum}_bits": bits - np.asarray(nats_PW[stratum]).mean(axis=1) / math.log(2)
+        for stratum, bits in knowledge.bits.items()
+    }
+    bits_P = sum(by_stratum.values(), np.zeros(len(readings)))
+    every, inner = sizes
+    known = {
+        "bits": bits_P,
+        **by_stratum,
+        "bits_per_parameter": knowledge.items * bits_P / every,
+        "bits_per_inner_parameter": knowledge.items * bits_P / inner,
+    }
+    return {
+        reading: ReadingResult(metrics={name: float(bits_P[row]) for name, bits_P in known.items()})
+        for row, reading in enumerate(readings)
+    }
 
 
 def right_at_depths(
@@ -205,20 +187,16 @@ def right_at_depths(
 ) -> Forward:
     """Count right labels at several depths of one pass; see `window_scores.at_depths`."""
 
-    @torch.no_grad()
-    def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
-        states, labels_BL = depth_states(model, depths, share, windows)
-        right = []
+    def right(states: tuple[Tensor, ...], labels_BL: Tensor) -> Tensor:
+        counts = []
         for state_BLD in states:
             logits_BLV = model.lm_head(state_BLD)
-            if isinstance(logits_BLV, DTensor):  # the vocabulary is shared
+            if isinstance(logits_BLV, DTensor):  # ranks share the vocabulary
                 logits_BLV = logits_BLV.full_tensor()
-            right.append((logits_BLV.argmax(dim=-1) == labels_BL).sum(dim=1))
-        tokens_B = (labels_BL != IGNORED).sum(dim=1)
-        steps_PB = torch.stack([depth * tokens_B for depth in depths])
-        return torch.stack(right), steps_PB
+            counts.append((logits_BLV.argmax(dim=-1) == labels_BL).sum(dim=1))
+        return torch.stack(counts)
 
-    return forward
+    return at_depths(model, depths, share, right)
 
 
 def model_sizes(model: LoopDecoder) -> tuple[int, int]:
@@ -230,7 +208,7 @@ def model_sizes(model: LoopDecoder) -> tuple[int, int]:
 
 
 def right_at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forward:
-    """Count right labels under every reading of one pass; the model is whole on this rank."""
+    """Count right labels under every reading of one pass; see `window_scores.at_readings`."""
     return at_readings(model, readings, value=lambda scores: scores.right_PT)
 
 
@@ -250,7 +228,7 @@ def _require_room(name: str, positions: int, room: int) -> None:
 def question_windows(
     model: LoopDecoder, task: Task, stratum: str, questions: Sequence[Any]
 ) -> HeldOutWindows:
-    """Return a window a question, as the exam has them; see `example_windows`."""
+    """Return a window for each question, as the exam has them; see `example_windows`."""
     examples = [task.encode(question) for question in questions]
     return example_windows(stratum, examples, task.columns, room=model.config.max_seq_len)
 
@@ -263,12 +241,12 @@ def example_windows(
     room: int,
     multiple: int = 1,
 ) -> HeldOutWindows:
-    """Return a window an example; behind its last label it is padding, each a document.
+    """Return a window for each example; padding follows its last label, each token a document.
 
     Args:
         name: Name of the stratum, for errors.
         room: Longest window in tokens.
-        multiple: Windows are as long as the longest example, rounded up to this.
+        multiple: Number of tokens that windows are rounded up to a multiple of.
 
     Raises:
         UserError: An example does not fit into the room.

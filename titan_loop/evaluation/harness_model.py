@@ -3,18 +3,19 @@
     lm_eval's requests ─ tokenise ─► TokenScorer (log-likelihoods, rolling windows) ─┐
                                  └─► Engine (generate_until) ────────────────────────┴─► lm_eval
 
-A log-likelihood is one pass over the prompt in which each step sees its own step's keys, as in the
-engine's prefill; `kv_cache` matters for generated tokens only. All readings are scored at once: the
-one that answers is `reading`, and changing it costs no further pass.
+A log-likelihood takes one pass over the prompt, in which each step sees its own step's keys, as in
+the engine's prefill; `kv_cache` matters for generated tokens only. All readings are scored at once:
+`reading` chooses the one that answers, and changing it costs no further pass.
 
-With several ranks every one of them builds all requests and answers all of them, having computed
-its share, so the harness needs to know nothing of ranks.
+Every rank builds and answers all requests, having computed its share of them, so the harness need
+not know about ranks.
 """
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,12 @@ logger = logging.getLogger(__name__)
 MODEL_NAME = "titan_loop"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _DEFAULT_NEW_TOKENS = 256  # the harness' own
+_HARNESS_DEVICE = "cuda:0"  # default of its command line
 
 
 @dataclass
 class StepCount:
-    """Recurrent steps and tokens behind the answers so far."""
+    """Number of recurrent steps and tokens behind the answers so far."""
 
     steps: int = 0
     tokens: int = 0
@@ -60,31 +62,25 @@ class StepCount:
 
 
 class LoopLM(TemplateLM):
-    """A checkpoint as lm-evaluation-harness wants it.
+    """A checkpoint behind the model interface of lm-evaluation-harness.
 
     Args:
         checkpoint: A checkpoint's folder, or a run's for its newest whole one.
         recurrent_steps: R; None takes the trained R.
         exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
         exit: An exit policy as in `titan-loop generate`; None for full depth.
-        prefill_steps: Number of recurrent steps of prompts that tokens are generated from, at most
-            as many as every reading has; None for as many.
-        batch_size: Number of rows at a time, at least 1.
+        prefill_steps: Number of recurrent steps of prompts that tokens are generated from; None
+            for as many as the reading has, which is also the most.
+        batch_size: Number of rows at a time.
         max_batch_size: Same as `batch_size`, or None; the harness passes it.
-        device: Name of the device; None, or the harness' default "cuda:0", takes this rank's.
-        max_length: Number of tokens of context; None takes the trained window.
-        tokenizer: A `tokenizer.json`; None takes the source's.
+        device: Name of the device; None or "cuda:0" takes this rank's.
+        max_length: Context in tokens; None takes the trained window.
         cache: Folder for the results of single requests; None keeps them in memory only.
-        readings: Several ways to read at once, instead of `exit`.
-        loaded: A loaded checkpoint, instead of `checkpoint`.
+        readings: Several readings at once, instead of `exit`.
 
     Attributes:
         reading: Index of the reading that answers.
-        count: Steps behind the answers since this record was last replaced.
-
-    Raises:
-        UserError: A value is unknown or out of range, or `load_checkpoint` or
-        `load_matching_tokenizer` raises it.
+        count: Steps and tokens behind the answers since this record was last replaced.
     """
 
     def __init__(
@@ -126,13 +122,10 @@ class LoopLM(TemplateLM):
         if loaded is None:
             if checkpoint is None:
                 raise UserError("checkpoint is missing; give --model_args checkpoint=RUN")
-            # "cuda:0" is the default of the harness' command line.
-            self._device = rank_device() if device in (None, "cuda:0") else _device(device)
             loaded = load_checkpoint(
-                checkpoint, context_tokens=max_length, device=self._device, dtype=DTYPES[dtype]
+                checkpoint, context_tokens=max_length, device=_device(device), dtype=DTYPES[dtype]
             )
         self.loaded = loaded
-        self._device = loaded.model.tok_embeddings.weight.device
         if readings is None:
             steps = loaded.recurrent_steps if recurrent_steps is None else recurrent_steps
             readings = [policy_reading(text, steps)]
@@ -149,7 +142,7 @@ class LoopLM(TemplateLM):
         self._rows = rows
         self._cache = RequestCache(None if cache is None else Path(cache), self._identity())
         self._truncated = 0
-        self._said: set[str] = set()
+        self._warnings: set[str] = set()
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -164,12 +157,12 @@ class LoopLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens the model can see."""
+        """Context in tokens."""
         return self.loaded.model.config.max_seq_len
 
     @property
     def eot_token_id(self) -> int:
-        """The token in front of a text without context."""
+        """Token in front of a text without context."""
         if self._ends.end_of_text is None:
             raise UserError(
                 f"the tokenizer of {self.loaded.checkpoint} has no token that ends a text"
@@ -178,7 +171,7 @@ class LoopLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer for the harness' cache of request texts."""
+        """Name of the tokenizer in the harness' cache of request texts."""
         return digest(self._text_tokenizer.to_str())
 
     def get_model_info(self) -> dict[str, Any]:
@@ -213,11 +206,7 @@ class LoopLM(TemplateLM):
             )
             windows.append([TokenRequest(tuple(c), tuple(t)) for c, t in pairs])
         scores = iter(self._scores([request for parts in windows for request in parts]))
-        totals = []
-        for parts in windows:
-            answers = [next(scores) for _ in parts]
-            totals.append(-sum(self._count(answer).nats[self.reading] for answer in answers))
-        return totals
+        return [sum(next(scores)[0] for _ in parts) for parts in windows]
 
     def _loglikelihood_tokens(
         self,
@@ -225,14 +214,10 @@ class LoopLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        asked = [self._fitting(*request) for request in requests]
-        return [
-            (-self._count(score).nats[self.reading], score.greedy[self.reading])
-            for score in self._scores(asked)
-        ]
+        return self._scores([self._fitting(*request) for request in requests])
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
-        """Return completions; at most `max_gen_toks` tokens, and up to the first stop string."""
+        """Return completions of at most `max_gen_toks` tokens, up to the first stop string."""
         reading = self.readings[self.reading]
         asked = [_Generation.of(*instance.args) for instance in requests]
         how = ["generate", reading.name, sorted(self._ends.stop_tokens)]
@@ -272,12 +257,9 @@ class LoopLM(TemplateLM):
             for indices in groups.values()
             for start in range(0, len(indices), self._rows)
         ]
-        answers: list[dict[str, Any]] = [{} for _ in asked]
-        for batch, results in zip(batches, share_work(batches, work), strict=True):
-            for index, result in zip(batch, results, strict=True):
-                answers[index] = result
-        self._say_truncated()
-        return answers
+        answers = dict(zip(chain(*batches), chain(*share_work(batches, work)), strict=True))
+        self._warn_of_truncation()
+        return [answers[index] for index in range(len(asked))]
 
     def _complete(
         self, engine: Engine, batch: Sequence["_Generation"], *, seed: int
@@ -287,7 +269,7 @@ class LoopLM(TemplateLM):
         room = max(self.max_length - first.max_new_tokens, self.max_length // 2)
         requests = text_requests(
             self._text_tokenizer,
-            [self._last_tokens(one.prompt, room) for one in batch],
+            [self._cut(self.tok_encode(one.prompt) or [self.eot_token_id], room) for one in batch],
             stop_tokens=self._ends.stop_tokens,
             max_new_tokens=first.max_new_tokens,
             stop=first.until,
@@ -299,11 +281,6 @@ class LoopLM(TemplateLM):
             {"text": done.text, "steps": sum(done.steps), "tokens": len(done.tokens)}
             for done in completions
         ]
-
-    def _last_tokens(self, prompt: str, room: int) -> list[int]:
-        tokens = self.tok_encode(prompt) or [self.eot_token_id]
-        self._truncated += len(tokens) > room
-        return tokens[-room:]
 
     def _fitting(
         self, text: tuple[str, str], context: list[int], continuation: list[int]
@@ -321,30 +298,33 @@ class LoopLM(TemplateLM):
                 "max_length"
             )
         room = self.max_length + 1 - len(continuation)
-        self._truncated += len(context) > room
-        return TokenRequest(tuple(context[-room:]), tuple(continuation))
+        return TokenRequest(tuple(self._cut(context, room)), tuple(continuation))
 
-    def _scores(self, requests: Sequence[TokenRequest]) -> list[ContinuationScores]:
-        self._say_truncated()
+    def _cut(self, tokens: list[int], room: int) -> list[int]:
+        self._truncated += len(tokens) > room
+        return tokens[-room:]
+
+    def _scores(self, requests: Sequence[TokenRequest]) -> list[tuple[float, bool]]:
+        """Return each log-likelihood, and whether greedy decoding would have given the tokens."""
+        self._warn_of_truncation()
         keys = [digest(["score", request.context, request.continuation]) for request in requests]
-        return [
-            ContinuationScores(*value)
-            for value in self._cache.results(keys, requests, self._scorer.score)
-        ]
+        answers = []
+        for value in self._cache.results(keys, requests, self._scorer.score):
+            score = ContinuationScores(*value)
+            self.count.steps += score.steps[self.reading]
+            self.count.tokens += score.tokens
+            answers.append((-score.nats[self.reading], score.greedy[self.reading]))
+        return answers
 
-    def _count(self, score: ContinuationScores) -> ContinuationScores:
-        self.count.steps += score.steps[self.reading]
-        self.count.tokens += score.tokens
-        return score
-
-    def _say_truncated(self) -> None:
-        said = (
+    def _warn_of_truncation(self) -> None:
+        warning = (
             f"{self._truncated} prompts are longer than the context of {self.max_length} tokens "
             "and lost their beginning; raise max_length or use fewer shots"
         )
-        if self._truncated and said not in self._said:  # every reading asks the same again
-            logger.warning("%s", said)
-            self._said.add(said)
+        # Every reading asks the same requests again.
+        if self._truncated and warning not in self._warnings:
+            logger.warning("%s", warning)
+            self._warnings.add(warning)
         self._truncated = 0
 
 
@@ -360,7 +340,6 @@ class _Generation:
 
     @classmethod
     def of(cls, prompt: str, options: dict[str, Any]) -> "_Generation":
-        """Read the harness' options; raises `UserError` for some that cannot be followed."""
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else until
         temperature = float(options.get("temperature") or 0.0)
@@ -382,7 +361,6 @@ class _Generation:
         return (self.prompt, self.until, self.max_new_tokens, how)
 
     def is_greedy(self) -> bool:
-        """Whether asking again gives the same answer."""
         return self.sampling.temperature == 0.0
 
 
@@ -399,8 +377,8 @@ def _whole(name: str, value: int | str | None, *, least: int) -> int | None:
     return number
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str | None) -> torch.device:
     try:
-        return torch.device(name)
+        return rank_device() if name in (None, _HARNESS_DEVICE) else torch.device(name)
     except RuntimeError as error:
         raise UserError(f"device={name} is unknown; leave it out for this rank's own") from error

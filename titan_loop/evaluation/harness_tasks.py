@@ -14,14 +14,13 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.harness_model import LoopLM, StepCount
 from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS, offline_config
 from titan_loop.evaluation.suites import NotAskedError, SuiteTask, unknown_task
-from titan_loop.evaluation.task_report import ReadingResult
+from titan_loop.evaluation.task_report import ReadingResult, Results
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 logger = logging.getLogger(__name__)
 
-ANSWER_BITS_PER_BYTE = "answer_bits_per_byte"
 _PROBE_SECONDS = 3.0
 _BOOTSTRAPS = 100  # for metrics whose standard error has no formula
 
@@ -30,7 +29,7 @@ class HarnessTasks:
     """Finds tasks by name; indexes the whole harness, which is slow, only when it has to.
 
     Args:
-        home: Folder of the harness' own tasks; None takes the installed one.
+        home: Folder of the harness' own tasks; None for the installed ones.
     """
 
     def __init__(
@@ -53,8 +52,7 @@ class HarnessTasks:
         """Return the argument for the harness' `evaluate`, with its data loaded.
 
         Raises:
-            UserError: The task is unknown, its data cannot be found, or the user's own files for it
-                cannot be used.
+            UserError: The task is unknown, or its data or the user's files for it cannot be used.
             NotAskedError: Its files name Python code that the user has not allowed.
         """
         with self._own_code_only(task.name):
@@ -72,7 +70,7 @@ class HarnessTasks:
 
     @contextmanager
     def _own_code_only(self, name: str) -> Iterator[None]:
-        """Refuse code that `!function` names in a file outside of the harness, without consent."""
+        """Refuse code that `!function` names in a file outside the harness, without consent."""
         from lm_eval.tasks import _yaml_loader as loader
 
         own, home = loader._import_func_in_yml, self._home.resolve()
@@ -81,8 +79,8 @@ class HarnessTasks:
             if self._consent or folder.resolve().is_relative_to(home):
                 return own(function, folder)
             raise NotAskedError(
-                f"{name}: a file in {folder} runs Python of its own (!function {function}); where "
-                "that may be, say --confirm-run-unsafe-code"
+                f"{name}: a file in {folder} runs Python of its own (!function {function}); to "
+                "allow that, say --confirm-run-unsafe-code"
             )
 
         loader._import_func_in_yml = guarded
@@ -108,7 +106,7 @@ class HarnessTasks:
         return dict(loaded)
 
     def find(self, name: str) -> "TaskManager":
-        """Return a manager that knows the task; `UserError`, with similar names, if none does."""
+        """Return a manager that knows the task; raise `UserError` if there is none."""
         for folder in (None, self._likely_folder(name), self._home):
             manager = self._manager(folder)
             if name in manager.all_tasks:
@@ -136,17 +134,15 @@ def run_task(
     *,
     limit: int | None = None,
     confirm_run_unsafe_code: bool = False,
-) -> dict[str, dict[str, ReadingResult]]:
-    """Return task → reading → result of a task, or of a group and its members, on all ranks.
+) -> Results:
+    """Return task → reading → result of a loaded task, or of a group and its members.
 
-    Log-likelihoods of all readings come from one pass; text is generated for each reading.
-
-    Args:
-        loaded: From `HarnessTasks.load`.
+    Log-likelihoods of all readings come from one pass; text is generated for each reading. All
+    ranks get all results.
     """
     from lm_eval.evaluator import evaluate
 
-    results: dict[str, dict[str, ReadingResult]] = {}
+    results: Results = {}
     for index, reading in enumerate(lm.readings):
         lm.reading, lm.count = index, StepCount()
         answer = evaluate(
@@ -159,30 +155,21 @@ def run_task(
         )
         assert answer is not None, "every rank evaluates everything"
         for name, raw in answer.get("results", {}).items():
-            metrics = _numbers(raw)
-            samples = answer.get("samples", {}).get(name, [])
-            bits = _answer_bits_per_byte(samples)
+            metrics = {
+                metric: float(value)
+                for metric, value in raw.items()
+                if "," in metric and isinstance(value, int | float) and math.isfinite(value)
+            }
+            bits = _answer_bits_per_byte(answer.get("samples", {}).get(name, []))
             if bits is not None:
-                metrics[ANSWER_BITS_PER_BYTE] = bits
-            results.setdefault(name, {})[reading.name] = ReadingResult(
-                metrics=metrics, mean_steps=lm.count.mean
-            )
+                metrics["answer_bits_per_byte"] = bits
+            result = ReadingResult(metrics=metrics, mean_steps=lm.count.mean)
+            results.setdefault(name, {})[reading.name] = result
     return results
 
 
-def _numbers(raw: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in raw.items()
-        if "," in name and isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
 def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the mean over multiple-choice questions; None for other tasks.
-
-    The answer is the string that was scored, with the space in front of it.
-    """
+    """Return the mean over multiple-choice questions; None for other tasks."""
     bits = []
     for sample in samples:
         target, arguments = sample["target"], sample["arguments"]
@@ -194,7 +181,7 @@ def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
         if not isinstance(target, int) or not 0 <= target < len(texts):
             return None
         likelihood = sample["filtered_resps"][target][0]
-        size = len(texts[target].encode())
+        size = len(texts[target].encode())  # the scored string, with the space in front of it
         if size:
             bits.append(-likelihood / (math.log(2) * size))
     return sum(bits) / len(bits) if bits else None
@@ -205,7 +192,7 @@ def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
     """Let the hub's clients use only their caches inside the block if there is no network.
 
     Args:
-        reader: Begins the message, as in "task NAME".
+        reader: Beginning of the message, as in "task NAME".
 
     Raises:
         UserError: The hub cannot be reached and the local cache lacks the data.
@@ -237,8 +224,8 @@ def _hub_is_reachable() -> bool:
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
         return True  # only a real request could tell
     parts = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    address = (parts.hostname or "", parts.port or 443)
     try:
-        address = (parts.hostname or "", parts.port or 443)
         socket.create_connection(address, timeout=_PROBE_SECONDS).close()
     except OSError:
         return False
@@ -246,13 +233,9 @@ def _hub_is_reachable() -> bool:
 
 
 def _is_about_the_network(error: BaseException | None) -> bool:
+    names = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "DatasetNotFoundError"}
     while error is not None:
-        named = type(error).__name__
-        if isinstance(error, ConnectionError | FileNotFoundError) or named in (
-            "OfflineModeIsEnabled",
-            "LocalEntryNotFoundError",
-            "DatasetNotFoundError",
-        ):
+        if isinstance(error, ConnectionError | FileNotFoundError) or type(error).__name__ in names:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -25,12 +25,8 @@ Floats = NDArray[np.float64]
 class TokenCounts:
     """Counts of tokens and of pairs, filled chunk by chunk.
 
-    Given the model's own (input, label) arrays, it sees what the model sees: no pair across a
-    document boundary, and none that has no loss. Memory is 12 bytes per distinct pair (at
-    most V²), twice that while a chunk is added.
-
-    Args:
-        vocab_size: V; every token must be smaller.
+    Given the model's own (input, label) arrays, it counts no pair across a document boundary and
+    none without loss. Memory is 12 bytes per distinct pair, twice that while a chunk is added.
 
     Attributes:
         label_counts_V: Number of labels of each token.
@@ -48,15 +44,7 @@ class TokenCounts:
         return int(self.label_counts_V.sum())
 
     def add(self, inputs: Integers, labels: Integers) -> None:
-        """Count a chunk.
-
-        Args:
-            inputs: Token ids, any shape.
-            labels: The token after each, same shape; `IGNORED` is skipped.
-
-        Raises:
-            UserError: If a token does not fit the vocabulary.
-        """
+        """Count token ids and the label after each; raise `UserError` beyond the vocabulary."""
         contexts, followers = _pairs(inputs, labels, self.vocab_size)
         self.label_counts_V += np.bincount(followers, minlength=self.vocab_size)
         ones = np.ones(len(contexts), dtype=np.int64)

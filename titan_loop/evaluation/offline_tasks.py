@@ -1,15 +1,15 @@
 """Tasks that need no network: drawn from a fixed seed, or shipped with lm-evaluation-harness.
 
     mano        value of a held-out prefix expression mod 23, three operations, out of 23
-    multi_hop   who is the A of the B of C, with the facts in the prompt, out of the people named
+    multi_hop   the A of the B of C, with the facts in the prompt, out of the people named
     mmlu_dev    the MMLU dev questions that the harness ships, zero-shot, out of four: a smoke
                 test, since these very questions are in everybody's few-shot prompts
 
 Each is a config that the harness' task manager loads like one of its own. A fourth offline task,
-`held_out`, bypasses the harness: `titan_loop/evaluation/window_scores.py`.
+`held_out`, bypasses the harness (`window_scores.py`).
 
 Source: Mano and multi-hop QA after Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendix B.
-Deviations: the paper trains on these tasks; here they are asked of a model trained on text, so Mano
+Deviations: the paper trains on these tasks. Here they are asked of a model trained on text, so Mano
 comes with solved examples, and a question with its facts in front.
 """
 

@@ -1,7 +1,7 @@
 """The exam of a curriculum's level: it promotes the run, or stops it at the level's limit.
 
-Every rank grades the same examples and adds up the same counts, so ranks decide alike. A run
-that continues from a checkpoint before a promotion asks the same exam at the same step again.
+Every rank has the same counts, so ranks decide alike. A run that continues from a checkpoint before
+a promotion asks the same exam at the same step again.
 """
 
 import time
@@ -23,10 +23,7 @@ from titan_loop.training.callback import Callback, TrainingState
 
 
 class Promotion(Callback):
-    """Gives the level's exam every `interval` steps; all ranks take part.
-
-    The last level has no exam; a suite measures its result.
-    """
+    """Gives the level's exam every `interval` steps, except at the last level; collective."""
 
     def __init__(self, config: TaskLoader.Config) -> None:
         self._task = config.task
@@ -38,15 +35,19 @@ class Promotion(Callback):
         logger.info("curriculum: level %d of %d of %s", level, self._task.levels, self._task.name)
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
-        """Give the exam when it is due; then promote the run, or stop it at the limit."""
+        """Give the exam if it is due; then promote the run, or stop it at the limit."""
         loader = trainer.dataloader
         assert isinstance(loader, TaskLoader)
         level = loader.level
         if level + 1 == self._task.levels or trainer.step % self._curriculum.interval:
             return
         began = time.perf_counter()
-        report, worst = self._ask(trainer, level)
-        name, accuracy = worst
+        report = self._ask(trainer, level)
+        accuracy, name = min(
+            (reading.metrics[ACCURACY], name)
+            for name, readings in report.tasks.items()
+            for reading in readings.values()
+        )
         said = f"level {level + 1} of {self._task.levels}: {name} {accuracy:.1%}"
         passed = accuracy >= self._curriculum.accuracy
         missed = "" if passed else self._missed(loader, trainer.step, said)
@@ -65,27 +66,19 @@ class Promotion(Callback):
         level = float(loader.level + 1)
         trainer.metrics_processor.log_numbers({"curriculum/level": level}, trainer.step)
 
-    def _ask(self, trainer: TrainingState, level: int) -> tuple[TaskReport, tuple[str, float]]:
+    def _ask(self, trainer: TrainingState, level: int) -> TaskReport:
         strata = self._task.level_strata(level)
         exam = task_exam(trainer, self._task, self._curriculum.questions, strata)
         steps = self._curriculum.recurrent_steps or trainer.plan.recurrent_steps
-        report = ask_tasks(trainer, [exam], [steps])
-        accuracies = [
-            (reading.metrics[ACCURACY], name)
-            for name, readings in report.tasks.items()
-            for reading in readings.values()
-        ]
-        accuracy, name = min(accuracies)
-        return report, (name, accuracy)
+        return ask_tasks(trainer, [exam], [steps])
 
     def _missed(self, loader: TaskLoader, step: int, said: str) -> str:
-        """Return why the run stops here; empty if the level has time left."""
+        """Return the reason why the run stops here; empty if the level has tokens left."""
         limit, used = self._curriculum.limit_tokens, loader.level_tokens
         if not limit or used < limit:
             return ""
         return (
-            f"the curriculum stops at step {step}: {said} after {used:,} tokens of the "
-            f"level, {self._curriculum.accuracy:.1%} is asked for within {limit:,}; raise "
-            "dataloader.curriculum.limit_tokens to go on from the newest checkpoint, or change the "
-            "training"
+            f"the curriculum stops at step {step}: {said} after {used:,} tokens of the level, "
+            f"{self._curriculum.accuracy:.1%} is asked for within {limit:,}; raise dataloader."
+            "curriculum.limit_tokens to go on from the newest checkpoint, or change the training"
         )

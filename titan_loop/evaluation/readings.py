@@ -3,15 +3,15 @@
     windows ─► model, R steps ─► states of the scored positions ─┬─ readout per step ─► nats, argmax
                                                                  └─ policy ─► exit step ─► selects
 
-A depth is a reading (`static:3`), and so is any exit policy (`q:0.9`). Layers run once for all of
-them, and the readout once per step. Every reading sees the states of a full-depth pass; only the
-engine (`titan_loop.inference`) lets later tokens see that a token left early.
+A reading is a depth (`static:3`) or any exit policy (`q:0.9`). Layers run once for all of them, and
+the readout once per step. Every reading sees the states of a full-depth pass; only in the engine
+(`titan_loop.inference`) do later tokens see that a token left early.
 
 Shapes: P readings, R steps, T scored positions, C of one chunk.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,15 +27,16 @@ from titan_loop.inference.exit_policy import (
     parse_exit_policy,
 )
 from titan_loop.inference.measures import (
+    at_least_fp32,
     divergence_nats,
     hidden_distance,
+    log_probabilities,
     margin_change,
     relative_distance,
 )
 from titan_loop.models.decoder import LoopDecoder
 
-_LOGITS_AT_A_TIME = 1 << 26
-"""R · C · V: the logits of one chunk at every step take at most 256 MiB in fp32."""
+_LOGITS_AT_A_TIME = 1 << 26  # R · C · V of one chunk: 256 MiB in fp32
 
 _Q_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 _QUANTILES = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
@@ -45,12 +46,7 @@ _CONTRASTS = (0.1, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read a looped model: an exit policy and the R it runs in.
-
-    Attributes:
-        name: As `--exit` takes it; a depth r is `static:r`.
-        recurrent_steps: R of that policy.
-    """
+    """An exit policy, its name in `--exit` and the R that it runs in; depth r is `static:r`."""
 
     name: str
     policy: ExitPolicy
@@ -58,7 +54,7 @@ class Reading:
 
     @property
     def deepest_step(self) -> int:
-        """The last step it can ever need."""
+        """Last step that it can need."""
         return self.policy.deepest_step(self.recurrent_steps)
 
 
@@ -68,7 +64,7 @@ class Scores(NamedTuple):
     Attributes:
         nats_PT: Negative log likelihood of the label, at least fp32.
         right_PT: Whether the label is the most likely token.
-        step_PT: The step it was read from, int64.
+        step_PT: Step that the position was read from, int64.
     """
 
     nats_PT: Tensor
@@ -77,22 +73,14 @@ class Scores(NamedTuple):
 
 
 def depth_readings(depths: Sequence[int]) -> list[Reading]:
-    """Return a reading for each depth.
-
-    Raises:
-        UserError: No depth, or one below 1.
-    """
+    """Return a reading for each depth; raise `UserError` for none, or one below 1."""
     if not depths or min(depths) < 1:
         raise UserError(f"depths={list(depths)} must name recurrent steps of at least 1")
     return [Reading(f"static:{step}", StaticStep(step), step) for step in dict.fromkeys(depths)]
 
 
 def policy_reading(exit_text: str, recurrent_steps: int) -> Reading:
-    """Return the reading that `--exit` describes at this R.
-
-    Raises:
-        UserError: R below 1, an unknown policy, or a value out of range.
-    """
+    """Return the reading that `--exit` describes at this R; raise `UserError` for a mistake."""
     require_at_least(1, recurrent_steps=recurrent_steps)
     policy = parse_exit_policy(exit_text)
     if isinstance(policy, StaticStep):
@@ -112,7 +100,7 @@ def states_at(
     """Return the states of T chosen positions after each of R recurrent steps, (T, D) each.
 
     Args:
-        chosen_BL: Which positions to return; T of them are True.
+        chosen_BL: True at the T positions to return.
         positions_BL: Positions that restart with every document; None for one document per row.
 
     Raises:
@@ -136,31 +124,28 @@ def frontier_readings(
 ) -> list[Reading]:
     """Return static depths 1 … R, and every policy from its shallowest to its deepest setting.
 
-    Thresholds on distances and divergences have no scale of their own, so they are quantiles over a
-    sample of states.
-
     Args:
-        model: Decides whether there is an exit gate to ask.
-        hidden_RTD: States of a sample after each of at least R steps, (T, D).
+        hidden_RTD: States of a sample after each of at least R steps, (T, D). Distances and
+            divergences have no scale of their own, so their thresholds are quantiles over these.
     """
+
+    def quantiles(measure: Callable[[Tensor, Tensor], Tensor], after: list[Tensor]) -> list[str]:
+        pairs = zip(after[1:], after[:-1], strict=True)
+        ranked = torch.cat([measure(*pair).flatten() for pair in pairs]).double().sort().values
+        return [f"{float(ranked[int(share * (len(ranked) - 1))]):.4g}" for share in _QUANTILES]
+
     states = [state.unsqueeze(0) for state in hidden_RTD[:recurrent_steps]]
     names: list[str] = []
     if model.exit_gate is not None:
         names += [f"q:{threshold:g}" for threshold in _Q_THRESHOLDS]
     if recurrent_steps > 1:
-        pairs = list(zip(states[1:], states[:-1], strict=True))
-        distances = torch.cat([hidden_distance(*pair).flatten() for pair in pairs])
-        names += [f"hidden:{x:.4g}" for x in (0, *_quantiles(distances), math.inf)]
-        shares = torch.cat([relative_distance(*pair).flatten() for pair in pairs])
-        names += [f"fixed_point:{x:.4g}" for x in (0, *_quantiles(shares), math.inf)]
+        for name, measure in (("hidden", hidden_distance), ("fixed_point", relative_distance)):
+            names += [f"{name}:{x}" for x in ("0", *quantiles(measure, states), "inf")]
         names += [f"confidence:{threshold:g}" for threshold in _Q_THRESHOLDS]
-        log_probs = [_log_prob(model.readout(state)) for state in states]
-        pairs = list(zip(log_probs[1:], log_probs[:-1], strict=True))
-        leads = torch.cat([margin_change(*pair).flatten() for pair in pairs])
-        names += [f"margin:{x:.4g}" for x in (0, *_quantiles(leads), math.inf)]
-        changes = torch.cat([divergence_nats(*pair).flatten() for pair in pairs])
-        bound = f"{_ENTROPY_BOUND_NATS:g}"
-        names += ["kl:0,0", *(f"kl:{x:.4g},{bound}" for x in _quantiles(changes)), "kl:inf,inf"]
+        log_probs = [log_probabilities(model.readout(state)) for state in states]
+        names += [f"margin:{x}" for x in ("0", *quantiles(margin_change, log_probs), "inf")]
+        bounds = [f"{x},{_ENTROPY_BOUND_NATS:g}" for x in quantiles(divergence_nats, log_probs)]
+        names += [f"kl:{x}" for x in ("0,0", *bounds, "inf,inf")]
         early = sorted({1, recurrent_steps - 1})
         names += [f"contrast:{a},{x:g},0.1" for a in early for x in _CONTRASTS]
     policies = [policy_reading(name, recurrent_steps) for name in dict.fromkeys(names)]
@@ -178,8 +163,8 @@ def score_states(
     """Read the same states in every way.
 
     Args:
-        hidden_RTD: States after each step, (T, D) each, at least as many as the deepest reading.
-        labels_T: The token that follows each position.
+        hidden_RTD: States after each step up to the deepest reading's or beyond, (T, D) each.
+        labels_T: Token that follows each position.
     """
     steps = _steps_to_read(readings)
     chunk = max(1, _LOGITS_AT_A_TIME // (len(steps) * model.config.vocab_size))
@@ -230,7 +215,7 @@ def _score_chunk(
 
 def _graded(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return negative log likelihoods, and where the label is the most likely token."""
-    wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    wide_CV = at_least_fp32(logits_CV)
     nats_C = torch.nn.functional.cross_entropy(wide_CV, labels_C, reduction="none")
     return nats_C, wide_CV.argmax(-1) == labels_C
 
@@ -242,16 +227,8 @@ def _steps_to_read(readings: Sequence[Reading]) -> list[int]:
         early = reading.policy.early_step
         if early is not None:
             steps |= {early, deepest}
+        elif isinstance(reading.policy, StaticStep):
+            steps.add(deepest)
         else:
-            fixed = isinstance(reading.policy, StaticStep)
-            steps |= {deepest} if fixed else set(range(1, deepest + 1))
+            steps.update(range(1, deepest + 1))
     return sorted(steps)
-
-
-def _quantiles(values: Tensor) -> list[float]:
-    ranked = values.double().sort().values
-    return [float(ranked[int(share * (len(ranked) - 1))]) for share in _QUANTILES]
-
-
-def _log_prob(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -3,8 +3,8 @@
     FOLDER/IDENTITY.jsonl     one line per request: key, value
 
 `IDENTITY` is a hash of everything a result depends on besides the request: the checkpoint's
-manifest, the readings, dtype, context and cache strategy. Another checkpoint or depth never finds
-these entries. Rank 0 alone reads and writes the file; the others get its content from rank 0.
+manifest, the readings, dtype, context and cache strategy. Rank 0 alone reads and writes the file;
+the others get its content from rank 0.
 """
 
 import hashlib
@@ -17,8 +17,7 @@ from titan_loop.evaluation.share_work import join_ranks
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.storage.json_files import append_jsonl, read_jsonl
 
-_REQUESTS_AT_A_TIME = 512
-"""Requests computed between two writes."""
+_REQUESTS_AT_A_TIME = 512  # computed between two writes
 
 
 def digest(value: Any) -> str:
@@ -31,7 +30,7 @@ class RequestCache:
 
     Args:
         folder: Folder of all caches; None keeps results in memory only.
-        identity: Everything a result depends on besides the request; JSON-like.
+        identity: JSON-like description of everything that a result depends on but the request.
     """
 
     def __init__(self, folder: Path | None, identity: Mapping[str, Any]) -> None:
@@ -55,9 +54,8 @@ class RequestCache:
         """Return a result for each item, computing those whose key is not known.
 
         Args:
-            keys: Key of each item.
             work: Returns the JSON-like results of some items, in order.
-            kept: Whether the result of an item may answer for it again.
+            kept: Returns whether the result of an item may answer for it again.
         """
         items_by_key = dict(zip(keys, items, strict=True))
         missing = [key for key in items_by_key if key not in self._known]
@@ -65,13 +63,10 @@ class RequestCache:
         for start in range(0, len(missing), _REQUESTS_AT_A_TIME):
             part = missing[start : start + _REQUESTS_AT_A_TIME]
             for key, result in zip(part, work([items_by_key[key] for key in part]), strict=True):
-                if kept(items_by_key[key]):
-                    self._put(key, result)
-                else:
+                if not kept(items_by_key[key]):
                     drawn[key] = result
+                    continue
+                self._known[key] = result
+                if self._written is not None:
+                    append_jsonl(self._written, {"key": key, "value": result})
         return [drawn[key] if key in drawn else self._known[key] for key in keys]
-
-    def _put(self, key: str, value: Any) -> None:
-        self._known[key] = value
-        if self._written is not None:
-            append_jsonl(self._written, {"key": key, "value": value})

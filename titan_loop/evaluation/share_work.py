@@ -1,7 +1,7 @@
 """Data-parallel evaluation: every rank does its share, and every rank gets all results.
 
-Ranks need nothing of each other while they work, so shares may have any size. An error on one rank
-is raised on all, so that none waits for it.
+Ranks work independently of each other, so shares may have any size. An error on one rank is raised
+on all, so that none waits for it.
 """
 
 import os
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def join_ranks() -> tuple[int, int]:
-    """Return (rank, world size), after entering a group if a launcher started several processes."""
+    """Return (rank, world size); enter a group first if a launcher started several processes."""
     if not dist.is_initialized() and "RANK" in os.environ:
         rank, world_size = compat.start_runtime()
         if world_size > 1:
@@ -44,12 +44,11 @@ def share_work(
 
     Args:
         items: The same on all ranks; neighbours should cost alike.
-        work: Returns one picklable result an item, in order.
+        work: Returns one picklable result per item, in order.
 
     Raises:
         UserError: `work` raised one on some rank.
-        RuntimeError: `work` failed otherwise on another rank; this rank's own error is raised as
-            it is.
+        RuntimeError: `work` failed otherwise on another rank.
     """
     rank, world_size = join_ranks()
     parts = from_all_ranks(all_ranks(), lambda: work(items[rank::world_size]))

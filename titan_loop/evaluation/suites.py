@@ -24,8 +24,7 @@ class SuiteTask:
         name: Name of a task, group or tag of the harness, or of an offline task.
         num_fewshot: Number of examples before each question; None keeps the task's own.
         metric: Metric that the suite reports, as the harness names it: metric, comma, filter.
-        optional: Whether a run that cannot be asked skips the task instead of failing it: it came
-            with a suite and was not named itself.
+        optional: Whether a run that cannot be asked the task skips it, since only a suite named it.
     """
 
     name: str
@@ -43,10 +42,10 @@ OFFLINE = (
 """The suite `offline`, which needs neither the hub nor a cache."""
 
 CODE_TASKS = frozenset(("humaneval", "humaneval_plus", "mbpp", "mbpp_plus"))
-"""Tasks that run the programs the model wrote: only with the user's consent."""
+"""Tasks that run the programs the model writes; they need the user's consent."""
 
 DEPTH_SUITE_STEPS = tuple(range(1, 9))
-"""R of the suite `depth` unless told otherwise; beyond the trained R it extrapolates."""
+"""R of the suite `depth` by default; beyond the trained R it extrapolates."""
 
 
 class NotAskedError(UserError):
@@ -54,11 +53,7 @@ class NotAskedError(UserError):
 
 
 def expand_tasks(asked: list[str], num_fewshot: int | None = None) -> list[SuiteTask]:
-    """Return the tasks behind names of suites and tasks, each once.
-
-    Raises:
-        UserError: No name, or a negative number of examples.
-    """
+    """Return the tasks behind names of suites and tasks, each once."""
     if not asked:
         raise UserError(f"no task was named; give tasks or suites: {', '.join(_suites())}")
     require_at_least(0, num_fewshot=num_fewshot)
@@ -77,7 +72,7 @@ def task_names(suite: "SuiteConfig") -> list[str]:
 
 
 def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
-    """Yield tasks of `suite` that a run cannot be asked while it trains; touches no device."""
+    """Yield the tasks of `suite` that a run cannot be asked while it trains."""
     suite, field = config.suite, "suite.tasks"
     if not suite.enabled:
         return
@@ -91,12 +86,11 @@ def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
                     field, f"{field}: {name} cannot be asked while training{nearest(name, known)}"
                 )
             elif not config.dataloader.source_paths():
-                yield Refusal(
-                    field,
+                problem = (
                     f"{field}: {name} needs a prepared source, for its text or its tokenizer, and "
-                    "this data has none",
-                    f"take it out of {field}",
+                    "this data has none"
                 )
+                yield Refusal(field, problem, f"take it out of {field}")
             elif name != HELD_OUT:
                 OFFLINE_TASKS[name]()  # refuses a task whose questions are not installed
     except UserError as error:

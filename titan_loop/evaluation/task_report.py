@@ -8,11 +8,10 @@
     failures   name -> why it has no result
     skipped    name -> why the suite skipped it
 
-Metrics are named as the harness names them, `acc,none`; the 95 % interval of a metric m is `m_low`
-to `m_high`, its standard error `m_stderr,…`. `answer_bits_per_byte` is, over the questions, the
-mean of (nats of the right answer) / (ln 2 · its UTF-8 bytes). `mean_steps` is the mean over the
-scored tokens. Writing again adds tasks and readings to the file; a task that was asked with other
-settings is replaced, since its readings could not be compared.
+Metrics have the harness' names, such as `acc,none`; the 95 % interval of a metric m is `m_low` to
+`m_high`, its standard error `m_stderr,…`. `answer_bits_per_byte` is the mean over the questions of
+(nats of the right answer) / (ln 2 · its UTF-8 bytes). Writing again adds tasks and readings to the
+file; a task that was asked with other settings is replaced.
 """
 
 import math
@@ -29,12 +28,7 @@ from titan_loop.storage.json_files import count, number, read_json_object, write
 
 @dataclass(kw_only=True)
 class ReadingResult:
-    """Result of one reading of one task.
-
-    Attributes:
-        metrics: Name → value.
-        mean_steps: Mean recurrent steps per scored token; None without scored tokens.
-    """
+    """Metrics of one reading of one task, and its mean recurrent steps per scored token, if any."""
 
     metrics: dict[str, float]
     mean_steps: float | None = None
@@ -85,11 +79,7 @@ class TaskReport:
     Attributes:
         trained_recurrent_steps: R at the end of training so far.
         manifest_sha256: Hash of the checkpoint's manifest; empty for a model in training.
-        kv_cache: Cache strategy of generated tokens.
-        settings: Task → the settings it was asked with.
-        failures: Task → why it has no result.
-        skipped: Task of a suite → why it was skipped.
-        ema: Whether it is of the average of the weights; then its file is another.
+        ema: Whether the average of the weights was scored; such a report has a file of its own.
     """
 
     step: int
@@ -97,14 +87,14 @@ class TaskReport:
     trained_recurrent_steps: int
     manifest_sha256: str
     kv_cache: str = "full"
-    tasks: dict[str, dict[str, ReadingResult]] = field(default_factory=dict)
+    tasks: Results = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     ema: bool = False
 
     def path(self, run_directory: RunDirectory) -> Path:
-        """Return where it belongs."""
+        """Return the path of its file."""
         kind = "tasks-ema" if self.ema else "tasks"
         return run_directory.evaluations / f"{kind}-step-{self.step}.json"
 
@@ -127,18 +117,13 @@ class TaskReport:
             self.failures.pop(name, None)
             self.skipped.pop(name, None)
         self.settings.update(newer.settings)
-        for name, reason in newer.failures.items():
-            self.failures[name] = reason
+        self.failures.update(newer.failures)
         self.skipped.update(newer.skipped)
         return self
 
     @classmethod
     def load(cls, path: Path) -> "TaskReport":
-        """Read a file that `save` wrote.
-
-        Raises:
-            UserError: The file is damaged.
-        """
+        """Read a file that `save` wrote; raise `UserError` if it is damaged."""
         try:
             record = read_json_object(path, fix="evaluate again")
             record["tasks"] = {

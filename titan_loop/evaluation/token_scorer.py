@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from titan_loop.errors import UserError, require_at_least
 from titan_loop.evaluation.readings import Reading, score_states
@@ -39,16 +40,13 @@ class ContinuationScores(NamedTuple):
 
 
 class TokenScorer:
-    """Scores requests with one model.
-
-    Args:
-        model: In evaluation mode, whole on every rank.
+    """Scores requests with one model, which is in evaluation mode and whole on every rank.
 
     Attributes:
         forward_steps: Recurrent steps run so far on this rank, times rows.
 
     Raises:
-        UserError: A batch below one row, no reading, or a reading of a gate the model lacks.
+        UserError: There is no reading, or the model lacks the gate that one of them reads.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class TokenScorer:
         self._device = model.tok_embeddings.weight.device
 
     def score(self, requests: Sequence[TokenRequest]) -> list[ContinuationScores]:
-        """Return the scores of all requests; collective over the ranks, if there are several.
+        """Return the scores of all requests; collective.
 
         Raises:
             UserError: A request is longer than the context, or has tokens the model does not know.
@@ -86,17 +84,14 @@ class TokenScorer:
                 results += self._score_batch([row[0] for row in batch], wanted)
             return results
 
-        scores: list[ContinuationScores | None] = [None] * len(requests)
+        scores: dict[int, ContinuationScores] = {}
         for (_, indices), row in zip(longest_first, share_work(longest_first, work), strict=True):
-            for index, result in zip(indices, row, strict=True):
-                scores[index] = result
-        return [score for score in scores if score is not None]
+            scores.update(zip(indices, row, strict=True))
+        return [scores[index] for index in range(len(requests))]
 
     def _check(self, request: TokenRequest) -> None:
         context = self.model.config.max_seq_len
         tokens = (*request.context, *request.continuation)
-        assert request.context
-        assert request.continuation
         if len(tokens) - 1 > context:
             raise UserError(
                 f"a request of {len(tokens)} tokens is longer than the context of {context}; "
@@ -112,13 +107,10 @@ class TokenScorer:
     def _score_batch(
         self, inputs: list[tuple[int, ...]], wanted: list[list[tuple[int, ...]]]
     ) -> list[list[ContinuationScores]]:
-        longest = max(map(len, inputs))
-        padded = [[*tokens, *[0] * (longest - len(tokens))] for tokens in inputs]
-        output = self.model(
-            torch.tensor(padded, device=self._device),
-            recurrent_steps=self.deepest_step,
-            collect="all",
-        )
+        rows = [torch.tensor(tokens, device=self._device) for tokens in inputs]
+        input_BL = pad_sequence(rows, batch_first=True)
+        longest = input_BL.shape[1]
+        output = self.model(input_BL, recurrent_steps=self.deepest_step, collect="all")
         self.forward_steps += self.deepest_step * len(inputs)
         positions, labels, lengths = [], [], []
         for row, (tokens, continuations) in enumerate(zip(inputs, wanted, strict=True)):

@@ -1,7 +1,7 @@
 """Tasks asked of a model while it trains: held-out text, questions in text, its own exam.
 
 Every task reads its windows once and is then asked at several depths, all from one pass. FSDP,
-tensor and context parallelism stay as they are: data-parallel ranks share the windows, and every
+tensor and context parallelism stay as they are. Data-parallel ranks share the windows, and every
 rank runs the same number of passes, so that no collective is left waiting.
 """
 
@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
@@ -28,6 +26,7 @@ from titan_loop.evaluation.task_report import ReadingResult, Results, TaskReport
 from titan_loop.evaluation.window_scores import (
     Forward,
     Sums,
+    Totals,
     WindowScores,
     at_depths,
     open_sources,
@@ -40,14 +39,11 @@ from titan_loop.training.callback import TrainingState
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_ROW_MULTIPLE = 16
-"""Rows of a task are as long as its longest question, rounded up to this."""
+_ROW_MULTIPLE = 16  # tokens that rows are rounded up to a multiple of
 
 
-def sums_in_training(
-    trainer: TrainingState, windows: HeldOutWindows, forward: Forward
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the sums of windows, with the model that is being trained; collective.
+def sums_in_training(trainer: TrainingState, windows: HeldOutWindows, forward: Forward) -> Totals:
+    """Return the sums of `forward` with the model that is being trained; collective.
 
     Data-parallel ranks share the windows, context-parallel ones each window.
 
@@ -55,9 +51,6 @@ def sums_in_training(
         windows: W windows of L tokens, the same on every rank. L fits the tensor-parallel degree,
             and is the training window under context parallelism.
         forward: Scores a batch of `trainer.model`, this rank's share of each window.
-
-    Returns:
-        As `window_scores.sum_windows`.
     """
 
     def in_context(batch: HeldOutWindows) -> tuple[Tensor, Tensor]:
@@ -74,10 +67,10 @@ def sums_in_training(
 
 
 def window_multiple(trainer: TrainingState) -> int:
-    """Return a divisor of every window's length: all of it with context parallelism."""
-    seq_len = trainer.config.training.seq_len
-    whole = trainer.window_share is not None  # context parallelism splits the training window
-    return seq_len if whole else _ROW_MULTIPLE * trainer.parallel_dims.tp
+    """Return a divisor of every window's length."""
+    if trainer.window_share is not None:  # context parallelism splits the training window
+        return trainer.config.training.seq_len
+    return _ROW_MULTIPLE * trainer.parallel_dims.tp
 
 
 def _divide(
@@ -104,7 +97,7 @@ def _divide(
 
 
 Ask: TypeAlias = Callable[[TrainingState, Sequence[int]], Results]
-"""A task with its windows read; returns its results at each depth, equal on all ranks."""
+"""Returns the results of a task, whose windows are read, at each depth; equal on all ranks."""
 
 
 @torch.no_grad()
@@ -130,13 +123,12 @@ def held_out_text(trainer: TrainingState, sources: Sequence[str], count: int) ->
 
     def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
         forward = at_depths(trainer.model, depths, trainer.window_share)
-        return {
-            f"{HELD_OUT}/{name}": summarise(
-                WindowScores.of(windows, *sums_in_training(trainer, windows, forward)),
-                depth_names(depths),
-            )
+        scores = {
+            name: WindowScores.of(windows, sums_in_training(trainer, windows, forward))
             for name, windows in opened.items()
         }
+        names = depth_names(depths)
+        return {f"{HELD_OUT}/{name}": summarise(part, names) for name, part in scores.items()}
 
     return ask
 
@@ -144,8 +136,8 @@ def held_out_text(trainer: TrainingState, sources: Sequence[str], count: int) ->
 def questions(trainer: TrainingState, name: str, count: int) -> Ask:
     """Return the task of the first multiple-choice questions of an offline task.
 
-    Every answer is a window whose labels are the answer's; the most likely one is taken, as the
-    harness does.
+    Every answer is a window whose labels are the answer's; the most likely one counts as given, as
+    in the harness.
     """
     documents = OFFLINE_TASKS[name]()[:count]
     source = Path(trainer.config.dataloader.source_paths()[0])
@@ -159,8 +151,8 @@ def questions(trainer: TrainingState, name: str, count: int) -> Ask:
     cut = sum(len(context) + len(answer) > room + 1 for context, answer in pairs)
     if cut:
         logger.warning(
-            f"suite: {cut} of {len(pairs)} answers of {name} are longer than the window of {room} "
-            "tokens with their question, which loses its beginning"
+            f"suite: {cut} of {len(pairs)} answers of {name} are longer, with their question, than "
+            f"the window of {room} tokens; the beginning of the question is lost"
         )
     longest = min(room, max(len(context) + len(answer) for context, answer in pairs) - 1)
     multiple = window_multiple(trainer)
@@ -169,13 +161,16 @@ def questions(trainer: TrainingState, name: str, count: int) -> Ask:
     def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
         forward = at_depths(trainer.model, depths, trainer.window_share)
         nats_PQ, _ = sums_in_training(trainer, windows, forward)
-        results = {
-            f"static:{depth}": ReadingResult(
-                metrics=_multiple_choice(documents, nats_Q), mean_steps=float(depth)
-            )
-            for depth, nats_Q in zip(depths, nats_PQ.tolist(), strict=True)
+        return {
+            name: {
+                reading: ReadingResult(
+                    metrics=_multiple_choice(documents, nats_Q), mean_steps=float(depth)
+                )
+                for reading, depth, nats_Q in zip(
+                    depth_names(depths), depths, nats_PQ.tolist(), strict=True
+                )
+            }
         }
-        return {name: results}
 
     return ask
 
@@ -212,10 +207,7 @@ def continuation_tokens(
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of both, cut where the context alone ends, as the harness cuts.
 
-    Args:
-        tokenizer: Adds nothing to a text.
-        context: Does not end in white space.
-        continuation: Begins with a space.
+    The context does not end in white space, and the continuation begins with a space.
     """
     whole = tokenizer.encode(context + continuation, add_special_tokens=False).ids
     first = tokenizer.encode(context, add_special_tokens=False).ids
@@ -255,5 +247,5 @@ def _multiple_choice(
 
 
 def depth_names(depths: Sequence[int]) -> list[str]:
-    """Return the names of readings at fixed depths."""
+    """Return the names of readings at these depths."""
     return [f"static:{depth}" for depth in depths]

@@ -32,8 +32,8 @@ class SourceJump:
         before: The parent's loss after 1 … R steps.
         after: The new model's.
         same_steps: `after` − `before` at each of these steps, with 95 % intervals.
-        same_visits: Loss of the new model after R/k steps − the parent's after R; None if k does
-            not divide R.
+        same_visits: Loss of the new model after R/k steps less the parent's after R; None if k
+            does not divide R.
     """
 
     before: list[float]
@@ -68,13 +68,11 @@ class UpcyclingReport:
         return path
 
     def table(self) -> str:
-        """Return a row for every recurrent step and the jumps of every source, for a terminal."""
+        """Return the losses at every recurrent step, and the jump, of every source as text."""
         lines = []
         for name, source in self.sources.items():
-            lines.append(
-                f"{name}: held-out nats per token, {source.windows} windows, {source.n_tokens:,} "
-                "tokens"
-            )
+            size = f"{source.windows} windows, {source.n_tokens:,} tokens"
+            lines.append(f"{name}: held-out nats per token, {size}")
             before = "1 layer" if self.from_layers == 1 else f"{self.from_layers} layers"
             after = f"{self.n_layers} layers"
             lines.append(f"  step  {before:>11}  {after:>11}   difference")
@@ -96,7 +94,7 @@ class UpcyclingReport:
 def report_upcycling(
     parent: Path, child: Path, held_out: Mapping[str, HeldOutWindows]
 ) -> UpcyclingReport:
-    """Score both checkpoints at 1 … R steps; one model is in memory at a time."""
+    """Score both checkpoints at 1 … R steps, with one model in memory at a time."""
     manifests = [read_manifest(checkpoint) for checkpoint in (parent, child)]
     steps = int(manifests[0]["trainer"]["recurrent_steps"])
     depths = [*range(1, steps + 1)]

@@ -1,9 +1,9 @@
 """Logs evaluations to the W&B run of the training they belong to, with a step axis of their own.
 
 W&B refuses steps that go back, and a checkpoint is evaluated long after the training has logged
-later ones; so evaluations have the axis `eval/step`. The training's run is found by the id that it
-left in `wandb/run_id`. With `WANDB_MODE=offline` an evaluation writes a folder of its own under the
-same id. Whatever goes wrong here is logged and nothing else: evaluations are in `evals.jsonl`.
+later ones, so evaluations have the axis `eval/step`. The id of the training's run is in
+`wandb/run_id`. With `WANDB_MODE=offline` an evaluation writes its own folder under the same id. A
+failure here is logged and stops nothing: the evaluations are in `evals.jsonl`.
 """
 
 import logging
@@ -61,7 +61,7 @@ class WandbLog:
 
 
 def training_run_id(run_directory: RunDirectory) -> str | None:
-    """Return the id of the W&B run that the training logged to; None if it logged to none."""
+    """Return the id of the W&B run that the training logged to, if any."""
     if "WANDB_RUN_ID" in os.environ:
         return os.environ["WANDB_RUN_ID"]
     path = run_directory.wandb_run_id

@@ -2,13 +2,13 @@
 
     committed checkpoints − entries of evals.jsonl ─► claim ─► evaluate_tasks ─► evals.jsonl, W&B
 
-- *Once*: a checkpoint is known by its manifest's hash, so one that a restarted run wrote anew
-  counts as new. `evals.jsonl` gets its line after the evaluation; a killed watcher repeats at most
-  the checkpoint it was at, and only the requests that its cache lacks.
-- *Deletion*: the keep policy deletes a manifest first. Weights are checked against the manifest's
-  hashes while they are read, and nothing of the checkpoint is needed afterwards; one that goes away
-  before that is passed over, not an error. The oldest is evaluated first, since it goes first.
-- *Several watchers* (a SLURM array) share the work: each claims a checkpoint with a file lock that
+- A checkpoint is known by its manifest's hash, so one that a restarted run wrote anew is new.
+- `evals.jsonl` gets its line after the evaluation. A killed watcher repeats at most the checkpoint
+  it was at, and only the requests that its cache lacks.
+- The keep policy may delete a checkpoint at any time, its manifest first and the oldest first, so
+  the oldest is evaluated first. Weights are checked against the manifest's hashes while they are
+  read; nothing of the checkpoint is needed afterwards. One that goes away before is passed over.
+- Several watchers (a SLURM array) share the work: each claims a checkpoint with a file lock that
   ends with its process.
 """
 
@@ -29,7 +29,6 @@ from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
 from titan_loop.evaluation.request_cache import digest
 from titan_loop.evaluation.share_work import join_ranks
-from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.wandb_log import WandbLog
 from titan_loop.plugins import names
 from titan_loop.ranks import all_ranks, from_rank_zero
@@ -43,17 +42,15 @@ T = TypeVar("T")
 
 
 class _Waiting(NamedTuple):
-    """A committed checkpoint that has not been evaluated."""
-
     step: int
     manifest_sha256: str
 
 
 class Watcher:
-    """Evaluates new checkpoints of one run; with several ranks all of them run one.
+    """Evaluates new checkpoints of one run; every rank runs one.
 
     Args:
-        retry: Whether to ask a checkpoint again, once, of which a task has no result.
+        retry: Whether to ask a checkpoint of which a task has no result once more.
 
     Attributes:
         incomplete: Steps where a task has no result, or that could not be evaluated at all.
@@ -84,7 +81,7 @@ class Watcher:
         self._claim: IO[str] | None = None
 
     def run(self, *, once: bool = False, interval_seconds: float = 60.0) -> int:
-        """Evaluate until the run is complete and nothing waits; return how many were evaluated.
+        """Evaluate until the run is complete and nothing waits; return the number of evaluations.
 
         Raises:
             UserError: The interval is not positive; or, with `once`, there is no such run.
@@ -112,13 +109,13 @@ class Watcher:
         return from_rank_zero(all_ranks(), look)
 
     def _choose(self) -> _Waiting | None:
-        """Claim the oldest checkpoint that waits and that no other watcher is at; on rank 0."""
+        """Claim the oldest waiting checkpoint that no other watcher has claimed; on rank 0."""
         done = self._done()
         for waiting in self._committed():
             if waiting in self._given_up or waiting.manifest_sha256 in done:
                 continue
             if self._try_claim(waiting):
-                if waiting.manifest_sha256 not in self._done():  # by the holder of the claim
+                if waiting.manifest_sha256 not in self._done():  # read anew under the claim
                     return waiting
                 self._release()
         return None
@@ -131,39 +128,36 @@ class Watcher:
             if report.manifest_sha256 != waiting.manifest_sha256:
                 logger.info("%s was replaced while it was waiting; next time", checkpoint)
                 return False
+            seconds = time.perf_counter() - began
             if join_ranks()[0] == 0:
-                self._record(report, time.perf_counter() - began)
+                append_evaluation(self._run, report, asked=self._asked, seconds=seconds)
+                results = report.summary() or "no results"
+                logger.info("step %d: evaluated in %.1f s: %s", report.step, seconds, results)
+                if self._wandb is not None:
+                    self._wandb.log(report.step, report.tokens, report.flat())
             if report.failures:
-                self.incomplete.append(waiting.step)
-                self._given_up.add(waiting)
+                self._give_up(waiting)
             return True
         except (UserError, OSError) as error:
-            if self._agreed(lambda: self._is_still(waiting)):
+            if self._agreed(lambda: waiting in self._committed()):
                 logger.error("%s cannot be evaluated: %s", checkpoint, error)
-                self._given_up.add(waiting)
-                self.incomplete.append(waiting.step)
+                self._give_up(waiting)
             else:
                 logger.info("%s was deleted before it could be read", checkpoint)
             return False
         finally:
             self._release()
 
-    def _record(self, report: TaskReport, seconds: float) -> None:
-        append_evaluation(self._run, report, asked=self._asked, seconds=seconds)
-        results = report.summary() or "no results"
-        logger.info("step %d: evaluated in %.1f s: %s", report.step, seconds, results)
-        if self._wandb is not None:
-            self._wandb.log(report.step, report.tokens, report.flat())
+    def _give_up(self, waiting: _Waiting) -> None:
+        self._given_up.add(waiting)
+        self.incomplete.append(waiting.step)
 
     def _committed(self) -> list[_Waiting]:
         if not self._run.config_json.exists():
             return []  # the run has not begun
-        found = []
-        for step in SavedRun(self._run.path).steps():
-            manifest = _manifest_if_there(self._run.checkpoint(step))
-            if manifest is not None:
-                found.append(_Waiting(step, manifest["sha256"]))
-        return found
+        steps = SavedRun(self._run.path).steps()
+        manifests = {step: _manifest(self._run.checkpoint(step)) for step in steps}
+        return [_Waiting(step, found["sha256"]) for step, found in manifests.items() if found]
 
     def _done(self) -> set[str]:
         return {
@@ -172,16 +166,10 @@ class Watcher:
             if record["asked"] == self._asked and not (self._retry and record.get("failures"))
         }
 
-    def _is_still(self, waiting: _Waiting) -> bool:
-        manifest = _manifest_if_there(self._run.checkpoint(waiting.step))
-        return manifest is not None and manifest["sha256"] == waiting.manifest_sha256
-
     def _is_complete(self) -> bool:
         """Whether the newest checkpoint is the run's last: by its tokens, or by its step limit."""
         committed = self._committed()
-        if not committed:
-            return False
-        manifest = _manifest_if_there(self._run.checkpoint(committed[-1].step))
+        manifest = _manifest(self._run.checkpoint(committed[-1].step)) if committed else None
         if manifest is None:
             return False
         run, state = SavedRun(self._run.path), manifest["trainer"]
@@ -203,8 +191,8 @@ class Watcher:
             self._claim = None
 
 
-def _manifest_if_there(checkpoint: Path) -> Mapping[str, Any] | None:
-    """Return a manifest, None if it is gone or damaged; the latter is said."""
+def _manifest(checkpoint: Path) -> Mapping[str, Any] | None:
+    """Return a manifest; None if it is gone, or damaged, which is logged."""
     try:
         return read_manifest(checkpoint)
     except UserError as error:

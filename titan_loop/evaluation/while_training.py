@@ -3,8 +3,8 @@
     held_out.*, suite.* of a run ─► callbacks ─► tasks, each at several depths from one pass
     ─► evals.jsonl; `held_out/SOURCE/METRIC/step_R` and `suite/…` in TensorBoard and W&B
 
-It asks the questions of `titan-loop eval --tasks … --limit … --depths …` and gets its results.
-Training is not touched: no random number is drawn and no state is left behind.
+The questions and results are those that `titan-loop eval --tasks … --limit … --depths …` has for a
+checkpoint. Training is not touched: no random number is drawn and no state is left behind.
 """
 
 import math
@@ -88,14 +88,14 @@ def _suite_task(trainer: TrainingState, suite: SuiteConfig, name: str) -> Ask:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """The one number by which `--best` chooses, at the R that is being trained.
+    """The number by which `--best` chooses, at the R that is being trained.
 
     loss = Σ_s w_s · (nats per token of source s) / Σ_s w_s, which is the cross entropy of training
     on text that was not trained on.
 
     Attributes:
         weights: w by the sources' names: the mixture's, or equal ones if another source is scored.
-        measured_on: Windows and weights as text.
+        measured_on: Description of windows and weights.
     """
 
     recurrence: RecurrenceConfig
@@ -114,17 +114,17 @@ class HeldOutLoss:
         return cls(config.recurrence, weights, f"{config.held_out.windows} windows of {parts}")
 
     def depth(self, trainer: TrainingState) -> int:
-        """Return the R that the newest step was to be trained with."""
+        """Return the scheduled R of the newest step."""
         return typical_recurrent_steps(self.recurrence, trainer.tokens - 1)
 
     def value(self, report: TaskReport, depth: int) -> float:
         """Return the loss in nats per token."""
         (reading,) = depth_names([depth])
-        nats = {
-            name: report.tasks[f"{HELD_OUT}/{name}"][reading].metrics["nats_per_token"]
-            for name in self.weights
-        }
-        return sum(self.weights[name] * nats[name] for name in nats) / sum(self.weights.values())
+        total = sum(
+            weight * report.tasks[f"{HELD_OUT}/{name}"][reading].metrics["nats_per_token"]
+            for name, weight in self.weights.items()
+        )
+        return total / sum(self.weights.values())
 
 
 class WhileTraining(Callback):
@@ -132,8 +132,8 @@ class WhileTraining(Callback):
 
     Args:
         open_tasks: Reads the tasks' windows and questions, once.
-        prefix: Put in front of the names in TensorBoard and W&B.
-        loss: Held-out loss to report to the run; its depth is read, too.
+        prefix: Prefix of the names in TensorBoard and W&B.
+        loss: Held-out loss to report to the run; its depth is added to the depths.
     """
 
     def __init__(
@@ -157,29 +157,28 @@ class WhileTraining(Callback):
         self._tasks = self._open_tasks(trainer)
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
-        """Ask if it is time; every rank takes part, rank 0 writes."""
+        """Ask if it is time; rank 0 writes."""
         if trainer.step % self._interval and not trainer.at_last_step:
             return
         began = time.perf_counter()
         report = self.ask(trainer)
         if dist.get_rank() == 0:
-            run = RunDirectory(trainer.config.dump_folder)
-            seconds = time.perf_counter() - began
+            run, seconds = RunDirectory(trainer.config.dump_folder), time.perf_counter() - began
             append_evaluation(run, report, asked=WHILE_TRAINING, seconds=seconds)
             logger.info("evaluated, step %d: %s", trainer.step, report.summary())
         trainer.metrics_processor.log_numbers(self._curves(report), trainer.step)
 
     def ask(self, trainer: TrainingState) -> TaskReport:
         """Return the results of all tasks at every depth, equal on all ranks; collective."""
-        depth = None if self._loss is None else self._loss.depth(trainer)
-        depths = sorted({*self._depths} if depth is None else {*self._depths, depth})
-        report = ask_tasks(trainer, self._tasks, depths)
-        if self._loss is not None and depth is not None:
-            value = self._loss.value(report, depth)
-            if math.isfinite(value):
-                trainer.checkpointer.measured = Best(
-                    step=trainer.step, held_out_loss=value, measured_on=self._loss.measured_on
-                )
+        if self._loss is None:
+            return ask_tasks(trainer, self._tasks, sorted({*self._depths}))
+        depth = self._loss.depth(trainer)
+        report = ask_tasks(trainer, self._tasks, sorted({*self._depths, depth}))
+        value = self._loss.value(report, depth)
+        if math.isfinite(value):
+            trainer.checkpointer.measured = Best(
+                step=trainer.step, held_out_loss=value, measured_on=self._loss.measured_on
+            )
         return report
 
     def _curves(self, report: TaskReport) -> dict[str, float]:

@@ -3,10 +3,8 @@
     sources ─► held-out windows, always the same ones ─► a share for each rank ─► forward
     ─► nats and recurrent steps of every window at P readings ─► bits per byte with intervals
 
-Training, `titan-loop eval`, the suites, the watcher and `upcycle --report` differ in the forward
-function they bring: `at_depths` reads a distributed model at several depths through its streamed
-head, `at_readings` a whole model under any exit policy. All readings cost one pass to the deepest
-step.
+`at_depths` reads a model, which may be distributed, at several depths; `at_readings` reads a whole
+model under any exit policy. Either way one pass to the deepest step serves all readings.
 
 Shapes: P readings, W windows, U units of the bootstrap, B windows of a batch, L tokens.
 """
@@ -41,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 ALL_SOURCES = "all"
 _BATCH_WINDOWS = 8
-_FEWEST_DOCUMENTS = 10
-"""With fewer documents, windows are the units of the bootstrap."""
+_FEWEST_DOCUMENTS = 10  # with fewer, windows are the units of the bootstrap
 
 Sums = tuple[list[float], list[float]]  # of one window: a value and recurrent steps at each reading
+Totals = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""A value and recurrent steps of P readings and W windows, each summed over a window's labels."""
 Forward = Callable[[HeldOutWindows], tuple[Tensor, Tensor]]
-"""Takes B windows; returns nats (or another value) and recurrent steps, (P, B) each, summed over
-the labels of a window."""
+"""Takes B windows; returns their value and recurrent steps, (P, B) each, summed over the labels."""
 Divide = Callable[[Sequence[int], Callable[[Sequence[int]], list[Sums]]], list[Sums]]
 """Calls its second argument with the windows of this rank; returns the sums of all windows."""
 
@@ -59,8 +57,8 @@ class WindowScores(NamedTuple):
         nats_PW: Negative log likelihood, summed over a window's labels.
         steps_PW: Recurrent steps, summed over a window's labels.
         tokens_W: Number of labels.
-        bytes_W: Bytes of text the labels stand for.
-        documents_W: Numbers of the documents the windows begin in.
+        bytes_W: Bytes of text behind the labels.
+        documents_W: Number of the document in which the window begins.
     """
 
     nats_PW: NDArray[np.float64]
@@ -70,13 +68,10 @@ class WindowScores(NamedTuple):
     documents_W: NDArray[np.int64]
 
     @classmethod
-    def of(
-        cls, windows: HeldOutWindows, nats_PW: NDArray[np.float64], steps_PW: NDArray[np.float64]
-    ) -> "WindowScores":
-        """Return the scores of windows whose sums are known."""
+    def of(cls, windows: HeldOutWindows, totals: Totals) -> "WindowScores":
+        """Return the scores of windows with these nats and steps."""
         return cls(
-            nats_PW,
-            steps_PW,
+            *totals,
             (windows.labels != IGNORED).sum(dim=1).numpy(),
             windows.label_bytes.sum(dim=1).numpy(),
             np.asarray(windows.documents or range(len(windows.labels)), dtype=np.int64),
@@ -85,7 +80,7 @@ class WindowScores(NamedTuple):
     def by_unit(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Return nats (P, U) and bytes (U) of the units that count as drawn independently.
 
-        That is a document, all of its windows together; with few documents it is a window.
+        A unit is a document with all of its windows, or a window where documents are few.
         """
         documents, unit_W = np.unique(self.documents_W, return_inverse=True)
         if len(documents) < _FEWEST_DOCUMENTS:
@@ -123,12 +118,12 @@ def open_run(
     """Return the held-out windows of a run's sources, or of others with the same tokenizer.
 
     Args:
-        sources: Names of the run's sources, or folders of any; all of the run's by default.
+        sources: Names of the run's sources, or folders of any; by default all of the run's.
         seq_len: L; by default as in training.
 
     Raises:
         NotAskedError: The run has no prepared sources and no source was given.
-        UserError: Sources without a window or with another tokenizer, or `count` is below 1.
+        UserError: A source has no window or another tokenizer, or `count` is below 1.
     """
     own = named_sources([str(path) for path in run.sources])
     if not own and not sources:
@@ -143,48 +138,50 @@ def open_run(
 
 
 def at_depths(
-    model: LoopDecoder, depths: Sequence[int], share: WindowShare | None = None
+    model: LoopDecoder,
+    depths: Sequence[int],
+    share: WindowShare | None = None,
+    value: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None,
 ) -> Forward:
-    """Read out the states of one pass at several depths through the streamed head.
+    """Read out the states of one pass at several depths.
 
     Args:
         model: May be distributed; every rank of its mesh then calls the function together.
         share: The part of every window this rank computes; None for all of it.
+        value: Maps the states at the depths, (B, L, D) each, and the labels (B, L) to a value,
+            summed over the labels, (P, B); by default nats, through the streamed head.
     """
+
+    def nats(states: tuple[Tensor, ...], labels_BL: Tensor) -> Tensor:
+        weight_PBL = torch.zeros(len(depths), *labels_BL.shape, device=labels_BL.device)
+        _, ce_PBL = model.lm_head(states, labels_BL=labels_BL, weight_RBL=weight_PBL)
+        return ce_PBL.double().sum(dim=2)
 
     @torch.no_grad()
     def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
-        states, labels_BL = depth_states(model, depths, share, windows)
-        weight_PBL = torch.zeros(len(depths), *labels_BL.shape, device=labels_BL.device)
-        _, ce_PBL = model.lm_head(states, labels_BL=labels_BL, weight_RBL=weight_PBL)
+        input_BL, positions_BL, labels_BL, *_ = windows
+        columns = windows.columns_for(model.config.columns) or {}
+        masks = None
+        if share is not None:
+            masks = model.get_attention_masks(positions_BL, share, columns.get(PREFIX))
+            input_BL, positions_BL, labels_BL = (
+                part_BL[:, share.queries_L] for part_BL in (input_BL, positions_BL, labels_BL)
+            )
+            columns = cut_columns(columns, share, whole=windows.whole)
+        output = model(
+            input_BL,
+            positions_BL,
+            masks,
+            recurrent_steps=max(depths),
+            collect="all",
+            columns=columns or None,
+        )
+        states = tuple(output.hidden_RBLD[depth - 1] for depth in depths)
         tokens_B = (labels_BL != IGNORED).sum(dim=1)
-        return ce_PBL.double().sum(dim=2), torch.stack([depth * tokens_B for depth in depths])
+        steps_PB = torch.stack([depth * tokens_B for depth in depths])
+        return (value or nats)(states, labels_BL), steps_PB
 
     return forward
-
-
-def depth_states(
-    model: LoopDecoder, depths: Sequence[int], share: WindowShare | None, windows: HeldOutWindows
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the states at several depths of one pass, and this rank's part of the labels."""
-    input_BL, positions_BL, labels_BL, *_ = windows
-    columns = windows.columns_for(model.config.columns)
-    masks = None
-    if share is not None:
-        masks = model.get_attention_masks(positions_BL, share, (columns or {}).get(PREFIX))
-        input_BL, positions_BL, labels_BL = (
-            part_BL[:, share.queries_L] for part_BL in (input_BL, positions_BL, labels_BL)
-        )
-        columns = cut_columns(columns or {}, share, whole=windows.whole)
-    output = model(
-        input_BL,
-        positions_BL,
-        masks,
-        recurrent_steps=max(depths),
-        collect="all",
-        columns=columns or None,
-    )
-    return tuple(output.hidden_RBLD[depth - 1] for depth in depths), labels_BL
 
 
 def at_readings(
@@ -192,10 +189,9 @@ def at_readings(
     readings: Sequence[Reading],
     value: Callable[[Scores], Tensor] = lambda scores: scores.nats_PT,
 ) -> Forward:
-    """Read out the states of one pass under every reading.
+    """Read out the states of one pass under every reading, with a model that is whole here.
 
     Args:
-        model: Whole, on this rank.
         value: Quantity to sum over the labels of a window.
     """
     deepest = max(reading.deepest_step for reading in readings)
@@ -203,14 +199,8 @@ def at_readings(
     @torch.no_grad()
     def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
         valid_BL = windows.labels != IGNORED
-        states = states_at(
-            model,
-            windows.input,
-            valid_BL,
-            deepest,
-            windows.positions,
-            windows.columns_for(model.config.columns),
-        )
+        columns = windows.columns_for(model.config.columns)
+        states = states_at(model, windows.input, valid_BL, deepest, windows.positions, columns)
         scores = score_states(model, states, windows.labels[valid_BL], readings)
         lengths = valid_BL.sum(1).tolist()
         value_PB, steps_PB = (
@@ -226,7 +216,7 @@ def score_windows(
     windows: HeldOutWindows, forward: Forward, *, device: torch.device
 ) -> WindowScores:
     """Score windows with a model that is whole on every rank; see `sum_windows`."""
-    return WindowScores.of(windows, *sum_windows(windows, forward, device=device))
+    return WindowScores.of(windows, sum_windows(windows, forward, device=device))
 
 
 def sum_windows(
@@ -236,15 +226,12 @@ def sum_windows(
     device: torch.device,
     batch_windows: int = _BATCH_WINDOWS,
     divide: Divide = share_work,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the sums of `forward` over the labels of each window; collective over the ranks.
+) -> Totals:
+    """Return the sums of `forward` for all windows, equal on all ranks; collective.
 
     Args:
-        batch_windows: Windows per forward pass.
-        divide: How the ranks share the windows; by default every rank has the whole model.
-
-    Returns:
-        The sums of P readings and W windows, twice (P, W), equal on all ranks.
+        batch_windows: Number of windows per forward pass.
+        divide: Division of the windows among the ranks; by default each has the whole model.
     """
 
     def work(rows: Sequence[int]) -> list[Sums]:

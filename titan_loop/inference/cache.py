@@ -14,11 +14,11 @@ A prompt runs all R steps, or fewer by request, and each step sees the prompt's 
 step, under any strategy. Those keys are at hand while step r runs, so the shared strategies never
 hold R caches, not even for the prompt.
 
-Layers outside the loop have one cache each, under any strategy: a prelude visits a token once, and
-later tokens see a coda's keys of the state that was read last.
+Layers outside the loop have one cache each: a prelude visits a token once, and later tokens see a
+coda's keys of the state that was read last.
 
 A row's token at position p is stored at index p. So padding needs no mask (no query looks past its
-own position), and a row is rolled back by shortening it.
+own position), and shortening a row rolls it back.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §5.4.2. Averaging rotated keys equals rotating
 averaged ones, since all steps of a token share its position. The paper does not combine sharing
@@ -37,11 +37,11 @@ from titan_loop.models.context import CacheSlot
 
 
 class Places(NamedTuple):
-    """Where new tokens of all rows are stored.
+    """Places where new tokens of all rows are stored.
 
     Attributes:
         seen: S, the number of keys that they may attend to: the largest position plus one.
-        in_step: Whether every row has one token, at position S − 1; slices then do for indices.
+        in_step: Whether every row has one token, at position S − 1; slices then replace indices.
     """
 
     positions_BL: Tensor
@@ -76,8 +76,7 @@ class LoopCache(ABC):
 
     Attributes:
         rows: Number of rows now; they come first in memory.
-        outside: The cache of the layers outside the loop, of which it keeps the latest visit.
-        allocated_bytes: Bytes allocated for the largest number of rows.
+        outside: Cache of the layers outside the loop, of which it keeps the latest visit.
     """
 
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -121,10 +120,6 @@ class LoopCache(ABC):
             self.outside.admit(rows)
         return PromptVisit(self, first)
 
-    def tokens(self, places: Places) -> "TokenVisit":
-        """Return the view that a pass over new tokens reads and writes through."""
-        return TokenVisit(self, places)
-
     def _write_slot(
         self, slot: int, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
     ) -> tuple[Tensor, Tensor]:
@@ -165,13 +160,7 @@ class LoopCache(ABC):
 
     @abstractmethod
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
-        """Settle the entries of the E tokens that just left the recurrence.
-
-        Args:
-            rows: (E,) their rows.
-            positions: (E,) their positions.
-            steps: (E,) the last step each of them ran.
-        """
+        """Settle the entries of E tokens that just left: rows, positions and last steps, (E,)."""
 
 
 class FullCache(LoopCache):
@@ -236,7 +225,6 @@ class _PendingCache(LastCache):
     def write_tokens(
         self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
     ) -> tuple[Tensor, Tensor]:
-        """As `last`, and remember the final entry."""
         new_2BLNH = torch.stack((k_BLNH, v_BLNH))
         step_B = torch.as_tensor(step, device=new_2BLNH.device).view(-1, 1, 1, 1)
         waiting_2BLNH = self._pending[:, layer, : self.rows]
@@ -244,11 +232,9 @@ class _PendingCache(LastCache):
         return super().write_tokens(step, layer, k_BLNH, v_BLNH, places)
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
-        """Replace the last step's entry by the remembered one."""
         self._kept[:, 0][:, :, rows, positions] = self._pending[:, :, rows, 0]
 
     def select(self, rows: Sequence[int]) -> None:
-        """As the base class."""
         super().select(rows)
         self._pending[:, :, : len(rows)] = self._pending[:, :, list(rows)]
 
@@ -290,7 +276,7 @@ STRATEGIES: dict[str, type[LoopCache]] = {
 
 
 def cache_strategy(name: str) -> type[LoopCache]:
-    """Return the cache class of this name; raises `UserError` with the nearest ones if unknown."""
+    """Return the cache class of this name; raise `UserError` if it is unknown."""
     if name not in STRATEGIES:
         raise UserError(f"kv_cache={name} is unknown{nearest(name, STRATEGIES)}")
     return STRATEGIES[name]

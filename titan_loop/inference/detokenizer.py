@@ -1,7 +1,7 @@
 """Turns tokens into text as they arrive, and finds stop strings that span several tokens.
 
-Text is held back only as long as necessary: a character may need several tokens, and the end of the
-text may be the beginning of a stop string.
+Text is held back while a character needs more tokens, or while the end of the text may be the
+beginning of a stop string.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,7 @@ class Detokenizer:
     """The text of one row.
 
     Args:
-        stop: Strings that end the row; the text is cut before the first that occurs.
-
-    Raises:
-        UserError: A stop string is empty.
+        stop: Strings that end the row, none of them empty; the text is cut before the first.
     """
 
     def __init__(self, tokenizer: "Tokenizer", stop: Sequence[str] = ()) -> None:

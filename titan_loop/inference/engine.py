@@ -6,13 +6,14 @@
 
 The prompt runs to the deepest step the policy can reach, because sharing or skipping there costs
 quality (Ouro §5.4.2). The policy chooses after which step the prompt's last token is read. With
-`prefill_steps` the prompt runs fewer, and later steps see its keys of the last step that it ran.
+`prefill_steps` the prompt runs fewer, and later steps see its keys of the last one that ran.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from titan_loop.errors import UserError, require_at_least
 from titan_loop.inference import stepwise
@@ -27,7 +28,7 @@ from titan_loop.models.decoder import LoopDecoder
 
 
 def require_prefill_steps(prefill_steps: int | None, recurrent_steps: int) -> None:
-    """Raise `UserError` unless prompts run one step or more, and no more than generated tokens."""
+    """Raise `UserError` unless prompts run 1 step or more, and no more than generated tokens."""
     require_at_least(1, prefill_steps=prefill_steps)
     if prefill_steps is not None and prefill_steps > recurrent_steps:
         raise UserError(
@@ -49,8 +50,8 @@ class Engine:
         speculation: Drafting with shallow steps; needs full depth and the full cache.
 
     Raises:
-        UserError: R or P out of range, an unknown cache, a policy the model cannot follow, or
-            speculation together with sharing or early exit.
+        UserError: R or P is out of range, the cache is unknown, the model cannot follow the policy,
+            or speculation meets sharing or early exit.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class Engine:
         """Generate, yielding each token as soon as its row leaves the recurrence.
 
         Args:
-            rows: Number of rows that run at once; the other requests wait, in order, for a place.
-                None runs all at once. Results are the same up to rounding.
-            sampling: How tokens are chosen; None is greedy.
+            rows: Number of rows that run at once, by default all; the other requests wait, in
+                order, for a place. Results are the same up to rounding.
+            sampling: Choice of tokens; None is greedy.
             generator: A CPU generator that seeds each row's own; required unless greedy.
 
         Raises:
@@ -125,7 +126,21 @@ class Engine:
         if places < 1:
             raise UserError(f"rows={rows} must be at least 1")
         self.stack.work = Work()
-        batch = self._empty_batch(waiting, places, sampling)
+        stack = self.stack
+        cache = stack.make_cache(
+            self._strategy,
+            steps=self.recurrent_steps,
+            rows=places,
+            capacity=max(len(row.prompt) + row.remaining for row in waiting),
+        )
+        batch = Batch(
+            stack=stack,
+            rows=[],
+            cache=cache,
+            decider=self._decider(),
+            sampling=sampling,
+            recurrent_steps=self.recurrent_steps,
+        )
         advance = stepwise.advance if self.speculation is None else self.speculation.advance
         while waiting or batch.rows:
             free = places - len(batch.rows)
@@ -156,8 +171,10 @@ class Engine:
     def _rows(
         self, requests: Sequence[Request], sampling: Sampling, generator: torch.Generator | None
     ) -> list[Row]:
-        self._check_prompts([request.prompt for request in requests])
-        for request in requests:
+        if not requests:
+            raise UserError("no prompt was given: give at least one")
+        for index, request in enumerate(requests):
+            self._check_prompt(f"prompt {index}", request.prompt)
             require_at_least(1, max_new_tokens=request.max_new_tokens)
         if generator is None:
             if sampling.temperature > 0.0:
@@ -170,39 +187,20 @@ class Engine:
             for index, (request, seed) in enumerate(zip(requests, seeds, strict=True))
         ]
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+    def _check_prompt(self, name: str, prompt: Sequence[int]) -> None:
         context, vocabulary = self.stack.context_tokens, self.stack.model.config.vocab_size
-        if not prompts:
-            raise UserError("no prompt was given: give at least one")
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise UserError(f"prompt {index} is empty: give at least one token")
-            if len(prompt) >= context:
-                raise UserError(
-                    f"prompt {index} has {len(prompt)} tokens, the context of {context} leaves no "
-                    "room for another; shorten it"
-                )
-            if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-                raise UserError(
-                    f"prompt {index} has token {max(prompt, key=abs)}, the model's vocabulary has "
-                    f"{vocabulary}; use the tokenizer it was trained with"
-                )
-
-    def _empty_batch(self, rows: list[Row], places: int, sampling: Sampling) -> Batch:
-        """Return a batch without rows, its cache large enough for any `places` of these rows."""
-        capacity = max(len(row.prompt) + row.remaining for row in rows)
-        stack = self.stack
-        cache = stack.make_cache(
-            self._strategy, steps=self.recurrent_steps, rows=places, capacity=capacity
-        )
-        return Batch(
-            stack=stack,
-            rows=[],
-            cache=cache,
-            decider=self._decider(),
-            sampling=sampling,
-            recurrent_steps=self.recurrent_steps,
-        )
+        if not prompt:
+            raise UserError(f"{name} is empty: give at least one token")
+        if len(prompt) >= context:
+            raise UserError(
+                f"{name} has {len(prompt)} tokens, the context of {context} leaves no room for "
+                "another; shorten it"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            raise UserError(
+                f"{name} has token {max(prompt, key=abs)}, the model's vocabulary has "
+                f"{vocabulary}; use the tokenizer it was trained with"
+            )
 
     def _admit(self, batch: Batch, rows: list[Row]) -> Iterator[GeneratedToken]:
         """Run the prompts of new rows through all steps; yield their first tokens."""
@@ -228,8 +226,7 @@ class Engine:
         first = batch.cache.rows
         for _ in self._prompt_states(batch, rows, steps, lambda now: steps in now):
             pass
-        longest = max(len(row.prompt) for row in rows)
-        batch.cache.leave_prompt(first, longest, steps)
+        batch.cache.leave_prompt(first, max(len(row.prompt) for row in rows), steps)
         for row in rows:
             row.token = row.prompt[-1]
         batch.admit(rows)
@@ -243,12 +240,10 @@ class Engine:
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (step, state after it, state before it) of each prompt's last token, as read."""
         visit = batch.cache.admit(len(rows))
-        prompts = [row.prompt for row in rows]
-        longest = max(map(len, prompts))
-        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        prompts = [torch.tensor(row.prompt, device=self.stack.device) for row in rows]
         row_B = torch.arange(len(prompts), device=self.stack.device)
         last_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.stack.device)
-        tokens_BL = torch.tensor(padded, device=self.stack.device)
+        tokens_BL = pad_sequence(prompts, batch_first=True)
         context = self.stack.prompt_context(
             tokens_BL, last_B + 1, visit, shortened=self.prefill_steps is not None
         )

@@ -16,17 +16,17 @@ A family may have policies of its own, of one number, such as survival:TAU
 (`titan_loop/families/adaptive/exit_policy.py`).
 
 Whatever the rule says, a token leaves after step R. The rules that compare with the step before
-cannot fire at step 1, whose predecessor is an embedding: their shallow end is step 2.
+cannot fire at step 1, whose predecessor is an embedding.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §5.4.1 and §3.2; fixed points by token: arXiv
-2607.14427; KL and entropy from the recurrent-depth transformer (arXiv 2604.07822): kl:0.01,3 with
+2607.14427; KL and entropy: the recurrent-depth transformer, arXiv 2604.07822, with kl:0.01,3 and
 210 tokens. Its authors' code uses kl:0.001,3 for the final tests and a laxer rule in the
 curriculum's, kl:0.5,3.24 with windows of 50 (an entropy below 3 + 12/window). A smaller vocabulary
-wants a smaller bound on the entropy, which never exceeds its logarithm.
+needs a smaller bound on the entropy, which never exceeds the vocabulary's logarithm.
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -50,14 +50,15 @@ from titan_loop.plugins import find, names
 
 
 class Evidence(NamedTuple):
-    """The tokens a policy looks at: each just finished a step of its own.
+    """States and distributions of the tokens that a policy decides on.
 
     Attributes:
+        step_BL: Step that each token has just run.
         hidden_BLD: States after that step, as the head reads them.
         before_BLD: States before that step; meaningless at step 1.
-        log_survival_BL: log Π_{j≤r}(1 − λ_j), at least fp32; None unless the policy reads the gate.
-        log_prob_BLV: Log-probabilities of the next token after this step, in nats; None unless the
-            policy reads logits.
+        log_survival_BL: log Π_{j≤r}(1 − λ_j), at least fp32, if the policy reads the gate.
+        log_prob_BLV: Log-probabilities of the next token after this step, in nats, if the policy
+            reads logits.
         log_prob_before_BLV: The same one step before; meaningless at step 1.
     """
 
@@ -74,10 +75,9 @@ class ExitPolicy(ABC):
 
     Attributes:
         reads_logits: Whether it looks at logits, which costs a readout after every step.
-        reads_states: Whether it looks at states, which costs a coda after every step. All tokens of
-            a policy that does not leave after its deepest step.
-        early_step: Step whose logits are combined with the logits of the step that is read; None
-            for none.
+        reads_states: Whether it looks at states, which costs a coda after every step. Without, all
+            tokens leave after the deepest step.
+        early_step: Step whose logits are combined with the logits of the step that is read, if any.
     """
 
     name: ClassVar[str]
@@ -94,12 +94,12 @@ class ExitPolicy(ABC):
         """Return the logits that a token is chosen by, (…, V); only with an `early_step`."""
         raise NotImplementedError
 
-    @abstractmethod
     def fires(self, evidence: Evidence) -> Tensor:
-        """Return (B, L) bool, True where the token leaves."""
+        """Return (B, L) bool, True where the token leaves; by default False everywhere."""
+        return torch.zeros_like(evidence.step_BL, dtype=torch.bool)
 
     def deepest_step(self, recurrent_steps: int) -> int:
-        """Return the last step that can ever run, at most R."""
+        """Return the last step that may run, at most R."""
         return recurrent_steps
 
 
@@ -117,9 +117,7 @@ class StaticStep(ExitPolicy):
 
     def fires(self, evidence: Evidence) -> Tensor:
         """True from step S on."""
-        if self.step is None:
-            return torch.zeros_like(evidence.step_BL, dtype=torch.bool)
-        return evidence.step_BL >= self.step
+        return evidence.step_BL >= (self.step or math.inf)
 
     def deepest_step(self, recurrent_steps: int) -> int:
         """Return S; raise `UserError` if it is beyond R."""
@@ -144,23 +142,21 @@ class HiddenDifference(ExitPolicy):
             raise UserError(f"exit={self.name}:{self.epsilon} must be a distance of at least 0")
 
     def fires(self, evidence: Evidence) -> Tensor:
-        """True where the distance, in at least fp32 and not normalised, is below ε."""
-        return (evidence.step_BL > 1) & (
-            hidden_distance(evidence.hidden_BLD, evidence.before_BLD) < self.epsilon
-        )
+        """True where the step changes the token by less than ε; measured in at least fp32."""
+        return (evidence.step_BL > 1) & (self._change(evidence) < self.epsilon)
+
+    def _change(self, evidence: Evidence) -> Tensor:
+        return hidden_distance(evidence.hidden_BLD, evidence.before_BLD)
 
 
 @dataclass(frozen=True)
 class FixedPoint(HiddenDifference):
-    """As `HiddenDifference`, in units of the state itself: ‖h_r − h_{r−1}‖₂ < ε ‖h_r‖₂."""
+    """Tokens leave when a step hardly moves the state for its size: ‖h_r − h_{r−1}‖₂ < ε ‖h_r‖₂."""
 
     name: ClassVar[str] = "fixed_point"
 
-    def fires(self, evidence: Evidence) -> Tensor:
-        """True where the relative distance, in at least fp32, is below ε."""
-        return (evidence.step_BL > 1) & (
-            relative_distance(evidence.hidden_BLD, evidence.before_BLD) < self.epsilon
-        )
+    def _change(self, evidence: Evidence) -> Tensor:
+        return relative_distance(evidence.hidden_BLD, evidence.before_BLD)
 
 
 @dataclass(frozen=True)
@@ -170,12 +166,10 @@ class Margin(HiddenDifference):
     name: ClassVar[str] = "margin"
     reads_logits: ClassVar[bool] = True
 
-    def fires(self, evidence: Evidence) -> Tensor:
-        """True where the lead changed by less than its share ε."""
-        now_BLV, before_BLV = evidence.log_prob_BLV, evidence.log_prob_before_BLV
-        assert now_BLV is not None
-        assert before_BLV is not None
-        return (evidence.step_BL > 1) & (margin_change(now_BLV, before_BLV) < self.epsilon)
+    def _change(self, evidence: Evidence) -> Tensor:
+        assert evidence.log_prob_BLV is not None
+        assert evidence.log_prob_before_BLV is not None
+        return margin_change(evidence.log_prob_BLV, evidence.log_prob_before_BLV)
 
 
 @dataclass(frozen=True)
@@ -191,7 +185,7 @@ class Confidence(ExitPolicy):
             raise UserError(f"exit=confidence:{self.probability} must be between 0 and 1")
 
     def fires(self, evidence: Evidence) -> Tensor:
-        """True above the probability; 1 is full depth, also where the largest one rounds to 1."""
+        """True above the probability; 1 is full depth, even if the largest one rounds to 1."""
         assert evidence.log_prob_BLV is not None
         return evidence.log_prob_BLV.amax(-1).exp() > self.probability
 
@@ -224,9 +218,10 @@ class KLAndEntropy(ExitPolicy):
     reads_logits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not (self.kl_nats >= 0.0 and self.entropy_nats >= 0.0):
+        bounds = self.kl_nats, self.entropy_nats
+        if not all(bound >= 0.0 for bound in bounds):
             raise UserError(
-                f"exit=kl:{self.kl_nats},{self.entropy_nats} must be two bounds of at least 0 nats"
+                f"exit=kl:{bounds[0]},{bounds[1]} must be two bounds of at least 0 nats"
             )
 
     def fires(self, evidence: Evidence) -> Tensor:
@@ -267,10 +262,6 @@ class Contrast(ExitPolicy):
         """Return the contrasted log-probabilities."""
         return contrasted(logits, early_logits, strength=self.strength, share=self.share)
 
-    def fires(self, evidence: Evidence) -> Tensor:
-        """False: the last step ends every token."""
-        return torch.zeros_like(evidence.step_BL, dtype=torch.bool)
-
     def deepest_step(self, recurrent_steps: int) -> int:
         """Return R; raise `UserError` if step a does not come before it."""
         if self.early_step >= recurrent_steps:
@@ -297,14 +288,13 @@ _POLICIES: dict[str, Callable[..., ExitPolicy]] = {
 """Policies that every recurrence over the stack has."""
 
 _ALIASES = {"full": "static", "relative": "fixed_point"}
-_NUMBERS = {"static": 1, "kl": 2, "contrast": 3}
-"""Number of values after the colon, where it is not one number that may have a fraction."""
+_NUMBERS = {"static": 1, "kl": 2, "contrast": 3}  # values after the colon, where not one
 
 
 def parse_exit_policy(text: str) -> ExitPolicy:
     """Read a policy as in this module's docstring; `full` is full depth.
 
-    Numbers may also stand apart by "/", since `lm_eval --model_args` takes no comma in a value.
+    "/" may stand for a comma, which `lm_eval --model_args` does not take within a value.
 
     Raises:
         UserError: The policy is unknown, or a value is missing, not a number or out of range.

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model and its run.
-
-    Attributes:
-        manifest: Its commit record, which outlives a deletion of the folder.
-    """
+    """A model, the manifest of its checkpoint, and its run."""
 
     model: LoopDecoder
     checkpoint: Path
@@ -48,12 +44,12 @@ def load_checkpoint(
     Args:
         path: A checkpoint's folder, or a run's for its newest whole checkpoint.
         use: Purpose, if not every family serves it.
-        context_tokens: Tokens the rotary table covers; None for the trained window.
-        dtype: Type of its weights; the exit gate stays in fp32.
+        context_tokens: Tokens that the rotary table covers; None for the trained window.
+        dtype: Type of the weights; the exit gate stays in fp32.
 
     Raises:
-        UserError: No committed checkpoint there, no run around it, no average, a context below
-            2, or a family without that use.
+        UserError: There is no committed checkpoint, no run around it or no average, the context is
+            below 2, or the family does not serve the purpose.
     """
     run = SavedRun.open(path)
     options = run.model_options
@@ -77,13 +73,10 @@ def load_checkpoint(
 
 
 def load_matching_tokenizer(loaded: Loaded, given: str | Path | None = None) -> "Tokenizer":
-    """Load the tokenizer a model was trained with, or check that `given` is the same.
+    """Load the tokenizer a model was trained with; raise `UserError` if `given` is another one.
 
     Args:
         given: A `tokenizer.json`; None takes the source's, or the one an import left in the run.
-
-    Raises:
-        UserError: There is none to take, or the one given is another one.
     """
     path = loaded.run.tokenizer(given).path
     tokenizer = load_tokenizer(path)
@@ -106,8 +99,8 @@ class TextEnds(NamedTuple):
 def text_ends(loaded: Loaded, tokenizer: "Tokenizer") -> TextEnds:
     """Return the tokens that ended texts in a model's training data.
 
-    An imported run recorded them; a prepared source's card has the id that `--eos-token` chose.
-    Where neither is left, they are `<|endoftext|>` and `<|im_end|>`.
+    They come from an imported run's record or a prepared source's card; without either, they are
+    `<|endoftext|>` and `<|im_end|>`.
     """
     text = loaded.run.text_format(tokenizer)
     return TextEnds(

@@ -9,16 +9,24 @@ import torch
 from torch import Tensor
 
 
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return a tensor in fp32, or in its own dtype if that is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Return log-probabilities in nats, in at least fp32."""
+    return at_least_fp32(logits).log_softmax(-1)
+
+
 def hidden_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
     """Return ‖h_r − h_{r−1}‖₂ per token, (B, L)."""
-    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
-    return (hidden_BLD.to(wide) - before_BLD.to(wide)).norm(dim=-1)
+    return (at_least_fp32(hidden_BLD) - at_least_fp32(before_BLD)).norm(dim=-1)
 
 
 def relative_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
     """Return ‖h_r − h_{r−1}‖₂ / ‖h_r‖₂ per token, (B, L)."""
-    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
-    return hidden_distance(hidden_BLD, before_BLD) / hidden_BLD.to(wide).norm(dim=-1)
+    return hidden_distance(hidden_BLD, before_BLD) / at_least_fp32(hidden_BLD).norm(dim=-1)
 
 
 def divergence_nats(log_prob_BLV: Tensor, log_prob_before_BLV: Tensor) -> Tensor:
@@ -34,8 +42,8 @@ def entropy_nats(log_prob_BLV: Tensor) -> Tensor:
 def margin_change(log_prob_BLV: Tensor, log_prob_before_BLV: Tensor) -> Tensor:
     """Return |m_r − m_{r−1}| / m_r per token, (B, L).
 
-    m is the lead in nats, by the given step, of the token that is likeliest after step r over the
-    likeliest other one. It was negative at step r − 1 if another token led there.
+    m is the lead in nats, after the given step, of the token that is likeliest after step r over
+    the likeliest other one. It is negative at step r − 1 if another token led there.
     """
     top_BL1 = log_prob_BLV.argmax(-1, keepdim=True)
 
@@ -57,7 +65,7 @@ def contrasted(logits: Tensor, early_logits: Tensor, *, strength: float, share: 
         logits: Logits after step R, (…, V).
         early_logits: Logits after step a.
         strength: β ≥ 0; 0 changes nothing.
-        share: α in [0, 1]; 1 leaves nothing but the likeliest token to contrast.
+        share: α in [0, 1]; 1 contrasts the likeliest token alone.
 
     Returns:
         (…, V) log-probabilities in nats that sum to 1, at least fp32.
@@ -67,8 +75,7 @@ def contrasted(logits: Tensor, early_logits: Tensor, *, strength: float, share: 
     Deviations: outside V, where the source has probability 0, tokens keep the last step's, so that
         every label has a likelihood. The likeliest token is the same: it is always in V.
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    last, early = logits.to(wide).log_softmax(-1), early_logits.to(wide).log_softmax(-1)
+    last, early = log_probabilities(logits), log_probabilities(early_logits)
     floor = last.amax(-1, keepdim=True) + (math.log(share) if share else -math.inf)
     plausible = last >= floor
     score = (last + strength * (last - early)).masked_fill(~plausible, -torch.inf)

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from titan_loop.inference.cache import LoopCache
 from titan_loop.inference.detokenizer import Detokenizer
-from titan_loop.inference.exit_decider import ExitDecider
+from titan_loop.inference.exit_decider import ExitDecider, append_rows
 from titan_loop.inference.sampling import Sampling, draw, probabilities
 from titan_loop.inference.stack import LoopState, Stack
 from titan_loop.models.context import LoopContext
@@ -28,19 +27,18 @@ FinishReason = Literal["stop_token", "stop_string", "limit", "context"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and the conditions under which its continuation ends."""
+    """One prompt and the conditions under which its continuation ends.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        stop_tokens: Tokens that end the row; the completion does not include them.
+        text: Turns tokens into text and finds stop strings; None for token ids only.
+    """
 
     prompt: Sequence[int]
-    """Token ids, at least one."""
-
     max_new_tokens: int = 64
-    """Largest number of tokens to generate."""
-
     stop_tokens: frozenset[int] = frozenset()
-    """Tokens that end the row; the completion does not include them."""
-
     text: Detokenizer | None = None
-    """Turns tokens into text and finds stop strings; None for token ids only."""
 
 
 def text_requests(
@@ -51,11 +49,7 @@ def text_requests(
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
 ) -> list[Request]:
-    """Return requests whose completions come back as text; special tokens are recognised.
-
-    Raises:
-        UserError: A stop string is empty.
-    """
+    """Return requests whose completions come back as text; special tokens are recognised."""
     return [
         Request(
             prompt=tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt,
@@ -71,7 +65,7 @@ class GeneratedToken(NamedTuple):
     """One event of a stream, in the order in which rows leave the recurrence.
 
     Attributes:
-        step: The recurrent step whose readout it was sampled from, from 1.
+        step: Recurrent step whose readout it was sampled from.
         text: Text that is now certain; "" without a `Detokenizer`, inside a character, or while a
             stop string may have begun.
         finish: Reason why the row ends with this token; None if it goes on.
@@ -86,11 +80,7 @@ class GeneratedToken(NamedTuple):
 
 @dataclass(kw_only=True)
 class Completion:
-    """The result of one request.
-
-    Attributes:
-        tokens: Token ids, without the stop token.
-    """
+    """The result of one request, without the stop token."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -140,19 +130,16 @@ class Row:
         self.position += 1
         self.step = 0
         self._produced += 1
-        text, stopped = "", False
-        is_stop = token in self._request.stop_tokens
-        stream = self._request.text
-        if stream is not None and not is_stop:
-            text = stream.push(token)
-            stopped = stream.stopped
-        if is_stop:
+        text, stream = "", self._request.text
+        if token in self._request.stop_tokens:
             self.finish = "stop_token"
-        elif stopped:
+        elif stream is not None:
+            text = stream.push(token)
+        if stream is not None and stream.stopped:
             self.finish = "stop_string"
-        elif self.remaining == 0:
+        elif self.finish is None and self.remaining == 0:
             self.finish = "limit" if self._produced == self._request.max_new_tokens else "context"
-        if self.finish is not None and stream is not None and not stopped:
+        if stream is not None and self.finish is not None and not stream.stopped:
             text += stream.rest()
         return GeneratedToken(self.index, token, step, text, self.finish)
 
@@ -163,7 +150,7 @@ class Batch:
 
     Attributes:
         cache: Their keys and values, with room for as many rows as may run at once.
-        state: State of each row's newest token after `Row.step` steps; None before any has run one.
+        state: State of each row's newest token after `Row.step` steps; None before the first.
     """
 
     stack: Stack
@@ -176,7 +163,7 @@ class Batch:
     _placed: tuple[list[int], LoopContext] | None = None
 
     def context(self) -> LoopContext:
-        """Return the context that layer visits of the rows' newest tokens share, at every step."""
+        """Return the context that layer visits of the newest tokens share, at every step."""
         positions = [row.position for row in self.rows]
         if self._placed is None or self._placed[0] != positions:
             context = self.stack.token_context(self.column(positions), self.cache)
@@ -206,12 +193,8 @@ class Batch:
         """Append rows whose prompts are done and that are about to start a token."""
         self.rows = self.rows + rows
         self.decider.admit(len(rows))
-        if self.state is not None:  # new rows start, so the zeros there are never read
-
-            def padded(leaf: Tensor) -> Tensor:
-                return F.pad(leaf, [0, 0] * (leaf.ndim - 1) + [0, len(rows)])
-
-            self.state = tree_map(padded, self.state)
+        if self.state is not None:  # new rows start, so their zeros are never read
+            self.state = tree_map(lambda leaf: append_rows(leaf, len(rows)), self.state)
 
     def drop_finished(self) -> None:
         """Drop the rows that have ended."""

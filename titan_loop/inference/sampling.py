@@ -1,7 +1,7 @@
 """From logits to a token: temperature, top-k, top-p, and a draw from given uniform numbers.
 
-Randomness enters as uniform numbers, one per row from the row's own generator. So a row's samples
-do not depend on its neighbours or on the order in which rows leave the recurrence.
+Every row draws its uniform numbers from its own generator, so its samples do not depend on its
+neighbours or on the order in which rows leave the recurrence.
 """
 
 from dataclasses import dataclass
@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 
 from titan_loop.errors import UserError
+from titan_loop.inference.measures import at_least_fp32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How a token is chosen; by default greedily. Raises `UserError` for a value out of range."""
+    """Choice of a token; by default greedy. Raises `UserError` for a value out of range.
+
+    Attributes:
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        top_k: Number of most likely tokens to draw from; None for all.
+        top_p: Probability that the most likely tokens to draw from must reach together.
+    """
 
     temperature: float = 0.0
-    """Divisor of the logits; 0 takes the most likely token."""
-
     top_k: int | None = None
-    """Number of most likely tokens to draw from; None for all."""
-
     top_p: float = 1.0
-    """Probability p that the most likely tokens to draw from must reach together."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
@@ -37,14 +39,11 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distribution that `sampling` draws from.
+    """Return the distribution that `sampling` draws from, (…, V), at least fp32.
 
     Top-k comes before top-p, which applies to the probabilities after temperature and top-k.
-
-    Returns:
-        (…, V), at least fp32.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = at_least_fp32(logits)
     if sampling.temperature == 0.0:
         return torch.zeros_like(wide).scatter(-1, wide.argmax(-1, keepdim=True), 1.0)
     wide = wide / sampling.temperature
@@ -62,14 +61,11 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(weight: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token at which the cumulative weight first exceeds the share `uniform`.
+    """Return the token at which the cumulative weight first exceeds the share `uniform`, int64.
 
     Args:
         weight: (…, V), not negative, of any sum. A token of weight 0 is never drawn.
         uniform: (…) in [0, 1).
-
-    Returns:
-        (…) int64.
     """
     cumulated = weight.double().cumsum(-1)
     total = cumulated[..., -1:]

@@ -4,7 +4,6 @@ prompt ─ chat: the turns so far ─► requests ─► Engine.stream ─► to
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,35 +18,36 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionOptions:
-    """How a session generates."""
-
-    sampling: Sampling
-    seed: int = 0
-    max_new_tokens: int = 128
-    stop: Sequence[str] = ()
-    chat: bool = False
-
-
 class Session:
     """Completes prompts with one model; in a chat it remembers the turns."""
 
     def __init__(
-        self, engine: Engine, loaded: Loaded, tokenizer: "Tokenizer", options: SessionOptions
+        self,
+        engine: Engine,
+        loaded: Loaded,
+        tokenizer: "Tokenizer",
+        *,
+        sampling: Sampling,
+        seed: int = 0,
+        max_new_tokens: int = 128,
+        stop: Sequence[str] = (),
+        chat: bool = False,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._options = options
+        self._sampling = sampling
+        self._max_new_tokens = max_new_tokens
+        self._stop = stop
+        self._chat = chat
         self._ends = text_ends(loaded, tokenizer)
-        self._generator = torch.Generator().manual_seed(options.seed)
+        self._generator = torch.Generator().manual_seed(seed)
         self._turns: list[Turn] = []
         self.context_tokens = engine.stack.context_tokens
         self.knows_chats = loaded.run.text_format(tokenizer).turn_end is not None
 
     def answer(self, prompt: str) -> Iterator[GeneratedToken]:
         """Stream one completion, or the answer to one turn of the chat."""
-        if not self._options.chat:
+        if not self._chat:
             yield from self.complete([prompt])
             return
         self._turns.append(Turn("user", prompt))
@@ -65,12 +65,10 @@ class Session:
             self._tokenizer,
             [prompt or beginning for prompt in prompts],
             stop_tokens=self._ends.stop_tokens,
-            max_new_tokens=self._options.max_new_tokens,
-            stop=self._options.stop,
+            max_new_tokens=self._max_new_tokens,
+            stop=self._stop,
         )
-        return self._engine.stream(
-            requests, sampling=self._options.sampling, generator=self._generator
-        )
+        return self._engine.stream(requests, sampling=self._sampling, generator=self._generator)
 
     def summary(self, completions: Sequence[Completion]) -> list[str]:
         """Return the cost of completions, as phrases."""

@@ -33,12 +33,7 @@ from titan_loop.inference.stack import LoopState
 
 @dataclass
 class SelfSpeculation:
-    """Depth and length of the drafts, and counts of the rounds so far.
-
-    Attributes:
-        draft_step: Step s that drafts, at least 1 and below R.
-        rounds: Number of rounds, each with one verification.
-    """
+    """Depth and length of the drafts, and counts so far of rounds, each with one verification."""
 
     draft_step: int = 1
     draft_tokens: int = 3
@@ -93,8 +88,10 @@ class SelfSpeculation:
         """Return (B, k) drafts, their (B, k, V) distributions, and k+1 tokens' state after s."""
         stack, rows = batch.stack, batch.rows
         token_BL = batch.column(row.token for row in rows)
-        drafts: list[Tensor] = []
-        distributions: list[Tensor] = []
+        drafts = [token_BL[:, :0]]
+        distributions = [
+            torch.empty(len(rows), 0, stack.model.config.vocab_size, device=stack.device)
+        ]
         states: list[LoopState] = []
         for offset in range(count + 1):
             context = stack.token_context(self._positions(batch, offset, offset + 1), batch.cache)
@@ -110,11 +107,6 @@ class SelfSpeculation:
             token_BL = batch.column(batch.draw(prob_BLV[:, 0], rows))
             distributions.append(prob_BLV)
             drafts.append(token_BL)
-        if not drafts:
-            vocabulary = batch.stack.model.config.vocab_size
-            empty_BL = token_BL[:, :0]
-            empty_BLV = states[0].read_BLD.new_empty((len(rows), 0, vocabulary))
-            return empty_BL, empty_BLV, states[0]
         state = tree_map(lambda *leaves: torch.cat(leaves, 1), *states)
         return torch.cat(drafts, 1), torch.cat(distributions, 1), state
 
@@ -128,11 +120,9 @@ class SelfSpeculation:
         return probabilities(batch.stack.readout(state.read_BLD), batch.sampling)
 
     def _positions(self, batch: Batch, start: int, stop: int) -> Tensor:
-        """Return (B, stop - start) positions after each row's newest token.
-
-        A row near its end drafts along with the others. Drafts past the cache's last position are
-        never accepted; they only need a place that no accepted token reads.
-        """
+        """Return (B, stop - start) positions after each row's newest token."""
+        # A row near its end drafts along with the others. Drafts past the cache's last position are
+        # never accepted; they only need a place that no accepted token reads.
         first_BL = batch.column(row.position for row in batch.rows)
         offset_L = torch.arange(start, stop, device=first_BL.device)
         return (first_BL + offset_L).clamp_max(batch.cache.shape.capacity - 1)
@@ -150,16 +140,13 @@ class SelfSpeculation:
 def accepted_count(
     draft_BL: Tensor, draft_prob_BLV: Tensor, prob_BLV: Tensor, uniform_BL: Tensor
 ) -> Tensor:
-    """Return how many drafts each row accepts, in order, up to the first refusal.
+    """Return the number of drafts that each row accepts up to its first refusal, (B,) int64.
 
     Args:
         draft_BL: (B, k) drafts x_i, drawn from `draft_prob_BLV`.
         draft_prob_BLV: (B, k, V) distributions Q_i of the drafts.
         prob_BLV: (B, k, V) distributions P_i of step R.
         uniform_BL: (B, k) numbers u_i in [0, 1); x_i is accepted if u_i · Q_i(x_i) < P_i(x_i).
-
-    Returns:
-        (B,) int64 in 0 … k.
     """
     index_BL1 = draft_BL.unsqueeze(-1)
     draft_BL_prob = draft_prob_BLV.gather(-1, index_BL1).squeeze(-1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from titan_loop.errors import UserError
-from titan_loop.inference.cache import CacheShape, LoopCache, Places
+from titan_loop.inference.cache import CacheShape, LoopCache, Places, TokenVisit
 from titan_loop.models.attention import DocumentAttention, LoopAttention
 from titan_loop.models.context import KeyValueCache, LoopContext
 from titan_loop.models.decoder import LoopDecoder
@@ -22,11 +22,12 @@ from titan_loop.models.recurrence import Carry
 
 @dataclass
 class Work:
-    """The cost of generating: bytes of caches, calls of the stack, tokens in those with padding.
+    """The cost of generating.
 
     Attributes:
         cache_bytes: Bytes allocated for keys and values.
         applications: Number of calls of the whole stack.
+        token_steps: Number of tokens in those calls, padding included.
     """
 
     cache_bytes: int = 0
@@ -40,8 +41,7 @@ class LoopState(NamedTuple):
     Attributes:
         carry: Start of the latest step.
         hidden_BLD: State after it; a pytree for families with several streams.
-        read_BLD: Input of head, gate and exit policies; the state's first part where
-            none of them looks at it.
+        read_BLD: Input of head, gate and exit policies; the state's first part if none reads it.
     """
 
     carry: Carry
@@ -106,7 +106,7 @@ class Stack:
         mask_B1LS = None  # rows in step see all their keys
         if not places.in_step:
             mask_B1LS = (key_S <= positions_BL.unsqueeze(-1)).unsqueeze(1)
-        visit = cache.tokens(places)
+        visit = TokenVisit(cache, places)
         return self.model.make_context(
             positions_BL, positions_BL, mask_B1LS, visit, key_positions=key_S.unsqueeze(0)
         )
@@ -124,7 +124,7 @@ class Stack:
 
         Args:
             state: State after the step before; None if all rows are at step 1.
-            tokens_BL: The tokens that rows at step 1 start from; None if there are none.
+            tokens_BL: Tokens that rows at step 1 start from; None if there are none.
             reads: Whether anything reads a state after this step; if not, no coda runs.
         """
         same = min(steps) == max(steps)
@@ -145,8 +145,6 @@ class Stack:
         step: int | Tensor,
         context: LoopContext,
     ) -> Carry:
-        """Return the state that every row's step starts from."""
-
         def started() -> Carry:
             assert tokens_BL is not None
             return self.model.start(tokens_BL, context)

@@ -1,8 +1,7 @@
 """Plain decoding: every call advances each row by one recurrent step, whichever that is.
 
 A token that leaves the recurrence is read out and its successor starts at step 1 in the next call,
-while its neighbours go on where they are. No row waits for another row's depth, and every step that
-runs is used.
+while its neighbours go on. No row waits for another, and every step that runs is used.
 """
 
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from titan_loop.inference.rows import Batch, GeneratedToken
 
 
 def advance(batch: Batch) -> Iterator[GeneratedToken]:
-    """Apply the stack once to all rows; yield the tokens of those that leave it."""
+    """Apply the stack once to all rows; yield the tokens of those that leave."""
     rows, stack = batch.rows, batch.stack
     for row in rows:
         row.step += 1
@@ -22,7 +21,7 @@ def advance(batch: Batch) -> Iterator[GeneratedToken]:
         batch.state,
         batch.column(row.token for row in rows) if 1 in steps else None,
         steps,
-        context._replace(said_BLV=batch.decider.log_prob_BLV),
+        context._replace(said_BLV=batch.decider.log_prob),
         reads=reads,
     )
     before = state if batch.state is None else batch.state

@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from titan_loop.errors import UserError
-from titan_loop.inference.exit_policy import Evidence, ExitPolicy
+from titan_loop.inference.exit_policy import ExitPolicy
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,3 @@ class Survival(ExitPolicy):
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
             raise UserError(f"exit=survival:{self.threshold} must be above 0 and at most 1")
-
-    def fires(self, evidence: Evidence) -> Tensor:
-        """False: there is one recurrent step."""
-        return torch.zeros_like(evidence.step_BL, dtype=torch.bool)
