@@ -124,7 +124,6 @@ class DistillationLoss(StreamedLoss):
         self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
-        assert isinstance(readout, LMHead)
         last_BLD = output.hidden_RBLD[-1]
         teacher_VD = None
         if self._place:

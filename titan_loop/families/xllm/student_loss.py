@@ -15,7 +15,7 @@ from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.streamed_distillation import Targets, distilled_loss
-from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, StreamedLoss, token_mean
+from titan_loop.objectives.streamed_loss import LossBatch, StreamedLoss, token_mean
 from titan_loop.training.callback import Callback, TrainingState
 
 
@@ -46,10 +46,9 @@ class StudentLoss(StreamedLoss):
                 yield Refusal.of("loss", "StudentLoss", problem, "set model.exit_gate=False")
 
     def compute(
-        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
-        assert isinstance(readout, LMHead)
         targets = Targets(batch.labels_BL, 1.0, batch.valid_tokens)
         predicted_BLD = output.hidden_RBLD[-1]
         loss, ce_SBL, kl_SBL = distilled_loss(
