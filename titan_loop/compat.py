@@ -112,29 +112,8 @@ def assuming(device: DeviceType) -> Iterator[None]:
         _assumed_device = before
 
 
-def _run_on_cpu() -> None:
-    titan_utils.device_type = "cpu"
-    titan_utils.device_module = CpuDevice()  # type: ignore[assignment]
-    titan_utils.get_local_device = lambda: torch.device("cpu")
-    # Upstream answers 312 TFLOP/s (an A100) for every device that it does not know.
-    titan_utils.get_peak_flops = lambda device_name: float("nan")
-
-
-def _route_in_fp32() -> None:
-    # torchtitan 0.3.0's router asks for autocast to fp32, which torch does not know on CPU; weights
-    # are fp32 there. Delete when either does without the warning.
-    warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype is not supported")
-
-
-def _add_set_timeout() -> None:
-    # torchtitan calls `torch.distributed.set_timeout(timeout, group)` after the first step.
-    # Delete when torch < 2.14 is no longer supported.
-    if "set_timeout" not in vars(dist):
-
-        def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-        dist.set_timeout = set_timeout  # type: ignore[attr-defined]
+def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def _profile_outside_of_checkpointing() -> None:
@@ -147,9 +126,17 @@ def _profile_outside_of_checkpointing() -> None:
 
 
 if not torch.cuda.is_available():
-    _run_on_cpu()
-    _route_in_fp32()
-_add_set_timeout()
+    titan_utils.device_type = "cpu"
+    titan_utils.device_module = CpuDevice()  # type: ignore[assignment]
+    titan_utils.get_local_device = lambda: torch.device("cpu")
+    # Upstream answers 312 TFLOP/s (an A100) for every device that it does not know.
+    titan_utils.get_peak_flops = lambda device_name: float("nan")
+    # torchtitan 0.3.0's router asks for autocast to fp32, which torch does not know on CPU; weights
+    # are fp32 there. Delete when either does without the warning.
+    warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype is not supported")
+if "set_timeout" not in vars(dist):
+    # torchtitan calls it after the first step. Delete when torch < 2.14 is no longer supported.
+    dist.set_timeout = _set_timeout  # type: ignore[attr-defined]
 _profile_outside_of_checkpointing()
 import_lightly(compiler=torch.cuda.is_available())
 

@@ -370,7 +370,7 @@ def test_consolidate(checkpoints, call, tmp_path, optimizer):
     assert json.loads(metadata["titan_loop.step"]) == 4
     assert json.loads(metadata["titan_loop.lineage"]) == {"parent": None, "stage": "main"}
     assert len(json.loads(metadata["titan_loop.manifest_sha256"])) == 64
-    assert "exists; choose another" in (
+    assert "exists; choose a new file" in (
         call("consolidate", checkpoints / "step-4", "--output", output).error
     )
     assert [path.name for path in output.parent.iterdir()] == ["model.safetensors"]

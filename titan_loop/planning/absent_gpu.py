@@ -23,8 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._functional_collectives import all_to_all_single
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 from torch.nn.attention import flex_attention as torch_flex
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import compile as titan_compile
@@ -52,14 +50,16 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
         raise UserError("a rehearsal needs a process of its own: start it without torchrun")
     gpu = compat.CpuDevice()
     properties = SimpleNamespace(name="GPU", total_memory=int(cluster.gpu.memory_bytes))
-    composite, new_group, layout = F.rms_norm, dist.new_group, muon.layout
+    fused, new_group, layout = F.rms_norm, dist.new_group, muon.layout
 
     def rms_norm(
         input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        if weight is None or weight.dtype != input.dtype:
-            return composite(input, normalized_shape, weight, eps)  # CUDA has no kernel for these
-        return _fused_rms_norm(input, weight)[0]
+        if weight is not None:
+            return fused(input, normalized_shape, weight, eps)
+        wide = input.float()  # counted as several operations: never compared with a GPU
+        scale = wide.pow(2).mean(-1, keepdim=True).add_(eps or 0.0).rsqrt()
+        return (wide * scale).type_as(input)
 
     def layout_of_meshes(matrix: Tensor) -> muon.Layout:
         with unset_fake_temporarily():  # it reads the values of meshes
@@ -94,6 +94,10 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
         stack.enter_context(compat.assuming("cuda"))
         for owner, name, replacement in replacements:
             stack.enter_context(patch.object(owner, name, replacement))
+        # `F.rms_norm` as one kernel, as on CUDA: several operations save more tensors.
+        kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):
+            kernels.impl(name, _unread, "CPU")
         # As torchtitan does when it makes the process group.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         dist.init_process_group("fake", rank=0, world_size=cluster.ranks, store=FakeStore())
@@ -117,53 +121,5 @@ def _even_exchange(dispatcher: Any, rows_RD: Tensor, group: Any, *splits: None) 
     return all_to_all_single(rows_RD, sizes, sizes, dispatcher.ep_mesh)
 
 
-# On a CPU, `F.rms_norm` is several operations, which save more tensors than CUDA's one kernel.
-@torch.library.custom_op("titan_loop::fused_rms_norm", mutates_args=())
-def _fused_rms_norm(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError
-
-
-@_fused_rms_norm.register_fake
-def _(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(input), input.new_empty(*input.shape[:-1], 1, dtype=torch.float32)
-
-
-@torch.library.custom_op("titan_loop::fused_rms_norm_backward", mutates_args=())
-def _fused_rms_norm_backward(
-    gradient: Tensor, input: Tensor, scale: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError
-
-
-@_fused_rms_norm_backward.register_fake
-def _(gradient: Tensor, input: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(input), torch.empty_like(weight)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, output[1])
-
-
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-    input, weight, scale = ctx.saved_tensors
-    return _fused_rms_norm_backward(gradient, input, scale, weight)
-
-
-_fused_rms_norm.register_autograd(_backward, setup_context=_save)
-
-
-@register_sharding(torch.ops.titan_loop.fused_rms_norm.default)
-def _(input: Any, weight: Any) -> list[Any]:
-    one = Replicate()
-    cut = [([Shard(axis), Shard(axis)], [Shard(axis), one]) for axis in range(input.ndim - 1)]
-    return [([one, one], [one, one]), *cut]
-
-
-@register_sharding(torch.ops.titan_loop.fused_rms_norm_backward.default)
-def _(gradient: Any, input: Any, scale: Any, weight: Any) -> list[Any]:
-    one = Replicate()
-    cut = [
-        ([Shard(axis), Partial()], [Shard(axis), Shard(axis), Shard(axis), one])
-        for axis in range(input.ndim - 1)
-    ]
-    return [([one, one], [one, one, one, one]), *cut]
+def _unread(*args: Any) -> Any:
+    raise NotImplementedError  # fake tensors have no values

@@ -63,7 +63,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class RunTokenizer(NamedTuple):
-    """A `tokenizer.json`, and whether the model is known to be trained with it."""
+    """A `tokenizer.json`, and whether it is known that the model was trained with it."""
 
     path: Path
     is_known: bool

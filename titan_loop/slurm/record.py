@@ -69,11 +69,9 @@ class Restarts:
     def begin(self, checkpoints: Mapping[str, int], *, is_restart: bool) -> None:
         """Count a start; it is a restart if the job, or its predecessor, was started before."""
         if not is_restart:
-            self.fruitless, self.bad_nodes = 0, {}
-        elif is_newer(checkpoints, self.checkpoints):
-            self.fruitless = 0
-        else:
-            self.fruitless += 1
+            self.bad_nodes = {}
+        progress = not is_restart or is_newer(checkpoints, self.checkpoints)
+        self.fruitless = 0 if progress else self.fruitless + 1
         self.checkpoints = dict(checkpoints)
 
 
@@ -93,10 +91,10 @@ def read_restarts(folder: Path, name: str) -> Restarts:
     """Return the history of the job called `name`; an empty one before its first start."""
     try:
         record = _read(slurm_folder(folder) / f"{name}.json")
-        record.pop("format_version")
-        return Restarts(**record)
     except FileNotFoundError:
         return Restarts()
+    del record["format_version"]
+    return Restarts(**record)
 
 
 def write_restarts(folder: Path, name: str, restarts: Restarts) -> None:
