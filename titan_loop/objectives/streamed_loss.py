@@ -60,8 +60,7 @@ class StreamedLoss(ChunkedLossWrapper):
         """An objective's requirements on the run that trains it."""
 
         schedules: ClassVar[tuple[str, ...]] = ()
-        """Schedules whose values `set_schedules` receives: fields of this config, or else of the
-        run."""
+        """Schedules that `set_schedules` receives: fields of this config, or else of the run."""
 
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that the objective reads; the loader must declare them."""
