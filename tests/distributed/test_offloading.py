@@ -99,7 +99,11 @@ def test_under_compilation_nothing_else_is_moved(moved):
 def test_it_is_refused_without_a_gpu_and_with_tensor_parallelism(source, tmp_path):
     config = tiny_config(source, tmp_path)
     config.activation_checkpoint = FullOffloadAC.Config()
-    with pytest.raises(UserError, match=r"full-offload moves states .* there is no GPU; use"):
+    with pytest.raises(
+        UserError, match=r"full-offload moves states off a GPU, and there is none; use"
+    ):
         resolve(config, 1)
-    with pytest.raises(UserError, match=r"full-offload does not work with .*_degree=2, which"):
+    with pytest.raises(
+        UserError, match=r"_degree=2 splits the states that .*full-offload moves; use"
+    ):
         check_recomputation(FullOffloadAC.Config(), ParallelismConfig(tensor_parallel_degree=2))

@@ -50,7 +50,7 @@ def test_one_command_continues_an_exported_folder(
     imported = RunDirectory(run / "imported").checkpoint(0)
     assert manifest["lineage"]["origin"]["path"] == str(imported.resolve())
     printed = capfd.readouterr()
-    assert "other than the parent: model." not in printed.err + printed.out
+    assert "differs from the parent: model." not in printed.err + printed.out
     assert train(source, run, *start, 12 * SEQ_LEN) == 0  # goes on, and imports nothing again
     assert RunDirectory(run).read_metrics()[-1]["step"] == 3
     log = RunDirectory(run).log_txt.read_text()
@@ -63,7 +63,9 @@ def test_one_command_continues_an_exported_folder(
     assert not any(text in log for text in ("Training completed", "already init", "exhausted"))
     assert train(source, run, *start, 99 * SEQ_LEN, "--training.steps", 4) == 0
     log = RunDirectory(run).log_txt.read_text()
-    assert f"Ended at step 4 as training.steps says, with {16 * SEQ_LEN} of 3,168 tokens" in log
+    assert (
+        f"Ended at step 4, the limit of training.steps, after {16 * SEQ_LEN} of 3,168 tokens" in log
+    )
 
 
 def test_an_explicit_value_wins_and_is_a_line(
@@ -72,7 +74,7 @@ def test_an_explicit_value_wins_and_is_a_line(
     flags = ("--from", folder, "--total-tokens", 4 * SEQ_LEN, "--model.rope-theta", 5000)
     assert train(source, tmp_path / "run", *flags) == 0
     printed = capfd.readouterr()
-    line = f"other than the parent: model.rope_theta {BASE} → 5000"
+    line = f"differs from the parent: model.rope_theta {BASE} → 5000"
     assert line in printed.err + printed.out
     assert RunDirectory(tmp_path / "run").read_config()["model"]["rope_theta"] == 5000
 

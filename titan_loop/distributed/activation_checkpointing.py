@@ -42,6 +42,8 @@ class RecurrentStepAC(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
+        """Checkpointing of layers within a step that is recomputed."""
+
         layers: Literal["none", "full"] = "none"
         """full keeps only each layer's input while a step is recomputed, and recomputes the layer
         once more in its backward pass."""

@@ -47,8 +47,7 @@ class FSDPConfig:
     nothing else asks for per_visit."""
 
     fp32_visit_sum: bool = False
-    """Add up a layer's R gradient contributions in fp32 instead of the compute dtype, for 4 instead
-    of 2 bytes per parameter of all layers."""
+    """Add up a layer's R gradient contributions in fp32, for 4 instead of 2 bytes per parameter."""
 
     def check(self, parallelism: ParallelismConfig) -> None:
         """Raise `UserError` for an unknown policy or settings that contradict each other."""

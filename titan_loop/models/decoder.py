@@ -54,7 +54,6 @@ class LoopDecoder(Decoder):
     """A decoder whose stack of unique layers is applied `recurrent_steps` times.
 
     Attributes:
-        recurrent_steps: R of `forward` unless told otherwise.
         observe: Called after every layer visit with the state, the step (None outside the loop)
             and the layer's number.
         exit_policy: Exit policy in force, for layers that obey one by themselves; None as

@@ -2,9 +2,9 @@
 
     λ_r = sigmoid(w·h_r + b)
 
-To train the gate of a frozen language model, `forward` needs no switch: autograd records nothing
-without a parameter that requires a gradient. Checkpoints of such a stage hold the whole model, but
-optimiser state of the gate alone.
+The gate of a frozen language model needs no other `forward`: autograd records nothing without a
+parameter that requires a gradient. Its checkpoints hold the whole model, but optimiser state of the
+gate alone.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.2, Eq. 3.
 """

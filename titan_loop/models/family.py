@@ -64,8 +64,7 @@ class ModelOptions:
     """Rows of embedding and head; None takes the data's vocabulary, without data the size's own."""
 
     recurrent_steps: int | None = None
-    """R the model is built with; None takes the size's own. In training the recurrence schedule
-    sets R."""
+    """R the model is built with; None takes the size's own. In training a schedule sets R."""
 
     n_layers: int | None = None
     """Unique layers; None takes the size's own."""

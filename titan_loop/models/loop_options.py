@@ -17,8 +17,7 @@ class LoopOptions(ModelOptions):
     """Options of every family whose looped layers are sandwich blocks; the defaults are Ouro's."""
 
     rope_theta: float | None = None
-    """Base of the rotary embedding; None takes that of the weights that a run starts from, else
-    10,000."""
+    """Base of the rotary embedding; None takes the base of the starting weights, else 10,000."""
 
     norm_placement: NormPlacement = "every_step"
     """Place of the final norm: after every recurrent step, as in Ouro, or at the readout only."""

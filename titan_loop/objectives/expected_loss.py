@@ -122,6 +122,8 @@ class ExpectedExitLoss(StreamedLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
+        """The prior over exit steps; its weight β is a schedule of the run."""
+
         schedules: ClassVar[tuple[str, ...]] = ("entropy_weight",)
 
         prior: Prior = "uniform"

@@ -60,8 +60,7 @@ class StreamedLoss(ChunkedLossWrapper):
         """An objective's requirements on the run that trains it."""
 
         schedules: ClassVar[tuple[str, ...]] = ()
-        """Schedules whose values `set_schedules` receives: fields of this config, or else of the
-        run."""
+        """Schedules that `set_schedules` receives: fields of this config, or else of the run."""
 
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that the objective reads; the loader must declare them."""
@@ -143,8 +142,8 @@ class StreamedLoss(ChunkedLossWrapper):
         Without `global_valid_tokens` they are sums instead of means. Without valid tokens, loss,
         metrics and gradients are 0.
         """
-        readout = self.lm_head
-        assert isinstance(readout, LMHead), "set_lm_head was not called"
+        readout: Any = self.lm_head
+        assert readout is not None, "set_lm_head was not called"
         valid_tokens = 1.0 if global_valid_tokens is None else global_valid_tokens
         type_checking = spmd.is_type_checking()
         # As upstream: the checker cannot follow a sum over tokens divided by a replicated scalar.

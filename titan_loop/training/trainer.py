@@ -349,7 +349,7 @@ class LoopTrainer(Trainer):
         the first one by much, such as rank 0 in a slow upload.
         """
         self.checkpointer.ends_together = together
-        with contextlib.ExitStack() as closing:
+        with contextlib.ExitStack() as closing:  # in reverse order, so the lock comes last
             if self.run_lock is not None:
                 closing.callback(self.run_lock.release)
             closing.callback(self.checkpointer.close)

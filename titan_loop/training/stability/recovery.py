@@ -181,10 +181,7 @@ def rewind(
 def _last_before(
     first: int, checkpoints: Path, remote: RemoteCheckpoints | None, *, avoid: Collection[int]
 ) -> int | None:
-    """Return the newest step before `first` with a checkpoint, here if there is one.
-
-    Steps to `avoid` are a last resort.
-    """
+    """Return the newest step before `first` with a checkpoint; avoid some if there are others."""
     for shunned in ({*avoid}, set[int]()):
 
         def wanted(step: int, shunned: set[int] = shunned) -> bool:

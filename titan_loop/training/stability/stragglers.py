@@ -61,10 +61,7 @@ class Stragglers(Callback):
         return record
 
     def gather(self, data_seconds: float) -> dict[str, Any]:
-        """Return all ranks' times since the last record; this rank waited `data_seconds` for data.
-
-        Collective.
-        """
+        """Return all ranks' times since the last record; collective."""
         steps, self._steps = max(1, self._steps), 0
         elapsed = time.perf_counter() - self._began
         own = RankTimes(elapsed / steps, data_seconds / steps, self._time_products())
@@ -104,10 +101,7 @@ class Stragglers(Callback):
 
 
 def straggler(times: list[RankTimes], factor: float) -> tuple[int, str] | None:
-    """Return the rank whose own time is furthest above the median, and the reason.
-
-    None if no rank reaches `factor` times the median.
-    """
+    """Return the rank furthest above the median, if by `factor` or more, and the reason."""
     if len(times) < 2:
         return None
     found: list[tuple[float, int, str]] = []
