@@ -286,7 +286,7 @@ def test_the_whole_config_file(tmp_path: Path) -> None:
         ),
         ("[minhash]\nngrams = 5", "unknown name minhash.ngrams; nearest: n_grams"),
         ("[minhash]\nn_grams = 0", "minhash.n_grams = 0 must be a positive whole number"),
-        ("[decontaminate]\nn_grams = 5", "decontaminate.tasks = None must be a list"),
+        ("[decontaminate]\nn_grams = 5", "decontaminate.tasks=None must be a list"),
         ("[decontaminate]\ntasks = ['a']\nn_grams = '5'", "decontaminate.n_grams = '5' must be"),
         ("[decontaminate]\ntasks = ['a']\ntask = 1", "unknown name decontaminate.task; nearest"),
     ],
