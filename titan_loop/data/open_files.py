@@ -94,7 +94,7 @@ class OpenFiles:
         if path in self._descriptors:
             return self._descriptors[path]
         if len(self._descriptors) >= self._most:
-            self._close_first()
+            os.close(self._descriptors.popitem(last=False)[1])
         try:
             self._descriptors[path] = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -103,9 +103,6 @@ class OpenFiles:
             self._most = len(self._descriptors)  # the rest of the process took more
             return self._descriptor(path)
         return self._descriptors[path]
-
-    def _close_first(self) -> None:
-        os.close(self._descriptors.popitem(last=False)[1])
 
 
 def _close_all(descriptors: OrderedDict[str, int]) -> None:

@@ -187,7 +187,8 @@ class TokenShards:
         return parts
 
     def _ends_within(self, shard: int, first: int, last: int, before: int) -> np.ndarray:
-        self._check_index(shard)
+        if not self._index_is_checked[shard]:
+            self._check_index(shard)
         ends, stop = self._ends_after(shard, first)
         while ends[-1] <= last and stop < self._documents[shard]:
             ends = np.concatenate((ends, self._index(shard, stop, _INDEX_BLOCK)))
@@ -243,16 +244,11 @@ class TokenShards:
         return ends[before : before + count]
 
     def _check_index(self, shard: int) -> None:
-        if self._index_is_checked[shard]:
-            return
-        card = self.split.shards[shard]
-        path = self._index_paths[shard]
+        card, path = self.split.shards[shard], self._index_paths[shard]
         end = int(self.files.read(path, _DOCUMENT_END, card.documents - 1, 1)[0])
         if end != card.tokens:
-            raise UserError(
-                f"index {path} ends at token {end}, its shard has {card.tokens}: prepare the "
-                "source again"
-            )
+            problem = f"index {path} ends at token {end}, its shard has {card.tokens}"
+            raise UserError(f"{problem}: prepare the source again")
         self._index_is_checked[shard] = 1
 
 

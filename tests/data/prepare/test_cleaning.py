@@ -192,7 +192,7 @@ doc_to_target: "{{{{answer}}}}"
     with pytest.raises(UserError, match="no question of 400 words"):
         build_ngram_index(settings(n_grams=400), tmp_path / "x", "eng")
     data.unlink()
-    with pytest.raises(UserError, match=r"local_mmlu cannot be loaded .*: download them"):
+    with pytest.raises(UserError, match=r"local_mmlu cannot be loaded .*: check the network"):
         build_ngram_index(settings(), tmp_path / "x", "eng")
 
 

@@ -157,6 +157,10 @@ class GlobalBatchLoader(BaseDataLoader):
         tokenizer: Any = None,
         snapshot_every_n_steps: int | None = None,
     ) -> None:
+        if config.dataset or config.dataset_path:
+            raise UserError(
+                "dataloader.dataset and dataloader.dataset_path have no effect: leave them out"
+            )
         self._prefetch = config.prefetch
         self._accept_change = config.accept_change
         self._few_labels = config.few_labels()

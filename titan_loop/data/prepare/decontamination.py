@@ -83,8 +83,7 @@ def _tasks(settings: Decontamination) -> dict[str, Any]:
     except Exception as error:  # `datasets` and a task's own code raise many kinds
         raise UserError(
             f"decontaminate.tasks {', '.join(settings.tasks)} cannot be loaded "
-            f"({first_line(error)}): download them where there is a network, or give local tasks "
-            "with include_path"
+            f"({first_line(error)}): check the network, or give local tasks with include_path"
         ) from error
 
 

@@ -138,18 +138,18 @@ def _expand(
     for path in paths:
         if path.is_dir():
             kind, found = _in_folder(path, format, patterns, ours)
-        elif path.is_file():
-            if format == "auto" and path.name.lower().endswith(_MAYBE_LINES):
-                raise UserError(
-                    f"input {path} may hold JSON lines or be one document: give --format jsonl or "
-                    "--format text"
-                )
-            kind, found = (_kind(path) if format == "auto" else format), [path]
-        else:
+        elif not path.is_file():
             raise UserError(
                 f"input {path} does not exist: build or download the documents first (a Hugging "
                 "Face dataset needs --format huggingface)"
             )
+        elif format == "auto" and path.name.lower().endswith(_MAYBE_LINES):
+            raise UserError(
+                f"input {path} may hold JSON lines or be one document: give --format jsonl or "
+                "--format text"
+            )
+        else:
+            kind, found = (_kind(path) if format == "auto" else format), [path]
         kinds.add(kind)
         files += found
     counts = Counter(path.resolve() for path in files)
@@ -187,11 +187,11 @@ def _in_folder(
     chosen = kind == "text" or (format != "auto" and patterns)
     found = [path for path in matching if chosen or _kind(path) == kind]
     if not found:
-        raise UserError(
-            f"input folder {folder} has no {'document' if format == 'auto' else format} file"
-            + (f" that matches {', '.join(patterns)}" if patterns else "")
-            + ("" if format == "auto" or patterns else ": choose by name with --pattern")
-        )
+        wanted = "document" if format == "auto" else format
+        rest = f" that matches {', '.join(patterns)}" if patterns else ""
+        if format != "auto" and not patterns:
+            rest = ": choose by name with --pattern"
+        raise UserError(f"input folder {folder} has no {wanted} file{rest}")
     if len(found) < len(visible):
         logger.info("%s: %d of %d files are %s", folder, len(found), len(visible), kind)
     originals = {path.resolve() for path in found if not path.is_symlink()}

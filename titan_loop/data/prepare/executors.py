@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from datatrove.executor.base import PipelineExecutor
+from datatrove.executor.local import LocalPipelineExecutor
 
 from titan_loop.data.prepare.config import Executor
 from titan_loop.errors import UserError, nearest
@@ -61,14 +62,16 @@ def run_pipelines(
         if not pipeline.unfinished():
             logger.info("%s: finished before, %d tasks skipped", pipeline.name, pipeline.tasks)
             continue
-        build = _ray if executor == "ray" else _local
-        build(pipeline, workers, options).run()
+        if executor == "ray":
+            _ray(pipeline, workers, options).run()
+        else:
+            local = {"workers": min(workers, pipeline.tasks)}
+            _build(LocalPipelineExecutor, executor, pipeline, local).run()
         unfinished = pipeline.unfinished()
         if unfinished:  # Ray does not raise its tasks' errors
             raise UserError(
                 f"{pipeline.name}: {len(unfinished)} of {pipeline.tasks} tasks failed, the first "
-                f"is {unfinished[0]}: see {pipeline.logs / 'logs'}; the same command goes on from "
-                "there"
+                f"is {unfinished[0]}: see {pipeline.logs / 'logs'}; the same command continues"
             )
     return True
 
@@ -100,13 +103,6 @@ def slurm_chain(
         }
         chain.append(_build(SlurmPipelineExecutor, "slurm", pipeline, settings))
     return chain
-
-
-def _local(pipeline: Pipeline, workers: int, options: Mapping[str, Any]) -> PipelineExecutor:
-    from datatrove.executor.local import LocalPipelineExecutor
-
-    settings = {"workers": min(workers, pipeline.tasks), **options}
-    return _build(LocalPipelineExecutor, "local", pipeline, settings)
 
 
 def _ray(pipeline: Pipeline, workers: int, options: Mapping[str, Any]) -> PipelineExecutor:

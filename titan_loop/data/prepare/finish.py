@@ -80,15 +80,13 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
     for name, counts in counted.items():
         if name in (READ, HOLD_OUT, TOKENIZE):
             continue
-        reasons = {
-            key.removeprefix("dropped_"): count
-            for key, count in counts.items()
-            if key.startswith("dropped_")
-        }
-        dropped.update(reasons or ({name: counts["dropped"]} if counts["dropped"] else {}))
+        reasons = {key: count for key, count in counts.items() if key.startswith("dropped_")}
+        if not reasons and counts["dropped"]:
+            reasons = {name: counts["dropped"]}
+        dropped.update({key.removeprefix("dropped_"): n for key, n in reasons.items()})
     if not dropped:
         return dropped
-    examples = dropped_examples(preparation.dropped_examples)
+    examples = dropped_examples(preparation.logs("dropped"))
     bad = reader["malformed"] + reader["missing_text"]
     if bad > preparation.max_malformed * reader["records"]:
         raise UserError(

@@ -144,8 +144,7 @@ def _texts(documents: Documents, text_key: str) -> Iterator[str]:
             first = dropped_examples(Path(folder))[0]
             raise UserError(
                 f"tokenizer inputs: {counts['malformed']} records are malformed and "
-                f"{counts['missing_text']} lack their text, the first that could not be used is "
-                f"{first}; correct or remove them"
+                f"{counts['missing_text']} lack their text, first {first}; correct or remove them"
             )
         if counts["empty"]:
             logger.warning("tokenizer inputs: %d documents without text", counts["empty"])

@@ -52,7 +52,7 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
         )
 
     pipelines: list[Pipeline] = []
-    steps = {READ: _reader(preparation, preparation.dropped_examples), **_quality(config)}
+    steps = {READ: _reader(preparation, preparation.logs("dropped")), **_quality(config)}
     if config.minhash is not None:
         pipelines += _minhash_pipelines(preparation)
         steps["near_duplicate"] = MinhashDedupFilter(str(work / "duplicates"))

@@ -43,11 +43,6 @@ class Preparation:
         """The folder of intermediate files, removed at the end."""
         return self.output / "work"
 
-    @property
-    def dropped_examples(self) -> Path:
-        """The folder of the first records each task dropped."""
-        return self.output / "logs" / "dropped"
-
     def logs(self, pipeline: str) -> Path:
         """Return datatrove's folder for one pipeline."""
         return self.output / "logs" / pipeline
@@ -85,13 +80,12 @@ def written_by_us(output: Path) -> list[Path]:
 
 def refuse_output(output: Path, overwrite: bool) -> None:
     """Refuse a folder that holds a complete source, or files of another origin."""
-    foreign = next((name for name in _FOLDERS if (output / name).exists()), None)
     if (output / CARD_NAME).exists() and not overwrite:
         raise UserError(f"source {output} exists already: give another output or pass overwrite")
-    if foreign is not None and not _is_source(output):
-        raise UserError(
-            f"output {output} holds a {foreign!r} that is not a source's: give another output"
-        )
+    for name in _FOLDERS:
+        if (output / name).exists() and not _is_source(output):
+            problem = f"output {output} holds a {name!r} that is not a source's"
+            raise UserError(f"{problem}: give another output")
 
 
 def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> None:
