@@ -118,6 +118,13 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return the vocabulary of the data."""
             raise NotImplementedError
 
+        def refuse_dataset(self) -> None:
+            """Raise `UserError` for torchtitan's fields of its own data, which are not read."""
+            if self.dataset or self.dataset_path:
+                raise UserError(
+                    "dataloader.dataset and dataloader.dataset_path have no effect: leave them out"
+                )
+
         def source_paths(self) -> list[str]:
             """Return the prepared sources, which may have held-out text; none for tasks."""
             return []
@@ -157,10 +164,6 @@ class GlobalBatchLoader(BaseDataLoader):
         tokenizer: Any = None,
         snapshot_every_n_steps: int | None = None,
     ) -> None:
-        if config.dataset or config.dataset_path:
-            raise UserError(
-                "dataloader.dataset and dataloader.dataset_path have no effect: leave them out"
-            )
         self._prefetch = config.prefetch
         self._accept_change = config.accept_change
         self._few_labels = config.few_labels()

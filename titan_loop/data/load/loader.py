@@ -108,6 +108,7 @@ class WindowLoader(GlobalBatchLoader):
 
     def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
         config.check()
+        config.refuse_dataset()
         self.mixture = parse_mixture(config.mixture)
         cards = read_cards(self.mixture)
         if config.prefix:
