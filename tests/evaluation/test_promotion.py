@@ -183,7 +183,7 @@ def test_mistakes(tmp_path: Path):
         with pytest.raises(UserError, match=match):
             resolve(config, 1)
 
-    refused(r"curriculum\.interval=0: a curriculum needs an exam", interval=0)
+    refused(r"curriculum\.interval=0: give the steps between two exams", interval=0)
     refused("task mano has one level", task=Mano(5, 3))
     refused(r"curriculum\.accuracy=95 must lie between 0 and 1", accuracy=95)
     refused(r"curriculum\.questions=0 must be at least 1", questions=0)
