@@ -38,7 +38,6 @@ def memory(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     file_system.pseudo_dirs[:] = [""]
     file_system.put(str(source), "/bucket/corpora/tiny", recursive=True)
     monkeypatch.setenv(remote_source.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(remote_source, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(remote_source, "_complete", set())
     yield file_system
     file_system.store.clear()
@@ -209,7 +208,6 @@ def test_over_the_protocol_of_s3(s3, source, tmp_path, monkeypatch, caplog):
     for key in ("../../../x", "train/../../../../x"):
         fsspec.filesystem("s3").pipe_file(f"{s3}/corpora/tiny/{key}", b"x")
     monkeypatch.setenv(remote_source.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(remote_source, "WAIT_SECONDS", 0.0)
     remote, local = loader(f"{s3}/corpora/tiny"), loader(source)
     assert f"of {s3}/corpora/tiny to {tmp_path}" in caplog.text
     assert_nothing_outside(tmp_path, Path(parse_mixture([f"{s3}/corpora/tiny"])[0].path))

@@ -108,7 +108,7 @@ def rewritten(run: RunDirectory, change: Callable[[dict[str, Any]], object]) -> 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c.pop("classes"), "'classes' is missing, which names the classes of dataload"),
+        (lambda c: c.pop("classes"), "'classes' does not name the classes of dataload"),
         (lambda c: c["classes"].update(loss="Loss"), "classes.loss=Loss is a class that this ver"),
         (lambda c: c["classes"].update(loss="os.system"), "classes.loss=os.system is a class"),
         (lambda c: c["classes"].update(dataloader="GlobalBatchLoader"), "is a class that this"),

@@ -1,7 +1,7 @@
 """Named columns of batches, beside token ids, positions and labels.
 
-A loader declares its columns. Those for the model are an argument of its forward pass, those for
-the loss reach the objective; the declaration is part of the data's description, and so of the hash.
+A loader declares its columns for the model's forward pass, the objective or both. The declaration
+is part of the data's description, and so of the hash.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 OWN_NAMES = ("input", "positions", "labels")
-"""Names in every batch, which no column may have, nor `LABELLED`."""
+"""Names in every batch, which no column may have."""
 
 LABELLED = "labelled"
-"""Indices of the tokens with a label into all of a batch's, from loaders of which few have one."""
+"""Indices of the tokens with a label among all of a batch, where few have one."""
 
 _Value = TypeVar("_Value")
 
@@ -22,11 +22,10 @@ class Column:
     """Declaration of one column.
 
     Attributes:
-        dtype: Type of its numbers; the model sees floats in the precision it computes in.
+        dtype: Type of its numbers; the model sees floats in its own precision.
         shape: Dimensions of one value; () for a number.
-        per_token: Whether every token has a value, (b, L, *shape), of which context parallelism
-            gives each rank its own tokens' values. Otherwise every window has one, (b, *shape), and
-            all ranks that share the window get it.
+        per_token: Whether every token has a value, (b, L, *shape), which context parallelism splits
+            like the tokens. Otherwise every window has one, (b, *shape), on all its ranks.
     """
 
     name: str

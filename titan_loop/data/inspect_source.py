@@ -20,15 +20,14 @@ from titan_loop.errors import UserError
 from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
-TARGET_START, TARGET_END = "⟦", "⟧"
 _INDEX_BYTES = 8
 
 
 class StoredDocument(NamedTuple):
-    """One document of a source.
+    """One document of a source: `tokens` of the split's tokens from `first_token` on.
 
-    It takes the split's tokens from `first_token` on, `tokens` of them. `targets` of those are
-    targets of the loss; None without a mask, when all but the document's first are.
+    Attributes:
+        targets: Number of targets of the loss; None without a mask.
     """
 
     number: int
@@ -58,7 +57,7 @@ def show_source(
         split: Split of the source.
 
     Raises:
-        UserError: If the source or its tokenizer is unusable, or `count` is below 1.
+        UserError: The source or its tokenizer is unusable, or `count` is below 1.
     """
     if count < 1:
         raise UserError(f"count {count} must be at least 1")
@@ -69,27 +68,23 @@ def show_source(
         ids = shards.document(number)
         mask = shards.read_mask(first_token, len(ids))
         text = ""
-        for start, end in pairwise([0, *_changes(mask), len(ids)]):
+        changes = [] if mask is None else (np.flatnonzero(np.diff(mask)) + 1).tolist()
+        for start, end in pairwise([0, *changes, len(ids)]):
             part = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)
             is_target = mask is not None and mask[start]
-            text += f"{TARGET_START}{part}{TARGET_END}" if is_target else part
+            text += f"⟦{part}⟧" if is_target else part
         targets = None if mask is None else int(mask.sum())
         yield StoredDocument(number, first_token, len(ids), targets, text)
         first_token += len(ids)
 
 
-def _changes(mask: np.ndarray | None) -> list[int]:
-    return [] if mask is None else (np.flatnonzero(np.diff(mask)) + 1).tolist()
-
-
 def verify_source(source: str | Path) -> Iterator[str]:
     """Yield one line for each fault of a prepared source; nothing if it is sound.
 
-    Sizes, checksums, ids, document ends and masks are compared with the card. Every byte is read, a
-    piece at a time, and every fault reported, so that one run says which files to restore.
+    Sizes, checksums, ids, document ends and masks are compared with the card. Every byte is read.
 
     Raises:
-        UserError: If there is no readable card, without which nothing can be checked.
+        UserError: There is no readable card.
     """
     source = Path(source)
     card = SourceCard.read(source)

@@ -15,26 +15,21 @@ _SHIFT = np.uint64(33)
 
 
 def keyed_integer(*parts: object) -> int:
-    """Return an integer in [0, 2**64) that depends on all `parts` and on nothing else.
-
-    Args:
-        *parts: Strings and integers; their `repr` is hashed, so 1 and "1" differ.
-    """
+    """Return an integer in [0, 2**64) that depends on the `repr` of all `parts` alone."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def keyed_uniform(*parts: object) -> float:
-    """Return a float in [0, 1) that depends on all `parts` and on nothing else."""
+    """Return a float in [0, 1) that depends on all `parts` alone."""
     return (keyed_integer(*parts) >> 11) / 2**53
 
 
 class KeyedPermutation:
     """A bijection of {0, …, n - 1} chosen by a key: a Feistel network with cycle walking.
 
-    The windows of a source are read in this order. A table would need 8 bytes a window and a
-    start-up pass; here memory is O(1) and any position is looked up directly, which makes resuming
-    instant.
+    The windows of a source are read in this order. Unlike a table it needs O(1) memory and no pass
+    at the start.
 
     x = a m + b with m = ceil(sqrt(n)). Every round maps (a, b) → (b, a + F_k(b) mod m), which is
     invertible for any F. An image outside the domain is mapped again until it falls inside; that is

@@ -1,8 +1,7 @@
 """Files that stay open and are read at an offset, as many as the system allows.
 
-Files are read, not mapped: making a map costs more than reading a few pages; a fault in a map of a
-file not in memory reads the device's whole read-ahead, megabytes for a window of kilobytes, and
-kills the process if the file was truncated.
+They are not mapped: a map costs more than reading a few pages, a fault in it reads the device's
+whole read-ahead, and one behind the end of a truncated file kills the process.
 """
 
 import errno
@@ -21,7 +20,7 @@ _OTHER_FILES = 1024  # left to the rest of the process: a usual program's whole 
 
 
 def open_file_limit() -> int:
-    """Raise this process' limit of open files as far as it may, and return it."""
+    """Raise this process's limit of open files as far as allowed, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else hard
     wanted = min(allowed, _OPEN_FILES_WANTED)
@@ -36,12 +35,11 @@ def open_file_limit() -> int:
 class OpenFiles:
     """Files opened when first asked for; shared by the sources of a mixture.
 
-    A process may hold only so many files open: the one opened first is closed first. (Windows come
-    in a random order, so that closing the least recently used one would not help.)
+    Beyond `most` open files, the one opened first is closed. Windows come in a random order, so
+    closing the least recently used one would not help.
 
     Args:
-        most: Number of files held open at the same time; None for the system's limit less 1,024,
-            and at least half of the limit.
+        most: None for the system's limit less 1,024, and at least half of the limit.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -63,11 +61,9 @@ class OpenFiles:
     def read(self, path: str, dtype: np.dtype, first: int, count: int) -> np.ndarray:
         """Return `count` values of the file from number `first`, read only.
 
-        A transient error or a short read is tried again with the file opened anew.
-
         Raises:
-            UserError: If the file is gone or too short.
-            RunFailedError: If the disk cannot read it.
+            UserError: The file is gone or too short.
+            RunFailedError: The disk cannot read it.
         """
         size = count * dtype.itemsize
 
@@ -95,23 +91,18 @@ class OpenFiles:
             raise unreadable(path, error, "check its disk and permissions") from error
 
     def _descriptor(self, path: str) -> int:
-        descriptor = self._descriptors.get(path)
-        if descriptor is None:
-            if len(self._descriptors) >= self._most:
-                self._close_first()
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                if error.errno != errno.EMFILE or not self._descriptors:
-                    raise
-                self._most = len(self._descriptors)  # the rest of the process took more
-                self._close_first()
-                descriptor = os.open(path, os.O_RDONLY)
-            self._descriptors[path] = descriptor
-        return descriptor
-
-    def _close_first(self) -> None:
-        os.close(self._descriptors.popitem(last=False)[1])
+        if path in self._descriptors:
+            return self._descriptors[path]
+        if len(self._descriptors) >= self._most:
+            os.close(self._descriptors.popitem(last=False)[1])
+        try:
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            if error.errno != errno.EMFILE or not self._descriptors:
+                raise
+            self._most = len(self._descriptors)  # the rest of the process took more
+            return self._descriptor(path)
+        return self._descriptors[path]
 
 
 def _close_all(descriptors: OrderedDict[str, int]) -> None:

@@ -2,9 +2,8 @@
 
     s3://BUCKET/…/NAME ─► CACHE/<hash of the address>/NAME, whole, when its card is first read
 
-Windows are read in a random order, so that a run soon touches every shard. The processes of a
-machine, or of all machines that share the cache, wait for the one that copies. Files that are there
-already are not copied again, and an interrupted copy is completed.
+Windows come in a random order, so a run soon touches every shard. All processes that share the
+cache wait for the one that copies. An interrupted copy is completed.
 """
 
 import errno
@@ -24,7 +23,7 @@ from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.file_names import path_below, require_file_name
 from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.storage.remote_folder import RemoteFolder, check_address
-from titan_loop.storage.transient import ATTEMPTS, WAIT_SECONDS, count_retry
+from titan_loop.storage.transient import ATTEMPTS, retried
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def is_remote(path: str) -> bool:
 
 
 def local_folder(address: str) -> str:
-    """Return where a remote source will be on this machine; nothing is copied yet.
+    """Return the folder for a remote source on this machine; nothing is copied yet.
 
     Raises:
         UserError: The address has an unknown scheme, holds credentials, or ends in no name.
@@ -64,12 +63,9 @@ def local_folder(address: str) -> str:
 def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iterable[str]]) -> None:
     """Copy a source here if `folder` is from `local_folder` and this process did not look yet.
 
-    The card comes first, and of the other objects only those that it names: a stranger's bucket
-    may hold any names.
-
     Args:
-        card_name: The file that makes a folder a source; in its place only when all others are.
-        files_of: Returns the other files that a card names.
+        card_name: File that makes a folder a source; it gets its name last.
+        files_of: Returns the other files that a card names; no others are copied.
 
     Raises:
         UserError: The address cannot be used, is not a source, or was changed since it was copied.
@@ -161,15 +157,7 @@ def _size(path: Path) -> int | None:
 
 def _tried(read: Callable[[], T]) -> T:
     """Call `read`, again after any error, since every store raises errors of its own."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return read()
-        except Exception as error:
-            if attempt == ATTEMPTS:
-                raise RunFailedError(
-                    f"{error}; the store did not answer {ATTEMPTS} times"
-                ) from error
-            logger.warning("%s (attempt %d of %d)", error, attempt, ATTEMPTS)
-        count_retry()
-        time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
-    raise AssertionError("the last attempt returns or raises")
+    try:
+        return retried(read, is_transient=lambda error: True)
+    except Exception as error:
+        raise RunFailedError(f"{error}; the store did not answer {ATTEMPTS} times") from error

@@ -2,12 +2,11 @@
 
 The format is datatrove's: `.ds` holds little-endian token ids of 2 or 4 bytes, `.ds.index` the ends
 of its documents (uint64, in tokens, from the start of the shard), `.ds.loss`, where the card says
-so, a byte per token that is 0 where nothing is learnt. Files are opened when first touched, so
-opening a source costs one `stat` per file, however large the files are, and one token read.
+so, a byte per token that is 0 where nothing is learnt. Opening a source costs one `stat` per file
+and the read of one token.
 
 Where the split's card says that EOS stands at the ends of documents and nowhere else, a window is
-one read and its ends are its EOS tokens. Otherwise they are searched for in the index by
-interpolation, which takes one or two reads more where the lengths of documents follow no order.
+one read and its ends are its EOS tokens. Otherwise they are looked up in the index.
 """
 
 import bisect
@@ -32,14 +31,6 @@ _INTERPOLATIONS = 3  # then bisection, for documents whose lengths follow their 
 _CHUNK_BYTES = 1 << 24
 
 
-def _require_size(path: str, found_bytes: int, expected_bytes: int) -> None:
-    if found_bytes != expected_bytes:
-        raise UserError(
-            f"shard {path} has {found_bytes} bytes, its card says {expected_bytes}: it was "
-            "truncated or replaced; restore it or prepare the source again"
-        )
-
-
 class TokenShards:
     """One split of a prepared source.
 
@@ -47,10 +38,9 @@ class TokenShards:
         disk_bytes: Size of the split's tokens, document ends and loss masks.
 
     Raises:
-        UserError: If the source or the split is missing or empty, a shard is missing, or a shard's
-        or an index's size differs from the card, or the first shard does not end in EOS
-            where the card says so; later, from reading, for a file that disappeared, an id outside
-            the vocabulary or an index that does not ascend or contradicts its shard.
+        UserError: The split is missing or empty, a file is missing or has another size than the
+            card says, or the first shard does not end in EOS where the card says so; later, from
+            reading, a file disappeared, an id lies outside the vocabulary, or an index is damaged.
     """
 
     def __init__(
@@ -84,9 +74,7 @@ class TokenShards:
         self._documents = array("q", [shard.documents for shard in self.split.shards])
         self._index_is_checked = bytearray(len(self._documents))
         if self._starts[-1] != self.tokens:
-            raise UserError(
-                f"source {folder}: the shards of {split!r} do not add up to its card's tokens"
-            )
+            raise UserError(f"source {folder}: the shards of {split!r} lack tokens of its card")
         self.files = OpenFiles() if files is None else files
         self.disk_bytes = self._require_sizes()
         if self.split.eos_only_at_ends:
@@ -102,7 +90,11 @@ class TokenShards:
                 raise UserError(
                     f"shard {file} is missing: restore it or prepare the source again"
                 ) from None
-            _require_size(file, found_bytes, expected_bytes)
+            if found_bytes != expected_bytes:
+                raise UserError(
+                    f"shard {file} has {found_bytes} bytes, its card says {expected_bytes}: it was "
+                    "truncated or replaced; restore it or prepare the source again"
+                )
             size_bytes += found_bytes
         return size_bytes
 
@@ -132,8 +124,7 @@ class TokenShards:
 
         Returns:
             The ids as stored (read only, uint16 or uint32, shape (count,)) and the document ends
-            relative to `start` (int64, ascending, each in 1..count): an end e says that token e - 1
-            ends its document.
+            (int64, ascending, each in 1..count): token start + e - 1 ends its document.
         """
         parts = self._parts(start, count)
         ids = self._ids(start, parts)
@@ -155,18 +146,14 @@ class TokenShards:
         return ids
 
     def read_mask(self, start: int, count: int) -> np.ndarray | None:
-        """Return the loss mask of these tokens (uint8, 0 where nothing is learnt), if there is one.
-
-        It says of each token whether it may be a *label*.
-        """
+        """Return the loss mask of these tokens (uint8, 1 for possible labels), if there is one."""
         if not self.card.has_loss_mask:
             return None
-        return _joined(
-            [
-                self.files.read(self._paths[shard] + LOSS_SUFFIX, _BYTE, first, last - first)
-                for shard, first, last, _ in self._parts(start, count)
-            ]
-        )
+        masks = [
+            self.files.read(self._paths[shard] + LOSS_SUFFIX, _BYTE, first, last - first)
+            for shard, first, last, _ in self._parts(start, count)
+        ]
+        return _joined(masks)
 
     def document(self, number: int) -> np.ndarray:
         """Return the ids (int64) of the document at `number` in stored order, its EOS included."""
@@ -200,7 +187,8 @@ class TokenShards:
         return parts
 
     def _ends_within(self, shard: int, first: int, last: int, before: int) -> np.ndarray:
-        self._check_index(shard)
+        if not self._index_is_checked[shard]:
+            self._check_index(shard)
         ends, stop = self._ends_after(shard, first)
         while ends[-1] <= last and stop < self._documents[shard]:
             ends = np.concatenate((ends, self._index(shard, stop, _INDEX_BLOCK)))
@@ -210,8 +198,8 @@ class TokenShards:
     def _ends_after(self, shard: int, token: int) -> tuple[np.ndarray, int]:
         """Return some document ends, the first one above `token` first, and the number after them.
 
-        Where the lengths of documents do not depend on their order, the end number n of N lies near
-        n / N of the shard's tokens, and one of the first three blocks has it.
+        Where lengths of documents follow no order, the end number n of N lies near n / N of the
+        shard's tokens, and one of the first three blocks has it.
         """
         documents = self._documents[shard]
         low, high = 0, documents - 1  # the number searched for is in low..high
@@ -237,10 +225,8 @@ class TokenShards:
         raise self._not_ascending(shard)
 
     def _not_ascending(self, shard: int) -> UserError:
-        return UserError(
-            f"index {self._index_paths[shard]} does not ascend: restore it or prepare the source "
-            "again"
-        )
+        path = self._index_paths[shard]
+        return UserError(f"index {path} does not ascend: restore it or prepare the source again")
 
     def _tokens_of(self, shard: int, first: int, last: int) -> np.ndarray:
         return self.files.read(self._paths[shard], self._dtype, first, last - first)
@@ -258,16 +244,11 @@ class TokenShards:
         return ends[before : before + count]
 
     def _check_index(self, shard: int) -> None:
-        if self._index_is_checked[shard]:
-            return
-        card = self.split.shards[shard]
-        path = self._index_paths[shard]
+        card, path = self.split.shards[shard], self._index_paths[shard]
         end = int(self.files.read(path, _DOCUMENT_END, card.documents - 1, 1)[0])
         if end != card.tokens:
-            raise UserError(
-                f"index {path} ends at token {end}, its shard has {card.tokens}: prepare the "
-                "source again"
-            )
+            problem = f"index {path} ends at token {end}, its shard has {card.tokens}"
+            raise UserError(f"{problem}: prepare the source again")
         self._index_is_checked[shard] = 1
 
 
@@ -281,14 +262,14 @@ def index_path(shard: Path) -> Path:
 
 
 def misplaced_eos(ids: np.ndarray, first: int, ends: np.ndarray, eos_id: int) -> int:
-    """Count the tokens that are EOS and end no document, or end one and are not EOS."""
+    """Count the EOS tokens that end no document, and the other tokens that end one."""
     low, high = np.searchsorted(ends, [first, first + len(ids)], side="right")
     eos = np.flatnonzero(ids == eos_id)
     return len(np.setxor1d(eos, ends[low:high] - 1 - first, assume_unique=True))
 
 
 def file_chunks(path: Path, dtype: str) -> Iterator[np.ndarray]:
-    """Yield a whole file's values in arrays of at most 16 MB, for passes over all of it."""
+    """Yield all values of a file in arrays of at most 16 MB."""
     value = np.dtype(dtype)
     for start in range(0, path.stat().st_size, _CHUNK_BYTES):
         yield np.fromfile(path, dtype=value, count=_CHUNK_BYTES // value.itemsize, offset=start)

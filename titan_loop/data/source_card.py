@@ -1,7 +1,6 @@
-"""`source.json`: the description of a prepared source, and the record that it is complete.
+"""`source.json`: the description of a prepared source, written last and atomically.
 
-It is written last and atomically, so a folder without it was interrupted. The loader trusts its
-sizes (and checks them against the files) instead of opening every shard.
+A folder without it was interrupted. The loader checks its sizes instead of opening every shard.
 """
 
 import hashlib
@@ -32,26 +31,17 @@ FORMAT_VERSION = 2
 SHORT_DIGEST = 16
 """Hexadecimal digits of a SHA-256 in a loader's description."""
 
-
 Card = TypeVar("Card", "SourceCard", "SplitCard", "ShardCard", "PackedCard")
 
 
 def lock_source(folder: Path, field: str) -> FolderLock:
-    """Keep other processes from writing to a source's folder, which is created if it is missing.
-
-    Raises:
-        UserError: Another process prepares or packs there, or the folder cannot be written.
-    """
+    """Keep other processes from writing to a source's folder; errors as of `FolderLock`."""
     return FolderLock(folder, LOCK_NAME, called=f"{field} {folder}", user="preparation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardCard:
-    """One `.ds` file: name within its split's folder, size and SHA-256 of its contents.
-
-    `index_sha256` and `loss_sha256` cover the document index and the loss mask beside it;
-    the latter is empty in a source without masks.
-    """
+    """One `.ds` file in its split's folder, with the checksums of its index and its loss mask."""
 
     file: str
     documents: int
@@ -66,8 +56,9 @@ class ShardCard:
 class PackedCard:
     """One packed index of a split for windows of `seq_len`; `data/prepare/packing.py` writes it.
 
-    `tokens` counts the tokens in all windows, `split_documents` the documents longer than a window,
-    which were cut into several pieces.
+    Attributes:
+        tokens: Number of tokens in all windows, without padding.
+        split_documents: Number of documents longer than a window, which were cut.
     """
 
     seq_len: int
@@ -83,9 +74,10 @@ class PackedCard:
 class SplitCard:
     """One split as it was written.
 
-    `loss_tokens` is how many tokens the loss masks leave as targets; None without masks.
-    `eos_only_at_ends` says that every document was seen to end in EOS and to have none before: ends
-    can then be read off the tokens. False means that some do not, or that it was not checked.
+    Attributes:
+        loss_tokens: Number of targets in the loss masks; None without masks.
+        eos_only_at_ends: Whether every document was seen to end in EOS and to have none before;
+            False if it was not checked.
     """
 
     documents: int
@@ -104,11 +96,13 @@ class SplitCard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceCard:
-    """The contents of `source.json`; `splits` has the keys "train" and "held_out".
+    """The contents of `source.json`.
 
-    `dropped` counts the records that were read and are in no split, by reason. `has_loss_mask` says
-    that a `.ds.loss` file with one byte per token lies beside every shard. `cleaning` is the
-    cleaning file's contents, empty without one.
+    Attributes:
+        splits: Splits by name: "train" and "held_out".
+        has_loss_mask: Whether a `.ds.loss` file with a byte per token lies beside every shard.
+        dropped: Number of records that were read and are in no split, by reason.
+        cleaning: Contents of the cleaning file.
     """
 
     name: str
@@ -131,11 +125,7 @@ class SourceCard:
         write_json(folder / CARD_NAME, {**record, _OWN_HASH: _record_sha256(record)})
 
     def shard_files(self, split: str) -> dict[str, int]:
-        """Return the size in bytes of every file of a split's shards, by its name in the source.
-
-        Raises:
-            UserError: A shard's name is not the name of a file.
-        """
+        """Return the size in bytes of every file of a split's shards, by its name in the source."""
         sizes: dict[str, int] = {}
         for shard in self.splits[split].shards:
             name = f"{split}/{require_file_name(shard.file, CARD_NAME)}"
@@ -149,15 +139,15 @@ class SourceCard:
         """Return the names of the source's files in its folder, without its card.
 
         Raises:
-            UserError: The name of a split or of a shard is not the name of a file.
+            UserError: A name of a split or of a shard is not the name of a file.
         """
         names = [TOKENIZER_NAME]
         for split, contents in self.splits.items():
             require_file_name(split, CARD_NAME)
             names += self.shard_files(split)
             for packed in contents.packed:
-                for name in packed_names(packed.seq_len):
-                    names.append(f"{split}/{require_file_name(name, CARD_NAME)}")
+                packed_files = packed_names(packed.seq_len)
+                names += [f"{split}/{require_file_name(name, CARD_NAME)}" for name in packed_files]
         return names
 
     @classmethod
@@ -165,9 +155,8 @@ class SourceCard:
         """Read the card of the prepared source in `folder`.
 
         Raises:
-            UserError: If the folder or its card is missing, or the card is unreadable, of another
-                format, changed since it was written (cards of version 0.1 carry no hash to tell),
-                its EOS id lies outside the vocabulary, or it names a file outside of its folder.
+            UserError: The folder or its card is missing, or the card is unreadable, of another
+                format, changed since it was written, or names a file outside of its folder.
         """
         path = folder / CARD_NAME
         copy_if_remote(folder, CARD_NAME, lambda card: cls._parse(card).files())
@@ -199,17 +188,10 @@ class SourceCard:
                     f"source card {path} was changed after it was written: restore it or prepare "
                     "the source again"
                 )
-            raw["splits"] = {
-                name: _typed(
-                    SplitCard,
-                    {
-                        **split,
-                        "shards": tuple(_typed(ShardCard, shard) for shard in split["shards"]),
-                        "packed": tuple(_typed(PackedCard, packed) for packed in split["packed"]),
-                    },
-                )
-                for name, split in raw["splits"].items()
-            }
+            for name, split in raw["splits"].items():
+                split["shards"] = tuple(_typed(ShardCard, shard) for shard in split["shards"])
+                split["packed"] = tuple(_typed(PackedCard, packed) for packed in split["packed"])
+                raw["splits"][name] = _typed(SplitCard, split)
             card = _typed(cls, raw)
             if not 0 <= card.eos_id < card.vocab_size:
                 raise UserError(
@@ -219,9 +201,8 @@ class SourceCard:
             card.files()  # refuses names that lead out of the folder
             return card
         except (AttributeError, KeyError, TypeError) as error:
-            raise UserError(
-                f"source card {path} is unreadable ({error}): prepare it again"
-            ) from error
+            problem = f"source card {path} is unreadable ({error})"
+            raise UserError(f"{problem}: prepare it again") from error
 
 
 def _typed(kind: type[Card], record: Mapping[str, Any]) -> Card:
@@ -240,11 +221,7 @@ def _record_sha256(record: Mapping[str, Any]) -> str:
 
 
 def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextFormat:
-    """Return how a mixture's text ends: in its first source's EOS, in ChatML if one has chats.
-
-    Raises:
-        UserError: If the tokenizer does not have the EOS token.
-    """
+    """Return the format of a mixture's text: its first source's EOS, ChatML if one has chats."""
     end_of_text = tokenizer.id_to_token(cards[0].eos_id)
     if end_of_text is None:
         raise UserError(

@@ -67,10 +67,8 @@ def write(export: Export, output: Path) -> None:
     kind = gguf.GGMLQuantizationType[matrix_type]
     for name, width in {"dim": shape.dim, "hidden_dim": shape.hidden_dim}.items():
         if export.dtype == "q8_0" and width % _Q8_BLOCK:
-            raise UserError(
-                f"--dtype=q8_0 needs a model.{name} that {_Q8_BLOCK} divides, not {width}; use "
-                "float16"
-            )
+            problem = f"--dtype=q8_0 needs a model.{name} that {_Q8_BLOCK} divides, not {width}"
+            raise UserError(f"{problem}; use float16")
     assert shape.gguf_architecture is not None
     with staged_file(output) as path:
         writer = gguf.GGUFWriter(path, shape.gguf_architecture)

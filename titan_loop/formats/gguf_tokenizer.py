@@ -50,12 +50,8 @@ def write_tokenizer(writer: "GGUFWriter", tokenizer: TokenizerExport, *, rows: i
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(
-        [
-            merge if isinstance(merge, str) else " ".join(merge)
-            for merge in record["model"]["merges"]
-        ]
-    )
+    merges = record["model"]["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     writer.add_bos_token_id(tokenizer.end_of_text_id)
     writer.add_eos_token_id(tokenizer.eos_id)
     writer.add_pad_token_id(tokenizer.end_of_text_id)

@@ -64,7 +64,10 @@ class ModelFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         _refuse_links_outside(path)
-        config = _read_config(path)
+        if not (path / CONFIG).exists():
+            problem = "it is not a model, or its export or download never finished"
+            raise UserError(f"{path} has no {CONFIG}: {problem}")
+        config = read_json_object(path / CONFIG, fix=_AGAIN)
         self.shape = _shape_of(config)
         self._files = SafetensorsFolder(path)
         self._check_tensors()
@@ -73,10 +76,8 @@ class ModelFolder:
         self.tokenizer = tokenizer if tokenizer.exists() else None
         self.text: TextFormat | None = None
         if self.tokenizer is not None:
-            loaded = load_tokenizer(tokenizer)
-            check_vocabulary(
-                loaded, self.shape.vocab_size, str(tokenizer), most_spare_rows=PADDING_ROWS
-            )
+            loaded, rows = load_tokenizer(tokenizer), self.shape.vocab_size
+            check_vocabulary(loaded, rows, str(tokenizer), most_spare_rows=PADDING_ROWS)
             self.text = _text_format(files, config, loaded)
 
     @property
@@ -110,13 +111,13 @@ class ModelFolder:
                 "the folder is incomplete, or that field is wrong"
             )
         if missing or extra:
+            sets = {"missing": missing, "unknown": extra}
+            wrong = [
+                f"{len(names)} {what} ({_some(names)})" for what, names in sets.items() if names
+            ]
             raise UserError(
                 f"{self.path} does not have the {len(expected)} tensors of its config.json: "
-                + "; ".join(
-                    f"{len(names)} {what} ({_some(names)})"
-                    for what, names in (("missing", missing), ("unknown", extra))
-                    if names
-                )
+                f"{'; '.join(wrong)}"
             )
         for name, shape in expected.items():
             if found[name] != shape:
@@ -135,15 +136,14 @@ class ModelFolder:
 
 def _import_folder(folder: ModelFolder, checkpoint: Path, dtype: torch.dtype) -> None:
     shapes = folder.shape.tensor_shapes()
+    stored = {name: name for name in folder.names}
+    stored.setdefault(HEAD, EMBEDDING)
     entries = {
         folder.shape.parameter_name(name): LazyTensor(
-            shapes[name], dtype, partial(folder.read, name, dtype)
+            shapes[name], dtype, partial(folder.read, source, dtype)
         )
-        for name in folder.names
+        for name, source in stored.items()
     }
-    if HEAD not in folder.names:
-        produce = partial(folder.read, EMBEDDING, dtype)
-        entries[folder.shape.parameter_name(HEAD)] = LazyTensor(shapes[HEAD], dtype, produce)
     for name, shape in folder.shape.zeros().items():
         entries[name] = LazyTensor(shape, dtype, partial(torch.zeros, shape, dtype=dtype))
     content = untrained(
@@ -194,15 +194,6 @@ def _refuse_links_outside(folder: Path) -> None:
             )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / CONFIG
-    if not file.exists():
-        raise UserError(
-            f"{path} has no {CONFIG}: it is not a model, or its export or download never finished"
-        )
-    return read_json_object(file, fix=_AGAIN)
-
-
 def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> TextFormat:
     """Return the ends of documents, by config.json, and of turns, by the tokenizer's config.
 
@@ -215,8 +206,7 @@ def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> 
     template = settings.get("chat_template")
     if (path / TEMPLATE).exists():
         template = _read_text(path / TEMPLATE)
-    if not isinstance(template, str):
-        template = None
+    template = template if isinstance(template, str) else None
     begin, end = (_token(config, name, tokenizer) for name in ("bos_token_id", "eos_token_id"))
     known = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None
     end_of_text = begin or known or end or END_OF_TEXT

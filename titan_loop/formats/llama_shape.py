@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
+from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 import torch
@@ -169,9 +170,8 @@ class LlamaShape:
         dim = integer(config, "hidden_size")
         head_dim = integer(config, "head_dim", dim // n_heads)
         if head_dim * n_heads != dim:
-            raise unsupported(
-                "head_dim", head_dim, f"hidden_size / num_attention_heads = {dim / n_heads:g}"
-            )
+            quotient = f"hidden_size / num_attention_heads = {dim / n_heads:g}"
+            raise unsupported("head_dim", head_dim, quotient)
         tied = config.get("tie_word_embeddings", False)
         if not isinstance(tied, bool):
             raise UserError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
@@ -197,12 +197,8 @@ class LlamaShape:
 
     def shared_options(self, sizes: Mapping[str, ModelSize], default: str) -> dict[str, Any]:
         """Return the options that every format has; the size is the named one of this shape."""
-        own = (self.dim, self.n_layers, self.n_heads, self.hidden_dim)
-        named = (
-            name
-            for name, known in sizes.items()
-            if (known.dim, known.n_layers, known.n_heads, known.hidden_dim) == own
-        )
+        own = attrgetter("dim", "n_layers", "n_heads", "hidden_dim")
+        named = (name for name, known in sizes.items() if own(known) == own(self))
         names = {option.name for option in fields(ModelSize)} | {"rope_theta", "tie_weights"}
         values = {name: getattr(self, name) for name in names}
         return values | {"size": next(named, default)}
@@ -365,21 +361,15 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
             raise UserError(f"config.json: {name}={part!r} must be an object or null")
         rope |= part or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    for name, value, wanted in (
-        ("rope_type", kind, "default"),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
-    ):
-        if value != wanted:
-            raise unsupported(name, value, wanted)
-    found = {
-        positive("rope_theta", value)
-        for value in (config.get("rope_theta"), rope.get("rope_theta"))
-        if value is not None
-    }
-    if len(found) != 1:
-        raise UserError(
-            "config.json: rope_theta is missing; say which base the model was trained with"
-            if not found
-            else f"config.json: rope_theta and rope_parameters disagree ({sorted(found)}); keep one"
-        )
+    if kind != "default":
+        raise unsupported("rope_type", kind, "default")
+    factor = rope.get("partial_rotary_factor", 1.0)
+    if factor != 1.0:
+        raise unsupported("partial_rotary_factor", factor, 1.0)
+    values = (config.get("rope_theta"), rope.get("rope_theta"))
+    found = {positive("rope_theta", value) for value in values if value is not None}
+    if not found:
+        raise UserError("config.json: rope_theta is missing; add the base of the training")
+    if len(found) > 1:
+        raise UserError(f"config.json: rope_theta has several values, {sorted(found)}; keep one")
     return found.pop()

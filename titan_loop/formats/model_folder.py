@@ -95,11 +95,9 @@ def write_model_folder(
         for package in remote_code:
             _copy_code(package, folder)
         has_chat = tokenizer is not None and tokenizer.text.chat_template is not None
-        example = _USE.format(
-            name=output.name,
-            prompt=_CHAT_PROMPT if has_chat else _PROMPT,
-            trust=", trust_remote_code=True" if remote_code else "",
-        )
+        prompt = _CHAT_PROMPT if has_chat else _PROMPT
+        trust = ", trust_remote_code=True" if remote_code else ""
+        example = _USE.format(name=output.name, prompt=prompt, trust=trust)
         card = _card(output.name, export, about=about, tags=tags, note=note, use=example + usage)
         (folder / "README.md").write_text(card, encoding="utf-8")
         # Last: without it neither transformers nor our own import takes this folder for a model.
@@ -122,9 +120,7 @@ def _card(
     name: str, export: Export, *, about: str, tags: tuple[str, ...], note: str, use: str
 ) -> str:
     shape, manifest = export.shape, export.reader.manifest
-    lineage = {
-        name: _without_folders(manifest.get(name)) for name in ("step", "created", "lineage")
-    }
+    lineage = {key: _without_folders(manifest.get(key)) for key in ("step", "created", "lineage")}
     return _TEMPLATE.format(
         name=name,
         tags="\n".join(f"- {tag}" for tag in tags),
@@ -132,13 +128,7 @@ def _card(
         version=titan_loop.__version__,
         note=note,
         parameters=shape.parameter_count(),
-        dim=shape.dim,
-        n_layers=shape.n_layers,
-        n_heads=shape.n_heads,
-        hidden_dim=shape.hidden_dim,
-        vocab_size=shape.vocab_size,
-        recurrent_steps=shape.recurrent_steps,
-        max_positions=shape.max_positions,
+        **vars(shape),
         dtype=export.dtype,
         tokens=export.trained_tokens,
         step=manifest["step"],

@@ -85,9 +85,8 @@ class _Reading:
         names = record.pop(CLASSES, None)
         if not isinstance(names, dict) or set(names) != {*CHOSEN, TASK_FIELD}:
             raise UserError(
-                f"{CLASSES!r} is missing, which names the classes of {', '.join(CHOSEN)}: an older "
-                "version, an import or a merge wrote this file; train the recipe that run.json "
-                "names"
+                f"{CLASSES!r} does not name the classes of {', '.join(CHOSEN)}: an older version, "
+                "an import or a merge wrote this file; train the recipe that run.json names"
             )
         for field, name in names.items():
             if name is not None:

@@ -98,10 +98,7 @@ def run_recipe(
                 logger.info("Stage %s (%d of %d)", stage.name, number, len(stages))
             decided_by_rank_zero(lambda stage=stage: raise_first(parent_refusals(recipe, stage)))
             run_training(
-                stage.config,
-                stop_listener=stop_listener,
-                evaluations=evaluations,
-                startup=startup,
+                stage.config, stop_listener=stop_listener, evaluations=evaluations, startup=startup
             )
             if startup.finished:
                 startup = StartupClock()  # for the next stage

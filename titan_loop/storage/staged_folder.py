@@ -52,7 +52,7 @@ def _staged(output: Path, make: Callable[[Path], None]) -> Iterator[Path]:
         raise unwritable(f"output={output}", error) from error
     try:
         yield staging
-        _sync(staging)
+        _sync(staging)  # before the name that says that it is complete
         os.rename(staging, output)
     except OSError as error:
         _remove(staging)
@@ -73,7 +73,6 @@ def _remove(staging: Path) -> None:
 
 
 def _sync(staging: Path) -> None:
-    """Have everything on the disk before the name that says so."""
     for path in [*staging.rglob("*"), staging]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -46,7 +46,11 @@ class ShortReadError(OSError):
         super().__init__(errno.EIO, reason, str(path))
 
 
-def retried(act: Callable[[], T]) -> T:
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
+
+
+def retried(act: Callable[[], T], is_transient: Callable[[Exception], bool] = _is_transient) -> T:
     """Call `act`, again after a transient error, and return its result.
 
     `act` opens its file itself: a stale handle stays stale.
@@ -54,8 +58,8 @@ def retried(act: Callable[[], T]) -> T:
     for attempt in range(1, ATTEMPTS):
         try:
             return act()
-        except OSError as error:
-            if error.errno not in TRANSIENT_ERRNOS:
+        except Exception as error:
+            if not is_transient(error):
                 raise
             wait = WAIT_SECONDS * 2 ** (attempt - 1)
             logger.warning(

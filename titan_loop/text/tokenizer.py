@@ -45,9 +45,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
             raise
         raise UserError(f"tokenizer {path} is not a tokenizer.json ({error})") from error
     if ids > _MOST_IDS:
-        raise UserError(
-            f"tokenizer {path} has the id {ids - 1}; the largest allowed is {_MOST_IDS - 1}"
-        )
+        raise UserError(f"tokenizer {path} has the id {ids - 1}; at most {_MOST_IDS - 1} is read")
     keep_whole(tokenizer)
     return tokenizer
 
@@ -128,9 +126,8 @@ def token_byte_lengths(tokenizer_path: str | Path) -> "np.ndarray":
         elif alphabet.issuperset(token):
             lengths[token_id] = len(token)  # one character of this alphabet per byte
         else:
-            raise UserError(
-                f"tokenizer {tokenizer_path} is not byte-level: token {token!r} has no bytes"
-            )
+            problem = f"tokenizer {tokenizer_path} is not byte-level"
+            raise UserError(f"{problem}: token {token!r} has no bytes")
     return lengths
 
 

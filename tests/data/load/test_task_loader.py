@@ -144,7 +144,7 @@ def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name: str):
             {"task": Backwards(longest=40)},
             r"seq_len 16 is too short for Backwards\(letters=4, longest=40\): set it to at least",
         ),
-        ({"dataset": "c4"}, "have no effect on backwards"),
+        ({"dataset": "c4"}, "dataset_path have no effect: leave them out"),
         ({"task": OneDepth()}, "window=packed: backwards has one depth for a whole example"),
     ],
 )

@@ -118,6 +118,13 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return the vocabulary of the data."""
             raise NotImplementedError
 
+        def refuse_dataset(self) -> None:
+            """Raise `UserError` for torchtitan's fields of its own data, which are not read."""
+            if self.dataset or self.dataset_path:
+                raise UserError(
+                    "dataloader.dataset and dataloader.dataset_path have no effect: leave them out"
+                )
+
         def source_paths(self) -> list[str]:
             """Return the prepared sources, which may have held-out text; none for tasks."""
             return []

@@ -105,14 +105,10 @@ class WindowLoader(GlobalBatchLoader):
                     f"dataloader.unique_tokens={tokens} repeats windows without an end: leave out "
                     "max_epochs"
                 )
-            if self.dataset or self.dataset_path:
-                raise UserError(
-                    "dataloader.dataset and dataloader.dataset_path have no effect here: "
-                    "use dataloader.mixture"
-                )
 
     def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
         config.check()
+        config.refuse_dataset()
         self.mixture = parse_mixture(config.mixture)
         cards = read_cards(self.mixture)
         if config.prefix:

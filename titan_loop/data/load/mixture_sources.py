@@ -55,6 +55,5 @@ def require_whole_prompts(entry: MixtureEntry, card: SourceCard, seq_len: int) -
     if packed is not None and packed.split_documents:
         raise UserError(
             f"dataloader.prefix=True: {packed.split_documents} documents of {entry.path} are "
-            f"longer than the window of training.seq_len={seq_len}; lengthen it, or drop them and "
-            "pack again"
+            f"longer than training.seq_len={seq_len}; raise it, or drop them and pack again"
         )

@@ -70,12 +70,10 @@ def empty_batch(
 ) -> tuple[Batch, list[Window]]:
     """Return a batch to be filled, and its rows as windows over the same memory."""
     own = {name: torch.empty(count, seq_len, dtype=torch.int64) for name in OWN_NAMES}
-    named = {
-        column.name: torch.empty(
-            column.batch_shape(count, seq_len), dtype=getattr(torch, column.dtype)
-        )
-        for column in columns
-    }
+    named: dict[str, torch.Tensor] = {}
+    for column in columns:
+        dtype = getattr(torch, column.dtype)
+        named[column.name] = torch.empty(column.batch_shape(count, seq_len), dtype=dtype)
     windows = [
         Window(
             **{name: values.numpy()[row] for name, values in own.items()},
@@ -148,8 +146,7 @@ class CutWindows(SourceWindows):
         if tokens < seq_len + 1:
             raise UserError(
                 f"source {shards.folder} has {tokens} tokens in {shards.name!r}, less than one "
-                f"window of training.seq_len + 1 = {seq_len + 1}: shorten the window or add "
-                "documents"
+                f"window of training.seq_len + 1 = {seq_len + 1}: shorten it or add documents"
             )
         super().__init__(shards, seq_len, max(1, (tokens - seq_len) // seq_len), key)
         self.unread_tokens_per_epoch = tokens - 1 - self.windows_per_epoch * seq_len

@@ -1,24 +1,4 @@
-"""The one small TOML file that switches on cleaning and describes a cluster.
-
-    language = "eng"                        # for word boundaries; datatrove's codes
-
-    [quality]                               # datatrove's filters, in this order, {} for its values
-    gopher_quality = {min_doc_words = 20}
-    gopher_repetition = {}
-
-    [minhash]                               # near-duplicates; datatrove's MinhashConfig
-    n_grams = 5
-
-    [decontaminate]                         # documents that share n-grams with evaluations
-    tasks = ["mmlu", "arc_easy"]            # lm-evaluation-harness tasks, groups or tags
-    n_grams = 12
-
-    [slurm]                                 # datatrove's SlurmPipelineExecutor; so is [ray]
-    partition = "cpu"
-    time = "12:00:00"
-
-A table that is absent is switched off; `--executor` decides whether [slurm] or [ray] is used.
-"""
+"""The TOML file that switches on cleaning and describes a cluster; `data/README.md` shows one."""
 
 import importlib
 import inspect
@@ -42,16 +22,15 @@ QUALITY_FILTERS = {
 """Our name for each of datatrove's filters, and where datatrove keeps it."""
 
 _MINHASH = ("n_grams", "num_buckets", "hashes_per_bucket", "seed")
-"""Options of datatrove's MinhashConfig."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decontamination:
     """The evaluations that a document must not share n-grams with.
 
-    `query_ngrams` also removes documents that hold only a question, without its answer; n-grams
-    across the two and within the answer always count. `include_path` is a folder with tasks of
-    your own.
+    Attributes:
+        query_ngrams: Whether to remove documents with a question alone, without its answer, too.
+        include_path: Folder with tasks of your own.
     """
 
     tasks: list[str]
@@ -62,7 +41,7 @@ class Decontamination:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareConfig:
-    """The file's tables; see the module's docstring."""
+    """The file's tables; an absent one is switched off."""
 
     language: str = "eng"
     quality: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -74,21 +53,13 @@ class PrepareConfig:
     def cleaning(self) -> dict[str, Any]:
         """Return the settings that drop documents; empty if nothing is switched on."""
         every = asdict(self)
-        chosen = {
-            name: every[name] for name in ("quality", "minhash", "decontaminate") if every[name]
-        }
-        if self.minhash is not None:
-            chosen["minhash"] = self.minhash  # also an empty table switches it on
+        off = {"quality": {}, "minhash": None, "decontaminate": None}  # minhash = {} is on
+        chosen = {name: every[name] for name in off if every[name] != off[name]}
         return {"language": self.language, **chosen} if chosen else {}
 
 
 def read_prepare_config(path: str | Path | None) -> PrepareConfig:
-    """Read the file; None gives the defaults, in which nothing is switched on.
-
-    Raises:
-        UserError: If the file is missing or not TOML, or a name in it is unknown or its value of
-            the wrong type.
-    """
+    """Read the file; None gives the defaults, in which nothing is switched on."""
     if path is None:
         return PrepareConfig()
     try:
@@ -105,10 +76,13 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
     _require_known(path, "quality.", raw.get("quality", {}), QUALITY_FILTERS)
     for name, options in raw.get("quality", {}).items():
         if not isinstance(options, dict):
-            raise UserError(
-                f"config {path}: quality.{name} = {options!r} must be a table, e.g. {{}}"
-            )
-        defaults = _parameters(quality_filter(name))
+            raise UserError(f"config {path}: quality.{name} = {options!r} must be a table, as {{}}")
+        signature = inspect.signature(quality_filter(name).__init__)
+        defaults = {
+            option: parameter.default
+            for option, parameter in signature.parameters.items()
+            if option not in ("self", "exclusion_writer", "language")
+        }
         _require_known(path, f"quality.{name}.", options, defaults)
         _require_types(path, f"quality.{name}", options, defaults)
     _require_known(path, "minhash.", raw.get("minhash", {}), _MINHASH)
@@ -119,9 +93,7 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
         _require_known(path, "decontaminate.", table, known)
         tasks = table.get("tasks")
         if not isinstance(tasks, list) or not tasks or not all(isinstance(t, str) for t in tasks):
-            raise UserError(
-                f"config {path}: decontaminate.tasks = {tasks!r} must be a list of names"
-            )
+            raise UserError(f"config {path}: decontaminate.tasks={tasks!r} must be a list of names")
         _require_positive(path, "decontaminate", {"n_grams": table.get("n_grams", 12)})
         _require_types(path, "decontaminate", table, {"query_ngrams": True, "include_path": ""})
         raw["decontaminate"] = Decontamination(**table)
@@ -139,12 +111,10 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
 
 
 def hash_config() -> Any:
-    """Return the n-gram hash of deduplication and decontamination.
-
-    datatrove's default hands strings to xxhash, whose version 4 takes only bytes.
-    """
+    """Return the n-gram hash of deduplication and decontamination."""
     from datatrove.utils.hashing import HashConfig
 
+    # datatrove's default hands strings to xxhash, whose version 4 takes only bytes.
     return HashConfig(precision=64, hash_fc="sha1")
 
 
@@ -152,15 +122,6 @@ def quality_filter(name: str) -> type:
     """Return datatrove's class of this name."""
     module, class_name = QUALITY_FILTERS[name]
     return getattr(importlib.import_module(f"datatrove.pipeline.filters.{module}"), class_name)
-
-
-def _parameters(cls: type) -> dict[str, Any]:
-    ours = ("self", "exclusion_writer", "language")
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(cls.__init__).parameters.items()
-        if name not in ours
-    }
 
 
 def _require_known(

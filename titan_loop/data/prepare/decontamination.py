@@ -32,21 +32,15 @@ def build_ngram_index(settings: Decontamination, folder: Path, language: str) ->
     """Write one `TASK.index.hashes` file a task; return the number of n-grams of each.
 
     The folder appears when it is complete.
-
-    Raises:
-        UserError: If lm-evaluation-harness is not installed, does not know a task or cannot load
-            its data (most of it comes from the network), or a task has no text of n words.
     """
     unfinished = folder.with_name(folder.name + ".unfinished")
     indexer = _LmEvalIndexer(str(unfinished), config=ngram_config(settings), language=language)
     unfinished.mkdir(parents=True, exist_ok=True)
     counts: dict[str, int] = {}
     for name, task in _tasks(settings).items():
-        hashes = {
-            value
-            for query, answer in _questions(task)
-            for value in indexer.compute_hashes(answer, query)
-        }
+        hashes: set[int] = set()
+        for query, answer in _questions(task):
+            hashes.update(indexer.compute_hashes(answer, query))
         if not hashes:
             raise UserError(
                 f"decontaminate.tasks: {name!r} has no question of {settings.n_grams} words: lower "
@@ -61,7 +55,7 @@ def build_ngram_index(settings: Decontamination, folder: Path, language: str) ->
 
 
 class _LmEvalIndexer(NGramsDecontIndexer):
-    """datatrove's hashing without its requirement of lighteval, which only its `run` needs."""
+    """datatrove's hashing without lighteval, which only its `run` needs."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "_LmEvalIndexer":
         return object.__new__(cls)
@@ -89,8 +83,7 @@ def _tasks(settings: Decontamination) -> dict[str, Any]:
     except Exception as error:  # `datasets` and a task's own code raise many kinds
         raise UserError(
             f"decontaminate.tasks {', '.join(settings.tasks)} cannot be loaded "
-            f"({first_line(error)}): download them where there is a network, or give local tasks "
-            "with include_path"
+            f"({first_line(error)}): check the network, or give local tasks with include_path"
         ) from error
 
 

@@ -1,7 +1,6 @@
-"""The documents to prepare: files, folders or a Hugging Face dataset, and their format.
+"""The documents to prepare: an explicit list of files, or a Hugging Face dataset, and the format.
 
-`find_documents` turns the user's inputs into an explicit list, so that every later step, task and
-restart reads the same files in the same order.
+With the list, every step, task and restart reads the same files in the same order.
 """
 
 import logging
@@ -41,9 +40,11 @@ _HELD_OUT_PAIR = ("train.jsonl", "held_out.jsonl")
 class Documents:
     """Files to read, or a dataset.
 
-    `format` is never "auto". Files are absolute; a Hugging Face dataset has a name instead (or the
-    path of a folder that `datasets` loads). `held_out_files` are read like the others and belong
-    to the held-out split; without any, a hash of each document decides.
+    Attributes:
+        format: Any format but "auto".
+        files: Absolute paths.
+        held_out_files: Files of the held-out split; without any, a hash of each document decides.
+        dataset: Name of a Hugging Face dataset, or a folder that `datasets` loads.
     """
 
     format: str
@@ -72,21 +73,33 @@ def find_documents(
 
     Args:
         inputs: Files or folders; a folder is searched for JSONL or Parquet files, and if it has
-            neither all its files are documents; with a format and patterns, those that match are.
+            neither, all its files are documents; with a format and patterns, the matching ones are.
             One dataset name for the format "huggingface".
-        held_out_inputs: As `inputs`, for the held-out split. Without it, a folder with exactly
-            `train.jsonl` and `held_out.jsonl` at its top is taken to mean those.
-        ours: Files and folders written by an earlier run; skipped where an input folder holds them.
+        held_out_inputs: As `inputs`, for the held-out split. Without it, a folder with
+            `train.jsonl` and `held_out.jsonl` at its top stands for these two files.
+        ours: Files and folders written by an earlier run, to be skipped.
 
     Raises:
-        UserError: For an unknown format, a missing or empty input, one in an object store, files of
-            several formats or of an ambiguous one, an unusable file name, or options without
+        UserError: For inputs that are missing, empty, mixed or ambiguous, or options without
             effect.
     """
     if format not in FORMATS:
         raise UserError(f"format {format!r} is not known{nearest(format, FORMATS)}")
     if format == "huggingface":
-        return _dataset(inputs, held_out_inputs, pattern, dataset_config, dataset_split)
+        names = [str(path) for path in _as_list(inputs)]
+        if len(names) != 1:
+            raise UserError(f"format 'huggingface' reads one dataset, not {len(names)}: {names}")
+        if held_out_inputs or pattern:
+            raise UserError(
+                "held_out_inputs and patterns have no effect on a Hugging Face dataset: use "
+                "--held-out-fraction"
+            )
+        return Documents(
+            format=format,
+            dataset=names[0],
+            dataset_config=dataset_config,
+            dataset_split=dataset_split,
+        )
     if dataset_config is not None or dataset_split != "train":
         raise UserError(
             "dataset_config and dataset_split have no effect on files: give --format huggingface "
@@ -111,26 +124,6 @@ def find_documents(
     return Documents(format=kinds.pop(), files=files, held_out_files=held_out_files)
 
 
-def _dataset(
-    inputs: Inputs,
-    held_out_inputs: Inputs,
-    patterns: Sequence[str],
-    config: str | None,
-    split: str,
-) -> Documents:
-    names = [str(path) for path in _as_list(inputs)]
-    if len(names) != 1:
-        raise UserError(f"format 'huggingface' reads one dataset, not {len(names)}: {names}")
-    if held_out_inputs or patterns:
-        raise UserError(
-            "held_out_inputs and patterns have no effect on a Hugging Face dataset: use "
-            "--held-out-fraction"
-        )
-    return Documents(
-        format="huggingface", dataset=names[0], dataset_config=config, dataset_split=split
-    )
-
-
 def _as_list(inputs: Inputs) -> list[Path]:
     paths = [inputs] if isinstance(inputs, str | Path) else inputs
     for path in paths:
@@ -139,28 +132,24 @@ def _as_list(inputs: Inputs) -> list[Path]:
 
 
 def _expand(
-    paths: Sequence[Path],
-    format: str,
-    patterns: Sequence[str],
-    ours: Sequence[Path],
-    kinds: set[str],
+    paths: list[Path], format: str, patterns: Sequence[str], ours: Sequence[Path], kinds: set[str]
 ) -> tuple[str, ...]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
             kind, found = _in_folder(path, format, patterns, ours)
-        elif path.is_file():
-            if format == "auto" and path.name.lower().endswith(_MAYBE_LINES):
-                raise UserError(
-                    f"input {path} may hold JSON lines or be one document: give --format jsonl or "
-                    "--format text"
-                )
-            kind, found = (_kind(path) if format == "auto" else format), [path]
-        else:
+        elif not path.is_file():
             raise UserError(
                 f"input {path} does not exist: build or download the documents first (a Hugging "
                 "Face dataset needs --format huggingface)"
             )
+        elif format == "auto" and path.name.lower().endswith(_MAYBE_LINES):
+            raise UserError(
+                f"input {path} may hold JSON lines or be one document: give --format jsonl or "
+                "--format text"
+            )
+        else:
+            kind, found = (_kind(path) if format == "auto" else format), [path]
         kinds.add(kind)
         files += found
     counts = Counter(path.resolve() for path in files)
@@ -170,7 +159,9 @@ def _expand(
     # A link keeps its own name, which says how to read it: download caches link to nameless files.
     absolute = [str(path.parent.resolve() / path.name) for path in files]
     for path in absolute:
-        if path != path.strip() or "\n" in path or "\r" in path or not _is_unicode(path):
+        broken = path != path.strip() or set(path) & {"\n", "\r"}
+        # A name that is not UTF-8 has halves of surrogate pairs, which encode to "?".
+        if broken or path.encode(errors="replace").decode() != path:
             raise UserError(
                 f"input {path!r} has a name that a list of files cannot hold (a line break, a "
                 "space at its end, or not UTF-8): rename it"
@@ -180,14 +171,6 @@ def _expand(
 
 def _resolved(files: Sequence[str]) -> set[Path]:
     return {Path(path).resolve() for path in files}
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _in_folder(
@@ -204,11 +187,11 @@ def _in_folder(
     chosen = kind == "text" or (format != "auto" and patterns)
     found = [path for path in matching if chosen or _kind(path) == kind]
     if not found:
-        raise UserError(
-            f"input folder {folder} has no {'document' if format == 'auto' else format} file"
-            + (f" that matches {', '.join(patterns)}" if patterns else "")
-            + ("" if format == "auto" or patterns else ": choose by name with --pattern")
-        )
+        wanted = "document" if format == "auto" else format
+        rest = f" that matches {', '.join(patterns)}" if patterns else ""
+        if format != "auto" and not patterns:
+            rest = ": choose by name with --pattern"
+        raise UserError(f"input folder {folder} has no {wanted} file{rest}")
     if len(found) < len(visible):
         logger.info("%s: %d of %d files are %s", folder, len(found), len(visible), kind)
     originals = {path.resolve() for path in found if not path.is_symlink()}
@@ -220,19 +203,16 @@ def _in_folder(
 
 def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
     root, written = folder.resolve(), {path.resolve() for path in ours}
-    inside = sorted(folder.rglob("*"))
-    if written:
-        inside = [
-            path
-            for path in inside
-            if written.isdisjoint((real := root / path.relative_to(folder), *real.parents))
-        ]
-    files = {path for path in inside if path.is_file()}
-    shown = [
-        path
-        for path in inside
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
+    files: set[Path] = set()
+    shown: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if not written.isdisjoint((root / name, *(root / name).parents)):
+            continue
+        if path.is_file():
+            files.add(path)
+        if not any(part.startswith(".") for part in name.parts):
+            shown.append(path)
     visible = [path for path in shown if path in files]
     if len(visible) < len(files):
         logger.warning("%s: left out %d hidden files", folder, len(files) - len(visible))

@@ -1,7 +1,6 @@
 """Runs pipelines one after another on this machine, under SLURM or on Ray: datatrove's executors.
 
-datatrove marks every finished task in a pipeline's log folder, so that running the same pipelines
-again does only the missing tasks.
+datatrove marks every finished task in a pipeline's log folder; a repetition skips those.
 """
 
 import inspect
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from datatrove.executor.base import PipelineExecutor
+from datatrove.executor.local import LocalPipelineExecutor
 
 from titan_loop.data.prepare.config import Executor
 from titan_loop.errors import UserError, nearest
@@ -26,11 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """One datatrove pipeline.
-
-    Attributes:
-        steps: datatrove's steps by our names, in order of execution.
-    """
+    """One datatrove pipeline: datatrove's steps by our names, in order of execution."""
 
     name: str
     steps: Mapping[str, Any]
@@ -46,18 +42,16 @@ class Pipeline:
 def run_pipelines(
     pipelines: Sequence[Pipeline], executor: Executor, workers: int, options: Mapping[str, Any]
 ) -> bool:
-    """Run every pipeline to its end, or submit them all.
+    """Run every pipeline, each after the one before, or submit them all to SLURM.
 
     Args:
-        pipelines: Pipelines, each after the one it depends on.
         options: Options of datatrove's executor, from the config's table of the same name.
 
     Returns:
         Whether the pipelines are done; False if they were only submitted, as under SLURM.
 
     Raises:
-        UserError: If the executor cannot be used here or does not know an option, or if tasks did
-            not finish.
+        UserError: The executor cannot be used here or does not know an option, or tasks failed.
     """
     if executor == "slurm":
         if shutil.which("sbatch") is None:
@@ -68,14 +62,16 @@ def run_pipelines(
         if not pipeline.unfinished():
             logger.info("%s: finished before, %d tasks skipped", pipeline.name, pipeline.tasks)
             continue
-        build = _ray if executor == "ray" else _local
-        build(pipeline, workers, options).run()
+        if executor == "ray":
+            _ray(pipeline, workers, options).run()
+        else:
+            local = {"workers": min(workers, pipeline.tasks)}
+            _build(LocalPipelineExecutor, executor, pipeline, local).run()
         unfinished = pipeline.unfinished()
         if unfinished:  # Ray does not raise its tasks' errors
             raise UserError(
                 f"{pipeline.name}: {len(unfinished)} of {pipeline.tasks} tasks failed, the first "
-                f"is {unfinished[0]}: see {pipeline.logs / 'logs'}; the same command goes on from "
-                "there"
+                f"is {unfinished[0]}: see {pipeline.logs / 'logs'}; the same command continues"
             )
     return True
 
@@ -86,9 +82,6 @@ def slurm_chain(
     """Return one executor a pipeline, each depending on the one before.
 
     Jobs start in this Python's virtual environment, unless the options say otherwise.
-
-    Raises:
-        UserError: If `partition` or `time` is missing from the options, or one is unknown.
     """
     from datatrove.executor.slurm import SlurmPipelineExecutor
 
@@ -100,31 +93,16 @@ def slurm_chain(
         environment["venv_path"] = f"{sys.prefix}/bin/activate"
     chain: list[Any] = []
     for pipeline in pipelines:
-        chain.append(
-            _build(
-                SlurmPipelineExecutor,
-                "slurm",
-                pipeline,
-                {
-                    "workers": workers,
-                    "job_name": f"titan-loop-{pipeline.name}",
-                    "qos": None,
-                    "depends": chain[-1] if chain else None,
-                    **environment,
-                    **options,
-                },
-            )
-        )
+        settings = {
+            "workers": workers,
+            "job_name": f"titan-loop-{pipeline.name}",
+            "qos": None,
+            "depends": chain[-1] if chain else None,
+            **environment,
+            **options,
+        }
+        chain.append(_build(SlurmPipelineExecutor, "slurm", pipeline, settings))
     return chain
-
-
-def _local(pipeline: Pipeline, workers: int, options: Mapping[str, Any]) -> PipelineExecutor:
-    from datatrove.executor.local import LocalPipelineExecutor
-
-    assert not options
-    return _build(
-        LocalPipelineExecutor, "local", pipeline, {"workers": min(workers, pipeline.tasks)}
-    )
 
 
 def _ray(pipeline: Pipeline, workers: int, options: Mapping[str, Any]) -> PipelineExecutor:
@@ -142,13 +120,11 @@ def _ray(pipeline: Pipeline, workers: int, options: Mapping[str, Any]) -> Pipeli
 def _build(
     cls: type[PipelineExecutor], name: str, pipeline: Pipeline, options: Mapping[str, Any]
 ) -> PipelineExecutor:
-    known = [key for key in inspect.signature(cls.__init__).parameters if key != "self"]
-    ours = ("pipeline", "tasks", "logging_dir")
+    known = set(inspect.signature(cls.__init__).parameters)
+    known -= {"self", "pipeline", "tasks", "logging_dir"}
     for key in options:
-        if key not in known or key in ours:
-            raise UserError(
-                f"executor {name!r} has no option {key!r}{nearest(key, set(known) - set(ours))}"
-            )
+        if key not in known:
+            raise UserError(f"executor {name!r} has no option {key!r}{nearest(key, known)}")
     return cls(
         pipeline=list(pipeline.steps.values()),
         tasks=pipeline.tasks,  # pyright: ignore[reportCallIssue]

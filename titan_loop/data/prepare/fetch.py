@@ -1,7 +1,4 @@
-"""Public text and tokenizers by name, from the Hugging Face Hub into a folder; resumable.
-
-fetch(NAME) ─► list the repository's files ─► download those that are not there ─► licence
-"""
+"""Download of public text and tokenizers from the Hugging Face Hub, by name."""
 
 import logging
 from collections.abc import Iterator
@@ -17,12 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PublicSet:
-    """A repository of the Hub.
-
-    Attributes:
-        repo: OWNER/NAME.
-        licence: Licence as its publisher states it.
-    """
+    """A repository of the Hub, OWNER/NAME, with the licence that its publisher states."""
 
     repo: str
     pattern: str
@@ -43,7 +35,6 @@ PUBLIC_SETS = {
     ),
     "gpt2-tokenizer": PublicSet("openai-community/gpt2", "tokenizer.json", "MIT", "model"),
 }
-"""Data sets for pretraining and tokenizers by the names that `data fetch` takes."""
 
 
 def fetch(name: str, *, output: Path, files: int | None = None) -> Iterator[str]:
@@ -59,9 +50,6 @@ def fetch(name: str, *, output: Path, files: int | None = None) -> Iterator[str]
 
     Returns:
         Paths of the files, then a line about their licence.
-
-    Raises:
-        UserError: An unknown name, a count below 1, or no connection to the Hub.
     """
     if name not in PUBLIC_SETS:
         raise UserError(f"data fetch {name}: unknown set{nearest(name, PUBLIC_SETS)}")

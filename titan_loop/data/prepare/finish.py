@@ -19,9 +19,7 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, token_byte
 
 logger = logging.getLogger(__name__)
 
-_SHARDS = "*_doc_shuffled.ds"
-_USUAL_WINDOW = 2048
-"""Fewer held-out tokens are worth a warning: it is the default of training.seq_len."""
+_USUAL_WINDOW = 2048  # the default of training.seq_len; fewer held-out tokens are a warning
 
 
 def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> SourceCard:
@@ -49,14 +47,11 @@ def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> 
         )
     held_out = splits["held_out"].tokens if preparation.holds_out else _USUAL_WINDOW
     if held_out < _USUAL_WINDOW:
-        logger.warning(
-            "%s holds out %s: raise --held-out-fraction, or give --held-out-inputs",
-            output,
-            f"{held_out} tokens, which score a run only if its windows (training.seq_len) are "
-            "shorter than that"
-            if held_out
-            else "no document, so that no run can be scored on it",
-        )
+        effect = "no document, so that no run can be scored on it"
+        if held_out:
+            effect = f"{held_out} tokens, which score only runs with a smaller training.seq_len"
+        fix = "raise --held-out-fraction, or give --held-out-inputs"
+        logger.warning("%s holds out %s: %s", output, effect, fix)
     card = SourceCard(
         name=output.name,
         tokenizer_sha256=file_sha256(output / TOKENIZER_NAME),
@@ -71,8 +66,9 @@ def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> 
         dropped=dropped,
         cleaning=preparation.config.cleaning(),
     )
-    for note in (note for name in names for note in (output / name).glob("*.ds.metadata")):
-        note.unlink()  # datatrove's, with a path of this machine; nothing reads it
+    for name in names:
+        for note in (output / name).glob("*.ds.metadata"):
+            note.unlink()  # datatrove's, with a path of this machine; nothing reads it
     card.write(output)
     shutil.rmtree(preparation.work, ignore_errors=True)
     return card
@@ -84,15 +80,13 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
     for name, counts in counted.items():
         if name in (READ, HOLD_OUT, TOKENIZE):
             continue
-        reasons = {
-            key.removeprefix("dropped_"): count
-            for key, count in counts.items()
-            if key.startswith("dropped_")
-        }
-        dropped.update(reasons or ({name: counts["dropped"]} if counts["dropped"] else {}))
+        reasons = {key: count for key, count in counts.items() if key.startswith("dropped_")}
+        if not reasons and counts["dropped"]:
+            reasons = {name: counts["dropped"]}
+        dropped.update({key.removeprefix("dropped_"): n for key, n in reasons.items()})
     if not dropped:
         return dropped
-    examples = dropped_examples(preparation.dropped_examples)
+    examples = dropped_examples(preparation.logs("dropped"))
     bad = reader["malformed"] + reader["missing_text"]
     if bad > preparation.max_malformed * reader["records"]:
         raise UserError(
@@ -110,7 +104,7 @@ def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) 
     shards: list[ShardCard] = []
     max_token_id = -1
     misplaced = loss_tokens = 0
-    for path in sorted(folder.glob(_SHARDS)):
+    for path in sorted(folder.glob("*_doc_shuffled.ds")):
         tokens = path.stat().st_size // id_bytes
         ends = np.fromfile(index_path(path), dtype="<u8").astype(np.int64)
         if not len(ends) or int(ends[-1]) != tokens:
@@ -123,9 +117,8 @@ def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) 
         mask_sha256 = ""
         mask_path = path.with_name(path.name + LOSS_SUFFIX)
         if mask_path.exists():
-            loss_tokens += sum(
-                int(chunk.sum(dtype=np.int64)) for chunk in file_chunks(mask_path, "u1")
-            )
+            for chunk in file_chunks(mask_path, "u1"):
+                loss_tokens += int(chunk.sum(dtype=np.int64))
             mask_sha256 = file_sha256(mask_path)
         shards.append(
             ShardCard(

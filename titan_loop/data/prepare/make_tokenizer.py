@@ -59,9 +59,8 @@ def train_tokenizer(
         text_key: Field that holds a document's text.
 
     Raises:
-        UserError: For a missing or unreadable input, a record without text, a vocabulary too small
-            for bytes and special tokens, text too small to fill it, or an output that cannot be
-            written.
+        UserError: For inputs that cannot be used, a vocabulary too small for bytes and special
+            tokens, or text too small to fill it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -108,9 +107,8 @@ def import_tokenizer(
         split_pattern: Pre-tokenisation pattern of the rank file, from its publisher.
 
     Raises:
-        UserError: If the file is missing or neither kind; if the pattern is missing; if the output
-            cannot be written; or if the converted tokenizer does not agree with tiktoken on a probe
-            text.
+        UserError: The file is missing or neither kind, the pattern is missing, or the converted
+            tokenizer does not agree with tiktoken on a probe text.
     """
     require_local(input, "tokenizer")
     path, output = Path(input), _output_file(output)
@@ -140,15 +138,13 @@ def _texts(documents: Documents, text_key: str) -> Iterator[str]:
             chat=False,
             examples=Path(folder),
         )
-        for document in reader.run():
-            yield document.text
+        yield from (document.text for document in reader.run())
         counts = {kind: int(reader.stats[kind].total) for kind in DROPPED_BY_READERS}
         if counts["malformed"] or counts["missing_text"]:
             first = dropped_examples(Path(folder))[0]
             raise UserError(
                 f"tokenizer inputs: {counts['malformed']} records are malformed and "
-                f"{counts['missing_text']} lack their text, the first that could not be used is "
-                f"{first}; correct or remove them"
+                f"{counts['missing_text']} lack their text, first {first}; correct or remove them"
             )
         if counts["empty"]:
             logger.warning("tokenizer inputs: %d documents without text", counts["empty"])
@@ -157,8 +153,7 @@ def _texts(documents: Documents, text_key: str) -> Iterator[str]:
 def _output_file(output: str | Path) -> Path:
     require_local(output, "output")
     output = Path(output)
-    if output.is_dir():
-        output = output / TOKENIZER_NAME
+    output = output / TOKENIZER_NAME if output.is_dir() else output
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -202,7 +197,7 @@ def _from_ranks(ranks: Mapping[bytes, int], split_pattern: str) -> "Tokenizer":
     symbol = byte_symbols()
     merges: list[tuple[str, str]] = []
     names = {token: "".join(symbol[value] for value in token) for token in ranks}
-    for token in sorted(ranks, key=lambda token: ranks[token]):
+    for token in sorted(ranks, key=ranks.__getitem__):
         halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         merges += [(names[a], names[b]) for a, b in halves if a in ranks and b in ranks]
     vocabulary = {names[token]: rank for token, rank in ranks.items()}
@@ -224,8 +219,9 @@ def _from_ranks(ranks: Mapping[bytes, int], split_pattern: str) -> "Tokenizer":
 def _require_agreement(
     tokenizer: "Tokenizer", ranks: Mapping[bytes, int], split_pattern: str
 ) -> None:
-    """The two regular expression engines differ in corners, so compare instead of assuming."""
     import tiktoken
+
+    # The two regular expression engines differ in corners.
 
     original = tiktoken.Encoding(
         "imported", pat_str=split_pattern, mergeable_ranks=dict(ranks), special_tokens={}

@@ -19,13 +19,12 @@ import numpy as np
 
 from titan_loop.data.packed_index import PIECE, WINDOW_END, index_paths
 from titan_loop.data.shards import TokenShards, index_path
-from titan_loop.data.source_card import PackedCard, SourceCard, lock_source
+from titan_loop.data.source_card import PackedCard, SourceCard, SplitCard, lock_source
 from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-LARGEST_WINDOW = 1 << 24
-"""No model has windows of more tokens; a larger number is a slip."""
+_LARGEST_WINDOW = 1 << 24  # a larger number is a slip
 
 LongDocuments = Literal["refuse", "split"]
 
@@ -51,13 +50,12 @@ def pack_source(
         The card of the index of every split.
 
     Raises:
-        UserError: If the source is unusable or another process prepares or packs it, `seq_len` is
-            out of range, a document is too long and `long_documents` is "refuse", or the folder
-            cannot be written.
+        UserError: The source is unusable or in use, `seq_len` is out of range, or a document is too
+            long and `long_documents` is "refuse".
     """
     source = Path(source)
-    if not 1 <= seq_len <= LARGEST_WINDOW:
-        raise UserError(f"seq_len {seq_len} must be from 1 to {LARGEST_WINDOW}")
+    if not 1 <= seq_len <= _LARGEST_WINDOW:
+        raise UserError(f"seq_len {seq_len} must be from 1 to {_LARGEST_WINDOW}")
     SourceCard.read(source)  # before a lock file is left in a folder that is not a source
     with lock_source(source, "source"):
         return _pack(source, seq_len, long_documents)
@@ -97,16 +95,11 @@ def _commit(source: Path, card: SourceCard, seq_len: int, packed: Mapping[str, P
 
 
 def _with_packed(card: SourceCard, seq_len: int, packed: Mapping[str, PackedCard]) -> SourceCard:
-    splits = {
-        name: replace(
-            split,
-            packed=(
-                *(known for known in split.packed if known.seq_len != seq_len),
-                *([packed[name]] if name in packed else []),
-            ),
-        )
-        for name, split in card.splits.items()
-    }
+    splits: dict[str, SplitCard] = {}
+    for name, split in card.splits.items():
+        others = [known for known in split.packed if known.seq_len != seq_len]
+        new = [packed[name]] if name in packed else []
+        splits[name] = replace(split, packed=(*others, *new))
     return replace(card, splits=splits)
 
 
@@ -194,8 +187,8 @@ def _pieces(
         for shard in shards.split.shards
     ]
     lengths = np.concatenate(by_shard).astype(np.int64)
-    sums = [int(of_shard.sum()) for of_shard in by_shard]
-    if int(lengths.min()) < 1 or sums != [shard.tokens for shard in shards.split.shards]:
+    sums = [of_shard.sum() for of_shard in by_shard]
+    if lengths.min() < 1 or sums != [shard.tokens for shard in shards.split.shards]:
         raise UserError(
             f"source {source}: the document ends of {split!r} do not ascend to the last "
             "token of every shard: restore the index or prepare the source again"
@@ -219,15 +212,10 @@ def _pieces(
 
 
 def _write(
-    folder: Path,
-    seq_len: int,
-    pieces: np.ndarray,
-    window_of_piece: np.ndarray,
-    split_documents: int,
+    folder: Path, seq_len: int, pieces: np.ndarray, window_of: np.ndarray, split_documents: int
 ) -> PackedCard:
-    by_window = np.argsort(window_of_piece, kind="stable")
-    ends = np.cumsum(np.bincount(window_of_piece)).astype(WINDOW_END)
-    stored = pieces[by_window]
+    ends = np.cumsum(np.bincount(window_of)).astype(WINDOW_END)
+    stored = pieces[np.argsort(window_of, kind="stable")]
     for path, content in zip(index_paths(folder, seq_len), (ends, stored), strict=True):
         try:
             with _beside(path).open("wb") as file:

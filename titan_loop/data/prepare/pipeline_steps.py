@@ -1,8 +1,7 @@
 """The steps we hand to datatrove: readers that count, a split by hash, and two tokenizers.
 
-datatrove's own readers drop records without text, leave a file at its first invalid byte, and its
-tokenizer turns a special token that is spelt out in a text into the special token itself. All
-would change the data without a trace.
+datatrove's own readers drop records without text without a count and leave a file at its first
+invalid byte; its tokenizer encodes a special token that is spelt out in a text as that token.
 """
 
 import codecs
@@ -34,14 +33,14 @@ from titan_loop.storage.json_files import append_jsonl, read_jsonl
 from titan_loop.text.chatml import encode_chats, parse_turns, render
 from titan_loop.text.tokenizer import keep_whole
 
-# fsspec opens .zst files with this module and, where it is missing, with one that stops at the
-# first frame and takes a cut-off file for a whole one.
+# Without this module fsspec opens .zst files with one that reads only the first frame, and takes a
+# cut-off file for a whole one.
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
     from backports import zstd
 
-# A banner and a pipeline drawing per task, also in worker processes, which import this module, too.
+# A banner and a pipeline drawing per task, also in worker processes, which import this module too.
 datatrove_logger.disable("datatrove")
 # Ray does not pass its tasks' exceptions to the caller; this log is the only place they appear.
 datatrove_logger.enable("datatrove.executor.ray")
@@ -55,7 +54,7 @@ DROPPED_BY_READERS = ("malformed", "missing_text", "empty")
 class CountingReader(BaseReader):
     """Base of all readers: a record becomes a document or is counted as dropped.
 
-    Statistics (summed over tasks): `records` and the reasons in `DROPPED_BY_READERS`.
+    Statistics: `records` and the reasons in `DROPPED_BY_READERS`.
 
     Args:
         chat: Whether records are conversations, which become ChatML.
@@ -77,6 +76,21 @@ class CountingReader(BaseReader):
         if self.examples is not None:
             self._examples_file().unlink(missing_ok=True)  # of a task that was interrupted
         yield from super().run(data, rank, world_size)  # pyright: ignore[reportAbstractUsage]
+
+    def read_records(
+        self, filepath: str
+    ) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
+        """Yield the number of every record of a file, and its fields or why it is malformed."""
+        raise NotImplementedError
+
+    def read_file(self, filepath: str) -> Generator[Document, None, None]:
+        """Yield the documents of one file."""
+        for number, record in self.read_records(filepath):
+            if isinstance(record, str):
+                self.stat_update("records")
+                self.drop("malformed", filepath, number, record)
+            elif document := self.get_document_from_dict(record, filepath, number):
+                yield document
 
     def get_document_from_dict(
         self, data: Mapping[str, Any], source_file: str, id_in_file: int | str
@@ -110,9 +124,8 @@ class CountingReader(BaseReader):
         self.stat_update(kind)
         if self.examples is not None and self.shown < SHOWN_EXAMPLES:
             self.shown += 1
-            path = self._examples_file()
             record = {"file": source_file, "record": id_in_file, "reason": reason}
-            append_jsonl(path, record)
+            append_jsonl(self._examples_file(), record)
 
     def _examples_file(self) -> Path:
         assert self.examples is not None
@@ -120,7 +133,7 @@ class CountingReader(BaseReader):
 
 
 def dropped_examples(folder: Path) -> list[str]:
-    """Return the first few records that readers dropped into a folder, in the order of tasks."""
+    """Return the first few dropped records that readers noted in a folder."""
     files = sorted(folder.glob("*.jsonl"))
     records = [record for path in files for record in read_jsonl(path, {"reason": str})]
     return [
@@ -132,8 +145,10 @@ def dropped_examples(folder: Path) -> list[str]:
 class CountingJsonlReader(CountingReader, JsonlReader):
     """Reads JSONL line by line, plain or compressed; a bad line costs that line only."""
 
-    def read_file(self, filepath: str) -> Generator[Document, None, None]:
-        """Yield the documents of one file; lines are numbered from 1."""
+    def read_records(
+        self, filepath: str
+    ) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
+        """Yield the records of one file; lines are numbered from 1."""
         with _open(self, filepath, compression=self.compression) as file:
             for number, line in enumerate(_whole(file, filepath), start=1):
                 if number == 1:
@@ -142,22 +157,19 @@ class CountingJsonlReader(CountingReader, JsonlReader):
                     continue
                 try:
                     record = orjson.loads(line)
-                    if not isinstance(record, dict):
-                        raise TypeError("not a JSON object")
-                except (orjson.JSONDecodeError, TypeError) as error:
-                    self.stat_update("records")
-                    self.drop("malformed", filepath, number, str(error))
+                except orjson.JSONDecodeError as error:
+                    yield number, str(error)
                     continue
-                document = self.get_document_from_dict(record, filepath, number)
-                if document is not None:
-                    yield document
+                yield number, record if isinstance(record, dict) else "not a JSON object"
 
 
 class CountingParquetReader(CountingReader, ParquetReader):
     """Reads the columns it needs of Parquet files."""
 
-    def read_file(self, filepath: str) -> Generator[Document, None, None]:
-        """Yield the documents of one file; rows are numbered from 1."""
+    def read_records(
+        self, filepath: str
+    ) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
+        """Yield the records of one file; rows are numbered from 1."""
         import pyarrow
         import pyarrow.parquet
 
@@ -176,13 +188,7 @@ class CountingParquetReader(CountingReader, ParquetReader):
                 # Without any of the columns every row is still counted.
                 missing = ({} for _ in range(table.metadata.num_rows))
                 for number, row in enumerate(rows if columns else missing, start=1):
-                    if row is None:
-                        self.stat_update("records")
-                        self.drop("malformed", filepath, number, "invalid UTF-8")
-                        continue
-                    document = self.get_document_from_dict(row, filepath, number)
-                    if document is not None:
-                        yield document
+                    yield number, "invalid UTF-8" if row is None else row
         except (pyarrow.ArrowException, OSError) as error:
             raise _unreadable(filepath, error) from error
 
@@ -192,19 +198,18 @@ class TextFileReader(CountingReader, BaseDiskReader):
 
     name = "📄 Text file"
 
-    def read_file(self, filepath: str) -> Generator[Document, None, None]:
-        """Yield the file's document, if it has one."""
+    def read_records(
+        self, filepath: str
+    ) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
+        """Yield the file as one record."""
         with _open(self, filepath) as file:
             content = b"".join(_whole(file, filepath))
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
-            self.stat_update("records")
-            self.drop("malformed", filepath, 1, f"invalid UTF-8 ({error.reason})")
-            return
-        document = self.get_document_from_dict({self.text_key: text}, filepath, 1)
-        if document is not None:
-            yield document
+            yield 1, f"invalid UTF-8 ({error.reason})"
+        else:
+            yield 1, {self.text_key: text}
 
 
 class CountingHuggingFaceReader(CountingReader, HuggingFaceDatasetReader):
@@ -238,7 +243,7 @@ def document_reader(
 
 
 class HeldOutFilter(BaseFilter):
-    """Takes the held-out documents out of the stream and writes them aside, text and all.
+    """Takes the held-out documents out of the stream and writes them into a folder.
 
     Args:
         files: Held-out files; if empty, the hash of a document's text decides, so that equal
@@ -272,10 +277,7 @@ class HeldOutReader(JsonlReader):
 
 
 class PlainTextTokenizer(DocumentTokenizer):
-    """Encodes a special token spelt out in a document as text, so that no text can end a document.
-
-    Statistics beside datatrove's: `text_bytes`, UTF-8 bytes of the documents.
-    """
+    """Encodes a special token spelt out in a document as text; counts UTF-8 bytes: `text_bytes`."""
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -299,15 +301,12 @@ class PlainTextTokenizer(DocumentTokenizer):
 class ChatTokenizer(PlainTextTokenizer):
     """Tokenises conversations with a loss mask over the assistant's turns.
 
-    datatrove marks the loss by character ranges of one text and cuts off all text after the last
-    target, including the EOS; here messages are encoded apart and documents stay whole.
+    datatrove's own masks cut off all text after the last target, including the EOS.
     """
 
     def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
         """Tokenise conversations into a file and its mask."""
         assert self.eos_token is not None
-        assert self.save_loss_metadata
-        assert self.local_working_dir is None
         file = TokenizedFile(
             self.output_folder,
             filename,

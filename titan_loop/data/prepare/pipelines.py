@@ -4,11 +4,9 @@
     train:     reader ─► quality ─► MinHash ─► decontamination ─► held-out filter ─► tokenizer
     held_out:  documents that the filter set aside ─► tokenizer
 
-Quality filters come before MinHash, so that a bad document never replaces its good duplicates;
-therefore documents are read and filtered twice where both are switched on.
+Quality filters come before MinHash, so that a bad document never replaces its good duplicates.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +33,7 @@ from titan_loop.data.prepare.preparation import Preparation
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 READ, HOLD_OUT, TOKENIZE = "read", "hold_out", "tokenize"
-"""Names of steps, beside the filters, which are named for the documents that they drop."""
-
-_SHUFFLE_SEED = 0
+"""Names of steps; filters are named for the documents that they drop."""
 
 
 def build_pipelines(preparation: Preparation) -> list[Pipeline]:
@@ -51,12 +47,12 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
             str(output / split),
             tokenizer_name_or_path=str(output / TOKENIZER_NAME),
             eos_token=preparation.eos_token,
-            seed=_SHUFFLE_SEED,
+            seed=0,
             save_loss_metadata=preparation.chat,
         )
 
     pipelines: list[Pipeline] = []
-    steps = {READ: _reader(preparation, preparation.dropped_examples), **_quality(config)}
+    steps = {READ: _reader(preparation, preparation.logs("dropped")), **_quality(config)}
     if config.minhash is not None:
         pipelines += _minhash_pipelines(preparation)
         steps["near_duplicate"] = MinhashDedupFilter(str(work / "duplicates"))
@@ -79,9 +75,7 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
     return pipelines
 
 
-def _pipeline(
-    preparation: Preparation, name: str, steps: Mapping[str, Any], tasks: int
-) -> Pipeline:
+def _pipeline(preparation: Preparation, name: str, steps: dict[str, Any], tasks: int) -> Pipeline:
     return Pipeline(name=name, steps=steps, tasks=tasks, logs=preparation.logs(name))
 
 
@@ -105,9 +99,8 @@ def _quality(config: PrepareConfig) -> dict[str, Any]:
 def _minhash_pipelines(preparation: Preparation) -> list[Pipeline]:
     """Return the pipelines that find near-duplicates; all but a cluster's root are removed."""
     work = preparation.work
-    signatures, pairs, duplicates = (
-        str(work / name) for name in ("signatures", "pairs", "duplicates")
-    )
+    names = ("signatures", "pairs", "duplicates")
+    signatures, pairs, duplicates = (str(work / name) for name in names)
     assert preparation.config.minhash is not None
     config = MinhashConfig(**preparation.config.minhash, hash_config=hash_config())
     sign = MinhashDedupSignature(signatures, config, language=preparation.config.language)

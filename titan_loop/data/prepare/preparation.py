@@ -24,11 +24,7 @@ _FOLDERS = (*SPLITS, "logs", "work")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """Everything the pipelines and the card need; it is pickled into SLURM jobs.
-
-    The fields are the arguments of `titan_loop.data.prepare.tokenize_source.tokenize_source`,
-    resolved: `output` is absolute, and `tasks` at most the number of files.
-    """
+    """The resolved arguments of `tokenize_source`; it is pickled into SLURM jobs."""
 
     output: Path
     documents: Documents
@@ -47,11 +43,6 @@ class Preparation:
         """The folder of intermediate files, removed at the end."""
         return self.output / "work"
 
-    @property
-    def dropped_examples(self) -> Path:
-        """The folder of the first records each task dropped."""
-        return self.output / "logs" / "dropped"
-
     def logs(self, pipeline: str) -> Path:
         """Return datatrove's folder for one pipeline."""
         return self.output / "logs" / pipeline
@@ -62,20 +53,16 @@ class Preparation:
         return bool(self.documents.held_out_files) or self.held_out_fraction > 0
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the tools that the stored tokens depend on.
-
-        Raises:
-            UserError: If cleaning needs a package that is not installed.
-        """
+        """Return the versions of the tools that the stored tokens depend on."""
         names = ["datatrove", "tokenizers", "numpy"]
         names += ["spacy"] if self.config.cleaning() else []
         names += ["lm_eval"] if self.config.decontaminate else []
         try:
             return {"titan_loop": __version__, **{name: version(name) for name in names}}
         except PackageNotFoundError as error:
+            fix = "pip install 'titan-loop[clean]'"
             raise UserError(
-                f"cleaning needs {error.name}, which is not installed: "
-                "pip install 'titan-loop[clean]'"
+                f"cleaning needs {error.name}, which is not installed: {fix}"
             ) from error
 
 
@@ -93,13 +80,12 @@ def written_by_us(output: Path) -> list[Path]:
 
 def refuse_output(output: Path, overwrite: bool) -> None:
     """Refuse a folder that holds a complete source, or files of another origin."""
-    foreign = next((name for name in _FOLDERS if (output / name).exists()), None)
     if (output / CARD_NAME).exists() and not overwrite:
         raise UserError(f"source {output} exists already: give another output or pass overwrite")
-    if foreign is not None and not _is_source(output):
-        raise UserError(
-            f"output {output} holds a {foreign!r} that is not a source's: give another output"
-        )
+    for name in _FOLDERS:
+        if (output / name).exists() and not _is_source(output):
+            problem = f"output {output} holds a {name!r} that is not a source's"
+            raise UserError(f"{problem}: give another output")
 
 
 def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> None:
@@ -110,16 +96,14 @@ def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> No
     refuse_output(output, overwrite)  # it may have been finished meanwhile
     unfinished = output / SETTINGS_NAME
     if overwrite and _is_source(output):
-        # First what makes the source count, then the rest.
-        (output / CARD_NAME).unlink(missing_ok=True)
+        (output / CARD_NAME).unlink(missing_ok=True)  # first, because it makes the source count
         for name in _FOLDERS:
             shutil.rmtree(output / name, ignore_errors=True)
         unfinished.unlink(missing_ok=True)
     elif unfinished.exists():
         known = read_json_object(unfinished, fix="pass overwrite to begin anew")
-        changed = [
-            name for name in settings if name != _MODIFIED and settings[name] != known.get(name)
-        ]
+        changed = [name for name in settings if settings[name] != known.get(name)]
+        changed = [name for name in changed if name != _MODIFIED]
         if changed:
             raise UserError(
                 f"source {output} is unfinished with other settings ({', '.join(changed)}): give "
@@ -144,16 +128,14 @@ def _refuse_modified(preparation: Preparation, known: Sequence[int], found: Sequ
 
 def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
     files = [Path(path).stat() for path in preparation.documents.all_files()]
+    names = ("held_out_fraction", "eos_token", "text_key", "chat", "tasks")
     settings = {
         "documents": asdict(preparation.documents),
         "bytes": [file.st_size for file in files],
         _MODIFIED: [file.st_mtime_ns for file in files],
         "tokenizer": file_sha256(tokenizer_path),
         "cleaning": preparation.config.cleaning(),
-        **{
-            name: getattr(preparation, name)
-            for name in ("held_out_fraction", "eos_token", "text_key", "chat", "tasks")
-        },
+        **{name: getattr(preparation, name) for name in names},
         "versions": preparation.versions(),
     }
     return json.loads(json.dumps(settings))

@@ -3,9 +3,8 @@
     reader ─► quality ─► MinHash ─► decontamination ─┬─► tokenizer ─► train/*.ds ───┬─► source.json
               filters    filter     filter           └─► held-out text ─► tokenizer ┘
 
-With MinHash three pipelines come first: signatures (of documents that pass the quality filters),
-buckets and clusters. Documents are shuffled here, once, within each task's output; later only
-windows are permuted. Finished tasks are skipped when an interrupted preparation is started again.
+With MinHash three pipelines come first: signatures, buckets and clusters. Documents are shuffled
+once, within each task's output. A restart skips finished tasks.
 """
 
 import logging
@@ -83,9 +82,8 @@ def tokenize_source(
         The card that was written; None if jobs were submitted, the last of which writes it.
 
     Raises:
-        UserError: For inputs, settings or an output that cannot be used, an output that another
-            process prepares or packs, too many malformed records, or a source without a token to
-            train on.
+        UserError: For inputs, settings or an output that cannot be used, too many malformed
+            records, or a source without a token to train on.
     """
     from titan_loop.data.prepare.executors import Pipeline, run_pipelines
     from titan_loop.data.prepare.finish import write_card

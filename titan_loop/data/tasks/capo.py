@@ -53,19 +53,10 @@ _FIXED = ("<bos>", ".", *_WORDS)
 _GENDERS, _MONTHS, _DAYS = 2, 12, 28
 _NAME_PARTS = 3
 _POOLS = (
-    "first_names",
-    "middle_names",
-    "last_names",
-    "genders",
-    "months",
-    "days",
-    "years",
-    "cities",
-    "universities",
-    "majors",
-    "employers",
+    *("first_names", "middle_names", "last_names"),
+    *("genders", "months", "days", "years", "cities", "universities", "majors", "employers"),
 )
-"""Pools of names, in the order of their token ids, which follow the words'."""
+"""Pools of names and values, in the order of their token ids, which follow the words'."""
 
 
 class Biography(NamedTuple):
@@ -152,10 +143,8 @@ class Capo(Task):
         """Bits of a name and of a person's values."""
         sizes = self._sizes
         names, values = sizes[:_NAME_PARTS], sizes[_NAME_PARTS:]
-        return Knowledge(
-            items=self.people,
-            bits={"names": math.log2(math.prod(names)), "values": math.log2(math.prod(values))},
-        )
+        bits = {"names": math.log2(math.prod(names)), "values": math.log2(math.prod(values))}
+        return Knowledge(items=self.people, bits=bits)
 
     @cached_property
     def world(self) -> np.ndarray:
@@ -168,10 +157,8 @@ class Capo(Task):
             number, part = np.divmod(number, np.uint64(size))
             columns.append(part.astype(np.int64))
         generator = random.Random(keyed_integer("capo values", self.world_seed))
-        values = [
-            [int(generator.random() * size) for size in sizes[_NAME_PARTS:]]
-            for _ in range(self.people)
-        ]
+        kinds = sizes[_NAME_PARTS:]
+        values = [[int(generator.random() * n) for n in kinds] for _ in range(self.people)]
         return np.column_stack([*columns, np.array(values, dtype=np.int64)])
 
     def choose(self, generator: random.Random, level: int) -> Graded:
@@ -222,6 +209,5 @@ class Capo(Task):
             say("values", *(named[pool] for pool in pools))
             say("", _FIXED.index("."))
         wanted = ("names", "values") if question.graded == "both" else (question.graded,)
-        return Example.of_tokens(
-            tokens, [place for place, kind in enumerate(kinds[1:]) if kind in wanted]
-        )
+        answers = [place for place, kind in enumerate(kinds[1:]) if kind in wanted]
+        return Example.of_tokens(tokens, answers)

@@ -1,4 +1,4 @@
-"""Random knowledge graphs: every entity has as many edges, each with a relation of its own."""
+"""Random knowledge graphs: all entities have equally many edges, with distinct relations."""
 
 import random
 
@@ -20,24 +20,13 @@ def check_graph(task: str, *, entities: int, relations: int, degree: int) -> Non
 def draw_edges(
     name: str, seed: int, *, entities: int, relations: int, degree: int, graphs: int = 1
 ) -> list[list[tuple[int, int]]]:
-    """Return the (relation, tail) pairs of every entity.
-
-    Args:
-        entities: Entities of each graph, numbered from graph to graph.
-        relations: Relations, shared by all graphs.
-        degree: Edges that leave an entity.
-    """
+    """Return the (relation, tail) pairs of every entity; graphs share relations, not entities."""
     generator = random.Random(keyed_integer(name, seed))
-    edges = []
+    edges: list[list[tuple[int, int]]] = []
     for head in range(graphs * entities):
         unused, first = list(range(relations)), head - head % entities
-        edges.append(
-            [
-                (
-                    unused.pop(int(generator.random() * len(unused))),
-                    first + int(generator.random() * entities),
-                )
-                for _ in range(degree)
-            ]
-        )
+        edges.append([])
+        for _ in range(degree):
+            relation = unused.pop(int(generator.random() * len(unused)))
+            edges[-1].append((relation, first + int(generator.random() * entities)))
     return edges

@@ -2,15 +2,14 @@
 
     <bos> len_2  + * 3 5 7  <ans> 22          (3 · 5) + 7 mod 23, two operations
 
-The answer is one token, so all intermediate results must be worked out inside the model: the task
-gets harder with the number of operations, and depth, not width, helps. Examples are drawn on the
-fly.
+The answer is one token, so all intermediate results must be worked out inside the model: depth, not
+width, helps with more operations.
 
 Source: Zhu et al. 2025, "Scaling Latent Reasoning via Looped Language Models", arXiv 2510.25741,
 section 6.2 (the task is from Allen-Zhu's Physics of Language Models, part 4.1). The shape of an
 expression is not stated there: here the left operand takes a uniform share of the remaining
-operations. Deviation: 1 in 64 expressions, chosen by hash, is never trained on, so that the exam is
-held out and not just drawn again. As in the paper, the exam is of the largest length alone.
+operations. Deviation: 1 in 64 expressions, chosen by hash, is held out for the exam. As in the
+paper, the exam is of the largest length alone.
 """
 
 import random
@@ -36,13 +35,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mano(Task):
-    """The task with values 0..modulus-1 and expressions of 1..max_operations operations.
-
-    Token ids: `<bos>`, `<ans>`, the operators, the values, then len_0..len_max_operations.
-
-    Raises:
-        UserError: If a parameter is too small.
-    """
+    """The task; token ids: `<bos>`, `<ans>`, operators, values, then len_0..len_max_operations."""
 
     name: ClassVar[str] = "mano"
 

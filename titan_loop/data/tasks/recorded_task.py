@@ -13,37 +13,25 @@ TASK = "task"
 
 
 def find_task(name: str) -> type[Task]:
-    """Return the task that a run recorded by its name.
-
-    Raises:
-        UserError: This version does not know it, and no plug-in registers it.
-    """
+    """Return the task that a run recorded by its name; raise `UserError` if it is unknown."""
     task = find("tasks", name)
     if task is None:
         raise UserError(
             f"the run was trained on the task {name!r}, which this version does not know: use the "
-            "version of titan_loop that trained it, or name the task's module in "
-            "TITAN_LOOP_PLUGINS"
+            "version that trained it, or name the task's module in TITAN_LOOP_PLUGINS"
         )
     assert task.name == name, f"task {name} calls itself {task.name}"
     return task
 
 
 def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:
-    """Return the task that a run was reading when it saved a checkpoint; None for text.
-
-    Args:
-        loader_state: The loader's `state_dict`, which is a manifest's `data`; empty for an imported
-            model.
+    """Return the task in a loader's `state_dict`, as in a manifest's `data`; None for text.
 
     Raises:
         UserError: For a task that this version does not know.
     """
     data = loader_state.get("data", {})
-    name = data.get(TASK)
-    if name is None:
-        return None
-    return _of_record(find_task(name), data)
+    return _of_record(find_task(data[TASK]), data) if TASK in data else None
 
 
 def _of_record(kind: type, record: Mapping[str, Any]) -> Any:

@@ -32,11 +32,10 @@ class Example:
 
     Attributes:
         labels: Target of every position; IGNORED where there is none.
-        answer: Whether a label belongs to the answer. Exams grade only the answer, and training
-            uses only its labels unless it takes all targets.
-        columns: Values of the columns that the task declares, by name: (T, …) or, for a column that
-            is not per token, one value.
-        steps: Recurrent steps that the question needs; 0 where the task does not say.
+        answer: Whether a label belongs to the answer, which alone is graded and, by default,
+            trained on.
+        columns: Values of the task's columns, by name: (T, …), or one value if not per token.
+        steps: Recurrent steps that the question needs; 0 if unknown.
     """
 
     tokens: np.ndarray
@@ -51,11 +50,11 @@ class Example:
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[int], answers: Collection[int]) -> "Example":
-        """Return the example of a model that reads from left to right and says the next token.
+        """Return the example of a model that predicts the next token.
 
         Args:
             tokens: Ids, (T,).
-            answers: Positions that say a token of the answer, which is the next one.
+            answers: Positions whose next token belongs to the answer.
         """
         ids = np.asarray(tokens, dtype=np.int64)
         graded = np.zeros(len(ids), dtype=bool)
@@ -78,9 +77,8 @@ class Knowledge:
     """Measure of an exam of facts: the bits of them that a model knows.
 
     Attributes:
-        items: Number of items that training tells of, such as people.
-        bits: Bits of one item's answer under a uniform guess, by stratum; the exam's examples of a
-            stratum are items.
+        items: Number of items in training, such as people; an exam's examples are items.
+        bits: Bits of one item's answer under a uniform guess, by stratum.
     """
 
     items: int
@@ -91,9 +89,8 @@ class Knowledge:
 class Task(ABC):
     """Examples drawn from a keyed generator, and an exam of those never trained on.
 
-    A *question* is whatever the task draws: only the task looks into it. A *stratum* is a kind of
-    question that the exam counts on its own, such as a number of hops; a *level* is the part that a
-    curriculum trains on at a time.
+    Only the task looks into a *question*. A *stratum* is a kind of question that the exam counts on
+    its own, such as a number of hops; a *level* is the part that a curriculum trains on at a time.
 
     Attributes:
         name: Name in recipes, suites and reports.
@@ -128,11 +125,9 @@ class Task(ABC):
 
     @abstractmethod
     def choose(self, generator: random.Random, level: int) -> Any:
-        """Choose the stratum of the next training example.
+        """Choose the stratum of the next training example of a level, 0 … `levels` - 1.
 
-        Args:
-            generator: Only its `random()` is used: Python guarantees that across versions.
-            level: 0 … `levels` - 1.
+        Use the generator's `random()` alone: Python guarantees it across versions.
         """
 
     @abstractmethod
@@ -148,11 +143,9 @@ class Task(ABC):
         """Return the example that asks and answers the question."""
 
     def waypoints(self, question: Any) -> Mapping[str, tuple[int, int]]:
-        """Return the tokens that lead to the answer, for analyses of the model's states.
+        """Return the tokens that lead to the answer: name → (position, token id), in order.
 
-        Returns:
-            Name → (position, token id), in the order in which they are needed; the last is
-            "target", the first token of the answer.
+        The last is "target", the first token of the answer.
         """
         example = self.encode(question)
         at = int(np.flatnonzero(example.answer)[0])
@@ -193,7 +186,7 @@ class Task(ABC):
         """Yield training questions of a level without end, none held out.
 
         Raises:
-            UserError: (Almost) every question that is drawn is held out.
+            UserError: Almost all questions are held out.
         """
         generator = random.Random(key)
         while True:
@@ -205,15 +198,15 @@ class Task(ABC):
                     break
             else:
                 raise UserError(
-                    f"task {self.name}: no example of {stratum} is left to train on, all are held "
-                    f"out; enlarge {self}"
+                    f"task {self.name}: all are held out, no example of {stratum} is left to train "
+                    f"on; enlarge {self}"
                 )
 
     def held_out_questions(self, count: int, stratum: Any, *, seed: int = 0) -> list[Any]:
         """Return `count` questions of a stratum, none ever trained on, with repetitions.
 
         Raises:
-            UserError: (Almost) no question of this stratum was set aside for the exam.
+            UserError: Almost no question of this stratum is held out.
         """
         generator = random.Random(self.exam_key(seed, stratum))
         questions: list[Any] = []
@@ -228,18 +221,14 @@ class Task(ABC):
         )
 
     def check_exam(self, count: int, *, strata: Sequence[str] | None = None) -> None:
-        """Raise `UserError` unless such an exam can be drawn; a process draws equal ones once."""
+        """Raise `UserError` unless such an exam can be drawn."""
         for name in self.strata if strata is None else strata:
             _draw_questions(self, count, name)
 
     def exam(
         self, count: int, *, seed: int = 0, strata: Sequence[str] | None = None
     ) -> dict[str, list[Example]]:
-        """Return held-out examples by stratum.
-
-        Args:
-            count: Largest number of examples of a stratum.
-            strata: Names of the strata to draw; None for all.
+        """Return at most `count` held-out examples of each stratum, or of some `strata`.
 
         Raises:
             UserError: The task has too few examples.
@@ -259,6 +248,6 @@ def require_sizes(task: Task, **least: int) -> None:
             raise UserError(f"{type(task).__name__} {name} {value} must be at least {smallest}")
 
 
-@cache
+@cache  # equal exams are drawn once; an error is not cached
 def _draw_questions(task: Task, count: int, stratum: str) -> None:
-    task.held_out_questions(count, task.strata[stratum])  # an error is not cached
+    task.held_out_questions(count, task.strata[stratum])

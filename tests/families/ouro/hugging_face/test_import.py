@@ -214,7 +214,7 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         ({"rope_theta": None}, "rope_theta is missing"),
-        ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta and rope_parameters disagree"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta has several values"),
         ({"head_dim": 32}, "head_dim=32"),
         ({"total_ut_steps": 0}, "total_ut_steps=0 must be a positive integer"),
         ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
