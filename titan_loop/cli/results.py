@@ -28,7 +28,7 @@ def add(run: Path, *, folder: Path | None = None) -> None:
 def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
     """Print the tables that a recipe declares, beside the paper's numbers, and draw them.
 
-    A cell is the mean over seeds, with the smallest and largest value behind it. Tables without a
+    A cell is the mean over seeds, followed by the smallest and largest value. Tables without a
     result are left out.
 
     Args:

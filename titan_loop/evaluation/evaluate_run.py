@@ -42,17 +42,12 @@ def evaluate_run(
 ) -> DepthReport:
     """Score a checkpoint on held-out text, beside n-gram models of the text it read; collective.
 
+    Rank 0 also saves the report in the run's `evals/`.
+
     Args:
         path: The run, for its newest whole checkpoint, or a checkpoint.
         depths: Recurrent steps to score; may exceed the trained R.
         sources: Names of the run's sources, or folders of others; by default all of the run's.
-
-    Returns:
-        The report; rank 0 also saved it in the run's `evals/`.
-
-    Raises:
-        UserError: There is no checkpoint, the depths or windows are below 1, or the run has no
-            prepared sources and `sources` names none.
     """
     depth_readings(depths)  # refuses depths below 1
     rank, _ = join_ranks()

@@ -26,11 +26,7 @@ _BOOTSTRAPS = 100  # for metrics whose standard error has no formula
 
 
 class HarnessTasks:
-    """Finds tasks by name; indexes the whole harness, which is slow, only when it has to.
-
-    Args:
-        home: Folder of the harness' own tasks; None for the installed ones.
-    """
+    """Finds tasks by name; indexes the whole harness, which is slow, only when it has to."""
 
     def __init__(
         self,
@@ -191,11 +187,8 @@ def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
 def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
     """Let the hub's clients use only their caches inside the block if there is no network.
 
-    Args:
-        reader: Beginning of the message, as in "task NAME".
-
     Raises:
-        UserError: The hub cannot be reached and the local cache lacks the data.
+        UserError: Neither the hub nor the cache has the data; `reader` begins the message.
     """
     import datasets.config
     import huggingface_hub.constants

@@ -54,9 +54,6 @@ class Watcher:
 
     Attributes:
         incomplete: Steps where a task has no result, or that could not be evaluated at all.
-
-    Raises:
-        UserError: An option is invalid, or a task is unknown.
     """
 
     def __init__(
@@ -83,8 +80,7 @@ class Watcher:
     def run(self, *, once: bool = False, interval_seconds: float = 60.0) -> int:
         """Evaluate until the run is complete and nothing waits; return the number of evaluations.
 
-        Raises:
-            UserError: The interval is not positive; or, with `once`, there is no such run.
+        With `once`, only until nothing waits; then the run must exist.
         """
         if not interval_seconds > 0:
             raise UserError(f"interval={interval_seconds} must be a positive number of seconds")
