@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.harness_model import LoopLM, StepCount
 from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS, offline_config
-from titan_loop.evaluation.suites import NotAskedError, SuiteTask, unknown_task
+from titan_loop.evaluation.suites import NotAskedError, SuiteTask, suite_names
 from titan_loop.evaluation.task_report import ReadingResult, Results
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ class HarnessTasks:
             manager = self._manager(folder)
             if name in manager.all_tasks:
                 return manager
-        raise unknown_task(name, self._manager(self._home).all_tasks)
+        known = [*self._manager(self._home).all_tasks, *suite_names(), *OFFLINE_TASKS]
+        raise UserError(f"task {name!r} is unknown{nearest(name, known)}")
 
     def _likely_folder(self, name: str) -> Path | None:
         """Return the harness' folder with the longest name that begins the task's name."""
