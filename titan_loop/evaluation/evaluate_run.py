@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import empty_batch
 from titan_loop.evaluation.depth_report import DepthReport, summarise_source
@@ -62,7 +61,10 @@ def evaluate_run(
     forward = at_depths(loaded.model, depths)
     scores = {name: score_windows(part, forward, device=device) for name, part in held_out.items()}
     nats = {
-        name: {baseline: _nats(fitted, part) for baseline, fitted in baselines.items()}
+        name: {
+            baseline: float(fitted.nats(part.input.numpy(), part.labels.numpy()).sum())
+            for baseline, fitted in baselines.items()
+        }
         for name, part in held_out.items()
     }
     together = {name: sum(part[name] for part in nats.values()) for name in baselines}
@@ -127,7 +129,3 @@ def sample_windows(consumed: int, most: int) -> np.ndarray:
         return np.arange(consumed)
     bounds = np.arange(most + 1, dtype=np.int64) * consumed // most
     return np.random.default_rng(0).integers(bounds[:-1], bounds[1:])
-
-
-def _nats(fitted: UnigramModel | BigramModel, windows: HeldOutWindows) -> float:
-    return float(fitted.nats(windows.input.numpy(), windows.labels.numpy()).sum())
