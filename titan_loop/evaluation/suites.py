@@ -33,12 +33,7 @@ class SuiteTask:
     optional: bool = False
 
 
-OFFLINE = (
-    SuiteTask("held_out", metric="bits_per_byte"),
-    SuiteTask("mano"),
-    SuiteTask("multi_hop"),
-    SuiteTask("mmlu_dev"),
-)
+OFFLINE = (SuiteTask(HELD_OUT, metric="bits_per_byte"), *map(SuiteTask, OFFLINE_TASKS))
 """The suite `offline`, which needs neither the hub nor a cache."""
 
 CODE_TASKS = frozenset(("humaneval", "humaneval_plus", "mbpp", "mbpp_plus"))
