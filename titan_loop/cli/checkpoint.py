@@ -11,8 +11,7 @@ from titan_loop.tables import columns
 if TYPE_CHECKING:
     from titan_loop.checkpoint.listing import ListedCheckpoint
 
-EXIT_FOUND = 1
-"""Exit code if damage or a difference was found, as of `diff` and `cmp`."""
+EXIT_FOUND = 1  # if damage or a difference was found, as `diff` and `cmp` have it
 
 
 def ls(run: Path, *, verify: bool = False) -> None:
@@ -57,8 +56,8 @@ def verify(path: Path) -> int:
     listed = verified(path)
     for checkpoint in listed:
         print(f"{checkpoint.path.name}: {_state(checkpoint)}")
-    damaged = [checkpoint for checkpoint in listed if checkpoint.faults]
-    print(f"{len(listed)} looked at, {len(damaged)} damaged")
+    damaged = sum(bool(checkpoint.faults) for checkpoint in listed)
+    print(f"{len(listed)} looked at, {damaged} damaged")
     return EXIT_FOUND if damaged else EXIT_OK
 
 
@@ -121,11 +120,7 @@ def tag(checkpoint: Path, name: str, *, remove: bool = False) -> None:
 
 
 def consolidate(
-    checkpoint: Path,
-    *,
-    output: Path,
-    optimizer: bool = False,
-    skip_hashes: bool = False,
+    checkpoint: Path, *, output: Path, optimizer: bool = False, skip_hashes: bool = False
 ) -> None:
     """Write a checkpoint's full tensors and its origin to one safetensors file.
 
@@ -192,16 +187,6 @@ def _size(size_bytes: float) -> str:
     return f"{size_bytes:.4g} TB"
 
 
-run = group(
-    "checkpoint",
-    {
-        "ls": ls,
-        "verify": verify,
-        "diff": diff,
-        "rm": rm,
-        "tag": tag,
-        "consolidate": consolidate,
-        "merge": merge,
-        "convert": convert,
-    },
-)
+VERBS = (ls, verify, diff, rm, tag, consolidate, merge, convert)
+
+run = group("checkpoint", {verb.__name__: verb for verb in VERBS})

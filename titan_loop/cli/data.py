@@ -77,22 +77,21 @@ def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
         shortage = ""
     except UserError as error:
         shortage = str(error)
-    rows: list[tuple[str, ...]] = [_PLAN_HEADER]
-    size_bytes = 0
-    for row in loader.demand(windows):
-        size_bytes += row.disk_bytes
-        rows.append(
-            (
-                row.name,
-                f"{row.needed_tokens:,}",
-                f"{row.available_tokens:,}",
-                f"{row.epochs:.3f}",
-                "-" if row.max_epochs is None else str(row.max_epochs),
-                f"{row.disk_bytes / 1e9:.3f}",
-            )
+    demand = loader.demand(windows)
+    rows: list[tuple[str, ...]] = [
+        (
+            row.name,
+            f"{row.needed_tokens:,}",
+            f"{row.available_tokens:,}",
+            f"{row.epochs:.3f}",
+            "-" if row.max_epochs is None else str(row.max_epochs),
+            f"{row.disk_bytes / 1e9:.3f}",
         )
-    rows.append(("all", "", "", "", "", f"{size_bytes / 1e9:.3f}"))
-    for line in columns(rows):
+        for row in demand
+    ]
+    size_bytes = sum(row.disk_bytes for row in demand)
+    total = ("all", "", "", "", "", f"{size_bytes / 1e9:.3f}")
+    for line in columns([_PLAN_HEADER, *rows, total]):
         print(f"  {line}")
     for remark in config.held_out.remarks(config.dataloader.source_paths(), seq_len):
         print(f"  {remark}")

@@ -187,9 +187,8 @@ def _tasks(run: Path, stage: str | None, options: "TaskOptions", dense: Path | N
     run = chosen_run(run, stage)
     if dense is not None:
         dense_reports(dense)  # its mistakes, before work starts
-    rank, _ = join_ranks()
     report = evaluate_tasks(run, options)
-    if rank == 0:
+    if join_ranks()[0] == 0:
         run_directory = SavedRun.open(run).directory
         if options.frontier:
             written = write_frontier(report, run_directory, dense)

@@ -14,7 +14,6 @@ from titan_loop.cli.arguments import command
 from titan_loop.errors import UserError, require_at_least
 
 if TYPE_CHECKING:
-    from titan_loop.inference.rows import Completion, GeneratedToken
     from titan_loop.inference.session import Session
 
 _LARGEST_SEED = 2**64 - 1  # of torch.Generator
@@ -151,44 +150,30 @@ def run(checkpoint: Path, generation: Generation, *, stage: str | None = None) -
             file=sys.stderr,
         )
     if len(generation.prompt) > 1:
-        _print_all(session, list(generation.prompt), generation)
+        _print(session, list(generation.prompt), show_steps=generation.show_steps)
     else:
         for prompt in generation.prompt or _lines():
-            _print_answer(session, prompt, generation)
+            _print(session, [prompt], show_steps=generation.show_steps)
 
 
-def _print_answer(session: "Session", prompt: str, given: Generation) -> None:
+def _print(session: "Session", prompts: list[str], *, show_steps: bool) -> None:
+    """Print a single answer token by token, or several completions one below the other."""
     from titan_loop.inference.rows import Completion
 
     start = time.perf_counter()
-    completion = Completion()
-    for event in session.answer(prompt):
-        completion.add(event)
-        print(_shown(event, given), end="", flush=True)
-    print(flush=True)
-    _summarise(session, [completion], time.perf_counter() - start)
-
-
-def _print_all(session: "Session", prompts: list[str], given: Generation) -> None:
-    from titan_loop.inference.rows import Completion
-
-    start = time.perf_counter()
+    alone = len(prompts) == 1
     completions = [Completion() for _ in prompts]
     shown = [""] * len(prompts)
-    for event in session.complete(prompts):
+    for event in session.answer(prompts[0]) if alone else session.complete(prompts):
         completions[event.row].add(event)
-        shown[event.row] += _shown(event, given)
+        text = event.text + (str(event.step).translate(_SUBSCRIPTS) if show_steps else "")
+        shown[event.row] += text
+        if alone:
+            print(text, end="", flush=True)
     for prompt, text in zip(prompts, shown, strict=True):
-        print(f"=== {prompt}\n{text}")
-    _summarise(session, completions, time.perf_counter() - start)
-
-
-def _shown(event: "GeneratedToken", given: Generation) -> str:
-    return event.text + str(event.step).translate(_SUBSCRIPTS) if given.show_steps else event.text
-
-
-def _summarise(session: "Session", completions: "list[Completion]", seconds: float) -> None:
+        print("" if alone else f"=== {prompt}\n{text}", flush=True)
     tokens = sum(len(completion.steps) for completion in completions)
+    seconds = time.perf_counter() - start
     phrases = [f"{tokens} tokens in {seconds:.1f} s", *session.summary(completions)]
     print(f"[{', '.join(phrases)}]", file=sys.stderr)
     if any(completion.finish == "context" for completion in completions):

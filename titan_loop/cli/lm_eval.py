@@ -1,8 +1,7 @@
 """`titan-loop lm_eval …`: lm-evaluation-harness' own command with the model `titan_loop` in it.
 
-The harness finds models in a table of its own and offers no plugin mechanism (0.4.13): a plain
-`lm_eval` never imports this package, so it cannot know the model. This verb registers it and hands
-over; every flag is the harness'.
+The harness (0.4.13) finds models in a table of its own and has no plugin mechanism, so a plain
+`lm_eval` does not know the model. This verb registers it and hands over all flags.
 """
 
 import sys
@@ -10,12 +9,11 @@ from collections.abc import Sequence
 
 from titan_loop.errors import EXIT_OK, UserError
 
+# Beginning of a harness message about a user's mistake → hint.
 _MISTAKES = {
-    "Tasks not found": "`titan-loop lm_eval ls tasks` lists what there is, `titan-loop eval` has "
-    "tasks of its own besides",
+    "Tasks not found": "`titan-loop lm_eval ls tasks` lists them, `titan-loop eval` has more",
     "Attempted to load model": "a checkpoint of this package is --model titan_loop",
 }
-"""Beginning of a harness message about a user's mistake → hint."""
 
 
 def run(arguments: Sequence[str]) -> int:

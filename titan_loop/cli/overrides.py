@@ -59,16 +59,11 @@ def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> C
 
 def _write_out_token_counts(arguments: Sequence[str]) -> list[str]:
     written: list[str] = []
-    previous = ""
-    for argument in arguments:
-        flag, equals, value = (
-            argument.partition("=") if "=" in argument else (previous, "", argument)
-        )
-        if _TOKENS_FLAG.fullmatch(flag) and _SHORT_COUNT.fullmatch(value):
-            written.append(f"{flag}=" * bool(equals) + str(parse_tokens(value)))
-        else:
-            written.append(argument)
-        previous = argument
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        flag, equals, value = argument.rpartition("=")
+        if _TOKENS_FLAG.fullmatch(flag or previous) and _SHORT_COUNT.fullmatch(value):
+            argument = f"{flag}{equals}{parse_tokens(value)}"
+        written.append(argument)
     return written
 
 
@@ -89,16 +84,14 @@ def _refuse_without_effect(arguments: Sequence[str]) -> None:
 
 
 def _unknown(words: Sequence[str], flags: Collection[str], choices: Collection[str]) -> str:
-    """Return the complaint about words that belong to no flag.
-
-    `--lr` may stand for `--learning-rate`, `--seed` for `--debug.seed` and `--dataloader.seed`.
-    """
+    """Return the message about words that belong to no flag."""
     word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
     if not word.startswith("-"):
         return f"unknown argument {word}{nearest(word, choices)}"
     flag = word.replace("_", "-")
     if flag in flags:
         return f"{word} stands after a choice such as activation-checkpoint:full; put it before"
+    # `--lr` may stand for `--learning-rate`, `--seed` for `--debug.seed` and `--dataloader.seed`.
     parts = {name: name.rpartition(".")[2].strip("-") for name in flags}
     wanted = flag.rpartition(".")[2].strip("-")
     alike = [

@@ -43,9 +43,9 @@ def plan(
     GPU-days. Then the real trainer runs every stage on fake tensors as one rank of the cluster, to
     measure the peak memory of a GPU and the communication of a step. That takes up to half a minute
     a stage the first time, and none until the stage's assembly or the software changes. Ends with
-    code 2 if a stage does not fit, and suggests a fix. All other flags are flags of titan-loop
-    train. With --budget FLOPS and no recipe: the best models by a scaling law (plan --budget 1e21
-    --help). With --match COST: models of another kind at the same cost (plan --match flops --help).
+    code 2 if a stage does not fit, and suggests a fix. Other flags are flags of titan-loop train.
+    With --budget FLOPS and no recipe: the best models by a scaling law (plan --budget 1e21 --help).
+    With --match COST: models of another kind at the same cost (plan --match flops --help).
 
     For example:
       titan-loop plan ouro_1_4b --nodes 64

@@ -24,17 +24,12 @@ def resolve_recipe(
     only: str | None = None,
     prepare: Callable[["Recipe"], object] = lambda recipe: None,
 ) -> "Recipe":
-    """Return a recipe with the flags applied to its stages.
+    """Return a recipe with the flags applied to its stages; raise as `apply_to_stages` does.
 
     Args:
-        flags: As `apply_to_stages` takes them.
         only: The one stage that is wanted. If its flags name the checkpoint to start from, it is
             a fork and no longer waits for its parent.
         prepare: Changes the recipe before the flags do.
-
-    Raises:
-        UserError: For an unknown recipe, stage or field, or a value that does not fit.
-        SystemExit: With code 0, after `--help` was printed.
     """
     recipe = load_recipe(name)
     prepare(recipe)
@@ -55,8 +50,8 @@ def apply_to_stages(
         only: The one stage whose config is wanted; the others stay as they are.
 
     Raises:
-        UserError: For an unknown stage or field, with the nearest ones, a value that does not fit,
-            or a flag for a stage that is not wanted.
+        UserError: A stage or field is unknown, a value does not fit, or a flag is for a stage that
+            is not wanted.
         SystemExit: With code 0, after `--help` was printed.
     """
     from titan_loop.cli.overrides import apply_overrides  # imports torch
@@ -87,11 +82,10 @@ def split_by_stage(
 ) -> tuple[list[str], dict[str, list[str]]]:
     """Return the flags for all stages, and the flags for single ones without their prefix.
 
-    Args:
-        names: Names of the stages. They may contain dots; `_` and `-` are alike, as in fields.
+    Names of stages may contain dots; `_` and `-` are alike, as in fields.
 
     Raises:
-        UserError: For a stage that does not exist, or a flag that names no field of it.
+        UserError: A stage does not exist, or a flag names no field of it.
     """
     common: list[str] = []
     own: dict[str, list[str]] = {}
@@ -117,7 +111,7 @@ def _stage_and_field(word: str, names: Sequence[str]) -> tuple[str, str]:
             f"{PREFIX}{path} names no stage's field, as {PREFIX}STAGE.FIELD would"
             + nearest(path.partition(".")[0], names)
         )
-    # A name may begin with another one; and a spelling that is exact wins over one that is alike.
+    # A name may begin with another one, and an exact spelling wins over one that is alike.
     name = max(found, key=lambda name: (len(name), rest.startswith(name)))
     field = rest[len(name) + 1 :]
     if not field.partition("=")[0]:

@@ -41,7 +41,7 @@ def run(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     upcycling = Upcycling(layers, mode, moments)
-    # Read first, so that missing data is reported before the work.
+    # Opened first, so that missing data is reported before the work.
     held_out = open_run(SavedRun.open(checkpoint), count=windows) if report else None
     parent, child = upcycle_run(checkpoint, output, upcycling, sys.argv)
     print(child)

@@ -21,12 +21,7 @@ _COUNTS_PER_CHUNK = 1 << 22  # 32 MiB, so that memory does not grow with the res
 
 
 def bits_per_byte(nats: ArrayLike, n_bytes: ArrayLike) -> float:
-    """Return Σ nats / (ln 2 · Σ bytes); raise `UserError` if there are no bytes.
-
-    Args:
-        nats: (W,) or scalar, summed negative log likelihood of each unit.
-        n_bytes: (W,) or scalar, UTF-8 bytes of the text that they predict.
-    """
+    """Return Σ nats / (ln 2 · Σ bytes) over all units; raise `UserError` if there are no bytes."""
     total_bytes = float(np.sum(np.asarray(n_bytes, dtype=np.float64)))
     if total_bytes <= 0:
         raise UserError("held-out text has 0 bytes; give at least one window with targets")

@@ -141,7 +141,6 @@ def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram"
         share: Share of the baseline's bits per byte that the model must save, in (0, 1).
 
     Raises:
-        UserError: The report lacks the trained number of steps, or the baseline.
         RunFailedError: The model saves less; the message has both numbers.
     """
     name, source = list(report.sources.items())[-1]
@@ -171,8 +170,7 @@ def summarise_source(
     """Return the results of one source.
 
     Args:
-        depths: R recurrent steps, the rows of `nats_RU`.
-        nats_RU: (R, U) summed negative log likelihood of every unit at every depth.
+        nats_RU: (R, U) summed negative log likelihood of every unit at each of the depths.
         bytes_U: (U,) bytes that each unit predicts.
         baseline_nats: Name → summed negative log likelihood over all units.
     """

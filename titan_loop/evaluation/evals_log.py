@@ -66,7 +66,7 @@ class HeldOutRecord(NamedTuple):
 
 
 def held_out_while_training(run: RunDirectory) -> list[HeldOutRecord]:
-    """Return the evaluations of held-out text while training, one for each step in order."""
+    """Return the newest evaluation of held-out text while training at each step, in order."""
     by_step: dict[int, HeldOutRecord] = {}
     for record in read_jsonl(run.evals_jsonl, EVALS_FIELDS):
         if record["asked"] != WHILE_TRAINING:

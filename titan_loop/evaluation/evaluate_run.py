@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import empty_batch
 from titan_loop.evaluation.depth_report import DepthReport, summarise_source
@@ -42,17 +41,12 @@ def evaluate_run(
 ) -> DepthReport:
     """Score a checkpoint on held-out text, beside n-gram models of the text it read; collective.
 
+    Rank 0 also saves the report in the run's `evals/`.
+
     Args:
         path: The run, for its newest whole checkpoint, or a checkpoint.
         depths: Recurrent steps to score; may exceed the trained R.
         sources: Names of the run's sources, or folders of others; by default all of the run's.
-
-    Returns:
-        The report; rank 0 also saved it in the run's `evals/`.
-
-    Raises:
-        UserError: There is no checkpoint, the depths or windows are below 1, or the run has no
-            prepared sources and `sources` names none.
     """
     depth_readings(depths)  # refuses depths below 1
     rank, _ = join_ranks()
@@ -67,7 +61,10 @@ def evaluate_run(
     forward = at_depths(loaded.model, depths)
     scores = {name: score_windows(part, forward, device=device) for name, part in held_out.items()}
     nats = {
-        name: {baseline: _nats(fitted, part) for baseline, fitted in baselines.items()}
+        name: {
+            baseline: float(fitted.nats(part.input.numpy(), part.labels.numpy()).sum())
+            for baseline, fitted in baselines.items()
+        }
         for name, part in held_out.items()
     }
     together = {name: sum(part[name] for part in nats.values()) for name in baselines}
@@ -132,7 +129,3 @@ def sample_windows(consumed: int, most: int) -> np.ndarray:
         return np.arange(consumed)
     bounds = np.arange(most + 1, dtype=np.int64) * consumed // most
     return np.random.default_rng(0).integers(bounds[:-1], bounds[1:])
-
-
-def _nats(fitted: UnigramModel | BigramModel, windows: HeldOutWindows) -> float:
-    return float(fitted.nats(windows.input.numpy(), windows.labels.numpy()).sum())

@@ -18,7 +18,6 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError, require_at_least
-from titan_loop.evaluation.decoding_speed import seconds_per_token
 from titan_loop.evaluation.exam import Exam, model_sizes, right_at_readings
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.readings import (
@@ -26,6 +25,7 @@ from titan_loop.evaluation.readings import (
     depth_readings,
     frontier_readings,
     policy_reading,
+    seconds_per_token,
     states_at,
 )
 from titan_loop.evaluation.share_work import join_ranks, rank_device

@@ -49,7 +49,7 @@ OWN_DEPTH = "depth"
 
 
 class Exam:
-    """Held-out examples of a task as windows, and how they are graded.
+    """Held-out examples of a task as windows, and their grading.
 
     Args:
         count: Largest number of examples of a stratum.
@@ -62,9 +62,6 @@ class Exam:
     Attributes:
         windows: Windows by the name of the result: TASK, or TASK/STRATUM where there are several.
         steps: Recurrent steps that each window's question needs, by the same name; 0 if unknown.
-
-    Raises:
-        UserError: The model's vocabulary or window is too small, or the task has too few examples.
 
     Source: grading one answer token at ℓ = L: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and
         Appendix B.2.
@@ -132,8 +129,12 @@ class Exam:
             needed = [f"static:{steps}" for steps in self.steps[name]]
             if {*needed} <= by_reading.keys():
                 own = [np.stack(by_reading[reading])[:, w] for w, reading in enumerate(needed)]
+<<<<<<< HEAD
                 right_W, steps_W = np.stack(own, axis=1)
                 by_reading[OWN_DEPTH] = right_W, steps_W
+=======
+                by_reading[OWN_DEPTH] = tuple(np.stack(own, axis=1))
+>>>>>>> small-reading
             labels_W = (windows.labels != IGNORED).sum(dim=1).numpy()
             results[name] = {
                 reading: _graded(right_W, steps_W, labels_W)
@@ -248,9 +249,6 @@ def example_windows(
         name: Name of the stratum, for errors.
         room: Longest window in tokens.
         multiple: Number of tokens that windows are rounded up to a multiple of.
-
-    Raises:
-        UserError: An example does not fit into the room.
     """
     answers = [example.answer_labels() for example in examples]
     longest = _positions(examples)

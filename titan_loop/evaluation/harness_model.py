@@ -242,44 +242,38 @@ class LoopLM(TemplateLM):
             exit_policy=reading.policy,
             prefill_steps=self.prefill_steps,
         )
-        groups: dict[str, list[int]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for index, one in enumerate(asked):
-            groups.setdefault(digest(one.key()[1:]), []).append(index)
-
-        def work(share: Sequence[Sequence[int]]) -> list[list[dict[str, Any]]]:
-            return [
-                self._complete(engine, [asked[index] for index in batch], seed=batch[0])
-                for batch in share
-            ]
-
+            groups.setdefault(one.key()[1:], []).append(index)
         batches = [
             indices[start : start + self._rows]
             for indices in groups.values()
             for start in range(0, len(indices), self._rows)
         ]
-        answers = dict(zip(chain(*batches), chain(*share_work(batches, work)), strict=True))
+        completed = share_work(
+            batches, lambda share: [self._complete(engine, asked, batch) for batch in share]
+        )
         self._warn_of_truncation()
+        answers = dict(zip(chain(*batches), chain(*completed), strict=True))
         return [answers[index] for index in range(len(asked))]
 
     def _complete(
-        self, engine: Engine, batch: Sequence["_Generation"], *, seed: int
+        self, engine: Engine, asked: Sequence["_Generation"], batch: Sequence[int]
     ) -> list[dict[str, Any]]:
-        first = batch[0]
-        # A long answer may not push the whole prompt out: it then ends where the context does.
+        prompts = [self.tok_encode(asked[i].prompt) or [self.eot_token_id] for i in batch]
+        first, generator = asked[batch[0]], torch.Generator().manual_seed(batch[0])
+        # A long answer must not push the whole prompt out; it ends where the context does.
         room = max(self.max_length - first.max_new_tokens, self.max_length // 2)
         requests = text_requests(
             self._text_tokenizer,
-            [self._cut(self.tok_encode(one.prompt) or [self.eot_token_id], room) for one in batch],
+            [self._cut(prompt, room) for prompt in prompts],
             stop_tokens=self._ends.stop_tokens,
             max_new_tokens=first.max_new_tokens,
             stop=first.until,
         )
-        completions = engine.complete(
-            requests, sampling=first.sampling, generator=torch.Generator().manual_seed(seed)
-        )
         return [
             {"text": done.text, "steps": sum(done.steps), "tokens": len(done.tokens)}
-            for done in completions
+            for done in engine.complete(requests, sampling=first.sampling, generator=generator)
         ]
 
     def _fitting(

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.harness_model import LoopLM, StepCount
 from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS, offline_config
-from titan_loop.evaluation.suites import NotAskedError, SuiteTask, unknown_task
+from titan_loop.evaluation.suites import NotAskedError, SuiteTask, suite_names
 from titan_loop.evaluation.task_report import ReadingResult, Results
 
 if TYPE_CHECKING:
@@ -26,11 +26,7 @@ _BOOTSTRAPS = 100  # for metrics whose standard error has no formula
 
 
 class HarnessTasks:
-    """Finds tasks by name; indexes the whole harness, which is slow, only when it has to.
-
-    Args:
-        home: Folder of the harness' own tasks; None for the installed ones.
-    """
+    """Finds tasks by name; indexes the whole harness, which is slow, only when it has to."""
 
     def __init__(
         self,
@@ -111,7 +107,8 @@ class HarnessTasks:
             manager = self._manager(folder)
             if name in manager.all_tasks:
                 return manager
-        raise unknown_task(name, self._manager(self._home).all_tasks)
+        known = [*self._manager(self._home).all_tasks, *suite_names(), *OFFLINE_TASKS]
+        raise UserError(f"task {name!r} is unknown{nearest(name, known)}")
 
     def _likely_folder(self, name: str) -> Path | None:
         """Return the harness' folder with the longest name that begins the task's name."""
@@ -191,11 +188,8 @@ def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
 def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
     """Let the hub's clients use only their caches inside the block if there is no network.
 
-    Args:
-        reader: Beginning of the message, as in "task NAME".
-
     Raises:
-        UserError: The hub cannot be reached and the local cache lacks the data.
+        UserError: Neither the hub nor the cache has the data; `reader` begins the message.
     """
     import datasets.config
     import huggingface_hub.constants

@@ -88,17 +88,12 @@ def multi_hop_documents() -> list[dict[str, Any]]:
 
 
 def mmlu_dev_documents() -> list[dict[str, Any]]:
-    """Return the dev questions inside the harness' chain-of-thought prompts.
-
-    Raises:
-        UserError: This version of the harness does not ship them.
-    """
+    """Return the dev questions inside the harness' chain-of-thought prompts."""
     try:
         prompts = json.loads(files("lm_eval").joinpath(_MMLU_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(
-            f"mmlu_dev: this lm_eval has no {_MMLU_FILE}; install lm-eval==0.4.13"
-        ) from error
+        problem = f"mmlu_dev: this lm_eval has no {_MMLU_FILE}; install lm-eval==0.4.13"
+        raise UserError(problem) from error
     documents = []
     for subject, prompt in prompts.items():
         for part in _MMLU_SPLIT.split(prompt)[1:]:

@@ -11,6 +11,7 @@ Shapes: P readings, R steps, T scored positions, C of one chunk.
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from titan_loop.errors import UserError, require_at_least
+from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_decider import exit_steps
 from titan_loop.inference.exit_policy import (
     ExitPolicy,
@@ -34,6 +36,7 @@ from titan_loop.inference.measures import (
     margin_change,
     relative_distance,
 )
+from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
 
 _LOGITS_AT_A_TIME = 1 << 26  # R · C · V of one chunk: 256 MiB in fp32
@@ -42,6 +45,7 @@ _Q_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 _QUANTILES = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
 _ENTROPY_BOUND_NATS = 3.0
 _CONTRASTS = (0.1, 0.25, 0.5, 1.0)
+_TIMED_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,6 @@ def states_at(
     Args:
         chosen_BL: True at the T positions to return.
         positions_BL: Positions that restart with every document; None for one document per row.
-
-    Raises:
-        UserError: The model's context is shorter than L.
     """
     context, length = model.config.max_seq_len, input_BL.shape[1]
     if context < length:
@@ -232,3 +233,24 @@ def _steps_to_read(readings: Sequence[Reading]) -> list[int]:
         else:
             steps.update(range(1, deepest + 1))
     return sorted(steps)
+
+
+def seconds_per_token(
+    model: LoopDecoder, readings: Sequence[Reading], prompts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Return the name of each reading → seconds per generated token in the engine.
+
+    All prompts run side by side, so this is the batch's time per token, without the time of the
+    prompts themselves. Other work on the machine adds to it.
+    """
+    requests = [Request(prompt=prompt, max_new_tokens=_TIMED_TOKENS) for prompt in prompts]
+    seconds: dict[str, float] = {}
+    for reading in readings:
+        engine = Engine(model, recurrent_steps=reading.recurrent_steps, exit_policy=reading.policy)
+        events = engine.stream(requests)
+        for _ in requests:  # the first tokens take the prompts' time
+            next(events)
+        start = time.perf_counter()
+        tokens = sum(1 for _ in events)
+        seconds[reading.name] = (time.perf_counter() - start) / max(tokens, 1)
+    return seconds

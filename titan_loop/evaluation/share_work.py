@@ -45,10 +45,6 @@ def share_work(
     Args:
         items: The same on all ranks; neighbours should cost alike.
         work: Returns one picklable result per item, in order.
-
-    Raises:
-        UserError: `work` raised one on some rank.
-        RuntimeError: `work` failed otherwise on another rank.
     """
     rank, world_size = join_ranks()
     parts = from_all_ranks(all_ranks(), lambda: work(items[rank::world_size]))

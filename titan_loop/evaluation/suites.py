@@ -33,12 +33,7 @@ class SuiteTask:
     optional: bool = False
 
 
-OFFLINE = (
-    SuiteTask("held_out", metric="bits_per_byte"),
-    SuiteTask("mano"),
-    SuiteTask("multi_hop"),
-    SuiteTask("mmlu_dev"),
-)
+OFFLINE = (SuiteTask(HELD_OUT, metric="bits_per_byte"), *map(SuiteTask, OFFLINE_TASKS))
 """The suite `offline`, which needs neither the hub nor a cache."""
 
 CODE_TASKS = frozenset(("humaneval", "humaneval_plus", "mbpp", "mbpp_plus"))
@@ -55,7 +50,7 @@ class NotAskedError(UserError):
 def expand_tasks(asked: list[str], num_fewshot: int | None = None) -> list[SuiteTask]:
     """Return the tasks behind names of suites and tasks, each once."""
     if not asked:
-        raise UserError(f"no task was named; give tasks or suites: {', '.join(_suites())}")
+        raise UserError(f"no task was named; give tasks or suites: {', '.join(suite_names())}")
     require_at_least(0, num_fewshot=num_fewshot)
     tasks: dict[str, SuiteTask] = {}
     for name in asked:
@@ -97,12 +92,6 @@ def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
         yield Refusal(field, str(error))
 
 
-def _suites() -> list[str]:
+def suite_names() -> list[str]:
+    """Return the names of all suites."""
     return [*names("suites"), "offline"]
-
-
-def unknown_task(name: str, known: list[str]) -> UserError:
-    """Return the error for an unknown task."""
-    return UserError(
-        f"task {name!r} is unknown{nearest(name, [*known, *_suites(), *OFFLINE_TASKS])}"
-    )

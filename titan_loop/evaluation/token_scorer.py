@@ -44,9 +44,6 @@ class TokenScorer:
 
     Attributes:
         forward_steps: Recurrent steps run so far on this rank, times rows.
-
-    Raises:
-        UserError: There is no reading, or the model lacks the gate that one of them reads.
     """
 
     def __init__(
@@ -65,11 +62,7 @@ class TokenScorer:
         self._device = model.tok_embeddings.weight.device
 
     def score(self, requests: Sequence[TokenRequest]) -> list[ContinuationScores]:
-        """Return the scores of all requests; collective.
-
-        Raises:
-            UserError: A request is longer than the context, or has tokens the model does not know.
-        """
+        """Return the scores of all requests; collective."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests):
             self._check(request)

@@ -161,16 +161,11 @@ def questions(trainer: TrainingState, name: str, count: int) -> Ask:
     def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
         forward = at_depths(trainer.model, depths, trainer.window_share)
         nats_PQ, _ = sums_in_training(trainer, windows, forward)
-        return {
-            name: {
-                reading: ReadingResult(
-                    metrics=_multiple_choice(documents, nats_Q), mean_steps=float(depth)
-                )
-                for reading, depth, nats_Q in zip(
-                    depth_names(depths), depths, nats_PQ.tolist(), strict=True
-                )
-            }
-        }
+        results = {}
+        for depth, nats_Q in zip(depths, nats_PQ.tolist(), strict=True):
+            metrics = _multiple_choice(documents, nats_Q)
+            results[f"static:{depth}"] = ReadingResult(metrics=metrics, mean_steps=float(depth))
+        return {name: results}
 
     return ask
 

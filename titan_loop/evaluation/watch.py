@@ -51,12 +51,6 @@ class Watcher:
 
     Args:
         retry: Whether to ask a checkpoint of which a task has no result once more.
-
-    Attributes:
-        incomplete: Steps where a task has no result, or that could not be evaluated at all.
-
-    Raises:
-        UserError: An option is invalid, or a task is unknown.
     """
 
     def __init__(
@@ -75,16 +69,19 @@ class Watcher:
                 if value or name not in ("sources", "seq_len", "ema")
             }
         )
-        self.incomplete: list[int] = []
-        self._given_up: set[_Waiting] = set()
+        self._given_up: list[_Waiting] = []
         self._wandb = WandbLog(self._run) if wandb and join_ranks()[0] == 0 else None
         self._claim: IO[str] | None = None
+
+    @property
+    def incomplete(self) -> list[int]:
+        """Steps where a task has no result, or that could not be evaluated at all."""
+        return [waiting.step for waiting in self._given_up]
 
     def run(self, *, once: bool = False, interval_seconds: float = 60.0) -> int:
         """Evaluate until the run is complete and nothing waits; return the number of evaluations.
 
-        Raises:
-            UserError: The interval is not positive; or, with `once`, there is no such run.
+        With `once`, only until nothing waits; then the run must exist.
         """
         if not interval_seconds > 0:
             raise UserError(f"interval={interval_seconds} must be a positive number of seconds")
@@ -136,21 +133,17 @@ class Watcher:
                 if self._wandb is not None:
                     self._wandb.log(report.step, report.tokens, report.flat())
             if report.failures:
-                self._give_up(waiting)
+                self._given_up.append(waiting)
             return True
         except (UserError, OSError) as error:
             if self._agreed(lambda: waiting in self._committed()):
                 logger.error("%s cannot be evaluated: %s", checkpoint, error)
-                self._give_up(waiting)
+                self._given_up.append(waiting)
             else:
                 logger.info("%s was deleted before it could be read", checkpoint)
             return False
         finally:
             self._release()
-
-    def _give_up(self, waiting: _Waiting) -> None:
-        self._given_up.add(waiting)
-        self.incomplete.append(waiting.step)
 
     def _committed(self) -> list[_Waiting]:
         if not self._run.config_json.exists():

@@ -42,11 +42,7 @@ from titan_loop.training.evaluation_config import SuiteConfig
 
 
 def evaluations(config: RunConfig) -> list[Callback]:
-    """Return the callbacks that follow `held_out`, `suite` and the curriculum of a run.
-
-    Raises:
-        UserError: The suite has a task that this run cannot be asked.
-    """
+    """Return the callbacks for `held_out`, `suite` and the curriculum of a run."""
     raise_first(suite_refusals(config))
     held_out, suite = config.held_out, config.suite
     callbacks: list[Callback] = []

@@ -92,10 +92,7 @@ class WindowScores(NamedTuple):
 def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str, HeldOutWindows]:
     """Return the held-out windows of prepared sources by the sources' names.
 
-    A source that cannot be scored is named in the log and left out, unless it is the last.
-
-    Raises:
-        UserError: None of them can be scored, for the reason of the first.
+    A source that cannot be scored is named in the log and left out; at least one must be scored.
     """
     require_at_least(1, windows=count)
     found: dict[str, HeldOutWindows] = {}
@@ -123,7 +120,6 @@ def open_run(
 
     Raises:
         NotAskedError: The run has no prepared sources and no source was given.
-        UserError: A source has no window or another tokenizer, or `count` is below 1.
     """
     own = named_sources([str(path) for path in run.sources])
     if not own and not sources:

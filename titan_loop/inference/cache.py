@@ -35,6 +35,9 @@ from torch import Tensor
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.context import CacheSlot
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values of one layer, (B, L, N, H) each."""
+
 
 class Places(NamedTuple):
     """Places where new tokens of all rows are stored.
@@ -120,19 +123,16 @@ class LoopCache(ABC):
             self.outside.admit(rows)
         return PromptVisit(self, first)
 
-    def _write_slot(
-        self, slot: int, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
-    ) -> tuple[Tensor, Tensor]:
+    def _write_slot(self, slot: int, layer: int, new: Pair, places: Places) -> Pair:
         """Store new tokens of all rows in one slot; return its content up to S."""
         keys, values = self._slots[slot][layer]
-        keys_BSNH = keys[: self.rows, : places.seen]
-        values_BSNH = values[: self.rows, : places.seen]
-        if places.in_step:
-            keys_BSNH[:, -1:], values_BSNH[:, -1:] = k_BLNH, v_BLNH
-        else:
-            keys_BSNH[self._row, places.positions_BL] = k_BLNH
-            values_BSNH[self._row, places.positions_BL] = v_BLNH
-        return keys_BSNH, values_BSNH
+        seen = keys[: self.rows, : places.seen], values[: self.rows, : places.seen]
+        for part_BSNH, new_BLNH in zip(seen, new, strict=True):
+            if places.in_step:
+                part_BSNH[:, -1:] = new_BLNH
+            else:
+                part_BSNH[self._row, places.positions_BL] = new_BLNH
+        return seen
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, given in increasing order, and move them to the front."""
@@ -148,9 +148,7 @@ class LoopCache(ABC):
         """Store one layer's keys and values of whole prompts, in the rows from `first_row` on."""
 
     @abstractmethod
-    def write_tokens(
-        self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
-    ) -> tuple[Tensor, Tensor]:
+    def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
         """Store a layer's keys and values of new tokens; return all to attend to, (B, S, N, H)."""
 
     def leave_prompt(self, first_row: int, length: int, step: int) -> None:
@@ -175,15 +173,13 @@ class FullCache(LoopCache):
         """Store step by step."""
         self._kept[:, step - 1, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
 
-    def write_tokens(
-        self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
-    ) -> tuple[Tensor, Tensor]:
+    def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
         """Store in each row's own step; rows at different steps cost a copy of their keys."""
         if isinstance(step, int):
-            return self._write_slot(step - 1, layer, k_BLNH, v_BLNH, places)
+            return self._write_slot(step - 1, layer, new, places)
         slot_B1 = step.unsqueeze(1) - 1
         kept_2RBSNH = self._kept[:, :, layer, :, : places.seen]
-        kept_2RBSNH[:, slot_B1, self._row, places.positions_BL] = torch.stack((k_BLNH, v_BLNH))
+        kept_2RBSNH[:, slot_B1, self._row, places.positions_BL] = torch.stack(new)
         keys_BSNH, values_BSNH = kept_2RBSNH[:, slot_B1[:, 0], self._row[:, 0]]
         return keys_BSNH, values_BSNH
 
@@ -204,11 +200,9 @@ class LastCache(LoopCache):
         """Overwrite."""
         self._kept[:, 0, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
 
-    def write_tokens(
-        self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
-    ) -> tuple[Tensor, Tensor]:
+    def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
         """Overwrite; the token itself must see the current step's entry."""
-        return self._write_slot(0, layer, k_BLNH, v_BLNH, places)
+        return self._write_slot(0, layer, new, places)
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
         """Nothing to settle."""
@@ -222,14 +216,12 @@ class _PendingCache(LastCache):
         self._pending = torch.zeros_like(self._memory[:, 0, :, :, :1])
         self.allocated_bytes += self._pending.nbytes
 
-    def write_tokens(
-        self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
-    ) -> tuple[Tensor, Tensor]:
-        new_2BLNH = torch.stack((k_BLNH, v_BLNH))
+    def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
+        new_2BLNH = torch.stack(new)
         step_B = torch.as_tensor(step, device=new_2BLNH.device).view(-1, 1, 1, 1)
         waiting_2BLNH = self._pending[:, layer, : self.rows]
         waiting_2BLNH.copy_(self._combined(waiting_2BLNH, new_2BLNH, step_B))
-        return super().write_tokens(step, layer, k_BLNH, v_BLNH, places)
+        return super().write_tokens(step, layer, new, places)
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
         self._kept[:, 0][:, :, rows, positions] = self._pending[:, :, rows, 0]
@@ -289,7 +281,7 @@ class PromptVisit:
         self._cache = cache
         self._first_row = first_row
 
-    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> Pair:
         """Store, and return the same keys and values: all rows are at one step."""
         cache, step = _addressed(self._cache, slot)
         assert isinstance(step, int), "a prompt's rows share their step"
@@ -305,10 +297,10 @@ class TokenVisit:
         self._cache = cache
         self._places = places
 
-    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> Pair:
         """Store, and return the first S keys and values of every row."""
         cache, step = _addressed(self._cache, slot)
-        return cache.write_tokens(step, slot.layer, k_BLNH, v_BLNH, self._places)
+        return cache.write_tokens(step, slot.layer, (k_BLNH, v_BLNH), self._places)
 
 
 def _addressed(cache: LoopCache, slot: CacheSlot) -> tuple[LoopCache, int | Tensor]:

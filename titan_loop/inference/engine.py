@@ -1,7 +1,7 @@
 """Generation: prompts in, tokens out, at any depth and with any exit policy.
 
     requests ─► free places? ─► their prompts through all recurrent steps ─► first tokens ─┐
-             ┌─► `stepwise.advance`, or a round of `SelfSpeculation` ◄─────────────────────┘
+             ┌─► `Batch.advance`, or a round of `SelfSpeculation` ◄────────────────────────┘
              └── until no row is left; finished rows free their places
 
 The prompt runs to the deepest step the policy can reach, because sharing or skipping there costs
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from titan_loop.errors import UserError, require_at_least
-from titan_loop.inference import stepwise
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.exit_decider import ExitDecider
 from titan_loop.inference.exit_policy import ExitPolicy, StaticStep, require_exit_policy
@@ -48,10 +47,6 @@ class Engine:
         prefill_steps: Number of recurrent steps P of the prompts, at most R; None for R. The last
             token of a prompt then runs again as a generated one does.
         speculation: Drafting with shallow steps; needs full depth and the full cache.
-
-    Raises:
-        UserError: R or P is out of range, the cache is unknown, the model cannot follow the policy,
-            or speculation meets sharing or early exit.
     """
 
     def __init__(
@@ -105,9 +100,6 @@ class Engine:
                 order, for a place. Results are the same up to rounding.
             sampling: Choice of tokens; None is greedy.
             generator: A CPU generator that seeds each row's own; required unless greedy.
-
-        Raises:
-            UserError: A prompt, a limit or a number of rows is invalid, or a generator is missing.
         """
         # Inference mode saves a tenth of a small model's time.
         stream = torch.inference_mode()(self._stream)
@@ -141,7 +133,6 @@ class Engine:
             sampling=sampling,
             recurrent_steps=self.recurrent_steps,
         )
-        advance = stepwise.advance if self.speculation is None else self.speculation.advance
         while waiting or batch.rows:
             free = places - len(batch.rows)
             if waiting and free:
@@ -150,8 +141,10 @@ class Engine:
                 else:
                     self._prefill(batch, waiting[:free], self.prefill_steps)
                 waiting = waiting[free:]
+            elif self.speculation is None:
+                yield from batch.advance()
             else:
-                yield from advance(batch)
+                yield from self.speculation.advance(batch)
             batch.drop_finished()
 
     def complete(

@@ -295,9 +295,6 @@ def parse_exit_policy(text: str) -> ExitPolicy:
     """Read a policy as in this module's docstring; `full` is full depth.
 
     "/" may stand for a comma, which `lm_eval --model_args` does not take within a value.
-
-    Raises:
-        UserError: The policy is unknown, or a value is missing, not a number or out of range.
     """
     name, _, values = text.partition(":")
     kind: Any = _POLICIES.get(_ALIASES.get(name, name)) or find("exit_policies", name)

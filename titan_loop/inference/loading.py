@@ -46,10 +46,6 @@ def load_checkpoint(
         use: Purpose, if not every family serves it.
         context_tokens: Tokens that the rotary table covers; None for the trained window.
         dtype: Type of the weights; the exit gate stays in fp32.
-
-    Raises:
-        UserError: There is no committed checkpoint, no run around it or no average, the context is
-            below 2, or the family does not serve the purpose.
     """
     run = SavedRun.open(path)
     options = run.model_options

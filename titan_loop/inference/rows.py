@@ -4,7 +4,7 @@ A row ends at a stop token, at a stop string of its text, at its own limit, or a
 model's context, whichever comes first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -162,7 +162,36 @@ class Batch:
     state: LoopState | None = None
     _placed: tuple[list[int], LoopContext] | None = None
 
-    def context(self) -> LoopContext:
+    def advance(self) -> Iterator[GeneratedToken]:
+        """Take each row one recurrent step further; yield the tokens of those that leave.
+
+        A token that leaves is read out, and its successor starts at step 1 in the next call, while
+        its neighbours go on. No row waits for another, and every step that runs is used.
+        """
+        for row in self.rows:
+            row.step += 1
+        steps = [row.step for row in self.rows]
+        context = self._context()
+        reads = self.decider.reads(steps)
+        tokens_BL = self.column(row.token for row in self.rows) if 1 in steps else None
+        seen = context._replace(said_BLV=self.decider.log_prob)
+        state = self.stack.step(self.state, tokens_BL, steps, seen, reads=reads)
+        before = state if self.state is None else self.state
+        self.state = state
+        if not reads:  # so nothing leaves
+            return
+        step_BL = self.column(steps)
+        leaves_BL = self.decider.decide(step_BL, state.read_BLD, before.read_BLD)
+        leaving = leaves_BL[:, 0].nonzero()[:, 0]
+        if not len(leaving):
+            return
+        self.cache.leave(leaving, context.positions_BL[leaving, 0], step_BL[leaving, 0])
+        left = [self.rows[index] for index in leaving.tolist()]
+        logits_BV = self.decider.logits(state.read_BLD[leaving], leaving)[:, 0]
+        for row, token in zip(left, self.sample(logits_BV, left), strict=True):
+            yield row.accept(token, row.step)
+
+    def _context(self) -> LoopContext:
         """Return the context that layer visits of the newest tokens share, at every step."""
         positions = [row.position for row in self.rows]
         if self._placed is None or self._placed[0] != positions:

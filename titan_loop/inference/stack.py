@@ -22,13 +22,7 @@ from titan_loop.models.recurrence import Carry
 
 @dataclass
 class Work:
-    """The cost of generating.
-
-    Attributes:
-        cache_bytes: Bytes allocated for keys and values.
-        applications: Number of calls of the whole stack.
-        token_steps: Number of tokens in those calls, padding included.
-    """
+    """Bytes allocated for caches, calls of the whole stack, and tokens in them with padding."""
 
     cache_bytes: int = 0
     applications: int = 0
