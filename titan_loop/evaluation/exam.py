@@ -129,12 +129,8 @@ class Exam:
             needed = [f"static:{steps}" for steps in self.steps[name]]
             if {*needed} <= by_reading.keys():
                 own = [np.stack(by_reading[reading])[:, w] for w, reading in enumerate(needed)]
-<<<<<<< HEAD
                 right_W, steps_W = np.stack(own, axis=1)
                 by_reading[OWN_DEPTH] = right_W, steps_W
-=======
-                by_reading[OWN_DEPTH] = tuple(np.stack(own, axis=1))
->>>>>>> small-reading
             labels_W = (windows.labels != IGNORED).sum(dim=1).numpy()
             results[name] = {
                 reading: _graded(right_W, steps_W, labels_W)
