@@ -28,7 +28,7 @@ def add(run: Path, *, folder: Path | None = None) -> None:
 def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
     """Print the tables that a recipe declares, beside the paper's numbers, and draw them.
 
-        A cell is the mean over seeds with its 95 % interval. Differences between rows are paired by
+    A cell is the mean over seeds with its 95 % interval. Differences between rows are paired by
     seed, and on held-out text by document; their intervals cover both. Tables without a result are
     left out.
 
