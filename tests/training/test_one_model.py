@@ -102,5 +102,5 @@ def test_ranks_with_another_config_are_named(source, gloo_pool, tmp_path):
     first, second = gloo_pool(2).run(other_config_on_rank_one, source, tmp_path / "run")
     assert first == second
     assert first[0] == EXIT_CRASH
-    assert "the resolved config of rank 1 differs from that of rank 0" in first[1]
+    assert "the resolved config of rank 1 differs from rank 0's" in first[1]
     assert not (tmp_path / "run" / "run.json").exists()
