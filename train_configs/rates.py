@@ -1,4 +1,4 @@
-"""Whether one learning rate serves all R and widths: `model.branch_scale` and `model.base_width`.
+"""One learning rate for all R and widths: `model.branch_scale` and `model.base_width`, on trial.
 
     rates        R = 1, 2, 4, 8 at D = 128; D = 64, 128, 256 at R = 2; with and without the rules
     rates_muon   the same with Muon
