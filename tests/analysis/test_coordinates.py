@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluation.conftest import text_run  # noqa: F401
 from titan_loop.cli.main import main
 
 WIDE = ["--widths", "32", "128", "--recurrent-steps", "1", "2", "--updates", "3", "--rate", "0.01"]
@@ -18,7 +17,7 @@ def moved(run: Path, *flags: str) -> dict[tuple[int, int], float]:
     return {(each["recurrent_steps"], each["width"]): each["logits_moved"][0] for each in found}
 
 
-def test_the_width_rule_levels_the_first_update(text_run: Path, capsys):  # noqa: F811
+def test_the_width_rule_levels_the_first_update(text_run: Path, capsys):
     without, level = moved(text_run, "--base-width", "0"), moved(text_run, "--base-width", "64")
     assert [*level] == [(steps, width) for steps in (1, 2) for width in (32, 128)]
     for steps in (1, 2):
@@ -29,10 +28,12 @@ def test_the_width_rule_levels_the_first_update(text_run: Path, capsys):  # noqa
     assert (text_run / "plots" / "coordinates.png").exists()
 
 
-def test_mistakes(text_run: Path, capsys):  # noqa: F811
+def test_mistakes(text_run: Path, capsys):
     assert main(["analyse", "coordinates", str(text_run)]) == 2
     assert "has no schedule; give --rate" in capsys.readouterr().err
     assert main(["analyse", "coordinates", str(text_run), *WIDE, "--widths", "17"]) == 2
     assert "widths=17 must be a multiple of" in capsys.readouterr().err
+    assert main(["analyse", "coordinates", str(text_run), *WIDE, "--updates", "9999"]) == 2
+    assert "updates=9999 need 39996 held-out windows" in capsys.readouterr().err
     assert main(["analyse", "coordinates", str(text_run), "--updates", "1"]) == 2
     assert "updates=1 must be at least 2" in capsys.readouterr().err

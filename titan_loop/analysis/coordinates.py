@@ -87,10 +87,13 @@ def analyse_coordinates(
     chosen = _largest_rate(loaded.run) if rate is None else rate
     if not 0 < chosen < 1:
         raise UserError(f"rate={chosen} must be above 0 and below 1")
-    rules = {"base_width": base_width, "branch_scale": branch_scale}
-    options = replace(
-        loaded.run.model_options, **{name: x for name, x in rules.items() if x is not None}
-    )
+    options, rules = loaded.run.model_options, {}
+    for name, value in {"base_width": base_width, "branch_scale": branch_scale}.items():
+        if value is not None and name not in asdict(options):
+            raise UserError(f"{name}={value}: family {options.family} has no such option")
+        if value is not None:
+            rules[name] = value
+    options = replace(options, **rules)
     found = [
         coordinates(loaded.run, _of_width(options, width, steps), tokens_WL, labels_WL, rate=chosen)
         for steps in recurrent_steps
@@ -129,7 +132,7 @@ def coordinates(
     states, logits = [], []
     loss = torch.zeros(())
     for tokens_BL, labels_BL in zip(tokens_WL.split(_ROWS), labels_WL.split(_ROWS), strict=True):
-        for kept, now in zip((states, logits), _looked_at(model, tokens_WL[:_ROWS]), strict=True):
+        for kept, now in zip((states, logits), looked_at(model, tokens_WL[:_ROWS]), strict=True):
             kept.append(now)
         hidden_BLD = model(tokens_BL, collect="last").hidden_RBLD[-1]
         loss = F.cross_entropy(
@@ -138,7 +141,7 @@ def coordinates(
         loss.backward()
         optimizers.step()
         optimizers.zero_grad()
-    last = _looked_at(model, tokens_WL[:_ROWS])
+    last = looked_at(model, tokens_WL[:_ROWS])
     moved, logits_moved = (
         (_rms(kept[1] - kept[0]), _rms(end - kept[0]))
         for kept, end in zip((states, logits), last, strict=True)
@@ -185,17 +188,22 @@ def _optimizers(run: SavedRun, model: LoopDecoder) -> LoopOptimizers:
 
 def _windows(run: SavedRun, count: int) -> tuple[Tensor, Tensor]:
     """Return (W, L) tokens and labels of `count` held-out windows, of all sources in turn."""
-    sources = list(open_run(run, count=count).values())
-    turns = [(sources[turn % len(sources)], turn // len(sources)) for turn in range(count)]
-    tokens, labels = (
-        torch.stack([getattr(windows, name)[row] for windows, row in turns])
-        for name in ("input", "labels")
-    )
+    if not run.sources:
+        raise UserError(f"{run.path} has no held-out text; give a run that was trained on text")
+    sources = open_run(run, count=count).values()
+    rows = zip(*(zip(found.input, found.labels, strict=True) for found in sources), strict=False)
+    turns = [window for row in rows for window in row][:count]
+    if len(turns) < count:
+        raise UserError(
+            f"updates={count // _ROWS} need {count} held-out windows, {run.path} has {len(turns)} "
+            "in equal parts; ask for fewer"
+        )
+    tokens, labels = (torch.stack(part) for part in zip(*turns, strict=True))
     return tokens, labels
 
 
 @torch.no_grad()
-def _looked_at(model: LoopDecoder, tokens_BL: Tensor) -> tuple[Tensor, Tensor]:
+def looked_at(model: LoopDecoder, tokens_BL: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state after the last layer visit, and the logits."""
     seen: list[Tensor] = [torch.zeros(())]
 
@@ -204,10 +212,10 @@ def _looked_at(model: LoopDecoder, tokens_BL: Tensor) -> tuple[Tensor, Tensor]:
             seen[0] = state_BLD
 
     model.observe = observe
-    try:
-        logits = model.readout(model(tokens_BL, collect="last").hidden_RBLD[-1])
-    finally:
-        model.observe = None
+    model.eval()  # a start state may be noise that is drawn anew in training
+    logits = model.readout(model(tokens_BL, collect="last").hidden_RBLD[-1])
+    model.train()
+    model.observe = None
     return seen[0], logits
 
 

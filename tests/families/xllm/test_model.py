@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.inference.generation import check_generation
+from titan_loop.analysis.coordinates import looked_at
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.depth import capped_depths
 from titan_loop.families.xllm.model import XllmOptions
@@ -39,6 +40,16 @@ def make(**options) -> LoopDecoder:
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
     return model
+
+
+def test_a_coordinate_check_of_an_unchanged_model_moves_nothing():
+    """The start is noise, drawn anew in every training pass."""
+    model = make(start_state="normal").train()
+    tokens = torch.arange(24).reshape(2, 12)
+    for first, second in zip(looked_at(model, tokens), looked_at(model, tokens), strict=True):
+        assert torch.equal(first, second)
+    assert model.training
+    assert not torch.equal(*(model(tokens).hidden_RBLD[-1] for _ in range(2)))
 
 
 @pytest.mark.parametrize("name", STOPS)
