@@ -40,6 +40,33 @@ print(*(stage.name for stage in load_recipe(sys.argv[1]).stages))" "$recipe")
 recorded() { # recorded FILE: whether this result need not be made
     [ -z "$again" ] && [ -f "$1" ]
 }
+# train_arms RECIPE: trains the chosen stages with every seed, examines and records each, and shows
+# the recipe's tables. Results that are there are skipped, and an interrupted run goes on. A script
+# may have its own flags_of ARM SEED, which sets flags, and examine ARM RUN.
+flags_of() {
+    flags=(--dataloader.seed "$2")
+}
+examine() {
+    :
+}
+train_arms() {
+    local recipe=$1 seed arm folder flags
+    for seed in $seeds; do
+        folder=runs/$recipe-seed$seed$again
+        for arm in "${stages[@]}"; do
+            if recorded "train_configs/results/$recipe/$arm-seed$seed.json"; then
+                continue
+            fi
+            stage "$arm, seed $seed"
+            flags_of "$arm" "$seed"
+            titan_loop train "$recipe" --stage "$arm" --dump-folder "$folder" --debug.seed "$seed" \
+                "${flags[@]}"
+            examine "$arm" "$folder/$arm"
+            titan_loop results add "$folder/$arm"
+        done
+    done
+    titan_loop results show "$recipe"
+}
 refuse() {
     printf 'titan-loop: error: %s: %s\n' "$0" "$1" >&2
     exit 2

@@ -22,29 +22,22 @@ choose $recipe "$@"
 
 full_corpus
 
-for seed in $seeds; do
-    for arm in "${stages[@]}"; do
-        if recorded "train_configs/results/$recipe/$arm-seed$seed.json"; then
-            continue
-        fi
-        stage "$arm, seed $seed"
-        folder=runs/$recipe-seed$seed$again
-        order=()
-        if [ $recipe = depth_pays_tuned ]; then
-            order=(--dataloader.seed "$seed")
-        fi
-        titan_loop train $recipe --stage "$arm" --dump-folder "$folder" --debug.seed "$seed" "${order[@]}"
-        case $recipe-$arm in # the tables of rates have the trained R alone
-            depth_pays_rates-*) depths=("${arm:1:1}") ;;
-            depth_pays_tuned-looped_*) depths=(4) ;;
-            depth_pays_tuned-*) depths=(1) ;;
-            *) depths=(1 2 4 8) ;;
-        esac
-        titan_loop eval "$folder/$arm" --windows 128 --depths "${depths[@]}"
-        if [ "$arm" = grown_averaged ]; then
-            titan_loop eval "$folder/$arm" --windows 128 --depths 1 2 4 8 --ema
-        fi
-        titan_loop results add "$folder/$arm"
-    done
-done
-titan_loop results show $recipe
+flags_of() {
+    flags=()
+    if [ $recipe = depth_pays_tuned ]; then
+        flags=(--dataloader.seed "$2")
+    fi
+}
+examine() {
+    local depths=(1 2 4 8)
+    case $recipe-$1 in # the tables of rates have the trained R alone
+        depth_pays_rates-*) depths=("${1:1:1}") ;;
+        depth_pays_tuned-looped_*) depths=(4) ;;
+        depth_pays_tuned-*) depths=(1) ;;
+    esac
+    titan_loop eval "$2" --windows 128 --depths "${depths[@]}"
+    if [ "$1" = grown_averaged ]; then
+        titan_loop eval "$2" --windows 128 --depths 1 2 4 8 --ema
+    fi
+}
+train_arms $recipe

@@ -15,34 +15,27 @@ choose depth_read "$@"
 
 full_corpus
 
-for seed in $seeds; do
-    folder=runs/depth_read-seed$seed$again
-    for name in "${stages[@]}"; do
-        if recorded "train_configs/results/depth_read/$name-seed$seed.json"; then
-            continue
-        fi
-        stage "$name, seed $seed"
-        flags=()
-        case $name in
+flags_of() {
+    flags=()
+    case $1 in
         *_gate | *_ahead) ;; # has a seed of its own for the data
-        mano_* | hops_*) flags=(--dataloader.seed "$seed") ;;
-        esac
-        titan_loop train depth_read --stage "$name" --dump-folder "$folder" --debug.seed "$seed" "${flags[@]}"
-        task=() # text, if there is none
-        case $name in
+        mano_* | hops_*) flags=(--dataloader.seed "$2") ;;
+    esac
+}
+examine() {
+    local task=() # text, if there is none
+    case $1 in
         mano_*) task=(--tasks mano) ;;
         hops_*) task=(--tasks layered_qa) ;;
-        *) titan_loop eval "$folder/$name" --windows 128 --depths 1 2 3 4 8 ;;
-        esac
-        case $name in
+        *) titan_loop eval "$2" --windows 128 --depths 1 2 3 4 8 ;;
+    esac
+    case $1 in
         r[0-9]) ;;
-        *) titan_loop eval "$folder/$name" --frontier --windows 128 "${task[@]}" ;;
-        esac
-        case $name in # Stage II leaves these as they were
+        *) titan_loop eval "$2" --frontier --windows 128 "${task[@]}" ;;
+    esac
+    case $1 in # Stage II leaves these as they were
         *_gate | *_ahead | r[0-9] | mano_* | hops_*) ;;
-        *) titan_loop analyse prefill "$folder/$name" ;;
-        esac
-        titan_loop results add "$folder/$name"
-    done
-done
-titan_loop results show depth_read
+        *) titan_loop analyse prefill "$2" ;;
+    esac
+}
+train_arms depth_read

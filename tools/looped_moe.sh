@@ -20,19 +20,9 @@ choose $recipe "$@"
 
 full_corpus
 
-for seed in $seeds; do
-    for arm in "${stages[@]}"; do
-        if recorded "train_configs/results/$recipe/$arm-seed$seed.json"; then
-            continue
-        fi
-        stage "$arm, seed $seed"
-        folder=runs/$recipe-seed$seed$again
-        titan_loop train $recipe --stage "$arm" --dump-folder "$folder" --debug.seed "$seed" \
-            --dataloader.seed "$seed"
-        steps=1
-        case $arm in looped_*) steps=2 ;; esac
-        titan_loop eval "$folder/$arm" --windows 128 --depths $steps
-        titan_loop results add "$folder/$arm"
-    done
-done
-titan_loop results show $recipe
+examine() {
+    local steps=1
+    case $1 in looped_*) steps=2 ;; esac
+    titan_loop eval "$2" --windows 128 --depths $steps
+}
+train_arms $recipe

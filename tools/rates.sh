@@ -20,16 +20,4 @@ choose $recipe "$@"
 
 full_corpus
 
-for seed in $seeds; do
-    for arm in "${stages[@]}"; do
-        if recorded "train_configs/results/$recipe/$arm-seed$seed.json"; then
-            continue
-        fi
-        stage "$arm, seed $seed"
-        folder=runs/$recipe-seed$seed$again
-        titan_loop train $recipe --stage "$arm" --dump-folder "$folder" --debug.seed "$seed" \
-            --dataloader.seed "$seed"
-        titan_loop results add "$folder/$arm"
-    done
-done
-titan_loop results show $recipe
+train_arms $recipe
