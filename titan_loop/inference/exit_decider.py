@@ -16,7 +16,7 @@ def append_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 class ExitDecider:
-    """Applies a policy step by step and keeps what it needs of earlier steps.
+    """Applies a policy step by step, and remembers the earlier states that the policy reads.
 
     Args:
         gate: Maps a state (B, L, D) to exit logits (B, L).

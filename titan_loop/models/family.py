@@ -2,9 +2,8 @@
 
     --model.…, config.json ─► ModelOptions ─► Family.decoder_config ─► LoopDecoder.Config
 
-The recipe's options decide the family, which `titan_loop/plugins.py` finds by its name. Nobody else
-asks which family a model is of: what they need stands in its `Family`, or is a method of its
-decoder or decoder's config.
+The recipe's options decide the family, which `titan_loop/plugins.py` finds by its name. Other
+modules never compare names of families: they ask the `Family`, the decoder or the decoder's config.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -25,7 +25,7 @@ class ParameterGroup:
     """Learning rate over the scheduled one."""
 
     width_ratio: float = 1.0
-    """Columns over those of the matrix that the rate was tuned for; each optimiser has its rule."""
+    """Number of columns over the number for which the rate was tuned; optimisers have own rules."""
 
 
 class LookUp:

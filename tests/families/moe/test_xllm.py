@@ -8,7 +8,8 @@ import torch
 from tests.families.nanbeige.test_formats import convert
 from tests.families.xllm.conftest import write_released
 from tests.families.xllm.reference import fields, logits, random_weights
-from tests.families.xllm.test_formats import CLOSE, SPLIT, TOKENS, WHOLE, imported
+from tests.families.xllm.test_formats import CLOSE, TOKENS, imported
+from tests.families.xllm.test_formats import MODELS as DENSE
 from tests.inference.generation import check_generation
 from titan_loop.errors import UserError
 from titan_loop.families.moe.xllm import XllmMoEDecoder, XllmMoEOptions
@@ -29,22 +30,12 @@ EXPERTS = {
     "moe_router_scaling_factor": None,
 }
 MODELS = {
-    "ouro": fields(**EXPERTS, arch="transformer", loop_times=2),
-    "middle": fields(**EXPERTS, huginn_state_init="input", huginn_input_injection="none"),
+    **{
+        name: DENSE[name] | EXPERTS
+        for name in ("ouro", "middle", "diagonal", "shared", "ouro injected", "unrolled")
+    },
     "feed-forward": fields(**EXPERTS, arch="transformer", loop_times=1),
-    "huginn": fields(**EXPERTS),
     "middle input": fields(**EXPERTS, huginn_state_init="input"),
-    "shared": fields(**EXPERTS, **{**SPLIT, "huginn_hierarchical_state": "shared_hl"}),
-    "whole": fields(**EXPERTS, **WHOLE, loop_times=2),
-    "unrolled": fields(
-        **EXPERTS,
-        arch="transformer",
-        loop_times=1,
-        num_layers=8,
-        dense_prelude_input_injection="diagonal",
-        dense_prelude_input_layers="2,4",
-        dense_prelude_source_layer=1,
-    ),
     "shared expert": fields(
         **{**EXPERTS, "num_shared_experts": 2, "moe_router_scaling_factor": 1.5}
     ),
@@ -68,7 +59,7 @@ def test_an_imported_mixture_answers_as_the_equations(name, write_released, tmp_
     torch.testing.assert_close(got, logits(rounded, config, TOKENS, start), atol=CLOSE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["huginn", "shared expert", "unrolled"])
+@pytest.mark.parametrize("name", ["diagonal", "shared expert", "unrolled"])
 def test_export_writes_their_layout_again(name, write_released, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     imported(write_released(MODELS[name], random_weights(MODELS[name])), run)

@@ -1,4 +1,4 @@
-"""Distilled prefill: what the student learns, where it is used, and a run that trains it."""
+"""Distilled prefill: the student's loss, its use in the engine, and a run that trains it."""
 
 import copy
 from pathlib import Path
@@ -20,7 +20,7 @@ from titan_loop.families.xllm.student import start_from_teacher
 from titan_loop.families.xllm.student_loss import StudentLoss, TeacherStart
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.rows import Request
-from titan_loop.models.family import build_decoder
+from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -84,7 +84,8 @@ def test_the_loss_is_the_equation_and_only_the_student_learns():
     want.backward()
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)  # the error is in fp32
     assert metrics["student/error"] + metrics["student/kl"] == pytest.approx(loss.item())
-    for name, parameter in model.student.named_parameters():  # type: ignore[union-attr]
+    assert model.student is not None
+    for name, parameter in model.student.named_parameters():
         own = whole.student.get_parameter(name).grad
         torch.testing.assert_close(parameter.grad, own, rtol=1e-5, atol=1e-7)
 
@@ -182,6 +183,10 @@ def test_mistakes():
         build_decoder(XllmOptions(states="shared", student=2), max_seq_len=8)
     with pytest.raises(UserError, match=r"model.student=-1 must be 0 or more"):
         build_decoder(XllmOptions(student=-1), max_seq_len=8)
+    for student, problems in ((0, ["loss"]), (2, [])):
+        model = decoder_config(XllmOptions(student=student), max_seq_len=8)
+        found = [refusal.field for refusal in StudentLoss.Config().model_refusals(model)]
+        assert found == problems
     built = make().config
     with pytest.raises(UserError, match=r"model.student=2 does not work with tensor"):
         built.check_spreading(tensor_parallel=2, context_parallel=1, expert_parallel=1)

@@ -30,7 +30,7 @@ class XllmMoEOptions(ExpertOptions, XllmOptions):
     family: FamilyName = field(default="xllm_moe", init=False)
 
 
-class XllmMoEDecoder(MoEDecoder, XllmDecoder):  # type: ignore[misc]  their configs differ
+class XllmMoEDecoder(MoEDecoder, XllmDecoder):
     """The loop of `XllmDecoder` over layers with experts, counted and balanced."""
 
     @dataclass(kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class XllmMoEDecoder(MoEDecoder, XllmDecoder):  # type: ignore[misc]  their conf
         bias_rate: float
         expert_parallel: bool = False
 
-    config: Config  # type: ignore[assignment]
+    config: Config
 
 
 def decoder_config(

@@ -3,7 +3,7 @@
 L = 1/N Σ_i [ |s_i − h_i|² / E + KL(head(coda(h_i)) || head(coda(s_i))) ]
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from titan_loop.errors import Refusal
 from titan_loop.families.xllm.decoder import XllmDecoder
 from titan_loop.families.xllm.student import ERROR, TAUGHT, start_from_teacher
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.readout import LMHead
@@ -30,9 +31,11 @@ class StudentLoss(StreamedLoss):
             """Return the last step."""
             return "last"
 
-        def aux(self) -> Mapping[str, str]:
-            """Return the error and the frozen model's state."""
-            return dict.fromkeys((ERROR, TAUGHT), "loss=StudentLoss")
+        def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
+            """Yield a model without a student."""
+            if ERROR not in model.aux:
+                problem = f"trains a student, and this model.family={model.family} has none"
+                yield Refusal.of("loss", "StudentLoss", problem, "set model.student, of xllm")
 
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
