@@ -83,6 +83,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_source(tmp_path_factory.mktemp("source"))
 
 
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    """Fail a test that leaves a process group to those after it, which would believe in ranks."""
+    import torch.distributed as dist
+
+    before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
+        pytest.fail("leaves a process group behind: take the fixture `alone`")
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A world of one that leaves no process group and no environment behind."""

@@ -15,7 +15,8 @@ also have equal expected FLOPs, but for `d4`, which visits every layer once. LOG
 
 Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and II), arXiv
 2610.06833, and `xllm/paper_part1/recipes.py`, `xllm/paper_part2/recipes.py` of their code.
-Deviation: a depth is drawn for every training step, not for every micro-batch of it.
+Deviation: a depth is drawn for every training step, not for every micro-batch of it, whose number
+depends on the layout; `DrawnDepth(per_step=…)` draws several.
 """
 
 import math

@@ -53,27 +53,31 @@ def forward_backward(
     parts: list[dict[str, Tensor]] = []
     for number, batch in enumerate(batches):
         seed_dropout(model, trainer.seed, plan.step, number, token_rank)
-        loss, metrics = _one_micro_batch(trainer, batch, valid)
+        steps = plan.recurrent_steps_of(number, len(batches))
+        loss, metrics = _one_micro_batch(trainer, batch, valid, steps)
         losses.append(loss)
         parts.append(metrics)
     reshard_units(model)  # only now do layers that are held through a step have gradients
-    metrics = {name: torch.stack([part[name] for part in parts]).sum(dim=0) for name in parts[0]}
+    # Of a step that not all micro-batches run, nothing can be said of the whole batch.
+    shared = [name for name in parts[0] if all(name in part for part in parts)]
+    metrics = {name: torch.stack([part[name] for part in parts]).sum(dim=0) for name in shared}
     return torch.stack(losses).sum(), metrics
 
 
 @structured_logger.log_trace_span("fwd_bwd")
 def _one_micro_batch(
-    trainer: TrainingState, batch: Batch, valid: Tensor
+    trainer: TrainingState, batch: Batch, valid: Tensor, recurrent_steps: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """As in upstream's `forward_backward_step`, which drops the objective's metrics."""
     model = trainer.model
     own = _split(trainer, batch)
     collect = trainer.config.loss.collect(exit_gate=model.exit_gate is not None)
-    steps = trainer.plan.recurrent_steps
     with trainer.train_context():
         for callback in trainer.callbacks:
             callback.before_forward(trainer)
-        output = model(own.inputs, **own.for_model, recurrent_steps=steps, collect=collect)
+        output = model(
+            own.inputs, **own.for_model, recurrent_steps=recurrent_steps, collect=collect
+        )
         for callback in trainer.callbacks:
             callback.after_forward(trainer)
         loss, metrics = trainer.loss_fn(output, own.labels, valid, **own.for_loss)

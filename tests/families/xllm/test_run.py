@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.support.multiprocess import RankError
 from tests.support.tiny import act_as_launched
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
+from titan_loop.errors import UserError
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.prior import LearnedDepth, PriorSettings
@@ -91,6 +93,41 @@ def test_killed_runs_resume_on_other_ranks_with_the_same_depths(gloo_pool, tmp_p
         assert record["recurrent_steps"] == expected[step]["recurrent_steps"]
         for key in ("loss", "grad_norm", "depth_prior/mean", "depth_prior/entropy"):
             assert record[key] == pytest.approx(expected[step][key], rel=RELATIVE_TOLERANCE)
+
+
+def halves() -> DrawnDepth:
+    """Depths of both halves of a global batch."""
+    depths = capped_depths(2.5, 0.5, 6).tolist()
+    return DrawnDepth(probabilities=depths, antithetic=True, per_step=2)
+
+
+def train_halves(folder: Path, world: int) -> None:
+    """Train on `world` ranks, with a depth for either half of the batch."""
+    act_as_launched(world)
+    run_training(config_of(folder, halves()))
+
+
+@pytest.mark.multiprocess
+def test_parts_of_a_batch_have_the_same_depths_on_two_ranks(gloo_pool, tmp_path: Path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    gloo_pool(1).run(train_halves, one, 1)
+    gloo_pool(2).run(train_halves, two, 2)
+    drawn, found = halves(), records(two)
+    pairs = [(drawn.draw(2 * step), drawn.draw(2 * step + 1)) for step in range(STEPS)]
+    assert any(first != second for first, second in pairs)
+    for step, record in records(one).items():
+        assert record["recurrent_steps"] == round(sum(pairs[step - 1]) / 2)
+        for key in ("loss", "grad_norm"):
+            assert found[step][key] == pytest.approx(record[key], rel=RELATIVE_TOLERANCE)
+
+
+@pytest.mark.usefixtures("alone")
+def test_depths_that_micro_batches_cannot_share_are_refused(tmp_path: Path):
+    config = config_of(tmp_path / "run", replace(halves(), per_step=3))
+    with pytest.raises(UserError, match="4 micro-batches cannot have 3 depths: draw fewer, or set"):
+        run_training(config)
+    with pytest.raises(UserError, match="per_step"):
+        replace(halves(), per_step=0)
 
 
 @pytest.mark.usefixtures("alone")

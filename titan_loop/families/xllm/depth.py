@@ -1,12 +1,14 @@
-"""Depths of training steps as xLLM-Loop draws them: capped Poisson-lognormal numbers.
+"""Depths of training steps and micro-batches as xLLM-Loop draws them: capped Poisson-lognormal numbers.
 
     R = min(cap, 1 + Poisson(exp τ)),   τ ~ N(μ, σ²),   μ such that the capped mean is the asked one
 
-A draw inverts the distribution at a uniform number that is keyed by the step alone: all ranks agree
-without communication, and a resumed run repeats it. Antithetic draws pair two steps, u and 1 − u.
+A draw inverts the distribution at a uniform number that is keyed by the draw's number alone: all
+ranks agree without communication, and a resumed run repeats it. Antithetic draws come in pairs, at
+u and 1 − u. Equal parts of a global batch can have a depth each: they hold the same windows on
+every layout, so that each window keeps its depth.
 
-Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833 II, and their code. Deviation: they draw for
-every micro-batch.
+Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833 II, and their code, which draws for every
+micro-batch.
 """
 
 from bisect import bisect_left
@@ -19,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.depth_schedule import poisson_lognormal
 from titan_loop.training.step_plan import StepPlan
@@ -53,21 +55,31 @@ def capped_depths(mean: float, sigma: float, most: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnDepth(Callback):
-    """Draws R of every training step.
+    """Draws R of every training step, or of equal parts of its global batch.
 
     Attributes:
         probabilities: Of 1, 2, … recurrent steps.
-        antithetic: Whether two steps share a uniform number, u and 1 − u.
+        antithetic: Whether two draws in turn share a uniform number, u and 1 − u.
+        per_step: Draws of a training step; they must divide the micro-batches of a rank.
         seed: Keys the draws.
+
+    Raises:
+        UserError: `per_step` is below 1.
     """
 
     probabilities: Sequence[float]
     antithetic: bool = False
+    per_step: int = 1
     seed: int = SEED
+
+    def __post_init__(self) -> None:
+        require_at_least(1, per_step=self.per_step)
 
     def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
         """Return the plan with the drawn R."""
-        return replace(plan, recurrent_steps=self.draw(plan.step - 1))
+        first = (plan.step - 1) * self.per_step
+        depths = tuple(self.draw(first + number) for number in range(self.per_step))
+        return replace(plan, recurrent_steps=round(sum(depths) / self.per_step), depths=depths)
 
     def draw(self, index: int) -> int:
         """Return the `index`-th depth, from 0."""
