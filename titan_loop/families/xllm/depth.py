@@ -1,4 +1,4 @@
-"""Depths of training steps and micro-batches as xLLM-Loop draws them: capped Poisson-lognormal numbers.
+"""Depths as xLLM-Loop draws them, of steps or parts of a batch: capped Poisson-lognormal numbers.
 
     R = min(cap, 1 + Poisson(exp τ)),   τ ~ N(μ, σ²),   μ such that the capped mean is the asked one
 
