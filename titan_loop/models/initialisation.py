@@ -4,6 +4,9 @@ Every rank draws the whole matrix from the same generator state and keeps its sh
 has no DTensor generator, shards that are drawn directly would be the same on all ranks.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -11,12 +14,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 def normal_matrix(parameter: torch.Tensor, *, std: float) -> None:
     """Fill a matrix from a normal distribution truncated at three standard deviations."""
+    draw(parameter, fill=partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std))
+
+
+def draw(parameter: torch.Tensor, *, fill: Callable[[torch.Tensor], object]) -> None:
+    """Let `fill` overwrite a plain tensor in place, or a whole one of which a shard is kept."""
     if not isinstance(parameter, DTensor):
-        nn.init.trunc_normal_(parameter, std=std, a=-3 * std, b=3 * std)
+        fill(parameter)
         return
     local = parameter.to_local()
     whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
-    nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std)
+    fill(whole)
     keep_shard(parameter, whole)
 
 

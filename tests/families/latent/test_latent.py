@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import example_windows
 from titan_loop.families.latent.model import LatentDecoder, LatentOptions
 from titan_loop.families.latent.objective import LatentSupervision
+from titan_loop.families.latent.solved import share_solved
 from titan_loop.families.latent.task import DagArithmetic
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.models.family import build_decoder, decoder_config
@@ -180,8 +182,8 @@ def test_folded_steps_equal_the_loop_in_loss_and_gradients(places):
         torch.testing.assert_close(parameter.grad, gradients[name], atol=EXACT, rtol=EXACT)
 
 
-def supervision(model: LatentDecoder, *, masked: bool = False) -> LatentSupervision:
-    loss = LatentSupervision(LatentSupervision.Config(masked=masked))
+def supervision(model: LatentDecoder, **settings: bool) -> LatentSupervision:
+    loss = LatentSupervision(LatentSupervision.Config(**settings))
     loss.set_lm_head(model.lm_head)
     return loss
 
@@ -197,6 +199,101 @@ def test_the_masked_loss_leaves_out_what_is_not_due():
         logits = hidden[due] @ model.lm_head.weight[:7].T
         wanted = F.cross_entropy(logits, labels[due], reduction="sum")
         torch.testing.assert_close(metrics[f"ce/step_{step}"], wanted.detach())
+
+
+@pytest.mark.parametrize("state", ["discrete", "continuous"])
+def test_the_loss_can_be_the_mean_over_steps(state):
+    tokens, positions, labels, columns = windows()
+    model = model_of(state=state).train()
+    output = model(tokens, positions, recurrent_steps=3, columns=columns)
+    whole, _ = supervision(model)(output, labels, 1.0, columns=columns)
+    mean, _ = supervision(model, mean_over_steps=True)(output, labels, 1.0, columns=columns)
+    torch.testing.assert_close(3 * mean, whole)
+
+
+def test_values_that_are_due_can_be_corrupted_instead():
+    model = model_of(corruption=1.0, corrupted_share=1.0, corrupted="due").train()
+    _, _, _, columns = windows(200)
+    values = model.told(columns, STEPS)
+    clean = torch.stack([told(columns, step) for step in range(STEPS)])
+    due = torch.stack([columns["depth"] == step + 1 for step in range(STEPS)])
+    assert torch.equal(values[~due], clean[~due])
+    assert (clean[due] == EMPTY).all()
+    assert (values != clean)[due].double().mean() == pytest.approx(6 / 7, abs=0.03)
+
+
+def test_scores_of_three_terms_are_divided_by_their_number():
+    model, plain = model_of(scale_scores_by_terms=True), model_of()
+    tokens, positions, _, columns = windows()
+    with torch.no_grad():
+        for layer in plain.layers.values():  # sqrt(3) in the queries as in the scores' divisor
+            layer.attention.qkv_linear.wq.weight /= 3**0.5
+            layer.attention.distance_scores.weight[1] /= 3**0.5
+    one, two = (
+        each.eval()(tokens, positions, recurrent_steps=2, columns=columns).hidden_RBLD[-1]
+        for each in (model, plain)
+    )
+    torch.testing.assert_close(one, two, rtol=EXACT, atol=EXACT)
+
+
+def test_weights_can_begin_as_in_the_authors_code():
+    torch.manual_seed(0)
+    options = replace(OPTIONS, initial_weights="torch", hidden_dim=256)
+    model = build_decoder(options, max_seq_len=LENGTH)
+    for linear in (model.lm_head, *_linears(model)):
+        bound = linear.weight.shape[1] ** -0.5
+        assert bound * 0.95 < linear.weight.abs().max() <= bound
+        assert linear.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+    assert model.tok_embeddings.weight.std().item() == pytest.approx(1, rel=0.1)
+    keys = model.layers["0"].attention.distance_scores.weight
+    assert keys.std().item() == pytest.approx(3**-0.5, rel=0.1)
+
+
+def _linears(model: LatentDecoder) -> list[torch.nn.Module]:
+    layers = model.layers.values()
+    names = ("qkv_linear.wq", "qkv_linear.wk", "wo")
+    of_attention = [layer.attention.get_submodule(name) for layer in layers for name in names]
+    return [*of_attention, *(layer.feed_forward.w2 for layer in layers)]
+
+
+def test_a_graph_is_solved_where_every_factor_is_right():
+    examples = [
+        TASK.encode(graph) for graph in TASK.held_out_questions(40, TASK.strata["10_nodes"])
+    ]
+    model = Oracle(TASK, examples)
+    deepest = max(example.steps for example in examples)
+    assert share_solved(model, TASK, "10_nodes", count=40) == (1.0, deepest + 1)
+    model.wrong = {(3, 0, 1), (3, 2, 0), (35, len(examples[35].tokens) - 1, 3)}
+    assert share_solved(model, TASK, "10_nodes", count=40)[0] == 38 / 40
+    shortest = min(range(40), key=lambda row: len(examples[row].tokens))
+    model.wrong = {(shortest, len(examples[shortest].tokens), 0)}  # padding
+    assert share_solved(model, TASK, "10_nodes", count=40)[0] == 1.0
+
+
+class Oracle:
+    """Says every graph's solution but for some factors: (graph, position, factor)."""
+
+    config = SimpleNamespace(max_seq_len=LENGTH)
+
+    def __init__(self, task: DagArithmetic, examples: list) -> None:
+        windows = example_windows("", examples, task.columns, room=LENGTH)
+        columns = windows.columns
+        self.told = torch.cat([columns["solved"].unsqueeze(-1), columns["factors"]], dim=-1)
+        self.sizes = (task.vocab_size, *task.factor_sizes)
+        self.wrong: set[tuple[int, int, int]] = set()
+        self.read = 0
+
+    def __call__(self, tokens: Tensor, *_: Tensor, **__: object) -> SimpleNamespace:
+        first = self.read % len(self.told)
+        self.read += len(tokens)
+        said = self.told.clone()
+        for where in self.wrong:
+            said[where] = (said[where] + 1) % self.sizes[where[-1]]
+        return SimpleNamespace(hidden_RBLD=[said[first : first + len(tokens)]])
+
+    def lm_head(self, said: Tensor, *, factors: bool) -> list[Tensor]:
+        assert factors
+        return [F.one_hot(said[..., f], size) for f, size in enumerate(self.sizes)]
 
 
 def test_corruption_replaces_some_values_of_the_step_before_and_repeats():
@@ -266,6 +363,11 @@ def test_what_is_computed_stands_in_the_record():
         ({"embedding_dropout": 0.1}, "model.embedding_dropout=0.1 does not work .* at 0.0"),
         ({"injection": "diagonal"}, "model.injection=diagonal does not work .* at none"),
         ({"prelude_layers": 1}, "model.prelude_layers=1 does not work .* at 0"),
+        ({"corrupted": "all"}, "model.corrupted=all is unknown"),
+        (
+            {"scale_scores_by_terms": True, "positions": "none", "relative_window": None},
+            "needs the terms of model.positions=deberta, not none",
+        ),
         ({"corruption": 1.5}, "model.corruption=1.5 must be from 0 to 1"),
         ({"corruption": 0.1, "state": "continuous"}, "needs the discrete values of model.state="),
     ],

@@ -1,9 +1,11 @@
 """The recipes of latent-space reasoning: stages can start, tables name what they report."""
 
+import math
+
 import pytest
 
 from titan_loop.families.latent.model import SIZES, LatentOptions
-from titan_loop.families.latent.task import DagArithmetic
+from titan_loop.families.latent.task import DagArithmetic, DagChainOfThought
 from titan_loop.training.preflight import refusals
 from train_configs.latent import METHODS, TABLES, latent, latent_small
 
@@ -14,13 +16,34 @@ def test_every_stage_can_start_and_is_reported(recipe):
     assert {name for name in stages if not name.endswith("_first")} == {*METHODS.values()}
     for config in stages.values():
         assert list(refusals(config, 1)) == []
-    (solved, *_) = TABLES[recipe.__name__]
-    for row, where in solved.rows.items():
+    whole, values, *_ = TABLES[recipe.__name__]
+    for table in (whole, values):
+        for row, where in table.rows.items():
+            task = stages[where["stage"]].dataloader.generated_task()
+            assert task is not None
+            assert {column["stratum"] for column in table.columns.values()} == set(task.strata)
+            assert table.paper.get(row, {}).keys() <= table.columns.keys()
+    for where in values.rows.values():
         task = stages[where["stage"]].dataloader.generated_task()
         assert task is not None
         assert where["task"] == task.name
-        assert {column["stratum"] for column in solved.columns.values()} == set(task.strata)
-        assert solved.paper[row].keys() <= solved.columns.keys()
+    assert whole.paper.keys() | values.paper.keys() == values.rows.keys()
+
+
+def test_the_paper_s_recipe_trains_as_the_authors_code():
+    stages = {stage.name: stage.config for stage in latent().stages}
+    for name, config in stages.items():
+        task = config.dataloader.generated_task()
+        assert isinstance(task, DagArithmetic)
+        assert task.most_depth == 7
+        assert task.by_depth
+        assert config.training.max_norm == math.inf
+        mean = getattr(config.loss, "mean_over_steps", None)
+        assert mean == {"discrete": True, "correction": True, "continuous": False}.get(name)
+        assert config.dataloader.generated_task().most_steps == 7
+    thought = stages["chain_of_thought"].dataloader.generated_task()
+    assert isinstance(thought, DagChainOfThought)
+    assert thought.thought == "bare_equations"
 
 
 def test_the_papers_models_have_its_shapes():

@@ -79,6 +79,8 @@ def test_a_run_is_examined_analysed_and_not_generated_from(tmp_path: Path, capfd
     assert "9_nodes" in capfd.readouterr().out
     assert main(["analyse", "repair", run, "--questions", "8"]) == 0
     assert "5_nodes" in capfd.readouterr().out
+    assert main(["analyse", "solved", run, "--strata", "9_nodes", "--questions", "8"]) == 0
+    assert "9_nodes" in capfd.readouterr().out
     assert main(["analyse", "circuits", run, "--samples", "4", "--graphs", "2"]) == 0
     assert "mean norm of the DFT" in capfd.readouterr().out
     assert {path.name for path in (tmp_path / "run" / "plots").iterdir()} == {

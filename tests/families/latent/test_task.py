@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 
 import numpy as np
@@ -117,10 +117,23 @@ def test_an_example_and_what_makes_it_the_same():
     assert TASK.factor_sizes == (5, 41, 4)
 
 
+def test_equations_can_stand_in_order_of_depth():
+    leaf, other = Node(5, (), (), 3, 1), Node(0, (), (), 6, 1)
+    graph = (leaf, Node(9, (0,), (), 3, 2), Node(7, (1,), (), 3, 3), other, Node(8, (3,), (), 6, 2))
+    task = replace(TASK, by_depth=True)
+    assert text(task, task.encode(graph)) == "3=x5\n6=x0\nx5=x9\nx0=x8\nx9=x7\n"
+    assert task.encode(graph).steps == TASK.encode(graph).steps == 3
+    assert text(TASK, TASK.encode(graph)) == "3=x5\nx5=x9\nx9=x7\n6=x0\nx0=x8\n"
+
+
 @pytest.mark.parametrize(
     ("thought", "expected"),
     [
         ("values", "3 = x5 , 6 = x0 , x0 - x5 = x9 <cot> x5 = 3 , x0 = 6 , x9 = 3 ,"),
+        (
+            "bare_equations",
+            "3 = x5 , 6 = x0 , x0 - x5 = x9 <cot> x5 = 3 , x0 = 6 , x9 = x0 - x5 = 3 ,",
+        ),
         (
             "equations",
             "3 = x5 , 6 = x0 , x0 - x5 = x9 <cot> x5 = 3 , x0 = 6 , x9 = x0 - x5 = 6 - 3 = 3 ,",
@@ -165,7 +178,7 @@ def test_a_checkpoint_knows_its_task(task: Task):
 def test_a_mistake_is_one_line(changed, message):
     with pytest.raises(UserError, match=message):
         DagArithmetic(**{**SMALL, **changed})
-    with pytest.raises(UserError, match="thought 'none' must be values or equations"):
+    with pytest.raises(UserError, match="thought 'none' must be one of values, bare_equations"):
         DagChainOfThought(**SMALL, thought="none")
 
 

@@ -21,6 +21,10 @@ register(
                 f"{_HERE}.analysis:repair",
                 "corrupt values of the step before; count graphs repaired in one step",
             ),
+            "solved": Verb(
+                f"{_HERE}.analysis:solved",
+                "count graphs of which every factor at every position is right, as the paper",
+            ),
         },
     )
 )

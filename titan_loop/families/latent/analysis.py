@@ -1,6 +1,6 @@
-"""`titan-loop analyse circuits | repair RUN`: inside a model that reasons in a latent space."""
+"""`titan-loop analyse circuits | repair | solved RUN`: a model that reasons in a latent space."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -8,12 +8,14 @@ from typing import Any
 
 from titan_loop.analysis.steps.findings import Figure, Findings
 from titan_loop.data.tasks.recorded_task import recorded_task
-from titan_loop.errors import UserError
-from titan_loop.evaluation.task_report import ReadingResult, TaskReport
+from titan_loop.errors import UserError, require_at_least
+from titan_loop.evaluation.exam import ACCURACY
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport, graded
 from titan_loop.families.latent.circuit_plots import draw_frequencies, draw_variance
 from titan_loop.families.latent.circuits import classify_errors, find_circuits, places
 from titan_loop.families.latent.model import LatentDecoder
 from titan_loop.families.latent.repair import share_repaired
+from titan_loop.families.latent.solved import share_solved
 from titan_loop.families.latent.task import DagArithmetic, Size
 from titan_loop.inference.loading import Loaded, load_checkpoint
 from titan_loop.runs.saved_run import SavedRun
@@ -81,33 +83,72 @@ def repair(
         questions: Number of graphs of each size.
         seed: Chooses steps and values.
     """
-    if questions < 1:
-        raise UserError(f"questions={questions} must be at least 1")
     loaded, task = _open(run, None)
-    for name in strata:
-        if name not in task.strata:
-            raise UserError(f"strata={name}: {task.name} has only {', '.join(task.strata)}")
+
+    def share(name: str) -> tuple[float, int]:
+        repaired = share_repaired(loaded.model, task, name, count=questions, seed=seed)  # type: ignore[arg-type]
+        return repaired, 1
+
+    return _shares("repair", loaded, task, strata, questions, share)
+
+
+def solved(run: Path, *, strata: tuple[str, ...] = (), questions: int = 128) -> Findings:
+    """Count graphs of which every factor at every position is right, the paper's metric.
+
+    One step more than the deepest graph of a size needs. The shares are kept with the results of
+    the checkpoint's tasks, as the task solved and the reading deepest.
+
+    Args:
+        run: Run of the family latent, or its checkpoints/step-N.
+        strata: Sizes of graphs, such as 16_nodes; default all of the task's.
+        questions: Number of graphs of each size; the paper has 1,024.
+    """
+    loaded, task = _open(run, None, discrete=False)
+
+    def share(name: str) -> tuple[float, int]:
+        return share_solved(loaded.model, task, name, count=questions)  # type: ignore[arg-type]
+
+    return _shares("solved", loaded, task, strata, questions, share, reading="deepest")
+
+
+def _shares(
+    name: str,
+    loaded: Loaded,
+    task: DagArithmetic,
+    strata: tuple[str, ...],
+    questions: int,
+    share: Callable[[str], tuple[float, int]],
+    reading: str = "static:1",
+) -> Findings:
+    """Keep the shares of graphs by stratum, each with its number of steps, as results of a task."""
+    require_at_least(1, questions=questions)
+    for stratum in strata:
+        if stratum not in task.strata:
+            raise UserError(f"strata={stratum}: {task.name} has only {', '.join(task.strata)}")
     report = TaskReport(
         step=loaded.manifest["step"],
         tokens=loaded.manifest["trainer"]["tokens"],
         trained_recurrent_steps=loaded.recurrent_steps,
         manifest_sha256=loaded.manifest["sha256"],
     )
-    rows = [["repaired in one step", "share"]]
-    for name in strata or task.strata:
-        share = share_repaired(loaded.model, task, name, count=questions, seed=seed)  # type: ignore[arg-type]
-        result = ReadingResult(metrics={"acc,none": share}, mean_steps=1.0)
-        report.tasks[f"repair/{name}"] = {"static:1": result}
-        rows.append([name, f"{share:.3f}"])
+    rows = [["graphs", name, "steps"]]
+    for stratum in strata or task.strata:
+        found, steps = share(stratum)
+        metrics = graded(ACCURACY, found, questions)
+        result = ReadingResult(metrics=metrics, mean_steps=steps)
+        report.tasks[f"{name}/{stratum}"] = {reading: result}
+        rows.append([stratum, f"{found:.3f}", str(steps)])
     saved = report.save(loaded.run.directory)
-    shares = dict(rows[1:])
-    record = {"questions": questions, "seed": seed, "repaired": shares}
-    lines = [*columns(rows), str(saved)]
-    return Findings(name="repair", loaded=loaded, record=record, lines=lines)
+    record = {"questions": questions, name: {row[0]: row[1] for row in rows[1:]}}
+    return Findings(name=name, loaded=loaded, record=record, lines=[*columns(rows), str(saved)])
 
 
-def _open(run: Path, nodes: int | None) -> tuple[Loaded, DagArithmetic]:
-    """Return a latent-space model with room for the task's largest graphs, and its task."""
+def _open(run: Path, nodes: int | None, *, discrete: bool = True) -> tuple[Loaded, DagArithmetic]:
+    """Return a latent-space model with room for the task's largest graphs, and its task.
+
+    Args:
+        discrete: Whether the model's states must be discrete.
+    """
     task = recorded_task(SavedRun.open(run).checkpoint().manifest["data"])
     if not isinstance(task, DagArithmetic):
         raise UserError(f"{run} was not trained on {DagArithmetic.name}; this analysis is of that")
@@ -118,8 +159,9 @@ def _open(run: Path, nodes: int | None) -> tuple[Loaded, DagArithmetic]:
         )
     largest = task.positions(max(task.nodes, nodes or 0, *task.test_nodes) + 1)
     loaded = load_checkpoint(run, use="analyse", context_tokens=largest)
-    if not isinstance(loaded.model, LatentDecoder) or not loaded.model.discrete:
-        raise UserError(f"{run} is no discrete model of the family latent; this analysis is of one")
+    if not isinstance(loaded.model, LatentDecoder) or discrete > loaded.model.discrete:
+        kind = "discrete model" if discrete else "model"
+        raise UserError(f"{run} is no {kind} of the family latent; this analysis is of one")
     return loaded, task
 
 

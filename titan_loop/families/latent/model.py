@@ -21,16 +21,19 @@ given the correct result of the step before. Training therefore folds them into 
     z^{t-1} = solved where depth ≤ t-1, else EMPTY      rows (t, b) of one step, t = 1 … T
 
 *Self-correction*: with a small probability, values that were worked out just before a step are
-replaced by any; the labels stay. A baseline without recursion has R = 1, one trained end to end has
+replaced by any; the labels stay. (The authors' code replaces values that the step has yet to work
+out: `corrupted=due`.) A baseline without recursion has R = 1, one trained end to end has
 a continuous state and the loss of the last step (`ExpectedExitLoss`); `LatentSupervision` is the
 loss of every step.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
 Reasoning" (003), section 4.1, Eq. 2 and 4, Appendix B; corruption as in the authors' code (0.05,
 then 0.5 a value).
-Deviations: layers, norms and initialisation are Ouro's, so that the embedding of a token, a sum of
-four, has unit scale as every H^t; readouts have no bias; the coin of the corruption is tossed for
-every graph and step, not for a batch.
+Deviations: layers and norms are Ouro's, theirs pre-norm with biases, ReLU and one table of
+distances for all layers; readouts have no bias; the coin of the corruption is tossed for every
+graph and step, not for a batch. `initial_weights` and `scale_scores_by_terms` choose between Ouro's
+initialisation, where the embedding of a token, a sum of four, has unit scale as every H^t, and
+theirs.
 """
 
 from collections.abc import Mapping
@@ -40,7 +43,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.models.common.embedding import Embedding
 
 from titan_loop.errors import UserError, nearest
@@ -49,7 +52,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.dropout import Drawing
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
-from titan_loop.models.initialisation import normal_matrix
+from titan_loop.models.initialisation import draw, normal_matrix
 from titan_loop.models.loop_config import loop_config
 from titan_loop.models.loop_options import LoopOptions
 from titan_loop.models.output import Collect, LoopOutput
@@ -58,6 +61,10 @@ from titan_loop.models.readout import LMHead, Vocabulary
 from titan_loop.models.recurrence import Carry
 
 State = Literal["discrete", "continuous"]
+Corrupted = Literal["told", "due"]
+InitialWeights = Literal["ouro", "torch"]
+
+_CHOICES = {"state": State, "corrupted": Corrupted, "initial_weights": InitialWeights}
 
 _ABSENT = (
     "exit_gate",
@@ -96,7 +103,18 @@ class LatentOptions(LoopOptions):
     paper's self-correction has 0.05."""
 
     corrupted_share: float = 0.5
-    """Share of the values worked out in the step before that are then replaced."""
+    """Share of the chosen values that are then replaced."""
+
+    corrupted: Corrupted = "told"
+    """Values that are chosen: told, worked out in the step before; or due, yet to be worked out in
+    this one, as in the authors' code."""
+
+    initial_weights: InitialWeights = "ouro"
+    """Initial weights: ouro; or torch, those of `nn.Linear` and `nn.Embedding` as in the authors'
+    code, with distances on the scale of keys."""
+
+    scale_scores_by_terms: bool = False
+    """Whether scores are divided by √(3·H), as DeBERTa's sums of three products, and not by √H."""
 
     exit_gate: bool = False
     """There is none: the number of steps follows from the graph."""
@@ -159,32 +177,33 @@ class FactorHead(LMHead):
 
 
 class Corruption(Drawing):
-    """Replaces values that a discrete model has just worked out, in training."""
+    """Replaces values of a discrete model, in training."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Drawing.Config):
-        """Probability a graph and step, share of the values, and how many values there are."""
+        """Probability a graph and step, share of the chosen values, and number of values."""
 
         probability: float
         share: float
         values: int
+        due: bool
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
 
-    def forward(self, value_TBL: Tensor, new_TBL: Tensor) -> Tensor:
-        """Return values of which some that are new are drawn uniformly from all.
+    def forward(self, value_TBL: Tensor, chosen_TBL: Tensor) -> Tensor:
+        """Return values of which some of the chosen ones are drawn uniformly from all.
 
         Args:
             value_TBL: Value factor before each step.
-            new_TBL: Whether it was worked out in the step before.
+            chosen_TBL: Whether it may be replaced.
         """
         device = value_TBL.device
         coin_TB1 = torch.rand(*value_TBL.shape[:2], 1, device=device) < self.config.probability
         each_TBL = torch.rand(value_TBL.shape, device=device) < self.config.share
         any_TBL = torch.randint_like(value_TBL, self.config.values)
-        return torch.where(coin_TB1 & each_TBL & new_TBL, any_TBL, value_TBL)
+        return torch.where(coin_TB1 & each_TBL & chosen_TBL, any_TBL, value_TBL)
 
 
 class LatentDecoder(LoopDecoder):
@@ -199,6 +218,7 @@ class LatentDecoder(LoopDecoder):
         state: State
         sizes: tuple[int, ...]
         corruption: Corruption.Config | None
+        scale_scores_by_terms: bool
 
         @property
         def draws(self) -> bool:
@@ -215,9 +235,14 @@ class LatentDecoder(LoopDecoder):
                     )
 
         def architecture(self) -> dict[str, Any]:
-            """Return Ouro's record, the kind of state and the sizes of the other factors."""
+            """Return Ouro's record, and this family's options."""
             inherited = LoopDecoder.Config.architecture(self)
-            return {**inherited, "state": self.state, "factors": [*self.sizes[1:]]}
+            return {
+                **inherited,
+                "state": self.state,
+                "factors": [*self.sizes[1:]],
+                "scale_scores_by_terms": self.scale_scores_by_terms,
+            }
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class, with a readout of all factors in every step."""
@@ -231,6 +256,9 @@ class LatentDecoder(LoopDecoder):
         super().__init__(config)
         self.discrete = config.state == "discrete"
         self.corruption = None if config.corruption is None else config.corruption.build()
+        if config.scale_scores_by_terms:
+            for layer in self.layers.values():
+                layer.attention.scaling = (3 * layer.attention.head_dim) ** -0.5
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
         """Return z^0 of a discrete model, else E^0."""
@@ -294,17 +322,17 @@ class LatentDecoder(LoopDecoder):
         value_TBL = torch.where(depth_BL <= before_T11, solved_BL, self.config.vocab_size - 2)
         if self.corruption is None or not self.training:
             return value_TBL
-        return self.corruption(value_TBL, (depth_BL == before_T11) & (depth_BL > 0))
+        chosen_T11 = before_T11 + int(self.config.corruption.due)
+        return self.corruption(value_TBL, (depth_BL == chosen_T11) & (depth_BL > 0))
 
 
 def decoder_config(
     options: LatentOptions, shape: ModelSize, max_seq_len: int
 ) -> LatentDecoder.Config:
     """Return the architecture; arguments as of `Family.decoder_config`."""
-    if options.state not in get_args(State):
-        raise UserError(
-            f"model.state={options.state} is unknown{nearest(options.state, get_args(State))}"
-        )
+    for name, kinds in _CHOICES.items():
+        if (value := getattr(options, name)) not in get_args(kinds):
+            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
     defaults = LatentOptions()
     for name in _ABSENT:
         value, absent = getattr(options, name), getattr(defaults, name)
@@ -319,6 +347,11 @@ def decoder_config(
         raise UserError(
             f"model.corruption={options.corruption} needs the discrete values of "
             "model.state=discrete; leave it at 0"
+        )
+    if options.scale_scores_by_terms and options.positions != "deberta":
+        raise UserError(
+            f"model.scale_scores_by_terms=True needs the terms of model.positions=deberta, not "
+            f"{options.positions}; leave it at False"
         )
     sizes = (shape.vocab_size, *(options.factors or (5, 9, 2)))
     head = FactorHead.Config(
@@ -336,9 +369,12 @@ def decoder_config(
         sizes=sizes,
     )
     corruption = Corruption.Config(
-        probability=options.corruption, share=options.corrupted_share, values=shape.vocab_size
+        probability=options.corruption,
+        share=options.corrupted_share,
+        values=shape.vocab_size,
+        due=options.corrupted == "due",
     )
-    return loop_config(
+    config = loop_config(
         LatentDecoder.Config,
         options,
         shape,
@@ -348,7 +384,40 @@ def decoder_config(
         state=options.state,
         sizes=sizes,
         corruption=corruption if options.corruption else None,
+        scale_scores_by_terms=options.scale_scores_by_terms,
     )
+    if options.initial_weights == "torch":
+        _start_as_in_torch(config)
+    return config
+
+
+def _start_as_in_torch(config: LatentDecoder.Config) -> None:
+    """Give every weight the distribution that it has in the authors' code.
+
+    Their table of distances is normed, then projected like keys: elements have variance 1/3.
+    """
+    linear = {"weight": partial(draw, fill=_as_linear)}
+    for layer in config.layers:
+        attention, feed_forward = layer.attention, layer.feed_forward
+        for each in (
+            attention.qkv_linear.wq,
+            attention.qkv_linear.wkv,
+            attention.wo,
+            feed_forward.w1,
+            feed_forward.w2,
+            feed_forward.w3,
+        ):
+            each.param_init = linear
+        if attention.distance_scores is not None:
+            distances = {"weight": partial(normal_matrix, std=3**-0.5)}
+            attention.distance_scores.param_init = distances
+    config.lm_head.param_init = linear
+    config.tok_embeddings.param_init = {"weight": partial(normal_matrix, std=1.0)}
+
+
+def _as_linear(whole: Tensor) -> None:
+    bound = whole.shape[-1] ** -0.5
+    nn.init.uniform_(whole, -bound, bound)
 
 
 LATENT = Family(
@@ -358,6 +427,7 @@ LATENT = Family(
     decoder_config=decoder_config,
     uses=frozenset({"analyse"}),
     exit_policies=frozenset({"static"}),
-    runtime_options=RUNTIME_OPTIONS | {"corruption", "corrupted_share"},
+    runtime_options=RUNTIME_OPTIONS
+    | {"corruption", "corrupted_share", "corrupted", "initial_weights"},
     data_options=frozenset({"vocab_size", "factors"}),
 )

@@ -5,6 +5,8 @@
 
 over the positions i that have a label; syntax, variable and operation do not change. Where the
 loader labels only the answers (`all_targets=False`), `masked` leaves out answers that are not due.
+The sum over steps is that of Eq. 6, so that deep graphs have larger gradients; the authors' code
+takes the mean for discrete models (`mean_over_steps`) and the sum for continuous ones.
 """
 
 from collections.abc import Callable
@@ -35,7 +37,7 @@ class LatentSupervision(StreamedLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
-        """Whether Eq. 5 holds literally."""
+        """Labels of values that are not due, and the weight of a step."""
 
         columns: ClassVar[tuple[str, ...]] = ("factors", "depth")
         labels_every_step: ClassVar[bool] = True
@@ -44,9 +46,13 @@ class LatentSupervision(StreamedLoss):
         """Leave values out of the loss that are not due, as in Eq. 5, instead of asking for EMPTY
         there."""
 
+        mean_over_steps: bool = False
+        """Divide the loss by the number of steps."""
+
     def __init__(self, config: Config, **upstream: object) -> None:
         super().__init__(config, **upstream)  # pyright: ignore[reportArgumentType]
         self._masked = config.masked
+        self._mean_over_steps = config.mean_over_steps
 
     def compute(  # pyright: ignore[reportIncompatibleMethodOverride]  the head of the family
         self, readout: Callable[..., tuple[Tensor, ...]], output: LoopOutput, batch: LossBatch
@@ -74,7 +80,8 @@ class LatentSupervision(StreamedLoss):
             for step, ce in enumerate(of_value_R.detach(), start=output.first_step)
         }
         metrics["ce/factors"] = of_rest_R.detach().mean()
-        return (of_value_R + of_rest_R).sum(), metrics
+        loss_R = of_value_R + of_rest_R
+        return loss_R.mean() if self._mean_over_steps else loss_R.sum(), metrics
 
 
 def _sums(logits_SLV: Tensor, labels_RBL: Tensor) -> Tensor:

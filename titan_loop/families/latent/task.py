@@ -4,7 +4,8 @@
 
 A leaf is a number; every other node combines earlier nodes, from left to right, mod m. The value of
 every node is asked. A leaf has depth 1, another node one more than its deepest parent: a model that
-works out one layer of the graph a step needs as many steps as the deepest node has layers.
+works out one layer of the graph a step needs as many steps as the deepest node has layers. (The
+authors' code counts a leaf as depth 0: its depth of 6 is 7 here.)
 
 `DagArithmetic` writes a token as four factors, syntax, variable, operation and value, of which the
 value is the token id. The value of a variable is EMPTY until it is worked out; it belongs to the
@@ -20,9 +21,9 @@ never trained on.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -61,6 +62,7 @@ class Size(NamedTuple):
 
 
 Graph = tuple[Node, ...]
+Thought = Literal["values", "bare_equations", "equations"]
 
 
 def combined(operations: str | tuple[str, ...], values: list[int], modulus: int) -> int:
@@ -120,6 +122,9 @@ class DagArithmetic(Task):
 
     most_depth: int | None = 6
     """Largest depth of a training graph's node; None for any."""
+
+    by_depth: bool = False
+    """Whether equations stand in order of their depth, as in the authors' code, or as drawn."""
 
     test_nodes: tuple[int, ...] = (8, 16, 32, 40, 48, 64, 96, 128)
     """Nodes of the exam's graphs."""
@@ -235,12 +240,16 @@ class DagArithmetic(Task):
         """Return the depth of the deepest node."""
         return max(node.depth for node in question)
 
+    def in_order(self, question: Graph) -> Sequence[Node]:
+        """Return the nodes in the order of their equations."""
+        return sorted(question, key=lambda node: node.depth) if self.by_depth else question
+
     def encode(self, question: Graph) -> Example:
         """Return the equations one after another, each with a separator behind it."""
         no_variable, no_operation = self.names, len(self.operations)
         blank = self.modulus + 1
         rows: list[tuple[int, int, int, int, int, int]] = []  # value, factors, depth, solved
-        for node in question:
+        for node in self.in_order(question):
             if not node.parents:
                 rows.append((node.value, _VALUE, no_variable, no_operation, 0, node.value))
             for number, parent in enumerate(node.parents):
@@ -262,8 +271,8 @@ class DagArithmetic(Task):
 class DagChainOfThought(DagArithmetic):
     """The same graphs as plain text; the answer solves one node after another, and is all of it.
 
-    Written as `x5 = 4 ,` (values) or `x5 = x3 + x0 = 1 + 3 = 4 ,` (equations), in the order of the
-    graph.
+    Written as `x5 = 4 ,` (values), `x5 = x3 + x0 = 4 ,` (bare_equations, the authors' `eq-val`) or
+    `x5 = x3 + x0 = 1 + 3 = 4 ,` (equations), in the order of the graph.
     Token ids: values, variables, operations, then = , <cot>.
     """
 
@@ -271,13 +280,14 @@ class DagChainOfThought(DagArithmetic):
     columns: ClassVar[tuple[Column, ...]] = ()
     knows_depth: ClassVar[bool] = False
 
-    thought: Literal["values", "equations"] = "values"
-    """What is written of a node: its value; or its equation, that with values, and its value."""
+    thought: Thought = "values"
+    """Text of a node: its value, its equation and value, or also the equation with values."""
 
     def __post_init__(self) -> None:
         super(DagChainOfThought, self).__post_init__()
-        if self.thought not in ("values", "equations"):
-            raise UserError(f"{self.name} thought {self.thought!r} must be values or equations")
+        if self.thought not in get_args(Thought):
+            choices = ", ".join(get_args(Thought))
+            raise UserError(f"{self.name} thought {self.thought!r} must be one of {choices}")
 
     @property
     def vocab_size(self) -> int:
@@ -298,14 +308,16 @@ class DagChainOfThought(DagArithmetic):
         question = super(DagChainOfThought, self).positions(nodes)
         if self.thought == "values":
             return question + 4 * nodes
-        return question + 4 * self.leaves + (nodes - self.leaves) * (4 * self.most_parents + 4)
+        equation = 2 * self.most_parents
+        recalled = 2 * equation if self.thought == "equations" else equation
+        return question + 4 * self.leaves + (nodes - self.leaves) * (recalled + 4)
 
     def encode(self, question: Graph) -> Example:
         """Return equations, `<cot>` in place of the last separator, and the solution."""
         equals, separator, thought = range(self._first_mark, self._first_mark + 3)
         prompt: list[int] = []
         solution: list[int] = []
-        for node in question:
+        for node in self.in_order(question):
             variable = self.modulus + node.name
             names: list[int] = []
             values: list[int] = []
@@ -318,8 +330,10 @@ class DagChainOfThought(DagArithmetic):
                 values.append(question[parent].value)
             prompt += [*(names or [node.value]), equals, variable, separator]
             recalled = []
+            if names and self.thought != "values":
+                recalled = [*names, equals]
             if names and self.thought == "equations":
-                recalled = [*names, equals, *values, equals]
+                recalled += [*values, equals]
             solution += [variable, equals, *recalled, node.value, separator]
         prompt[-1] = thought
         return Example.of_sequence(prompt, solution)
