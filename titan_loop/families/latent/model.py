@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.embedding import Embedding
 
 from titan_loop.errors import UserError, nearest
+from titan_loop.models.block import SandwichBlock
 from titan_loop.models.context import AttentionMask, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
@@ -258,6 +259,7 @@ class LatentDecoder(LoopDecoder):
         self.corruption = None if config.corruption is None else config.corruption.build()
         if config.scale_scores_by_terms:
             for layer in self.layers.values():
+                assert isinstance(layer, SandwichBlock)
                 layer.attention.scaling = (3 * layer.attention.head_dim) ** -0.5
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
@@ -322,7 +324,7 @@ class LatentDecoder(LoopDecoder):
         value_TBL = torch.where(depth_BL <= before_T11, solved_BL, self.config.vocab_size - 2)
         if self.corruption is None or not self.training:
             return value_TBL
-        chosen_T11 = before_T11 + int(self.config.corruption.due)
+        chosen_T11 = before_T11 + int(self.corruption.config.due)
         return self.corruption(value_TBL, (depth_BL == chosen_T11) & (depth_BL > 0))
 
 
