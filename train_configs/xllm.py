@@ -25,7 +25,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titan_loop.analysis.results import ResultTable
+from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
@@ -37,7 +40,7 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.evaluation_config import HeldOutConfig
+from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Knot, Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -158,7 +161,22 @@ SMALL: dict[str, Row] = {
         depth="fixed",
     ),
 }
-"""Arms of `xllm_small`."""
+"""Arms of `xllm_small` on text."""
+
+MANO_TOKENS, MANO_WINDOW, MANO_RATE = 2_000_000, 64, 1e-2
+MANO_PRIOR_RATE = 1e-2
+MANO: dict[str, Row] = {
+    "mano_fixed_r5": Row(options=_small(), rate=MANO_RATE, depth="fixed"),
+    "mano_drawn": Row(options=_small(), rate=MANO_RATE),
+    "mano_learned": Row(options=_small(), rate=MANO_RATE, depth="learned"),
+    "mano_free": Row(
+        options=_small(), rate=MANO_RATE, depth="learned", prior=PriorSettings(mean_weight=0.0)
+    ),
+    "mano_shallow": Row(
+        options=_small(), rate=MANO_RATE, depth="learned", prior=PriorSettings(mean=2.0)
+    ),
+}
+"""Arms on arithmetic, which needs depth: with a penalty on the mean, without one, and on less."""
 
 TEACHER, STUDENT_TOKENS = "learned_entropy", 1_000_000
 
@@ -173,11 +191,33 @@ TABLES = {
             },
             columns={
                 source: {"task": f"{HELD_OUT}/{source}", "metric": "bits_per_byte"}
-                for source in ("code", "prose", "math", "all")
+                for source in ("code", "prose", "math")
             },
             factor=1.0,
             digits=3,
             less="fixed_r5",
+        ),
+        ResultTable(
+            name="arithmetic",
+            title="% of arithmetic right, R =",
+            rows={arm: {"stage": arm} for arm in MANO},
+            columns={str(r): {"reading": f"static:{r}"} for r in (1, 2, MEAN, 2 * MEAN)},
+            everywhere={"task": Mano.name, "metric": "acc,none"},
+            columns_are="recurrent steps",
+        ),
+        ResultTable(
+            name="depth",
+            title="mean of the learned distribution of R",
+            rows={
+                arm: {"stage": arm}
+                for arm, row in {**SMALL, **MANO}.items()
+                if row.depth == "learned"
+            },
+            columns={moment: {"reading": moment} for moment in ("start", "quarter", "half", "end")},
+            everywhere={"task": "depth_prior", "metric": "mean"},
+            factor=1.0,
+            digits=2,
+            columns_are="training",
         ),
         ResultTable(
             name="prefill",
@@ -239,34 +279,46 @@ def xllm_730m() -> Recipe:
 
 def xllm_small() -> Recipe:
     """Depths and injections of xLLM-Loop in miniature, on one core."""
+    depths = [1, 2, MEAN, 2 * MEAN]
     stages = []
     for name, row in SMALL.items():
-        config = LoopTrainer.Config(
-            total_tokens=SMALL_TOKENS,
-            model=row.options,
-            dataloader=WindowLoader.Config(
-                mixture=[f"{TEXT}/code=0.4", f"{TEXT}/prose=0.4", f"{TEXT}/math=0.2"]
-            ),
-            learning_rate=Schedule.warmup_cosine(
-                row.rate,
-                warmup_tokens=SMALL_TOKENS // 20,
-                total_tokens=SMALL_TOKENS,
-                final=row.rate / 10,
-            ),
-            batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH)),
-            adamw=AdamWConfig(beta2=0.98),
-            held_out=HeldOutConfig(depths=[1, 2, MEAN, 2 * MEAN], windows=128),
+        text = WindowLoader.Config(
+            mixture=[f"{TEXT}/code=0.4", f"{TEXT}/prose=0.4", f"{TEXT}/math=0.2"]
         )
-        _set_depth(config, row, prior_rate=PRIOR_RATE)
-        config.training.seq_len = SMALL_WINDOW
-        config.training.local_batch_size = SMALL_BATCH // SMALL_WINDOW
-        config.checkpoint.interval = 2_000
-        config.metrics.log_freq = 50
+        config = _arm(row, text, SMALL_TOKENS, SMALL_WINDOW, prior_rate=PRIOR_RATE)
+        config.held_out = HeldOutConfig(depths=depths, windows=128)
+        stages.append(Stage(name=name, config=config))
+    for name, row in MANO.items():
+        task = TaskLoader.Config(task=Mano(modulus=5, max_operations=3))
+        config = _arm(row, task, MANO_TOKENS, MANO_WINDOW, prior_rate=MANO_PRIOR_RATE)
+        config.optimizer.name = "muon"
+        config.suite = SuiteConfig(interval=1_000, tasks=[Mano.name], depths=depths, questions=500)
         stages.append(Stage(name=name, config=config))
     teacher = next(stage.config for stage in stages if stage.name == TEACHER)
     for name, callbacks in {"distilled": (), "distilled_teacher": (TeacherStart(),)}.items():
         stages.append(Stage(name=name, parent=TEACHER, config=_student(teacher, callbacks)))
     return Recipe(name="xllm_small", stages=stages)
+
+
+def _arm(
+    row: Row, data: GlobalBatchLoader.Config, tokens: int, window: int, *, prior_rate: float
+) -> LoopTrainer.Config:
+    config = LoopTrainer.Config(
+        total_tokens=tokens,
+        model=row.options,
+        dataloader=data,
+        learning_rate=Schedule.warmup_cosine(
+            row.rate, warmup_tokens=tokens // 20, total_tokens=tokens, final=row.rate / 10
+        ),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH)),
+        adamw=AdamWConfig(beta2=0.98),
+    )
+    _set_depth(config, row, prior_rate=prior_rate)
+    config.training.seq_len = window
+    config.training.local_batch_size = SMALL_BATCH // window
+    config.checkpoint.interval = 2_000
+    config.metrics.log_freq = 50
+    return config
 
 
 def _student(teacher: LoopTrainer.Config, callbacks: tuple[Callback, ...]) -> LoopTrainer.Config:

@@ -64,6 +64,7 @@ def test_every_cell_is_an_arm():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 def test_the_tasks_train_with_prefixes(tmp_path: Path):
     assert main(["train", "hrm_short", "--dump-folder", str(tmp_path)]) == 0
 

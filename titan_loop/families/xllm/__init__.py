@@ -1,6 +1,6 @@
 """xLLM-Loop: prelude, recurrent core and coda of Llama's blocks, with injections and H/L states."""
 
-from titan_loop.plugins import Plugin, register
+from titan_loop.plugins import Plugin, Verb, register
 
 _HERE = "titan_loop.families.xllm"
 
@@ -9,5 +9,10 @@ register(
         families={"xllm": f"{_HERE}.model:XLLM"},
         objectives={"StudentLoss": f"{_HERE}.student_loss:StudentLoss"},
         formats={"xllm": f"{_HERE}.formats:XLLM_FOLDER"},
+        analyses={
+            "depth-prior": Verb(
+                f"{_HERE}.analysis:depth_prior", "show how a learned distribution of depths moved"
+            ),
+        },
     )
 )

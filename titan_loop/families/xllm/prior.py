@@ -29,7 +29,7 @@ from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.metrics import global_means
 from titan_loop.training.step_plan import StepPlan
 
-_KEY = "depth_prior"
+KEY = "depth_prior"
 _SMALLEST_STD = 1e-12
 
 
@@ -126,8 +126,8 @@ class DepthPrior:
         """Return mean and entropy, in nats, of the distribution."""
         p = self.probabilities
         return {
-            f"{_KEY}/mean": float(p @ self._steps),
-            f"{_KEY}/entropy": float(-(p @ p.log())),
+            f"{KEY}/mean": float(p @ self._steps),
+            f"{KEY}/entropy": float(-(p @ p.log())),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,9 +205,9 @@ class LearnedDepth(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the distribution's state."""
-        return {_KEY: self.prior.state_dict()}
+        return {KEY: self.prior.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from it."""
-        if _KEY in state:
-            self.prior.load_state_dict(state[_KEY])
+        if KEY in state:
+            self.prior.load_state_dict(state[KEY])
