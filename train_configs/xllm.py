@@ -25,10 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titan_loop.analysis.results import ResultTable
-from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.mano import Mano
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
@@ -40,7 +37,7 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
+from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Knot, Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -98,12 +95,14 @@ class Row:
     Attributes:
         rate: Largest learning rate.
         depth: How R is chosen: fixed, drawn or learned.
+        mean: Mean of a distribution before training.
         prior: Settings of a learned distribution.
     """
 
     options: ModelOptions
     rate: float
     depth: str = "drawn"
+    mean: int = MEAN
     prior: PriorSettings = field(default_factory=PriorSettings)
 
 
@@ -163,20 +162,33 @@ SMALL: dict[str, Row] = {
 }
 """Arms of `xllm_small` on text."""
 
-MANO_TOKENS, MANO_WINDOW, MANO_RATE = 2_000_000, 64, 1e-2
-MANO_PRIOR_RATE = 1e-2
-MANO: dict[str, Row] = {
-    "mano_fixed_r5": Row(options=_small(), rate=MANO_RATE, depth="fixed"),
-    "mano_drawn": Row(options=_small(), rate=MANO_RATE),
-    "mano_learned": Row(options=_small(), rate=MANO_RATE, depth="learned"),
-    "mano_free": Row(
-        options=_small(), rate=MANO_RATE, depth="learned", prior=PriorSettings(mean_weight=0.0)
+THIN_PRIOR_RATE = 1e-2
+
+
+def _thin() -> XllmOptions:
+    return _small(n_layers=1, prelude_layers=0, coda_layers=0)
+
+
+THIN: dict[str, Row] = {
+    "thin_fixed_r5": Row(options=_thin(), rate=SMALL_RATE, depth="fixed"),
+    "thin_drawn": Row(options=_thin(), rate=SMALL_RATE),
+    "thin_learned": Row(options=_thin(), rate=SMALL_RATE, depth="learned"),
+    "thin_free": Row(
+        options=_thin(), rate=SMALL_RATE, depth="learned", prior=PriorSettings(mean_weight=0.0)
     ),
-    "mano_shallow": Row(
-        options=_small(), rate=MANO_RATE, depth="learned", prior=PriorSettings(mean=2.0)
+    "thin_free_from_2": Row(
+        options=_thin(),
+        rate=SMALL_RATE,
+        depth="learned",
+        mean=2,
+        prior=PriorSettings(mean_weight=0.0),
+    ),
+    "thin_shallow": Row(
+        options=_thin(), rate=SMALL_RATE, depth="learned", prior=PriorSettings(mean=3.0)
     ),
 }
-"""Arms on arithmetic, which needs depth: with a penalty on the mean, without one, and on less."""
+"""Arms of one layer, which needs its recurrences more: the learned distribution has a penalty on
+the distance of its mean from 5, none (from a mean of 5 and of 2), or one from 3."""
 
 TEACHER, STUDENT_TOKENS = "learned_entropy", 1_000_000
 
@@ -198,11 +210,14 @@ TABLES = {
             less="fixed_r5",
         ),
         ResultTable(
-            name="arithmetic",
-            title="% of arithmetic right, R =",
-            rows={arm: {"stage": arm} for arm in MANO},
+            name="one_layer",
+            title="one layer: held-out bits per byte of prose, R =",
+            rows={arm: {"stage": arm} for arm in THIN},
             columns={str(r): {"reading": f"static:{r}"} for r in (1, 2, MEAN, 2 * MEAN)},
-            everywhere={"task": Mano.name, "metric": "acc,none"},
+            everywhere={"task": f"{HELD_OUT}/prose", "metric": "bits_per_byte"},
+            factor=1.0,
+            digits=3,
+            less="thin_fixed_r5",
             columns_are="recurrent steps",
         ),
         ResultTable(
@@ -210,7 +225,7 @@ TABLES = {
             title="mean of the learned distribution of R",
             rows={
                 arm: {"stage": arm}
-                for arm, row in {**SMALL, **MANO}.items()
+                for arm, row in {**SMALL, **THIN}.items()
                 if row.depth == "learned"
             },
             columns={moment: {"reading": moment} for moment in ("start", "quarter", "half", "end")},
@@ -279,43 +294,36 @@ def xllm_730m() -> Recipe:
 
 def xllm_small() -> Recipe:
     """Depths and injections of xLLM-Loop in miniature, on one core."""
-    depths = [1, 2, MEAN, 2 * MEAN]
     stages = []
-    for name, row in SMALL.items():
-        text = WindowLoader.Config(
-            mixture=[f"{TEXT}/code=0.4", f"{TEXT}/prose=0.4", f"{TEXT}/math=0.2"]
-        )
-        config = _arm(row, text, SMALL_TOKENS, SMALL_WINDOW, prior_rate=PRIOR_RATE)
-        config.held_out = HeldOutConfig(depths=depths, windows=128)
-        stages.append(Stage(name=name, config=config))
-    for name, row in MANO.items():
-        task = TaskLoader.Config(task=Mano(modulus=5, max_operations=3))
-        config = _arm(row, task, MANO_TOKENS, MANO_WINDOW, prior_rate=MANO_PRIOR_RATE)
-        config.optimizer.name = "muon"
-        config.suite = SuiteConfig(interval=1_000, tasks=[Mano.name], depths=depths, questions=500)
-        stages.append(Stage(name=name, config=config))
+    for name, row in {**SMALL, **THIN}.items():
+        rate = THIN_PRIOR_RATE if name in THIN else PRIOR_RATE
+        stages.append(Stage(name=name, config=_arm(row, rate)))
     teacher = next(stage.config for stage in stages if stage.name == TEACHER)
     for name, callbacks in {"distilled": (), "distilled_teacher": (TeacherStart(),)}.items():
         stages.append(Stage(name=name, parent=TEACHER, config=_student(teacher, callbacks)))
     return Recipe(name="xllm_small", stages=stages)
 
 
-def _arm(
-    row: Row, data: GlobalBatchLoader.Config, tokens: int, window: int, *, prior_rate: float
-) -> LoopTrainer.Config:
+def _arm(row: Row, prior_rate: float) -> LoopTrainer.Config:
     config = LoopTrainer.Config(
-        total_tokens=tokens,
+        total_tokens=SMALL_TOKENS,
         model=row.options,
-        dataloader=data,
+        dataloader=WindowLoader.Config(
+            mixture=[f"{TEXT}/code=0.4", f"{TEXT}/prose=0.4", f"{TEXT}/math=0.2"]
+        ),
         learning_rate=Schedule.warmup_cosine(
-            row.rate, warmup_tokens=tokens // 20, total_tokens=tokens, final=row.rate / 10
+            row.rate,
+            warmup_tokens=SMALL_TOKENS // 20,
+            total_tokens=SMALL_TOKENS,
+            final=row.rate / 10,
         ),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH)),
         adamw=AdamWConfig(beta2=0.98),
+        held_out=HeldOutConfig(depths=[1, 2, MEAN, 2 * MEAN], windows=128),
     )
     _set_depth(config, row, prior_rate=prior_rate)
-    config.training.seq_len = window
-    config.training.local_batch_size = SMALL_BATCH // window
+    config.training.seq_len = SMALL_WINDOW
+    config.training.local_batch_size = SMALL_BATCH // SMALL_WINDOW
     config.checkpoint.interval = 2_000
     config.metrics.log_freq = 50
     return config
@@ -345,13 +353,13 @@ def _set_depth(config: LoopTrainer.Config, row: Row, *, prior_rate: float = 1e-3
         config.recurrence = RecurrenceConfig(steps=Schedule.constant(steps))
         return
     config.recurrence = RecurrenceConfig(
-        steps=Schedule.constant(MEAN),
+        steps=Schedule.constant(row.mean),
         poisson=True,
         lognormal_sigma=SIGMA,
         max_steps=MOST,
         backward_steps=BACKWARD,
     )
-    start = capped_depths(MEAN, SIGMA, MOST).tolist()
+    start = capped_depths(row.mean, SIGMA, MOST).tolist()
     if row.depth == "drawn":
         config.callbacks = (DrawnDepth(probabilities=start),)
     else:

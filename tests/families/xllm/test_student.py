@@ -154,6 +154,7 @@ def train_student(folder: Path, parent: Path, world: int) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("alone")
 def test_two_ranks_train_the_student_of_one(gloo_pool, tmp_path: Path):
     run_training(config_of(tmp_path / "parent"))
     losses = {}
