@@ -24,6 +24,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.evaluation.offline_tasks import HELD_OUT
@@ -359,7 +361,8 @@ def _set_depth(config: LoopTrainer.Config, row: Row, *, prior_rate: float = 1e-3
         max_steps=MOST,
         backward_steps=BACKWARD,
     )
-    start = capped_depths(row.mean, SIGMA, MOST).tolist()
+    # Depths far from a small mean underflow, and a learned distribution has to reach them.
+    start = np.maximum(capped_depths(row.mean, SIGMA, MOST), 1e-30).tolist()
     if row.depth == "drawn":
         config.callbacks = (DrawnDepth(probabilities=start),)
     else:

@@ -5,8 +5,8 @@
 
 over the positions i that have a label; syntax, variable and operation do not change. Where the
 loader labels only the answers (`all_targets=False`), `masked` leaves out answers that are not due.
-As in Eq. 6 the loss is a sum over steps, so that deep graphs have larger gradients; the authors' code
-takes the mean for discrete models (`mean_over_steps`) and the sum for continuous ones.
+As in Eq. 6 the loss is a sum over steps, so that deep graphs have larger gradients; the authors'
+code takes the mean for discrete models (`mean_over_steps`) and the sum for continuous ones.
 """
 
 from collections.abc import Callable
