@@ -9,10 +9,14 @@
     three_hop_small       three hops in miniature, likewise
     two_hop_short         a minute of it: shows that the arms run, not that they learn
 
-Published: task, splits, R, gate, τ, epochs; for the language models everything except the
-feed-forward width, where 2,816 gives 440M parameters, and Adam's β and decay. Not published, hence
-ours, for the two graphs: size, optimiser, rate, batch and template of tokens, here two layers of
-D 768, AdamW at 1e-4 with a decay of 0.1 and batches of 512 questions.
+For the tasks splits, R, gate, τ and epochs are published. Not published, hence ours: size,
+optimiser, rate, batch and template of tokens, here two layers of D 768, AdamW at 1e-4 with a decay
+of 0.1 and batches of 512 questions.
+
+For the language models everything is published except the feed-forward width, where 2,816 gives
+440M parameters, Adam's β and decay, and DiscoLoop's kind of gate and τ: here the fixed gate with
+α = 1, and τ = 1. PonderLM's arm follows its own authors' scripts for 410M to 1.4B: embeddings
+scaled by √D, R − 1 times larger in the first step, and a softmax over all tokens.
 
 `discoloop_440m` reads two sources, tokenised with DeepSeek-V3-0324's tokenizer of 129,280 tokens:
 
@@ -102,6 +106,7 @@ def discoloop_language() -> Recipe:
 
 def discoloop_440m() -> Recipe:
     """Language models of 440M parameters on 20B tokens, R = 4: plain loop, PonderLM, DiscoLoop."""
+    steps = 4
     shared: dict[str, Any] = {
         "size": "374m",
         "rope_theta": 1e6,
@@ -110,12 +115,12 @@ def discoloop_440m() -> Recipe:
     }
     models = {
         "plain": OuroOptions(**shared),
-        "ponder": PonderOptions(**shared, top_k=100),
+        "ponder": PonderOptions(**shared, scale_embeddings=True, start_factor=steps - 1.0),
         "discoloop": DiscoLoopOptions(**shared, top_k=128),
     }
     return Recipe(
         name="discoloop_440m",
-        stages=[Stage(name=name, config=_language(model)) for name, model in models.items()],
+        stages=[Stage(name=name, config=_language(model, steps)) for name, model in models.items()],
     )
 
 
@@ -239,7 +244,7 @@ def _two_graph(
     return config
 
 
-def _language(model: LoopOptions) -> LoopTrainer.Config:
+def _language(model: LoopOptions, steps: int) -> LoopTrainer.Config:
     warmup = 1_000 * BATCH_440M
     config = LoopTrainer.Config(
         total_tokens=TOKENS_440M,
@@ -248,7 +253,7 @@ def _language(model: LoopOptions) -> LoopTrainer.Config:
             mixture=[f"{CORPUS}/fineweb-edu=60", f"{CORPUS}/finemath-4plus=40"]
         ),
         learning_rate=Schedule.parse(f"0:0 linear {warmup}:3e-3 linear {TOKENS_440M}:1e-5"),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(4)),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_440M)),
         optimizer=LoopOptimizers.Config(name="muon"),
         adamw=AdamWConfig(eps=1e-15),

@@ -14,6 +14,10 @@ Not published, hence ours: the shapes of `ouro_capo` between 1M and 40M paramete
 feed-forward width (2,816) of the others; Ouro's layers where the paper has GPT-2's (Capo) or names
 none; training on the answer alone, but on every token of a biography; the questions' decay (0.1).
 
+Deviations: people are drawn with replacement, where the paper shows everybody 1,000 times: here a
+person comes about 970 times whole and 70 times cut off at a window's end, as Poisson numbers. Of
+Mano's answers windows cut off 0.4 % after one operation, 2, 3 and 5 % after 10, 16 and 24.
+
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendices B.1 to B.3.
 """
 

@@ -23,11 +23,13 @@ def reference_forward(
     norm_at_readout: bool = False,
     kind: str = "rope",
     outside: tuple[int, int] = (0, 0),
+    start_factor: float = 1.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what is read of the state after every step, and its exit logits.
 
     `following(weights, embedding, states so far)` is what the next step starts from. `outside` is
-    the number of layers before and after the loop.
+    the number of layers before and after the loop. The first starts from `start_factor` times the
+    embedding.
     """
     weights = {name: value.detach().double() for name, value in model.state_dict().items()}
     document = (positions == 0).cumsum(1)
@@ -78,7 +80,7 @@ def reference_forward(
         out = (torch.nn.functional.silu(x @ w1) * (x @ w3)) @ w2
         return h + norm(out, f"{name}.ffn_post_norm")
 
-    h = embedding = weights["tok_embeddings.weight"][tokens]
+    h = embedding = start_factor * weights["tok_embeddings.weight"][tokens]
     if kind == "learned":
         h = embedding = embedding + weights["positions.table.weight"][positions]
     states: list[Tensor] = []

@@ -21,12 +21,14 @@ from titan_loop.models.context import LoopContext
 from titan_loop.models.family import build_decoder, decoder_config
 
 ROTATION = 2e-5  # the rotary table is fp32: 1e-7 relative, amplified by 8 layers
+SCALE = 8.0  # the square root of 64, the width
 STEPS = 4
 FAMILIES: dict[str, DecodingOptions] = {
     "discoloop": DiscoLoopOptions(exit_gate=True, channel_strength=0.7, temperature=0.5),
     "discoloop-learned": DiscoLoopOptions(exit_gate=True, channel_gate="learned", top_k=5),
     "ponder": PonderOptions(exit_gate=True),
     "ponder-untied": PonderOptions(exit_gate=True, tie_weights=False, top_k=100),
+    "ponder-published": PonderOptions(exit_gate=True, scale_embeddings=True, start_factor=3.0),
 }
 
 
@@ -52,7 +54,8 @@ def decoded(options: DecodingOptions, weights: Weights, state: Tensor) -> Tensor
 def following(options: DecodingOptions, weights: Weights, embedding: Tensor, states: list[Tensor]):
     """Return what the step after `states` starts from."""
     if isinstance(options, PonderOptions):
-        return embedding + sum(decoded(options, weights, state) for state in states)
+        scale = SCALE if options.scale_embeddings else 1.0
+        return embedding + scale * sum(decoded(options, weights, state) for state in states)
     assert isinstance(options, DiscoLoopOptions)
     mean = decoded(options, weights, states[-1])
     normed = mean / (mean.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -74,11 +77,34 @@ def test_every_step_starts_from_what_the_equations_say(name):
     options, (tokens, positions) = FAMILIES[name], batch()
     model = make_model(options)
     output = model(tokens, positions, recurrent_steps=STEPS)
+    factor = options.start_factor * SCALE if name == "ponder-published" else 1.0
     read, logits = reference_forward(
-        model, tokens, positions, STEPS, functools.partial(following, options)
+        model,
+        tokens,
+        positions,
+        STEPS,
+        functools.partial(following, options),
+        start_factor=factor,
     )
     for got, want in zip(output.hidden_RBLD + output.exit_logit_RBL, read + logits, strict=True):
         torch.testing.assert_close(got, want, atol=ROTATION, rtol=0)
+
+
+def test_gradients_are_of_the_authors_recurrence():
+    """Value and gradient of every parameter, with their loop written out over the same layers."""
+    model, (tokens, positions) = make_model(FAMILIES["ponder-published"]), batch()
+    model(tokens, positions, recurrent_steps=STEPS).hidden_RBLD[-1].square().sum().backward()
+    got = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    embedding_VD, context = model.tok_embeddings.weight, model.make_context(tokens, positions)
+    table_VD = embedding_VD * SCALE
+    current_BLD = table_VD[tokens] * 3
+    for step in range(1, STEPS):
+        logit_BLV = model.step(current_BLD, step, context) @ embedding_VD.T
+        current_BLD = current_BLD + logit_BLV.softmax(-1) @ table_VD
+    model.step(current_BLD, STEPS, context).square().sum().backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(got[name], weight.grad, atol=1e-10, rtol=1e-10)
 
 
 @torch.no_grad()
@@ -86,7 +112,7 @@ def test_every_step_starts_from_what_the_equations_say(name):
 def test_scaled_embeddings_are_larger_embeddings(kind):
     scaled = make_model(kind(tie_weights=False, scale_embeddings=True))
     plain = make_model(kind(tie_weights=False))
-    plain.tok_embeddings.weight.mul_(8.0)  # the square root of 64
+    plain.tok_embeddings.weight.mul_(SCALE)
     got, want = (model(*batch()).hidden_RBLD for model in (scaled, plain))
     torch.testing.assert_close(got, want)
 
@@ -138,6 +164,7 @@ def test_flops_are_those_counted(name, steps):
         (DiscoLoopOptions(temperature=0.0), "model.temperature=0.0 must be above 0"),
         (PonderOptions(temperature=float("inf")), "model.temperature=inf must be above 0 and fin"),
         (DiscoLoopOptions(channel_strength=float("nan")), "model.channel_strength=nan must be fin"),
+        (PonderOptions(start_factor=0.0), "model.start_factor=0.0 must be above 0 and finite"),
         (PonderOptions(top_k=129), "model.top_k=129 must be at least 1 and at most the 128"),
         (DiscoLoopOptions(top_k=0), "model.top_k=0 must be"),
         (DiscoLoopOptions(tie_weights=False), "model.tie_weights=False: DiscoLoop"),

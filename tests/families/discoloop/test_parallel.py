@@ -65,7 +65,11 @@ CASES = {
         reshard="always",
         checkpointing="selective",
     ),
-    "ponder-never": Case(family=PonderOptions, reshard="never", options=(("top_k", 9),)),
+    "ponder-never": Case(
+        family=PonderOptions,
+        reshard="never",
+        options=(("scale_embeddings", True), ("start_factor", 3.0)),
+    ),
     "ponder-held": Case(family=PonderOptions, tie_weights=True, fsdp=FSDPConfig(policy="per_step")),
 }
 PAIRS = [

@@ -21,7 +21,8 @@ A uniform guess knows 0 bits; knowing everybody is N log₂(N₀/N) + N log₂ S
 Source: Allen-Zhu and Li 2024, "Physics of Language Models, part 3.3" (bioS); values of Zhu et al.
 2025 (Ouro), arXiv 2510.25741, Appendix B.1, whose formula prints e^{p₂} where e^{−p₂} is meant.
 Deviations: names, values and words are single tokens of a vocabulary of their own, a birth date
-three; no two people have the same name; sentences keep their order.
+three; no two people have the same name; sentences keep their order; people are drawn with
+replacement, so that their exposures scatter as a Poisson number (3 % around 1,000).
 """
 
 import math

@@ -9,7 +9,9 @@ Source: Zhu et al. 2025, "Scaling Latent Reasoning via Looped Language Models", 
 section 6.2 (the task is from Allen-Zhu's Physics of Language Models, part 4.1). The shape of an
 expression is not stated there: here the left operand takes a uniform share of the remaining
 operations. Deviation: 1 in 64 expressions, chosen by hash, is held out for the exam. As in the
-paper, the exam is of the largest length alone.
+paper, the exam is of the largest length alone. Deviation: a packed window cuts off its last
+expression, which is a long one more often than a short one: in windows of 1,024 tokens 95 % of the
+answers to 24 operations remain, and 99.6 % of those to one.
 """
 
 import random

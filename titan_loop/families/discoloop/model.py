@@ -12,8 +12,9 @@
 | α* | `model.channel_strength` |
 | K | `model.top_k`; the paper keeps 128 tokens in language models, all in the others |
 
-The paper leaves open whether RMSNorm has a gain: here it has one that starts at 1. The learned gate
-starts at α = 1/2. The loss is the last step's cross entropy, unless there is an exit gate.
+The paper leaves open whether RMSNorm has a gain: here it has one that starts at 1. It also leaves
+open which gate and τ its language models have. The learned gate starts at α = 1/2. The loss is the
+last step's cross entropy, unless there is an exit gate.
 
 Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §4 Eq. 4–6, Appendix B.
 """

@@ -1,15 +1,25 @@
 """PonderLM: every step starts from the word embeddings and all decoded ones so far.
 
-    E_1 = s · V[x]      h_r = f(E_r)      E_{r+1} = E_r + s · Σ_v p_v V[v],   p = softmax(W h_r / τ)
+    E_1 = k s · V[x]    h_r = f(E_r)      E_{r+1} = E_r + s · Σ_v p_v V[v],   p = softmax(W h_r / τ)
 
 R steps are the paper's R − 1 ponder steps and a final pass. W is the head and V the embedding; they
-may be one matrix. Sum and embeddings may be scaled by s = √D.
+may be one matrix.
+
+| symbol | code | the authors' scripts for 410M to 1.4B |
+|---|---|---|
+| k | `model.start_factor` | R − 1 = 3 |
+| s | √D with `model.scale_embeddings`, else 1 | √D |
+| p | `model.top_k`, `model.temperature` | all tokens, τ = 1 |
 
 Source: Zeng et al. 2025 (PonderLM), arXiv 2505.20674, and their code: the sum is cumulative, and
-where only the most likely tokens are kept, 100 of them, the softmax runs over these alone.
+the softmax of their option for top_k = 100, which no script uses, runs over these tokens alone.
+Deviations: k is a number of the model, since R may change at evaluation and differ between tokens;
+theirs follows the number of ponder steps.
 """
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +39,9 @@ class PonderOptions(DecodingOptions):
 
     family: FamilyName = field(default="ponder", init=False)
 
+    start_factor: float = 1.0
+    """k, the factor of the first step's input; above 1, words outweigh the decoded sum."""
+
 
 class PonderDecoder(DecodingDecoder):
     """A looped decoder whose steps start from a growing sum of embeddings."""
@@ -36,6 +49,21 @@ class PonderDecoder(DecodingDecoder):
     @dataclass(kw_only=True, slots=True)
     class Config(DecodingDecoder.Config):
         """Architecture of a PonderLM."""
+
+        start_factor: float = 1.0
+
+        def architecture(self) -> dict[str, Any]:
+            """Return the options of a decoder with Φ, and k."""
+            decoding = DecodingDecoder.Config.architecture(self)
+            return {**decoding, "start_factor": self.start_factor}
+
+    config: Config
+
+    def start(self, tokens: Tensor, context: LoopContext) -> Carry:
+        """Return E_1: k times everything before the loop, so that positions grow with words."""
+        carry = super().start(tokens, context)
+        factor = self.config.start_factor
+        return carry if factor == 1.0 else factor * carry
 
     def advance(
         self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
@@ -53,8 +81,16 @@ def decoder_config(
             f"model.injection={options.injection}: every step of a PonderLM starts from the "
             "embeddings as it is; leave it at none"
         )
-    decoding = options.decoding(shape.vocab_size)
-    return loop_config(PonderDecoder.Config, options, shape, max_seq_len, decoding=decoding)
+    if not 0 < options.start_factor < math.inf:
+        raise UserError(f"model.start_factor={options.start_factor} must be above 0 and finite")
+    return loop_config(
+        PonderDecoder.Config,
+        options,
+        shape,
+        max_seq_len,
+        decoding=options.decoding(shape.vocab_size),
+        start_factor=options.start_factor,
+    )
 
 
 PONDER = Family(
