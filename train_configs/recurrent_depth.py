@@ -2,24 +2,44 @@
 
     recurrent_depth_systematic      two hops, R = 1, 2, 4 and 8, as published
     recurrent_depth_extrapolation   up to 40 hops by a curriculum, as published: R = 1 … 8, dynamic
+    …_systematic_code, …_extrapolation_code     as the authors' code where it contradicts the paper
     recurrent_depth_small           both in miniature, for one core and half an hour a stage
     recurrent_depth_short           a minute of it: shows that the stages run, not that they learn
     recurrent_depth_effect          a minute in which one layer learns to take two hops in two steps
 
 LOG.md has the results of the small one.
 
-Source: recurrent-depth transformers, arXiv 2604.07822, §5.1, §6.1 and Appendices B and C. Epochs
-follow Figure 3; the curriculum's exams, optimiser and warm-up for each number of hops follow the
-authors' code.
+Source: recurrent-depth transformers, arXiv 2604.07822, §5.1, §6.1, Appendices B and C and Figure 3
+(epochs), and the authors' code for everything that the paper leaves open: embeddings from N(0, 1),
+no clipping, an exam of 750 questions after every epoch of a level, promotion above 95 %, halting in
+the exam of a dynamic R, a new optimiser and warm-up for each level.
+
+| the paper says | the code does | option |
+|---|---|---|
+| batch 512, decay 0.01 (systematic) | 128, 0.1 | `recurrent_depth_systematic_code` |
+| cross entropy (systematic) | labels smoothed by 0.1 | `SmoothedLoss`, as above |
+| output projections start at zero | N(0, 0.02) (systematic) | `model.initial_outputs`, as above |
+| the answer is read at the last relation | at padding behind it | tasks `Padded…`, both `…_code` |
+| next level when 95 % are reached | above 95 % | `dataloader.curriculum.strict` |
+| halting at KL < 0.01, H < 3 | KL < 0.5, H < 3.24 in exams | `dataloader.curriculum.exit` |
+
+Deviations: the rate stays constant after its warm-up (the code: falls linearly to 0 after 100,001
+or 150,001 epochs, more than any run has); decay is on matrices alone; normal draws are truncated at
+three deviations; no dropout (the code: 0.1 in the first epoch of a run or level, until its first
+exam switches it off); a level that has not passed after 1.5M steps ends the run (the code: 100,001
+epochs in all); the last level has no exam; deviations of the tasks stand with them.
 """
+
+import math
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.task import Task
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
-from titan_loop.families.recurrent_depth.permutation_hops import PermutationHops
-from titan_loop.families.recurrent_depth.two_hop_systematic import TwoHopSystematic
+from titan_loop.families.recurrent_depth.objective import SmoothedLoss
+from titan_loop.families.recurrent_depth.permutation_hops import PaddedHops, PermutationHops
+from titan_loop.families.recurrent_depth.two_hop_systematic import PaddedTwoHop, TwoHopSystematic
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -30,6 +50,9 @@ from titan_loop.training.trainer import LoopTrainer
 
 DYNAMIC = RecurrenceConfig(steps=Schedule.constant(4), poisson=True, min_steps=2, max_steps=8)
 """R ~ clip(Poisson(4), 2, 8)."""
+
+CODE_HALTING = "kl:0.5,3.24"
+"""Rule of the authors' code in the exams of a curriculum: H < 3 + 12/window, with windows of 50."""
 
 SYSTEMATIC_WINDOW = 3
 EPOCHS = {1: 7_000, 2: 7_000, 4: 2_000, 8: 2_000}
@@ -58,14 +81,35 @@ def recurrent_depth_systematic() -> Recipe:
     )
 
 
+def recurrent_depth_systematic_code() -> Recipe:
+    """The same with the values of the authors' code where the paper has others."""
+    return Recipe(
+        name="recurrent_depth_systematic_code",
+        stages=[
+            Stage(name=f"r{steps}", config=_systematic_code(steps, epochs))
+            for steps, epochs in EPOCHS.items()
+        ],
+    )
+
+
 def recurrent_depth_extrapolation() -> Recipe:
     """More hops than were trained, as published: R from 1 to 8, and dynamic."""
+    return _each_recurrence("recurrent_depth_extrapolation", PermutationHops())
+
+
+def recurrent_depth_extrapolation_code() -> Recipe:
+    """The same with answers read at padding behind the question, as in the authors' code."""
+    return _each_recurrence("recurrent_depth_extrapolation_code", PaddedHops())
+
+
+def _each_recurrence(name: str, task: PermutationHops) -> Recipe:
     recurrence = {f"r{r}": RecurrenceConfig(steps=Schedule.constant(r)) for r in range(1, 9)}
     recurrence["dynamic"] = DYNAMIC
     return Recipe(
-        name="recurrent_depth_extrapolation",
+        name=name,
         stages=[
-            Stage(name=name, config=_extrapolation(chosen)) for name, chosen in recurrence.items()
+            Stage(name=stage, config=_extrapolation(task, chosen))
+            for stage, chosen in recurrence.items()
         ],
     )
 
@@ -124,15 +168,18 @@ def recurrent_depth_effect() -> LoopTrainer.Config:
     return config
 
 
-def _systematic(steps: int, epochs: int) -> LoopTrainer.Config:
-    task = TwoHopSystematic()
-    facts = task.entities * task.degree
-    examples = round(facts * (1 + task.inferred_ratio * (1 - task.ood_share)))
-    batch = 512 * SYSTEMATIC_WINDOW
+def _systematic(
+    steps: int, epochs: int, task: TwoHopSystematic | None = None, windows: int = 512
+) -> LoopTrainer.Config:
+    task = task or TwoHopSystematic()
+    batch = windows * SYSTEMATIC_WINDOW
     config = LoopTrainer.Config(
-        total_tokens=epochs * examples * SYSTEMATIC_WINDOW,
+        total_tokens=epochs * task.level_examples(0) * SYSTEMATIC_WINDOW,
         model=RecurrentDepthOptions(
-            size="published", positions="learned", learned_positions=SYSTEMATIC_WINDOW
+            size="published",
+            positions="learned",
+            learned_positions=SYSTEMATIC_WINDOW,
+            initial_tables="unit",
         ),
         dataloader=TaskLoader.Config(task=task, window="example"),
         learning_rate=Schedule.warmup_constant(1e-4, warmup_tokens=2_000 * batch),
@@ -142,26 +189,37 @@ def _systematic(steps: int, epochs: int) -> LoopTrainer.Config:
         suite=SuiteConfig(interval=10_000, tasks=[task.name], depths=[1, 2, 4, 8], questions=2_000),
     )
     config.training.seq_len = SYSTEMATIC_WINDOW
-    config.training.local_batch_size = 512
+    config.training.local_batch_size = windows
+    config.training.max_norm = math.inf
     config.checkpoint.interval = 50_000
     return config
 
 
-def _extrapolation(recurrence: RecurrenceConfig) -> LoopTrainer.Config:
-    task = PermutationHops()
+def _systematic_code(steps: int, epochs: int) -> LoopTrainer.Config:
+    config = _systematic(steps, epochs, PaddedTwoHop(), windows=128)
+    config.loss = SmoothedLoss.Config(label_smoothing=0.1)
+    config.adamw.weight_decay = 0.1
+    assert isinstance(config.model, RecurrentDepthOptions)
+    config.model.initial_outputs = "matrix"
+    return config
+
+
+def _extrapolation(task: PermutationHops, recurrence: RecurrenceConfig) -> LoopTrainer.Config:
     window = task.longest_example - 1
     batch = 128 * window
     config = LoopTrainer.Config(
         total_tokens=3_000_000 * batch,
-        model=RecurrentDepthOptions(size="published"),
+        model=RecurrentDepthOptions(size="published", initial_tables="unit"),
         dataloader=TaskLoader.Config(
             task=task,
             window="example",
             curriculum=Curriculum(
                 enabled=True,
-                interval=1_000,
+                interval=0,
+                strict=True,
                 questions=750,
                 recurrent_steps=recurrence.max_steps or round(recurrence.steps.largest),
+                exit=CODE_HALTING if recurrence.poisson else "",
                 limit_tokens=1_500_000 * batch,
                 restart_optimizer=True,
                 restart_learning_rate=True,
@@ -177,6 +235,7 @@ def _extrapolation(recurrence: RecurrenceConfig) -> LoopTrainer.Config:
     )
     config.training.seq_len = window
     config.training.local_batch_size = 128
+    config.training.max_norm = math.inf
     config.checkpoint.interval = 50_000
     return config
 

@@ -14,7 +14,7 @@ from tests.inference.reference import make_model
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
-from titan_loop.evaluation.exam import Exam, right_at_depths, right_at_readings
+from titan_loop.evaluation.exam import Exam, right_at_readings, right_in_training
 from titan_loop.evaluation.intervals import of_questions
 from titan_loop.evaluation.readings import depth_readings, policy_reading
 from titan_loop.evaluation.suites import expand_tasks
@@ -55,8 +55,9 @@ def test_it_equals_greedy_decoding_at_every_depth():
         names, lambda w: sum_windows(w, right_at_readings(model, readings), device=CPU)
     )
     streamed = exam.grade(
-        names[:2], lambda w: sum_windows(w, right_at_depths(model, DEPTHS), device=CPU)
+        names, lambda w: sum_windows(w, right_in_training(model, readings), device=CPU)
     )
+    assert streamed == read
     assert list(read) == [f"backwards/{n}_letters" for n in (1, 2, 3)]
     for depth in DEPTHS:
         for name, accuracy in decoded_accuracy(model, depth).items():

@@ -174,6 +174,30 @@ def test_rate_and_moments_start_again_with_a_level(tmp_path: Path):
     assert rates[:2] == rates[2:4] == rates[4:]
 
 
+def test_a_strict_curriculum_asks_for_more_than_its_accuracy():
+    reached, exceeded = (Curriculum(enabled=True, strict=strict) for strict in (False, True))
+    assert [reached.passes(share) for share in (0.9499, 0.95, 0.9501)] == [False, True, True]
+    assert [exceeded.passes(share) for share in (0.9499, 0.95, 0.9501)] == [False, False, True]
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_exam_after_every_epoch_of_a_level_read_where_a_policy_halts(
+    tmp_path: Path, monkeypatch
+):
+    """Epochs of 9 and 17 examples have 2 and 3 batches of 8, the last one not full."""
+    monkeypatch.setattr(type(TASK), "level_examples", lambda task, level: 9 + 8 * level)
+    questions = {**ANYTHING_PASSES, "interval": 0, "recurrent_steps": 3, "exit": "hidden:inf"}
+    config = toy_config(tmp_path / "run", **questions)
+    assert isinstance(config.dataloader, TaskLoader.Config)
+    config.dataloader.window = "example"
+    run_training(config, ["test"], evaluations=evaluations)
+    asked = read_jsonl(RunDirectory(tmp_path / "run").evals_jsonl)
+    assert [record["step"] for record in asked] == [2, 5]
+    for record in asked:
+        assert {name.rsplit("/", 1)[1] for name in record["results"]} == {"hidden:inf"}
+        assert record["results"]["backwards/1_letters/mean_steps/hidden:inf"] == 2  # the earliest
+
+
 def test_mistakes(tmp_path: Path):
     def refused(match: str, task: Any = TASK, **settings: Any) -> None:
         values = {"enabled": True, "interval": 2, "questions": 4, **settings}
@@ -188,6 +212,9 @@ def test_mistakes(tmp_path: Path):
     refused(r"curriculum\.accuracy=95 must lie between 0 and 1", accuracy=95)
     refused(r"curriculum\.questions=0 must be at least 1", questions=0)
     refused(r"curriculum\.limit_tokens=-1 must be at least 0", limit_tokens=-1)
+    config = toy_config(tmp_path / "run", interval=2, exit="kl:1")
+    with pytest.raises(UserError, match="exit=kl:1: kl takes 2 number"):
+        evaluations(config)
     config = toy_config(tmp_path / "run", interval=2)
     with pytest.raises(UserError, match=r"curriculum\.enabled has no exam without evaluations"):
         run_training(config, ["test"])

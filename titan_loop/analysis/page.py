@@ -29,7 +29,6 @@ class Section(NamedTuple):
     """A part of the page: a heading, a sentence, and an image or a table.
 
     Attributes:
-        text: A sentence about it.
         image: A PNG; None for none.
         rows: A table, header first; empty for none.
     """

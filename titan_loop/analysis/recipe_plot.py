@@ -26,7 +26,6 @@ class StageCurve(NamedTuple):
 
     Attributes:
         start_tokens: Global tokens that its ancestors consumed.
-        records: Records of its `metrics.jsonl`.
     """
 
     name: str

@@ -83,8 +83,6 @@ def help_text(flags: Mapping[str, Any], program: str, choices: Sequence[str]) ->
     """Return the page of the flags that matter first.
 
     Args:
-        flags: As `flags_of` returns them.
-        program: Command that is explained.
         choices: Choices that follow the flags, with flags of their own.
     """
     lines = [f"usage: {program} [FLAGS] [CHOICE]", ""]

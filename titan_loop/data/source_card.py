@@ -102,7 +102,6 @@ class SourceCard:
         splits: Splits by name: "train" and "held_out".
         has_loss_mask: Whether a `.ds.loss` file with a byte per token lies beside every shard.
         dropped: Number of records that were read and are in no split, by reason.
-        cleaning: Contents of the cleaning file.
     """
 
     name: str

@@ -4,7 +4,7 @@
 
 An example is right if every label of its answer is the most likely of all tokens, so that greedy
 decoding would have produced it. The same windows are asked of a model in training
-(`right_at_depths`), which ranks may share, and of a checkpoint (`right_at_readings`).
+(`right_in_training`), which ranks may share, and of a checkpoint (`right_at_readings`).
 
 An exam of facts (`Task.knowledge`) also measures the bits that the model knows, per item and per
 parameter: the information of a uniform guess less the loss on the answers.
@@ -13,14 +13,13 @@ parameter: the information of a uniform guess less the loss on the answers.
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
@@ -29,7 +28,7 @@ from titan_loop.data.load.task_loader import clear, place
 from titan_loop.data.load.windows import empty_batch
 from titan_loop.data.tasks.task import Example, Knowledge, Task
 from titan_loop.errors import UserError
-from titan_loop.evaluation.readings import Reading
+from titan_loop.evaluation.readings import Reading, score_states
 from titan_loop.evaluation.task_report import ReadingResult, Results, graded
 from titan_loop.evaluation.window_scores import Forward, Totals, at_depths, at_readings
 from titan_loop.models.context import WindowShare
@@ -118,10 +117,9 @@ class Exam:
         the reading `OWN_DEPTH` has every question after as many steps as it needs.
 
         Args:
-            readings: Name of each row of the sums.
             sums: Counts right labels; collective where the ranks share the model or the windows.
             nats: Negative log likelihood of the labels, likewise; None measures no knowledge.
-            sizes: Parameters of the model, with and without embedding and head.
+            sizes: As `model_sizes` returns them.
         """
         results: Results = {}
         for name, windows in self.windows.items():
@@ -180,21 +178,21 @@ def _known(
     }
 
 
-def right_at_depths(
-    model: LoopDecoder, depths: Sequence[int], share: WindowShare | None = None
+def right_in_training(
+    model: LoopDecoder, readings: Sequence[Reading], share: WindowShare | None = None
 ) -> Forward:
-    """Count right labels at several depths of one pass; see `window_scores.at_depths`."""
+    """Count right labels under every reading of one pass; see `window_scores.at_depths`."""
 
-    def right(states: tuple[Tensor, ...], labels_BL: Tensor) -> Tensor:
-        counts = []
-        for state_BLD in states:
-            logits_BLV = model.lm_head(state_BLD)
-            if isinstance(logits_BLV, DTensor):  # ranks share the vocabulary
-                logits_BLV = logits_BLV.full_tensor()
-            counts.append((logits_BLV.argmax(dim=-1) == labels_BL).sum(dim=1))
-        return torch.stack(counts)
+    def right_and_steps(states: tuple[Tensor, ...], labels_BL: Tensor) -> Tensor:
+        # All positions, so that every rank calls the head equally often.
+        flat = [state_BLD.flatten(0, 1) for state_BLD in states]
+        _, right_PT, step_PT = score_states(model, flat, labels_BL.flatten(), readings)
+        sums_2PT = torch.stack([right_PT.long(), step_PT * (labels_BL != IGNORED).flatten()])
+        return sums_2PT.unflatten(2, labels_BL.shape).sum(dim=3)
 
-    return at_depths(model, depths, share, right)
+    deepest = max(reading.deepest_step for reading in readings)
+    both = at_depths(model, range(1, deepest + 1), share, right_and_steps)
+    return lambda windows: cast("tuple[Tensor, Tensor]", both(windows)[0].unbind())
 
 
 def model_sizes(model: LoopDecoder) -> tuple[int, int]:
@@ -239,12 +237,9 @@ def example_windows(
     room: int,
     multiple: int = 1,
 ) -> HeldOutWindows:
-    """Return a window for each example; padding follows its last label, each token a document.
+    """Return a window for each example of a stratum, with room and multiple as of `Exam`.
 
-    Args:
-        name: Name of the stratum, for errors.
-        room: Longest window in tokens.
-        multiple: Number of tokens that windows are rounded up to a multiple of.
+    Padding follows an example's last label, each token a document.
     """
     answers = [example.answer_labels() for example in examples]
     longest = _positions(examples)

@@ -23,12 +23,7 @@ class Interval(NamedTuple):
 
 
 def of_questions(share: float, questions: int) -> Interval:
-    """Return a share of right answers with Wilson's interval, which holds at 0 and 1, too.
-
-    Args:
-        share: Right answers / questions.
-        questions: Number of questions, at least 1.
-    """
+    """Return the share right of one or more questions with Wilson's interval, even at 0 and 1."""
     squared = _NORMAL**2 / questions
     middle = (share + squared / 2) / (1 + squared)
     variance_of_share = share * (1 - share) / questions + squared / (4 * questions)

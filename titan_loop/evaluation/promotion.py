@@ -18,19 +18,22 @@ from titan_loop.evaluation.evals_log import PROMOTION, append_evaluation
 from titan_loop.evaluation.exam import ACCURACY
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.training_tasks import ask_tasks, task_exam
+from titan_loop.inference.exit_policy import parse_exit_policy, require_exit_policy
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
 
 
 class Promotion(Callback):
-    """Gives the level's exam every `interval` steps, except at the last level; collective."""
+    """Gives the level's exam when it is due, except at the last level; collective."""
 
     def __init__(self, config: TaskLoader.Config) -> None:
         self._task = config.task
         self._curriculum = config.curriculum
+        self._exit = parse_exit_policy(config.curriculum.exit or "full")
 
     def on_train_start(self, trainer: TrainingState) -> None:
-        """Log the current level."""
+        """Log the current level; refuse an exit policy that the model does not have."""
+        require_exit_policy(trainer.model, self._exit)
         level = trainer.dataloader.level + 1
         logger.info("curriculum: level %d of %d of %s", level, self._task.levels, self._task.name)
 
@@ -39,7 +42,7 @@ class Promotion(Callback):
         loader = trainer.dataloader
         assert isinstance(loader, TaskLoader)
         level = loader.level
-        if level + 1 == self._task.levels or trainer.step % self._curriculum.interval:
+        if level + 1 == self._task.levels or not self._due(trainer, loader):
             return
         began = time.perf_counter()
         report = self._ask(trainer, level)
@@ -49,7 +52,7 @@ class Promotion(Callback):
             for reading in readings.values()
         )
         said = f"level {level + 1} of {self._task.levels}: {name} {accuracy:.1%}"
-        passed = accuracy >= self._curriculum.accuracy
+        passed = self._curriculum.passes(accuracy)
         missed = "" if passed else self._missed(loader, trainer.step, said)
         if missed:
             report.failures[self._task.name] = missed
@@ -63,14 +66,22 @@ class Promotion(Callback):
             loader.promote()
             if self._curriculum.restart_optimizer:
                 trainer.optimizers.restart()
-        level = float(loader.level + 1)
-        trainer.metrics_processor.log_numbers({"curriculum/level": level}, trainer.step)
+        trainer.metrics_processor.log_numbers(
+            {"curriculum/level": loader.level + 1.0}, trainer.step
+        )
+
+    def _due(self, trainer: TrainingState, loader: TaskLoader) -> bool:
+        if self._curriculum.interval:
+            return trainer.step % self._curriculum.interval == 0
+        # The last batch of an epoch counts as a whole one.
+        windows = trainer.plan.windows
+        steps = loader.level_tokens // (windows * trainer.config.training.seq_len)
+        return steps % -(-self._task.level_examples(loader.level) // windows) == 0
 
     def _ask(self, trainer: TrainingState, level: int) -> TaskReport:
-        strata = self._task.level_strata(level)
-        exam = task_exam(trainer, self._task, self._curriculum.questions, strata)
-        steps = self._curriculum.recurrent_steps or trainer.plan.recurrent_steps
-        return ask_tasks(trainer, [exam], [steps])
+        asked, strata = self._curriculum, self._task.level_strata(level)
+        exam = task_exam(trainer, self._task, asked.questions, strata, asked.exit)
+        return ask_tasks(trainer, [exam], [asked.recurrent_steps or trainer.plan.recurrent_steps])
 
     def _missed(self, loader: TaskLoader, step: int, said: str) -> str:
         """Return the reason why the run stops here; empty if the level has tokens left."""

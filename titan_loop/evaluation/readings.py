@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_loop.errors import UserError, require_at_least
 from titan_loop.inference.engine import Engine
@@ -186,7 +187,9 @@ def _score_chunk(
     readings: Sequence[Reading],
     steps: Sequence[int],
 ) -> Scores:
-    logits = {step: model.readout(states_R1CD[step - 1]) for step in steps}
+    logits = {step: model.lm_head(states_R1CD[step - 1]) for step in steps}
+    if isinstance(logits[steps[0]], DTensor):  # ranks share the vocabulary
+        logits = {step: logits_1CV.full_tensor() for step, logits_1CV in logits.items()}
     by_state = {id(states_R1CD[step - 1]): logits[step] for step in steps}
     deepest = max(steps)
     wide = torch.promote_types(states_R1CD[0].dtype, torch.float32)

@@ -20,8 +20,9 @@ from torchtitan.tools.logging import logger
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
-from titan_loop.evaluation.exam import Exam, model_sizes, right_at_depths
+from titan_loop.evaluation.exam import Exam, model_sizes, right_in_training
 from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
+from titan_loop.evaluation.readings import depth_readings, policy_reading
 from titan_loop.evaluation.task_report import ReadingResult, Results, TaskReport
 from titan_loop.evaluation.window_scores import (
     Forward,
@@ -127,7 +128,7 @@ def held_out_text(trainer: TrainingState, sources: Sequence[str], count: int) ->
             name: WindowScores.of(windows, sums_in_training(trainer, windows, forward))
             for name, windows in opened.items()
         }
-        names = depth_names(depths)
+        names = [reading.name for reading in depth_readings(depths)]
         return {f"{HELD_OUT}/{name}": summarise(part, names) for name, part in scores.items()}
 
     return ask
@@ -171,9 +172,13 @@ def questions(trainer: TrainingState, name: str, count: int) -> Ask:
 
 
 def task_exam(
-    trainer: TrainingState, task: Task, count: int, strata: Sequence[str] | None = None
+    trainer: TrainingState,
+    task: Task,
+    count: int,
+    strata: Sequence[str] | None = None,
+    policy: str = "",
 ) -> Ask:
-    """Return the exam of the generated task that the run trains on."""
+    """Return the exam of the generated task that the run trains on; a policy may halt answers."""
     exam = Exam(
         task,
         count,
@@ -186,11 +191,12 @@ def task_exam(
 
     def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
         model, share = trainer.model, trainer.window_share
-        right, nats = right_at_depths(model, depths, share), at_depths(model, depths, share)
+        readings = [policy_reading(policy, max(depths))] if policy else depth_readings(depths)
+        right, nats = right_in_training(model, readings, share), at_depths(model, depths, share)
         return exam.grade(
-            depth_names(depths),
+            [reading.name for reading in readings],
             lambda windows: sums_in_training(trainer, windows, right),
-            lambda windows: sums_in_training(trainer, windows, nats),
+            None if policy else lambda windows: sums_in_training(trainer, windows, nats),
             model_sizes(model),
         )
 
@@ -239,8 +245,3 @@ def _multiple_choice(
         "acc_norm,none": right_by_character / len(documents),
         "answer_bits_per_byte": bits / len(documents),
     }
-
-
-def depth_names(depths: Sequence[int]) -> list[str]:
-    """Return the names of readings at these depths."""
-    return [f"static:{depth}" for depth in depths]

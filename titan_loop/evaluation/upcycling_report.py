@@ -29,8 +29,7 @@ class SourceJump:
     """One source, or all together; losses in nats per token.
 
     Attributes:
-        before: The parent's loss after 1 … R steps.
-        after: The new model's.
+        before: The parent's loss after 1 … R steps; `after` is the new model's.
         same_steps: `after` − `before` at each of these steps, with 95 % intervals.
         same_visits: Loss of the new model after R/k steps less the parent's after R; None if k
             does not divide R.

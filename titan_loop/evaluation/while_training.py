@@ -29,7 +29,6 @@ from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.training_tasks import (
     Ask,
     ask_tasks,
-    depth_names,
     held_out_text,
     questions,
     task_exam,
@@ -115,9 +114,8 @@ class HeldOutLoss:
 
     def value(self, report: TaskReport, depth: int) -> float:
         """Return the loss in nats per token."""
-        (reading,) = depth_names([depth])
         total = sum(
-            weight * report.tasks[f"{HELD_OUT}/{name}"][reading].metrics["nats_per_token"]
+            weight * report.tasks[f"{HELD_OUT}/{name}"][f"static:{depth}"].metrics["nats_per_token"]
             for name, weight in self.weights.items()
         )
         return total / sum(self.weights.values())

@@ -20,8 +20,7 @@ cannot fire at step 1, whose predecessor is an embedding.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §5.4.1 and §3.2; fixed points by token: arXiv
 2607.14427; KL and entropy: the recurrent-depth transformer, arXiv 2604.07822, with kl:0.01,3 and
-210 tokens. Its authors' code uses kl:0.001,3 for the final tests and a laxer rule in the
-curriculum's, kl:0.5,3.24 with windows of 50 (an entropy below 3 + 12/window). A smaller vocabulary
+210 tokens (`titan_loop/families/recurrent_depth/README.md`). A smaller vocabulary
 needs a smaller bound on the entropy, which never exceeds the vocabulary's logarithm.
 """
 

@@ -39,7 +39,6 @@ class Budget:
         memory_bytes: Bytes of weights and cache; None for no limit.
         tokens: Training tokens; None lets the budget decide.
         inference_tokens: Tokens served over the model's life.
-        weight_bits: Bits of a stored weight.
         context_tokens: Tokens in the cache of keys and values, two bytes a number.
         vocabulary: Rows of the embedding.
     """

@@ -67,7 +67,6 @@ class StepMeter(TorchDispatchMode):
     Tensors of other modes, such as a traced graph's, do not count.
 
     Attributes:
-        live_bytes: Bytes of all live storages.
         peak_bytes: Most live bytes since `reset`.
         moved: Collectives since `reset` by kind.
     """

@@ -63,7 +63,6 @@ class LoopTrainer(Trainer):
 
     Attributes:
         config: The trainer's own copy of the run's config; `training.steps` follows the plan.
-        tokens: Global tokens consumed.
         callbacks: Those that the config switches on, the recipe's, then appended ones.
         window_share: The part of every window that this rank computes; None for all of it.
         startup: Measures the time to the first step.

@@ -11,7 +11,8 @@ from tests.evaluation.task_run import TASK, random_model, write_task_run
 from tests.families.rooms import families
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
-from titan_loop.evaluation.exam import Exam, right_at_depths
+from titan_loop.evaluation.exam import Exam, right_at_readings
+from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.window_scores import sum_windows
 from titan_loop.families.discoloop.intervention import intervention
 from titan_loop.families.ouro.model import OuroOptions
@@ -76,7 +77,9 @@ def test_accuracy_is_that_of_every_question_alone(name, after):
     assert found == pytest.approx((wanted / COUNT).tolist())
     exam = Exam(TASK, COUNT, vocab_size=TASK.vocab_size, room=16, strata=[STRATUM])
     (windows,) = exam.windows.values()
-    right, _ = sum_windows(windows, right_at_depths(model, [STEPS]), device=torch.device("cpu"))
+    right, _ = sum_windows(
+        windows, right_at_readings(model, depth_readings([STEPS])), device=torch.device("cpu")
+    )
     assert found[0] == right.mean()
 
 

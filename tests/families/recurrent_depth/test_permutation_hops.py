@@ -7,7 +7,7 @@ import pytest
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
-from titan_loop.families.recurrent_depth.permutation_hops import PermutationHops
+from titan_loop.families.recurrent_depth.permutation_hops import PaddedHops, PermutationHops
 
 SMALL = PermutationHops(entities=12, relations=6, hops=4, asked_hops=6, trained_questions=300)
 
@@ -83,6 +83,24 @@ def test_so_many_questions_are_trained_of_each_number_of_hops():
     trained = {q for q in islice(SMALL.questions(key=6, level=2), 12_000) if len(q.relations) == 4}
     # 300 draws among 15,552 questions: about three are drawn twice
     assert 285 <= len(trained) <= 300
+
+
+def test_padding_stands_between_a_question_and_its_answer():
+    padded = PaddedHops(entities=12, relations=6, hops=4, asked_hops=6, trained_questions=300)
+    assert (padded.vocab_size, padded.longest_example) == (19, 9)
+    asked = [q for at in padded.strata.values() for q in padded.held_out_questions(20, at)]
+    for question in asked:
+        entity, (*relations, padding), answer = told(padded, question)
+        assert (entity, padding) == (question.entity, 18)
+        assert ([entity, *relations], answer) == told_in_one(SMALL, question)
+        assert padded.waypoints(question)["target"] == (len(relations) + 1, answer)
+    assert [padded.level_examples(level) for level in range(2)] == [372, 672]
+    assert replace(SMALL, fact_weight=5).level_examples(0) == 660
+
+
+def told_in_one(task: PermutationHops, question) -> tuple[list[int], int]:
+    entity, relations, answer = told(task, question)
+    return [entity, *relations], answer
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,16 @@
 """Recurrent depth: the published settings, what differs between stages, a little training."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from titan_loop.cli.main import main
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
+from titan_loop.families.recurrent_depth.objective import SmoothedLoss
+from titan_loop.families.recurrent_depth.permutation_hops import PaddedHops
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.runs.run_directory import RunDirectory
@@ -37,6 +42,54 @@ def test_the_published_stages_differ_in_r_alone():
         assert examples == (512 if stage in systematic.stages else 128)
 
 
+@pytest.mark.parametrize("kind", ["systematic", "extrapolation"])
+def test_the_published_stages_start_and_are_examined_as_in_the_authors_code(kind: str):
+    for code in ("", "_code"):
+        for stage in load_recipe(f"recurrent_depth_{kind}{code}").stages:
+            config, model, loader = stage.config, stage.config.model, stage.config.dataloader
+            assert isinstance(model, RecurrentDepthOptions)
+            assert isinstance(loader, TaskLoader.Config)
+            assert model.initial_tables == "unit"
+            assert model.tie_weights
+            assert config.training.max_norm == math.inf
+            curriculum = loader.curriculum
+            assert curriculum.enabled == (kind == "extrapolation")
+            if curriculum.enabled:
+                assert (curriculum.interval, curriculum.accuracy, curriculum.strict) == (0, 0.95, 1)
+                dynamic = stage.name == "dynamic"
+                assert curriculum.exit == ("kl:0.5,3.24" if dynamic else "")
+                assert curriculum.recurrent_steps == (8 if dynamic else int(stage.name[1:]))
+                assert loader.task.level_examples(3) == 2_000 + 4 * 15_000  # up to five hops
+
+
+def test_the_code_s_own_values_have_recipes_of_their_own():
+    for stage in load_recipe("recurrent_depth_systematic_code").stages:
+        config, model = stage.config, stage.config.model
+        assert isinstance(config.loss, SmoothedLoss.Config)
+        assert isinstance(model, RecurrentDepthOptions)
+        assert (config.loss.label_smoothing, config.adamw.weight_decay) == (0.1, 0.1)
+        assert (model.initial_outputs, model.learned_positions) == ("matrix", 3)
+        assert config.batch.global_batch_tokens(0) == 128 * 3
+    for stage in load_recipe("recurrent_depth_extrapolation_code").stages:
+        assert isinstance(stage.config.dataloader, TaskLoader.Config)
+        assert stage.config.dataloader.task == PaddedHops()
+        assert stage.config.training.seq_len == 42
+
+
+@pytest.mark.parametrize("name", ["recurrent_depth_small", "recurrent_depth_short"])
+def test_the_miniatures_stay_as_their_numbers_were_measured(name: str):
+    for stage in load_recipe(name).stages:
+        config, model, loader = stage.config, stage.config.model, stage.config.dataloader
+        assert isinstance(model, RecurrentDepthOptions)
+        assert isinstance(loader, TaskLoader.Config)
+        assert (model.initial_tables, model.initial_outputs) == ("matrix", "zero")
+        assert config.training.max_norm == 1.0
+        assert not loader.curriculum.strict
+        assert not loader.curriculum.exit
+        if loader.curriculum.enabled:
+            assert loader.curriculum.interval in (8, 100)
+
+
 def test_epochs_are_of_facts_and_trained_questions():
     (r4,) = [s.config for s in load_recipe("recurrent_depth_systematic").stages if s.name == "r4"]
     assert r4.total_tokens == 2_000 * (40_000 + 273_600) * 3
@@ -53,9 +106,11 @@ def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
     capfd.readouterr()
     steps = ["analyse", "steps", str(run / "depth"), "--exit", "kl:0.01,1.5", "--questions", "4"]
     assert main(steps) == 0
-    assert "generalisation ratio" in capfd.readouterr().out
+    told = capfd.readouterr().out
+    assert "passed in training 3, reached " in told  # facts, two hops and three
+    assert "generalisation ratio" in told
     record = json.loads((run / "depth" / "evals" / "steps-step-16.json").read_text())
-    assert record["trained_steps"] == 8
+    assert (record["trained_steps"], record["passed_in_training"]) == (8, 3)
     assert len(record["strata"]["16_hops"]["accuracy"]) == 16
     assert main(["analyse", "lens", str(run / "systematic"), "--questions", "4"]) == 0
     assert "bridge" in capfd.readouterr().out

@@ -108,6 +108,25 @@ def test_forty_steps_are_the_identity_at_the_start_with_finite_gradients(options
         assert model.get_parameter(f"layers.1.{name}").grad.abs().max() > 0
 
 
+def test_tables_start_from_a_unit_normal_and_outputs_like_other_matrices_if_asked():
+    def spread(name: str, **options: str) -> float:
+        made = build(positions="learned", learned_positions=128, **options)
+        assert made.lm_head.weight is made.tok_embeddings.weight
+        return float(made.get_parameter(name).std())
+
+    tables = ("tok_embeddings.weight", "positions.table.weight")
+    outputs = ("layers.1.attention.wo.weight", "layers.0.feed_forward.w2.weight")
+    gain = 0.02 * math.sqrt(768 / 64)  # of GPT-2's matrices at this width
+    # Cut at three deviations, a normal distribution's is 0.987; 4,096 numbers or more, so 3 % are
+    # at least 2.7 deviations of the estimate, and the seed is fixed.
+    for name in tables:
+        assert spread(name, initial_tables="unit") == pytest.approx(0.987, rel=0.03)
+        assert spread(name) == pytest.approx(0.987 * gain, rel=0.03)
+    for name in outputs:
+        assert spread(name, initial_outputs="matrix") == pytest.approx(0.987 * gain, rel=0.03)
+        assert spread(name, initial_tables="unit") == 0
+
+
 def test_generation_equals_the_full_forward(model):
     check_generation(model, steps=4, leaves=HiddenDifference(1.6))
 
@@ -128,6 +147,7 @@ def test_the_published_sizes():
     [
         ({"exit_gate": True}, "model.exit_gate=True: family recurrent_depth has no exit gate"),
         ({"positions": "rope"}, "model.positions=rope is unknown"),
+        ({"initial_tables": "units"}, "model.initial_tables=units is unknown; nearest: unit"),
         ({"positions": "learned"}, "model.positions=learned needs model.learned_positions"),
         ({"learned_positions": 9}, "model.learned_positions=9 has no effect"),
         (

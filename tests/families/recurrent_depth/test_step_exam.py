@@ -11,7 +11,13 @@ from tests.evaluation.task_run import MODELS, TASK, random_model, write_task_run
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.families.recurrent_depth.step_exam import StepExam, reach, step_exam
+from titan_loop.families.recurrent_depth.permutation_hops import PermutationHops
+from titan_loop.families.recurrent_depth.step_exam import (
+    StepExam,
+    passed_in_training,
+    reach,
+    step_exam,
+)
 from titan_loop.models.decoder import LoopDecoder
 
 STEPS, COUNT = 5, 9
@@ -78,6 +84,27 @@ def test_learned_within_the_trained_steps_and_reached_with_more():
     assert reach(found, 2).reached == 3
     assert reach(found, 2).ratio == 1.5
     assert np.isnan(reach(found[2:], 2).ratio)
+
+
+def test_the_paper_counts_as_learned_what_was_passed_in_training():
+    """From a made-up record: the curriculum passed 2, 3 and 4 hops, and 3 are forgotten since."""
+    task = PermutationHops(entities=12, relations=6, hops=6, asked_hops=8)
+    state = {"windows_consumed": 99, "promotions": [3, 9, 20]}
+    assert passed_in_training(task, state) == 4
+    assert passed_in_training(task, {"promotions": []}) == 0
+    assert passed_in_training(task, {"windows_consumed": 99}) is None
+    found = [
+        StepExam(np.array([share]), np.zeros(1), {}) for share in (1, 0.96, 0.9, 0.97, 0.7, 0.6, 0)
+    ]
+    far = reach(found, 1, passed_in_training(task, state))
+    assert (far.learned, far.passed, far.reached) == (2, 4, 6)
+    assert (far.ratio, far.paper_ratio) == (3, 1.5)
+    assert far.lines() == [
+        "passed in training 4, reached 6: the paper's ratio 1.50",
+        "learned 2, reached 6: generalisation ratio 3.00",
+    ]
+    assert len(reach(found, 1).lines()) == 1
+    assert np.isnan(reach(found, 1, 0).paper_ratio)
 
 
 def test_the_verbs_leave_records_and_plots(tmp_path: Path, capsys):

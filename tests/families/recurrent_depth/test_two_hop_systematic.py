@@ -7,7 +7,7 @@ import pytest
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
-from titan_loop.families.recurrent_depth.two_hop_systematic import TwoHopSystematic
+from titan_loop.families.recurrent_depth.two_hop_systematic import PaddedTwoHop, TwoHopSystematic
 
 SMALL = TwoHopSystematic(entities=30, relations=9, degree=5, ood_share=0.2, inferred_ratio=2.0)
 
@@ -118,3 +118,14 @@ def test_waypoints_are_bridge_and_target():
         "bridge": (1, bridge), "target": (2, int(tails[question[1]])),
     }  # fmt: skip
     assert list(systematic.waypoints(question[:1])) == ["target"]
+
+
+def test_padding_lets_every_answer_be_read_at_the_third_token():
+    padded = PaddedTwoHop(entities=30, relations=9, degree=5, ood_share=0.2, inferred_ratio=2.0)
+    assert padded.vocab_size == SMALL.vocab_size + 1 == 40
+    for stratum, split in padded.strata.items():
+        for question in padded.held_out_questions(20, split):
+            (prompt, answer), plain = told(padded, question), told(SMALL, question)
+            assert answer == plain[1]
+            assert prompt == (plain[0] if stratum != "atomic" else [*plain[0], 39])
+    assert padded.level_examples(0) == 150 + 2 * 120

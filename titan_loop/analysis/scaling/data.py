@@ -50,7 +50,6 @@ class Point:
     Attributes:
         parameters: N, parameters that act on a token, shared weights once.
         looped: Parameters among N that are visited at every step.
-        tokens: Tokens trained on.
         steps: R trained with.
         step: Recurrent step after which the loss was read; None for the total loss.
         total: Stored parameters, experts that rest included; None for N.

@@ -86,7 +86,6 @@ class Composition:
     """The total loss predicted from step-wise losses and the exit distribution.
 
     Attributes:
-        steps: R trained with.
         exit_pmf: Mean probability of leaving after each step.
         r_squared: Of Σ_r p_r L_step(N, D, r) against the total loss.
     """

@@ -36,7 +36,6 @@ class Findings:
     Attributes:
         name: Verb, which names the record.
         record: JSON fields of evals/NAME-step-N.json.
-        lines: Lines for the terminal.
         figures: File name in plots/ → figure.
         tables: Title → rows, header first; printed, and shown in the report.
         results: TASK/METRIC/READING → value, which `results add` takes.

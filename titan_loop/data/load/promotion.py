@@ -20,16 +20,22 @@ class Curriculum:
     """Begin with the task's first level, instead of training on the last one from the start."""
 
     interval: int = 0
-    """Steps between two exams."""
+    """Steps between two exams; 0 for an epoch of the level, where a window holds one example."""
 
     accuracy: float = 0.95
     """Share of right answers that every stratum of a level needs."""
+
+    strict: bool = False
+    """Whether that share must be exceeded, not only reached."""
 
     questions: int = 128
     """Examples of a stratum in the exam."""
 
     recurrent_steps: int = 0
     """Recurrent steps of the exam; 0 takes R of the newest training step."""
+
+    exit: str = ""
+    """Exit policy that halts answers of the exam earlier, such as kl:0.01,3; empty for none."""
 
     limit_tokens: int = 0
     """Tokens after which a level that has not passed stops the run; 0 for no limit."""
@@ -40,14 +46,19 @@ class Curriculum:
     restart_learning_rate: bool = False
     """Start the schedule of the learning rate again when a level begins, with its warm-up."""
 
-    def check(self, task: Task) -> None:
-        """Raise `UserError` for a curriculum that cannot work with the task."""
+    def passes(self, accuracy: float) -> bool:
+        """Return whether an accuracy is enough."""
+        return accuracy > self.accuracy or (accuracy == self.accuracy and not self.strict)
+
+    def check(self, task: Task, *, one_example: bool) -> None:
+        """Raise `UserError` for a curriculum that cannot work with the task and its windows."""
         if not self.enabled:
             return
         field = "dataloader.curriculum"
         if task.levels < 2:
             raise UserError(f"{field}.enabled: task {task.name} has one level: leave it out")
-        if self.interval < 1:
+        epochs = self.interval == 0 and one_example and task.level_examples(0)
+        if self.interval < 1 and not epochs:
             raise UserError(
                 f"{field}.interval={self.interval}: give the steps between two exams, at least 1"
             )

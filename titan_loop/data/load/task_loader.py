@@ -77,7 +77,7 @@ class TaskLoader(GlobalBatchLoader):
                 f"training.seq_len {seq_len} is too short for {task}: set it to at least "
                 f"{task.longest_example - 1}"
             )
-        config.curriculum.check(task)
+        config.curriculum.check(task, one_example=config.window == "example")
         self._config = config
         self._promotions: list[int] = []
         parameters = asdict(task)

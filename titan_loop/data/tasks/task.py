@@ -174,6 +174,10 @@ class Task(ABC):
         """Return the strata of the exam that has to be passed to leave a level."""
         return list(self.strata)
 
+    def level_examples(self, level: int) -> int:
+        """Return the number of training examples of a level, an epoch; 0 if there is no end."""
+        return 0
+
     def exam_key(self, seed: int, stratum: Any) -> int:
         """Return the key that the questions of an exam are drawn from."""
         return keyed_integer(f"{self.name} exam", seed, stratum)

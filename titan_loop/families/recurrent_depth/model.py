@@ -9,18 +9,25 @@ none, as for depth extrapolation.
 Initialisation: both output projections of a block are zero, with their biases, so that R steps are
 the identity for any R. The rest is GPT-2's at its width: normal with standard deviation 0.02 at
 D = 768 and 0.02 √(768/D) elsewhere, so that projections have the same gain at every width; it is
-truncated at three deviations.
+truncated at three deviations. The authors' code draws embeddings and positions from N(0, 1)
+(`initial_tables=unit`), and in its experiments on systematic generalisation starts the output
+projections like the others (`initial_outputs=matrix`).
 
-Source: recurrent-depth transformers, arXiv 2604.07822, §4.
+Source: recurrent-depth transformers, arXiv 2604.07822, §4, and its authors' code. Deviations: the
+truncation; their dropout of 0.1 acts in the first epoch of a run, or of a level, alone, since their
+exams leave the model in evaluation mode: none here unless `dropout` is set.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
 from torchtitan.models.common.embedding import Embedding
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.family import (
+    RUNTIME_OPTIONS,
     Family,
     FamilyName,
     ModelOptions,
@@ -35,6 +42,7 @@ from titan_loop.models.gpt2_block import (
     block_config,
     matrix_init,
 )
+from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.positions import (
     LearnedPositions,
     NoRotation,
@@ -51,6 +59,8 @@ SIZES = {
 
 
 AbsolutePositions = Literal["learned", "none"]
+InitialTables = Literal["matrix", "unit"]
+InitialOutputs = Literal["zero", "matrix"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,15 +82,32 @@ class RecurrentDepthOptions(ModelOptions):
     learned_positions: int | None = None
     """Rows of the table of learned positions, at least the tokens of a window."""
 
+    initial_tables: InitialTables = "matrix"
+    """Initial embedding, with the tied head, and learned positions: as matrices, or N(0, 1)."""
+
+    initial_outputs: InitialOutputs = "zero"
+    """Initial output projections: zero, the identity for any R, or as the other matrices."""
+
     dropout: float = 0.0
     """Share of what a layer's attention and feed-forward add to the state that is zeroed in
     training."""
 
 
+_CHOICES = {
+    "positions": AbsolutePositions,
+    "initial_tables": InitialTables,
+    "initial_outputs": InitialOutputs,
+}
+
+
+def _table(options: RecurrentDepthOptions, shape: ModelSize) -> dict[str, Callable]:
+    if options.initial_tables == "unit":
+        return {"weight": partial(normal_matrix, std=1.0)}
+    return matrix_init(shape.dim)
+
+
 def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Config:
-    kind, rows, kinds = options.positions, options.learned_positions, get_args(AbsolutePositions)
-    if kind not in kinds:
-        raise UserError(f"model.positions={kind} is unknown{nearest(kind, kinds)}")
+    kind, rows = options.positions, options.learned_positions
     if kind == "none":
         if rows is not None:
             raise UserError(
@@ -91,7 +118,7 @@ def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Co
     if rows is None or rows < 1:
         raise UserError("model.positions=learned needs model.learned_positions of at least 1")
     table = PositionTable.Config(
-        num_embeddings=rows, embedding_dim=shape.dim, param_init=matrix_init(shape.dim)
+        num_embeddings=rows, embedding_dim=shape.dim, param_init=_table(options, shape)
     )
     return LearnedPositions.Config(table=table)
 
@@ -102,22 +129,28 @@ def decoder_config(
     """Return the architecture; arguments as of `Family.decoder_config`."""
     if options.exit_gate:
         raise UserError("model.exit_gate=True: family recurrent_depth has no exit gate")
+    for name, kinds in _CHOICES.items():
+        if (value := getattr(options, name)) not in get_args(kinds):
+            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
-    head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
+    head_dim, table = shape.dim // shape.n_heads, _table(options, shape)
+    outputs = ZERO if options.initial_outputs == "zero" else matrix_init(shape.dim)
 
     rotation = NoRotation.Config(dim=head_dim, max_seq_len=max_seq_len)
-    head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=matrix)
+    # A tied head starts as the embedding does, whichever of them is initialised last.
+    head_init = table if options.tie_weights else matrix_init(shape.dim)
+    head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=head_init)
     if options.readout_chunk_tokens is not None:
         head.chunk_tokens = options.readout_chunk_tokens
     return GPT2Decoder.Config(
         dim=shape.dim,
         vocab_size=shape.vocab_size,
         tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=matrix
+            num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=table
         ),
         layers=[
-            block_config(shape, options.attention, rotation, ZERO, dropout=options.dropout)
+            block_config(shape, options.attention, rotation, outputs, dropout=options.dropout)
             for _ in range(shape.n_layers)
         ],
         norm_placement="readout",
@@ -137,4 +170,5 @@ RECURRENT_DEPTH = Family(
     sizes=SIZES,
     decoder_config=decoder_config,
     uses=frozenset({"analyse", "generate", "held_out"}),
+    runtime_options=RUNTIME_OPTIONS | {"initial_tables", "initial_outputs"},
 )

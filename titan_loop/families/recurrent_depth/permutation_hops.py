@@ -8,8 +8,9 @@ must be followed. A curriculum's first level has facts and two hops, each furthe
 the exam of a level is its newest number of hops. The exam also asks more hops than were trained.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 and Appendix B (200 entities, 10
-relations, 15,000 questions of each number of hops up to 40). Deviation: questions are held out by
+relations, 15,000 questions of each number of hops up to 40). Deviations: questions are held out by
 hash before the trained ones are drawn; questions of few hops then repeat, where the paper's differ.
+Examples are drawn with repetition, so an epoch is as many examples and need not have all of them.
 """
 
 import random
@@ -124,10 +125,17 @@ class PermutationHops(Task):
         assert (np.sort(tails) == np.arange(self.entities)).all(), "a relation is no permutation"
         return tails
 
+    def level_examples(self, level: int) -> int:
+        """Return the number of facts, so often, and trained questions."""
+        return self._facts + (level + 1) * self.trained_questions
+
+    @property
+    def _facts(self) -> int:
+        return self.fact_weight * self.entities * self.relations
+
     def choose(self, generator: random.Random, level: int) -> Hops:
         """Choose as if all facts, so often, and questions of the level were drawn uniformly."""
-        facts = self.fact_weight * self.entities * self.relations
-        drawn = generator.random() * (facts + (level + 1) * self.trained_questions) - facts
+        drawn = generator.random() * self.level_examples(level) - self._facts
         return Hops(1 if drawn < 0 else 2 + int(drawn / self.trained_questions), True)
 
     def draw(self, generator: random.Random, stratum: Hops) -> Path:
@@ -178,3 +186,34 @@ class PermutationHops(Task):
         """Return the entity after every hop, at its relation; the last is the target."""
         *bridges, target = enumerate(self.reached(question), start=1)
         return {f"hop_{hop}": (hop, entity) for hop, entity in bridges} | {"target": target}
+
+
+@dataclass(frozen=True)
+class PaddedHops(PermutationHops):
+    """The task as the authors' code reads it: the answer stands behind a token of padding.
+
+    Their questions are padded to 50 tokens, of which the last is read. A padding token attends to
+    the question alone, and without positions all are equal: one stands for them. Deviation: it also
+    attends to itself.
+    """
+
+    name: ClassVar[str] = "padded_hops"
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; the last is padding."""
+        return super().vocab_size + 1
+
+    @property
+    def longest_example(self) -> int:
+        """Tokens of a question of `asked_hops` hops, padding and answer."""
+        return super().longest_example + 1
+
+    def encode(self, question: Path) -> Example:
+        """Return entity, relations and padding; the answer is where they lead."""
+        *prompt, answer = super().encode(question).tokens.tolist()
+        return Example.of_sequence([*prompt, self.vocab_size - 1], [answer])
+
+    def waypoints(self, question: Path) -> Mapping[str, tuple[int, int]]:
+        """Return the entity after every hop, at its relation, and the target at the padding."""
+        return {**super().waypoints(question), **Task.waypoints(self, question)}

@@ -5,8 +5,12 @@
 With hops or sizes as strata this shows how many steps a question needs, the gain from more steps
 than were trained, and *overthinking*: a margin that falls again with further steps.
 
-Source: recurrent-depth transformers, arXiv 2604.07822, §6.3 (Figures 5, 8 and 9) and Appendix F
-(generalisation ratio).
+*Learned* has two readings. The paper's is the last number of hops whose exam the curriculum passed
+while training. Ours is an exam at the end at the best step, which also counts what was forgotten
+since, or learned after the last promotion.
+
+Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 (learnable depth), §6.3 (Figures 5, 8
+and 9) and Appendix F (generalisation ratio).
 """
 
 from collections.abc import Mapping, Sequence
@@ -144,18 +148,51 @@ class Reach:
     Attributes:
         learned: Number of strata that are right at 95 % within the trained steps.
         reached: Number of strata that are right at 60 % after some number of steps.
+        passed: Number of strata up to the last whose exam was passed while training, the paper's
+            `learned`; None without a curriculum.
     """
 
     learned: int
     reached: int
+    passed: int | None = None
 
     @property
     def ratio(self) -> float:
         """The generalisation ratio; 1 is no extrapolation."""
         return self.reached / self.learned if self.learned else float("nan")
 
+    @property
+    def paper_ratio(self) -> float:
+        """The ratio over `passed`."""
+        return self.reached / self.passed if self.passed else float("nan")
 
-def reach(found: Sequence[StepExam], trained_steps: int) -> Reach:
+    def lines(self) -> list[str]:
+        """Return the paper's reading, if there is one, then ours."""
+        ours = f"learned {self.learned}, reached {self.reached}: generalisation ratio"
+        passed = f"passed in training {self.passed}, reached {self.reached}: the paper's ratio"
+        paper = [] if self.passed is None else [f"{passed} {self.paper_ratio:.2f}"]
+        return [*paper, f"{ours} {self.ratio:.2f}"]
+
+
+def passed_in_training(task: Task, loader_state: Mapping[str, Any]) -> int | None:
+    """Return the number of strata up to the last that a curriculum has passed.
+
+    Args:
+        loader_state: State of the run's loader, as in a manifest's `data`. The last level has no
+            exam, so that it never counts as passed.
+
+    Returns:
+        0 before the first promotion; None for a run without a curriculum.
+    """
+    promotions = loader_state.get("promotions")
+    if promotions is None:
+        return None
+    strata, levels = list(task.strata), range(len(promotions))
+    passed = [strata.index(name) + 1 for level in levels for name in task.level_strata(level)]
+    return max(passed, default=0)
+
+
+def reach(found: Sequence[StepExam], trained_steps: int, passed: int | None = None) -> Reach:
     """Count all strata of a task, from easy to hard, up to the first that misses the accuracy."""
 
     def count(passes: list[bool]) -> int:
@@ -164,6 +201,7 @@ def reach(found: Sequence[StepExam], trained_steps: int) -> Reach:
     return Reach(
         count([bool(exam.accuracy[:trained_steps].max() >= _LEARNED) for exam in found]),
         count([bool(exam.accuracy.max() >= _REACHED) for exam in found]),
+        passed,
     )
 
 
@@ -179,7 +217,8 @@ def analyse_steps(
 
     For runs on a generated task. With strata from easy to hard it also counts how many are learned
     (95 % within the trained steps) and reached (60 % after any number of steps); their ratio is the
-    generalisation ratio. Writes evals/steps-step-N.json and plots that `report` shows.
+    generalisation ratio. After a curriculum the last stratum passed in training, the paper's count
+    of those learned, stands beside. Writes evals/steps-step-N.json and plots that `report` shows.
 
     Args:
         run: Run, for its newest checkpoint, or its checkpoints/step-N.
@@ -209,11 +248,11 @@ def analyse_steps(
             "halting": {policy: asdict(halting) for policy, halting in exam.halting.items()},
         }
     if task.levels > 1 and not strata:
-        far = reach([*found.values()], trained)
-        lines.append(
-            f"learned {far.learned}, reached {far.reached}: generalisation ratio {far.ratio:.2f}"
-        )
+        passed = passed_in_training(task, loaded.manifest["data"])
+        far = reach([*found.values()], trained, passed)
+        lines += far.lines()
         record |= {"learned": far.learned, "reached": far.reached}
+        record |= {} if passed is None else {"passed_in_training": passed}
     figures = {
         "step-accuracy.png": Figure(
             "The exam after every recurrent step",

@@ -141,10 +141,14 @@ class TwoHopSystematic(Task):
         trained[self._splits["train"]] = True
         return trained
 
+    def level_examples(self, level: int) -> int:
+        """Return the number of facts and trained questions."""
+        return len(self._splits["atomic"]) + len(self._splits["train"])
+
     def choose(self, generator: random.Random, level: int) -> Split:
         """Choose as if facts and trained questions were drawn uniformly."""
-        facts, questions = len(self._splits["atomic"]), len(self._splits["train"])
-        return "atomic" if generator.random() * (facts + questions) < facts else "train"
+        facts = len(self._splits["atomic"])
+        return "atomic" if generator.random() * self.level_examples(level) < facts else "train"
 
     def draw(self, generator: random.Random, stratum: Split) -> Facts:
         """Draw a question of a split, uniformly."""
@@ -184,3 +188,24 @@ class TwoHopSystematic(Task):
         if len(question) == 1:
             return target
         return {"bridge": (1, int(self.edges[1][question[0]])), **target}
+
+
+@dataclass(frozen=True)
+class PaddedTwoHop(TwoHopSystematic):
+    """The task as the authors' code reads it: facts have padding where questions have a relation.
+
+    So every answer is read at the third token. Deviation: padding also attends to itself.
+    """
+
+    name: ClassVar[str] = "padded_two_hop"
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; the last is padding."""
+        return super().vocab_size + 1
+
+    def encode(self, question: Facts) -> Example:
+        """Return as many tokens for a fact as for a question of two hops."""
+        *prompt, answer = super().encode(question).tokens.tolist()
+        padding = [self.vocab_size - 1] * (3 - len(prompt))
+        return Example.of_sequence([*prompt, *padding], [answer])

@@ -1,0 +1,63 @@
+"""The smoothed loss against its formula in float64, token by token."""
+
+import math
+
+import pytest
+import torch
+
+from titan_loop.errors import UserError, raise_first
+from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
+from titan_loop.families.recurrent_depth.objective import SmoothedLoss
+from titan_loop.models.family import build_decoder
+
+EXACT = 1e-12  # both sides compute in float64
+SMOOTHING, VALID = 0.1, 7.0
+
+
+def test_it_is_the_formula_over_labelled_tokens_with_its_gradient():
+    torch.manual_seed(0)
+    model = build_decoder(RecurrentDepthOptions(initial_outputs="matrix"), max_seq_len=6).double()
+    loss_fn = SmoothedLoss(SmoothedLoss.Config(label_smoothing=SMOOTHING))
+    loss_fn.set_lm_head(model.lm_head)
+    tokens = torch.randint(128, (2, 6))
+    labels = torch.full_like(tokens, -100)
+    labels[0, 5], labels[1, 2], labels[1, 4] = 17, 3, 99
+    output = model(tokens, recurrent_steps=3, collect="last")
+    loss, metrics = loss_fn(output, labels, torch.tensor(VALID, dtype=torch.float64))
+    got = torch.autograd.grad(loss, [*model.parameters()])
+
+    logits = model.readout(model(tokens, recurrent_steps=3).hidden_RBLD[2])
+    wanted, plain = torch.zeros((), dtype=torch.float64), 0.0
+    for b, position in ((0, 5), (1, 2), (1, 4)):
+        values = logits[b, position]
+        log_p = [value - values.exp().sum().log() for value in values]
+        even = -sum(log_p) / len(log_p)
+        wanted = wanted - (1 - SMOOTHING) * log_p[labels[b, position]] + SMOOTHING * even
+        plain -= log_p[labels[b, position]].item()
+    torch.testing.assert_close(loss, wanted / VALID, atol=EXACT, rtol=0)
+    assert list(metrics) == ["ce/step_3"]
+    assert float(metrics["ce/step_3"]) == pytest.approx(plain / VALID, abs=EXACT)
+    for ours, theirs in zip(
+        got, torch.autograd.grad(wanted / VALID, [*model.parameters()]), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=EXACT, rtol=0)
+
+
+def test_a_batch_without_labels_has_no_loss_and_no_gradient():
+    model = build_decoder(RecurrentDepthOptions(), max_seq_len=6)
+    loss_fn = SmoothedLoss(SmoothedLoss.Config())
+    loss_fn.set_lm_head(model.lm_head)
+    tokens = torch.randint(128, (2, 6))
+    loss, metrics = loss_fn(model(tokens, collect="last"), torch.full_like(tokens, -100), 0.0 + 1)
+    loss.backward()
+    assert (loss.item(), float(metrics["ce/step_3"])) == (0, 0)
+    assert not model.tok_embeddings.weight.grad.any()
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0, math.nan])
+def test_shares_that_are_none_are_refused(smoothing: float):
+    config = SmoothedLoss.Config(label_smoothing=smoothing)
+    with pytest.raises(
+        UserError, match=r"loss\.label_smoothing=\S+ must be at least 0 and below 1"
+    ):
+        raise_first(config.refusals(trainable="all", exit_gate=False, fewest_steps=1))

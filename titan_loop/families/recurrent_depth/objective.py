@@ -1,0 +1,88 @@
+"""Cross entropy with smoothed labels, of the last recurrent step.
+
+    L = 1/N Σ_i [ (1 − ε) CE_i − ε/V Σ_v log p_i(v) ]
+
+over the N labels i. Logits exist for positions with a label alone, but are not streamed: few
+positions have one where a window holds one example.
+
+Source: label smoothing of 0.1 for systematic generalisation stands in the code of the authors of
+recurrent-depth transformers (arXiv 2604.07822), not in the paper.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import CompileConfig
+from torchtitan.config.configs import ParallelismConfig
+
+from titan_loop.errors import Refusal
+from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.output import Collect, LoopOutput
+from titan_loop.models.readout import LMHead
+from titan_loop.objectives.streamed_loss import LossBatch, StreamedLoss
+
+
+class SmoothedLoss(StreamedLoss):
+    """The smoothed loss; its metric `ce/step_R` is the cross entropy without smoothing."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(StreamedLoss.Config):
+        """The degree of smoothing."""
+
+        label_smoothing: float = 0.1
+        """ε, the share of the target that all tokens divide evenly."""
+
+        def collect(self, *, exit_gate: bool) -> Collect:
+            """Return the last step."""
+            return "last"
+
+        def refusals(
+            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
+        ) -> Iterator[Refusal]:
+            """Yield a share that is none, after the refusals of `StreamedLoss`."""
+            yield from StreamedLoss.Config.refusals(
+                self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
+            )
+            if not 0 <= self.label_smoothing < 1:
+                problem = "must be at least 0 and below 1"
+                yield Refusal.of("loss.label_smoothing", self.label_smoothing, problem)
+
+        def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
+            """Yield ranks that share the vocabulary, or a window's labels."""
+            for name in ("tensor_parallel_degree", "context_parallel_degree"):
+                if (degree := getattr(parallelism, name)) > 1:
+                    problem = "does not work with loss=SmoothedLoss"
+                    yield Refusal.of(f"parallelism.{name}", degree, problem, "leave it at 1")
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        super().__init__(config, compile_config=compile_config)
+        self.label_smoothing = config.label_smoothing
+
+    def compute(
+        self, readout: LMHead, output: LoopOutput, batch: LossBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of one micro-batch."""
+        through = partial(_smoothed, batch.labels_BL, self.label_smoothing)
+        loss, ce = readout(output.hidden_RBLD[-1:], through=through)
+        step = output.first_step + len(output.hidden_RBLD) - 1
+        return loss / batch.valid_tokens, {f"ce/step_{step}": ce / batch.valid_tokens}
+
+
+def _smoothed(
+    labels_BL: Tensor,
+    smoothing: float,
+    weight_VD: Tensor,
+    states: tuple[Tensor, ...],
+    head: LMHead,
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of the loss and of the cross entropy, the latter detached."""
+    labelled_BL = labels_BL != IGNORE_INDEX
+    logits_TV = F.linear(states[-1][labelled_BL], weight_VD)
+    log_p_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
+    ce = F.nll_loss(log_p_TV, labels_BL[labelled_BL], reduction="sum")
+    return (1 - smoothing) * ce - smoothing * log_p_TV.mean(-1).sum(), ce.detach()
