@@ -231,7 +231,7 @@ TABLES = {
                 if row.depth == "learned"
             },
             columns={moment: {"reading": moment} for moment in ("start", "quarter", "half", "end")},
-            everywhere={"task": "depth_prior", "metric": "mean"},
+            everywhere={"task": "learned_depths", "metric": "mean"},
             factor=1.0,
             digits=2,
             columns_are="training",

@@ -16,7 +16,7 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
-from titan_loop.families.xllm.analysis import depth_prior
+from titan_loop.families.xllm.analysis import learned_depths
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.prior import LearnedDepth, PriorSettings
@@ -96,14 +96,14 @@ def test_killed_runs_resume_on_other_ranks_with_the_same_depths(gloo_pool, tmp_p
         assert record["recurrent_steps"] == expected[step]["recurrent_steps"]
         for key in ("loss", "grad_norm", "depth_prior/mean", "depth_prior/entropy"):
             assert record[key] == pytest.approx(expected[step][key], rel=RELATIVE_TOLERANCE)
-    found = depth_prior(whole)
+    found = learned_depths(whole)
     newest = read_manifest(RunDirectory(whole).checkpoint(STEPS))["trainer"]["depth_prior"]
     probabilities = np.exp(newest["logits"]) / np.exp(newest["logits"]).sum()
     shown = found.record["probabilities"]
     assert [*shown] == ["2", "4", "6", "8"]
     np.testing.assert_allclose(shown["8"], probabilities, rtol=1e-12)
-    assert found.results["depth_prior/mean/start"] == expected[1]["depth_prior/mean"]
-    assert found.results["depth_prior/mean/end"] == expected[STEPS]["depth_prior/mean"]
+    assert found.results["learned_depths/mean/start"] == expected[1]["depth_prior/mean"]
+    assert found.results["learned_depths/mean/end"] == expected[STEPS]["depth_prior/mean"]
     assert all(path.is_file() for path in found.save())
 
 
@@ -149,4 +149,4 @@ def test_a_run_has_the_depths_that_are_drawn(tmp_path: Path):
     depths = [record["recurrent_steps"] for record in records(tmp_path / "run").values()]
     assert depths == [drawn.draw(step) for step in range(STEPS)]
     with pytest.raises(UserError, match="no learned distribution of depths; train with"):
-        depth_prior(tmp_path / "run")
+        learned_depths(tmp_path / "run")

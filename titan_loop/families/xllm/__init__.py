@@ -10,8 +10,9 @@ register(
         objectives={"StudentLoss": f"{_HERE}.student_loss:StudentLoss"},
         formats={"xllm": f"{_HERE}.formats:XLLM_FOLDER"},
         analyses={
-            "depth-prior": Verb(
-                f"{_HERE}.analysis:depth_prior", "show how a learned distribution of depths moved"
+            "learned-depths": Verb(
+                f"{_HERE}.analysis:learned_depths",
+                "show how a learned distribution of depths moved",
             ),
         },
     )

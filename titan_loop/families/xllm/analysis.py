@@ -1,4 +1,4 @@
-"""`titan-loop analyse depth-prior RUN`: the distribution of depths that a run has learned."""
+"""`titan-loop analyse learned-depths RUN`: the distribution of depths that a run has learned."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ _MOMENTS = {"start": 0.0, "quarter": 0.25, "half": 0.5, "end": 1.0}
 _SHOWN = 16  # depths of the table and the plot
 
 
-def depth_prior(run: Path) -> Findings:
+def learned_depths(run: Path) -> Findings:
     """Show how mean and entropy of the learned distribution moved, and the distribution itself.
 
     Args:
@@ -42,7 +42,7 @@ def depth_prior(run: Path) -> Findings:
         record = records[round(share * (len(records) - 1))]
         values = {name: record[f"{KEY}/{name}"] for name in ("mean", "entropy")}
         moved.append([moment, str(record["step"]), *(f"{value:.3f}" for value in values.values())])
-        results |= {f"depth_prior/{name}/{moment}": value for name, value in values.items()}
+        results |= {f"learned_depths/{name}/{moment}": value for name, value in values.items()}
     depths = [["step", *(f"R {depth}" for depth in range(1, _SHOWN + 1))]]
     for step, probabilities in by_step.items():
         depths.append([str(step), *(f"{p:.3f}" for p in probabilities[:_SHOWN])])
@@ -52,11 +52,11 @@ def depth_prior(run: Path) -> Findings:
         partial(_draw, records, by_step),
     )
     return Findings(
-        name="depth-prior",
+        name="learned-depths",
         loaded=loaded,
         record={"probabilities": {str(step): p for step, p in by_step.items()}},
         tables={"The distribution over training": moved, "Probabilities of R steps": depths},
-        figures={"depth-prior.png": figure},
+        figures={"learned-depths.png": figure},
         results=results,
     )
 
