@@ -14,7 +14,8 @@ EXACT = 1e-12  # both sides compute in float64
 SMOOTHING, VALID = 0.1, 7.0
 
 
-def test_it_is_the_formula_over_labelled_tokens_with_its_gradient():
+@pytest.mark.parametrize("rows", [[5, 8, 10], None], ids=["labelled", "every token"])
+def test_it_is_the_formula_over_labelled_tokens_with_its_gradient(rows: list[int] | None):
     torch.manual_seed(0)
     model = build_decoder(RecurrentDepthOptions(initial_outputs="matrix"), max_seq_len=6).double()
     loss_fn = SmoothedLoss(SmoothedLoss.Config(label_smoothing=SMOOTHING))
@@ -23,7 +24,9 @@ def test_it_is_the_formula_over_labelled_tokens_with_its_gradient():
     labels = torch.full_like(tokens, -100)
     labels[0, 5], labels[1, 2], labels[1, 4] = 17, 3, 99
     output = model(tokens, recurrent_steps=3, collect="last")
-    loss, metrics = loss_fn(output, labels, torch.tensor(VALID, dtype=torch.float64))
+    valid = torch.tensor(VALID, dtype=torch.float64)
+    labelled = None if rows is None else torch.tensor(rows)
+    loss, metrics = loss_fn(output, labels, valid, labelled_T=labelled)
     got = torch.autograd.grad(loss, [*model.parameters()])
 
     logits = model.readout(model(tokens, recurrent_steps=3).hidden_RBLD[2])

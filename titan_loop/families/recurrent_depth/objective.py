@@ -2,8 +2,8 @@
 
     L = 1/N Σ_i [ (1 − ε) CE_i − ε/V Σ_v log p_i(v) ]
 
-over the N labels i. Logits exist for positions with a label alone, but are not streamed: few
-positions have one where a window holds one example.
+over the N labels i. Logits are not streamed: where a window holds one example, few positions have a
+label, and logits exist for these alone.
 
 Source: label smoothing of 0.1 for systematic generalisation stands in the code of the authors of
 recurrent-depth transformers (arXiv 2604.07822), not in the paper.
@@ -67,22 +67,25 @@ class SmoothedLoss(StreamedLoss):
         self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch."""
-        through = partial(_smoothed, batch.labels_BL, self.label_smoothing)
+        through = partial(_smoothed, batch, self.label_smoothing)
         loss, ce = readout(output.hidden_RBLD[-1:], through=through)
         step = output.first_step + len(output.hidden_RBLD) - 1
         return loss / batch.valid_tokens, {f"ce/step_{step}": ce / batch.valid_tokens}
 
 
 def _smoothed(
-    labels_BL: Tensor,
+    batch: LossBatch,
     smoothing: float,
     weight_VD: Tensor,
     states: tuple[Tensor, ...],
     head: LMHead,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of the loss and of the cross entropy, the latter detached."""
-    labelled_BL = labels_BL != IGNORE_INDEX
-    logits_TV = F.linear(states[-1][labelled_BL], weight_VD)
+    state_TD, labels_T = states[-1].flatten(0, 1), batch.labels_BL.flatten()
+    if batch.labelled_T is not None:
+        state_TD, labels_T = state_TD[batch.labelled_T], labels_T[batch.labelled_T]
+    logits_TV = F.linear(state_TD, weight_VD)
     log_p_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
-    ce = F.nll_loss(log_p_TV, labels_BL[labelled_BL], reduction="sum")
-    return (1 - smoothing) * ce - smoothing * log_p_TV.mean(-1).sum(), ce.detach()
+    ce = F.nll_loss(log_p_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="sum")
+    even_T = torch.where(labels_T == IGNORE_INDEX, 0.0, -log_p_TV.mean(-1))
+    return (1 - smoothing) * ce + smoothing * even_T.sum(), ce.detach()
