@@ -112,7 +112,7 @@ def test_tables_start_from_a_unit_normal_and_outputs_like_other_matrices_if_aske
     def spread(name: str, **options: str) -> float:
         made = build(positions="learned", learned_positions=128, **options)
         assert made.lm_head.weight is made.tok_embeddings.weight
-        return float(made.get_parameter(name).std())
+        return float(made.get_parameter(name).detach().std())
 
     tables = ("tok_embeddings.weight", "positions.table.weight")
     outputs = ("layers.1.attention.wo.weight", "layers.0.feed_forward.w2.weight")
