@@ -46,12 +46,7 @@ class SourceDemand(NamedTuple):
 
 
 class WindowLoader(GlobalBatchLoader):
-    """Mixes the windows of prepared sources in an order that only seed and position decide.
-
-    Raises:
-        UserError: For an unusable mixture or source, sources with different tokenizers, or a window
-            that is longer than a source.
-    """
+    """Mixes the windows of prepared sources in an order that only seed and position decide."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GlobalBatchLoader.Config):

@@ -80,10 +80,6 @@ def tokenize_source(
 
     Returns:
         The card that was written; None if jobs were submitted, the last of which writes it.
-
-    Raises:
-        UserError: For inputs, settings or an output that cannot be used, too many malformed
-            records, or a source without a token to train on.
     """
     from titan_loop.data.prepare.executors import Pipeline, run_pipelines
     from titan_loop.data.prepare.finish import write_card
