@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -66,7 +67,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
         """When to save, how, and which checkpoints to keep.
 
         Attributes:
-            enable: Whether to save and resume.
             folder: Always this one: parents, reports and SLURM jobs look for checkpoints there.
             async_mode: Write in the training thread; or copy, before training goes on or beside the
                 next forward and backward pass (into pinned memory on CUDA), and let a thread write.
@@ -117,11 +117,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
                     raise UserError(
                         f"checkpoint.{name}={value} is not supported: {reason}; leave it unset"
                     )
-            if self.folder != CHECKPOINTS:
-                raise UserError(
-                    f"checkpoint.folder={self.folder} is not supported: it is always "
-                    f"{CHECKPOINTS!r}; leave it unset"
-                )
             for name, smallest in (("keep_every", 0), ("save_attempts", 1), ("retry_seconds", 0)):
                 require_at_least(smallest, **{f"checkpoint.{name}": getattr(self, name)})
             self.carry.check()
@@ -297,12 +292,13 @@ class LoopCheckpointManager(BaseCheckpointManager):
         def fetch() -> int | None:
             return None if self.uploader is None else self.uploader.remote.fetch_newest()
 
+        find = partial(newest_good, self.path, look_at=self._look_at, group=self.group)
         try:
-            return newest_good(self.path, look_at=self._look_at, group=self.group)
+            return find()
         except UserError:
             if from_rank_zero(self.group, fetch) is None:
                 raise
-            return newest_good(self.path, look_at=self._look_at, group=self.group)
+            return find()
 
     def _load(self, step: int = -1) -> bool:
         loaded = self._load_weights(step)

@@ -181,14 +181,10 @@ def _hold_visited_units(model: LoopDecoder, units: Sequence[Unit]) -> None:
 
 
 def _sum_visits_in_fp32(model: LoopDecoder, units: Sequence[Unit], *, hold_layers: bool) -> None:
-    """Let autograd cast each visit's contribution to fp32 before it adds them up.
-
-    FSDP creates the unsharded parameter at its first gather and keeps it, so setting its gradient
-    dtype once is enough.
-    """
+    """Let autograd cast each visit's contribution to fp32 before it adds them up."""
 
     def set_gradient_dtype(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        handle.remove()
+        handle.remove()  # FSDP keeps the unsharded parameter that its first gather creates
         for unit in units:
             if unit.place != "step" or unit.fp32:
                 continue

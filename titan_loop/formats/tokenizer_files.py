@@ -74,8 +74,6 @@ def open_tokenizer(
         is_known: Whether the model was trained with this tokenizer; otherwise the size of its
             vocabulary must fit closely.
 
-    Raises:
-        UserError: It is missing or unreadable, of another vocabulary, or lacks a token.
     """
     tokenizer = load_tokenizer(path)
     spare = None if is_known else PADDING_ROWS

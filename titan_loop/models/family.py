@@ -98,8 +98,7 @@ class Family:
     """One family of looped models.
 
     Attributes:
-        decoder_config: Takes options, their shape and the longest window; returns the
-            architecture.
+        decoder_config: Maps options, their shape and the longest window to the architecture.
         exit_policies: None for all that work on a recurrence over the stack.
         runtime_options: Options that do not stand in the architecture record.
         data_options: Options that are taken from the data where they are left open.

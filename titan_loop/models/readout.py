@@ -73,11 +73,9 @@ class LMHead(Linear):
         """Return logits for one hidden state, or the weighted loss for several steps' states.
 
         Args:
-            input: One (B, L, D) hidden state, or a tuple of R of them; replicated under tensor
-                parallelism.
+            input: One (B, L, D) hidden state, or a tuple of R; whole on tensor-parallel ranks.
             labels_BL: Next-token ids, int64; `IGNORE_INDEX` has neither loss nor gradient.
             weight_RBL: Weights w_r, fp32 or float64, equal on all tensor-parallel ranks.
-            z_loss: ζ ≥ 0.
             rows_T: Indices into the B·L tokens of all that have a label; the others then cost
                 nothing. None computes every token, which is faster where most have one.
             through: Another way of streaming: takes this device's rows of the weight, the
@@ -96,7 +94,6 @@ class LMHead(Linear):
         assert labels_BL is not None, "a tuple of states needs labels"
         assert weight_RBL is not None, "a tuple of states needs loss weights"
         if weight_RBL.dtype not in (torch.float32, torch.float64):
-            # FSDP's `cast_forward_inputs` does that.
             problem = f"weight_RBL is {weight_RBL.dtype}: loss weights must stay fp32"
             fix = "set cast_forward_inputs=False in the head's MixedPrecisionPolicy"
             raise TypeError(f"{problem}; {fix}")

@@ -76,9 +76,7 @@ def geometric_prior(
 
         π_r = η(1−η)^{r−1} / Σ_{j≤R} η(1−η)^{j−1}
 
-    Args:
-        eta: η in (0, 1). Larger values put more mass on shallow steps; η → 0 is the uniform
-            prior.
+    Larger η in (0, 1) put more mass on shallow steps; η → 0 is the uniform prior.
 
     Source: Appendix A and Figure 10.
     Deviations: the paper does not say where the mass beyond R goes. On the last step it would make

@@ -55,14 +55,9 @@ class Budget:
 
     def check(self) -> None:
         """Raise `UserError` for limits that cannot be met."""
-        numbers = {
-            "budget": self.flops,
-            "memory": self.memory_bytes,
-            "tokens": self.tokens,
-            "weight-bits": self.weight_bits,
-            "vocabulary": self.vocabulary,
-            "most-experts": self.most_experts,
-        }
+        numbers = {"budget": self.flops, "memory": self.memory_bytes, "tokens": self.tokens}
+        numbers |= {"weight-bits": self.weight_bits, "vocabulary": self.vocabulary}
+        numbers |= {"most-experts": self.most_experts}
         for name, value in numbers.items():
             if value is not None and not 0 < value < float("inf"):
                 raise UserError(f"--{name} {value:g} must be a positive number")
@@ -162,12 +157,6 @@ def _choices(law: NamedLaw, budget: Budget) -> Iterator[Choice]:
                     or 6 * visited * tokens > left * (1 + 1e-9)
                 ):
                     continue
-                loss = predicted(
-                    law, parameters, looped, tokens, steps, total=total, experts=experts
-                )
-                outside = law.outside(
-                    parameters=parameters, tokens=tokens, recurrent_steps=steps, experts=experts
-                )
                 yield Choice(
                     parameters=parameters,
                     looped=looped,
@@ -175,8 +164,12 @@ def _choices(law: NamedLaw, budget: Budget) -> Iterator[Choice]:
                     steps=int(steps),
                     tokens=tokens,
                     memory_bytes=memory,
-                    loss=loss,
-                    extrapolated=outside,
+                    loss=predicted(
+                        law, parameters, looped, tokens, steps, total=total, experts=experts
+                    ),
+                    extrapolated=law.outside(
+                        parameters=parameters, tokens=tokens, recurrent_steps=steps, experts=experts
+                    ),
                 )
 
 

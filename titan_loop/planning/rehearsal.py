@@ -76,13 +76,9 @@ def rehearse(
 ) -> Iterator[Rehearsed]:
     """Assemble the planned stages one after the other in this process; yield them in order.
 
-    A stage has the result of an earlier one, or of an earlier command, if it differs from that in
-    nothing that a rehearsal sees.
-
-    Args:
-        planned: Stages and their needs on the cluster, none of them refused. Neither their data nor
-            their parents' checkpoints need to be there.
-        anew: Whether to ignore the results of earlier commands.
+    A stage has the result of an earlier one, or of an earlier command unless `anew`, if it differs
+    from that in nothing that a rehearsal sees. None of the stages may be refused; neither their
+    data nor their parents' checkpoints need to be there.
     """
     done: dict[str, Rehearsed] = {}
     for needs in planned:

@@ -116,8 +116,7 @@ class LoopMetricsProcessor(MetricsProcessor):
     ) -> None:
         """Start the clock at a step, 0 or a checkpoint's, and log the paths of all files.
 
-        The last of `total_steps` is always logged. `compute_dtype`, bfloat16 or float32, is the
-        precision of the layers' products.
+        `compute_dtype`, bfloat16 or float32, is the precision of the layers' products.
         """
         if self.device_peak_flops is None:
             device = self.device_memory_monitor.device_name
@@ -246,10 +245,7 @@ def global_means(
 
 
 def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float | None:
-    """Return a device's peak in FLOP/s, None if it is not known.
-
-    The bf16 peak is torchtitan's, the fp32 peak is from `DEVICES`.
-    """
+    """Return a device's peak in FLOP/s, None if it is not known."""
     peak = titan_utils.get_peak_flops(device_name)
     is_fallback = peak == _A100_PEAK_FLOPS and "A100" not in device_name
     if is_fallback or not math.isfinite(peak):

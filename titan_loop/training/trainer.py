@@ -66,7 +66,6 @@ class LoopTrainer(Trainer):
         tokens: Global tokens consumed.
         callbacks: Those that the config switches on, the recipe's, then appended ones.
         window_share: The part of every window that this rank computes; None for all of it.
-        startup: Measures the time to the first step.
     """
 
     Config: TypeAlias = RunConfig
@@ -136,10 +135,7 @@ class LoopTrainer(Trainer):
         self.config.training.steps = self.run.config.last_step(tokens=self.tokens, steps=self.step)
 
     def train(self) -> None:
-        """Train to the end, from the newest checkpoint if there is one.
-
-        Raises `StoppedError` if a rank heard a signal, `UserError` if the run lost its folder.
-        """
+        """Train to the end, from the newest checkpoint if there is one."""
         try:
             super().train()
         finally:
