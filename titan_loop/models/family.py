@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 import tyro
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, nearest, require_known
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.plugins import find, names
 
@@ -115,8 +115,7 @@ class Family:
 
     def size(self, name: str) -> ModelSize:
         """Return the named size; raises `UserError` with the nearest names if it is unknown."""
-        if name not in self.sizes:
-            raise UserError(f"model.size={name} is unknown{nearest(name, self.sizes)}")
+        require_known("model.size", name, self.sizes)
         return self.sizes[name]
 
     def require(self, use: Use) -> None:
