@@ -70,12 +70,9 @@ class LoopCheckpointManager(BaseCheckpointManager):
             folder: Always this one: parents, reports and SLURM jobs look for checkpoints there.
             async_mode: Write in the training thread; or copy, before training goes on or beside the
                 next forward and backward pass (into pinned memory on CUDA), and let a thread write.
-            keep_every: Keep checkpoints whose step is a multiple of this, besides the latest; 0 for
-                none.
-            verify_hashes: Whether loading reads every file and compares its hash; sizes are always
-                compared.
-            save_attempts: Number of attempts to save before training goes on without the
-                checkpoint.
+            keep_every: Keep steps that are multiples of this, besides the latest; 0 for none.
+            verify_hashes: Whether loading compares every file's hash; sizes are always compared.
+            save_attempts: Number of attempts to save before training goes on without.
             remote: Folder in an object store that every checkpoint is copied to, s3://…, gs://… or
                 file://…; a start without a whole local one fetches the newest. Empty for none.
             adopt_remote: Go on with the run whose checkpoints `remote` holds although this run

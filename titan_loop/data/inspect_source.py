@@ -9,13 +9,7 @@ import numpy as np
 
 from titan_loop.data.packed_index import PIECE, WINDOW_END
 from titan_loop.data.shards import TokenShards, file_chunks, index_path, misplaced_eos
-from titan_loop.data.source_card import (
-    LOSS_SUFFIX,
-    ShardCard,
-    SourceCard,
-    file_sha256,
-    index_paths,
-)
+from titan_loop.data.source_card import LOSS_SUFFIX, ShardCard, SourceCard, file_sha256, index_paths
 from titan_loop.errors import UserError
 from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer

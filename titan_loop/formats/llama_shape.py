@@ -15,12 +15,7 @@ from torch import Tensor
 
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
-from titan_loop.models.family import (
-    ModelOptions,
-    ModelSize,
-    completed_architecture,
-    get_family,
-)
+from titan_loop.models.family import ModelOptions, ModelSize, completed_architecture, get_family
 from titan_loop.models.loop_config import NORM_EPS
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 import tyro
 
-from titan_loop.errors import UserError, nearest, require_known
+from titan_loop.errors import UserError, nearest, require_at_least, require_known
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.plugins import find, names
 
@@ -158,9 +158,8 @@ def resolved_shape(options: ModelOptions) -> ModelSize:
     size = get_family(options.family).size(options.size)
     asked = {option.name: getattr(options, option.name) for option in fields(ModelSize)}
     values = asdict(size) | {name: value for name, value in asked.items() if value is not None}
-    for name, value in (*values.items(), ("readout_chunk_tokens", options.readout_chunk_tokens)):
-        if value is not None and value < 1:
-            raise UserError(f"model.{name}={value} must be at least 1")
+    counted = values | {"readout_chunk_tokens": options.readout_chunk_tokens}
+    require_at_least(1, **{f"model.{name}": value for name, value in counted.items()})
     shape = ModelSize(**values)
     if shape.dim % shape.n_heads or (shape.dim // shape.n_heads) % 2:
         dim = f"model.dim={shape.dim}"

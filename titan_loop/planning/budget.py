@@ -55,9 +55,14 @@ class Budget:
 
     def check(self) -> None:
         """Raise `UserError` for limits that cannot be met."""
-        numbers = {"budget": self.flops, "memory": self.memory_bytes, "tokens": self.tokens}
-        numbers |= {"weight-bits": self.weight_bits, "vocabulary": self.vocabulary}
-        numbers |= {"most-experts": self.most_experts}
+        numbers = {
+            "budget": self.flops,
+            "memory": self.memory_bytes,
+            "tokens": self.tokens,
+            "weight-bits": self.weight_bits,
+            "vocabulary": self.vocabulary,
+            "most-experts": self.most_experts,
+        }
         for name, value in numbers.items():
             if value is not None and not 0 < value < float("inf"):
                 raise UserError(f"--{name} {value:g} must be a positive number")

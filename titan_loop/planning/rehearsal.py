@@ -55,13 +55,10 @@ KEPT = "measured before"
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """The rehearsal of one stage.
+    """The rehearsal of one stage; `fault` says in one line why it was not assembled.
 
-    Attributes:
-        measured: The measured step; None if the stage was not assembled.
-        fault: One line why not; empty if it was assembled.
-        like: "as STAGE" if another stage was rehearsed in its place, `KEPT` for the result of an
-            earlier command, else empty.
+    `like` is "as STAGE" if another stage was rehearsed in its place, `KEPT` for the result of an
+    earlier command, else empty.
     """
 
     needs: StageNeeds

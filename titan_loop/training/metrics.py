@@ -152,7 +152,7 @@ class LoopMetricsProcessor(MetricsProcessor):
         """Write one step everywhere, start the next measuring interval, and return the record.
 
         `record` has the step's numbers without rates, equal on all ranks; `summary` is the
-        objective's part of the console line. Rates and memory are this rank's own.
+        objective's part of the console line.
         """
         step, tokens = record["step"], record["tokens"] - self._last_tokens
         elapsed = max(time.perf_counter() - self.time_last_log - self._paused_seconds, 1e-9)

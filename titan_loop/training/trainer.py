@@ -340,9 +340,8 @@ class LoopTrainer(Trainer):
     def close(self, *, together: bool = False) -> None:
         """Finish a save that is being written, and release the run directory.
 
-        Unlike in upstream's `close`, everything is closed even if closing some of it fails. If all
-        ranks close `together`, they leave at the same time: a launcher may kill ranks that outlive
-        the first one by much, such as rank 0 in a slow upload.
+        Everything is closed even if closing some of it fails. Ranks that close `together` leave at
+        the same time: a launcher may kill ranks that outlive the first one by much.
         """
         self.checkpointer.ends_together = together
         with contextlib.ExitStack() as closing:  # in reverse order, so the lock comes last

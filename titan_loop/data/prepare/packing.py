@@ -19,13 +19,7 @@ import numpy as np
 
 from titan_loop.data.packed_index import PIECE, WINDOW_END
 from titan_loop.data.shards import TokenShards, index_path
-from titan_loop.data.source_card import (
-    PackedCard,
-    SourceCard,
-    SplitCard,
-    index_paths,
-    lock_source,
-)
+from titan_loop.data.source_card import PackedCard, SourceCard, SplitCard, index_paths, lock_source
 from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
