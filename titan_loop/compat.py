@@ -146,7 +146,6 @@ def sum_gradients_as_declared(unit: nn.Module) -> None:
 
     torch 2.15's FSDP resets `grad_dtype` before each backward pass, to save a cast per parameter:
     the contributions of all visits would be added up in the compute dtype. Delete when it does not.
-    The unit must have been gathered once.
     """
     if not isinstance(unit, FSDPModule):
         return

@@ -130,12 +130,7 @@ def _import_plugins() -> None:
 
 
 def import_user_module(name: str, asked: str, fix: str) -> ModuleType:
-    """Import a module, also from the current folder, or raise a `UserError` with the words given.
-
-    Args:
-        asked: Words of the user, for the message.
-        fix: Remedy, for the message.
-    """
+    """Import a module, also from the current folder, or raise a `UserError` with these words."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # users write modules in the folder they work in
     try:

@@ -29,11 +29,7 @@ _numbers = count(1)
 
 
 class Failure(NamedTuple):
-    """The exception of one rank.
-
-    Other ranks get a `UserError`, `RunFailedError` or `OSError` as it is, and a description of
-    anything else, which might not survive the journey.
-    """
+    """The exception of one rank; other ranks get a description if it might not survive pickling."""
 
     rank: int
     error: Exception

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 def columns(rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
     """Return one line per row, with two spaces between columns as wide as their widest cell.
 
-    Args:
-        left: Indices of the columns aligned to the left; the others are aligned to the right.
+    The columns with indices in `left` are aligned to the left, the others to the right.
     """
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -27,11 +27,11 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.capo import Capo
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.families.adaptive.model import AdaptiveOptions
 from titan_loop.families.adaptive.objective import PonderCostLoss
 from titan_loop.families.adaptive.task import ManoCapo
+from titan_loop.families.ouro.capo import Capo
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig

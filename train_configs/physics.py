@@ -23,9 +23,9 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendices B.1 to B.3.
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.capo import Capo
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.task import Task
+from titan_loop.families.ouro.capo import Capo
 from titan_loop.families.ouro.layered_qa import LayeredQA
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage

@@ -25,9 +25,9 @@ from typing import Any
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.capo import Capo
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.task import Task
+from titan_loop.families.ouro.capo import Capo
 from titan_loop.families.ouro.layered_qa import LayeredQA
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss

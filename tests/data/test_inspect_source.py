@@ -9,11 +9,10 @@ import pytest
 
 from titan_loop.cli.main import main
 from titan_loop.data.inspect_source import verify_source
-from titan_loop.data.packed_index import index_paths
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import index_path
-from titan_loop.data.source_card import SourceCard
+from titan_loop.data.source_card import SourceCard, index_paths
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
 
 

@@ -21,8 +21,8 @@ from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import step_folder
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.data.inspect_source import verify_source
-from titan_loop.data.packed_index import index_paths
 from titan_loop.data.prepare.packing import pack_source
+from titan_loop.data.source_card import index_paths
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from titan_loop.cli.main import main
-from titan_loop.data.tasks.capo import Capo
 from titan_loop.data.tasks.mano import Mano
+from titan_loop.families.ouro.capo import Capo
 from titan_loop.families.ouro.layered_qa import LayeredQA
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.registry import load_recipe

@@ -44,10 +44,8 @@ def newest_good(
 ) -> tuple[int, dict[str, Any]] | None:
     """Return step and manifest of the newest whole checkpoint, None if none was ever committed.
 
-    Newer checkpoints that are not whole are skipped with a warning that gives the reason.
-
-    Args:
-        group: Ranks that share the work and agree; None if this process looks alone.
+    Newer checkpoints that are not whole are skipped with a warning that gives the reason. The ranks
+    of `group` share the work and agree; None if this process looks alone.
 
     Raises:
         UserError: Checkpoints were committed, but none is whole or all were renamed; whether to
@@ -113,8 +111,7 @@ def _seen_twice(
 ) -> dict[str, str]:
     """Look again after a while: rank 0 decides, and by then the other ranks must agree.
 
-    Args:
-        suspects: On rank 0, all files that some rank called damaged; elsewhere, this rank's own.
+    Rank 0 has all files that some rank called damaged as `suspects`, each other rank its own.
     """
     # A node's stale view of a shared disk must not rule out a good checkpoint.
     time.sleep(SECOND_LOOK_SECONDS)

@@ -68,9 +68,8 @@ def delete_stale(
 ) -> None:
     """Delete stale checkpoints and unfinished saves; log failures instead of raising them.
 
-    Args:
-        newest: Step of the checkpoint just committed. Later ones belong to another attempt, or were
-            found damaged: they are neither counted nor deleted.
+    Checkpoints later than `newest`, the one just committed, belong to another attempt or were found
+    damaged: they are neither counted nor deleted.
     """
     manifests, tags = {}, {}
     for step in committed_steps(folder):

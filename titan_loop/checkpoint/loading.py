@@ -101,9 +101,9 @@ class _StrictLoadPlanner(PlainLoadPlanner):
             key: tuple(value.shape) if isinstance(value, torch.Tensor) else None
             for key, value in self.state_dict.items()
         }
-        checkpoint = self._checkpoint
+        checkpoint, policy = self._checkpoint, self._policy
         loaded, ignored, kept = check_keys(
-            wanted, self.metadata, checkpoint=checkpoint, policy=self._policy
+            wanted, self.metadata, checkpoint=checkpoint, policy=policy
         )
         for entries, what in (
             (ignored, "entries of %s are not loaded, as asked: %s"),
@@ -124,12 +124,8 @@ def check_keys(
 ) -> tuple[list[str], list[str], list[str]]:
     """Return the keys that are loaded, stay unread, or keep their initial value.
 
-    Args:
-        wanted: Flattened key → global shape of a tensor, or None for any other object.
-
-    Raises:
-        UserError: Entries are missing, were not asked for or have another shape; it names the
-            first ten of each kind.
+    `wanted` has the global shape of each tensor by flattened key, None for any other object.
+    `UserError` names the first ten entries that are missing, not wanted or of another shape.
     """
     shapes = {
         key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -66,16 +67,12 @@ class LoopCheckpointManager(BaseCheckpointManager):
         """When to save, how, and which checkpoints to keep.
 
         Attributes:
-            enable: Whether to save and resume.
             folder: Always this one: parents, reports and SLURM jobs look for checkpoints there.
             async_mode: Write in the training thread; or copy, before training goes on or beside the
                 next forward and backward pass (into pinned memory on CUDA), and let a thread write.
-            keep_every: Keep checkpoints whose step is a multiple of this, besides the latest; 0 for
-                none.
-            verify_hashes: Whether loading reads every file and compares its hash; sizes are always
-                compared.
-            save_attempts: Number of attempts to save before training goes on without the
-                checkpoint.
+            keep_every: Keep steps that are multiples of this, besides the latest; 0 for none.
+            verify_hashes: Whether loading compares every file's hash; sizes are always compared.
+            save_attempts: Number of attempts to save before training goes on without.
             remote: Folder in an object store that every checkpoint is copied to, s3://…, gs://… or
                 file://…; a start without a whole local one fetches the newest. Empty for none.
             adopt_remote: Go on with the run whose checkpoints `remote` holds although this run
@@ -117,11 +114,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
                     raise UserError(
                         f"checkpoint.{name}={value} is not supported: {reason}; leave it unset"
                     )
-            if self.folder != CHECKPOINTS:
-                raise UserError(
-                    f"checkpoint.folder={self.folder} is not supported: it is always "
-                    f"{CHECKPOINTS!r}; leave it unset"
-                )
             for name, smallest in (("keep_every", 0), ("save_attempts", 1), ("retry_seconds", 0)):
                 require_at_least(smallest, **{f"checkpoint.{name}": getattr(self, name)})
             self.carry.check()
@@ -297,12 +289,13 @@ class LoopCheckpointManager(BaseCheckpointManager):
         def fetch() -> int | None:
             return None if self.uploader is None else self.uploader.remote.fetch_newest()
 
+        find = partial(newest_good, self.path, look_at=self._look_at, group=self.group)
         try:
-            return newest_good(self.path, look_at=self._look_at, group=self.group)
+            return find()
         except UserError:
             if from_rank_zero(self.group, fetch) is None:
                 raise
-            return newest_good(self.path, look_at=self._look_at, group=self.group)
+            return find()
 
     def _load(self, step: int = -1) -> bool:
         loaded = self._load_weights(step)

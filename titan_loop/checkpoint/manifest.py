@@ -166,9 +166,7 @@ def find_damage(
 ) -> dict[str, str]:
     """Compare files with their records; return damaged file → a phrase that names it.
 
-    Raises:
-        UserError: A file may not be read, which says nothing about the checkpoint.
-        RunFailedError: The disk fails, which says nothing either.
+    A file that may not be read, or a failing disk, says nothing about the checkpoint and raises.
     """
     damage: dict[str, str] = {}
     for name, record in records.items():

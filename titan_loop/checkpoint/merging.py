@@ -42,11 +42,6 @@ def merge_checkpoints(
     Args:
         weights: One for each checkpoint, finite and ≥ 0 with a positive sum; empty for equal ones.
             A checkpoint of weight 0 is checked like the others, but not added.
-
-    Raises:
-        UserError: There are fewer than two checkpoints, the weights do not fit, or the checkpoints
-            differ in architecture, entries, shapes, dtypes or anything that has no mean, such as
-            integers.
     """
     factors = scaled_weights(weights, len(sources))
     manifests = [read_manifest(source) for source in sources]

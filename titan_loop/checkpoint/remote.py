@@ -49,12 +49,8 @@ OWN_RECORD = "remote.json"
 class RemoteCheckpoints:
     """The checkpoints of one run in a remote folder; for rank 0.
 
-    Args:
-        stage: Name of the run's stage: a recipe's stages share the address.
-        adopt: Whether a run directory without checkpoints goes on with the run that writes there.
-
-    Raises:
-        UserError: The address cannot be used, or the folder belongs to another run.
+    A recipe's stages share the address. A folder of another run is refused, unless `adopt` lets a
+    run directory without checkpoints go on with that run.
     """
 
     def __init__(self, url: str, *, stage: str, run: Path, adopt: bool = False) -> None:
@@ -65,8 +61,7 @@ class RemoteCheckpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of all committed remote checkpoints, in increasing order."""
-        committed = [step for step in self._all_steps() if MANIFEST in self._names(step)]
-        return sorted(committed)
+        return sorted(step for step in self._all_steps() if MANIFEST in self._names(step))
 
     def upload(self, checkpoint: Path) -> None:
         """Copy a committed checkpoint: its files, then its manifest, the commit record."""
@@ -245,12 +240,7 @@ class Uploader:
 
 
 def fetch_if_needed(remote: RemoteCheckpoints, run: Path) -> None:
-    """Fetch the newest whole remote checkpoint into a run that has no whole one; on rank 0.
-
-    Raises:
-        UserError: All local checkpoints are damaged, and there is no remote one.
-        RunFailedError: There are remote checkpoints, and none arrives whole.
-    """
+    """Fetch the newest whole remote checkpoint into a run that has no whole one; on rank 0."""
     try:
         if newest_good(run / CHECKPOINTS, look_at="sizes") is None:
             remote.fetch_newest()

@@ -18,12 +18,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from titan_loop.checkpoint.folders import discard
-from titan_loop.checkpoint.manifest import (
-    FileRecord,
-    Reference,
-    file_records,
-    write_manifest,
-)
+from titan_loop.checkpoint.manifest import FileRecord, Reference, file_records, write_manifest
 from titan_loop.checkpoint.safe_reading import root_cause
 from titan_loop.checkpoint.tensor_table import TableWriter
 from titan_loop.ranks import try_on_all
@@ -68,10 +63,8 @@ def save_checkpoint(
             a commit.
 
     Returns:
-        On rank 0, the checkpoint's reference for a descendant's lineage; None elsewhere.
-
-    Raises:
-        SaveFailedError: On every rank, when no attempt succeeded on all of them.
+        On rank 0, the checkpoint's reference for a descendant's lineage; None elsewhere. If no
+        attempt succeeds on all ranks, all raise `SaveFailedError`.
     """
     rank, reason = dist.get_rank(group), None
     for attempt in retry.each():

@@ -54,11 +54,8 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
     """Return DCP's description of a checkpoint, made from its table.
 
     Every tensor is tiled by its chunks and not larger than the bytes stored of it, so that it can
-    be allocated; every file is in the checkpoint's folder.
-
-    Raises:
-        UserError: An older version wrote the checkpoint, or the table names files outside of it.
-        DamagedCheckpointError: The table is missing, truncated or garbled.
+    be allocated; every file is in the checkpoint's folder. Raises `DamagedCheckpointError`, or
+    `UserError` for a checkpoint of an older version.
     """
     path = checkpoint / TABLE
     try:

@@ -51,15 +51,9 @@ from titan_loop.errors import UserError, nearest
 class CheckpointReader:
     """The entries of a committed checkpoint, one at a time.
 
-    Memory holds the tensor that is read and one of its shards.
-
-    Args:
-        ema: Whether a weight's name stands for its average; frozen weights have none.
-
-    Raises:
-        UserError: The checkpoint was never committed, its table names files elsewhere, or it has
-            no average.
-        DamagedCheckpointError: A file is missing, truncated or altered.
+    Memory holds the tensor that is read and one of its shards. With `ema` a weight's name stands
+    for its average; frozen weights have none. Raises `UserError` for a checkpoint that was never
+    committed or has no average, `DamagedCheckpointError` for a damaged file.
     """
 
     def __init__(self, checkpoint: Path, *, look_at: LookAt = "hashes", ema: bool = False) -> None:
@@ -142,12 +136,8 @@ def write_checkpoint(
 ) -> None:
     """Write and commit a checkpoint, with one lazy tensor in memory at a time, or leave nothing.
 
-    Args:
-        entries: Flattened key → tensor, written in this order, or a plain value.
-
-    Raises:
-        UserError: The folder already holds a checkpoint.
-        ValueError: A tensor is not of the shape and dtype that were announced.
+    `entries` are tensors and plain values by flattened key, written in this order. Raises
+    `UserError` if the folder already holds a checkpoint.
     """
     if is_committed(checkpoint):
         raise UserError(f"{checkpoint} already holds a checkpoint; delete it, or choose another")

@@ -18,7 +18,6 @@ class TrainState(Protocol):
 
     def before_save(self) -> None:
         """Raise an error if the state is unfit to be resumed from."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON that continues the run on any number of ranks."""
@@ -26,11 +25,9 @@ class TrainState(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from such a state; raise `UserError` if it is another model's."""
-        ...
 
     def check_parent(self, state_dict: dict[str, Any]) -> None:
         """Raise `UserError` if weights from such a state cannot be carried over."""
-        ...
 
     def lineage(self) -> dict[str, Any]:
         """Return the run's record beside its state: recipe hash, stage, versions."""

@@ -88,12 +88,14 @@ def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None
     layers = upcycling.sources(architecture)
     entries: dict[str, Any] = {}
     for key in keys:
+        copies = _copies(key, layers)
         if key in tensors:
-            produce = partial(_produce, reader, key, _change(key, upcycling.moments, layers))
+            change = _change(key, upcycling.moments, len(copies))
+            produce = partial(_produce, reader, key, change)
             entry = LazyTensor(reader.shape(key), reader.dtype(key), produce)
         else:
             entry = reader.read_object(key)
-        entries.update(dict.fromkeys(_new_names(key, layers), entry))
+        entries.update(dict.fromkeys(copies, entry))
     has_moments = any(key.startswith(_STATE) for key in keys)
     upcycled = {
         "mode": upcycling.mode,
@@ -124,7 +126,7 @@ def _count_layers(reader: CheckpointReader, keys: Sequence[str]) -> int:
     return len(found)
 
 
-def _new_names(key: str, layers: Sequence[int]) -> list[str]:
+def _copies(key: str, layers: Sequence[int]) -> list[str]:
     """Return an entry's new names: one for each copy of its layer, or the old one."""
     match = _LAYER.fullmatch(key)
     if match is None:
@@ -136,10 +138,8 @@ def _new_names(key: str, layers: Sequence[int]) -> list[str]:
     ]
 
 
-def _change(key: str, moments: Moments, layers: Sequence[int]) -> Callable[[Tensor], Tensor] | None:
+def _change(key: str, moments: Moments, copies: int) -> Callable[[Tensor], Tensor] | None:
     """Return the change, in place, of a copied layer's moment; None for any other entry."""
-    match = _LAYER.fullmatch(key)
-    copies = layers.count(int(match["index"])) if match else 1
     if copies == 1 or not key.startswith(_STATE) or moments == "duplicate":
         return None
     if moments == "reset":

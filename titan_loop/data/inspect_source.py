@@ -1,34 +1,22 @@
 """Look at a prepared source: its documents as the model reads them, its files against its card."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from titan_loop.data.packed_index import PIECE, index_paths
-from titan_loop.data.shards import TokenShards, file_chunks, misplaced_eos
-from titan_loop.data.source_card import (
-    INDEX_SUFFIX,
-    LOSS_SUFFIX,
-    ShardCard,
-    SourceCard,
-    file_sha256,
-)
+from titan_loop.data.packed_index import PIECE, WINDOW_END
+from titan_loop.data.shards import TokenShards, file_chunks, index_path, misplaced_eos
+from titan_loop.data.source_card import LOSS_SUFFIX, ShardCard, SourceCard, file_sha256, index_paths
 from titan_loop.errors import UserError
 from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
-_INDEX_BYTES = 8
-
 
 class StoredDocument(NamedTuple):
-    """One document of a source: `tokens` of the split's tokens from `first_token` on.
-
-    Attributes:
-        targets: Number of targets of the loss; None without a mask.
-    """
+    """One document of a source: `tokens` of the split's tokens from `first_token` on."""
 
     number: int
     first_token: int
@@ -55,9 +43,6 @@ def show_source(
         source: Folder of the source.
         count: Number of documents, the first as they are stored.
         split: Split of the source.
-
-    Raises:
-        UserError: The source or its tokenizer is unusable, or `count` is below 1.
     """
     if count < 1:
         raise UserError(f"count {count} must be at least 1")
@@ -82,42 +67,40 @@ def verify_source(source: str | Path) -> Iterator[str]:
     """Yield one line for each fault of a prepared source; nothing if it is sound.
 
     Sizes, checksums, ids, document ends and masks are compared with the card. Every byte is read.
-
-    Raises:
-        UserError: There is no readable card.
     """
     source = Path(source)
     card = SourceCard.read(source)
     yield from _file(source / TOKENIZER_NAME, None, card.tokenizer_sha256)
     for name, split in card.splits.items():
         folder = source / name
+        sizes = card.shard_files(name)
         for shard in split.shards:
-            yield from _shard(folder / shard.file, shard, card)
+            yield from _shard(folder / shard.file, shard, card, sizes)
         for field in ("documents", "tokens"):
             total = sum(getattr(shard, field) for shard in split.shards)
             if total != getattr(split, field):
                 yield f"{name}: the card counts {getattr(split, field)} {field}, its shards {total}"
         for packed in split.packed:
             windows_path, pieces_path = index_paths(folder, packed.seq_len)
-            yield from _file(windows_path, packed.windows * _INDEX_BYTES, packed.windows_sha256)
+            windows_bytes = packed.windows * WINDOW_END.itemsize
+            yield from _file(windows_path, windows_bytes, packed.windows_sha256)
             yield from _file(pieces_path, packed.pieces * PIECE.itemsize, packed.pieces_sha256)
 
 
-def _shard(path: Path, shard: ShardCard, card: SourceCard) -> Iterator[str]:
-    index = path.with_name(path.name + INDEX_SUFFIX)
-    sizes = {
-        path: (shard.tokens * card.token_bytes, shard.sha256),
-        index: (shard.documents * _INDEX_BYTES, shard.index_sha256),
-    }
+def _shard(
+    path: Path, shard: ShardCard, card: SourceCard, sizes: Mapping[str, int]
+) -> Iterator[str]:
+    mask = path.with_name(path.name + LOSS_SUFFIX)
+    hashes = {path: shard.sha256, index_path(path): shard.index_sha256}
     if card.has_loss_mask:
-        sizes[path.with_name(path.name + LOSS_SUFFIX)] = (shard.tokens, shard.loss_sha256)
+        hashes[mask] = shard.loss_sha256
     sound = True
-    for file, (expected_bytes, sha256) in sizes.items():
-        for fault in _file(file, expected_bytes, sha256):
+    for file, sha256 in hashes.items():
+        for fault in _file(file, sizes[f"{path.parent.name}/{file.name}"], sha256):
             sound = sound and "SHA-256" in fault  # contents can still be looked at
             yield fault
     if sound:
-        yield from _contents(path, index, shard, card)
+        yield from _contents(path, mask, shard, card)
 
 
 def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
@@ -136,23 +119,22 @@ def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
         yield f"{path}: SHA-256 {found[:12]}…, the card says {sha256[:12]}…"
 
 
-def _contents(path: Path, index: Path, shard: ShardCard, card: SourceCard) -> Iterator[str]:
-    ends = np.fromfile(index, dtype="<u8").astype(np.int64)
+def _contents(path: Path, mask: Path, shard: ShardCard, card: SourceCard) -> Iterator[str]:
+    ends = np.fromfile(index_path(path), dtype="<u8").astype(np.int64)
     if int(ends[-1:].sum()) != shard.tokens or (np.diff(ends, prepend=0) < 1).any():
-        yield f"{index}: not ascending document ends up to token {shard.tokens}"
+        yield f"{index_path(path)}: not ascending document ends up to token {shard.tokens}"
         return
     outside = unended = start = 0
     for chunk in file_chunks(path, f"<u{card.token_bytes}"):
         outside += int((chunk >= card.vocab_size).sum())
         unended += misplaced_eos(chunk, start, ends, card.eos_id)
         start += len(chunk)
-    mask_path = path.with_name(path.name + LOSS_SUFFIX)
     not_binary = 0
     if card.has_loss_mask:
-        not_binary = sum(int((chunk > 1).sum()) for chunk in file_chunks(mask_path, "u1"))
+        not_binary = sum(int((chunk > 1).sum()) for chunk in file_chunks(mask, "u1"))
     if outside:
         yield f"{path}: {outside} token ids outside the vocabulary of {card.vocab_size}"
     if unended:
         yield f"{path}: {unended} places where document ends and EOS id {card.eos_id} disagree"
     if not_binary:
-        yield f"{mask_path}: {not_binary} bytes are neither 0 nor 1"
+        yield f"{mask}: {not_binary} bytes are neither 0 nor 1"

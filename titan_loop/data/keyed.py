@@ -33,11 +33,7 @@ class KeyedPermutation:
 
     x = a m + b with m = ceil(sqrt(n)). Every round maps (a, b) → (b, a + F_k(b) mod m), which is
     invertible for any F. An image outside the domain is mapped again until it falls inside; that is
-    rare, as m² exceeds n by at most 2 sqrt(n).
-
-    Args:
-        size: n, at least 1 and at most 2**62.
-        key: Any integer; another key gives another permutation.
+    rare, as m² exceeds n by at most 2 sqrt(n). `size` is n, from 1 to 2**62.
 
     Source: Luby and Rackoff 1988 (Feistel networks); Black and Rogaway 2002, "Ciphers with
         arbitrary finite domains", sections 3 (cycle walking) and 4 (addition modulo m).

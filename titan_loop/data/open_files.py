@@ -35,11 +35,9 @@ def open_file_limit() -> int:
 class OpenFiles:
     """Files opened when first asked for; shared by the sources of a mixture.
 
-    Beyond `most` open files, the one opened first is closed. Windows come in a random order, so
-    closing the least recently used one would not help.
-
-    Args:
-        most: None for the system's limit less 1,024, and at least half of the limit.
+    Beyond `most` open files (None for the system's limit less 1,024, and at least half of it), the
+    one opened first is closed: windows come in a random order, so the least recently used one is as
+    likely to be needed again.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -59,12 +57,7 @@ class OpenFiles:
         _close_all(self._descriptors)
 
     def read(self, path: str, dtype: np.dtype, first: int, count: int) -> np.ndarray:
-        """Return `count` values of the file from number `first`, read only.
-
-        Raises:
-            UserError: The file is gone or too short.
-            RunFailedError: The disk cannot read it.
-        """
+        """Return `count` values of the file from number `first`, read only."""
         size = count * dtype.itemsize
 
         def read() -> bytes:

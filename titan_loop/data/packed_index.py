@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.data.shards import TokenShards
-from titan_loop.data.source_card import packed_names
+from titan_loop.data.source_card import index_paths
 from titan_loop.errors import UserError
 
 PIECE = np.dtype([("first_token", "<u8"), ("length", "<u4")])
@@ -19,12 +19,7 @@ WINDOW_END = np.dtype("<u8")
 
 
 class PackedIndex:
-    """The packed windows of L + 1 tokens of one split; its files are opened when first used.
-
-    Raises:
-        UserError: The split was not packed for windows of L, or a file of the index is missing or
-            has another size than the card says.
-    """
+    """The packed windows of L + 1 tokens of one split; its files are opened when first used."""
 
     def __init__(self, shards: TokenShards, seq_len: int) -> None:
         packed = shards.split.packed_for(seq_len)
@@ -70,12 +65,6 @@ class PackedIndex:
             f"packed index {self._pieces_path}: window {window} is damaged; pack the source again "
             "with titan-loop data pack"
         )
-
-
-def index_paths(folder: Path, seq_len: int) -> tuple[Path, Path]:
-    """Return the paths of a split's window ends and pieces."""
-    windows, pieces = packed_names(seq_len)
-    return folder / windows, folder / pieces
 
 
 def _require_size(path: Path, expected_bytes: int) -> None:

@@ -15,12 +15,7 @@ PREFIX_COLUMN = Column(name=PREFIX, reader="model", dtype="bool")
 
 
 def prefix_of(positions_BL: Tensor, labels_BL: Tensor) -> Tensor:
-    """Return the column, (B, L).
-
-    Args:
-        positions_BL: Positions that restart with every document.
-        labels_BL: IGNORED where there is no label.
-    """
+    """Return the column, (B, L), from positions that restart with every document, and labels."""
     labelled_BL = (labels_BL != IGNORED).long()
     before_BL = labelled_BL.cumsum(dim=1) - labelled_BL
     # Labels before the token's document began; their number never falls.

@@ -45,11 +45,7 @@ def is_remote(path: str) -> bool:
 
 
 def local_folder(address: str) -> str:
-    """Return the folder for a remote source on this machine; nothing is copied yet.
-
-    Raises:
-        UserError: The address has an unknown scheme, holds credentials, or ends in no name.
-    """
+    """Return the folder for a remote source on this machine; nothing is copied yet."""
     check_address(address, FIELD)
     address = address.rstrip("/")
     own_name = require_file_name(address.rpartition("/")[2], FIELD)
@@ -63,13 +59,9 @@ def local_folder(address: str) -> str:
 def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iterable[str]]) -> None:
     """Copy a source here if `folder` is from `local_folder` and this process did not look yet.
 
-    Args:
-        card_name: File that makes a folder a source; it gets its name last.
-        files_of: Returns the other files that a card names; no others are copied.
-
-    Raises:
-        UserError: The address cannot be used, is not a source, or was changed since it was copied.
-        RunFailedError: It does not arrive.
+    Only the files that `files_of` returns for its card are copied; the card gets its name last. A
+    source that was changed since it was copied is refused; one that does not arrive is the
+    machine's fault.
     """
     address = _addresses.get(str(folder))
     if address is None or address in _complete:

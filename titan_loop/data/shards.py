@@ -26,21 +26,15 @@ from titan_loop.storage.transient import retried
 
 _BYTE = np.dtype(np.uint8)
 _DOCUMENT_END = np.dtype("<i8")  # written unsigned; no shard has 2**63 tokens
-_INDEX_BLOCK = 2048  # document ends read at once: in a million, mostly the only read
-_INTERPOLATIONS = 3  # then bisection, for documents whose lengths follow their order
+_INDEX_BLOCK = 2048  # document ends read at once
 _CHUNK_BYTES = 1 << 24
 
 
 class TokenShards:
-    """One split of a prepared source.
+    """One split of a prepared source, whose files must have the sizes that its card says.
 
-    Attributes:
-        disk_bytes: Size of the split's tokens, document ends and loss masks.
-
-    Raises:
-        UserError: The split is missing or empty, a file is missing or has another size than the
-            card says, or the first shard does not end in EOS where the card says so; later, from
-            reading, a file disappeared, an id lies outside the vocabulary, or an index is damaged.
+    Reading raises `UserError` if a file disappeared, an id lies outside the vocabulary, or an index
+    is damaged. `disk_bytes` is the size of the split's tokens, document ends and loss masks.
     """
 
     def __init__(
@@ -168,8 +162,7 @@ class TokenShards:
     def document_of(self, token: int) -> int:
         """Return the number in stored order of the document that the split's token belongs to."""
         ((shard, first, _, _),) = self._parts(token, 1)
-        ends, stop = self._ends_after(shard, first)
-        return sum(self._documents[:shard]) + stop - len(ends)
+        return sum(self._documents[:shard]) + self._document_at(shard, first)
 
     def _parts(self, start: int, count: int) -> list[tuple[int, int, int, int]]:
         """Return (shard, first token, last token + 1, tokens before) of each shard touched."""
@@ -189,44 +182,22 @@ class TokenShards:
     def _ends_within(self, shard: int, first: int, last: int, before: int) -> np.ndarray:
         if not self._index_is_checked[shard]:
             self._check_index(shard)
-        ends, stop = self._ends_after(shard, first)
-        while ends[-1] <= last and stop < self._documents[shard]:
-            ends = np.concatenate((ends, self._index(shard, stop, _INDEX_BLOCK)))
-            stop += _INDEX_BLOCK
+        stop = self._document_at(shard, first)
+        blocks = [self._index(shard, stop, _INDEX_BLOCK)]
+        while blocks[-1][-1] <= last and (stop := stop + _INDEX_BLOCK) < self._documents[shard]:
+            blocks.append(self._index(shard, stop, _INDEX_BLOCK))
+        ends = _joined(blocks)
         return ends[: ends.searchsorted(last, side="right")] - (first - before)
 
-    def _ends_after(self, shard: int, token: int) -> tuple[np.ndarray, int]:
-        """Return some document ends, the first one above `token` first, and the number after them.
-
-        Where lengths of documents follow no order, the end number n of N lies near n / N of the
-        shard's tokens, and one of the first three blocks has it.
-        """
-        documents = self._documents[shard]
-        low, high = 0, documents - 1  # the number searched for is in low..high
-        low_end, high_end = 0, self._starts[shard + 1] - self._starts[shard]
-        tries = 0
-        while low <= high:
-            if tries < _INTERPOLATIONS:
-                guess = low + (token - low_end) * (high - low) // max(1, high_end - low_end)
-            else:
-                guess = (low + high) // 2
-            start = max(low, min(guess - _INDEX_BLOCK // 2, documents - _INDEX_BLOCK))
-            block = self._index(shard, start, _INDEX_BLOCK)
-            stop = start + len(block)
-            if block[0] <= low_end:
-                break
-            if block[0] > token and start > low:
-                high, high_end = start, int(block[0])
-            elif block[-1] <= token:
-                low, low_end = stop, int(block[-1])
-            else:
-                return block[block.searchsorted(token, side="right") :], stop
-            tries += 1
-        raise self._not_ascending(shard)
-
-    def _not_ascending(self, shard: int) -> UserError:
-        path = self._index_paths[shard]
-        return UserError(f"index {path} does not ascend: restore it or prepare the source again")
+    def _document_at(self, shard: int, token: int) -> int:
+        """Return the number in the shard of the document that its `token` belongs to."""
+        starts = range(0, self._documents[shard], _INDEX_BLOCK)
+        block = bisect.bisect_right(
+            starts, token, key=lambda start: self._index(shard, start, 1)[0]
+        )
+        start = starts[max(0, block - 1)]
+        ends = self._index(shard, start, _INDEX_BLOCK)
+        return start + int(ends.searchsorted(token, side="right"))
 
     def _tokens_of(self, shard: int, first: int, last: int) -> np.ndarray:
         return self.files.read(self._paths[shard], self._dtype, first, last - first)
@@ -236,11 +207,11 @@ class TokenShards:
         documents, tokens = self._documents[shard], self._starts[shard + 1] - self._starts[shard]
         count = min(count, documents - first)
         before, after = int(first > 0), int(first + count < documents)
-        ends = self.files.read(
-            self._index_paths[shard], _DOCUMENT_END, first - before, before + count + after
-        )
+        path = self._index_paths[shard]
+        ends = self.files.read(path, _DOCUMENT_END, first - before, before + count + after)
         if ends[0] <= 0 or ends[-1] > tokens or (ends[1:] <= ends[:-1]).any():
-            raise self._not_ascending(shard)
+            problem = f"index {path} does not ascend"
+            raise UserError(f"{problem}: restore it or prepare the source again")
         return ends[before : before + count]
 
     def _check_index(self, shard: int) -> None:

@@ -135,28 +135,18 @@ class SourceCard:
         return sizes
 
     def files(self) -> list[str]:
-        """Return the names of the source's files in its folder, without its card.
-
-        Raises:
-            UserError: A name of a split or of a shard is not the name of a file.
-        """
+        """Return the names of the source's files without its card; `UserError` for unsafe names."""
         names = [TOKENIZER_NAME]
         for split, contents in self.splits.items():
             require_file_name(split, CARD_NAME)
             names += self.shard_files(split)
             for packed in contents.packed:
-                packed_files = packed_names(packed.seq_len)
-                names += [f"{split}/{require_file_name(name, CARD_NAME)}" for name in packed_files]
+                names += map(str, index_paths(Path(split), packed.seq_len))
         return names
 
     @classmethod
     def read(cls, folder: Path) -> "SourceCard":
-        """Read the card of the prepared source in `folder`.
-
-        Raises:
-            UserError: The folder or its card is missing, or the card is unreadable, of another
-                format, changed since it was written, or names a file outside of its folder.
-        """
+        """Read the card of a prepared source; raise `UserError` if it is missing or damaged."""
         path = folder / CARD_NAME
         copy_if_remote(folder, CARD_NAME, lambda card: cls._parse(card).files())
         if not folder.is_dir():
@@ -231,9 +221,9 @@ def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextForm
     return text.with_chatml() if any(card.has_loss_mask for card in cards) else text
 
 
-def packed_names(seq_len: int) -> tuple[str, str]:
-    """Return the names of a split's window ends and pieces, in its folder."""
-    return f"packed_{seq_len}.windows", f"packed_{seq_len}.pieces"
+def index_paths(split: Path, seq_len: int) -> tuple[Path, Path]:
+    """Return the paths of the window ends and the pieces in a split's folder."""
+    return split / f"packed_{seq_len}.windows", split / f"packed_{seq_len}.pieces"
 
 
 def file_sha256(path: Path) -> str:

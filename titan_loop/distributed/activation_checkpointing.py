@@ -89,12 +89,8 @@ class FullOffloadAC(FullAC):
 
 
 class _OffloadedLayer(OffloadWrapper):
-    """A checkpointed layer whose input is saved on the host.
-
-    The layer inside is compiled, not the checkpoint: a compiled graph would save weights, too.
-    """
-
     def compile(self, *args: Any, **kwargs: Any) -> None:
+        # The layer inside, not the checkpoint: a compiled graph would save weights, too.
         checkpointed = self._checkpoint_wrapped_module
         checkpointed.get_submodule("_checkpoint_wrapped_module").compile(*args, **kwargs)
 

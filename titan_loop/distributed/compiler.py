@@ -31,8 +31,7 @@ def keep_compiled_code(folder: Path) -> None:
     torch keeps it in the temporary folder, which a reboot empties. A run on several nodes leaves it
     there: thousands of small files of hundreds of ranks would slow down a shared disk.
     """
-    ranks = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if next(ranks) == next(ranks):
+    if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute()))
 
 

@@ -28,7 +28,7 @@ from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
 from torchtitan.tools.logging import logger
 
 from titan_loop import compat
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, require_known
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.units import Unit, UnitSize, innermost_first, sharded_axis
 
@@ -51,8 +51,7 @@ class FSDPConfig:
 
     def check(self, parallelism: ParallelismConfig) -> None:
         """Raise `UserError` for an unknown policy or settings that contradict each other."""
-        if self.policy not in (known := get_args(FSDPPolicy)):
-            raise UserError(f"fsdp.policy={self.policy} is unknown{nearest(self.policy, known)}")
+        require_known("fsdp.policy", self.policy, get_args(FSDPPolicy))
         if self.policy == "per_step" and parallelism.fsdp_reshard_after_forward == "always":
             raise UserError(
                 "parallelism.fsdp_reshard_after_forward=always contradicts fsdp.policy=per_step, "
@@ -181,14 +180,10 @@ def _hold_visited_units(model: LoopDecoder, units: Sequence[Unit]) -> None:
 
 
 def _sum_visits_in_fp32(model: LoopDecoder, units: Sequence[Unit], *, hold_layers: bool) -> None:
-    """Let autograd cast each visit's contribution to fp32 before it adds them up.
-
-    FSDP creates the unsharded parameter at its first gather and keeps it, so setting its gradient
-    dtype once is enough.
-    """
+    """Let autograd cast each visit's contribution to fp32 before it adds them up."""
 
     def set_gradient_dtype(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        handle.remove()
+        handle.remove()  # FSDP keeps the unsharded parameter that its first gather creates
         for unit in units:
             if unit.place != "step" or unit.fp32:
                 continue

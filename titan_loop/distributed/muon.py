@@ -287,10 +287,7 @@ _groups: dict[RankTable, tuple[Any, Any]] = {}
 
 
 def _group_of(matrix: Tensor, table: RankTable) -> Any:
-    """Return the group of this rank's row: the mesh's if one of its dimensions cuts the matrix.
-
-    torchtitan sets the timeout of a mesh's groups; any other group gets the world group's.
-    """
+    """Return the group of this rank's row: the mesh's if one of its dimensions cuts the matrix."""
     assert isinstance(matrix, DTensor)
     cut = [axis for axis, place in enumerate(matrix.placements) if not place.is_replicate()]
     if len(cut) == 1:
@@ -298,6 +295,7 @@ def _group_of(matrix: Tensor, table: RankTable) -> Any:
     world: Any = dist.group.WORLD
     known, group = _groups.get(table, (None, None))
     if known is not world:
+        # torchtitan sets the timeout of a mesh's groups; this one takes the world's.
         options = world._get_backend(matrix.device).options
         timeout = None if options is None else options._timeout  # a rehearsed world has none
         rows = [list(row) for row in table]

@@ -110,11 +110,7 @@ def parallelize_loop_decoder(
 ) -> LoopDecoder:
     """Spread `model` (best on the meta device) in place; torchtitan's `parallelize_fn`.
 
-    Args:
-        fsdp: Policy between visits; None takes the defaults. Under a policy that holds layers,
-            call `reshard_units` after the last backward pass of every step.
-        trainable: "exit_gate" freezes everything else, which then has no activations to
-            checkpoint.
+    Under a policy that holds layers, call `reshard_units` after the last backward pass of a step.
     """
     sizes = unit_sizes_of(model, model.units())  # asserts that every parameter belongs to one
     if parallel_dims.cp_enabled:

@@ -6,7 +6,6 @@ P parameters, with FSDP's padding, on S ranks. Muon keeps one moment of the laye
 of two. The rehearsal in `titan_loop/planning` measures activations, peaks and collectives.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -40,11 +39,7 @@ def state_bytes(
     muon: bool = False,
     averaged: bool = False,
 ) -> StateBytes:
-    """Return the bytes of one rank's share.
-
-    FSDP shards over `shards` ranks, without replicas of HSDP. Padding by tensor parallelism is not
-    counted.
-    """
+    """Return the bytes of one rank's share; FSDP shards over `shards` ranks, without replicas."""
     sizes, hidden_elements = _measured(config)
     parameters, gradients = (
         _VALUE_BYTES * sum(_shard_elements(size, shards, tensor_parallel, kind) for size in sizes)
@@ -76,7 +71,7 @@ def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], int]:
         with torch.device("meta"):
             model = config.build()
         hidden = sum(
-            math.prod(parameter.shape)
+            parameter.numel()
             for name, parameter in model.named_parameters()
             if model.parameter_group(name, parameter).is_hidden_matrix
         )

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.distributed import ParallelDims
@@ -29,9 +28,8 @@ class SlicedVocabulary(Vocabulary):
             problem = f"{ranks} tensor-parallel ranks leave one without a row; use fewer ranks"
             raise UserError(f"model.vocab_size={rows}: {problem}")
         super().__init__(rows, start=rows_per_rank * dist.get_rank(group))
-        self._rows_per_rank = rows_per_rank
         self._rows_here = min(rows_per_rank, rows - self.start)
-        self._group = group
+        self.group = group
 
     def local(
         self, head_weight_VD: Tensor, hidden_RBLD: Sequence[Tensor]
@@ -53,31 +51,13 @@ class SlicedVocabulary(Vocabulary):
 
     def all_reduce_max(self, value: Tensor) -> None:
         """Take the largest value over all slices, in place."""
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
 
     def all_reduce_sum(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return the sums over all slices of tensors of one shape, in one collective."""
         stacked = torch.stack(values)
-        dist.all_reduce(stacked, group=self._group)
+        dist.all_reduce(stacked, group=self.group)
         return stacked.unbind()
-
-    def gather_kept(self, id_CK: Tensor, value_CK: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-        """Return ids and values of all slices, in one collective; 24 bits of a float hold an id."""
-        missing = min(kept, self._rows_per_rank) - id_CK.shape[-1]
-        value_CK = F.pad(value_CK, (0, missing), value=-torch.inf)
-        id_CK = F.pad(id_CK, (0, missing)).to(value_CK.dtype)
-        pair_C2K = torch.stack((value_CK, id_CK), dim=1)
-        parts_C2K = [torch.empty_like(pair_C2K) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(parts_C2K, pair_C2K, group=self._group)
-        value_CN, id_CN = torch.cat(parts_C2K, dim=-1).unbind(1)
-        return id_CN.long(), value_CN
-
-    def summand(self, part_BLD: Tensor, head_weight_VD: Tensor) -> Tensor:
-        """Return a partial sum: a DTensor where the head is one."""
-        if not isinstance(head_weight_VD, DTensor):
-            return part_BLD
-        mesh = head_weight_VD.device_mesh
-        return DTensor.from_local(part_BLD, mesh, [Partial()], run_check=False)
 
 
 def share_vocabulary(head: LMHead, parallel_dims: ParallelDims) -> None:

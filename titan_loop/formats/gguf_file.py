@@ -54,10 +54,6 @@ def write(export: Export, output: Path) -> None:
     """Write a file, which appears under its name when all of it is there.
 
     Memory is the largest tensor, in the checkpoint's type and in the file's.
-
-    Raises:
-        UserError: The type does not fit the widths, llama.cpp does not have the tokenizer, or the
-            output exists or cannot be written to its end.
     """
     import gguf
 

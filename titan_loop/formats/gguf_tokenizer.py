@@ -22,11 +22,7 @@ _ADVICE = "write the model without it with --no-tokenizer, and give ids to the e
 
 
 def write_tokenizer(writer: "GGUFWriter", tokenizer: TokenizerExport, *, rows: int) -> None:
-    """Add tokens, merges, special ids and chat template; rows without a token become unused ones.
-
-    Raises:
-        UserError: llama.cpp has no such tokenizer.
-    """
+    """Add tokens, merges, special ids and chat template; rows without a token become unused."""
     from gguf import TokenType
 
     record = json.loads(load_tokenizer(tokenizer.path).to_str())

@@ -53,12 +53,7 @@ def _shape_of(config: dict[str, Any]) -> LlamaShape:
 class ModelFolder:
     """A checked folder of a known format: config.json, safetensors, perhaps a tokenizer.json.
 
-    Attributes:
-        tokenizer: Its tokenizer.json; None without one.
-        text: Ends of documents and rendering of conversations; None without a tokenizer.
-
-    Raises:
-        UserError: Something in it differs from the format.
+    `text` has ends of documents and rendering of conversations; None without a tokenizer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -160,13 +155,8 @@ def import_run(
 ) -> Path:
     """Write a new run with one checkpoint, of step 0, with a folder's weights; return the latter.
 
-    Memory is one shard of the folder and one tensor.
-
-    Args:
-        dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
-
-    Raises:
-        UserError: `output` is not empty.
+    Memory is one shard of the folder and one tensor. `dtype` is float32, which training needs and
+    which holds every other type exactly, or bfloat16.
     """
     config = {
         "total_tokens": 0,  # none are trained on here
@@ -195,10 +185,7 @@ def _refuse_links_outside(folder: Path) -> None:
 
 
 def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> TextFormat:
-    """Return the ends of documents, by config.json, and of turns, by the tokenizer's config.
-
-    The two differ in released folders.
-    """
+    # Ends of documents by config.json, ends of turns by the tokenizer's config: they may differ.
     try:
         settings = read_json_object(path / TOKENIZER_CONFIG, fix=_AGAIN)
     except FileNotFoundError:

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
-from titan_loop.models.family import (
-    ModelOptions,
-    ModelSize,
-    completed_architecture,
-    get_family,
-)
+from titan_loop.models.family import ModelOptions, ModelSize, completed_architecture, get_family
 from titan_loop.models.loop_config import NORM_EPS
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -115,12 +110,7 @@ class LlamaShape:
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """Return the shape of a checkpoint's model.
-
-        Raises:
-            UserError: The model is of another family, has an option for which the format has no
-                place, or R is too large.
-        """
+        """Return the shape of a checkpoint's model, if the format has a place for all of it."""
         architecture = completed_architecture(architecture)
         family = architecture["family"]
         get_family(family).require("export")
@@ -151,16 +141,16 @@ class LlamaShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read a `config.json`.
-
-        Raises:
-            UserError: A field is missing, of the wrong kind, or changes the computation.
-        """
+        """Read a `config.json`; errors as of `read_fields`."""
         return cls(**cls.read_fields(config))
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that a `config.json` gives; errors as of `from_config`."""
+        """Return the arguments that a `config.json` gives.
+
+        Raises `UserError` for a field that is missing, of the wrong kind, or changes the
+        computation.
+        """
         for name, wanted in {"model_type": cls.model_type, **cls.fixed}.items():
             found = config.get(name, wanted if name != "model_type" else None)
             if found != wanted:

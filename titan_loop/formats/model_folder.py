@@ -77,9 +77,6 @@ def write_model_folder(
         remote_code: Packages of the Python files that transformers needs beside the weights.
         note: Text after the first paragraph of the card.
         usage: Paragraphs about use, after the card's example.
-
-    Raises:
-        UserError: The output is not empty, or cannot be written to its end.
     """
     shape, tokenizer = export.shape, export.tokenizer
     with staged_folder(output) as folder:

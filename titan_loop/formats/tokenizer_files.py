@@ -70,12 +70,7 @@ def open_tokenizer(
 ) -> TokenizerExport:
     """Check that a tokenizer belongs to a model.
 
-    Args:
-        is_known: Whether the model was trained with this tokenizer; otherwise the size of its
-            vocabulary must fit closely.
-
-    Raises:
-        UserError: It is missing or unreadable, of another vocabulary, or lacks a token.
+    Unless the model is known to be trained with it, the size of its vocabulary must fit closely.
     """
     tokenizer = load_tokenizer(path)
     spare = None if is_known else PADDING_ROWS

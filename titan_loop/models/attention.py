@@ -138,10 +138,7 @@ def _attend_with_scores(
     allowed: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return softmax(scale · (q kᵀ + scores)) v.
-
-    torch's own kernel passes over the scores twice as often where the mask needs a gradient.
-    """
+    # torch's own kernel passes over the scores twice as often where the mask needs a gradient.
     shape = scores_BNLS.shape
     hidden = torch.zeros(allowed.shape, dtype=q_BLNH.dtype, device=q_BLNH.device)
     scores_BNLS = scores_BNLS + hidden.masked_fill_(~allowed, -math.inf)

@@ -53,14 +53,12 @@ from titan_loop.models.units import LAYERS, NORM_AND_GATE, OUTSIDE, TABLES, Unit
 class LoopDecoder(Decoder):
     """A decoder whose stack of unique layers is applied `recurrent_steps` times.
 
-    Attributes:
-        observe: Called after every layer visit with the state, the step (None outside the loop)
-            and the layer's number.
-        exit_policy: Exit policy in force, for layers that obey one by themselves; None as
-            trained.
+    `observe` is called after every layer visit with the state, the step (None outside the loop) and
+    the layer's number.
     """
 
     exit_policy: Any = None
+    """Exit policy in force, for layers that obey one by themselves; None as trained."""
 
     tells_step: bool = False
     """Whether layers learn the step of their visit, and so are compiled for each."""
@@ -189,8 +187,7 @@ class LoopDecoder(Decoder):
         """Run R recurrent steps over whole windows; return their states and exit logits.
 
         Args:
-            positions: (B, L) positions restarting per document; None means one document a
-                window.
+            positions: (B, L) positions restarting per document; None means one document a window.
             attention_masks: Mask of the attention backend; None builds it from `positions`.
             recurrent_steps: R; None means `self.recurrent_steps`.
         """
@@ -224,12 +221,10 @@ class LoopDecoder(Decoder):
         """Gather the inputs that all layer visits of one pass share.
 
         Args:
-            tokens: (B, L) current tokens, for their shape.
             positions: (B, L), restarting per document; None counts from 0.
             attention_masks: None builds a document mask from `positions`, or plain causal
                 attention without them. With a cache, give a (B, 1, L, L_key) mask.
-            key_positions: (B or 1, S) positions of the keys in the cache; None if only the
-                current tokens have keys.
+            key_positions: (B or 1, S) of the cache's keys; None if only current tokens have keys.
         """
         prefix = None if columns is None else columns.get(PREFIX)
         mask_wanted = cache is None and (positions is not None or self._needs_mask())

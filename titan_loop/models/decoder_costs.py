@@ -113,9 +113,8 @@ class DecoderCosts(Decoder.Config):
             (2·forward + 4·backward)·(matrix elements + 2·N·H·L) + 6·readouts·D·V + 6·R·D [gate]
 
         Without a gate only the last state is read out, else all R. A readout or gate whose input
-        needs no gradient costs 4 instead of 6. If only the gate trains, readouts run forward only
-        and cost 2. R and `backward_steps`, the number of last steps in the backward pass (None for
-        all), may be means.
+        needs no gradient costs 4 instead of 6. If only the gate trains, readouts cost 2. R and
+        `backward_steps`, the last steps in the backward pass (None for all), may be means.
         """
         reached = min(recurrent_steps, backward_steps or recurrent_steps)
         visits = self.layer_visits(recurrent_steps, backward_steps if trainable == "all" else 0)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 import tyro
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, nearest, require_at_least, require_known
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.plugins import find, names
 
@@ -98,8 +98,7 @@ class Family:
     """One family of looped models.
 
     Attributes:
-        decoder_config: Takes options, their shape and the longest window; returns the
-            architecture.
+        decoder_config: Maps options, their shape and the longest window to the architecture.
         exit_policies: None for all that work on a recurrence over the stack.
         runtime_options: Options that do not stand in the architecture record.
         data_options: Options that are taken from the data where they are left open.
@@ -116,8 +115,7 @@ class Family:
 
     def size(self, name: str) -> ModelSize:
         """Return the named size; raises `UserError` with the nearest names if it is unknown."""
-        if name not in self.sizes:
-            raise UserError(f"model.size={name} is unknown{nearest(name, self.sizes)}")
+        require_known("model.size", name, self.sizes)
         return self.sizes[name]
 
     def require(self, use: Use) -> None:
@@ -160,9 +158,8 @@ def resolved_shape(options: ModelOptions) -> ModelSize:
     size = get_family(options.family).size(options.size)
     asked = {option.name: getattr(options, option.name) for option in fields(ModelSize)}
     values = asdict(size) | {name: value for name, value in asked.items() if value is not None}
-    for name, value in (*values.items(), ("readout_chunk_tokens", options.readout_chunk_tokens)):
-        if value is not None and value < 1:
-            raise UserError(f"model.{name}={value} must be at least 1")
+    counted = values | {"readout_chunk_tokens": options.readout_chunk_tokens}
+    require_at_least(1, **{f"model.{name}": value for name, value in counted.items()})
     shape = ModelSize(**values)
     if shape.dim % shape.n_heads or (shape.dim // shape.n_heads) % 2:
         dim = f"model.dim={shape.dim}"

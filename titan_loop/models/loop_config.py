@@ -32,7 +32,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import Module
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, require_known
 from titan_loop.models.attention import DocumentAttention, LoopAttention, inner_attention_config
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.decoder import LoopDecoder
@@ -143,8 +143,7 @@ def loop_config(
     `UserError` for an unknown choice, or options that do not fit together.
     """
     for name, kinds in _CHOICES.items():
-        if (value := getattr(options, name)) not in get_args(kinds):
-            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
+        require_known(f"model.{name}", getattr(options, name), get_args(kinds))
     outside = options.prelude_layers, options.coda_layers
     if min(outside) < 0 or sum(outside) >= shape.n_layers:
         raise UserError(

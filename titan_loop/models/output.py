@@ -16,12 +16,10 @@ class LoopOutput(NamedTuple):
     which would copy R·B·L·D values and keep them alive a second time.
 
     Attributes:
-        hidden_RBLD: R tensors (B, L, D), returned by `LoopDecoder.read`; replicated under
-            tensor parallelism.
+        hidden_RBLD: R tensors (B, L, D) from `LoopDecoder.read`, whole on tensor-parallel ranks.
         exit_logit_RBL: R tensors (B, L), fp32; empty for a model without an exit gate.
         first_step: Recurrent step of the first state; R where only the last one was collected.
-        aux: Further tensors that the family's objective needs, by name, such as the cost of
-            halting.
+        aux: Further tensors of the family's objective by name, such as the cost of halting.
     """
 
     hidden_RBLD: tuple[Tensor, ...]

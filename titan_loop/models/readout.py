@@ -15,6 +15,7 @@ inside the chunk loop), T = B·L tokens, C tokens of one chunk.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,11 +74,9 @@ class LMHead(Linear):
         """Return logits for one hidden state, or the weighted loss for several steps' states.
 
         Args:
-            input: One (B, L, D) hidden state, or a tuple of R of them; replicated under tensor
-                parallelism.
+            input: One (B, L, D) hidden state, or a tuple of R; whole on tensor-parallel ranks.
             labels_BL: Next-token ids, int64; `IGNORE_INDEX` has neither loss nor gradient.
             weight_RBL: Weights w_r, fp32 or float64, equal on all tensor-parallel ranks.
-            z_loss: ζ ≥ 0.
             rows_T: Indices into the B·L tokens of all that have a label; the others then cost
                 nothing. None computes every token, which is faster where most have one.
             through: Another way of streaming: takes this device's rows of the weight, the
@@ -96,19 +95,17 @@ class LMHead(Linear):
         assert labels_BL is not None, "a tuple of states needs labels"
         assert weight_RBL is not None, "a tuple of states needs loss weights"
         if weight_RBL.dtype not in (torch.float32, torch.float64):
-            # FSDP's `cast_forward_inputs` does that.
             problem = f"weight_RBL is {weight_RBL.dtype}: loss weights must stay fp32"
             fix = "set cast_forward_inputs=False in the head's MixedPrecisionPolicy"
             raise TypeError(f"{problem}; {fix}")
         head_weight_VD, hidden_RBLD = self.vocabulary.local(self.weight, input)
         how = _How(self.chunk_tokens, self.vocabulary, z_loss, rows_T)
+        stream = partial(_stream, hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, how)
         if torch.is_grad_enabled():
-            loss, ce_RBL = _StreamedCrossEntropy.apply(  # pyright: ignore[reportGeneralTypeIssues]
-                head_weight_VD, labels_BL, weight_RBL, how, *hidden_RBLD
-            )
-            return loss, ce_RBL
-        streamed = _stream(hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, how)
-        return streamed.loss, streamed.ce_RBL
+            inputs = head_weight_VD, weight_RBL, *hidden_RBLD
+            return GradientsInForward.apply(stream, *inputs)
+        loss, (ce_RBL,), _ = stream([False] * (2 + len(hidden_RBLD)))
+        return loss, ce_RBL
 
 
 Through = Callable[[Tensor, tuple[Tensor, ...], LMHead], tuple[Tensor, ...]]
@@ -121,67 +118,41 @@ class _How(NamedTuple):
     rows_T: Tensor | None
 
 
-class _Streamed(NamedTuple):
-    loss: Tensor
-    ce_RBL: Tensor
-    hidden_grad_RBLD: list[Tensor | None]
-    head_weight_grad_VD: Tensor | None
+Taken = tuple[Tensor, tuple[Tensor, ...], Sequence[Tensor | None]]
+"""A scalar loss, further results without a gradient, and the loss's gradient for each input."""
 
 
-class _StreamedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients of the weighted loss in its forward; its backward scales them."""
+class GradientsInForward(torch.autograd.Function):
+    """Computes the gradients of a scalar loss in its forward; its backward scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        head_weight_VD: Tensor,
-        labels_BL: Tensor,
-        weight_RBL: Tensor,
-        how: _How,
-        *hidden_RBLD: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        needs_head_weight, _, needs_weight, _, *needs_hidden = ctx.needs_input_grad
-        streamed = _stream(
-            hidden_RBLD,
-            head_weight_VD,
-            labels_BL,
-            weight_RBL,
-            how,
-            needs_head_weight=needs_head_weight,
-            needs_hidden=needs_hidden,
-        )
-        ctx.weight_dtype = weight_RBL.dtype
-        ctx.mark_non_differentiable(streamed.ce_RBL)
+        ctx: Any, compute: Callable[[Sequence[bool]], Taken], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the loss and the other results; `compute` hears which inputs need a gradient."""
+        loss, results, gradients = compute(ctx.needs_input_grad[1:])
+        ctx.dtypes = [each.dtype for each in inputs]
+        ctx.mark_non_differentiable(*results)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            streamed.head_weight_grad_VD,
-            streamed.ce_RBL if needs_weight else None,
-            *streamed.hidden_grad_RBLD,
-        )
-        return streamed.loss, streamed.ce_RBL
+        ctx.save_for_backward(*gradients)
+        return loss, *results
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator is untyped
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients times the loss's."""
         grad_loss = grad_outputs[0]
         if grad_loss is None:
             return (None,) * len(ctx.needs_input_grad)
-
         # Out of place: a second backward (retain_graph) finds the saved gradients unchanged.
         # Skipping it when grad_loss == 1 would make the host wait for the device.
-        def scaled(grad: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-            return None if grad is None else (grad * grad_loss).to(dtype or grad.dtype)
-
-        head_weight_grad_VD, ce_RBL, *hidden_grad_RBLD = ctx.saved_tensors
-        return (
-            scaled(head_weight_grad_VD),
-            None,
-            scaled(ce_RBL, ctx.weight_dtype),
-            None,
-            *(scaled(grad_BLD) for grad_BLD in hidden_grad_RBLD),
+        scaled = (
+            None if gradient is None else (gradient * grad_loss).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
+        return None, *scaled
 
 
 def _stream(
@@ -190,14 +161,15 @@ def _stream(
     labels_BL: Tensor,
     weight_RBL: Tensor,
     how: _How,
-    *,
-    needs_head_weight: bool = False,
-    needs_hidden: Sequence[bool] | None = None,
-) -> _Streamed:
-    """Visit every recurrent step and chunk once; return the loss and the gradients asked for."""
+    needed: Sequence[bool],
+) -> Taken:
+    """Visit every recurrent step and chunk once; return the loss, CE_r and gradients.
+
+    The gradients are of the head weight, the loss weights and each state, as far as `needed`.
+    """
     assert len(hidden_RBLD) == len(weight_RBL), "one weight per recurrent step"
     chunk_tokens, vocabulary, z_loss, rows_T = how
-    needs_hidden = needs_hidden or [False] * len(hidden_RBLD)
+    needs_head_weight, needs_weight, *needs_hidden = needed
     compute_dtype = head_weight_VD.dtype
     loss_dtype = torch.promote_types(compute_dtype, torch.float32)
     labels_T = labels_BL.reshape(-1)
@@ -250,7 +222,9 @@ def _stream(
     loss = (weight_RT * ce_RT).sum()
     if z_loss:
         loss = loss + z_loss * (weight_RT * log_sum_RT.square()).sum()
-    return _Streamed(loss, ce_RT.view(weight_RBL.shape), hidden_grad_RBLD, head_weight_grad_VD)
+    ce_RBL = ce_RT.view(weight_RBL.shape)
+    weight_grad_RBL = ce_RBL if needs_weight else None
+    return loss, (ce_RBL,), (head_weight_grad_VD, weight_grad_RBL, *hidden_grad_RBLD)
 
 
 def _cross_entropy_to_gradient_(

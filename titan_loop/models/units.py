@@ -21,17 +21,13 @@ class Unit(NamedTuple):
 
     Attributes:
         name: Name in `plan`, which lists units of the same name together.
-        modules: They stay gathered until the last of them ran; a unit may be inside another
-            one.
-        place: Time of its visits: before the recurrent steps, in each, between every two, or
-            after.
+        modules: They stay gathered until the last of them ran; a unit may be inside another.
+        place: Time of its visits: before the recurrent steps, in each, between every two, or after.
         between: Whether it is also visited between every two steps.
         gathered_in_backward: False where the backward pass needs no weight.
         fp32: Whether it computes in fp32 and stays whole under tensor parallelism; it is small.
-        spread: Whether expert parallelism spreads it, so that FSDP shards it over the other
-            ranks.
-        kept: Whether it stays gathered after a visit, unless `fsdp_reshard_after_forward` is
-            always.
+        spread: Whether expert parallelism spreads it, so that FSDP shards over the other ranks.
+        kept: Whether it stays gathered after a visit, unless FSDP reshards always.
     """
 
     name: str

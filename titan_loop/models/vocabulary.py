@@ -1,16 +1,18 @@
 """The slice of a vocabulary on one device, and its reductions over the other slices.
 
-Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (of this slice), C
-tokens of one chunk, K tokens kept.
+Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (of this slice).
 """
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 
 
 class Vocabulary:
     """The rows of the head on this device, from token id `start`: here all V `rows`."""
+
+    group: dist.ProcessGroup | None = None
 
     def __init__(self, rows: int, start: int = 0) -> None:
         self.rows = rows
@@ -28,14 +30,3 @@ class Vocabulary:
     def all_reduce_sum(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return the sums over all slices of tensors of one shape."""
         return values
-
-    def gather_kept(self, id_CK: Tensor, value_CK: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-        """Return ids and values of all slices, one after the other; missing ones are -inf.
-
-        Every slice contributes `kept` tokens, ascending by id, if it has as many rows.
-        """
-        return id_CK, value_CK
-
-    def summand(self, part_BLD: Tensor, head_weight_VD: Tensor) -> Tensor:
-        """Return this device's part of a sum over all slices, in the type of a state."""
-        return part_BLD

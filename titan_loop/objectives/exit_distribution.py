@@ -27,7 +27,7 @@ def exit_log_pmf(exit_logit_RBL: Tensor) -> Tensor:
 
     Source: Eq. 3.
     """
-    logit_RBL = _at_least_fp32(exit_logit_RBL)
+    logit_RBL = exit_logit_RBL.to(torch.promote_types(exit_logit_RBL.dtype, torch.float32))
     log_continue_RBL = F.logsigmoid(-logit_RBL)
     # Shifted by one step instead of subtracted, which would give inf − inf for a saturated gate.
     log_survival_before_RBL = torch.cat(
@@ -76,9 +76,7 @@ def geometric_prior(
 
         π_r = η(1−η)^{r−1} / Σ_{j≤R} η(1−η)^{j−1}
 
-    Args:
-        eta: η in (0, 1). Larger values put more mass on shallow steps; η → 0 is the uniform
-            prior.
+    Larger η in (0, 1) put more mass on shallow steps; η → 0 is the uniform prior.
 
     Source: Appendix A and Figure 10.
     Deviations: the paper does not say where the mass beyond R goes. On the last step it would make
@@ -100,10 +98,6 @@ def kl_to_prior(exit_logit_RBL: Tensor, prior_R: Tensor) -> Tensor:
     pmf_RBL, finite_log_pmf_RBL = _pmf_and_finite_log(exit_logit_RBL)
     log_prior_RBL = prior_R.to(pmf_RBL).log().view(-1, *[1] * (pmf_RBL.ndim - 1))
     return (pmf_RBL * (finite_log_pmf_RBL - log_prior_RBL)).sum(dim=0)
-
-
-def _at_least_fp32(exit_logit_RBL: Tensor) -> Tensor:
-    return exit_logit_RBL.to(torch.promote_types(exit_logit_RBL.dtype, torch.float32))
 
 
 def _steps(like_RBL: Tensor) -> Tensor:

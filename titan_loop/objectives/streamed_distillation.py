@@ -13,15 +13,15 @@ tokens of one chunk.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.models.initialisation import local_part
-from titan_loop.models.readout import LMHead
+from titan_loop.models.readout import GradientsInForward, LMHead, Taken
 from titan_loop.models.vocabulary import Vocabulary
 
 
@@ -57,81 +57,59 @@ def distilled_loss(
 
     The teacher's state t and the weights w (None for ones) are constants.
     """
-    constants = local_part(teacher_BLD).detach(), weight_SBL, targets
+    teacher_BLD = local_part(teacher_BLD).detach()
 
     def stream(weight_VD: Tensor, states: tuple[Tensor, ...], head: LMHead) -> Any:
-        return _Distilled.apply(weight_VD, constants, (head.chunk_tokens, head.vocabulary), *states)
+        compute = partial(_stream, head, weight_VD, states, teacher_BLD, weight_SBL, targets)
+        return GradientsInForward.apply(compute, weight_VD, *states)
 
     return Distilled(*readout(tuple(hidden_SBLD), through=stream))
 
 
-class _Distilled(torch.autograd.Function):
-    """Computes the gradients of the loss in its forward; its backward scales them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight_VD: Tensor,
-        constants: tuple[Tensor, Tensor | None, Targets],
-        how: tuple[int, Vocabulary],
-        *hidden_SBLD: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        chunk, vocabulary = how
-        teacher_BLD, weight_SBL, targets = constants
-        teacher_TD, *hidden_STD = (
-            state_BLD.reshape(-1, state_BLD.shape[-1]) for state_BLD in (teacher_BLD, *hidden_SBLD)
-        )
-        wide = torch.promote_types(weight_VD.dtype, torch.float32)
-        labels_T, share = targets.labels_BL.reshape(-1), targets.share
-        rows = slice(vocabulary.start, vocabulary.start + weight_VD.shape[0])
-        teacher_VD = weight_VD if targets.teacher_VD is None else targets.teacher_VD[rows]
-        hidden_grad_STD = [torch.empty_like(hidden_TD) for hidden_TD in hidden_STD]
-        weight_grad_VD: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            weight_grad_VD = torch.zeros_like(weight_VD, dtype=wide)
-        weight_ST = labels_T.new_ones(len(hidden_STD), len(labels_T), dtype=wide)
-        ce_ST, kl_ST = torch.zeros_like(weight_ST), torch.zeros_like(weight_ST)
-        if weight_SBL is not None:
-            weight_ST = weight_SBL.reshape(weight_ST.shape).to(wide)
-        for start in range(0, len(labels_T), chunk):
-            part = slice(start, start + chunk)
-            teacher_CD = teacher_TD[part].to(weight_VD.dtype)
-            log_q_CV = _log_softmax((teacher_CD @ teacher_VD.t()).to(wide), vocabulary)
-            for s, hidden_TD in enumerate(hidden_STD):
-                hidden_CD = hidden_TD[part].to(weight_VD.dtype)
-                log_p_CV = _log_softmax((hidden_CD @ weight_VD.t()).to(wide), vocabulary)
-                gradient_CV, ce_ST[s, part], kl_ST[s, part] = _gradient(
-                    log_p_CV, log_q_CV, labels_T[part], share, vocabulary
-                )
-                gradient_CV *= weight_ST[s, part].unsqueeze(-1)
-                gradient_CV = (gradient_CV / targets.valid_tokens).to(weight_VD.dtype)
-                hidden_grad_STD[s][part] = gradient_CV @ weight_VD
-                if weight_grad_VD is not None:
-                    weight_grad_VD += gradient_CV.t() @ hidden_CD
-        loss = (weight_ST * ((1 - share) * ce_ST + share * kl_ST)).sum() / targets.valid_tokens
-        shape = len(hidden_STD), *targets.labels_BL.shape
-        ce_SBL, kl_SBL = ce_ST.view(shape), kl_ST.view(shape)
-        if weight_grad_VD is not None:
-            weight_grad_VD = weight_grad_VD.to(weight_VD.dtype)
-        ctx.mark_non_differentiable(ce_SBL, kl_SBL)
-        ctx.set_materialize_grads(False)
-        hidden_grads = (grad_TD.view(teacher_BLD.shape) for grad_TD in hidden_grad_STD)
-        ctx.save_for_backward(weight_grad_VD, *hidden_grads)
-        return loss, ce_SBL, kl_SBL
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator is untyped
-        ctx: Any, *grad_outputs: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        grad_loss = grad_outputs[0]
-        if grad_loss is None:
-            return (None,) * len(ctx.needs_input_grad)
-        weight_grad_VD, *hidden_grads = (
-            None if grad is None else (grad * grad_loss).to(grad.dtype)
-            for grad in ctx.saved_tensors
-        )
-        return weight_grad_VD, None, None, *hidden_grads
+def _stream(
+    head: LMHead,
+    weight_VD: Tensor,
+    hidden_SBLD: tuple[Tensor, ...],
+    teacher_BLD: Tensor,
+    weight_SBL: Tensor | None,
+    targets: Targets,
+    needed: Sequence[bool],
+) -> Taken:
+    vocabulary, chunk = head.vocabulary, head.chunk_tokens
+    teacher_TD, *hidden_STD = (
+        state_BLD.reshape(-1, state_BLD.shape[-1]) for state_BLD in (teacher_BLD, *hidden_SBLD)
+    )
+    wide = torch.promote_types(weight_VD.dtype, torch.float32)
+    labels_T, share = targets.labels_BL.reshape(-1), targets.share
+    rows = slice(vocabulary.start, vocabulary.start + weight_VD.shape[0])
+    teacher_VD = weight_VD if targets.teacher_VD is None else targets.teacher_VD[rows]
+    hidden_grad_STD = [torch.empty_like(hidden_TD) for hidden_TD in hidden_STD]
+    weight_grad_VD = torch.zeros_like(weight_VD, dtype=wide) if needed[0] else None
+    weight_ST = labels_T.new_ones(len(hidden_STD), len(labels_T), dtype=wide)
+    ce_ST, kl_ST = torch.zeros_like(weight_ST), torch.zeros_like(weight_ST)
+    if weight_SBL is not None:
+        weight_ST = weight_SBL.reshape(weight_ST.shape).to(wide)
+    for start in range(0, len(labels_T), chunk):
+        part = slice(start, start + chunk)
+        teacher_CD = teacher_TD[part].to(weight_VD.dtype)
+        log_q_CV = _log_softmax((teacher_CD @ teacher_VD.t()).to(wide), vocabulary)
+        for s, hidden_TD in enumerate(hidden_STD):
+            hidden_CD = hidden_TD[part].to(weight_VD.dtype)
+            log_p_CV = _log_softmax((hidden_CD @ weight_VD.t()).to(wide), vocabulary)
+            gradient_CV, ce_ST[s, part], kl_ST[s, part] = _gradient(
+                log_p_CV, log_q_CV, labels_T[part], share, vocabulary
+            )
+            gradient_CV *= weight_ST[s, part].unsqueeze(-1)
+            gradient_CV = (gradient_CV / targets.valid_tokens).to(weight_VD.dtype)
+            hidden_grad_STD[s][part] = gradient_CV @ weight_VD
+            if weight_grad_VD is not None:
+                weight_grad_VD += gradient_CV.t() @ hidden_CD
+    loss = (weight_ST * ((1 - share) * ce_ST + share * kl_ST)).sum() / targets.valid_tokens
+    shape = len(hidden_STD), *targets.labels_BL.shape
+    if weight_grad_VD is not None:
+        weight_grad_VD = weight_grad_VD.to(weight_VD.dtype)
+    hidden_grads = (grad_TD.view(teacher_BLD.shape) for grad_TD in hidden_grad_STD)
+    return loss, (ce_ST.view(shape), kl_ST.view(shape)), (weight_grad_VD, *hidden_grads)
 
 
 def _log_softmax(logits_CV: Tensor, vocabulary: Vocabulary) -> Tensor:

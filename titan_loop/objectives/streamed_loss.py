@@ -35,11 +35,9 @@ class LossBatch(NamedTuple):
 
     Attributes:
         valid_tokens: N, the valid tokens of the global batch, which divides every sum.
-        columns: Columns that the loader declares for the loss, by name. A term made from a
-            value per window must be spread over the window's tokens, since the losses of ranks
-            that share it add up.
-        labelled_T: Indices into the B·L tokens that have a label, where few do; for the
-            readout.
+        columns: Columns that the loader declares for the loss, by name. A term made from a value
+            per window must be spread over its tokens, since the losses of ranks that share it add.
+        labelled_T: Indices into the B·L tokens that have a label, where few do; for the readout.
     """
 
     labels_BL: Tensor

@@ -161,12 +161,6 @@ def _choices(law: NamedLaw, budget: Budget) -> Iterator[Choice]:
                     or 6 * visited * tokens > left * (1 + 1e-9)
                 ):
                     continue
-                loss = predicted(
-                    law, parameters, looped, tokens, steps, total=total, experts=experts
-                )
-                outside = law.outside(
-                    parameters=parameters, tokens=tokens, recurrent_steps=steps, experts=experts
-                )
                 yield Choice(
                     parameters=parameters,
                     looped=looped,
@@ -174,8 +168,12 @@ def _choices(law: NamedLaw, budget: Budget) -> Iterator[Choice]:
                     steps=int(steps),
                     tokens=tokens,
                     memory_bytes=memory,
-                    loss=loss,
-                    extrapolated=outside,
+                    loss=predicted(
+                        law, parameters, looped, tokens, steps, total=total, experts=experts
+                    ),
+                    extrapolated=law.outside(
+                        parameters=parameters, tokens=tokens, recurrent_steps=steps, experts=experts
+                    ),
                 )
 
 

@@ -54,7 +54,6 @@ class MeasuredStep:
     Attributes:
         moved: Collectives of the step by kind.
         moved_again: Collectives of its last micro-batch, which every further one repeats.
-        peak_bytes: Largest number of bytes held during the step.
         checkpoint_bytes: Bytes that the rank would write to a checkpoint.
     """
 

@@ -108,7 +108,11 @@ def _needs_table(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
 
 
 def _rehearsal_table(found: Sequence[Rehearsed]) -> list[str]:
-    stages = [(one, one.measured, _moved(one)) for one in found if one.measured is not None]
+    stages = [
+        (one, one.measured, one.measured.moved_in(one.needs.accumulation[1]))
+        for one in found
+        if one.measured is not None
+    ]
     rows: list[list[str]] = []
 
     def row(title: str, cell: Callable[[Rehearsed, MeasuredStep, dict[str, Moved]], str]) -> None:
@@ -126,10 +130,6 @@ def _rehearsal_table(found: Sequence[Rehearsed]) -> list[str]:
     if any(one.cpu_seconds for one, *_ in stages):
         row("CPU seconds", lambda one, *_: f"{one.cpu_seconds:.0f}")
     return columns(rows)
-
-
-def _moved(one: Rehearsed) -> dict[str, Moved]:
-    return {} if one.measured is None else one.measured.moved_in(one.needs.accumulation[1])
 
 
 def _each(needs: Sequence[StageNeeds], cell: Callable[[StageNeeds], str]) -> str:

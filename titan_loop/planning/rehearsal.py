@@ -55,13 +55,10 @@ KEPT = "measured before"
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """The rehearsal of one stage.
+    """The rehearsal of one stage; `fault` says in one line why it was not assembled.
 
-    Attributes:
-        measured: The measured step; None if the stage was not assembled.
-        fault: One line why not; empty if it was assembled.
-        like: "as STAGE" if another stage was rehearsed in its place, `KEPT` for the result of an
-            earlier command, else empty.
+    `like` is "as STAGE" if another stage was rehearsed in its place, `KEPT` for the result of an
+    earlier command, else empty.
     """
 
     needs: StageNeeds
@@ -76,13 +73,9 @@ def rehearse(
 ) -> Iterator[Rehearsed]:
     """Assemble the planned stages one after the other in this process; yield them in order.
 
-    A stage has the result of an earlier one, or of an earlier command, if it differs from that in
-    nothing that a rehearsal sees.
-
-    Args:
-        planned: Stages and their needs on the cluster, none of them refused. Neither their data nor
-            their parents' checkpoints need to be there.
-        anew: Whether to ignore the results of earlier commands.
+    A stage has the result of an earlier one, or of an earlier command unless `anew`, if it differs
+    from that in nothing that a rehearsal sees. None of the stages may be refused; neither their
+    data nor their parents' checkpoints need to be there.
     """
     done: dict[str, Rehearsed] = {}
     for needs in planned:

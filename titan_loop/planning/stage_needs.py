@@ -83,12 +83,9 @@ class StageNeeds:
 
 
 def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -> list[StageNeeds]:
-    """Compute the needs of every stage of a recipe.
+    """Compute the needs of every stage of a recipe, or of `only` one.
 
-    Args:
-        recipe: Made under `compat.assuming("cuda")`, so that it has a GPU's defaults; its data need
-            not be here.
-        only: Name of the only stage to plan; None for all.
+    Make the recipe under `compat.assuming("cuda")`, so that it has a GPU's defaults.
     """
     needs: list[StageNeeds] = []
     for stage in recipe.stages if only is None else [recipe.stage(only)]:
@@ -102,14 +99,10 @@ def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -
 def stage_needs(
     name: str, config: LoopTrainer.Config, cluster: Cluster, *, recipe: Recipe | None = None
 ) -> StageNeeds:
-    """Compute the needs of one stage.
+    """Compute the needs of one stage, whose config is not resolved: the data need not be here.
 
-    Args:
-        config: Config of its run, not resolved: the data need not be here.
-        recipe: Recipe of the stage, for checks against its parent; None for a run alone.
-
-    Raises:
-        UserError: A value, the architecture or a schedule is wrong by itself, on any cluster.
+    `recipe` is for checks against the stage's parent; None for a run alone. Raises `UserError` for
+    a value, an architecture or a schedule that is wrong on any cluster.
     """
     raise_first(value_refusals(config))
     data, refusals = _data(config)
@@ -225,11 +218,7 @@ def _layout_refusals(
     refusals = (*layout_refusals(config, model, ranks), *model_refusals(config, model))
     found = [str(refusal) for refusal in refusals]
     parallel = config.parallelism
-    degrees = (
-        parallel.tensor_parallel_degree,
-        parallel.context_parallel_degree,
-        parallel.data_parallel_replicate_degree,
-    )
-    if found and min(degrees) < 1:
+    degrees = parallel.tensor_parallel_degree, parallel.context_parallel_degree
+    if found and min(*degrees, parallel.data_parallel_replicate_degree) < 1:
         raise UserError(found[0])  # no table can be computed
     return found

@@ -64,11 +64,8 @@ def plus(moved: Mapping[str, Moved], more: Mapping[str, Moved], times: int) -> d
 class StepMeter(TorchDispatchMode):
     """Measures the operators of its block that run on fake tensors of `fake_mode`.
 
-    Tensors of other modes, such as a traced graph's, do not count.
-
-    Attributes:
-        peak_bytes: Most live bytes since `reset`.
-        moved: Collectives since `reset` by kind.
+    Tensors of other modes, such as a traced graph's, do not count. `live_bytes` are of all live
+    storages; `peak_bytes` and `moved`, collectives by kind, count since `reset`.
     """
 
     supports_higher_order_operators = True

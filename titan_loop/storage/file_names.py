@@ -34,8 +34,7 @@ def require_file_name(name: object, named_in: str | Path) -> str:
 def path_below(folder: Path, name: str, named_in: str | Path) -> Path:
     """Return the path of a file at or below a folder; `name` has parts separated by "/".
 
-    Raises:
-        UserError: One part is not the name of a file, or a link leads out of the folder.
+    Raises `UserError` if a part is not the name of a file, or a link leads out of the folder.
     """
     for part in name.split("/"):
         require_file_name(part, named_in)

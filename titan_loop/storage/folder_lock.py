@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_SECONDS = 3.0  # a shared file system may lose a file for a moment
 
-
 LEASE_SECONDS = 120.0
 """Time in which servers of network file systems forget the locks of a host that is gone."""
 
@@ -62,10 +61,6 @@ class FolderLock:
         name: Name of the locked file in the folder.
         called: Name of the folder in messages, such as "output sources/my".
         user: Name of the holder in messages, such as "run".
-
-    Raises:
-        UserError: Another process holds it, or the folder may not be written.
-        RunFailedError: Its disk fails.
     """
 
     def __init__(self, folder: Path, name: str, *, called: str, user: str) -> None:

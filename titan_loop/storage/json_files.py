@@ -59,14 +59,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, *, fix: str) -> Any:
-    """Return the JSON value in a file.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        DamagedFileError: It is not a regular file, or does not hold JSON.
-        UserError: It may not be read.
-        OSError: The disk fails, which says nothing about the file.
-    """
+    """Return the JSON value in a file; errors as of `open_regular`, and damage if it is no JSON."""
     content = read_regular(path, fix=fix)
     try:
         return _parse(content)
@@ -83,11 +76,7 @@ def read_json_object(path: Path, *, fix: str) -> dict[str, Any]:
 
 
 def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[str, Any]:
-    """Return a JSON object whose `format_version` this program knows; errors as of `read_json`.
-
-    Raises:
-        UserError: The version is newer.
-    """
+    """Return a JSON object; errors as of `read_json`, and `UserError` for a newer version."""
     record = read_json_object(path, fix=fix)
     version = record.get("format_version")
     if type(version) is not int:
@@ -125,12 +114,8 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
 def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dict[str, Any]]:
     """Return the records of a `.jsonl` file; none if it does not exist.
 
-    Args:
-        fields: Names that every record has, and the types of their values.
-
-    Raises:
-        UserError: A line is not such a record (an incomplete last one is skipped), or the file is
-            not a regular one or may not be read.
+    `fields` are names that every record has, and the types of their values. An incomplete last line
+    is skipped; any other line that is not such a record raises `UserError`.
     """
     records: list[dict[str, Any]] = []
     for number, line in enumerate(_lines(path), start=1):

@@ -34,11 +34,7 @@ _files: dict[Path, _Kept] = {}
 
 
 def append_or_keep(path: Path, record: Mapping[str, Any], append: Append = append_jsonl) -> None:
-    """Append one record; if the disk fails, warn and keep the record for the next time.
-
-    Raises:
-        UserError: The file is damaged, or may not be written.
-    """
+    """Append one record; if the disk fails, warn and keep the record for the next time."""
     kept = _files.setdefault(path, _Kept(append))
     first = not kept.records
     kept.records.append(record)

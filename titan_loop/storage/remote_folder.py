@@ -19,12 +19,7 @@ _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCred
 
 
 class RemoteFolder:
-    """One folder; it need not exist, but its bucket must.
-
-    Raises:
-        UserError: The scheme is unknown, its package is missing, the address holds credentials,
-            there are none in the environment or they do not suffice, or the bucket is not there.
-    """
+    """One folder; it need not exist, but its bucket must, and credentials that suffice for it."""
 
     def __init__(self, url: str, field: str) -> None:
         self.url = url.rstrip("/")
@@ -131,8 +126,7 @@ class RemoteFolder:
 def check_address(url: str, field: str) -> str:
     """Return the scheme of a remote folder's address, without looking there.
 
-    Raises:
-        UserError: It is none, its scheme is unknown, or it holds credentials.
+    Raises `UserError` for an unknown scheme, or credentials in the address.
     """
     match = _URL.fullmatch(url)
     if match is None or match["scheme"] not in SCHEMES:

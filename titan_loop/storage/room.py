@@ -18,12 +18,7 @@ _LOOK_SECONDS = 5.0
 
 
 def require_writable(folder: Path, called: str) -> None:
-    """Try whether files can be created in a folder, or where it will be; a full disk passes.
-
-    Raises:
-        UserError: The folder may not be written.
-        RunFailedError: Its disk fails.
-    """
+    """Try whether files can be created in a folder, or where it will be; a full disk passes."""
     # A folder's permissions do not tell: some file systems let nobody create a file.
     try:
         retried(lambda: _write_nameless(folder, b""))
@@ -35,8 +30,7 @@ def require_writable(folder: Path, called: str) -> None:
 def wait_for_room(folder: Path, needed_bytes: int) -> None:
     """Wait until a folder's disk has room, at most `WAIT_SECONDS`; then warn that saves will fail.
 
-    Raises:
-        RunFailedError: Not even small files can be written.
+    Raises `RunFailedError` if not even small files can be written.
     """
     deadline = time.monotonic() + WAIT_SECONDS
     said = False

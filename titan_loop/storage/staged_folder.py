@@ -12,17 +12,10 @@ from titan_loop.storage.transient import disk_error, retried, unwritable
 
 @contextmanager
 def staged_folder(output: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes `output` when the block ends well.
+    """Yield an empty folder that becomes `output`, which must be empty or absent, at the end.
 
     If the block raises, nothing is left. If the process is killed, `.NAME.unfinished` is left
     beside `output`, and the next attempt removes it.
-
-    Args:
-        output: Must not exist, or be an empty folder.
-
-    Raises:
-        UserError: There is something already, or the folder may not be written.
-        RunFailedError: The disk fails, or is full.
     """
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"output={output} is not empty; choose a new folder, or delete that one")

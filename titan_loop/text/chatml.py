@@ -40,12 +40,9 @@ class Turn(NamedTuple):
 def parse_turns(record: Mapping[str, Any]) -> list[Turn]:
     """Return the turns of a record with `messages`: objects with the strings `role` and `content`.
 
-    Without them, `question` becomes the user's turn and `answer` the assistant's.
-
-    Raises:
-        KeyError: If the record has neither.
-        TypeError: If a part of it is not a string.
-        ValueError: If the assistant never speaks, so that there is nothing to learn.
+    Without them, `question` becomes the user's turn and `answer` the assistant's. Raises `KeyError`
+    if the record has neither, `TypeError` if a part of it is not a string, and `ValueError` if the
+    assistant never speaks, so that there is nothing to learn.
     """
     messages = record.get("messages")
     if messages is not None:
@@ -71,16 +68,10 @@ def render(turns: Sequence[Turn]) -> str:
 def encode_chats(
     tokenizer: "Tokenizer", chats: Sequence[Sequence[Turn]], end_of_text: str
 ) -> "list[tuple[np.ndarray, np.ndarray]]":
-    """Tokenise conversations, each ending in the token `end_of_text`.
+    """Tokenise conversations that each end in `end_of_text`; return ids, int64, and targets, bool.
 
     The assistant's text is encoded apart from the header before it, because a model fixes the
     tokens of the prompt before it chooses the first token of an answer.
-
-    Returns:
-        Ids (int64) and targets (bool) of each conversation, both of shape (n,).
-
-    Raises:
-        UserError: The tokenizer lacks a control token.
     """
     import numpy as np
 
@@ -114,11 +105,7 @@ def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
 
 
 def control_tokens(tokenizer: "Tokenizer", end_of_text: str) -> tuple[int, int, int]:
-    """Return the ids of the tokens that begin a turn, end a turn and end a document.
-
-    Raises:
-        UserError: The tokenizer lacks one.
-    """
+    """Return the ids of the tokens that begin a turn, end a turn and end a document."""
     names = (TURN_START, TURN_END, end_of_text)
     start, end, document_end = (require_token(tokenizer, n, "control token") for n in names)
     return start, end, document_end

@@ -25,11 +25,7 @@ _MOST_IDS = 1 << 24
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """Load a `tokenizer.json`, without the truncation and padding it may ask for.
-
-    Raises:
-        UserError: The file is missing, or is not a tokenizer.
-    """
+    """Load a `tokenizer.json`, without the truncation and padding it may ask for."""
     from tokenizers import Tokenizer
 
     require_local(path, "tokenizer")
@@ -62,11 +58,7 @@ def vocab_size(tokenizer: "Tokenizer") -> int:
 
 
 def token_bytes(tokenizer: "Tokenizer") -> int:
-    """Return the bytes of a stored token id: 4 above 65,536 tokens, else 2, as datatrove chooses.
-
-    Raises:
-        UserError: There are gaps in the ids, and the largest does not fit into two bytes.
-    """
+    """Return the bytes of a stored token id: 4 above 65,536 tokens, else 2, as in datatrove."""
     if tokenizer.get_vocab_size() > _LARGEST_UINT16_VOCABULARY:
         return 4
     if vocab_size(tokenizer) > _LARGEST_UINT16_VOCABULARY:
@@ -82,10 +74,8 @@ def check_vocabulary(
 ) -> None:
     """Raise `UserError` unless a tokenizer's ids are rows of a model's embedding.
 
-    Args:
-        name: Name of the tokenizer in messages.
-        most_spare_rows: Largest number of rows without a token, as padding to a round number; None
-            allows any number.
+    At most `most_spare_rows` may have no token, as padding to a round number; None allows any
+    number. `name` is the tokenizer's in messages.
     """
     ids = vocab_size(tokenizer)
     if ids > rows or (most_spare_rows is not None and ids < rows - most_spare_rows):
@@ -107,10 +97,7 @@ def require_token(tokenizer: "Tokenizer", token: str, field: str) -> int:
 def token_byte_lengths(tokenizer_path: str | Path) -> "np.ndarray":
     """Return the bytes of text behind each token id: int64, shape (largest id + 1,).
 
-    Special tokens and ids without a token have 0.
-
-    Raises:
-        UserError: The tokenizer is not byte-level, so its tokens do not stand for bytes.
+    Special tokens and ids without a token have 0. A tokenizer that is not byte-level is refused.
     """
     import numpy as np
     from tokenizers import pre_tokenizers

@@ -31,9 +31,10 @@ class BatchConfig:
         """Return the number of windows, at least 1, that every batch is a multiple of."""
         if self.multiple_of_windows is not None:
             return self.multiple_of_windows
-        if _is_staircase(self.global_batch_tokens):
+        schedule = self.global_batch_tokens
+        if all(knot.interpolation == "constant" for knot in schedule.knots):
             return 1
-        return max(int(self.global_batch_tokens.smallest) // seq_len, 1)
+        return max(int(schedule.smallest) // seq_len, 1)
 
     def refusals(self, seq_len: int) -> Iterator[Refusal]:
         """Yield why a schedule's values cannot be used without rounding."""
@@ -65,11 +66,7 @@ class BatchConfig:
 
 
 def global_batch_windows(config: BatchConfig, tokens: int, seq_len: int) -> int:
-    """Return the windows in the global batch that starts after `tokens` global tokens.
-
-    The result is a positive multiple of `config.multiple(seq_len)`, and exactly the schedule's
-    value where that does not move.
-    """
+    """Return the windows in the global batch after `tokens`, a multiple of `config.multiple`."""
     return _round_down(config.global_batch_tokens(tokens), seq_len, config.multiple(seq_len))
 
 
@@ -107,11 +104,6 @@ def planned(
         tokens += count * batch_tokens
         steps += count
     return tokens, steps
-
-
-def _is_staircase(schedule: Schedule) -> bool:
-    # The last knot's interpolation is "constant": nothing follows it.
-    return all(knot.interpolation == "constant" for knot in schedule.knots)
 
 
 def _round_down(batch_tokens: float, seq_len: int, multiple: int) -> int:

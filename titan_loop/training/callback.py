@@ -45,11 +45,7 @@ class RunSettings(Protocol):
 
 
 class TrainingState(Protocol):
-    """A trainer, as its callbacks see it.
-
-    During a step, `step` is its number and `plan` its plan. `stop_listener` must hear of progress
-    during long work.
-    """
+    """A trainer, as its callbacks see it; `stop_listener` must hear of progress in long work."""
 
     step: int
     tokens: int

@@ -76,7 +76,7 @@ def saved_architecture(config: RunConfig, newest: Newest | None = None) -> Mappi
     """Return the architecture of the weights that a run starts or continues from; {} without any.
 
     Only rank 0 should call it: ranks may see different files. `newest` is from `newest_of`; None
-    reads the checkpoint again. A disk that fails raises `RunFailedError` or `OSError`.
+    reads the checkpoint again.
     """
     carry = config.checkpoint.carry
     try:

@@ -167,8 +167,8 @@ def recurrent_steps_at(
 ) -> int:
     """Return R for one training step, min_steps ≤ R ≤ max_steps, the same on every rank.
 
-    `tokens` global tokens were consumed before the step. `seed`, ≥ 0, and `step` key the draw.
-    `deepest` is the depth that the global batch needs; None if not known.
+    `seed`, ≥ 0, and `step` key the draw. `deepest` is the depth that the global batch needs; None
+    if not known.
     """
     if config.from_data and deepest is not None:
         return _clip(deepest, config)

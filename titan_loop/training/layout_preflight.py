@@ -28,30 +28,27 @@ def layout_refusals(
 ) -> Iterator[Refusal]:
     """Yield degrees of parallelism that do not fit the model, the window or the ranks."""
     parallel, attention = config.parallelism, model.layers[0].attention
-
-    def check_degrees() -> None:
-        check_parallelism(
-            parallel,
-            world_size=world_size,
-            n_heads=attention.n_heads,
-            n_kv_heads=attention.n_kv_heads or attention.n_heads,
-            seq_len=config.training.seq_len,
-            attention=config.model.attention,
-        )
-
-    def check_model() -> None:
-        model.check_spreading(
-            tensor_parallel=parallel.tensor_parallel_degree,
-            context_parallel=parallel.context_parallel_degree,
-            expert_parallel=parallel.expert_parallel_degree,
-        )
-
+    check_degrees = partial(
+        check_parallelism,
+        parallel,
+        world_size=world_size,
+        n_heads=attention.n_heads,
+        n_kv_heads=attention.n_kv_heads or attention.n_heads,
+        seq_len=config.training.seq_len,
+        attention=config.model.attention,
+    )
+    check_model = partial(
+        model.check_spreading,
+        tensor_parallel=parallel.tensor_parallel_degree,
+        context_parallel=parallel.context_parallel_degree,
+        expert_parallel=parallel.expert_parallel_degree,
+    )
+    recomputed = config.activation_checkpoint
+    check_recomputed = partial(check_recomputation, recomputed, parallel, draws=model.draws)
     yield from caught("parallelism", check_degrees)
     yield from caught("parallelism", check_model)
     yield from caught("fsdp", lambda: config.fsdp.check(parallel))
-    recomputed = config.activation_checkpoint
-    check = partial(check_recomputation, recomputed, parallel, draws=model.draws)
-    yield from caught("activation_checkpoint", check)
+    yield from caught("activation_checkpoint", check_recomputed)
 
 
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:

@@ -40,7 +40,7 @@ class FolderWatch:
         """Let a run that lost its folder save in the new place; collective.
 
         Returns the error to end with after that save; None if all is well. Raises `UserError` if
-        there is nowhere to save: the folder is gone, or belongs to another training.
+        there is nowhere to save.
         """
         if self._error is not None:
             return self._error  # followed already

@@ -116,8 +116,7 @@ class LoopMetricsProcessor(MetricsProcessor):
     ) -> None:
         """Start the clock at a step, 0 or a checkpoint's, and log the paths of all files.
 
-        The last of `total_steps` is always logged. `compute_dtype`, bfloat16 or float32, is the
-        precision of the layers' products.
+        `compute_dtype`, bfloat16 or float32, is the precision of the layers' products.
         """
         if self.device_peak_flops is None:
             device = self.device_memory_monitor.device_name
@@ -153,7 +152,7 @@ class LoopMetricsProcessor(MetricsProcessor):
         """Write one step everywhere, start the next measuring interval, and return the record.
 
         `record` has the step's numbers without rates, equal on all ranks; `summary` is the
-        objective's part of the console line. Rates and memory are this rank's own.
+        objective's part of the console line.
         """
         step, tokens = record["step"], record["tokens"] - self._last_tokens
         elapsed = max(time.perf_counter() - self.time_last_log - self._paused_seconds, 1e-9)
@@ -246,10 +245,7 @@ def global_means(
 
 
 def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float | None:
-    """Return a device's peak in FLOP/s, None if it is not known.
-
-    The bf16 peak is torchtitan's, the fp32 peak is from `DEVICES`.
-    """
+    """Return a device's peak in FLOP/s, None if it is not known."""
     peak = titan_utils.get_peak_flops(device_name)
     is_fallback = peak == _A100_PEAK_FLOPS and "A100" not in device_name
     if is_fallback or not math.isfinite(peak):

@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, get_args, get_type_hints
 
 import titan_loop.compat as compat  # before any torchtitan module
@@ -253,11 +254,10 @@ class LoopOptimizers(OptimizersContainer):
 
     def restart(self) -> None:
         """Set all moments and step counts to zero."""
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, Tensor):
-                        value.zero_()
+        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+        for value in chain.from_iterable(state.values() for state in states):
+            if isinstance(value, Tensor):
+                value.zero_()
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set every group's rate: the scheduled one times the group's factor."""
@@ -299,11 +299,9 @@ class LoopOptimizers(OptimizersContainer):
             self._average.load_state_dict(own)
 
     def _start_unreached(self) -> None:
-        """Give parameters that no gradient has reached yet the state that they will start with.
-
-        A truncated backward pass may leave out the embedding for a while; without a state it would
-        be missing from the checkpoint.
-        """
+        """Give parameters that no gradient has reached yet the state that they will start with."""
+        # A truncated backward pass may leave out the embedding for a while; without a state it
+        # would be missing from the checkpoint.
         for optimizer in self.optimizers:
             known = next(((p, state) for p, state in optimizer.state.items() if state), None)
             if known is None:

@@ -18,22 +18,16 @@ from typing import Any, get_args
 
 import titan_loop.compat as compat  # before any torchtitan module
 
-from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.distributed.activation_checkpointing import FullOffloadAC
 from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.context import PREFIX
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
 from titan_loop.training.chosen_model import chosen_model, saved_architecture
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
 from titan_loop.training.depth_schedule import fewest_recurrent_steps, most_recurrent_steps
-from titan_loop.training.layout_preflight import (
-    batch_refusals,
-    layout_refusals,
-    memory_refusals,
-)
+from titan_loop.training.layout_preflight import batch_refusals, layout_refusals, memory_refusals
 from titan_loop.training.optimizer import MuonConfig
 
 LARGEST_SEED = 2**63 - 1
@@ -117,15 +111,11 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
         yield from config.batch.refusals(config.training.seq_len)
 
 
-def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -> Iterator[Refusal]:
+def setting_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
     """Yield settings that contradict each other, with any data and any number of ranks.
 
-    `starts_trained` says whether the run starts from trained weights; None looks at
-    `checkpoint.carry.parent` and the run directory.
+    `starts_trained` says whether the run starts from trained weights.
     """
-    if starts_trained is None:
-        steps = committed_steps(RunDirectory(config.dump_folder).checkpoints)
-        starts_trained = bool(config.checkpoint.carry.parent or steps)
     yield from config.loss.refusals(
         trainable=config.trainable,
         exit_gate=config.model.exit_gate,

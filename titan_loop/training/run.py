@@ -85,7 +85,6 @@ def run_training(
         command: Recorded in `run.json`; None takes this process' command line.
         evaluations: Builds the callbacks of `held_out`, `suite` and a curriculum, which
             training cannot import.
-        startup: Measures this start; None begins now.
     """
     startup = startup or StartupClock()
     while True:
@@ -216,9 +215,7 @@ def _remote(config: RunConfig) -> RemoteCheckpoints | None:
 def fetch_checkpoints(config: RunConfig) -> bool:
     """Take up rewinds, and fetch the remote checkpoint of a run that has none; on rank 0.
 
-    Returns True if the run's checkpoints may have changed. Raises `UserError` if
-    `checkpoint.remote` cannot be used or holds another run, `RunFailedError` if nothing arrives
-    whole.
+    Returns True if the run's checkpoints may have changed.
     """
     run, asked = RunDirectory(config.dump_folder), config.checkpoint
     if not asked.enable or asked.load_only or not (asked.remote or read_rewinds(run.path)):
@@ -298,8 +295,7 @@ def _checkpoint_bytes(config: RunConfig, newest: Newest) -> int:
 def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
     """Return whether anything is left to train; refuse a checkpoint that does not fit.
 
-    It may have another architecture, other data or no moments, or not be the newest. `newest` is
-    from `newest_of`; None reads the checkpoint again.
+    `newest` is from `newest_of`; None reads the checkpoint again.
     """
     config = run.config
     if not config.checkpoint.enable:

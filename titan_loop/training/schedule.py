@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from titan_loop.errors import UserError, nearest
@@ -72,10 +72,9 @@ class Schedule:
     def __call__(self, tokens: int) -> float:
         """Return the value after `tokens` global tokens, exactly the knot's value on a knot."""
         index = self._knot_before(tokens)
-        if index < 0:
-            return self.knots[0].value
-        knot = self.knots[index]
-        if index + 1 == len(self.knots) or knot.interpolation == "constant":
+        knot = self.knots[max(index, 0)]
+        # The last knot is constant, too.
+        if index < 0 or knot.interpolation == "constant":
             return knot.value
         following = self.knots[index + 1]
         fraction = (tokens - knot.tokens) / (following.tokens - knot.tokens)
@@ -152,15 +151,14 @@ class Schedule:
         if len(words) == 1 and ":" not in words[0]:
             return cls.constant(_parse_number(words[0], text))
         knots: list[Knot] = []
-        for place in range(0, len(words), 2):
-            tokens_text, colon, value_text = words[place].partition(":")
+        for point, word in zip_longest(words[::2], words[1::2], fillvalue="constant"):
+            tokens_text, colon, value_text = point.partition(":")
             if not colon:
-                problem = f"schedule {text!r} has {words[place]!r} where TOKENS:VALUE belongs"
+                problem = f"schedule {text!r} has {point!r} where TOKENS:VALUE belongs"
                 raise UserError(f"{problem}; write it like 0:0 linear 2M:3e-4")
             tokens = _parse_number(tokens_text, text)
             if tokens != int(tokens):
                 raise UserError(f"schedule {text!r} has tokens={tokens_text}; use a whole number")
-            word = words[place + 1] if place + 1 < len(words) else "constant"
             if word not in _INTERPOLATIONS:
                 known = nearest(word, _INTERPOLATIONS)
                 raise UserError(f"schedule {text!r} has the interpolation {word!r}{known}")

@@ -64,10 +64,8 @@ def grace_seconds(environment: Mapping[str, str]) -> float:
 class StopListener:
     """Listens for `SIGNALS` inside its context; enter it in the main thread.
 
-    Args:
-        grace: Seconds from the first signal to the end of the process.
-        echo: Seconds in which a further signal counts as the first.
-        leave: Seconds from `leave` to the end of the process.
+    The arguments are seconds: from the first signal to the end of the process (`grace`), in which a
+    further signal counts as the first (`echo`), from `leave` to the end of the process (`leave`).
     """
 
     def __init__(

@@ -65,7 +65,6 @@ class LoopTrainer(Trainer):
         config: The trainer's own copy of the run's config; `training.steps` follows the plan.
         callbacks: Those that the config switches on, the recipe's, then appended ones.
         window_share: The part of every window that this rank computes; None for all of it.
-        startup: Measures the time to the first step.
     """
 
     Config: TypeAlias = RunConfig
@@ -135,10 +134,7 @@ class LoopTrainer(Trainer):
         self.config.training.steps = self.run.config.last_step(tokens=self.tokens, steps=self.step)
 
     def train(self) -> None:
-        """Train to the end, from the newest checkpoint if there is one.
-
-        Raises `StoppedError` if a rank heard a signal, `UserError` if the run lost its folder.
-        """
+        """Train to the end, from the newest checkpoint if there is one."""
         try:
             super().train()
         finally:
@@ -343,9 +339,8 @@ class LoopTrainer(Trainer):
     def close(self, *, together: bool = False) -> None:
         """Finish a save that is being written, and release the run directory.
 
-        Unlike in upstream's `close`, everything is closed even if closing some of it fails. If all
-        ranks close `together`, they leave at the same time: a launcher may kill ranks that outlive
-        the first one by much, such as rank 0 in a slow upload.
+        Everything is closed even if closing some of it fails. Ranks that close `together` leave at
+        the same time: a launcher may kill ranks that outlive the first one by much.
         """
         self.checkpointer.ends_together = together
         with contextlib.ExitStack() as closing:  # in reverse order, so the lock comes last

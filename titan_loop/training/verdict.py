@@ -24,11 +24,8 @@ class StepVerdict:
     """Common decision of all ranks about one step; on the device until it is read.
 
     `flags` are (3,) int32, the same on all ranks: 1 to update the weights, 1 to go on with
-    training, and minus the largest number of repeated reads of a rank.
-
-    Attributes:
-        skip: fp32 scalar on the device: 1 if the update must be skipped, else 0.
-        io_retries: Largest number of repeated reads of a rank; 0 until the verdict is read.
+    training, and minus the largest number of repeated reads of a rank, which is `io_retries` once
+    the verdict is read. `skip` is an fp32 scalar: 1 if the update must be skipped, else 0.
     """
 
     def __init__(self, flags: Tensor) -> None:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_loop.data.inspect_source import verify_source
-from titan_loop.data.packed_index import PIECE, PackedIndex, index_paths
+from titan_loop.data.packed_index import PIECE, PackedIndex
 from titan_loop.data.prepare import packing
 from titan_loop.data.prepare.packing import best_fit_decreasing, pack_source
 from titan_loop.data.shards import TokenShards, index_path
-from titan_loop.data.source_card import CARD_NAME, SourceCard
+from titan_loop.data.source_card import CARD_NAME, SourceCard, index_paths
 from titan_loop.errors import UserError
 
 

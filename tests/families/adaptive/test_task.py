@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.tasks.test_capo import SMALL, check_bits
+from tests.families.ouro.test_capo import SMALL, check_bits
 from tests.support.tiny import tiny_config
 from titan_loop.cli.flag_help import flags_of
 from titan_loop.cli.overrides import apply_overrides

@@ -86,11 +86,8 @@ class GlobalBatchLoader(BaseDataLoader):
         micro-batch m = (k - s) // (dp b),   rank r = (k - s) % (dp b) // b,   row (k - s) % b
 
     While a step trains, a thread reads the next global batch; it counts as consumed only when the
-    training loop takes it. torchtitan's `tokenizer` and `snapshot_every_n_steps` are not used.
-
-    Args:
-        description: Everything the data and its order depend on, in readable JSON fields; starts
-            the hash. A saved position is only valid where the description is the same.
+    training loop takes it. `description` has everything the data and its order depend on, in
+    readable JSON fields; a saved position is only valid where it is the same.
 
     Attributes:
         windows_consumed: Windows read or jumped over by all ranks together since the job's start.
@@ -161,8 +158,7 @@ class GlobalBatchLoader(BaseDataLoader):
         dp_rank: int,
         local_batch_size: int,
         seq_len: int,
-        tokenizer: Any = None,
-        snapshot_every_n_steps: int | None = None,
+        **unused: Any,
     ) -> None:
         self._prefetch = config.prefetch
         self._accept_change = config.accept_change
@@ -188,11 +184,7 @@ class GlobalBatchLoader(BaseDataLoader):
         self._ahead: tuple[Position, Future[BatchesRead]] | None = None
 
     def locate(self, window: np.ndarray) -> np.ndarray:
-        """Return the identity of each global window: uint64, shape (len(window), 3).
-
-        Raises:
-            UserError: The data ends before.
-        """
+        """Return the identity of each global window: uint64, shape (len(window), 3)."""
         identity = np.zeros((len(window), 3), dtype=np.uint64)
         identity[:, 2] = window
         return identity
@@ -243,10 +235,8 @@ class GlobalBatchLoader(BaseDataLoader):
     def read_step(self, global_batch_windows: int) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch and move on by that batch.
 
-        Raises:
-            UserError: The global batch is not a positive multiple of dp_world_size x
-                local_batch_size, the data ends, or a file can no longer be read. Nothing is
-                consumed then.
+        Nothing is consumed if a `UserError` says that the data ends, that a file can no longer be
+        read, or that the ranks do not split the batch.
         """
         per_micro_batch = self._dp_world_size * self._local_batch_size
         if global_batch_windows <= 0 or global_batch_windows % per_micro_batch:
@@ -325,12 +315,9 @@ class GlobalBatchLoader(BaseDataLoader):
         }
 
     def check_state(self, state_dict: dict[str, Any]) -> list[str]:
-        """Return the changes of the data that `dataloader.accept_change` accepts.
+        """Return the changes of the data that `dataloader.accept_change` accepts, or refuse them.
 
         Ranks and batch sizes may differ.
-
-        Raises:
-            UserError: The data or its order differs; the message lists every difference.
         """
         if not state_dict:
             return []

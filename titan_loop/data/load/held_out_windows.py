@@ -76,11 +76,7 @@ def held_out_windows(
 ) -> HeldOutWindows:
     """Return `count` windows of a source's held-out split, or all with a warning if it has fewer.
 
-    Args:
-        seed: Chooses which windows, and the offset of the cuts.
-
-    Raises:
-        UserError: As `CutWindows`; for a count below 1, or windows without a label.
+    `seed` chooses the windows and the offset of the cuts.
     """
     if count < 1:
         raise UserError(f"held-out window count {count} must be at least 1")

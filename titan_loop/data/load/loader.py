@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from titan_loop.data.load.mixture_sources import (
 from titan_loop.data.load.windows import Batch, Window
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.source_card import SHORT_DIGEST
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least, require_known
 from titan_loop.ranks import warn_together
 
 logger = logging.getLogger(__name__)
@@ -46,12 +46,7 @@ class SourceDemand(NamedTuple):
 
 
 class WindowLoader(GlobalBatchLoader):
-    """Mixes the windows of prepared sources in an order that only seed and position decide.
-
-    Raises:
-        UserError: For an unusable mixture or source, sources with different tokenizers, or a window
-            that is longer than a source.
-    """
+    """Mixes the windows of prepared sources in an order that only seed and position decide."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GlobalBatchLoader.Config):
@@ -89,16 +84,10 @@ class WindowLoader(GlobalBatchLoader):
 
         def check(self) -> None:
             """Raise `UserError` for values that cannot work."""
-            if self.max_epochs is not None and self.max_epochs < 1:
-                raise UserError(f"dataloader.max_epochs={self.max_epochs} must be at least 1")
-            if self.when_exhausted not in ("stop", "renormalise"):
-                raise UserError(
-                    f"dataloader.when_exhausted={self.when_exhausted} is unknown; use stop or "
-                    "renormalise"
-                )
             tokens = self.unique_tokens
-            if tokens is not None and tokens < 1:
-                raise UserError(f"dataloader.unique_tokens={tokens} must be at least 1")
+            counts = {"dataloader.max_epochs": self.max_epochs, "dataloader.unique_tokens": tokens}
+            require_at_least(1, **counts)
+            require_known("dataloader.when_exhausted", self.when_exhausted, get_args(Exhausted))
             entries = [] if tokens is None else parse_mixture(self.mixture)
             if entries and (self.max_epochs or any(entry.max_epochs for entry in entries)):
                 raise UserError(

@@ -40,18 +40,13 @@ class MixtureEntry:
 
 
 def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
-    """Read a mixture from `PATH=WEIGHT[:packed][:max_epochs=N]`; a path alone has weight 1.
-
-    Raises:
-        UserError: For no entry, an unreadable one, weights whose sum is 0 or overflows, or a path
-            given twice.
-    """
+    """Read a mixture from `PATH=WEIGHT[:packed][:max_epochs=N]`; a path alone has weight 1."""
     if not entries:
         raise UserError("dataloader.mixture is empty: give at least one source, as PATH=WEIGHT")
     mixture: list[MixtureEntry] = []
     for text in entries:
         entry = _parse_entry(text)
-        # However it is spelt: two entries would read the same windows in the same order.
+        # Two entries would read the same windows in the same order.
         if os.path.realpath(entry.path) in (os.path.realpath(known.path) for known in mixture):
             raise UserError(
                 f"dataloader.mixture: {entry.path} is listed twice: list it once with the combined "
@@ -100,11 +95,7 @@ def _parse_entry(text: str) -> MixtureEntry:
 
 
 def weight_shares(mixture: Sequence[MixtureEntry], period: int = PERIOD_WINDOWS) -> list[int]:
-    """Round the weights to integer shares of one period (largest remainder) in lowest terms.
-
-    Raises:
-        UserError: For a positive weight below 1/period of the total, which would never be read.
-    """
+    """Round the weights to integer shares of one period (largest remainder) in lowest terms."""
     total = math.fsum(source.weight for source in mixture)
     exact = [source.weight / total * period for source in mixture]
     for source, share in zip(mixture, exact, strict=True):
@@ -132,9 +123,6 @@ class MixtureOrder:
     where S >= 2 sources have a positive share; a single one is met exactly. Step k serves, among
     the sources already due (k n_i / P - x_i >= 1 / (2 S - 2)), the one with the earliest deadline.
     All arithmetic is on integers, so ties fall the same way on every machine.
-
-    Args:
-        shares: n_i, integers >= 0 with a positive sum P.
 
     Source: Tijdeman 1980, "The chairman assignment problem", theorem 1 (the bound is tight).
     """
@@ -191,11 +179,7 @@ def _lay_out(shares: np.ndarray, period: int) -> np.ndarray:
 
 
 class Stretch(NamedTuple):
-    """A part of the mixture with one set of weights.
-
-    Attributes:
-        counts_before: Windows of each source read before it (int64).
-    """
+    """A part of the mixture with one set of weights; `counts_before` are windows by source."""
 
     first_window: int
     counts_before: np.ndarray
@@ -212,8 +196,7 @@ class CappedMixture:
 
     Args:
         caps: Windows each source may give; None for no cap.
-        first_window: First window of this mixture, after another one.
-        first_counts: Windows of each source read before that; zero by default.
+        first_counts: Windows of each source read before `first_window`; zero by default.
         repeat_after: Number of windows after which the same ones come again; None for never.
 
     Attributes:

@@ -9,7 +9,7 @@
 from dataclasses import dataclass
 
 from titan_loop.data.tasks.task import Task
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,7 +65,6 @@ class Curriculum:
         if not 0 <= self.accuracy <= 1:
             raise UserError(f"{field}.accuracy={self.accuracy} must lie between 0 and 1")
         for name, least in (("questions", 1), ("recurrent_steps", 0), ("limit_tokens", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{field}.{name}={getattr(self, name)} must be at least {least}")
+            require_at_least(least, **{f"{field}.{name}": getattr(self, name)})
         for level in range(task.levels - 1):  # refuses an exam that cannot be drawn
             task.check_exam(self.questions, strata=task.level_strata(level))

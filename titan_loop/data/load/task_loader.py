@@ -27,9 +27,6 @@ class TaskLoader(GlobalBatchLoader):
     An example is a document: positions restart with it. Examples fill a window and the last one is
     cut off; or each example has a window to itself, and every position behind it is a document of
     its own without a label.
-
-    Raises:
-        UserError: For a parameter out of range, or a window shorter than the longest example.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -47,9 +47,6 @@ class Window(NamedTuple):
             ids: Token ids, any integer type, shape (L + 1,).
             ends: Ascending document ends in 1..L + 1 (int64): token e - 1 is its document's last.
             mask: 0 where a token may not be a label, shape (L + 1,); None allows all.
-
-        Raises:
-            ValueError: If the ends do not ascend.
         """
         length = len(self.input)
         self.input[:] = ids[:-1]
@@ -91,15 +88,11 @@ class SourceWindows(ABC):
     Every epoch has the same number of windows n, so that a division of the counter gives epoch and
     number; within an epoch the order is a keyed permutation of 0..n-1.
 
-    Args:
-        seq_len: L, the number of predicted tokens of a window.
-        key: Chooses order and offsets.
-
-    Attributes:
-        fill: Share of an epoch's tokens that are text, not padding, in (0, 1].
+    `seq_len` is L, the number of predicted tokens of a window; `key` chooses order and offsets.
     """
 
     fill = 1.0
+    """Share of an epoch's tokens that are text, not padding, in (0, 1]."""
 
     def __init__(self, shards: TokenShards, seq_len: int, windows_per_epoch: int, key: int) -> None:
         self.shards = shards
@@ -134,11 +127,8 @@ class CutWindows(SourceWindows):
     """Fixed cuts of a source's stream: n = max(1, floor((T - L) / L)) windows of its T tokens.
 
     Attributes:
-        unread_tokens_per_epoch: Tokens that no window of an epoch predicts, besides the stream's
-            first: those before the offset and after the last cut, fewer than 2 L.
-
-    Raises:
-        UserError: If the split has fewer than L + 1 tokens.
+        unread_tokens_per_epoch: Tokens before the offset and after the last cut, fewer than 2 L,
+            which no window of an epoch predicts.
     """
 
     def __init__(self, shards: TokenShards, seq_len: int, key: int) -> None:
@@ -180,9 +170,6 @@ class PackedWindows(SourceWindows):
 
     Padding is EOS tokens that form a document of their own: no text attends to them, and they are
     never labels.
-
-    Raises:
-        UserError: If the split was not packed for this window length.
     """
 
     def __init__(self, shards: TokenShards, seq_len: int, key: int) -> None:

@@ -77,11 +77,11 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
     for name, options in raw.get("quality", {}).items():
         if not isinstance(options, dict):
             raise UserError(f"config {path}: quality.{name} = {options!r} must be a table, as {{}}")
-        signature = inspect.signature(quality_filter(name).__init__)
+        signature = inspect.signature(quality_filter(name))
         defaults = {
             option: parameter.default
             for option, parameter in signature.parameters.items()
-            if option not in ("self", "exclusion_writer", "language")
+            if option not in ("exclusion_writer", "language")
         }
         _require_known(path, f"quality.{name}.", options, defaults)
         _require_types(path, f"quality.{name}", options, defaults)

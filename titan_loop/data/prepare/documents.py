@@ -69,19 +69,14 @@ def find_documents(
     dataset_split: str = "train",
     ours: Sequence[Path] = (),
 ) -> Documents:
-    """Resolve inputs to files.
+    """Resolve inputs, as of `tokenize_source`, to files.
 
-    Args:
-        inputs: Files or folders; a folder is searched for JSONL or Parquet files, and if it has
-            neither, all its files are documents; with a format and patterns, the matching ones are.
-            One dataset name for the format "huggingface".
-        held_out_inputs: As `inputs`, for the held-out split. Without it, a folder with
-            `train.jsonl` and `held_out.jsonl` at its top stands for these two files.
-        ours: Files and folders written by an earlier run, to be skipped.
+    A folder is searched for JSONL or Parquet files, and if it has neither, all its files are
+    documents; with a format and patterns, the matching ones are. `ours` are files and folders
+    written by an earlier run, to be skipped.
 
     Raises:
-        UserError: For inputs that are missing, empty, mixed or ambiguous, or options without
-            effect.
+        UserError: For inputs that are missing, mixed or ambiguous, or options without effect.
     """
     if format not in FORMATS:
         raise UserError(f"format {format!r} is not known{nearest(format, FORMATS)}")

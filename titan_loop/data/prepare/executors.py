@@ -49,9 +49,6 @@ def run_pipelines(
 
     Returns:
         Whether the pipelines are done; False if they were only submitted, as under SLURM.
-
-    Raises:
-        UserError: The executor cannot be used here or does not know an option, or tasks failed.
     """
     if executor == "slurm":
         if shutil.which("sbatch") is None:
@@ -137,16 +134,14 @@ def statistics(logs: Path, steps: Sequence[str]) -> dict[str, Counter[str]]:
     """Return the counts of each step of a pipeline, summed over its finished tasks."""
     totals: dict[str, Counter[str]] = {name: Counter() for name in steps}
     for path in sorted((logs / "stats").glob("*.json")):
-        fix = "delete it and what it counts with pass overwrite"
+        fix = "pass overwrite to begin anew"
+        counted = read_json(path, fix=fix)
         try:
-            for name, step in zip(steps, read_json(path, fix=fix), strict=True):
+            for name, step in zip(steps, counted, strict=True):
                 for statistic, value in step["stats"].items():
                     total = value["total"] if isinstance(value, dict) else value
                     totals[name][statistic] += int(total)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise DamagedFileError(
-                path, f"not the statistics of {len(steps)} steps", fix
-            ) from error
+            problem = f"not the statistics of {len(steps)} steps"
+            raise DamagedFileError(path, problem, fix) from error
     return totals

@@ -4,6 +4,7 @@ import base64
 import binascii
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,10 +58,6 @@ def train_tokenizer(
         format: Format of the files; auto goes by their names.
         pattern: Patterns of file names in folders, e.g. '*.py' '*.md'.
         text_key: Field that holds a document's text.
-
-    Raises:
-        UserError: For inputs that cannot be used, a vocabulary too small for bytes and special
-            tokens, or text too small to fill it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -105,10 +102,6 @@ def import_tokenizer(
         input: tiktoken rank file (lines of base64 bytes and rank), or a tokenizer.json to copy.
         output: Path of the new tokenizer.json, or an existing folder for it.
         split_pattern: Pre-tokenisation pattern of the rank file, from its publisher.
-
-    Raises:
-        UserError: The file is missing or neither kind, the pattern is missing, or the converted
-            tokenizer does not agree with tiktoken on a probe text.
     """
     require_local(input, "tokenizer")
     path, output = Path(input), _output_file(output)
@@ -154,19 +147,23 @@ def _output_file(output: str | Path) -> Path:
     require_local(output, "output")
     output = Path(output)
     output = output / TOKENIZER_NAME if output.is_dir() else output
-    try:
+    with _writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
     return output
 
 
 def _save(tokenizer: "Tokenizer", output: Path) -> Path:
-    try:
+    with _writing(output):
         output.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    return output
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"output {output} cannot be written ({error.strerror})") from error
-    return output
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
@@ -187,13 +184,10 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _from_ranks(ranks: Mapping[bytes, int], split_pattern: str) -> "Tokenizer":
-    """Express tiktoken's rule as BPE merges.
-
-    tiktoken merges the adjacent pair whose *concatenation* has the lowest rank. That is a merge
-    list with every way to split each token in two known tokens, ordered by the token's rank.
-    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+    # tiktoken merges the adjacent pair whose *concatenation* has the lowest rank. As a merge list:
+    # every way to split each token in two known tokens, ordered by the token's rank.
     symbol = byte_symbols()
     merges: list[tuple[str, str]] = []
     names = {token: "".join(symbol[value] for value in token) for token in ranks}
@@ -222,7 +216,6 @@ def _require_agreement(
     import tiktoken
 
     # The two regular expression engines differ in corners.
-
     original = tiktoken.Encoding(
         "imported", pat_str=split_pattern, mergeable_ranks=dict(ranks), special_tokens={}
     )

@@ -17,9 +17,9 @@ from typing import Literal
 
 import numpy as np
 
-from titan_loop.data.packed_index import PIECE, WINDOW_END, index_paths
+from titan_loop.data.packed_index import PIECE, WINDOW_END
 from titan_loop.data.shards import TokenShards, index_path
-from titan_loop.data.source_card import PackedCard, SourceCard, SplitCard, lock_source
+from titan_loop.data.source_card import PackedCard, SourceCard, SplitCard, index_paths, lock_source
 from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -32,14 +32,11 @@ LongDocuments = Literal["refuse", "split"]
 def pack_source(
     source: str | Path, *, seq_len: int, long_documents: LongDocuments = "refuse"
 ) -> dict[str, PackedCard]:
-    """Pack whole documents into windows, best fit first.
+    """Pack whole documents into windows, best fit first, and store the index beside the source.
 
-    Stores the packing beside the source: for long contexts and chats, which should not be cut.
-    Splitting a document of n tokens gives pieces of L + 1 tokens that overlap by one, so that every
-    token but the document's first is predicted once, as in fixed cuts.
-
-    Deterministic; needs about 70 bytes of memory per document. An existing index for the same
-    window length is replaced; if that is interrupted, the card names no half-replaced index.
+    Use it for long contexts and chats, which should not be cut. A document that is split gives
+    pieces of L + 1 tokens that overlap by one, so that every token but its first is predicted once.
+    Packing takes about 70 bytes of memory per document.
 
     Args:
         source: Folder of the source.
@@ -48,10 +45,6 @@ def pack_source(
 
     Returns:
         The card of the index of every split.
-
-    Raises:
-        UserError: The source is unusable or in use, `seq_len` is out of range, or a document is too
-            long and `long_documents` is "refuse".
     """
     source = Path(source)
     if not 1 <= seq_len <= _LARGEST_WINDOW:
@@ -114,11 +107,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     r // length of them, as if they were placed singly. At most n bisections after sorting; the
     number of bins is at most 11/9 of the optimum + 4 (Johnson, 1974).
 
-    Args:
-        lengths: int64, shape (n,), each in 1..capacity.
-
-    Returns:
-        The bin of each item, int64, shape (n,); bins are numbered from 0 in the order they opened.
+    Lengths are int64, shape (n,), each in 1..capacity. So are the bins that are returned, numbered
+    from 0 in the order they opened.
 
     Source:
         Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv:2404.10830.
@@ -193,7 +183,6 @@ def _pieces(
             f"source {source}: the document ends of {split!r} do not ascend to the last "
             "token of every shard: restore the index or prepare the source again"
         )
-    first_token = np.cumsum(lengths) - lengths
     too_long = lengths > seq_len + 1
     split_documents = int(too_long.sum())
     if split_documents and long_documents == "refuse":
@@ -206,7 +195,8 @@ def _pieces(
     counts = np.where(too_long, -(-(lengths - 1) // seq_len), 1)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     pieces = np.empty(len(number), dtype=PIECE)
-    pieces["first_token"] = np.repeat(first_token, counts) + number * seq_len
+    first_token = np.repeat(np.cumsum(lengths) - lengths, counts)
+    pieces["first_token"] = first_token + number * seq_len
     pieces["length"] = np.minimum(np.repeat(lengths, counts) - number * seq_len, seq_len + 1)
     return pieces, split_documents
 

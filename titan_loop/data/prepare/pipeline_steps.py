@@ -54,11 +54,9 @@ DROPPED_BY_READERS = ("malformed", "missing_text", "empty")
 class CountingReader(BaseReader):
     """Base of all readers: a record becomes a document or is counted as dropped.
 
-    Statistics: `records` and the reasons in `DROPPED_BY_READERS`.
-
-    Args:
-        chat: Whether records are conversations, which become ChatML.
-        examples: Folder for the first few dropped records of each task; None writes none.
+    Its statistics are `records` and the reasons in `DROPPED_BY_READERS`. With `chat`, records are
+    conversations, which become ChatML. The folder `examples`, if there is one, takes the first few
+    dropped records of each task.
     """
 
     def __init__(self, *args: Any, chat: bool, examples: str | None, **kwargs: Any) -> None:
@@ -245,9 +243,8 @@ def document_reader(
 class HeldOutFilter(BaseFilter):
     """Takes the held-out documents out of the stream and writes them into a folder.
 
-    Args:
-        files: Held-out files; if empty, the hash of a document's text decides, so that equal
-            documents are on the same side.
+    Without held-out `files` the hash of a document's text decides, so that equal documents are on
+    the same side.
     """
 
     name = "🚪 Held out"

@@ -80,10 +80,6 @@ def tokenize_source(
 
     Returns:
         The card that was written; None if jobs were submitted, the last of which writes it.
-
-    Raises:
-        UserError: For inputs, settings or an output that cannot be used, too many malformed
-            records, or a source without a token to train on.
     """
     from titan_loop.data.prepare.executors import Pipeline, run_pipelines
     from titan_loop.data.prepare.finish import write_card
@@ -142,10 +138,11 @@ def tokenize_source(
             pipelines = build_pipelines(preparation)
             steps = {pipeline.name: [*pipeline.steps] for pipeline in pipelines}
             if executor == "slurm":  # this process does not wait, so a last job writes the card
-                card = {"card": partial(_finish, preparation, steps)}
-                pipelines.append(
-                    Pipeline(name="card", steps=card, tasks=1, logs=preparation.logs("card"))
+                card, logs = (
+                    {"card": partial(_finish, preparation, steps)},
+                    preparation.logs("card"),
                 )
+                pipelines.append(Pipeline(name="card", steps=card, tasks=1, logs=logs))
             options = {"slurm": settings.slurm, "ray": settings.ray}.get(executor, {})
             if not run_pipelines(pipelines, executor, workers, options):
                 logger.info("%s: submitted; the last job writes %s", output, CARD_NAME)

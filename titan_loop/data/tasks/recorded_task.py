@@ -25,11 +25,7 @@ def find_task(name: str) -> type[Task]:
 
 
 def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:
-    """Return the task in a loader's `state_dict`, as in a manifest's `data`; None for text.
-
-    Raises:
-        UserError: For a task that this version does not know.
-    """
+    """Return the task in a loader's `state_dict`, as in a manifest's `data`; None for text."""
     data = loader_state.get("data", {})
     return _of_record(find_task(data[TASK]), data) if TASK in data else None
 

@@ -52,9 +52,7 @@ class Example:
     def of_tokens(cls, tokens: Sequence[int], answers: Collection[int]) -> "Example":
         """Return the example of a model that predicts the next token.
 
-        Args:
-            tokens: Ids, (T,).
-            answers: Positions whose next token belongs to the answer.
+        `answers` are the positions whose next token belongs to the answer.
         """
         ids = np.asarray(tokens, dtype=np.int64)
         graded = np.zeros(len(ids), dtype=bool)
@@ -187,11 +185,7 @@ class Task(ABC):
         return keyed_integer(self.name, self.identity(question)) % self.held_out_one_in == 0
 
     def questions(self, key: int, level: int = 0) -> Iterator[Any]:
-        """Yield training questions of a level without end, none held out.
-
-        Raises:
-            UserError: Almost all questions are held out.
-        """
+        """Yield training questions of a level without end, none held out."""
         generator = random.Random(key)
         while True:
             stratum = self.choose(generator, level)
@@ -207,11 +201,7 @@ class Task(ABC):
                 )
 
     def held_out_questions(self, count: int, stratum: Any, *, seed: int = 0) -> list[Any]:
-        """Return `count` questions of a stratum, none ever trained on, with repetitions.
-
-        Raises:
-            UserError: Almost no question of this stratum is held out.
-        """
+        """Return `count` questions of a stratum, none ever trained on, with repetitions."""
         generator = random.Random(self.exam_key(seed, stratum))
         questions: list[Any] = []
         for _ in range(_MOST_DRAWS * self.held_out_one_in * count):
@@ -225,18 +215,14 @@ class Task(ABC):
         )
 
     def check_exam(self, count: int, *, strata: Sequence[str] | None = None) -> None:
-        """Raise `UserError` unless such an exam can be drawn."""
+        """Raise `UserError` if a stratum has too few examples for such an exam."""
         for name in self.strata if strata is None else strata:
             _draw_questions(self, count, name)
 
     def exam(
         self, count: int, *, seed: int = 0, strata: Sequence[str] | None = None
     ) -> dict[str, list[Example]]:
-        """Return at most `count` held-out examples of each stratum, or of some `strata`.
-
-        Raises:
-            UserError: The task has too few examples.
-        """
+        """Return at most `count` held-out examples of each stratum, or of some `strata`."""
         return {
             name: [self.encode(q) for q in self.held_out_questions(count, stratum, seed=seed)]
             for name, stratum in self.strata.items()

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.tasks.capo import Capo
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.task import Example, Knowledge, Task
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.capo import Capo
 
 _MANO = "mano"
 

@@ -24,8 +24,11 @@ from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.embedding import Embedding
 
 from titan_loop.errors import UserError, nearest
@@ -113,7 +116,10 @@ def _through(
         (head.vocabulary, head.chunk_tokens, decoding),
     )
     decoded_BLD = decoded_TD.view(hidden_BLD.shape)  # pyright: ignore[reportAttributeAccessIssue]
-    return (head.vocabulary.summand(decoded_BLD, head.weight),)
+    if isinstance(head.weight, DTensor):  # this rank's part of a sum over the vocabulary
+        mesh = head.weight.device_mesh
+        decoded_BLD = DTensor.from_local(decoded_BLD, mesh, [Partial()], run_check=False)
+    return (decoded_BLD,)
 
 
 def soft_encode(log_prob_BLV: Tensor, encoder_VD: Tensor, decoding: Decoding) -> Tensor:
@@ -326,12 +332,29 @@ def _largest(logit_CV: Tensor, kept: int, vocabulary: Vocabulary) -> tuple[Tenso
     """Return ids and values of the K largest logits of all ranks, by id; ties go to small ids."""
     place_CK = _top_places(logit_CV, min(kept, logit_CV.shape[-1]))
     id_CK, value_CK = place_CK + vocabulary.start, logit_CV.gather(-1, place_CK)
-    id_CN, value_CN = vocabulary.gather_kept(id_CK, value_CK, kept)
+    id_CN, value_CN = _gather_kept(id_CK, value_CK, kept, vocabulary)
     if id_CN.shape[-1] == kept:
         return id_CN, value_CN
     # Slices ascend by rank, and ids ascend in every part: the parts together are in the ids' order.
     place_CK = _top_places(value_CN, kept)
     return id_CN.gather(-1, place_CK), value_CN.gather(-1, place_CK)
+
+
+def _gather_kept(
+    id_CK: Tensor, value_CK: Tensor, kept: int, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """Return ids and values of all slices, one after the other; missing ones are -inf."""
+    if vocabulary.group is None:
+        return id_CK, value_CK
+    ranks = dist.get_world_size(vocabulary.group)
+    missing = min(kept, -(-vocabulary.rows // ranks)) - id_CK.shape[-1]
+    value_CK = F.pad(value_CK, (0, missing), value=-torch.inf)
+    id_CK = F.pad(id_CK, (0, missing)).to(value_CK.dtype)  # 24 bits of a float hold an id
+    pair_C2K = torch.stack((value_CK, id_CK), dim=1)
+    parts_C2K = [torch.empty_like(pair_C2K) for _ in range(ranks)]
+    dist.all_gather(parts_C2K, pair_C2K, group=vocabulary.group)
+    value_CN, id_CN = torch.cat(parts_C2K, dim=-1).unbind(1)
+    return id_CN.long(), value_CN
 
 
 def _top_places(value_CN: Tensor, kept: int) -> Tensor:

@@ -8,6 +8,7 @@ register(
     Plugin(
         families={"ouro": f"{_HERE}.model:OURO"},
         tasks={
+            "capo": f"{_HERE}.capo:Capo",
             "layered_qa": f"{_HERE}.layered_qa:LayeredQA",
             "reachability": f"{_HERE}.reachability:Reachability",
         },

@@ -9,10 +9,10 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
-from titan_loop.data.tasks.capo import _FIXED, _POOLS, Biography, Capo
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import Exam
+from titan_loop.families.ouro.capo import _FIXED, _POOLS, Biography, Capo
 
 EXACT = 1e-9  # float64; a person's nats are tens
 SMALL = Capo(
