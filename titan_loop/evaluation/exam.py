@@ -6,8 +6,8 @@ An example is right if every label of its answer is the most likely of all token
 decoding would have produced it. The same windows are asked of a model in training
 (`right_at_depths`), which ranks may share, and of a checkpoint (`right_at_readings`).
 
-An exam of facts (`Task.knowledge`) also measures the bits that the model knows, per item and per
-parameter: the information of a uniform guess less the loss on the answers.
+An exam of facts (`Task.knowledge`) also measures the bits that the model knows: the information of
+a uniform guess less the loss on the answers.
 """
 
 import logging
@@ -118,7 +118,6 @@ class Exam:
         the reading `OWN_DEPTH` has every question after as many steps as it needs.
 
         Args:
-            readings: Name of each row of the sums.
             sums: Counts right labels; collective where the ranks share the model or the windows.
             nats: Negative log likelihood of the labels, likewise; None measures no knowledge.
             sizes: Parameters of the model, with and without embedding and head.
@@ -161,7 +160,6 @@ def _known(
     readings: Sequence[str],
     sizes: tuple[int, int],
 ) -> dict[str, ReadingResult]:
-    """Return the bits that are known: of an item, by stratum and in all, and per parameter."""
     by_stratum = {
         f"{stratum}_bits": bits - np.asarray(nats_PW[stratum]).mean(axis=1) / math.log(2)
         for stratum, bits in knowledge.bits.items()
@@ -226,7 +224,7 @@ def _require_room(name: str, positions: int, room: int) -> None:
 def question_windows(
     model: LoopDecoder, task: Task, stratum: str, questions: Sequence[Any]
 ) -> HeldOutWindows:
-    """Return a window for each question, as the exam has them; see `example_windows`."""
+    """Return a window for each question, as the exam has them."""
     examples = [task.encode(question) for question in questions]
     return example_windows(stratum, examples, task.columns, room=model.config.max_seq_len)
 
@@ -242,7 +240,6 @@ def example_windows(
     """Return a window for each example; padding follows its last label, each token a document.
 
     Args:
-        name: Name of the stratum, for errors.
         room: Longest window in tokens.
         multiple: Number of tokens that windows are rounded up to a multiple of.
     """
