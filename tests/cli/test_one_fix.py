@@ -7,7 +7,7 @@ import pytest
 from titan_loop.cli.main import main
 from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import UserError
-from titan_loop.recipes.runner import check_recipe
+from titan_loop.recipes.runner import check_placed
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,10 @@ def test_one_fault_has_one_fix(
     monkeypatch.chdir(tmp_path)
     recipe = ["quickstart", *flags, "--dataloader.mixture", f"{source}=1"]
     place = ["--nodes", "3", "--gpus-per-node", "1"]
+    resolved = resolve_recipe(recipe[0], recipe[1:])
+    resolved.place()
     with pytest.raises(UserError) as raised:
-        check_recipe(resolve_recipe(recipe[0], recipe[1:]), 3)
+        check_placed(resolved, 3)
     said = str(raised.value)
     assert fix in said
     assert main(["plan", *recipe, *place]) == 2

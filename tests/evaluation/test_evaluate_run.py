@@ -18,8 +18,8 @@ from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from titan_loop.evaluation import evaluate_run as module
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evaluate_run import evaluate_run, sample_windows
-from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
-from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.window_scores import Forward, WindowScores, score_windows
 from titan_loop.inference.loading import Loaded
 from titan_loop.runs.run_directory import RunDirectory
@@ -113,7 +113,7 @@ def test_sources_that_cannot_be_scored_are_named_and_the_others_scored(
     report = evaluate_run(run.path, depths=[1], windows=2)
     assert list(report.sources) == ["source"]
     assert f"not scored: source {little_held_out} has" in caplog.text
-    options = TaskOptions(tasks=expand_tasks(["held_out"]), windows=2)
+    options = TaskOptions(tasks=("held_out",), windows=2)
     assert list(evaluate_tasks(run.path, options).tasks) == ["held_out/source"]
     with pytest.raises(
         UserError, match=r"little has .* tokens in 'held_out', less than one window"
@@ -131,9 +131,7 @@ def test_sources_and_window_are_chosen(source: Path, little_held_out: Path, tmp_
     ).sources.items()
     assert alone == ("little", together.sources["little"])
     longer = 3 * SEQ_LEN  # than the rotary table of training
-    options = TaskOptions(
-        tasks=expand_tasks(["held_out"]), windows=2, sources=[str(source)], seq_len=longer
-    )
+    options = TaskOptions(tasks=("held_out",), windows=2, sources=[str(source)], seq_len=longer)
     (result,) = evaluate_tasks(run.path, options).tasks["held_out/source"].values()
     assert result.metrics["bits_per_byte"] > 1
     other = tmp_path / "other"

@@ -8,7 +8,7 @@ import pytest
 from titan_loop.analysis.frontier import write_frontier
 from titan_loop.analysis.report_tables import task_table
 from titan_loop.errors import UserError
-from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.harness_tasks import HarnessTasks, _answer_bits_per_byte
 from titan_loop.evaluation.offline_tasks import (
     mano_documents,
@@ -16,6 +16,7 @@ from titan_loop.evaluation.offline_tasks import (
     multi_hop_documents,
 )
 from titan_loop.evaluation.suites import SuiteTask, expand_tasks
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.plugins import find
 from titan_loop.runs.run_directory import RunDirectory
@@ -46,7 +47,7 @@ def test_the_dev_questions_that_the_harness_ships():
 
 
 def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path):
-    tasks = expand_tasks(["mano", "mmlu_dev", "no_such_task", "multi_hop"])
+    tasks = ("mano", "mmlu_dev,no_such_task", "multi_hop")
     options = TaskOptions(tasks=tasks, depths=(1, 4), limit=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HarnessTasks, "find", _nobody_knows)
@@ -63,7 +64,7 @@ def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path):
     assert TaskReport.load(report.path(run)) == report
     assert "FAILED no_such_task" in task_table(report, {"mano": "acc,none"})
 
-    more = TaskOptions(tasks=expand_tasks(["mano"]), exit="q:0.5", limit=4)
+    more = TaskOptions(tasks=("mano",), exit="q:0.5", limit=4)
     evaluate_tasks(own_run, more)
     (merged,) = TaskReport.all_of(run)
     assert list(merged.tasks["mano"]) == ["static:1", "static:4", "q:0.5"]
@@ -72,13 +73,15 @@ def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path):
     assert merged.flat()["mano/acc,none/static:4"] == report.flat()["mano/acc,none/static:4"]
 
     # Other questions: what they gave does not stand beside the earlier answers.
-    evaluate_tasks(own_run, TaskOptions(tasks=expand_tasks(["mano"]), exit="q:0.5", limit=5))
+    evaluate_tasks(own_run, TaskOptions(tasks=("mano",), exit="q:0.5", limit=5))
     (merged,) = TaskReport.all_of(run)
     assert list(merged.tasks["mano"]) == ["q:0.5"]
     assert list(merged.tasks["multi_hop"]) == ["static:1", "static:4"]
 
 
-def test_a_suite_passes_over_what_a_run_cannot_be_asked(own_run: Path, capsys):
+def test_a_suite_passes_over_what_a_run_cannot_be_asked(
+    own_run: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
     """As an imported run it has no held-out text, and nobody consented to run code."""
     from titan_loop.cli import main
 
@@ -89,7 +92,8 @@ def test_a_suite_passes_over_what_a_run_cannot_be_asked(own_run: Path, capsys):
     (held_out,) = [task for task in expand_tasks(["offline"]) if task.name == "held_out"]
     config = RunDirectory(own_run).read_config()
     write_json(RunDirectory(own_run).config_json, {**config, "dataloader": {}})
-    report = evaluate_tasks(own_run, TaskOptions(tasks=[code, held_out]))
+    monkeypatch.setattr("titan_loop.evaluation.suites.OFFLINE", (code, held_out))
+    report = evaluate_tasks(own_run, TaskOptions(tasks=("offline",)))
     assert report.failures == {}
     assert "--confirm-run-unsafe-code" in report.skipped["mbpp_plus"]
     assert "it has no held-out text" in report.skipped["held_out"]
@@ -115,11 +119,11 @@ def test_python_that_task_files_name_runs_only_with_consent(own_run: Path, tmp_p
         "test_split: train\noutput_type: loglikelihood\ndoc_to_target: 'b'\n"
         "metric_list:\n  - metric: perplexity\n"
     )
-    options = TaskOptions(tasks=expand_tasks(["toy"]), include_path=tasks)
+    options = TaskOptions(tasks=("toy",), include_path=tasks)
     report = evaluate_tasks(own_run, options)
     assert not marker.exists()
     assert "!function code.text" in {**report.skipped, **report.failures}["toy"]
-    HarnessTasks(tasks, confirm_run_unsafe_code=True).load(options.tasks[0])
+    HarnessTasks(tasks, confirm_run_unsafe_code=True).load(SuiteTask("toy"))
     assert marker.exists(), "the harness should have run it, or this test shows nothing"
 
 
@@ -221,7 +225,6 @@ def test_names_and_options_are_checked_before_anything_is_loaded(tmp_path: Path)
     with pytest.raises(UserError, match="num_fewshot=-1"):
         expand_tasks(["mano"], -1)
     assert len(expand_tasks(["depth", "mmlu"])) == len(find("suites", "depth"))
-    mano = expand_tasks(["mano"])
     for options, message in (
         ({"depths": (0,)}, "at least 1"),
         ({"exit": "q:2"}, "between 0 and 1"),
@@ -237,8 +240,9 @@ def test_names_and_options_are_checked_before_anything_is_loaded(tmp_path: Path)
         ({"depths": (1,), "recurrent_steps": 4}, "recurrent_steps=4 has no effect with depths"),
         ({"include_path": tmp_path / "none"}, "is not a folder"),
     ):
+        frontier = options.pop("frontier", False)
         with pytest.raises(UserError, match=message):
-            evaluate_tasks(tmp_path, TaskOptions(tasks=mano, **options))
+            evaluate_tasks(tmp_path, TaskOptions(tasks=("mano",), **options), frontier=frontier)
 
 
 @pytest.mark.parametrize(
@@ -261,14 +265,14 @@ def test_flags_without_effect_are_one_line(capsys, text_run: Path, flags, messag
 
 
 def test_a_context_shorter_than_the_windows_fails_held_out_alone(text_run: Path):
-    options = TaskOptions(tasks=expand_tasks(["held_out"]), windows=1, max_length=8)
+    options = TaskOptions(tasks=("held_out",), windows=1, max_length=8)
     report = evaluate_tasks(text_run, options)
     assert "max_length=8 is shorter than the 32 tokens" in report.failures["held_out"]
 
 
 def test_held_out_text_and_its_frontier(text_run: Path):
-    options = TaskOptions(tasks=expand_tasks(["held_out"]), frontier=True, windows=4)
-    report = evaluate_tasks(text_run, options)
+    options = TaskOptions(tasks=("held_out",), windows=4)
+    report = evaluate_tasks(text_run, options, frontier=True)
     ((task, readings),) = report.tasks.items()
     assert task == "held_out/source"
     bits = {name: result.metrics["bits_per_byte"] for name, result in readings.items()}

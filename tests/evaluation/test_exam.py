@@ -13,11 +13,11 @@ from tests.evaluation.runs import ask_untrained
 from tests.inference.reference import make_model
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
-from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.exam import Exam, right_at_readings, right_in_training
 from titan_loop.evaluation.intervals import of_questions
 from titan_loop.evaluation.readings import depth_readings, policy_reading
-from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.window_scores import sum_windows
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
@@ -111,7 +111,7 @@ def test_a_run_is_asked_while_training_from_its_checkpoint_and_in_the_report(tmp
     )
     run = RunDirectory(config.dump_folder)
     (record,) = read_jsonl(run.evals_jsonl)
-    options = TaskOptions(tasks=expand_tasks([TASK.name]), depths=DEPTHS, limit=12)
+    options = TaskOptions(tasks=(TASK.name,), depths=DEPTHS, limit=12)
     found = evaluate_tasks(run.path, options)
     assert found.failures == {}
     assert record["results"] == found.flat()

@@ -11,10 +11,10 @@ from tests.inference.conftest import byte_level_tokenizer
 from tests.inference.reference import CONTEXT
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
-from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.harness_model import LoopLM
 from titan_loop.evaluation.readings import depth_readings
-from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import QExit
 from titan_loop.inference.loading import load_checkpoint
@@ -238,7 +238,7 @@ def test_another_tokenizer_or_no_checkpoint(trained_run: Path, own_run: Path, tm
     other.save(str(tmp_path / "other.json"))
     with pytest.raises(UserError, match="is not the one"):
         LoopLM(trained_run, tokenizer=str(tmp_path / "other.json"))
-    mano = TaskOptions(tasks=expand_tasks(["mano"]), tokenizer=str(tmp_path / "other.json"))
+    mano = TaskOptions(tasks=("mano",), tokenizer=str(tmp_path / "other.json"))
     with pytest.raises(UserError, match="is not the one"):
         evaluate_tasks(trained_run, mano)
     with pytest.raises(UserError, match="checkpoint is missing"):

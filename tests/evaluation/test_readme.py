@@ -9,8 +9,8 @@ import titan_loop.evaluation
 from tests.readme import readme_of, run_example
 from titan_loop.cli.arguments import bind
 from titan_loop.cli.eval import evaluate
-from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
-from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
+from titan_loop.evaluation.task_options import TaskOptions
 
 README = readme_of(titan_loop.evaluation)
 
@@ -19,7 +19,7 @@ README = readme_of(titan_loop.evaluation)
 def test_the_example_runs():
     names = run_example(README)
     options = TaskOptions(
-        tasks=expand_tasks(["multi_hop"]),
+        tasks=("multi_hop",),
         recurrent_steps=4,
         exit="q:0.9",
         kv_cache="last",
@@ -42,7 +42,7 @@ def eval_commands() -> list[list[str]]:
 @pytest.mark.parametrize("command", eval_commands(), ids=" ".join)
 def test_the_command_is_accepted(command: list[str]):
     given = bind("eval", evaluate, command).keywords
-    given["scoring"].options(frontier=given["frontier"]).check()
+    given["options"].check(frontier=given["frontier"])
 
 
 def test_commands_are_found():

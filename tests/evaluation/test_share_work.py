@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from titan_loop.errors import UserError
-from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.share_work import share_work
-from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.task_report import TaskReport
 
 pytestmark = pytest.mark.multiprocess
@@ -19,7 +19,7 @@ def evaluate(run: str) -> TaskReport:
     from titan_loop.evaluation.harness_model import LoopLM
 
     options = TaskOptions(
-        tasks=expand_tasks(["held_out", "mmlu_dev"]), windows=3, depths=(1, 3), limit=3, cache=False
+        tasks=("held_out", "mmlu_dev"), windows=3, depths=(1, 3), limit=3, cache=False
     )
     report = evaluate_tasks(run, options)
     lm = LoopLM(run, recurrent_steps=2, batch_size=2)

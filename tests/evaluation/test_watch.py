@@ -15,14 +15,14 @@ from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import LOCKS
-from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
-from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.wandb_log import training_run_id
 from titan_loop.evaluation.watch import Watcher
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl, write_json
 
-OPTIONS = TaskOptions(tasks=expand_tasks(["held_out"]), windows=2, depths=(1, 2))
+OPTIONS = TaskOptions(tasks=("held_out",), windows=2, depths=(1, 2))
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_each_checkpoint_once_also_after_a_restart(run: Path):
     assert records[1]["results"] == report.flat()
     assert records[1]["failures"] == {}
     # Other questions are another evaluation.
-    others = TaskOptions(tasks=expand_tasks(["held_out"]), windows=3)
+    others = TaskOptions(tasks=("held_out",), windows=3)
     assert Watcher(run, others).run(once=True) == 3
 
 
@@ -193,9 +193,9 @@ def test_bad_input(run: Path, tmp_path: Path):
     with pytest.raises(UserError, match="is not a run directory"):
         Watcher(tmp_path / "nothing", OPTIONS).run(once=True)
     with pytest.raises(UserError, match="task 'arc_esay' is unknown; nearest: arc_easy"):
-        Watcher(run, TaskOptions(tasks=expand_tasks(["arc_esay"])))
+        Watcher(run, TaskOptions(tasks=("arc_esay",)))
     with pytest.raises(UserError, match="limit=0"):
-        Watcher(run, TaskOptions(tasks=expand_tasks(["held_out"]), limit=0))
+        Watcher(run, TaskOptions(tasks=("held_out",), limit=0))
 
 
 def test_wandb_continues_the_trainings_run_on_an_axis_of_its_own(run: Path, monkeypatch):

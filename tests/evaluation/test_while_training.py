@@ -13,8 +13,9 @@ from tests.support.tiny import tiny_config
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError, raise_first
-from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
-from titan_loop.evaluation.suites import expand_tasks, suite_refusals
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
+from titan_loop.evaluation.suites import suite_refusals
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -61,7 +62,7 @@ def test_it_finds_what_the_checkpoint_gives_and_disturbs_nothing(source: Path, t
     assert [record["step"] for record in records] == [2, 3]  # and after the last step
     assert {record["asked"] for record in records} == {"while training"}
     options = TaskOptions(
-        tasks=expand_tasks(TEXT_TASKS),
+        tasks=tuple(TEXT_TASKS),
         depths=DEPTHS, windows=WINDOWS, limit=QUESTIONS, cache=False,
     )  # fmt: skip
     found = evaluate_tasks(asked.path, options).flat()
@@ -88,7 +89,7 @@ def test_held_out_losses_cost_no_gradient_and_are_those_of_the_checkpoint(source
     records = read_jsonl(run.evals_jsonl)
     assert [record["step"] for record in records] == [2, 4]
     for record in records:
-        options = TaskOptions(tasks=expand_tasks(["held_out"]), depths=(1, 2, 6), windows=5)
+        options = TaskOptions(tasks=("held_out",), depths=(1, 2, 6), windows=5)
         found = evaluate_tasks(run.checkpoint(record["step"]), options).flat()
         assert record["results"] == pytest.approx(found, rel=RELATIVE_TOLERANCE)
         assert 3 < record["results"]["held_out/source/nats_per_token/static:6"] < 7
@@ -143,7 +144,7 @@ def test_mano_in_token_ids(source: Path, tmp_path: Path):
     config.suite = suite(["mano"])
     run = train(config)
     (record,) = read_jsonl(run.evals_jsonl)
-    options = TaskOptions(tasks=expand_tasks(["mano"]), depths=DEPTHS, limit=QUESTIONS)
+    options = TaskOptions(tasks=("mano",), depths=DEPTHS, limit=QUESTIONS)
     assert record["results"] == evaluate_tasks(run.path, options).flat()
 
 

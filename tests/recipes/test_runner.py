@@ -22,7 +22,7 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
 from titan_loop.models.family import decoder_config
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.runner import check_recipe, run_recipe
+from titan_loop.recipes.runner import check_placed, run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import read_status
 from titan_loop.training import chosen_model
@@ -108,7 +108,8 @@ def test_what_is_legal_and_does_little_is_one_line(source, tmp_path, caplog):
     recipe = chain(source, tmp_path)
     for stage in recipe.stages:
         stage.config.comm.train_timeout_seconds = 100
-    check_recipe(recipe, 1)
+    recipe.place()
+    check_placed(recipe, 1)
     assert caplog.text.count("hang_seconds=1800 has no effect on a collective") == 1
 
 
@@ -132,7 +133,9 @@ def test_a_model_is_built_once_for_all_checks_and_starts(source, tmp_path, monke
         recipe.stages = recipe.stages[:2]
         return recipe
 
-    check_recipe(two_stages(), 1)
+    recipe = two_stages()
+    recipe.place()
+    check_placed(recipe, 1)
     assert len(built) == len(read) == 2
     run_recipe(two_stages())
     assert len(built) == 2

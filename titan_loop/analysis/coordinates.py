@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_loop.analysis.drawing import depth_colors, draw_panels
+from titan_loop.analysis.drawing import Axes, depth_colors, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError, require_at_least
@@ -32,9 +32,6 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import ModelOptions, build_decoder, resolved_shape
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _ROWS = 4  # windows of an update
 
@@ -87,24 +84,25 @@ def analyse_coordinates(
     chosen = _largest_rate(loaded.run) if rate is None else rate
     if not 0 < chosen < 1:
         raise UserError(f"rate={chosen} must be above 0 and below 1")
-    options, rules = loaded.run.model_options, {}
+    options = loaded.run.model_options
     for name, value in {"base_width": base_width, "branch_scale": branch_scale}.items():
-        if value is not None and name not in asdict(options):
+        if value is None:
+            continue
+        if name not in asdict(options):
             raise UserError(f"{name}={value}: family {options.family} has no such option")
-        if value is not None:
-            rules[name] = value
-    options = replace(options, **rules)
+        options = replace(options, **{name: value})
     found = [
         coordinates(loaded.run, _of_width(options, width, steps), tokens_WL, labels_WL, rate=chosen)
         for steps in recurrent_steps
         for width in widths
     ]
-    header = ["R", "width", "state", "moved by 1", f"by {updates}", "logits by 1", f"by {updates}"]
-    rows = [[*header, "loss"]]
+    by_all = f"by {updates}"
+    rows = [["R", "width", "state", "moved by 1", by_all, "logits by 1", by_all, "loss"]]
     for each in found:
         sizes = (each.size, *each.moved, *each.logits_moved, each.loss)
         rows.append([str(each.recurrent_steps), str(each.width), *(f"{x:.3g}" for x in sizes)])
-    spread = max(each.moved[1] for each in found) / min(each.moved[1] for each in found)
+    moved = [each.moved[1] for each in found]
+    spread = max(moved) / min(moved)
     figure = Figure(
         "Coordinates",
         f"How far states and logits move in {updates} updates, by width and R; level lines mean "
@@ -152,22 +150,15 @@ def coordinates(
 
 
 def _of_width(options: ModelOptions, width: int, steps: int) -> ModelOptions:
-    """Return the options of a wider or narrower model with as wide heads."""
     shape = resolved_shape(options)
     head = shape.dim // shape.n_heads
     if width < head or width % head:
         raise UserError(f"widths={width} must be a multiple of {head}, the width of a head")
     heads = width // head
     kv_heads = max(1, heads * (shape.n_kv_heads or shape.n_heads) // shape.n_heads)
-    wider = replace(
-        shape,
-        dim=width,
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        hidden_dim=max(8, shape.hidden_dim * width // shape.dim // 8 * 8),
-        recurrent_steps=steps,
-    )
-    return replace(options, **asdict(wider))
+    hidden_dim = max(8, shape.hidden_dim * width // shape.dim // 8 * 8)
+    wider = replace(shape, dim=width, n_heads=heads, n_kv_heads=kv_heads, hidden_dim=hidden_dim)
+    return replace(options, **asdict(replace(wider, recurrent_steps=steps)))
 
 
 def _largest_rate(run: SavedRun) -> float:
@@ -231,7 +222,7 @@ def _draw(found: Sequence[Coordinates], path: Path) -> Path:
         "change of the logits": lambda each: each.logits_moved[1],
     }
 
-    def draw(axes: "Axes", name: str) -> None:
+    def draw(axes: Axes, name: str) -> None:
         for steps, color in zip(depths, depth_colors(len(depths)), strict=True):
             mine = [each for each in found if each.recurrent_steps == steps]
             values = [panels[name](each) for each in mine]

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_loop.analysis.drawing import draw_panels, mark_trained_depth, short
+from titan_loop.analysis.drawing import Axes, draw_panels, mark_trained_depth, short
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.task_report import (
     ReadingResult,
@@ -16,20 +15,16 @@ from titan_loop.evaluation.task_report import (
     lower_is_better,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _POINTS = {"color": "#1f4e79", "marker": "o", "markersize": 5, "capsize": 4}
 
 
 def plot_depths(report: DepthReport, path: Path) -> Path:
     """Draw the gain of recurrent steps: bits per byte less the first step's, one panel per source.
 
-    Bars are 95 % bootstrap intervals of the difference over the same documents, and the vertical
-    line marks the trained R. N-gram models lie far outside the axes; the table has them.
+    Bars are 95 % bootstrap intervals of the difference over the same documents.
     """
 
-    def draw(axes: "Axes", name: str) -> None:
+    def draw(axes: Axes, name: str) -> None:
         source = report.sources[name]
         depths = sorted(source.depths)
         first = source.depths[depths[0]].value
@@ -41,15 +36,9 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
         axes.set_title(f"{name} ({source.n_bytes / 1000:,.0f} kB; R = {depths[0]}: {first:.3f})")
         axes.margins(y=0.08)
 
-    return draw_panels(
-        list(report.sources),
-        draw,
-        path,
-        title=f"Held-out text by depth after {short(report.tokens)} tokens; "
-        f"grey: the trained R = {report.trained_recurrent_steps}",
-        label="bits per byte less those at the first depth (lower is better)",
-        columns=4,
-    )
+    title = f"Held-out text by depth after {short(report.tokens)} tokens; {_trained(report)}"
+    label = "bits per byte less those at the first depth (lower is better)"
+    return draw_panels(list(report.sources), draw, path, title=title, label=label, columns=4)
 
 
 def plot_task_depths(report: TaskReport, path: Path) -> Path:
@@ -60,7 +49,7 @@ def plot_task_depths(report: TaskReport, path: Path) -> Path:
         if len(depths := _by_depth(readings)) > 1
     }
 
-    def draw(axes: "Axes", task: str) -> None:
+    def draw(axes: Axes, task: str) -> None:
         depths = swept[task]
         metric = headline(next(iter(depths.values())).metrics)
         found = [interval(result.metrics, metric) for result in depths.values()]
@@ -71,13 +60,12 @@ def plot_task_depths(report: TaskReport, path: Path) -> Path:
         better = "lower" if lower_is_better(metric) else "higher"
         axes.set_ylabel(f"{metric} ({better} is better)")
 
-    return draw_panels(
-        list(swept),
-        draw,
-        path,
-        title=f"Tasks by depth at step {report.step:,}; grey: the trained R = "
-        f"{report.trained_recurrent_steps}; bars: 95 % intervals",
-    )
+    title = f"Tasks by depth at step {report.step:,}; {_trained(report)}; bars: 95 % intervals"
+    return draw_panels(list(swept), draw, path, title=title)
+
+
+def _trained(report: DepthReport | TaskReport) -> str:
+    return f"grey: the trained R = {report.trained_recurrent_steps}"
 
 
 def _by_depth(readings: Mapping[str, ReadingResult]) -> dict[int, ReadingResult]:

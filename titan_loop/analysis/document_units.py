@@ -1,7 +1,6 @@
 """Held-out text in a run's result: names of its readings, and the sums of every document.
 
-Documents are the units that two runs are compared on; a result has their sums as texts of numbers,
-a line a reading.
+Documents are the units that two runs are compared on; a result has their sums as texts of numbers.
 """
 
 from collections.abc import Sequence
@@ -36,11 +35,7 @@ def units_of(run: RunDirectory) -> dict[str, list[str]]:
 
 
 def numbers(texts: Sequence[str]) -> tuple[list[float], list[float]]:
-    """Return the bytes and the nats that `units_of` wrote.
-
-    Raises:
-        ValueError: They are not two equally long texts of numbers.
-    """
+    """Return the bytes and the nats that `units_of` wrote; raise `ValueError` for other texts."""
     n_bytes, nats = ([float(word) for word in text.split()] for text in texts)
     if len(n_bytes) != len(nats):
         raise ValueError(f"{len(n_bytes)} documents have bytes and {len(nats)} nats")

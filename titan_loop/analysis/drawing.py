@@ -12,6 +12,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+else:
+    Axes = Any
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -20,7 +22,6 @@ class Chart(NamedTuple):
     """A plot of `metrics.jsonl` in `titan-loop plot` and `report`; families add their own.
 
     Attributes:
-        text: Caption below the heading.
         needs: Maps the names of all recorded metrics to whether there is something to draw.
         draw: Writes the PNG of the records at a path, and returns the path.
     """
@@ -56,7 +57,7 @@ def pyplot() -> Any:
     return plt
 
 
-def draw_axes(draw: Callable[["Axes"], None], path: Path) -> Path:
+def draw_axes(draw: Callable[[Axes], None], path: Path) -> Path:
     """Write one pair of axes, filled by `draw`, as PNG."""
     figure, axes = pyplot().subplots()
     draw(axes)
@@ -73,7 +74,7 @@ def save_figure(figure: Any, path: Path) -> Path:
 
 def draw_panels(
     names: Sequence[str],
-    draw: Callable[["Axes", str], None],
+    draw: Callable[[Axes, str], None],
     path: Path,
     *,
     title: str,
@@ -111,7 +112,7 @@ def draw_panels(
 
 
 def draw_curve(
-    axes: "Axes", tokens: np.ndarray, values: np.ndarray, color: Any, label: str | None = None
+    axes: Axes, tokens: np.ndarray, values: np.ndarray, color: Any, label: str | None = None
 ) -> None:
     """Draw a noisy series: faint as it is, and strong as its running mean."""
     axes.plot(tokens, values, color=color, alpha=0.25, linewidth=0.8)
@@ -119,7 +120,7 @@ def draw_curve(
     axes.plot(tokens, mean, color=color, linewidth=1.6, label=label, marker=marker)
 
 
-def mark_trained_depth(axes: "Axes", depths: Sequence[int], recurrent_steps: int) -> None:
+def mark_trained_depth(axes: Axes, depths: Sequence[int], recurrent_steps: int) -> None:
     """Let the horizontal axis count recurrent steps, with a grey bar at the trained R."""
     axes.axvline(recurrent_steps, color="0.8", linewidth=6, alpha=0.5, zorder=0)
     axes.set_xticks(list(depths))
@@ -146,8 +147,7 @@ def steps_with(records: Records, prefix: str) -> list[int]:
 
 def series(records: Records, key: str) -> np.ndarray:
     """Return one value per record, NaN where it is missing or null."""
-    values = (record.get(key) for record in records)
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    return np.array([record.get(key) for record in records], dtype=np.float64)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -158,7 +158,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.nan, means)
 
 
-def show_the_bulk(axes: "Axes", values: np.ndarray) -> None:
+def show_the_bulk(axes: Axes, values: np.ndarray) -> None:
     """Cut the first steps' fall at the top, so that the differences between steps can be seen."""
     finite = values[np.isfinite(values)]
     if not len(finite):
@@ -168,7 +168,7 @@ def show_the_bulk(axes: "Axes", values: np.ndarray) -> None:
         axes.set_ylim(low - 0.05 * (high - low), high + 0.35 * (high - low))
 
 
-def token_axis(axes: "Axes", tokens: np.ndarray) -> None:
+def token_axis(axes: Axes, tokens: np.ndarray) -> None:
     """Let the horizontal axis count tokens."""
     from matplotlib.ticker import FuncFormatter
 

@@ -1,14 +1,11 @@
-"""Quality against average recurrent steps and time: every exit policy beside static depth.
-
-A `TaskReport` with the frontier's readings ─► points ─► table, CSV, PNG
-"""
+"""Quality against average recurrent steps and time: every exit policy beside static depth."""
 
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from titan_loop.analysis.drawing import draw_panels
+from titan_loop.analysis.drawing import Axes, draw_panels
 from titan_loop.errors import UserError
 from titan_loop.evaluation.task_report import (
     SECONDS,
@@ -20,9 +17,6 @@ from titan_loop.evaluation.task_report import (
 )
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.tables import text_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _STYLES = {
     "static": ("static depth", "#222222", "o-"),
@@ -74,15 +68,9 @@ def frontier_points(report: TaskReport) -> list[FrontierPoint]:
 def _point(task: str, reading: str, result: ReadingResult) -> FrontierPoint:
     metric, policy = headline(result.metrics), reading.partition(":")[0]
     assert result.mean_steps is not None
-    return FrontierPoint(
-        task,
-        metric,
-        policy,
-        reading,
-        result.mean_steps,
-        *interval(result.metrics, metric),
-        result.metrics.get(SECONDS),
-    )
+    found = interval(result.metrics, metric)
+    seconds = result.metrics.get(SECONDS)
+    return FrontierPoint(task, metric, policy, reading, result.mean_steps, *found, seconds)
 
 
 def frontier_table(points: Sequence[FrontierPoint]) -> str:
@@ -103,10 +91,7 @@ def plot_frontier(
     title: str,
     dense: Mapping[str, FrontierPoint] | None = None,
 ) -> Path:
-    """Draw each task's metric with its intervals, a line for each policy.
-
-    Args:
-        dense: Task → point of a dense model, drawn as a horizontal line.
+    """Draw each task's metric with its intervals: a line a policy, and a level one for `dense`.
 
     Each task has a panel against mean steps and, where they were measured, one against seconds.
     """
@@ -116,7 +101,7 @@ def plot_frontier(
         if any(point.seconds is not None for point in points if point.task == task):
             panels[f"{task}, time"] = task, True
 
-    def draw(axes: "Axes", panel: str) -> None:
+    def draw(axes: Axes, panel: str) -> None:
         task, timed = panels[panel]
         mine = [p for p in points if p.task == task and not (timed and p.seconds is None)]
         for policy in dict.fromkeys(point.policy for point in mine):
@@ -131,24 +116,16 @@ def plot_frontier(
     return draw_panels([*panels], draw, path, title=title, columns=columns, legend=True)
 
 
-def _draw_policy(axes: "Axes", mine: Sequence[FrontierPoint], *, timed: bool) -> None:
+def _draw_policy(axes: Axes, mine: Sequence[FrontierPoint], *, timed: bool) -> None:
     label, color, line = _STYLES.get(mine[0].policy, (mine[0].policy, "#8c8c8c", "x--"))
     if timed:
         mine = sorted(mine, key=lambda point: point.seconds or 0.0)
     values = [point.value for point in mine]
     below = [max(point.value - point.low, 0.0) for point in mine]
     above = [max(point.high - point.value, 0.0) for point in mine]
-    axes.errorbar(
-        [1e3 * (point.seconds or 0.0) if timed else point.mean_steps for point in mine],
-        values,
-        yerr=[below, above],
-        fmt=line,
-        color=color,
-        ecolor=color,
-        elinewidth=0.5,
-        markersize=4,
-        label=label,
-    )
+    costs = [1e3 * (point.seconds or 0.0) if timed else point.mean_steps for point in mine]
+    style = {"color": color, "ecolor": color, "elinewidth": 0.5, "markersize": 4, "label": label}
+    axes.errorbar(costs, values, yerr=[below, above], fmt=line, **style)
 
 
 class WrittenFrontier(NamedTuple):
@@ -170,11 +147,7 @@ def dense_reports(dense: Path) -> list[TaskReport]:
 
 
 def dense_points(report: TaskReport, dense: Path) -> dict[str, FrontierPoint]:
-    """Return the points of a dense run at its own R, by task, from its newest evaluation.
-
-    Raises:
-        UserError: It was not evaluated on a task of the report, or with other settings.
-    """
+    """Return task → point of a dense run at its own R, from its newest evaluation of that task."""
     reports = dense_reports(dense)
     found: dict[str, FrontierPoint] = {}
     for task in report.tasks:
@@ -196,11 +169,7 @@ def dense_points(report: TaskReport, dense: Path) -> dict[str, FrontierPoint]:
 def write_frontier(
     report: TaskReport, run_directory: RunDirectory, dense: Path | None = None
 ) -> WrittenFrontier | None:
-    """Write `evals/frontier-step-N.csv` and `plots/frontier.png`; None without any points.
-
-    Args:
-        dense: Run of a dense model to draw beside them, evaluated with the same settings.
-    """
+    """Write `evals/frontier-step-N.csv` and `plots/frontier.png`; None without any points."""
     points = frontier_points(report)
     if not points:
         return None

@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from titan_loop.analysis.drawing import depth_colors, draw_panels, token_axis
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from titan_loop.analysis.drawing import Axes, depth_colors, draw_panels, token_axis
 
 _STATES, _GRADIENTS = "RMS of states, newest record", "gradient at states, newest record"
 _PARTS, _UPDATES = "gradient of weights", "update / weights"
@@ -22,7 +19,7 @@ def plot_norms(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     parts = [*newest["weight"]]
     colors = dict(zip(parts, depth_colors(len(parts)), strict=True))
 
-    def draw(axes: "Axes", name: str) -> None:
+    def draw(axes: Axes, name: str) -> None:
         if name in (_STATES, _GRADIENTS):
             _draw_map(axes, newest["state_rms" if name == _STATES else "state_gradient"])
             return
@@ -42,7 +39,7 @@ def plot_norms(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     return draw_panels(names, draw, path, title=title, columns=2)
 
 
-def _draw_map(axes: "Axes", rows: Sequence[Sequence[float | None]]) -> None:
+def _draw_map(axes: Axes, rows: Sequence[Sequence[float | None]]) -> None:
     values = np.array(rows, dtype=np.float64)  # null becomes NaN, and stays white
     with np.errstate(divide="ignore"):
         image = axes.imshow(

@@ -26,12 +26,7 @@ code { font-family: ui-monospace, monospace; font-size: .9em; }
 
 
 class Section(NamedTuple):
-    """A part of the page: a heading, a sentence, and an image or a table.
-
-    Attributes:
-        image: A PNG; None for none.
-        rows: A table, header first; empty for none.
-    """
+    """A part of the page: a heading, a sentence, and an image or a table."""
 
     title: str
     text: str
@@ -40,11 +35,7 @@ class Section(NamedTuple):
 
 
 def page(name: str, sections: Sequence[Section], missing: Sequence[str] = ()) -> str:
-    """Return the page.
-
-    Args:
-        missing: Commands that would add a part, listed at the end.
-    """
+    """Return the page, with the commands that would add a missing part at its end."""
     body = [f"<h1>{html.escape(name)}</h1>"]
     body += [_section(section) for section in sections]
     if missing:

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from titan_loop.analysis.drawing import (
+    Axes,
     Chart,
     Records,
     depth_colors,
@@ -27,16 +27,11 @@ from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.evaluation.evals_log import HeldOutRecord
 from titan_loop.plugins import find, names
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_SOURCE_COLORS = "tab10"
-
 
 def plot_step_losses(records: Records, path: Path) -> Path:
     """Draw the cross entropy after every recurrent step against tokens."""
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         steps = steps_with(records, "ce/step_")
         tokens = series(records, "tokens")
         for step, color in zip(steps, depth_colors(len(steps)), strict=True):
@@ -54,7 +49,7 @@ def plot_step_losses(records: Records, path: Path) -> Path:
 def plot_exit_pmf(records: Records, path: Path) -> Path:
     """Draw the mean exit distribution as a stacked area, with the mean exit step on top."""
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         steps = steps_with(records, "exit/pmf_")
         shown = [*records, *records] if len(records) == 1 else records
         tokens = series(shown, "tokens")
@@ -89,27 +84,20 @@ def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
     depths = sorted({r for record in records for at in record.bits_per_byte.values() for r in at})
     tokens = np.array([float(record.tokens) for record in records])
 
-    def draw(axes: "Axes", name: str) -> None:
+    def draw(axes: Axes, name: str) -> None:
         for depth, color in zip(depths, depth_colors(len(depths)), strict=True):
             values = [record.bits_per_byte.get(name, {}).get(depth, math.nan) for record in records]
             axes.plot(tokens, values, color=color, label=f"R = {depth}", marker="o", markersize=3)
         token_axis(axes, tokens)
 
-    return draw_panels(
-        names,
-        draw,
-        path,
-        title="Held-out text while training, by depth",
-        label="bits per byte (lower is better)",
-        columns=4,
-        legend=True,
-    )
+    title, label = "Held-out text while training, by depth", "bits per byte (lower is better)"
+    return draw_panels(names, draw, path, title=title, label=label, columns=4, legend=True)
 
 
 def plot_entropy(records: Records, path: Path) -> Path:
     """Draw the mean entropy of the exit distribution, below a uniform one's."""
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         tokens, entropy = series(records, "tokens"), series(records, "exit/entropy_nats")
         draw_curve(axes, tokens, entropy, "#1f4e79", label="exit distribution")
         bound = np.log(series(records, "recurrent_steps"))
@@ -125,25 +113,20 @@ def plot_entropy(records: Records, path: Path) -> Path:
 
 
 def plot_mixture(records: Records, mixture: Sequence[str], path: Path) -> Path:
-    """Draw each source's share of the tokens read so far, and dashed the share asked for.
-
-    Args:
-        mixture: The config's `dataloader.mixture`; weights of sources that are not in it are not
-            drawn.
-    """
+    """Draw each source's share of the tokens read so far, and dashed the share in the mixture."""
     suffix = "/tokens"
     keys = {key for record in records for key in record if key.startswith("data/")}
     names = sorted(key[len("data/") : -len(suffix)] for key in keys if key.endswith(suffix))
     asked = _asked_shares(mixture)
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         import matplotlib as mpl
 
         tokens = series(records, "tokens")
         read = np.array([np.nan_to_num(series(records, f"data/{n}{suffix}")) for n in names])
         total = np.maximum(read.sum(axis=0), 1)
         for index, name in enumerate(names):
-            color = mpl.colormaps[_SOURCE_COLORS](index % 10)
+            color = mpl.colormaps["tab10"](index % 10)
             # matplotlib leaves labels with an underscore in front out of its legend.
             label = f" {name}" if name.startswith("_") else name
             # Thinner from line to line, and dashes one after another: equal shares stay visible.

@@ -1,32 +1,28 @@
-"""The loss of a whole recipe in one plot: its tree of stages laid along the tokens.
+"""The loss of a whole recipe in one plot: its tree of stages laid along the tokens."""
 
-recipe.json, every stage's metrics.jsonl ─► branches, each from where it forks ─► loss.png
-"""
-
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_loop.analysis.drawing import draw_axes, draw_curve, series, show_the_bulk, token_axis
+from titan_loop.analysis.drawing import (
+    Axes,
+    draw_axes,
+    draw_curve,
+    series,
+    show_the_bulk,
+    token_axis,
+)
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import StageStatus, read_status
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _BRANCH_COLORS = ("Blues", "Oranges", "Greens", "Purples")
 
 
 class StageCurve(NamedTuple):
-    """One stage of a recipe, for `plot_recipe`.
-
-    Attributes:
-        start_tokens: Global tokens that its ancestors consumed.
-    """
+    """Records of one stage of a recipe, and the global tokens that its ancestors consumed."""
 
     name: str
     start_tokens: int
@@ -34,11 +30,7 @@ class StageCurve(NamedTuple):
 
 
 def plot_stages(folder: Path) -> Path:
-    """Draw `plots/loss.png` of a recipe's folder and return its path.
-
-    Raises:
-        UserError: The folder holds no recipe, or no stage has logged anything.
-    """
+    """Draw `plots/loss.png` of a recipe's folder and return its path."""
     branches = [
         branch
         for root in read_status(folder)
@@ -79,7 +71,7 @@ def plot_recipe(
         boundaries: Whether a dashed line marks the beginning of each stage.
     """
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         import matplotlib as mpl
 
         everything: list[np.ndarray] = []
@@ -89,7 +81,8 @@ def plot_recipe(
             colors = mpl.colormaps[color_map](np.linspace(0.45, 0.95, len(branch)))
             for stage, color in zip(branch, colors, strict=True):
                 tokens = stage.start_tokens + series(stage.records, "tokens")
-                losses = np.array([_last_step_loss(record) for record in stage.records])
+                last = [r.get(f"ce/step_{r['recurrent_steps']}") for r in stage.records]
+                losses = np.array(last, dtype=np.float64)  # null becomes NaN
                 draw_curve(axes, tokens, losses, color, label=stage.name)
                 if boundaries and stage.start_tokens:
                     axes.axvline(stage.start_tokens, color="0.5", linestyle="--", linewidth=1.0)
@@ -103,8 +96,3 @@ def plot_recipe(
         axes.set_xlabel("tokens read since the first stage began")
 
     return draw_axes(draw, path)
-
-
-def _last_step_loss(record: Mapping[str, Any]) -> float:
-    value = record.get(f"ce/step_{record['recurrent_steps']}")
-    return math.nan if value is None else value

@@ -1,12 +1,9 @@
 """One HTML page of a run that needs nothing else: no network, no scripts, no files beside it.
 
-run directory ─► plots (PNG, also in plots/), tables ─► report.html with the images inside
-
-Sections without data are left out, and the page says at its end which, and which command would add
-them.
+Sections without data are left out; the end of the page has the commands that would add them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +20,27 @@ from titan_loop.evaluation.evals_log import held_out_while_training
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.decisions import decision_rows
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.runs.saved_run import Ancestor, SavedRun
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_json_object, write_text
 
 REPORT_NAME = "report.html"
 
 
 def write_report(run_directory: RunDirectory) -> Path:
-    """Draw everything a run has data for and write `report.html`; return its path.
-
-    Raises:
-        UserError: The folder is not a run, or the run has logged nothing.
-    """
+    """Draw everything a run has data for and write `report.html`; return its path."""
     run_directory.read_run()
     records = _records(run_directory)
-    lineage = SavedRun(run_directory.path).lineage()
     missing: list[str] = []
-    training = [
+    sections = [
         _summary(run_directory, records),
         *_training(run_directory, records),
         *_decisions(run_directory),
         *_evaluations(run_directory, missing),
+        *_analyses(run_directory),
+        *_lineage(run_directory),
     ]
-    descent = _lineage(run_directory, lineage)
-    shown = [section.image for section in (*training, *descent) if section.image is not None]
-    sections = [*training, *_analyses(run_directory, shown), *descent]
-    html_page = page(run_directory.path.resolve().name, sections, missing)
     path = run_directory.path / REPORT_NAME
-    write_text(path, html_page)
+    write_text(path, page(run_directory.path.resolve().name, sections, missing))
     return path
 
 
@@ -69,18 +59,18 @@ def _records(run_directory: RunDirectory) -> list[dict[str, Any]]:
 
 def _summary(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> Section:
     run, saved, last = run_directory.read_run(), SavedRun(run_directory.path), records[-1]
-    size, total_tokens = saved.model_options.size, saved.total_tokens
-    share = last["tokens"] / total_tokens
-    versions = run.get("versions", {})
+    share = last["tokens"] / saved.total_tokens
+    versions = [f"{name} {version}" for name, version in run.get("versions", {}).items()]
+    size = saved.model_options.size
     rows = [
         ["", ""],
         ["model", f"{size}, {last['recurrent_steps']} recurrent steps now"],
-        ["tokens", f"{last['tokens']:,} of {total_tokens:,} ({share:.0%})"],
+        ["tokens", f"{last['tokens']:,} of {saved.total_tokens:,} ({share:.0%})"],
         ["training steps", f"{last['step']:,}"],
-        ["loss", _number(last["loss"])],
+        ["loss", "not finite" if last["loss"] is None else f"{last['loss']:.4f}"],
         ["window", f"{saved.seq_len:,} tokens"],
         ["started", f"{run['created']}, restarted {len(run.get('restarts', []))} times"],
-        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
+        ["versions", ", ".join(versions)],
     ]
     return Section("Summary", "", rows=rows)
 
@@ -146,15 +136,13 @@ def _depths(run_directory: RunDirectory) -> list[Section]:
 
 
 def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Section]:
-    plots, sections = run_directory.plots, []
-    name = run_directory.path
-    saved = SavedRun(run_directory.path)
-    has_text, generated = bool(saved.mixture), saved.generated_task()
+    plots, name = run_directory.plots, run_directory.path
+    saved = SavedRun(name)
     own, tasks = "held_out", "offline"
-    if generated is not None:
+    if (generated := saved.generated_task()) is not None:
         own = tasks = generated.name
-    sections += _depths(run_directory)
-    if has_text and not sections:
+    sections = _depths(run_directory)
+    if saved.mixture and not sections:
         missing.append(f"a depth sweep: titan-loop eval {name}")
     reports = TaskReport.all_of(run_directory)
     swept = [report for report in reports if _has_depths(report)]
@@ -186,13 +174,8 @@ def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Sectio
     return sections
 
 
-def _analyses(run_directory: RunDirectory, shown: Collection[Path]) -> list[Section]:
-    """Return the plots and tables that `titan-loop analyse` left, each from its newest record.
-
-    Args:
-        shown: Plots of other sections. Plots that belong to none, and to no record either, were
-            left by versions that did not record captions.
-    """
+def _analyses(run_directory: RunDirectory) -> list[Section]:
+    """Return the plots and tables that `titan-loop analyse` left, each from its newest record."""
     newest: dict[str, dict[str, Any]] = {}
     for path in run_directory.evaluations.glob("*-step-*.json"):
         record = read_json_object(path, fix="analyse the run again")
@@ -206,9 +189,7 @@ def _analyses(run_directory: RunDirectory, shown: Collection[Path]) -> list[Sect
                 sections.append(Section(title, text, plots / name))
         text = f"At step {record['step']:,}."
         sections += [Section(title, text, rows=rows) for title, rows in record["tables"].items()]
-    known = {*shown, *(section.image for section in sections)}
-    older = [path for path in sorted(plots.glob("*.png")) if path not in known]
-    return sections + [Section(path.stem.replace("-", " "), "", path) for path in older]
+    return sections
 
 
 def _has_depths(report: TaskReport) -> bool:
@@ -231,7 +212,8 @@ def _task_table(report: TaskReport) -> Section:
     return Section("Tasks", text, rows=task_rows(report, list(readings)))
 
 
-def _lineage(run_directory: RunDirectory, lineage: Sequence[Ancestor]) -> list[Section]:
+def _lineage(run_directory: RunDirectory) -> list[Section]:
+    lineage = SavedRun(run_directory.path).lineage()
     if not lineage:
         return []
     rows = [["run", "stage", "checkpoint", "tokens", "R", "saved", "recipe"]]
@@ -278,7 +260,3 @@ def _lineage(run_directory: RunDirectory, lineage: Sequence[Ancestor]) -> list[S
             )
         )
     return sections
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"

@@ -32,10 +32,9 @@ def depth_rows(report: DepthReport) -> list[list[str]]:
 
 
 def task_table(report: TaskReport, preferred: Mapping[str, str]) -> str:
-    """Return the headline metric of every task at every reading, then tasks without a result.
+    """Return one metric of every task at every reading, if any the preferred one.
 
-    Args:
-        preferred: Task → metric to show, for tasks that have several.
+    Tasks without a result follow, with the reason.
     """
     readings = list(dict.fromkeys(name for task in report.tasks.values() for name in task))
     lines = []

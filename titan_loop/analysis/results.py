@@ -45,8 +45,6 @@ class ResultTable:
 
     Attributes:
         name: Name of the plot's file, behind the recipe's.
-        rows: Label → address.
-        columns: Label → address.
         everywhere: Common part of all addresses.
         paper: Row → column → the paper's number.
         columns_are: Label of the plot's horizontal axis.
@@ -106,21 +104,16 @@ class ResultTable:
         """Yield (step, number) pairs of a cell over the training of every run that has it."""
         name, runs = self._runs(results, row, column)
         for run in runs:
-            yield [
-                (step, self.factor * found[name])
-                for step, found in run.evaluations
-                if name in found
-            ]
+            found = [(step, numbers[name]) for step, numbers in run.evaluations if name in numbers]
+            yield [(step, self.factor * number) for step, number in found]
 
     def difference(
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> tuple[Interval, int] | None:
         """Return a cell less the row `less`'s, over the seeds that both have, and their number.
 
-        On held-out text the interval covers seeds and documents, otherwise seeds.
-
-        Returns:
-            None where no seed has both, or where they read other documents.
+        On held-out text the interval covers seeds and documents, otherwise seeds. None where no
+        seed has both, or where they read other documents.
         """
         cells: list[dict[int, tuple[float, list[str]]]] = []
         for label in (row, self.less):
@@ -163,7 +156,6 @@ class RunResult:
     """A finished run, with the fields of the file.
 
     Attributes:
-        recipe: The recipe, as `train` was given it.
         stage: Name of the stage; the recipe's name for a recipe of one run.
         overrides: Flags behind the recipe's name.
         commit: `git describe` of the code that trained it; None outside a checkout.
@@ -205,11 +197,7 @@ class RunResult:
 
     @classmethod
     def of(cls, run: RunDirectory) -> "RunResult":
-        """Collect the records of a run.
-
-        Raises:
-            UserError: It was not started by `titan-loop train`, or logged nothing.
-        """
+        """Collect the records of a run."""
         started = run.read_run()
         start = [started, *started["restarts"]][-1]
         recipe, overrides = _recipe_of(start["command"])
@@ -242,11 +230,7 @@ class RunResult:
 
     @classmethod
     def all_of(cls, folder: Path) -> list["RunResult"]:
-        """Return the results saved in the folder of a recipe.
-
-        Raises:
-            UserError: A file is damaged, or there is none.
-        """
+        """Return the results saved in the folder of a recipe."""
         found = []
         for path in sorted(folder.glob("*-seed*.json")):
             record = read_json_object(path, fix="write it anew: results add RUN")
@@ -298,11 +282,8 @@ def machine() -> str:
 
 
 def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
-    return sum(
-        tokens / record["tokens_per_second"]
-        for tokens, record in _intervals(records)
-        if record.get("tokens_per_second")
-    )
+    speeds = ((tokens, record.get("tokens_per_second")) for tokens, record in _intervals(records))
+    return sum(tokens / speed for tokens, speed in speeds if speed)
 
 
 def _flops(records: Sequence[Mapping[str, Any]]) -> float | None:
@@ -341,12 +322,12 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
     """Return the results at the newest evaluated step; of several, the latest count."""
     found = [(record["step"], record["results"]) for record in evaluated]
     for report in depth_reports(run):
-        depths = {
+        bits = {
             held_out_name(report, source, depth): interval.value
             for source, depths in report.sources.items()
             for depth, interval in depths.depths.items()
         }
-        found.append((report.step, depths))
+        found.append((report.step, bits))
     found += [(report.step, report.flat()) for report in TaskReport.all_of(run)]
     for path in sorted(run.evaluations.glob("*-step-*.json")):
         found += _of_analysis(path)
@@ -396,14 +377,9 @@ def runs_text(results: Sequence[RunResult]) -> str:
     """Return a Markdown table of the runs themselves."""
     rows = [["run", "seed", "steps", "tokens", "FLOPs", "seconds", "last loss", "commit"]]
     for r in sorted(results, key=lambda result: (result.stage, result.seed)):
-        numbers = (
-            f"{r.seed}",
-            f"{r.steps:,}",
-            f"{r.tokens:,}",
-            f"{r.flops:.2e}" if r.flops else "-",
-        )
-        loss = f"{r.losses[-1][1]:.4g}"
-        rows.append([r.stage, *numbers, f"{r.seconds:,.0f}", loss, r.commit or "-"])
+        flops = f"{r.flops:.2e}" if r.flops else "-"
+        costs = f"{r.steps:,}", f"{r.tokens:,}", flops, f"{r.seconds:,.0f}"
+        rows.append([r.stage, str(r.seed), *costs, f"{r.losses[-1][1]:.4g}", r.commit or "-"])
     return _markdown(rows)
 
 
@@ -413,7 +389,6 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _estimates(found: Sequence[tuple[Interval, int] | None], form: str) -> Iterator[str]:
-    """Yield cells of means, or of differences, and the number of seeds."""
     for estimate in found:
         if estimate is None:
             yield "-"

@@ -3,23 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from titan_loop.analysis.drawing import draw_axes, draw_panels
+from titan_loop.analysis.drawing import Axes, draw_axes, draw_panels
 from titan_loop.analysis.results import ResultTable, RunResult
 from titan_loop.evaluation.intervals import Interval
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw a line a row over the columns, dashed where it is the paper's; write a PNG.
+    """Draw a line a row over the columns, with 95 % intervals over seeds; the paper has dashes."""
 
-    Bars are 95 % intervals over seeds.
-    """
-
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         columns = list(table.columns)
         for index, row in enumerate(table.rows):
             color = f"C{index}"
@@ -41,7 +35,7 @@ def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> 
     return draw_axes(draw, path)
 
 
-def _draw_means(axes: "Axes", means: Sequence[tuple[float, Interval]], **style: Any) -> None:
+def _draw_means(axes: Axes, means: Sequence[tuple[float, Interval]], **style: Any) -> None:
     bars = [(mean.value - mean.low, mean.high - mean.value) for _, mean in means]
     axes.errorbar(
         [place for place, _ in means],
@@ -55,7 +49,7 @@ def _draw_means(axes: "Axes", means: Sequence[tuple[float, Interval]], **style: 
 def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
     """Draw the columns of `over_training` over the steps of training, a line a row and run."""
 
-    def draw(axes: "Axes", column: str) -> None:
+    def draw(axes: Axes, column: str) -> None:
         for index, row in enumerate(table.rows):
             for run, curve in enumerate(table.curves(results, row, column)):
                 label = row if run == 0 else None
@@ -67,12 +61,9 @@ def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) ->
 
 
 def draw_against_flops(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw a point a row: mean over seeds of the column `against_flops`, at the FLOPs it cost.
+    """Draw a point a row with a recorded cost: mean and 95 % interval of `against_flops`."""
 
-    Bars are 95 % intervals over seeds. Rows without a recorded cost are left out.
-    """
-
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         for index, row in enumerate(table.rows):
             column = table.against_flops
             costs = table.costs(results, row, column)

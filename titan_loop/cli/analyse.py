@@ -27,8 +27,6 @@ def run(words: Sequence[str]) -> int:
 
 
 def _shown(analysis: Callable[..., "Findings"]) -> Callable[..., None]:
-    """Return the analysis as a command: its text is printed, its record and plots are written."""
-
     @functools.wraps(analysis)
     def shown(*arguments: object, **flags: object) -> None:
         findings = analysis(*arguments, **flags)

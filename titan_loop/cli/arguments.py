@@ -60,10 +60,9 @@ def recipe_first(function: Function) -> Function:
 def command(name: str) -> Callable[[Callable[..., Any]], Run]:
     """Return a decorator that turns a function into the `run(words)` of a verb.
 
-    The function returns an exit code, or lines or paths to print. The text of its docstring and its
-    `Args:` are `--help`. A parameter `flags` receives the words that are not its own, which are
-    flags of a recipe. `run` raises `UserError` for a mistake in the words, and `SystemExit` with
-    code 0 after `--help` was printed.
+    The function returns an exit code, or lines or paths to print. A parameter `flags` receives the
+    words that are not its own, which are flags of a recipe. `run` raises `UserError` for a mistake
+    in the words, and `SystemExit` with code 0 after `--help` was printed.
     """
 
     def decorated(function: Callable[..., Any]) -> Run:

@@ -29,17 +29,11 @@ def ls(run: Path, *, verify: bool = False) -> None:
     for checkpoint in list_checkpoints(folder, hashes=verify, policy=policy):
         manifest = checkpoint.manifest or {}
         trainer = manifest.get("trainer", {})
-        rows.append(
-            (
-                str(checkpoint.step),
-                f"{trainer['tokens']:,}" if "tokens" in trainer else "-",
-                str(trainer.get("recurrent_steps", "-")),
-                _size(checkpoint.size_bytes),
-                str(manifest.get("created", "-")),
-                ", ".join(checkpoint.kept) or "-",
-                _state(checkpoint),
-            )
-        )
+        tokens = f"{trainer['tokens']:,}" if "tokens" in trainer else "-"
+        steps, created = trainer.get("recurrent_steps", "-"), manifest.get("created", "-")
+        kept = ", ".join(checkpoint.kept) or "-"
+        size, state = _size(checkpoint.size_bytes), _state(checkpoint)
+        rows.append((str(checkpoint.step), tokens, str(steps), size, str(created), kept, state))
     print("\n".join(columns(rows, left=range(len(rows[0])))))
 
 

@@ -140,9 +140,9 @@ def _formats_of(architecture: dict, recurrent_steps: int, max_positions: int) ->
     rows = [("format", "this model")]
     for name in names("formats"):
         form = get_format(name)
+        answer = f"yes: {form.summary}; {', '.join(form.dtypes)}"
         try:
             form.shape(architecture, recurrent_steps=recurrent_steps, max_positions=max_positions)
-            answer = f"yes: {form.summary}; {', '.join(form.dtypes)}"
         except UserError as error:
             answer = f"no: {error}"
         rows.append((name, answer))

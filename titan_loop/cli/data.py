@@ -12,8 +12,6 @@ from titan_loop.tables import columns
 if TYPE_CHECKING:
     from titan_loop.training.trainer import LoopTrainer
 
-_PLAN_HEADER = ("source", "needed", "available", "epochs", "most", "GB on disk")
-
 
 def verify(source: str) -> None:
     """Check a prepared source's files and ids against its card.
@@ -60,7 +58,6 @@ def plan(recipe: str, flags: Sequence[str]) -> None:
 
 
 def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
-    """Print one stage's table; return why it cannot be filled, empty if it can."""
     from titan_loop.data.load.loader import WindowLoader
     from titan_loop.training.preflight import value_refusals
 
@@ -72,26 +69,19 @@ def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
     if not isinstance(loader, WindowLoader):
         print("  generated or streamed: nothing to compare with")
         return ""
+    shortage = ""
     try:
         loader.require_windows(windows)
-        shortage = ""
     except UserError as error:
         shortage = str(error)
     demand = loader.demand(windows)
-    rows: list[tuple[str, ...]] = [
-        (
-            row.name,
-            f"{row.needed_tokens:,}",
-            f"{row.available_tokens:,}",
-            f"{row.epochs:.3f}",
-            "-" if row.max_epochs is None else str(row.max_epochs),
-            f"{row.disk_bytes / 1e9:.3f}",
-        )
-        for row in demand
-    ]
-    size_bytes = sum(row.disk_bytes for row in demand)
-    total = ("all", "", "", "", "", f"{size_bytes / 1e9:.3f}")
-    for line in columns([_PLAN_HEADER, *rows, total]):
+    rows = [("source", "needed", "available", "epochs", "most", "GB on disk")]
+    for row in demand:
+        tokens = f"{row.needed_tokens:,}", f"{row.available_tokens:,}"
+        most = "-" if row.max_epochs is None else str(row.max_epochs)
+        rows.append((row.name, *tokens, f"{row.epochs:.3f}", most, f"{row.disk_bytes / 1e9:.3f}"))
+    rows.append(("all", "", "", "", "", f"{sum(row.disk_bytes for row in demand) / 1e9:.3f}"))
+    for line in columns(rows):
         print(f"  {line}")
     for remark in config.held_out.remarks(config.dataloader.source_paths(), seq_len):
         print(f"  {remark}")

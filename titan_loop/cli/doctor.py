@@ -97,7 +97,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_start() -> Iterator[Finding]:
-    """Time the imports of training; modules that the process has already imported cost nothing."""
+    """Time the imports of training."""
     before = _start_meters()
     importlib.import_module("titan_loop.training.trainer")
     wall, processor, disk_bytes = (
@@ -107,13 +107,7 @@ def check_start() -> Iterator[Finding]:
 
 
 def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
-    """Return whether a start waits for the disk or for the processor.
-
-    Args:
-        wall: Seconds of the imports.
-        processor: Seconds in which they computed, or waited for a busy processor.
-        disk_bytes: Bytes that came from a disk; NaN if unknown.
-    """
+    """Return whether a start waits for the disk or for the processor, from `_start_meters`."""
     processor = min(processor, wall)  # several threads
     from_disk = wall - processor
     read = "" if math.isnan(disk_bytes) else f", {disk_bytes / 1e6:.0f} MB read from it"
@@ -154,7 +148,6 @@ def check_devices() -> Iterator[Finding]:
 
 
 def _why_no_gpu(cuda_of_torch: str | None) -> str | None:
-    """Return a fix if there is an NVIDIA GPU that torch does not use."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -213,11 +206,11 @@ def check_compiler() -> Iterator[Finding]:
     from titan_loop import compat
     from titan_loop.distributed.compiler import missing_compiler
 
+    text, fix = "found: torch.compile can run", None
     if missing := missing_compiler(compat.device_type()):
+        text = f"{missing}: torch.compile cannot run"
         fix = "install gcc and g++, or train with --compile.no-enable"
-        yield Finding("compiler", f"{missing}: torch.compile cannot run", fix)
-    else:
-        yield Finding("compiler", "found: torch.compile can run")
+    yield Finding("compiler", text, fix)
 
 
 def check_folders(run_directory: Path) -> Iterator[Finding]:

@@ -80,11 +80,7 @@ def flags_of(config: Any, prefix: str = "--") -> dict[str, Any]:
 
 
 def help_text(flags: Mapping[str, Any], program: str, choices: Sequence[str]) -> str:
-    """Return the page of the flags that matter first.
-
-    Args:
-        choices: Choices that follow the flags, with flags of their own.
-    """
+    """Return the page of the flags that matter first, and of the choices that follow them."""
     lines = [f"usage: {program} [FLAGS] [CHOICE]", ""]
     for title, texts in FIRST.items():
         lines.append(f"{title}:")

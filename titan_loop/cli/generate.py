@@ -3,8 +3,8 @@
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +14,14 @@ from titan_loop.cli.arguments import command
 from titan_loop.errors import UserError, require_at_least
 
 if TYPE_CHECKING:
-    from titan_loop.inference.session import Session
+    import torch
+    from tokenizers import Tokenizer
+
+    from titan_loop.inference.engine import Engine
+    from titan_loop.inference.loading import Loaded, TextEnds
+    from titan_loop.inference.rows import Completion, GeneratedToken
+    from titan_loop.inference.sampling import Sampling
+    from titan_loop.text.chatml import Turn
 
 _LARGEST_SEED = 2**64 - 1  # of torch.Generator
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
@@ -78,10 +85,12 @@ class Generation:
         without = {"draft_tokens": "--draft-step"} if self.draft_step is None else {}
         if self.temperature == 0:
             without |= dict.fromkeys(("top_k", "top_p"), "a --temperature above 0")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in without and value != field.default:
-                raise UserError(f"{field.name}={value} has no effect without {without[field.name]}")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in without and value != option.default:
+                raise UserError(
+                    f"{option.name}={value} has no effect without {without[option.name]}"
+                )
 
 
 @command("generate")
@@ -99,25 +108,39 @@ def run(checkpoint: Path, generation: Generation, *, stage: str | None = None) -
     generation.check()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
+    from titan_loop.runs.recipe_folder import chosen_run
+
+    session = _open_session(chosen_run(checkpoint, stage), generation)
+    if generation.chat and not session.knows_chats:
+        print(
+            "[this model was not trained on conversations: it continues the text of the chat]",
+            file=sys.stderr,
+        )
+    if len(generation.prompt) > 1:
+        session.print_answers(list(generation.prompt))
+    else:
+        for prompt in generation.prompt or _lines():
+            session.print_answers([prompt])
+
+
+def _open_session(checkpoint: Path, generation: Generation) -> "_Session":
     import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
     import torch
 
     from titan_loop.inference.cache import cache_strategy
     from titan_loop.inference.engine import Engine
     from titan_loop.inference.exit_policy import parse_exit_policy
-    from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
+    from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
     from titan_loop.inference.sampling import Sampling
-    from titan_loop.inference.session import Session
     from titan_loop.inference.speculative import SelfSpeculation
-    from titan_loop.runs.recipe_folder import chosen_run
 
     policy = parse_exit_policy(generation.exit)
     sampling = Sampling(
         temperature=generation.temperature, top_k=generation.top_k, top_p=generation.top_p
     )
-    cache_strategy(generation.kv_cache)
+    cache_strategy(generation.kv_cache)  # its mistake, before a checkpoint is read
     loaded = load_checkpoint(
-        chosen_run(checkpoint, stage),
+        checkpoint,
         use="generate",
         context_tokens=generation.context,
         device=compat.device_type(),
@@ -134,58 +157,96 @@ def run(checkpoint: Path, generation: Generation, *, stage: str | None = None) -
         prefill_steps=generation.prefill_steps,
         speculation=speculation,
     )
-    session = Session(
-        engine,
-        loaded,
-        load_matching_tokenizer(loaded, generation.tokenizer),
-        sampling=sampling,
-        seed=generation.seed,
-        max_new_tokens=generation.max_new_tokens,
-        stop=generation.stop,
-        chat=generation.chat,
-    )
-    if generation.chat and not session.knows_chats:
-        print(
-            "[this model was not trained on conversations: it continues the text of the chat]",
-            file=sys.stderr,
+    tokenizer = load_matching_tokenizer(loaded, generation.tokenizer)
+    generator = torch.Generator().manual_seed(generation.seed)
+    ends = text_ends(loaded, tokenizer)
+    return _Session(generation, engine, loaded, tokenizer, ends, sampling, generator)
+
+
+@dataclass
+class _Session:
+    """A conversation with a model, or one completion after another."""
+
+    generation: Generation
+    engine: "Engine"
+    loaded: "Loaded"
+    tokenizer: "Tokenizer"
+    ends: "TextEnds"
+    sampling: "Sampling"
+    generator: "torch.Generator"
+    turns: list["Turn"] = field(default_factory=list)
+
+    @property
+    def knows_chats(self) -> bool:
+        return self.loaded.run.text_format(self.tokenizer).turn_end is not None
+
+    def print_answers(self, prompts: list[str]) -> None:
+        """Print a single answer token by token, or several completions one below the other."""
+        from titan_loop.inference.rows import Completion
+
+        start = time.perf_counter()
+        alone = len(prompts) == 1
+        completions = [Completion() for _ in prompts]
+        shown = [""] * len(prompts)
+        for event in self._answer(prompts[0]) if alone else self._complete(prompts):
+            completions[event.row].add(event)
+            step = str(event.step).translate(_SUBSCRIPTS) if self.generation.show_steps else ""
+            shown[event.row] += event.text + step
+            if alone:
+                print(event.text + step, end="", flush=True)
+        for prompt, text in zip(prompts, shown, strict=True):
+            print("" if alone else f"=== {prompt}\n{text}", flush=True)
+        print(f"[{self._cost(completions, time.perf_counter() - start)}]", file=sys.stderr)
+        if any(completion.finish == "context" for completion in completions):
+            print(
+                f"[ended at the context of {self.engine.stack.context_tokens} tokens, by default "
+                "the trained window; --context gives it another]",
+                file=sys.stderr,
+            )
+
+    def _answer(self, prompt: str) -> Iterator["GeneratedToken"]:
+        from titan_loop.inference.rows import Completion
+        from titan_loop.text.chatml import ASSISTANT, Turn, chat_prompt
+
+        if not self.generation.chat:
+            yield from self._complete([prompt])
+            return
+        self.turns.append(Turn("user", prompt))
+        completion = Completion()
+        for event in self._complete([chat_prompt(self.tokenizer, self.turns)]):
+            completion.add(event)
+            yield event
+        self.turns.append(Turn(ASSISTANT, completion.text))
+
+    def _complete(self, prompts: Sequence[str | list[int]]) -> Iterator["GeneratedToken"]:
+        """Stream the completions of several prompts, side by side; an empty one begins a text."""
+        from titan_loop.inference.rows import text_requests
+
+        beginning = [] if self.ends.end_of_text is None else [self.ends.end_of_text]
+        requests = text_requests(
+            self.tokenizer,
+            [prompt or beginning for prompt in prompts],
+            stop_tokens=self.ends.stop_tokens,
+            max_new_tokens=self.generation.max_new_tokens,
+            stop=self.generation.stop,
         )
-    if len(generation.prompt) > 1:
-        _print(session, list(generation.prompt), show_steps=generation.show_steps)
-    else:
-        for prompt in generation.prompt or _lines():
-            _print(session, [prompt], show_steps=generation.show_steps)
+        return self.engine.stream(requests, sampling=self.sampling, generator=self.generator)
 
-
-def _print(session: "Session", prompts: list[str], *, show_steps: bool) -> None:
-    """Print a single answer token by token, or several completions one below the other."""
-    from titan_loop.inference.rows import Completion
-
-    start = time.perf_counter()
-    alone = len(prompts) == 1
-    completions = [Completion() for _ in prompts]
-    shown = [""] * len(prompts)
-    for event in session.answer(prompts[0]) if alone else session.complete(prompts):
-        completions[event.row].add(event)
-        text = event.text + (str(event.step).translate(_SUBSCRIPTS) if show_steps else "")
-        shown[event.row] += text
-        if alone:
-            print(text, end="", flush=True)
-    for prompt, text in zip(prompts, shown, strict=True):
-        print("" if alone else f"=== {prompt}\n{text}", flush=True)
-    tokens = sum(len(completion.steps) for completion in completions)
-    seconds = time.perf_counter() - start
-    phrases = [f"{tokens} tokens in {seconds:.1f} s", *session.summary(completions)]
-    print(f"[{', '.join(phrases)}]", file=sys.stderr)
-    if any(completion.finish == "context" for completion in completions):
-        print(
-            f"[ended at the context of {session.context_tokens} tokens, by default the trained "
-            "window; --context gives it another]",
-            file=sys.stderr,
+    def _cost(self, completions: Sequence["Completion"], seconds: float) -> str:
+        engine = self.engine
+        steps = [step for completion in completions for step in completion.steps]
+        mean = sum(steps) / len(steps) if steps else float("nan")
+        cost = (
+            f"{len(steps)} tokens in {seconds:.1f} s, "
+            f"mean exit step {mean:.2f} of {engine.recurrent_steps}, "
+            f"cache {engine.work.cache_bytes / 1e6:.2f} MB ({engine.kv_cache})"
         )
+        if engine.speculation is not None:
+            cost += f", accepted {engine.speculation.acceptance:.0%} of the drafts"
+        return cost
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input, with a prompt if it is a terminal."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)

@@ -3,8 +3,7 @@
 `titan_loop.errors` defines the codes. An unexpected exception keeps its traceback and ends with 1,
 an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. An error of
 the operating system about a file is one line: with 2 if the user can mend it, such as a permission,
-and with 1 if the machine is at fault, such as a full disk; a rank of a training job then writes its
-traceback first.
+and with 1 if the machine is at fault, such as a full disk; a rank then writes its traceback first.
 """
 
 import importlib
@@ -117,7 +116,6 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _trace_fault_of_the_machine(error: Exception) -> None:
-    """Write a rank's traceback to a job's log when a disk failed."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"  # a process by itself has RANK set, too
     if (several or slurm_job()) and exit_code(error) == EXIT_CRASH:
         traceback.print_exception(error)

@@ -30,7 +30,6 @@ def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> C
             Token counts accept K, M, B and T (`--total-tokens 100M`), lists spaces and commas.
 
     Raises:
-        UserError: For an unknown flag, with the nearest known ones, or a value that does not fit.
         SystemExit: With code 0, after `--help` was printed.
     """
     if not arguments:
@@ -84,7 +83,6 @@ def _refuse_without_effect(arguments: Sequence[str]) -> None:
 
 
 def _unknown(words: Sequence[str], flags: Collection[str], choices: Collection[str]) -> str:
-    """Return the message about words that belong to no flag."""
     word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
     if not word.startswith("-"):
         return f"unknown argument {word}{nearest(word, choices)}"

@@ -117,7 +117,6 @@ def _rehearse(cluster: "Cluster", planned: "Sequence[StageNeeds]", *, anew: bool
 
 
 def _refuse(refused: Sequence[tuple[str, str]], stages: int) -> None:
-    """Print the names of stages that do not fit, with the reasons, and raise the first."""
     for name, refusal in refused:
         print(f"refused: {name}: {refusal}")
     if refused:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from titan_loop.cli.arguments import command
-from titan_loop.errors import UserError, seen_from
 
 
 @command("plot")
@@ -18,14 +17,10 @@ def run(folder: Path) -> None:
     from titan_loop.analysis.recipe_plot import plot_stages
     from titan_loop.analysis.report import plot_run
     from titan_loop.runs.run_directory import RunDirectory
-    from titan_loop.runs.status import RECIPE_JSON
+    from titan_loop.runs.status import read_plan
 
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder} is not a folder{seen_from(folder)}; give that of a run or a recipe"
-        )
     runs = [folder]
-    if (folder / RECIPE_JSON).exists():
+    if read_plan(folder):
         print(plot_stages(folder))
         runs = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
     for run_directory in map(RunDirectory, runs):

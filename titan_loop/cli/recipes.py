@@ -1,4 +1,4 @@
-"""`titan-loop recipes`: the recipes `train` finds by name, without importing any."""
+"""`titan-loop recipes`: the recipes that `train` finds by name, without importing any."""
 
 from titan_loop.cli.arguments import command
 from titan_loop.recipes.registry import recipe_summaries

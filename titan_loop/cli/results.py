@@ -5,8 +5,6 @@ from pathlib import Path
 from titan_loop.cli.arguments import group
 from titan_loop.errors import UserError
 
-_RESULTS, _PLOTS = "results", "plots"
-
 
 def add(run: Path, *, folder: Path | None = None) -> None:
     """Write the results of a finished run to results/RECIPE/STAGE-seedS.json, and print the path.
@@ -22,7 +20,7 @@ def add(run: Path, *, folder: Path | None = None) -> None:
     from titan_loop.runs.run_directory import RunDirectory
 
     result = RunResult.of(RunDirectory(run))
-    print(result.save(folder or _beside(result.recipe) / _RESULTS))
+    print(result.save(folder or _beside(result.recipe)))
 
 
 def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
@@ -48,7 +46,7 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
     from titan_loop.analysis.results_plots import draw_against_flops, draw_curves, draw_table
     from titan_loop.recipes.registry import recipe_module
 
-    place = folder or _beside(recipe) / _RESULTS
+    place = folder or _beside(recipe)
     name = short_name(recipe)
     tables = getattr(recipe_module(recipe), "TABLES", {}).get(name)
     if tables is None:
@@ -61,26 +59,22 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         if not table.has_any(results):
             continue
         print(f"\n{table_text(table, results)}")
-        differences = differences_text(table, results) if table.less else ""
-        if differences:
+        if table.less and (differences := differences_text(table, results)):
             print(f"\n{differences}")
-        if plot:
-            path = place.parent / _PLOTS / f"{name}-{table.name}.png"
-            print(f"\n{draw_table(table, results, path)}")
-            if table.over_training:
-                curves = path.with_name(f"{path.stem}-training.png")
-                print(draw_curves(table, results, curves))
-            if table.against_flops:
-                costs = path.with_name(f"{path.stem}-flops.png")
-                print(draw_against_flops(table, results, costs))
+        if not plot:
+            continue
+        stem = place.parent / "plots" / f"{name}-{table.name}"
+        print(f"\n{draw_table(table, results, Path(f'{stem}.png'))}")
+        if table.over_training:
+            print(draw_curves(table, results, Path(f"{stem}-training.png")))
+        if table.against_flops:
+            print(draw_against_flops(table, results, Path(f"{stem}-flops.png")))
 
 
 def _beside(recipe: str) -> Path:
     from titan_loop.recipes.registry import recipe_module
 
-    return Path(recipe_module(recipe).__file__ or "").parent
+    return Path(recipe_module(recipe).__file__ or "").parent / "results"
 
 
-VERBS = {"add": add, "show": show}
-
-run = group("results", VERBS)
+run = group("results", {"add": add, "show": show})

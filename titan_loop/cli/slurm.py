@@ -98,9 +98,9 @@ def submit(
         environment=environment,
     )
     root, jobs = plan_jobs(request)
-    remarked = remarks(request, jobs)
+    found = remarks(request, jobs)
     numbers = {} if dry_run else submit_jobs(request, root, jobs)
-    for remark in remarked:
+    for remark in found:
         print(f"titan-loop: {remark}", file=sys.stderr)
     if dry_run:
         for job in jobs:
@@ -113,11 +113,7 @@ def submit(
 
 
 def status(folder: Path) -> None:
-    """Show the jobs of a recipe's folder, and how far its stages are.
-
-    Args:
-        folder: Folder of the recipe.
-    """
+    """Show the jobs of a recipe's folder, and how far its stages are."""
     from titan_loop.slurm.chain import chain_lines, read_chain
 
     print("\n".join(chain_lines(read_chain(folder))))
@@ -133,9 +129,6 @@ def cancel(folder: Path) -> None:
     """Cancel the jobs of a recipe's folder.
 
     A run that trains saves first; it has SLURM's KillWait to do so.
-
-    Args:
-        folder: Folder of the recipe.
     """
     from titan_loop.slurm.chain import cancel_chain
 
@@ -156,9 +149,9 @@ def run_in_job(
     save_seconds: int = SAVE_SECONDS,
     no_node_check: bool = False,
 ) -> int:
-    """Train in the SLURM job this runs in; a batch script calls it.
+    """Train in the SLURM job this runs in, and have it started again until the recipe is done.
 
-    Starts the job again until the recipe is done. All other flags are flags of titan-loop train.
+    A batch script calls it. All other flags are flags of titan-loop train.
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
@@ -203,13 +196,11 @@ def check_node(needs: NodeCheck, *, reports: Path, folder: Path, gpus: int, node
     )
 
 
-run = group(
-    "slurm",
-    {
-        "submit": submit,
-        "status": status,
-        "cancel": cancel,
-        "run": run_in_job,
-        "check-node": check_node,
-    },
-)
+VERBS = {
+    "submit": submit,
+    "status": status,
+    "cancel": cancel,
+    "run": run_in_job,
+    "check-node": check_node,
+}
+run = group("slurm", VERBS)

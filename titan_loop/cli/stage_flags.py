@@ -27,7 +27,7 @@ def resolve_recipe(
     """Return a recipe with the flags applied to its stages; raise as `apply_to_stages` does.
 
     Args:
-        only: The one stage that is wanted. If its flags name the checkpoint to start from, it is
+        only: Name of the only stage to set. If its flags name the checkpoint to start from, it is
             a fork and no longer waits for its parent.
         prepare: Changes the recipe before the flags do.
     """
@@ -47,11 +47,9 @@ def apply_to_stages(
     Args:
         flags: As `apply_overrides` takes them. The words after a flag for one stage, up to the next
             flag, belong to it.
-        only: The one stage whose config is wanted; the others stay as they are.
+        only: Name of the only stage to set; a flag for another one is refused.
 
     Raises:
-        UserError: A stage or field is unknown, a value does not fit, or a flag is for a stage that
-            is not wanted.
         SystemExit: With code 0, after `--help` was printed.
     """
     from titan_loop.cli.overrides import apply_overrides  # imports torch
@@ -83,9 +81,6 @@ def split_by_stage(
     """Return the flags for all stages, and the flags for single ones without their prefix.
 
     Names of stages may contain dots; `_` and `-` are alike, as in fields.
-
-    Raises:
-        UserError: A stage does not exist, or a flag names no field of it.
     """
     common: list[str] = []
     own: dict[str, list[str]] = {}

@@ -48,9 +48,8 @@ def bootstrap_bits_per_byte(
 def paired_difference(nats: ArrayLike, other_nats: ArrayLike, bytes_W: ArrayLike) -> Interval:
     """Return bits per byte of the first minus the second, both on the same units.
 
-    Effects that two models share (easy and hard documents) stay out of the interval. One pair has a
-    percentile bootstrap over units; with a row for each seed the interval covers seeds and units
-    (`of_seeds`).
+    One pair has a percentile bootstrap over units; with a row for each seed the interval covers
+    seeds and units (`of_seeds`).
 
     Args:
         nats: (W,), or (S, W) for S seeds; their mean is the estimate.

@@ -1,8 +1,4 @@
-"""Bits per byte of one checkpoint at several depths and of its baselines, as one JSON file.
-
-It is saved as `evals/depth-step-N.json` of the run directory; tables and plots are drawn from it
-alone.
-"""
+"""Bits per byte of a checkpoint by depth, and of its baselines: `evals/depth-step-N.json`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -55,8 +51,6 @@ class DepthReport:
     """Bits per byte against depth.
 
     Attributes:
-        trained_recurrent_steps: R at the end of training.
-        sources: Source name → results, in the order to show them.
         baseline_tokens: Number of tokens the baselines were fitted on.
         ema: Whether the average of the weights was scored; such a report has a file of its own.
     """
@@ -134,14 +128,9 @@ def _unit_sums(recorded: Mapping[str, Any]) -> UnitSums:
 
 
 def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram") -> None:
-    """Refuse a model that does not save enough of a baseline's bits per byte.
+    """Raise `RunFailedError` unless a model saves a share of a baseline's bits per byte.
 
-    Args:
-        report: Its last source, all text together, is judged at the trained number of steps.
-        share: Share of the baseline's bits per byte that the model must save, in (0, 1).
-
-    Raises:
-        RunFailedError: The model saves less; the message has both numbers.
+    The report's last source, all text together, is judged at the trained number of steps.
     """
     name, source = list(report.sources.items())[-1]
     depth = report.trained_recurrent_steps

@@ -30,12 +30,7 @@ EVALS_FIELDS = {"step": int, "tokens": int, "asked": str, "results": dict}
 
 
 def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seconds: float) -> None:
-    """Append one evaluation; wait while another process writes a line.
-
-    Raises:
-        OSError: The disk fails. While training, that costs the line at most; a watcher must know
-            that its line is there.
-    """
+    """Append one evaluation; wait while another process writes a line."""
     record = {
         "step": report.step,
         "tokens": report.tokens,
@@ -52,6 +47,7 @@ def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seco
             fcntl.lockf(lock, fcntl.LOCK_EX)
             append_jsonl(path, record)
 
+    # A failing disk costs training the line at most; a watcher must know that its line is there.
     if asked in (WHILE_TRAINING, PROMOTION):
         append_or_keep(run.evals_jsonl, record, append)
     else:

@@ -1,8 +1,5 @@
 """Held-out bits per byte of a run's newest checkpoint at several depths, beside n-gram baselines.
 
-run/config.json ─► model, held-out windows ─► one pass to the largest depth ─► scores ┐
-windows training has read, or a sample ─► unigram and bigram counts ──────────────────┴► DepthReport
-
 The baselines are fitted on tokens that the model has read: the order of a loader's windows is a
 function of the seed and the position, so any of them can be read again.
 """
@@ -46,7 +43,7 @@ def evaluate_run(
     Args:
         path: The run, for its newest whole checkpoint, or a checkpoint.
         depths: Recurrent steps to score; may exceed the trained R.
-        sources: Names of the run's sources, or folders of others; by default all of the run's.
+        sources: As `open_run` takes them.
     """
     depth_readings(depths)  # refuses depths below 1
     rank, _ = join_ranks()
@@ -94,14 +91,12 @@ def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int)
             "start",
             data["accepted"][-1]["window"],
         )
-    settings, seq_len = run.dataloader, run.seq_len
-    loader = WindowLoader.Config(
-        mixture=settings["mixture"],
-        seed=settings["seed"],
-        max_epochs=settings["max_epochs"],
-        when_exhausted=settings["when_exhausted"],
-        prefetch=False,
-    ).build(dp_world_size=1, dp_rank=0, seq_len=seq_len, local_batch_size=1)
+    recorded, seq_len = run.dataloader, run.seq_len
+    names = ("mixture", "seed", "max_epochs", "when_exhausted")
+    settings = {name: recorded[name] for name in names}
+    loader = WindowLoader.Config(**settings, prefetch=False).build(
+        dp_world_size=1, dp_rank=0, seq_len=seq_len, local_batch_size=1
+    )
     consumed = data["windows_consumed"]
     chosen = sample_windows(consumed, max(1, MOST_COUNTED_TOKENS // seq_len))
     if len(chosen) < consumed:

@@ -1,12 +1,10 @@
 """Evaluates one checkpoint on tasks, under every reading; a task that fails costs no other result.
 
-tasks, suites ─► each on its own: held_out │ exam on ids │ harness ─► TaskReport, saved after each
+A task is held-out text, an exam on token ids, or a task of the harness.
 """
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +15,7 @@ import torch
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.recorded_task import recorded_task
-from titan_loop.errors import UserError, require_at_least
+from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import Exam, model_sizes, right_at_readings
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.readings import (
@@ -30,6 +28,7 @@ from titan_loop.evaluation.readings import (
 )
 from titan_loop.evaluation.share_work import join_ranks, rank_device
 from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.task_report import SECONDS, Results, TaskReport
 from titan_loop.evaluation.window_scores import (
     at_readings,
@@ -38,12 +37,10 @@ from titan_loop.evaluation.window_scores import (
     sum_windows,
     summarise,
 )
-from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.exit_policy import require_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
 from titan_loop.models.family import get_family
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from titan_loop.evaluation.harness_model import LoopLM
@@ -57,74 +54,19 @@ _SAMPLE_WINDOWS = 4
 _SAMPLE_QUESTIONS = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskOptions:
-    """Tasks, readings and settings of an evaluation; `titan_loop.cli.eval.Scoring` has the flags.
-
-    Attributes:
-        tasks: Tasks to ask, from `suites.expand_tasks`.
-        frontier: Whether to read every depth and every policy at many settings.
-        cache: Whether to keep the results of single requests on disk.
-        ema: Whether to evaluate the average of the weights.
-    """
-
-    tasks: Sequence[SuiteTask]
-    recurrent_steps: int | None = None
-    exit: str = "full"
-    depths: Sequence[int] = ()
-    frontier: bool = False
-    kv_cache: str = "full"
-    prefill_steps: int | None = None
-    windows: int = 64
-    sources: Sequence[str] = ()
-    seq_len: int | None = None
-    limit: int | None = None
-    batch_size: int = 8
-    max_length: int | None = None
-    dtype: str = "float32"
-    tokenizer: str | None = None
-    include_path: Path | None = None
-    cache: bool = True
-    confirm_run_unsafe_code: bool = False
-    ema: bool = False
-
-    def check(self) -> None:
-        """Raise `UserError` for values that cannot work, before anything is loaded."""
-        if self.depths:
-            depth_readings(self.depths)
-        policy_reading(self.exit, self.recurrent_steps or 10**6)
-        require_at_least(1, limit=self.limit, windows=self.windows, batch_size=self.batch_size)
-        require_at_least(1, recurrent_steps=self.recurrent_steps, prefill_steps=self.prefill_steps)
-        require_at_least(2, seq_len=self.seq_len, max_length=self.max_length)
-        cache_strategy(self.kv_cache)
-        if self.tokenizer is not None:
-            load_tokenizer(self.tokenizer)
-        if self.depths and self.frontier:
-            raise UserError("depths and frontier exclude each other: a frontier has every depth")
-        if (self.depths or self.frontier) and self.exit != "full":
-            raise UserError(
-                f"exit={self.exit} has no effect with depths or frontier, which say how to read"
-            )
-        if self.depths and self.recurrent_steps is not None:
-            raise UserError(
-                f"recurrent_steps={self.recurrent_steps} has no effect with "
-                f"depths={list(self.depths)}; leave one of them out"
-            )
-        if self.include_path is not None and not self.include_path.is_dir():
-            raise UserError(f"include_path={self.include_path} is not a folder")
-
-
-def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
+def evaluate_tasks(
+    checkpoint: str | Path, options: TaskOptions, *, frontier: bool = False, ema: bool = False
+) -> TaskReport:
     """Evaluate a checkpoint; collective.
 
-    Returns:
-        The report of this call; rank 0 also wrote it, after each task, into the run's `evals/`.
+    Rank 0 also writes the report, after each task, into the run's `evals/`. The report has the
+    failures of single tasks; mistakes in the options raise `UserError`.
 
-    Raises:
-        UserError: An option cannot work, the checkpoint cannot be loaded, or the tokenizer is not
-            the one it was trained with. Failures of single tasks are in the report instead.
+    Args:
+        frontier: Whether to read every depth, and every exit policy at many settings.
+        ema: Whether to evaluate the average of the weights.
     """
-    options.check()
+    options.check(frontier=frontier)
     join_ranks()
     context = options.max_length
     if options.seq_len is not None:
@@ -134,17 +76,17 @@ def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
         context_tokens=context,
         device=rank_device(),
         dtype=getattr(torch, options.dtype),
-        ema=options.ema,
+        ema=ema,
     )
     if options.tokenizer is not None:
         load_matching_tokenizer(loaded, options.tokenizer)  # wrong for one task, wrong for all
-    return _Evaluation(loaded, options).run()
+    return _Evaluation(loaded, options, frontier=frontier).run()
 
 
 class _Evaluation:
     """One call of `evaluate_tasks`; expensive parts are built once, when first needed."""
 
-    def __init__(self, loaded: Loaded, options: TaskOptions) -> None:
+    def __init__(self, loaded: Loaded, options: TaskOptions, *, frontier: bool) -> None:
         self._loaded = loaded
         self._options = options
         self._run = loaded.run.directory
@@ -158,16 +100,16 @@ class _Evaluation:
             trained_recurrent_steps=loaded.recurrent_steps,
             manifest_sha256=manifest["sha256"],
             kv_cache=options.kv_cache,
-            ema=options.ema,
+            ema=loaded.ema,
         )
         self._harness: HarnessTasks | None = None
         self._lm: LoopLM | None = None
         self._seconds: dict[str, float] = {}
-        self._readings = self._make_readings()
+        self._readings = self._make_readings(frontier=frontier)
 
     def run(self) -> TaskReport:
         """Ask the tasks one by one."""
-        for task in self._options.tasks:
+        for task in self._options.suite_tasks():
             try:
                 for name, results in self._ask(task).items():
                     for reading in results.keys() & self._seconds.keys():
@@ -256,12 +198,8 @@ class _Evaluation:
     @cached_property
     def _windows(self) -> dict[str, HeldOutWindows]:
         options = self._options
-        return open_run(
-            self._loaded.run,
-            count=options.windows,
-            sources=options.sources,
-            seq_len=options.seq_len,
-        )
+        chosen = {"sources": options.sources, "seq_len": options.seq_len}
+        return open_run(self._loaded.run, count=options.windows, **chosen)
 
     @cached_property
     def _exam(self) -> Exam:
@@ -273,12 +211,12 @@ class _Evaluation:
             room=self._model.config.max_seq_len,
         )
 
-    def _make_readings(self) -> list[Reading]:
+    def _make_readings(self, *, frontier: bool) -> list[Reading]:
         options = self._options
         steps = options.recurrent_steps or self._loaded.recurrent_steps
-        if options.depths:
-            return depth_readings(options.depths)
-        if not options.frontier:
+        if not frontier:
+            if depths := options.static_depths():
+                return depth_readings(depths)
             reading = policy_reading(options.exit, steps)
             require_exit_policy(self._model, reading.policy)
             self._model.exit_policy = reading.policy

@@ -6,8 +6,8 @@ An example is right if every label of its answer is the most likely of all token
 decoding would have produced it. The same windows are asked of a model in training
 (`right_in_training`), which ranks may share, and of a checkpoint (`right_at_readings`).
 
-An exam of facts (`Task.knowledge`) also measures the bits that the model knows, per item and per
-parameter: the information of a uniform guess less the loss on the answers.
+An exam of facts (`Task.knowledge`) also measures the bits that the model knows: the information of
+a uniform guess less the loss on the answers.
 """
 
 import logging
@@ -159,7 +159,6 @@ def _known(
     readings: Sequence[str],
     sizes: tuple[int, int],
 ) -> dict[str, ReadingResult]:
-    """Return the bits that are known: of an item, by stratum and in all, and per parameter."""
     by_stratum = {
         f"{stratum}_bits": bits - np.asarray(nats_PW[stratum]).mean(axis=1) / math.log(2)
         for stratum, bits in knowledge.bits.items()
@@ -224,7 +223,7 @@ def _require_room(name: str, positions: int, room: int) -> None:
 def question_windows(
     model: LoopDecoder, task: Task, stratum: str, questions: Sequence[Any]
 ) -> HeldOutWindows:
-    """Return a window for each question, as the exam has them; see `example_windows`."""
+    """Return a window for each question, as the exam has them."""
     examples = [task.encode(question) for question in questions]
     return example_windows(stratum, examples, task.columns, room=model.config.max_seq_len)
 

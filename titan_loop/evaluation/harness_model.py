@@ -71,7 +71,6 @@ class LoopLM(TemplateLM):
         exit: An exit policy as in `titan-loop generate`; None for full depth.
         prefill_steps: Number of recurrent steps of prompts that tokens are generated from; None
             for as many as the reading has, which is also the most.
-        batch_size: Number of rows at a time.
         max_batch_size: Same as `batch_size`, or None; the harness passes it.
         device: Name of the device; None or "cuda:0" takes this rank's.
         max_length: Context in tokens; None takes the trained window.
@@ -195,15 +194,13 @@ class LoopLM(TemplateLM):
         """Return the log-likelihood of whole texts, each token predicted once."""
         windows: list[list[TokenRequest]] = []
         for instance in requests:
-            pairs = map(
-                make_disjoint_window,
-                get_rolling_token_windows(
-                    token_list=self.tok_encode(instance.args[0]),
-                    prefix_token=self.eot_token_id,
-                    max_seq_len=self.max_length,
-                    context_len=1,
-                ),
+            rolling = get_rolling_token_windows(
+                token_list=self.tok_encode(instance.args[0]),
+                prefix_token=self.eot_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
             )
+            pairs = map(make_disjoint_window, rolling)
             windows.append([TokenRequest(tuple(c), tuple(t)) for c, t in pairs])
         scores = iter(self._scores([request for parts in windows for request in parts]))
         return [sum(next(scores)[0] for _ in parts) for parts in windows]
@@ -279,18 +276,14 @@ class LoopLM(TemplateLM):
     def _fitting(
         self, text: tuple[str, str], context: list[int], continuation: list[int]
     ) -> TokenRequest:
-        """Return a request that fits, without the beginning of a prompt that is too long."""
         if not continuation:  # its text merged into the last token of the context
             continuation = self.tok_encode(text[1])
         if not continuation:
-            raise UserError(
-                f"a request asks for the likelihood of nothing, behind {text[0][-40:]!r}"
-            )
+            behind = text[0][-40:]
+            raise UserError(f"a request asks for the likelihood of nothing, behind {behind!r}")
         if len(continuation) > self.max_length:
-            raise UserError(
-                f"an answer has {len(continuation)} tokens, the context {self.max_length}; raise "
-                "max_length"
-            )
+            problem = f"an answer has {len(continuation)} tokens, the context {self.max_length}"
+            raise UserError(f"{problem}; raise max_length")
         room = self.max_length + 1 - len(continuation)
         return TokenRequest(tuple(self._cut(context, room)), tuple(continuation))
 

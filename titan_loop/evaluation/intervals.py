@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 def of_questions(share: float, questions: int) -> Interval:
-    """Return the share right of one or more questions with Wilson's interval, even at 0 and 1."""
+    """Return a share of right answers with Wilson's interval, which holds at 0 and 1, too."""
     squared = _NORMAL**2 / questions
     middle = (share + squared / 2) / (1 + squared)
     variance_of_share = share * (1 - share) / questions + squared / (4 * questions)
@@ -35,10 +35,7 @@ def of_questions(share: float, questions: int) -> Interval:
 def of_seeds(values: Sequence[float], shared_variance: float = 0.0) -> Interval:
     """Return the mean of seeds with Student's interval; a single seed has only the shared part.
 
-    Args:
-        values: A value for each seed.
-        shared_variance: Variance of the mean from a sample that all seeds share, such as the
-            held-out documents.
+    All seeds share a variance of the mean where they share a sample, such as held-out documents.
     """
     from scipy.stats import t
 

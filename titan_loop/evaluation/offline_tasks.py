@@ -101,14 +101,10 @@ def mmlu_dev_documents() -> list[dict[str, Any]]:
             if match is None:
                 continue
             options = "\n".join(f"{letter.upper()}. {match[letter]}" for letter in "abcd")
-            documents.append(
-                {
-                    "text": f"{match['question'].strip()}\n{options}\nAnswer:",
-                    "choices": list("ABCD"),
-                    "answer": "ABCD".index(match["answer"]),
-                    "subject": subject,
-                }
-            )
+            text = f"{match['question'].strip()}\n{options}\nAnswer:"
+            answer = "ABCD".index(match["answer"])
+            document = {"text": text, "choices": list("ABCD"), "answer": answer, "subject": subject}
+            documents.append(document)
     return documents
 
 

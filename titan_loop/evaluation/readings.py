@@ -126,9 +126,8 @@ def frontier_readings(
 ) -> list[Reading]:
     """Return static depths 1 … R, and every policy from its shallowest to its deepest setting.
 
-    Args:
-        hidden_RTD: States of a sample after each of at least R steps, (T, D). Distances and
-            divergences have no scale of their own, so their thresholds are quantiles over these.
+    Distances and divergences have no scale of their own, so their thresholds are quantiles over the
+    states of a sample after each of at least R steps.
     """
 
     def quantiles(measure: Callable[[Tensor, Tensor], Tensor], after: list[Tensor]) -> list[str]:
@@ -218,7 +217,6 @@ def _score_chunk(
 
 
 def _graded(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return negative log likelihoods, and where the label is the most likely token."""
     wide_CV = at_least_fp32(logits_CV)
     nats_C = torch.nn.functional.cross_entropy(wide_CV, labels_C, reduction="none")
     return nats_C, wide_CV.argmax(-1) == labels_C
@@ -243,8 +241,7 @@ def seconds_per_token(
 ) -> dict[str, float]:
     """Return the name of each reading → seconds per generated token in the engine.
 
-    All prompts run side by side, so this is the batch's time per token, without the time of the
-    prompts themselves. Other work on the machine adds to it.
+    All prompts run side by side: this is the batch's time per token, less the prompts' own time.
     """
     requests = [Request(prompt=prompt, max_new_tokens=_TIMED_TOKENS) for prompt in prompts]
     seconds: dict[str, float] = {}

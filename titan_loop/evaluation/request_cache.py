@@ -2,9 +2,8 @@
 
     FOLDER/IDENTITY.jsonl     one line per request: key, value
 
-`IDENTITY` is a hash of everything a result depends on besides the request: the checkpoint's
-manifest, the readings, dtype, context and cache strategy. Rank 0 alone reads and writes the file;
-the others get its content from rank 0.
+`IDENTITY` is a hash of everything a result depends on besides the request, such as the checkpoint's
+manifest and the readings. Rank 0 alone reads and writes the file; the others get its content.
 """
 
 import hashlib
@@ -26,12 +25,7 @@ def digest(value: Any) -> str:
 
 
 class RequestCache:
-    """Results of one model's requests by key; opening one is collective.
-
-    Args:
-        folder: Folder of all caches; None keeps results in memory only.
-        identity: JSON-like description of everything that a result depends on but the request.
-    """
+    """Results of one model's requests by key, in memory alone without a folder; collective."""
 
     def __init__(self, folder: Path | None, identity: Mapping[str, Any]) -> None:
         self._known: dict[str, Any] = {}

@@ -1,7 +1,6 @@
 """Data-parallel evaluation: every rank does its share, and every rank gets all results.
 
-Ranks work independently of each other, so shares may have any size. An error on one rank is raised
-on all, so that none waits for it.
+Shares may have any size. An error on one rank is raised on all, so that none waits for it.
 """
 
 import os

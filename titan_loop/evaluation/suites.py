@@ -1,7 +1,4 @@
-"""Suites: named lists of lm-evaluation-harness tasks, with shots and metrics.
-
-A family registers the suites of its paper (`Plugin.suites`); `offline` is everybody's.
-"""
+"""Suites: named lists of harness tasks; families register their papers' (`Plugin.suites`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,9 +35,6 @@ OFFLINE = (SuiteTask(HELD_OUT, metric="bits_per_byte"), *map(SuiteTask, OFFLINE_
 
 CODE_TASKS = frozenset(("humaneval", "humaneval_plus", "mbpp", "mbpp_plus"))
 """Tasks that run the programs the model writes; they need the user's consent."""
-
-DEPTH_SUITE_STEPS = tuple(range(1, 9))
-"""R of the suite `depth` by default; beyond the trained R it extrapolates."""
 
 
 class NotAskedError(UserError):

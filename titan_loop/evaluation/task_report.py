@@ -77,7 +77,6 @@ class TaskReport:
     """Tasks on one checkpoint, with the fields of the file.
 
     Attributes:
-        trained_recurrent_steps: R at the end of training so far.
         manifest_sha256: Hash of the checkpoint's manifest; empty for a model in training.
         ema: Whether the average of the weights was scored; such a report has a file of its own.
     """
@@ -147,12 +146,12 @@ class TaskReport:
         parts = []
         for name, readings in self.tasks.items():
             metric = headline(next(iter(readings.values())).metrics, "acc,none")
-            values = " ".join(
+            values = [
                 f"{reading.replace('static:', 'R=')} {result.metrics[metric]:.3f}"
                 for reading, result in readings.items()
                 if metric in result.metrics
-            )
-            parts.append(f"{name} {metric.removesuffix(',none')} {values}")
+            ]
+            parts.append(" ".join([name, metric.removesuffix(",none"), *values]))
         return "; ".join(parts)
 
     def flat(self) -> dict[str, float]:

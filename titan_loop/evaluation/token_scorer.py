@@ -40,11 +40,7 @@ class ContinuationScores(NamedTuple):
 
 
 class TokenScorer:
-    """Scores requests with one model, which is in evaluation mode and whole on every rank.
-
-    Attributes:
-        forward_steps: Recurrent steps run so far on this rank, times rows.
-    """
+    """Scores requests with one model, which is in evaluation mode and whole on every rank."""
 
     def __init__(
         self, model: LoopDecoder, readings: Sequence[Reading], *, batch_rows: int = 8
@@ -57,7 +53,7 @@ class TokenScorer:
         self.model = model
         self.readings = list(readings)
         self.deepest_step = max(reading.deepest_step for reading in readings)
-        self.forward_steps = 0
+        self.forward_steps = 0  # run so far on this rank, times rows
         self._batch_rows = batch_rows
         self._device = model.tok_embeddings.weight.device
 

@@ -46,12 +46,8 @@ _ROW_MULTIPLE = 16  # tokens that rows are rounded up to a multiple of
 def sums_in_training(trainer: TrainingState, windows: HeldOutWindows, forward: Forward) -> Totals:
     """Return the sums of `forward` with the model that is being trained; collective.
 
-    Data-parallel ranks share the windows, context-parallel ones each window.
-
-    Args:
-        windows: W windows of L tokens, the same on every rank. L fits the tensor-parallel degree,
-            and is the training window under context parallelism.
-        forward: Scores a batch of `trainer.model`, this rank's share of each window.
+    Data-parallel ranks share the windows, context-parallel ones each window, whose length is a
+    multiple of `window_multiple`.
     """
 
     def in_context(batch: HeldOutWindows) -> tuple[Tensor, Tensor]:
@@ -124,12 +120,12 @@ def held_out_text(trainer: TrainingState, sources: Sequence[str], count: int) ->
 
     def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
         forward = at_depths(trainer.model, depths, trainer.window_share)
-        scores = {
-            name: WindowScores.of(windows, sums_in_training(trainer, windows, forward))
-            for name, windows in opened.items()
-        }
         names = [reading.name for reading in depth_readings(depths)]
-        return {f"{HELD_OUT}/{name}": summarise(part, names) for name, part in scores.items()}
+        results: Results = {}
+        for name, windows in opened.items():
+            scores = WindowScores.of(windows, sums_in_training(trainer, windows, forward))
+            results[f"{HELD_OUT}/{name}"] = summarise(scores, names)
+        return results
 
     return ask
 

@@ -51,7 +51,6 @@ class UpcyclingReport:
         recurrent_steps: R, the last one the parent was trained with.
         from_layers: N, the looped ones.
         n_layers: k·N.
-        sources: Source name → results, in the order to show them.
     """
 
     step: int
@@ -69,11 +68,11 @@ class UpcyclingReport:
     def table(self) -> str:
         """Return the losses at every recurrent step, and the jump, of every source as text."""
         lines = []
+        before = "1 layer" if self.from_layers == 1 else f"{self.from_layers} layers"
+        after = f"{self.n_layers} layers"
         for name, source in self.sources.items():
             size = f"{source.windows} windows, {source.n_tokens:,} tokens"
             lines.append(f"{name}: held-out nats per token, {size}")
-            before = "1 layer" if self.from_layers == 1 else f"{self.from_layers} layers"
-            after = f"{self.n_layers} layers"
             lines.append(f"  step  {before:>11}  {after:>11}   difference")
             rows = zip(source.before, source.after, source.same_steps, strict=True)
             lines.extend(
@@ -101,15 +100,13 @@ def report_upcycling(
     from_layers, n_layers = (
         len(looped_layers(manifest["trainer"]["architecture"])) for manifest in manifests
     )
+    copies = n_layers // from_layers
     return UpcyclingReport(
         step=manifests[0]["step"],
         recurrent_steps=steps,
         from_layers=from_layers,
         n_layers=n_layers,
-        sources={
-            name: _compare(before[name], after[name], copies=n_layers // from_layers)
-            for name in before
-        },
+        sources={name: _compare(before[name], after[name], copies=copies) for name in before},
     )
 
 

@@ -1,9 +1,8 @@
 """Logs evaluations to the W&B run of the training they belong to, with a step axis of their own.
 
 W&B refuses steps that go back, and a checkpoint is evaluated long after the training has logged
-later ones, so evaluations have the axis `eval/step`. The id of the training's run is in
-`wandb/run_id`. With `WANDB_MODE=offline` an evaluation writes its own folder under the same id. A
-failure here is logged and stops nothing: the evaluations are in `evals.jsonl`.
+later ones, so evaluations have the axis `eval/step`. With `WANDB_MODE=offline` an evaluation writes
+its own folder under the training's id. A failure stops nothing.
 """
 
 import logging

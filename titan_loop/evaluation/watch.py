@@ -5,9 +5,8 @@
 - A checkpoint is known by its manifest's hash, so one that a restarted run wrote anew is new.
 - `evals.jsonl` gets its line after the evaluation. A killed watcher repeats at most the checkpoint
   it was at, and only the requests that its cache lacks.
-- The keep policy may delete a checkpoint at any time, its manifest first and the oldest first, so
-  the oldest is evaluated first. Weights are checked against the manifest's hashes while they are
-  read; nothing of the checkpoint is needed afterwards. One that goes away before is passed over.
+- The keep policy may delete a checkpoint at any time, the oldest first, so the oldest is evaluated
+  first. One that goes away before it is read is passed over.
 - Several watchers (a SLURM array) share the work: each claims a checkpoint with a file lock that
   ends with its process.
 """
@@ -25,10 +24,11 @@ from titan_loop.checkpoint.folders import is_committed
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, append_evaluation, lock_file
-from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
 from titan_loop.evaluation.request_cache import digest
 from titan_loop.evaluation.share_work import join_ranks
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.wandb_log import WandbLog
 from titan_loop.plugins import names
 from titan_loop.ranks import all_ranks, from_rank_zero
@@ -47,11 +47,7 @@ class _Waiting(NamedTuple):
 
 
 class Watcher:
-    """Evaluates new checkpoints of one run; every rank runs one.
-
-    Args:
-        retry: Whether to ask a checkpoint of which a task has no result once more.
-    """
+    """Evaluates new checkpoints of one run, with `retry` also those that lack a result."""
 
     def __init__(
         self, run: Path, options: TaskOptions, *, wandb: bool = False, retry: bool = False
@@ -61,14 +57,7 @@ class Watcher:
         self._retry = retry
         self._run = RunDirectory(run)
         self._options = options
-        # Without defaults of options that came later: lines from before them still count.
-        self._asked = digest(
-            {
-                name: str(value)
-                for name, value in asdict(options).items()
-                if value or name not in ("sources", "seq_len", "ema")
-            }
-        )
+        self._asked = _digest_of(options)
         self._given_up: list[_Waiting] = []
         self._wandb = WandbLog(self._run) if wandb and join_ranks()[0] == 0 else None
         self._claim: IO[str] | None = None
@@ -194,9 +183,27 @@ def _manifest(checkpoint: Path) -> Mapping[str, Any] | None:
         return None
 
 
+def _digest_of(options: TaskOptions) -> str:
+    """Return the hash that marks a line of `evals.jsonl`; lines of older versions still count."""
+    asked = asdict(options) | {
+        "tasks": [asdict(task) for task in options.suite_tasks()],
+        "depths": options.static_depths(),
+        "frontier": False,
+    }
+    del asked["num_fewshot"]  # the tasks have it
+    came_later = ("sources", "seq_len")
+    return digest(
+        {name: str(value) for name, value in asked.items() if value or name not in came_later}
+    )
+
+
 def _require_known(options: TaskOptions) -> None:
     """Raise `UserError` for unknown tasks; without the harness, only the evaluation can tell."""
-    others = {task.name for task in options.tasks} - {HELD_OUT, *OFFLINE_TASKS, *names("tasks")}
+    others = {task.name for task in options.suite_tasks()} - {
+        HELD_OUT,
+        *OFFLINE_TASKS,
+        *names("tasks"),
+    }
     if others and importlib.util.find_spec("lm_eval") is not None:
         from titan_loop.evaluation.harness_tasks import HarnessTasks
 

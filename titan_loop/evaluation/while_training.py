@@ -1,10 +1,8 @@
 """Evaluates a model while it trains, without a checkpoint in between.
 
-    held_out.*, suite.* of a run ─► callbacks ─► tasks, each at several depths from one pass
-    ─► evals.jsonl; `held_out/SOURCE/METRIC/step_R` and `suite/…` in TensorBoard and W&B
-
-The questions and results are those that `titan-loop eval --tasks … --limit … --depths …` has for a
-checkpoint. Training is not touched: no random number is drawn and no state is left behind.
+The numbers go to `evals.jsonl`, and to TensorBoard and W&B as `held_out/SOURCE/METRIC/step_R` and
+`suite/…`; `titan-loop eval --tasks … --depths …` gives the same for a checkpoint. Training is not
+touched: no random number is drawn and no state is left behind.
 """
 
 import math
@@ -90,7 +88,6 @@ class HeldOutLoss:
 
     Attributes:
         weights: w by the sources' names: the mixture's, or equal ones if another source is scored.
-        measured_on: Description of windows and weights.
     """
 
     recurrence: RecurrenceConfig
@@ -125,7 +122,6 @@ class WhileTraining(Callback):
     """Asks tasks every `interval` steps and after the last one; collective.
 
     Args:
-        open_tasks: Reads the tasks' windows and questions, once.
         prefix: Prefix of the names in TensorBoard and W&B.
         loss: Held-out loss to report to the run; its depth is added to the depths.
     """

@@ -1,8 +1,5 @@
 """Held-out text: one way to open it, to score it and to summarise the scores.
 
-    sources ─► held-out windows, always the same ones ─► a share for each rank ─► forward
-    ─► nats and recurrent steps of every window at P readings ─► bits per byte with intervals
-
 `at_depths` reads a model, which may be distributed, at several depths; `at_readings` reads a whole
 model under any exit policy. Either way one pass to the deepest step serves all readings.
 
@@ -37,7 +34,6 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 logger = logging.getLogger(__name__)
 
-ALL_SOURCES = "all"
 _BATCH_WINDOWS = 8
 _FEWEST_DOCUMENTS = 10  # with fewer, windows are the units of the bootstrap
 
@@ -56,7 +52,6 @@ class WindowScores(NamedTuple):
     Attributes:
         nats_PW: Negative log likelihood, summed over a window's labels.
         steps_PW: Recurrent steps, summed over a window's labels.
-        tokens_W: Number of labels.
         bytes_W: Bytes of text behind the labels.
         documents_W: Number of the document in which the window begins.
     """
@@ -78,10 +73,7 @@ class WindowScores(NamedTuple):
         )
 
     def by_unit(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return nats (P, U) and bytes (U) of the units that count as drawn independently.
-
-        A unit is a document with all of its windows, or a window where documents are few.
-        """
+        """Return nats (P, U) and bytes (U) of documents, or of windows where documents are few."""
         documents, unit_W = np.unique(self.documents_W, return_inverse=True)
         if len(documents) < _FEWEST_DOCUMENTS:
             return self.nats_PW, self.bytes_W
@@ -90,9 +82,9 @@ class WindowScores(NamedTuple):
 
 
 def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str, HeldOutWindows]:
-    """Return the held-out windows of prepared sources by the sources' names.
+    """Return name → held-out windows of prepared sources; log those that cannot be scored.
 
-    A source that cannot be scored is named in the log and left out; at least one must be scored.
+    Raises `UserError` if none can.
     """
     require_at_least(1, windows=count)
     found: dict[str, HeldOutWindows] = {}
@@ -115,11 +107,8 @@ def open_run(
     """Return the held-out windows of a run's sources, or of others with the same tokenizer.
 
     Args:
-        sources: Names of the run's sources, or folders of any; by default all of the run's.
-        seq_len: L; by default as in training.
-
-    Raises:
-        NotAskedError: The run has no prepared sources and no source was given.
+        sources: Names of the run's sources, or folders of any; by default all of the run's, and
+            `NotAskedError` if it has none.
     """
     own = named_sources([str(path) for path in run.sources])
     if not own and not sources:
@@ -185,11 +174,7 @@ def at_readings(
     readings: Sequence[Reading],
     value: Callable[[Scores], Tensor] = lambda scores: scores.nats_PT,
 ) -> Forward:
-    """Read out the states of one pass under every reading, with a model that is whole here.
-
-    Args:
-        value: Quantity to sum over the labels of a window.
-    """
+    """Sum a value over the labels, read from one pass at every reading of a model that is whole."""
     deepest = max(reading.deepest_step for reading in readings)
 
     @torch.no_grad()
@@ -223,12 +208,7 @@ def sum_windows(
     batch_windows: int = _BATCH_WINDOWS,
     divide: Divide = share_work,
 ) -> Totals:
-    """Return the sums of `forward` for all windows, equal on all ranks; collective.
-
-    Args:
-        batch_windows: Number of windows per forward pass.
-        divide: Division of the windows among the ranks; by default each has the whole model.
-    """
+    """Return the sums of `forward` for all windows, equal on all ranks; collective."""
 
     def work(rows: Sequence[int]) -> list[Sums]:
         sums: list[Sums] = []
@@ -282,7 +262,7 @@ def with_total(scores: Mapping[str, WindowScores]) -> dict[str, WindowScores]:
 
 def name_of_total(sources: Collection[str]) -> str:
     """Return a name for all sources together: "all", in parentheses if a source has that name."""
-    name = ALL_SOURCES
+    name = "all"
     while name in sources:
         name = f"({name})"
     return name

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """The text of one row.
-
-    Args:
-        stop: Strings that end the row, none of them empty; the text is cut before the first.
-    """
+    """The text of one row, cut before the first stop string, of which none may be empty."""
 
     def __init__(self, tokenizer: "Tokenizer", stop: Sequence[str] = ()) -> None:
         from tokenizers.decoders import DecodeStream

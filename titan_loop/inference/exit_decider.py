@@ -71,12 +71,7 @@ class ExitDecider:
         return self.policy.reads_states or not read.isdisjoint(steps)
 
     def logits(self, hidden_BLD: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Return the logits that tokens leave with, (B, L, V).
-
-        Args:
-            hidden_BLD: States of the rows that leave.
-            rows: Their indices; None for all.
-        """
+        """Return the logits that tokens leave with, (B, L, V), of some rows or of all."""
         logits_BLV = self._readout(hidden_BLD)
         if self.policy.early_step is None:
             return logits_BLV

@@ -217,11 +217,9 @@ class KLAndEntropy(ExitPolicy):
     reads_logits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        bounds = self.kl_nats, self.entropy_nats
-        if not all(bound >= 0.0 for bound in bounds):
-            raise UserError(
-                f"exit=kl:{bounds[0]},{bounds[1]} must be two bounds of at least 0 nats"
-            )
+        if not (self.kl_nats >= 0.0 and self.entropy_nats >= 0.0):
+            written = f"exit=kl:{self.kl_nats},{self.entropy_nats}"
+            raise UserError(f"{written} must be two bounds of at least 0 nats")
 
     def fires(self, evidence: Evidence) -> Tensor:
         """True where both bounds hold: a small KL alone halts too early."""
@@ -271,19 +269,8 @@ class Contrast(ExitPolicy):
         return recurrent_steps
 
 
-_POLICIES: dict[str, Callable[..., ExitPolicy]] = {
-    kind.name: kind
-    for kind in (
-        StaticStep,
-        HiddenDifference,
-        FixedPoint,
-        Margin,
-        Confidence,
-        QExit,
-        KLAndEntropy,
-        Contrast,
-    )
-}
+_RULES = (StaticStep, HiddenDifference, FixedPoint, Margin, Confidence, QExit, KLAndEntropy)
+_POLICIES: dict[str, Callable[..., ExitPolicy]] = {kind.name: kind for kind in (*_RULES, Contrast)}
 """Policies that every recurrence over the stack has."""
 
 _ALIASES = {"full": "static", "relative": "fixed_point"}

@@ -69,11 +69,7 @@ def load_checkpoint(
 
 
 def load_matching_tokenizer(loaded: Loaded, given: str | Path | None = None) -> "Tokenizer":
-    """Load the tokenizer a model was trained with; raise `UserError` if `given` is another one.
-
-    Args:
-        given: A `tokenizer.json`; None takes the source's, or the one an import left in the run.
-    """
+    """Load the tokenizer a model was trained with; raise `UserError` if `given` is another one."""
     path = loaded.run.tokenizer(given).path
     tokenizer = load_tokenizer(path)
     check_vocabulary(tokenizer, loaded.model.config.vocab_size, str(path))

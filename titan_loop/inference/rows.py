@@ -163,10 +163,9 @@ class Batch:
     _placed: tuple[list[int], LoopContext] | None = None
 
     def advance(self) -> Iterator[GeneratedToken]:
-        """Take each row one recurrent step further; yield the tokens of those that leave.
+        """Take each row one recurrent step further; yield the tokens that leave.
 
-        A token that leaves is read out, and its successor starts at step 1 in the next call, while
-        its neighbours go on. No row waits for another, and every step that runs is used.
+        The successor of a token that leaves starts at step 1 in the next call: no row waits.
         """
         for row in self.rows:
             row.step += 1
@@ -192,7 +191,6 @@ class Batch:
             yield row.accept(token, row.step)
 
     def _context(self) -> LoopContext:
-        """Return the context that layer visits of the newest tokens share, at every step."""
         positions = [row.position for row in self.rows]
         if self._placed is None or self._placed[0] != positions:
             context = self.stack.token_context(self.column(positions), self.cache)

@@ -111,7 +111,6 @@ class SelfSpeculation:
         return torch.cat(drafts, 1), torch.cat(distributions, 1), state
 
     def _verify(self, batch: Batch, state: LoopState) -> Tensor:
-        """Return (B, k+1, V): the distributions of step R."""
         positions_BL = self._positions(batch, 0, state.read_BLD.shape[1])
         context = batch.stack.token_context(positions_BL, batch.cache)
         for step in range(self.draft_step + 1, batch.recurrent_steps + 1):
@@ -120,7 +119,6 @@ class SelfSpeculation:
         return probabilities(batch.stack.readout(state.read_BLD), batch.sampling)
 
     def _positions(self, batch: Batch, start: int, stop: int) -> Tensor:
-        """Return (B, stop - start) positions after each row's newest token."""
         # A row near its end drafts along with the others. Drafts past the cache's last position are
         # never accepted; they only need a place that no accepted token reads.
         first_BL = batch.column(row.position for row in batch.rows)
@@ -142,11 +140,8 @@ def accepted_count(
 ) -> Tensor:
     """Return the number of drafts that each row accepts up to its first refusal, (B,) int64.
 
-    Args:
-        draft_BL: (B, k) drafts x_i, drawn from `draft_prob_BLV`.
-        draft_prob_BLV: (B, k, V) distributions Q_i of the drafts.
-        prob_BLV: (B, k, V) distributions P_i of step R.
-        uniform_BL: (B, k) numbers u_i in [0, 1); x_i is accepted if u_i · Q_i(x_i) < P_i(x_i).
+    A draft x_i from Q_i is accepted if u_i · Q_i(x_i) < P_i(x_i), with P_i of step R and u_i in
+    [0, 1); L is k.
     """
     index_BL1 = draft_BL.unsqueeze(-1)
     draft_BL_prob = draft_prob_BLV.gather(-1, index_BL1).squeeze(-1)

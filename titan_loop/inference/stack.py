@@ -33,7 +33,6 @@ class LoopState(NamedTuple):
     """State of tokens between two of their steps; every leaf is (B, L, …).
 
     Attributes:
-        carry: Start of the latest step.
         hidden_BLD: State after it; a pytree for families with several streams.
         read_BLD: Input of head, gate and exit policies; the state's first part if none reads it.
     """
@@ -82,12 +81,7 @@ class Stack:
         return cache
 
     def prompt_context(
-        self,
-        tokens_BL: Tensor,
-        lengths_B: Tensor,
-        cache: KeyValueCache | None,
-        *,
-        shortened: bool = False,
+        self, tokens_BL: Tensor, lengths_B: Tensor, cache: KeyValueCache | None, *, shortened: bool
     ) -> LoopContext:
         """Return the context that all steps of whole prompts from position 0 share."""
         columns = self.model.prompt_columns(tokens_BL, lengths_B, shortened=shortened)

@@ -1,9 +1,5 @@
 """Refusals of a stage in its recipe; `training/preflight.py` has the refusals of a run alone.
 
-    parent_refusals(recipe, stage)       a parent that lacks tokens
-    carry_refusals(stage, parent, …)     weights or moments that the stage cannot take over
-    repetition_refusals(stage)           a source that is read many times without a cap
-
 `train` and `slurm submit` raise the first; `plan` prints those that need no checkpoint.
 """
 
@@ -77,10 +73,6 @@ def repetition_refusals(stage: Stage) -> Iterator[Refusal]:
 
 
 def saved_state(config: RunConfig) -> Mapping[str, Any] | None:
-    """Return the trainer's record in a run's newest checkpoint; None before the first.
-
-    Raises:
-        UserError: The run has checkpoints, and none is usable.
-    """
+    """Return the trainer's record in a run's newest checkpoint; None before the first."""
     newest = newest_good(RunDirectory(config.dump_folder).checkpoints, look_at="manifest")
     return None if newest is None else newest[1]["trainer"]

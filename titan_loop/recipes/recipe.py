@@ -61,12 +61,9 @@ class Recipe:
             if stage.name in seen:
                 raise UserError(f"recipe {self.name} has two stages {stage.name!r}; rename one")
             if stage.parent is not None and stage.parent not in seen:
-                later = stage.parent in (other.name for other in self.stages)
-                reason = (
-                    "which does not run before it: reorder them, cycles cannot be trained"
-                    if later
-                    else f"which does not exist{nearest(stage.parent, seen)}"
-                )
+                reason = f"which does not exist{nearest(stage.parent, seen)}"
+                if stage.parent in (other.name for other in self.stages):
+                    reason = "which does not run before it: reorder them, cycles cannot be trained"
                 raise UserError(
                     f"recipe {self.name}: stage {stage.name} starts from {stage.parent}, {reason}"
                 )

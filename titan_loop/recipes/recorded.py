@@ -37,12 +37,6 @@ def recorded_recipe(path: Path) -> Recipe:
     """Return the recipe that trains a run again, in a folder beside it that ends in "-again".
 
     It reads the same sources, wherever they are now, and starts from the same parent checkpoint.
-
-    Args:
-        path: `config.json` of a run, or a `config-before-restart-K.json`.
-
-    Raises:
-        UserError: The file cannot be read, lacks a class, or has a value that does not fit.
     """
     run = SavedRun(path.parent, config_json=path)
     before = run.lineage()[:-1]
@@ -66,7 +60,7 @@ def recorded_recipe(path: Path) -> Recipe:
 
 
 def _with_paths_found(run: SavedRun) -> dict[str, Any]:
-    held_out = nested(run.config, "held_out")
+    held_out = run.config.get("held_out")
     record = {**run.config, "dataloader": run.dataloader}
     if isinstance(held_out, dict) and isinstance(held_out.get("sources"), list):
         sources = [str(run.found(path)) for path in map(str, held_out["sources"])]
@@ -75,8 +69,6 @@ def _with_paths_found(run: SavedRun) -> dict[str, Any]:
 
 
 class _Reading:
-    """Reads one record into a config."""
-
     def __init__(self) -> None:
         self._classes: dict[str, type] = {}
         self._absent: list[str] = []
@@ -150,10 +142,8 @@ def _chosen(field: str, name: str) -> type:
     if package is not None:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
             importlib.import_module(f"{package}.{module.name}")
+    find("objectives", name)  # imports the module of a family's objective, or plug-ins
     known = {kind.__name__: kind for kind in _concrete(base)}
-    if name not in known:
-        find("objectives", name)  # imports the module of a family's objective, or plug-ins
-        known = {kind.__name__: kind for kind in _concrete(base)}
     if name not in known:
         raise UserError(
             f"{CLASSES}.{field}={name} is a class that this version does not have"

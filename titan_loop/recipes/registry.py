@@ -46,10 +46,8 @@ def _find_recipes() -> dict[str, _Found]:
                 and ast.unparse(node.returns) in _RETURNED
             ):
                 if node.name in found:
-                    raise UserError(
-                        f"two recipes are called {node.name}: in {found[node.name].module} and "
-                        f"{path.stem}; rename one"
-                    )
+                    places = f"{found[node.name].module} and {path.stem}"
+                    raise UserError(f"two recipes are called {node.name}: in {places}; rename one")
                 summary = (ast.get_docstring(node) or "").partition("\n")[0]
                 found[node.name] = _Found(f"{RECIPES_PACKAGE}.{path.stem}", summary)
     return found
@@ -61,21 +59,17 @@ def load_recipe(name: str) -> "Recipe":
     Args:
         name: A name of `recipe_summaries`, `PACKAGE.MODULE:FUNCTION` of a function without
             arguments, or the path of a run's `config.json`.
-
-    Raises:
-        UserError: There is no such recipe, or it does not return a `Recipe` that can be trained.
     """
     if name.endswith(".json"):
         from titan_loop.recipes.recorded import recorded_recipe
 
         return recorded_recipe(Path(name))
     module, function_name = _open(name)
-    module_name = module.__name__
     function = vars(module).get(function_name)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if isfunction(value)]
         raise UserError(
-            f"recipe {name!r}: {module_name} has no function {function_name!r}"
+            f"recipe {name!r}: {module.__name__} has no function {function_name!r}"
             + nearest(function_name, functions)
         )
     result = function()
@@ -92,7 +86,7 @@ def load_recipe(name: str) -> "Recipe":
 
 
 def recipe_module(name: str) -> ModuleType:
-    """Return the module that defines a recipe; arguments and errors as of `load_recipe`."""
+    """Return the module that defines a recipe, by its name as for `load_recipe`."""
     return _open(name)[0]
 
 

@@ -7,7 +7,6 @@ checkpoint. All stages share the process group; each is freed before the next on
 
 import gc
 from collections.abc import Mapping
-from pathlib import Path
 from typing import cast
 
 import titan_loop.compat as compat  # before any torchtitan module
@@ -60,8 +59,7 @@ def run_recipe(
             stages, whose settings come from their run directories.
 
     Raises:
-        UserError: One line with stage, field, value and fix, before anything starts; or later, if a
-            stage ended before its last token, so that its children cannot be trained.
+        UserError: Before anything starts; or later, if a stage ended before its last token.
         NonFiniteError: Training stopped, see `titan_loop.training.verdict`.
         StoppedError: A signal stopped it, see `titan_loop.training.stop_request`.
     """
@@ -108,23 +106,11 @@ def run_recipe(
         shutdown()  # may wait for ranks that wait for this one; see StopListener.leave
 
 
-def check_recipe(
-    recipe: Recipe, world_size: int, *, folder: str = "", only: str | None = None
-) -> tuple[Path, list[Stage]]:
-    """Return a recipe's folder and the stages to train; touch no process group and no device.
-
-    Raises:
-        UserError: One line naming stage, field, value and fix.
-    """
-    recipe.check()
-    root = recipe.place(folder)
-    return root, check_placed(recipe, world_size, only=only)
-
-
 def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) -> list[Stage]:
     """Check a recipe whose configs have their folders; return the stages to train.
 
-    A setting that is legal but probably unintended is a warning.
+    No process group and no device is touched. A setting that is legal but probably unintended is a
+    warning.
     """
     stages = recipe.chosen(only)
     if only is not None:
@@ -166,7 +152,6 @@ def _check(
     checked: Mapping[str, ResolvedRun],
     newest: Mapping[str, Newest],
 ) -> ResolvedRun:
-    """Refuse a stage that cannot run, cannot continue, or cannot start from its parent."""
     try:
         saved = saved_architecture(stage.config, newest[stage.name])
         before = checked.get(stage.parent or "")

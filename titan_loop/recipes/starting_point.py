@@ -1,8 +1,4 @@
-"""`train --from`: the first stages of a recipe start from a model that exists.
-
-Hugging Face folder ─ import ─► FOLDER/imported ┐
-run or checkpoint ──────────────────────────────┴► model options and parent of the first stages
-"""
+"""`train --from`: the first stages of a recipe start from a run, a checkpoint, or an import."""
 
 import os
 from collections.abc import Sequence
@@ -33,15 +29,6 @@ def start_from(
     Args:
         path: A run, a checkpoint, or a folder that `convert import` reads. The last is imported
             into the recipe's folder once.
-        only: Stage to start; None for all without a parent.
-        folder: Folder of the recipe; empty for its own.
-        command: Command line, recorded in the imported run.
-
-    Returns:
-        The run that they start from.
-
-    Raises:
-        UserError: There is no such model, or another one was imported into the folder before.
     """
     if not path.is_dir():
         raise UserError(

@@ -1,7 +1,7 @@
 """Run directories that are written, not trained: an upcycled run, or a merged one.
 
-Each begins with one checkpoint and has the `config.json` of a trained run, so that training,
-evaluation and conversion take it like any other. It appears whole or not at all.
+Each has one checkpoint and a `config.json`, so that commands take it like a trained run. It appears
+whole or not at all.
 """
 
 import shutil
@@ -53,11 +53,6 @@ def merge_runs(
 
     Model options, window, data and text format come from the first parent, so that the new run
     is evaluated on its held-out text. A tokenizer that is not known is taken to be the others'.
-
-    Args:
-        parents: Runs, for their newest checkpoints, or checkpoints; of one architecture and
-            vocabulary.
-        weights: As `merge_checkpoints` takes them.
     """
     scaled_weights(weights, len(parents))  # refuses wrong ones before any file is read
     runs = [SavedRun.open(parent) for parent in parents]

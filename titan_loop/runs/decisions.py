@@ -7,24 +7,19 @@ from typing import Any
 
 def decision_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a row for each of `RunDirectory.read_decisions`, header first."""
-    rows = [
-        ["step", "windows", "loss (at most)", "gradient norm (at most)", "began in the", "then"]
-    ]
-    then = {"skip": "update skipped", "stop": "stopped, exit code 4"}
+    bounds = ["loss (at most)", "gradient norm (at most)"]
+    rows = [["step", "windows", *bounds, "began in the", "then"]]
     for record in records:
+        then = {
+            "skip": "update skipped",
+            "stop": "stopped, exit code 4",
+            "rewind": f"back to step {record.get('to_step')}, over these windows",
+        }
         decision = str(record["decision"])
-        if decision == "rewind":
-            decision = f"back to step {record.get('to_step')}, over these windows"
-        rows.append(
-            [
-                str(record["step"]),
-                ", ".join(f"{first}–{stop - 1}" for first, stop in record["windows"]),
-                _against(record, "loss"),
-                _against(record, "grad_norm"),
-                str(record.get("began", "")),
-                then.get(decision, decision),
-            ]
-        )
+        windows = ", ".join(f"{first}–{stop - 1}" for first, stop in record["windows"])
+        measured = [_against(record, name) for name in ("loss", "grad_norm")]
+        began = str(record.get("began", ""))
+        rows.append([str(record["step"]), windows, *measured, began, then.get(decision, decision)])
     return rows
 
 

@@ -96,18 +96,17 @@ def silent_ranks(
 
     These are dead ranks and ranks in an older step than the others. If all ranks are in one step
     and make no progress, or are known to have `hung`, they are the ranks outside of every
-    collective, or those in another collective than most.
+    collective, or in another collective than most.
     """
     now = time.time() if now is None else now
     newest = max((beat.step for beat in heartbeats), default=0)
     lines: list[str] = []
     for beat in heartbeats:
-        if now - beat.written > _PATIENCE * beat.seconds:
-            since = now - beat.written
-            lines.append(f"{beat.who} has been silent for {since:.0f} s, in step {beat.step}")
+        silent, stuck = now - beat.written, now - beat.progress
+        if silent > _PATIENCE * beat.seconds:
+            lines.append(f"{beat.who} has been silent for {silent:.0f} s, in step {beat.step}")
         elif beat.step < newest:
-            since = now - beat.progress
-            lines.append(f"{beat.who} is still in step {beat.step} of {newest}, for {since:.0f} s")
+            lines.append(f"{beat.who} is still in step {beat.step} of {newest}, for {stuck:.0f} s")
     hung = hung or all(now - beat.progress > _PATIENCE * beat.seconds for beat in heartbeats)
     if not lines and hung:
         lines = _stuck_ranks(heartbeats, now)

@@ -40,9 +40,8 @@ def kept_log(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        level = {"levelno": logging.ERROR, "levelname": "ERROR"}
-        message = {"msg": "ended by %s: %s", "args": (type(error).__name__, error)}
-        file.emit(logging.makeLogRecord({**level, **message}))
+        record = {"msg": f"ended by {type(error).__name__}: {error}", "levelname": "ERROR"}
+        file.emit(logging.makeLogRecord(record))
         raise
     finally:
         root.removeHandler(file)

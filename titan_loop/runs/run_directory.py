@@ -17,9 +17,9 @@ Format version 1:
     compile_cache/   compiled code, for the next start; beside the stages of a recipe
     profiling/{traces,memory_snapshot}/   comm_traces/      torchtitan's, when enabled
 
-A run that is killed may leave half a line at the end of a `.jsonl` file; the next append removes it
-and readers skip it. A run that restarts from a checkpoint appends again: records of the steps it
-repeats supersede the older ones when read, nothing is deleted.
+A run that is killed may leave half a line at the end of a `.jsonl` file, which readers skip. A run
+that restarts from a checkpoint appends again: records of the steps it repeats supersede the older
+ones when read.
 """
 
 import json
@@ -93,8 +93,7 @@ class RunDirectory:
                 keeps the old as `config-before-restart-K.json`.
 
         Raises:
-            UserError: The folder may not be written, holds a run of a newer format, or has a
-                `config.json` that is not JSON.
+            UserError: The folder may not be written, or a file of it cannot be read.
             RunFailedError: The disk fails.
         """
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -187,10 +186,9 @@ class RunDirectory:
     def read_norms(self) -> list[dict[str, Any]]:
         """Return the records of `norms.jsonl` as one series, as `read_metrics` does."""
         fields = {"step": int, "tokens": int, "state_rms": list, "state_gradient": list}
-        groups = {"weight": dict, "gradient": dict, "update": dict}
-        records = read_jsonl(self.norms_jsonl, fields | groups)
-        sound = _sound(self.norms_jsonl, records, _require_norms)
-        return _one_series(sound, itemgetter("step"))
+        fields |= {"weight": dict, "gradient": dict, "update": dict}
+        records = _sound(self.norms_jsonl, fields, _require_norms)
+        return _one_series(records, itemgetter("step"))
 
     def read_decisions(self) -> list[dict[str, Any]]:
         """Return the decisions about spikes, without those that a restart took once more."""
@@ -199,15 +197,14 @@ class RunDirectory:
             return record["rewound"], record["step"], record["decision"] != "skip"
 
         fields = {"decision": str, "step": int, "rewound": int, "windows": list}
-        records = read_jsonl(self.decisions_jsonl, fields)
-        return _one_series(_sound(self.decisions_jsonl, records, _require_decision), place)
+        return _one_series(_sound(self.decisions_jsonl, fields, _require_decision), place)
 
 
 def _sound(
-    path: Path, records: Iterable[dict[str, Any]], require: Callable[[Mapping[str, Any]], None]
+    path: Path, fields: Mapping[str, type], require: Callable[[Mapping[str, Any]], None]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records; raise `UserError` for the first that `require` cannot read."""
-    for record in records:
+    """Yield the records of a file; raise `UserError` for the first that `require` cannot read."""
+    for record in read_jsonl(path, fields):
         try:
             require(record)
         except (ValueError, TypeError, AttributeError) as error:

@@ -75,7 +75,7 @@ class Ancestor(NamedTuple):
     Attributes:
         stage: Name of the stage; empty for a run outside a recipe.
         checkpoint: Checkpoint from which the next run started, or the newest one.
-        manifest: Its manifest; None if it is gone or damaged.
+        manifest: Manifest of the checkpoint; None if it is gone or damaged.
     """
 
     run: Path
@@ -217,8 +217,8 @@ class SavedRun:
     def found(self, path: str) -> Path:
         """Return the place that a path recorded by the run leads to from here.
 
-        A relative path began in the working directory of the run's last start. If that is gone or
-        was not recorded, look in the folders above the run, then in the current one.
+        A relative path is looked for in the working directory of the run's last start, in the
+        folders above the run, and in the current one.
         """
         if Path(path).is_absolute():
             return Path(path)
@@ -236,8 +236,8 @@ class SavedRun:
         recorded = self.config.get("text")
         if recorded is not None:
             return TextFormat(**recorded)
-        cards = list(self._cards().values())
-        return text_format(cards, tokenizer) if cards else TextFormat()
+        cards = self._cards()
+        return text_format([*cards.values()], tokenizer) if cards else TextFormat()
 
     def tokenizer(self, given: str | Path | None = None) -> RunTokenizer:
         """Return the tokenizer of the training data, or the given `tokenizer.json` if it is equal.
@@ -332,8 +332,7 @@ class SavedRun:
         checkpoint, manifest = None, None
         for step in reversed(self.steps()):
             checkpoint = self.directory.checkpoint(step)
-            manifest = _manifest_or_none(checkpoint)
-            if manifest is not None:
+            if (manifest := _manifest_or_none(checkpoint)) is not None:
                 break
         while checkpoint is not None and len(chain) < 1000:  # a damaged chain may bite its tail
             lineage = {} if manifest is None else manifest["lineage"]

@@ -1,8 +1,7 @@
 """The tree of a recipe's stages and forks: the progress and loss of each, and the next stage.
 
-It is read from files alone: `recipe.json`, which the runner writes, and every run directory below
-the recipe's folder. A run outside the recipe that started from one of its stages is a fork and is
-shown below its parent.
+It is read from files alone: `recipe.json`, which the runner writes, and the run directories below
+the recipe's folder. A run outside the recipe that started from one of its stages is a fork.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,11 +36,8 @@ class PlannedStage(NamedTuple):
 
 def write_plan(folder: Path, recipe: str, stages: Iterable[PlannedStage]) -> None:
     """Record a recipe's stages, in their order, in its folder; call it on one rank."""
-    plan = {
-        "format_version": FORMAT_VERSION,
-        "name": recipe,
-        "stages": [stage._asdict() for stage in stages],
-    }
+    recorded = [stage._asdict() for stage in stages]
+    plan = {"format_version": FORMAT_VERSION, "name": recipe, "stages": recorded}
     write_json(folder / RECIPE_JSON, plan)
 
 
@@ -142,8 +138,7 @@ def _describe(status: StageStatus) -> str:
     if status.loss is None:
         origin = f" from {status.parent}" if status.parent else ""
         return f"not begun{origin}, {status.total_tokens:,} tokens{fork}"
-    share = status.tokens / status.total_tokens
-    left = ""
+    share, left = status.tokens / status.total_tokens, ""
     if status.runs is False:
         left = ", not running"
     elif status.tokens_per_second:
@@ -197,7 +192,6 @@ def read_plan(folder: Path) -> list[PlannedStage]:
 
 
 def _parent_run(run: SavedRun) -> Path | None:
-    """Return the directory of a run's parent, which may be given as a checkpoint."""
     if run.parent is None:
         return None
     path = run.parent.resolve()

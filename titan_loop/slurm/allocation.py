@@ -19,12 +19,7 @@ _FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50  # below Linux's own for c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """A job's nodes, the first one with the batch step, and its tasks.
-
-    Attributes:
-        restarts: Number of times that SLURM has started the job again.
-        gpus_per_node: Number of GPUs that the job asked for on a node.
-    """
+    """A job's nodes, the first one with the batch step, its tasks, and SLURM's restarts of it."""
 
     job: str
     restarts: int

@@ -1,7 +1,7 @@
 """The jobs of a recipe together: their states, and how to cancel them."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from titan_loop.slurm.commands import CommandFailedError, show, slurm
 from titan_loop.slurm.record import read_jobs
@@ -10,17 +10,16 @@ from titan_loop.tables import columns
 ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
 
 
-@dataclass(frozen=True, slots=True)
-class JobStatus:
+class JobStatus(NamedTuple):
     """One job of a chain; its `state` is SLURM's, or "GONE" once SLURM has forgotten it."""
 
     stage: str
     job: str
     state: str
-    reason: str = ""
     restarts: str = ""
     elapsed: str = ""
     nodes: str = ""
+    reason: str = ""
 
     @property
     def active(self) -> bool:
@@ -35,26 +34,23 @@ def read_chain(folder: Path) -> list[JobStatus]:
 
 def _status(stage: str, job: str) -> JobStatus:
     try:
-        fields = show("job", job)
+        shown = show("job", job)
     except CommandFailedError:
         return JobStatus(stage, job, "GONE")
-    reason, nodes = fields["Reason"], fields.get("NodeList", "")
     return JobStatus(
         stage,
         job,
-        fields["JobState"],
-        reason="" if reason == "None" else reason,
-        restarts=fields.get("Restarts", "0"),
-        elapsed=fields["RunTime"],
-        nodes="" if nodes == "(null)" else nodes,
+        shown["JobState"],
+        restarts=shown.get("Restarts", "0"),
+        elapsed=shown["RunTime"],
+        nodes=shown.get("NodeList", "").removeprefix("(null)"),
+        reason="" if shown["Reason"] == "None" else shown["Reason"],
     )
 
 
 def chain_lines(jobs: list[JobStatus]) -> list[str]:
     """Return the jobs as the lines of a table."""
-    rows = [("stage", "job", "state", "restarts", "elapsed", "nodes", "reason")]
-    rows += [(j.stage, j.job, j.state, j.restarts, j.elapsed, j.nodes, j.reason) for j in jobs]
-    return columns(rows, left=range(len(rows[0])))
+    return columns([JobStatus._fields, *jobs], left=range(len(JobStatus._fields)))
 
 
 def cancel_chain(folder: Path) -> list[JobStatus]:

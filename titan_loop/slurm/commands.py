@@ -17,12 +17,7 @@ class CommandFailedError(RunFailedError):
 
 
 def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run one of SLURM's commands and return its output.
-
-    Raises:
-        UserError: The program is not on PATH.
-        CommandFailedError: The command failed, or did not answer within a minute.
-    """
+    """Run one of SLURM's commands, which must answer within a minute, and return its output."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
@@ -35,8 +30,8 @@ def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
     except subprocess.TimeoutExpired as error:
         raise CommandFailedError(f"{command[0]} did not answer within {_SECONDS:g} s") from error
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise CommandFailedError(f"{' '.join(command[:2])}: {said or f'code {done.returncode}'}")
+        said = " ".join((done.stderr or done.stdout).split()) or f"code {done.returncode}"
+        raise CommandFailedError(f"{' '.join(command[:2])}: {said}")
     return done.stdout
 
 

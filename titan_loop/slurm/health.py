@@ -20,7 +20,7 @@ _Reports = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCheck:
-    """Requirements on every node: free space, and free share of every GPU's memory.
+    """Requirements on every node: free share of every GPU's memory, and free space.
 
     Attributes:
         free_disk_gigabytes: Free space in the recipe's folder and in TMPDIR, in 10⁹ bytes.
@@ -60,7 +60,6 @@ def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], li
 
 
 def _own_fault(reports: list[dict[str, Any]], ranks: int) -> str:
-    """Return the fault that a node of so many ranks has by itself; empty if there is none."""
     problems = sorted({problem for report in reports for problem in report["problems"]})
     if problems:
         return "; ".join(problems)
@@ -76,7 +75,6 @@ def _own_fault(reports: list[dict[str, Any]], ranks: int) -> str:
 
 
 def _apart(found: _Reports) -> dict[str, str]:
-    """Return the nodes that did not reach rank 0 although others did."""
     return {
         node: f"rank {report['rank']} did not reach rank 0: {report['failure'] or 'it hung'}"
         for node, reports in found.items()

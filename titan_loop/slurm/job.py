@@ -162,7 +162,6 @@ class _Start:
         return self._start_again(tuple(bad))
 
     def _start_again(self, exclude: Sequence[str]) -> int:
-        """Have the job started again, unless it was cancelled or makes no progress."""
         job, number = self.job, self.allocation.job
         state = show("job", number)["JobState"]
         if state != "RUNNING":
@@ -180,10 +179,8 @@ class _Start:
 
 
 def _stop_restarting() -> int:
-    _say(
-        f"{FRUITLESS_STARTS} starts without a new checkpoint: not started again; find the "
-        "reason, then submit the job again"
-    )
+    starts = f"{FRUITLESS_STARTS} starts without a new checkpoint: not started again"
+    _say(f"{starts}; find the reason, then submit the job again")
     return EXIT_CRASH
 
 

@@ -1,7 +1,6 @@
 """A check that a recipe's stages fit the GPUs that a job asks for.
 
-Weights, gradients and moments are counted. The peak of a step is known if `titan-loop plan` has
-measured it for the same cluster.
+The peak of a step counts if `titan-loop plan` has measured it; else weights, gradients and moments.
 """
 
 from collections.abc import Sequence
@@ -15,8 +14,6 @@ from titan_loop.planning.rehearsal import known_peak_bytes
 from titan_loop.planning.stage_needs import stage_needs
 from titan_loop.recipes.recipe import Recipe, Stage
 
-_MFU = 0.4  # no part of the check
-
 
 def memory_remarks(
     recipe: Recipe, stages: Sequence[Stage], *, nodes: int, gpus_per_node: int, gpu: str
@@ -27,22 +24,21 @@ def memory_remarks(
     """
     kinds = [name for name in DEVICES if gpu and name.startswith(gpu.lower())]
     if not kinds:
-        return [
-            f"memory was not checked: {'the GPU ' + gpu if gpu else 'no kind of GPU'} is "
-            f"{'unknown' if gpu else 'named'}; look at titan-loop plan {recipe.name} --gpu NAME"
-        ]
+        why = f"the GPU {gpu} is unknown" if gpu else "no kind of GPU is named"
+        see = f"look at titan-loop plan {recipe.name} --gpu NAME"
+        return [f"memory was not checked: {why}; {see}"]
     device = max((DEVICES[name] for name in kinds), key=lambda known: known.memory_bytes)
-    cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, gpu=device, mfu=_MFU)
+    # Times are not looked at, so any share of the peak FLOPs will do.
+    cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, gpu=device, mfu=1.0)
     found: list[str] = []
     unmeasured: list[str] = []
     for stage in stages:
         with compat.assuming("cuda"):
             needs = stage_needs(stage.name, stage.config, cluster, recipe=recipe)
             peak = known_peak_bytes(needs, cluster)
-        offloaded = stage.config.training.enable_cpu_offload
         need = peak
         if need is None:
-            need = 0.0 if offloaded else needs.states.total
+            need = 0.0 if stage.config.training.enable_cpu_offload else needs.states.total
         if need <= USABLE_SHARE * device.memory_bytes:
             unmeasured += [stage.name] * (peak is None)
             continue

@@ -44,8 +44,8 @@ def check_node(
     task = slurm_task(environment)
     assert task is not None
     rank, world_size, local_rank, local_world_size, node = task
-    report: dict[str, Any] = {"node": node, "rank": rank, "phase": "", "problems": []}
-    report |= {"failure": "", "clock": None}
+    report: dict[str, Any] = {"node": node, "rank": rank, "problems": [], "failure": ""}
+    report["clock"] = None
 
     def begin(phase: str) -> None:
         report["phase"] = phase

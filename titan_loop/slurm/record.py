@@ -9,6 +9,7 @@ exit-JOB-K/    exit code of every rank that ended start K by itself
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,10 @@ def write_jobs(folder: Path, jobs: Mapping[str, str]) -> None:
 
 
 def replace_job(folder: Path, old: str, new: str) -> None:
-    """Record that a successor continues a job; do nothing if the job is not recorded."""
-    try:
-        jobs = read_jobs(folder)
-    except UserError:
-        return  # submitted by hand
-    write_jobs(folder, {stage: new if job == old else job for stage, job in jobs.items()})
+    """Record that a successor continues a job, unless the job was submitted by hand."""
+    with suppress(UserError):
+        jobs = read_jobs(folder).items()
+        write_jobs(folder, {stage: new if job == old else job for stage, job in jobs})
 
 
 @dataclass(slots=True)

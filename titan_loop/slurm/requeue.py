@@ -1,9 +1,7 @@
 """Starts a job again, unless its exit codes say that another start would not help.
 
-ranks saved, hung, crashed or were killed ─► scontrol requeue: the same job, log, place in the chain
-SLURM refuses ─► sbatch of the same script, after this job ─► dependents wait for the successor
-
-The exit codes are in `titan_loop/errors.py`.
+The same job is requeued and keeps its log and its place in the chain. Where SLURM refuses that, the
+same script is submitted to run after this job, and dependents wait for that successor.
 """
 
 import re
@@ -32,13 +30,10 @@ _UPDATE_ATTEMPTS = 5
 
 
 def final_code(code: int, exits: Sequence[RankExit]) -> int | None:
-    """Return the exit code of a job whose ranks ended, or None if it is to be started again.
+    """Return the exit code of a job whose step ended with `code`; None to start it again.
 
     One rank's wrong loss decides, whatever ended its peers, and so does a mistake, unless it is
     `lone_node`'s.
-
-    Args:
-        code: Exit code of the step, as a shell gives it: the highest of the ranks' codes.
     """
     if code == EXIT_OK:
         return EXIT_OK
@@ -81,17 +76,15 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
 
 
 def _exclude(job: str, nodes: str) -> None:
-    for attempt in range(_UPDATE_ATTEMPTS):
-        try:
-            slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodes}")
+    command = ("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodes}")
+    for _ in range(_UPDATE_ATTEMPTS - 1):
+        with suppress(CommandFailedError):
+            slurm(*command)
             return
-        except CommandFailedError:
-            if attempt == _UPDATE_ATTEMPTS - 1:
-                raise
+    slurm(*command)
 
 
 def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Path) -> str:
-    """Submit the script of `job` again with its own flags, to run after it."""
     slurm("scontrol", "write", "batch_script", job, str(script))
     flags = {
         "job-name": fields["JobName"],

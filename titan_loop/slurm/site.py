@@ -17,7 +17,6 @@ from titan_loop.errors import UserError, nearest
 
 DEFAULT_SITE = Path("slurm/site.sh")
 
-_PREFIX = "TITAN_LOOP_"
 _VARIABLES = {
     "TITAN_LOOP_CONTAINER",
     "TITAN_LOOP_SBATCH_FLAGS",
@@ -44,20 +43,17 @@ class Site:
     def of(cls, environment: Mapping[str, str]) -> "Site":
         """Return the settings in an environment, inside a job or after `source_site`."""
 
-        def text(name: str) -> str:
-            return environment.get(name, "")
-
         def words(name: str) -> tuple[str, ...]:
-            return split_words(name, text(name))
+            return split_words(name, environment.get(name, ""))
 
         return cls(
             container=words("TITAN_LOOP_CONTAINER"),
             sbatch_flags=words("TITAN_LOOP_SBATCH_FLAGS"),
             srun_flags=words("TITAN_LOOP_SRUN_FLAGS"),
-            network_interface=text("TITAN_LOOP_NETWORK_INTERFACE"),
-            rendezvous_host=text("TITAN_LOOP_RENDEZVOUS_HOST"),
-            partition=text("SBATCH_PARTITION"),
-            account=text("SBATCH_ACCOUNT"),
+            network_interface=environment.get("TITAN_LOOP_NETWORK_INTERFACE", ""),
+            rendezvous_host=environment.get("TITAN_LOOP_RENDEZVOUS_HOST", ""),
+            partition=environment.get("SBATCH_PARTITION", ""),
+            account=environment.get("SBATCH_ACCOUNT", ""),
         )
 
 
@@ -109,7 +105,7 @@ def source_site(
         if "=" in entry
     )
     for name in sourced.keys() - environment.keys() - _VARIABLES:
-        if name.startswith(_PREFIX):
+        if name.startswith("TITAN_LOOP_"):
             raise UserError(
                 f"site file {path} sets {name}, which nobody reads{nearest(name, _VARIABLES)}"
             )

@@ -14,7 +14,7 @@ import titan_loop.compat as compat  # before any torchtitan module
 
 from titan_loop.errors import RunFailedError, UserError, nearest, require_at_least
 from titan_loop.recipes.recipe import Recipe
-from titan_loop.recipes.runner import check_recipe, is_complete
+from titan_loop.recipes.runner import check_placed, is_complete
 from titan_loop.slurm.chain import read_chain
 from titan_loop.slurm.commands import CommandFailedError, parse_seconds, show, slurm
 from titan_loop.slurm.memory_check import memory_remarks
@@ -45,15 +45,7 @@ EARLY_SECONDS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """Resources that every job of a chain asks for.
-
-    Attributes:
-        ranks_per_node: Processes on a node, one for each GPU.
-        gpu_type: SLURM's name for the kind of GPU; empty for any.
-        time: Time limit of one start, as `sbatch --time` takes it.
-        save_seconds: Seconds between the signal to save and the time limit.
-        sbatch_flags: Further flags of the batch script, after the site's.
-    """
+    """Resources that every job of a chain asks for; `titan-loop slurm submit` has the flags."""
 
     nodes: int
     ranks_per_node: int
@@ -102,10 +94,9 @@ def plan_jobs(request: Request) -> tuple[Path, list[Planned]]:
     _check_sbatch_flags((*request.site.sbatch_flags, *resources.sbatch_flags))
     world_size = resources.nodes * resources.ranks_per_node
     with compat.assuming("cuda" if resources.gpus_per_node else "cpu"):
-        root, stages = check_recipe(
-            request.recipe, world_size, folder=request.folder, only=request.only
-        )
-    root = root.absolute()
+        request.recipe.check()
+        root = request.recipe.place(request.folder).absolute()
+        stages = check_placed(request.recipe, world_size, only=request.only)
     left = [stage for stage in stages if not is_complete(stage.config)]
     if not left:
         raise UserError(f"every stage in {root} is complete; there is nothing to submit")
@@ -177,10 +168,7 @@ def render_script(
 def submit_jobs(request: Request, root: Path, jobs: list[Planned]) -> dict[str, str]:
     """Submit the jobs that `plan_jobs` returned; return stage → job number.
 
-    Raises:
-        UserError: This machine has no SLURM, the cluster lacks such resources, or jobs of an
-            earlier submission still wait or run.
-        RunFailedError: SLURM refused a job; the jobs submitted before it are cancelled.
+    If SLURM refuses a job, the jobs submitted before it are cancelled.
     """
     _check_cluster(request.resources, request.site.partition)
     _refuse_second_submission(root)
@@ -267,22 +255,21 @@ def remarks(request: Request, jobs: Sequence[Planned]) -> list[str]:
 
 
 def _check_cluster(resources: Resources, wanted: str) -> None:
-    """Raise `UserError` unless the wanted partition, or the default one, has such resources."""
     partitions = slurm("sinfo", "--noheader", "--format=%P").split()
     default = next((name.rstrip("*") for name in partitions if name.endswith("*")), "")
     known = [name.rstrip("*") for name in partitions]
     if wanted and wanted not in known:
         raise UserError(f"SBATCH_PARTITION={wanted} does not exist{nearest(wanted, known)}")
     if not wanted and not default:
-        raise UserError(
-            f"the cluster has no default partition; set SBATCH_PARTITION in the site file to one "
-            f"of {', '.join(sorted(set(known)))}"
-        )
+        choices = ", ".join(sorted(set(known)))
+        problem = "the cluster has no default partition"
+        raise UserError(f"{problem}; set SBATCH_PARTITION in the site file to one of {choices}")
     fields = show("partition", wanted or default)
-    most = min(_limit(fields["TotalNodes"]), _limit(fields["MaxNodes"]))
+    limits = [fields["TotalNodes"], fields["MaxNodes"]]  # a number, or UNLIMITED
+    most = min((int(limit) for limit in limits if limit.isdigit()), default=resources.nodes)
     if resources.nodes > most:
         raise UserError(
-            f"--nodes={resources.nodes} is more than the {most:g} that partition "
+            f"--nodes={resources.nodes} is more than the {most} that partition "
             f"{fields['PartitionName']} gives a job; ask for fewer, or name another partition"
         )
     longest = fields["MaxTime"]
@@ -293,16 +280,12 @@ def _check_cluster(resources: Resources, wanted: str) -> None:
         )
 
 
-def _limit(text: str) -> float:
-    return float(text) if text.isdigit() else float("inf")
-
-
 def _refuse_second_submission(root: Path) -> None:
     if not (slurm_folder(root) / "jobs.json").exists():
         return
-    active = [job for job in read_chain(root) if job.active]
+    active = [f"{job.stage}: {job.job}" for job in read_chain(root) if job.active]
     if active:
         raise UserError(
-            f"{root} has jobs already ({', '.join(f'{j.stage}: {j.job}' for j in active)}); wait "
-            f"for them, or titan-loop slurm cancel {root}"
+            f"{root} has jobs already ({', '.join(active)}); wait for them, or titan-loop slurm "
+            f"cancel {root}"
         )

@@ -14,8 +14,8 @@ from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
-from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
-from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.families.adaptive.task import ManoCapo
 from titan_loop.recipes.recorded import recorded_recipe
@@ -73,9 +73,7 @@ def test_a_run_on_both_is_asked_and_trained_again_from_what_it_recorded(tmp_path
     run_training(config, evaluations=evaluations)
     run = RunDirectory(config.dump_folder)
     (record,) = read_jsonl(run.evals_jsonl)
-    found = evaluate_tasks(
-        run.path, TaskOptions(tasks=expand_tasks([BOTH.name]), depths=[1], limit=12)
-    )
+    found = evaluate_tasks(run.path, TaskOptions(tasks=(BOTH.name,), depths=[1], limit=12))
     assert found.failures == {}
     assert found.flat() == pytest.approx(record["results"])
     knowledge = found.tasks["mano_capo/knowledge"]["static:1"].metrics

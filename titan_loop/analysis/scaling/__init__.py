@@ -1,5 +1,1 @@
-"""Scaling laws: measured losses to fitted coefficients.
-
-runs, or a CSV file ─► data ─► law (forms, fits) ─► study (hold-outs, choice) ─► page
-published laws ───────────────► law
-"""
+"""Scaling laws: runs, or a CSV file ─► data ─► law, fit ─► study (hold-outs, choice) ─► page."""

@@ -21,7 +21,7 @@ from titan_loop.analysis.scaling.law import Losses
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.runs.status import RECIPE_JSON, read_plan
+from titan_loop.runs.status import read_plan
 
 logger = logging.getLogger(__name__)
 
@@ -45,28 +45,23 @@ ALIASES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One measured loss.
+    """One measured loss, with the names of the columns of a CSV file.
 
     Attributes:
-        parameters: N, parameters that act on a token, shared weights once.
-        looped: Parameters among N that are visited at every step.
-        steps: R trained with.
+        recurrent_steps: R trained with.
         step: Recurrent step after which the loss was read; None for the total loss.
-        total: Stored parameters, experts that rest included; None for N.
-        experts: Number of experts of a sparse layer; 1 without.
-        unique: Tokens that were read for the first time; None for all.
     """
 
     run: str
     parameters: float
-    looped: float
+    looped_parameters: float
     tokens: float
-    steps: float
-    step: float | None
+    recurrent_steps: float
     loss: float
-    total: float | None = None
+    step: float | None = None
+    total_parameters: float | None = None
     experts: float = 1.0
-    unique: float | None = None
+    unique_tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -94,9 +89,6 @@ def read_csv(path: Path) -> ScalingData:
     `looped_parameters` (`N_looped`; all if absent), `experts` (`E`) with `total_parameters`
     (`N_total`), `unique_tokens` (`U`, those read for the first time), and `run` (a name; points of
     a run share their noise). Other columns are logged and left.
-
-    Raises:
-        UserError: The file cannot be read, lacks a column, or has a value that is not positive.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -130,47 +122,27 @@ def _row_point(path: Path, line: int, row: Mapping[str, str]) -> Point:
         for name in (*REQUIRED, *OPTIONAL)
         if row.get(name) or name in REQUIRED
     }
-    parameters = number["parameters"]
-    looped = number.get("looped_parameters", parameters)
-    total, experts = number.get("total_parameters"), number.get("experts", 1.0)
-    unique = number.get("unique_tokens", number["tokens"])
-    if unique > number["tokens"]:
-        raise UserError(
-            f"csv={path} line {line}: unique_tokens={unique:g} must be at most "
-            f"tokens={number['tokens']:g}"
-        )
-    if looped > parameters:
-        raise UserError(
-            f"csv={path} line {line}: looped_parameters={looped:g} must be at most "
-            f"parameters={parameters:g}"
-        )
-    if experts > 1 and total is None:
+    for part, whole in (("unique_tokens", "tokens"), ("looped_parameters", "parameters")):
+        if number.setdefault(part, number[whole]) > number[whole]:
+            raise UserError(
+                f"csv={path} line {line}: {part}={number[part]:g} must be at most "
+                f"{whole}={number[whole]:g}"
+            )
+    experts = number.get("experts", 1.0)
+    if experts > 1 and "total_parameters" not in number:
         raise UserError(
             f"csv={path} line {line}: experts={experts:g} needs total_parameters, which counts all "
             "experts, while parameters counts those that act on a token"
         )
-    return Point(
-        run=row.get("run") or f"{parameters:g}-e{experts:g}-r{number['recurrent_steps']:g}",
-        parameters=parameters,
-        looped=looped,
-        tokens=number["tokens"],
-        steps=number["recurrent_steps"],
-        step=number.get("step"),
-        loss=number["loss"],
-        total=total,
-        experts=experts,
-        unique=unique,
-    )
+    name = f"{number['parameters']:g}-e{experts:g}-r{number['recurrent_steps']:g}"
+    return Point(run=row.get("run") or name, **number)
 
 
 def read_runs(folders: Sequence[Path]) -> ScalingData:
     """Read points from run directories and from the stages of recipe folders.
 
-    A recipe's control stages are left out; to fit them, too, name their run directories.
-
-    Raises:
-        UserError: A folder is not a run, has too few records, changed R while training, or was
-            trained on other data than the first.
+    A recipe's control stages are left out; to fit them, too, name their run directories. All runs
+    must have trained on the same data, each at a constant R.
     """
     points: list[Point] = []
     pmfs: dict[int, list[np.ndarray]] = {}
@@ -190,15 +162,15 @@ def read_runs(folders: Sequence[Path]) -> ScalingData:
 
 def _runs(folders: Sequence[Path]) -> Iterator[Path]:
     for folder in folders:
-        if (folder / RECIPE_JSON).exists():
-            controls = {stage.name for stage in read_plan(folder) if stage.control}
-            stages = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-            left_out = [stage.name for stage in stages if stage.name in controls]
-            if left_out:
-                logger.info("%s: left out the controls %s", folder, ", ".join(left_out))
-            yield from (stage for stage in stages if stage.name not in controls)
-        else:
+        plan = read_plan(folder)
+        if not plan:
             yield folder
+            continue
+        controls = {stage.name for stage in plan if stage.control}
+        stages = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+        if left_out := [stage.name for stage in stages if stage.name in controls]:
+            logger.info("%s: left out the controls %s", folder, ", ".join(left_out))
+        yield from (stage for stage in stages if stage.name not in controls)
 
 
 def _trained_on(run: SavedRun) -> str:
@@ -214,9 +186,7 @@ def _trained_on(run: SavedRun) -> str:
 
 def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
     """Yield the points of one run and add its exit distribution to `pmfs`."""
-    from titan_loop.distributed.state_bytes import (
-        unit_sizes,
-    )  # imports torchtitan, which takes seconds
+    from titan_loop.distributed.state_bytes import unit_sizes  # imports torchtitan: seconds
     from titan_loop.models.family import decoder_config
 
     run = SavedRun(folder)
@@ -237,8 +207,8 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
     size: dict[str, Any] = {
         "run": str(folder),
         "parameters": sum(unit.parameters() for unit in units),
-        "looped": sum(unit.parameters() for unit in units if unit.unit.is_looped),
-        "steps": steps,
+        "looped_parameters": sum(unit.parameters() for unit in units if unit.unit.is_looped),
+        "recurrent_steps": steps,
     }
     read_once = _unique_tokens(run)
     tokens = np.array([record["tokens"] for record in records], dtype=np.float64)
@@ -254,7 +224,7 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
                 yield Point(
                     **size,
                     tokens=mean,
-                    unique=read_once(mean),
+                    unique_tokens=read_once(mean),
                     step=step,
                     loss=float(np.mean(losses)),
                 )
@@ -284,41 +254,37 @@ def _data(points: Sequence[Point], exit_pmf: dict[int, np.ndarray]) -> ScalingDa
     rising = 0
     series: dict[tuple[str, float, float], list[Point]] = {}
     for point in points:
-        if point.step is not None and point.steps > 1:
-            series.setdefault((point.run, point.steps, point.step), []).append(point)
+        if point.step is not None and point.recurrent_steps > 1:
+            series.setdefault((point.run, point.recurrent_steps, point.step), []).append(point)
     for (_, steps, _), members in series.items():
-        tokens, losses = (
-            np.array([getattr(p, name) for p in members]) for name in ("tokens", "loss")
-        )
+        tokens = np.array([point.tokens for point in members])
+        losses = np.array([point.loss for point in members])
         logs = np.log(tokens) - np.log(tokens).mean()
         if np.sum(logs * losses) > 0:
             rising += 1
         else:
             by_step.setdefault(round(steps), []).extend(members)
     return ScalingData(
-        _losses([point for point in points if point.step is None], lambda point: point.steps),
-        {
-            steps: _losses(members, lambda point: point.step)
-            for steps, members in sorted(by_step.items())
-        },
+        _losses([point for point in points if point.step is None]),
+        {steps: _losses(members) for steps, members in sorted(by_step.items())},
         rising,
         exit_pmf,
     )
 
 
-def _losses(points: Sequence[Point], steps: Any) -> Losses:
-    def column(name: str) -> np.ndarray:
-        return np.array([getattr(point, name) for point in points], dtype=np.float64)
+def _losses(points: Sequence[Point]) -> Losses:
+    def column(value: Callable[[Point], float | None]) -> np.ndarray:
+        return np.array([value(point) for point in points], dtype=np.float64)
 
     return Losses(
-        parameters=column("parameters"),
-        looped=column("looped"),
-        total=np.array([point.total or point.parameters for point in points]),
-        experts=column("experts"),
-        tokens=column("tokens"),
-        unique=np.array([point.unique or point.tokens for point in points]),
-        steps=np.array([steps(point) for point in points], dtype=np.float64),
-        loss=column("loss"),
+        parameters=column(lambda point: point.parameters),
+        looped=column(lambda point: point.looped_parameters),
+        total=column(lambda point: point.total_parameters or point.parameters),
+        experts=column(lambda point: point.experts),
+        tokens=column(lambda point: point.tokens),
+        unique=column(lambda point: point.unique_tokens or point.tokens),
+        steps=column(lambda point: point.step or point.recurrent_steps),
+        loss=column(lambda point: point.loss),
         run=np.array([point.run for point in points]),
     )
 

@@ -56,12 +56,7 @@ class Fit:
 
 
 def fit(law: Law, points: Losses, *, seed: int = 0, starts: int = 6) -> Fit:
-    """Fit a law.
-
-    Args:
-        points: At least as many as the law has coefficients.
-        starts: Number of starts that are refined.
-    """
+    """Fit a law to at least as many points as it has coefficients; refine the best starts."""
     problem = _Problem(law, points)
     found = [problem.refine(start) for start in problem.starts(seed, starts)]
     best = min(found, key=lambda solution: solution.cost)
@@ -71,10 +66,8 @@ def fit(law: Law, points: Losses, *, seed: int = 0, starts: int = 6) -> Fit:
 def bootstrap(fitted: Fit, points: Losses, *, samples: int, seed: int = 0) -> Fit:
     """Return the fit with 95 % intervals over resampled runs, or points where there is one run.
 
-    Points of a run share its noise, so runs are resampled whole. A refit starts at the fit.
-
-    Args:
-        samples: Number of resamplings; 0 gives no intervals.
+    Points of a run share its noise, so runs are resampled whole. A refit starts at the fit. No
+    samples give no intervals.
     """
     if not samples:
         return fitted

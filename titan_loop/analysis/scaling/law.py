@@ -33,7 +33,6 @@ class Losses:
         unique: Tokens among D that were read for the first time, shape (n,).
         steps: R of the total loss, or the step after which a loss was read, shape (n,).
         loss: Nats per token, shape (n,).
-        run: Name of the run a point belongs to, shape (n,).
     """
 
     parameters: np.ndarray
@@ -83,7 +82,6 @@ class Law:
 
     Attributes:
         name: Name on the command line and in files.
-        formula: Equation for people.
         shape: Coefficients inside the terms.
         amplitudes: Names of the constant and of the factors of the terms; all are positive.
         terms: Maps shape and points to the terms without their factors, each of shape (n,).

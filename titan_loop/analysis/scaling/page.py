@@ -2,18 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_loop.analysis.drawing import depth_colors, draw_axes, draw_panels, short
+from titan_loop.analysis.drawing import Axes, depth_colors, draw_axes, draw_panels, short
 from titan_loop.analysis.page import Section, page
 from titan_loop.analysis.scaling.law import Losses
 from titan_loop.analysis.scaling.study import FittedLaw, ScalingStudy, sizes_of
 from titan_loop.storage.json_files import write_json, write_text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PAPER = {
     "total loss": (
@@ -63,20 +59,14 @@ def write_study(result: ScalingStudy, folder: Path) -> Path:
 
 
 def _choice_sections(result: ScalingStudy, chosen: FittedLaw, folder: Path) -> list[Section]:
-    """Return the table of forms by held-out error, and plots of the chosen form."""
     forms = [law for law in result.laws if law.name.startswith("worth of a step")]
     kinds = [hold_out.kind for hold_out in chosen.hold_outs]
     rows = [["form", "coefficients", *kinds, "all"]]
     for law in forms:
         errors = {each.kind: f"{np.mean(each.rmse):.4f}" for each in law.hold_outs}
-        rows.append(
-            [
-                law.fit.law.name + " (chosen)" * law.chosen,
-                str(len(law.fit.law.coefficients)),
-                *(errors.get(kind, "-") for kind in kinds),
-                f"{law.held_out_error:.4f}",
-            ]
-        )
+        name, size = law.fit.law.name + " (chosen)" * law.chosen, len(law.fit.law.coefficients)
+        held_out = [errors.get(kind, "-") for kind in kinds]
+        rows.append([name, str(size), *held_out, f"{law.held_out_error:.4f}"])
     text = "Root mean square error in nats on points that a fit did not see, by the fitted part."
     return [
         Section("Which form predicts best", text, rows=rows),
@@ -95,17 +85,11 @@ def _draw_measured(law: FittedLaw, path: Path) -> Path:
     points, predicted = law.points, law.fit.predict(law.points)
     steps = np.unique(points.steps)
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         for step, color in zip(steps, depth_colors(len(steps)), strict=True):
             chosen = points.steps == step
-            axes.plot(
-                predicted[chosen],
-                points.loss[chosen],
-                "o",
-                color=color,
-                markersize=3,
-                label=f"R = {step:g}",
-            )
+            style = {"color": color, "markersize": 3, "label": f"R = {step:g}"}
+            axes.plot(predicted[chosen], points.loss[chosen], "o", **style)
         ends = [points.loss.min(), points.loss.max()]
         axes.plot(ends, ends, color="0.5", linewidth=0.8)
         axes.set_xlabel("predicted, nats per token")
@@ -123,7 +107,7 @@ def _draw_iso_flop(law: FittedLaw, path: Path) -> Path:
     budgets = {f"{flops:.1e} FLOPs": flops for flops in np.quantile(spent, (0.5, 0.75, 1.0))}
     sizes = np.geomspace(points.parameters.min(), points.parameters.max(), 40)
 
-    def draw(axes: "Axes", name: str) -> None:
+    def draw(axes: Axes, name: str) -> None:
         for step, color in zip(steps, depth_colors(len(steps)), strict=True):
             tokens = budgets[name] / (6 * sizes * (1 + share * (step - 1)))
             at = Losses(
@@ -158,23 +142,13 @@ def _law_sections(law: FittedLaw, image: Path) -> list[Section]:
     held = [["fitted to", "held-out error, nats", "R2 over all points", "lowest R2", "fits"]]
     for hold_out in law.hold_outs:
         scores = hold_out.r_squared
-        held.append(
-            [
-                hold_out.kind,
-                f"{np.mean(hold_out.rmse):.4f}",
-                f"{np.mean(scores):.4f}",
-                f"{min(scores):.4f}",
-                str(len(scores)),
-            ]
-        )
+        means = (f"{np.mean(values):.4f}" for values in (hold_out.rmse, scores))
+        held.append([hold_out.kind, *means, f"{min(scores):.4f}", str(len(scores))])
     title = law.name[0].upper() + law.name[1:]
-    sections = [
-        Section(title, measured, rows=rows),
-        Section(f"{title}: residuals", _RESIDUALS, _draw_law(law, image)),
-    ]
+    sections = [Section(title, measured, rows=rows)]
     if law.hold_outs:
-        sections.insert(1, Section(f"{title}: hold-outs", "", rows=held))
-    return sections
+        sections.append(Section(f"{title}: hold-outs", "", rows=held))
+    return [*sections, Section(f"{title}: residuals", _RESIDUALS, _draw_law(law, image))]
 
 
 _RESIDUALS = (
@@ -192,7 +166,7 @@ def _draw_law(law: FittedLaw, path: Path) -> Path:
     }
     names = [*panels, *(f"{name}, residual" for name in panels)]
 
-    def draw(axes: "Axes", name: str) -> None:
+    def draw(axes: Axes, name: str) -> None:
         residual = name.endswith(", residual")
         size = panels[name.removesuffix(", residual")]
         for step, color in zip(steps, colors, strict=True):
@@ -208,12 +182,6 @@ def _draw_law(law: FittedLaw, path: Path) -> Path:
         if residual:
             axes.axhline(0, color="0.5", linewidth=0.8)
 
-    return draw_panels(
-        names,
-        draw,
-        path,
-        title=law.fit.law.formula,
-        label="nats per token",
-        columns=len(panels),
-        legend=True,
-    )
+    title, label = law.fit.law.formula, "nats per token"
+    columns = len(panels)
+    return draw_panels(names, draw, path, title=title, label=label, columns=columns, legend=True)

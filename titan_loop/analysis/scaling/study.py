@@ -62,7 +62,6 @@ class FittedLaw:
 
     Attributes:
         name: The fitted loss, such as "total loss".
-        hold_outs: The hold-outs that the points allow.
         remarks: Caveats, such as coefficients that the points leave open.
         chosen: Whether held-out error prefers this form of the total loss.
     """
@@ -76,19 +75,14 @@ class FittedLaw:
 
     @property
     def held_out_error(self) -> float:
-        """Return the root mean square of the errors of all hold-outs, in nats; NaN without any."""
+        """Root mean square of the errors of all hold-outs, in nats; NaN without any."""
         errors = [error for hold_out in self.hold_outs for error in hold_out.rmse]
         return math.sqrt(np.mean(np.square(errors))) if errors else math.nan
 
 
 @dataclass(frozen=True)
 class Composition:
-    """The total loss predicted from step-wise losses and the exit distribution.
-
-    Attributes:
-        exit_pmf: Mean probability of leaving after each step.
-        r_squared: Of Σ_r p_r L_step(N, D, r) against the total loss.
-    """
+    """R trained with, mean exit distribution, and R² of Σ_r p_r L_step(N, D, r) as total loss."""
 
     steps: int
     exit_pmf: tuple[float, ...]
@@ -145,17 +139,12 @@ class ScalingStudy:
 def study(
     data: ScalingData, *, samples: int, seed: int = 0, exit_pmf: Sequence[float] = ()
 ) -> ScalingStudy:
-    """Fit everything the points allow.
+    """Fit everything the points allow; raise `UserError` if they determine no law.
 
     Args:
         samples: Number of bootstrap resamplings behind each interval; 0 gives none.
-        seed: Chooses starts and resamplings.
         exit_pmf: Mean exit distribution of the runs that trained with R = len(exit_pmf); overrides
             the runs' logs.
-
-    Raises:
-        UserError: There are fewer points than coefficients, all points share one size, one number
-            of tokens or one R, or `exit_pmf` is not a distribution.
     """
     additive, forms = ADDITIVE, SPARSE if len(np.unique(data.total.experts)) > 1 else DENSE
     if np.any(data.total.unique < data.total.tokens):

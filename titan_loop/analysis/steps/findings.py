@@ -17,12 +17,7 @@ Rows = Sequence[Sequence[str]]
 
 
 class Figure(NamedTuple):
-    """One plot of an analysis.
-
-    Attributes:
-        text: Caption below the heading.
-        draw: Writes the PNG at a path, and returns the path.
-    """
+    """Heading and caption of a plot, and a function that writes its PNG and returns the path."""
 
     title: str
     text: str
@@ -73,11 +68,7 @@ class Findings:
 def open_task(
     run: Path, strata: Sequence[str], questions: int, *, least: int = 1, use: Use = "analyse"
 ) -> tuple[Loaded, Task, list[str]]:
-    """Return a run on a generated task, the task, and the names of its strata to ask.
-
-    Raises:
-        UserError: Too few questions, no such stratum, or a run on text.
-    """
+    """Return a run on a generated task, the task, and the names of its strata to ask."""
     require_at_least(least, questions=questions)
     loaded = load_checkpoint(run, use=use)
     task = recorded_task(loaded.manifest["data"])

@@ -9,16 +9,15 @@ Source: recurrent-depth transformers, arXiv 2604.07822, §5.2 and Figure 4.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from titan_loop.analysis.drawing import depth_colors, draw_panels
+from titan_loop.analysis.drawing import Axes, depth_colors, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
 from titan_loop.analysis.steps.layer_states import at_layer_visits
 from titan_loop.data.load.held_out_windows import HeldOutWindows
@@ -26,9 +25,6 @@ from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import question_windows
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.tables import columns
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -80,18 +76,13 @@ def _margins(model: LoopDecoder, batch: HeldOutWindows, at_BW2: Tensor, steps: i
         visits.append(logit_margin(logits_BWV, token_BW).cpu())
 
     with at_layer_visits(model, look):
-        model(
-            batch.input,
-            batch.positions,
-            recurrent_steps=steps,
-            collect="last",
-            columns=batch.columns or None,
-        )
+        given = batch.input, batch.positions
+        model(*given, recurrent_steps=steps, collect="last", columns=batch.columns or None)
     return torch.stack(visits, dim=1).unflatten(1, (steps, len(model.looped_layers())))
 
 
 def logit_margin(logits: Tensor, token: Tensor) -> Tensor:
-    """Return the logit of a token (…) less the strongest other's of (…, V), at least fp32."""
+    """Return (…) logits (…, V) of tokens (…) less the strongest other tokens', at least fp32."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     own = wide.gather(-1, token.unsqueeze(-1))
     others = wide.scatter(-1, token.unsqueeze(-1), -torch.inf)
@@ -130,18 +121,10 @@ def analyse_lens(
         [lens.stratum, lens.waypoint, *(f"{share:.0%}" for share in lens.accuracy.flat)]
         for lens in lenses
     ]
-    record = {
-        "questions": questions,
-        "strata": [
-            {
-                "stratum": lens.stratum,
-                "waypoint": lens.waypoint,
-                "accuracy": lens.accuracy.tolist(),
-                "margin": lens.margin.tolist(),
-            }
-            for lens in lenses
-        ],
-    }
+    read = [
+        {**asdict(lens), "accuracy": lens.accuracy.tolist(), "margin": lens.margin.tolist()}
+        for lens in lenses
+    ]
     figure = Figure(
         "Logit lens",
         "Share of questions whose bridge, or target, the head would say at its position after "
@@ -151,7 +134,7 @@ def analyse_lens(
     return Findings(
         name="lens",
         loaded=loaded,
-        record=record,
+        record={"questions": questions, "strata": read},
         lines=columns(rows, left=(0, 1)),
         figures={"lens.png": figure},
     )
@@ -162,7 +145,7 @@ def _draw(lenses: Sequence[Lens], path: Path) -> Path:
     waypoints = list(dict.fromkeys(lens.waypoint for lens in lenses))
     colors = dict(zip(waypoints, depth_colors(len(waypoints)), strict=True))
 
-    def draw(axes: "Axes", stratum: str) -> None:
+    def draw(axes: Axes, stratum: str) -> None:
         for waypoint, color in colors.items():  # of other panels, too, for the legend
             curve = [x for x in lenses if (x.stratum, x.waypoint) == (stratum, waypoint)]
             values = 100 * curve[0].accuracy.ravel() if curve else np.array([])

@@ -11,13 +11,12 @@ mean over many pairs of questions, where the paper shows one.
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from titan_loop.analysis.drawing import draw_axes
+from titan_loop.analysis.drawing import Axes, draw_axes
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
 from titan_loop.analysis.steps.layer_states import at_layer_visits
 from titan_loop.analysis.steps.lens import logit_margin
@@ -25,9 +24,6 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import question_windows
 from titan_loop.models.decoder import LoopDecoder
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Visit = tuple[int, int]
 """Step and layer from 1; (0, 0) is the embedding."""
@@ -37,17 +33,10 @@ Visit = tuple[int, int]
 def patching(
     model: LoopDecoder, task: Task, stratum: str, *, steps: int, count: int
 ) -> tuple[list[Visit], np.ndarray]:
-    """Return the mean change of the answer's margin for every visit and position.
+    """Return the visits, and the mean change of the answer's margin at each of them, (visits, L).
 
-    Each of the questions is patched with the states of the next one. Their answers may have several
-    tokens; the first one is looked at.
-
-    Args:
-        stratum: Name of a stratum whose questions have one length.
-        count: Number of questions, at least 2.
-
-    Returns:
-        The visits, and the change, shape (visits, L), negative where the answer suffers.
+    Each of at least two questions, all of one length, is patched with the states of the next one.
+    Of an answer of several tokens the first one counts.
     """
     device = model.tok_embeddings.weight.device
     questions = task.held_out_questions(count, task.strata[stratum])
@@ -131,17 +120,12 @@ def analyse_patching(
         "Change of the answer's logit margin when one state is replaced by another question's.",
         partial(_draw, visits, change, name),
     )
-    return Findings(
-        name="patching",
-        loaded=loaded,
-        record=record,
-        lines=[said],
-        figures={"patching.png": figure},
-    )
+    figures = {"patching.png": figure}
+    return Findings(name="patching", loaded=loaded, record=record, lines=[said], figures=figures)
 
 
 def _draw(visits: Sequence[Visit], change: np.ndarray, stratum: str, path: Path) -> Path:
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         most = float(np.abs(change).max()) or 1.0
         image = axes.imshow(
             change, origin="lower", aspect="auto", vmin=-most, vmax=most, cmap="RdBu"

@@ -1,0 +1,126 @@
+"""Tasks, depths and settings of an evaluation: the flags that `eval` and `eval watch` share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tyro.conf import UseAppendAction
+
+from titan_loop.errors import UserError, require_at_least
+
+if TYPE_CHECKING:  # this imports numpy, which `--help` does without
+    from titan_loop.evaluation.suites import SuiteTask
+
+_DEPTH_SUITE_STEPS = tuple(range(1, 9))
+"""R of the suite `depth` by default; beyond the trained R it extrapolates."""
+
+_OF_HELD_OUT_TEXT = ("depths", "windows", "sources", "seq_len")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """Depths, tasks and settings of an evaluation.
+
+    Attributes:
+        depths: Recurrent steps to score, all in one pass; by default 1 to 6 for held-out text.
+        windows: Held-out windows per source, always the same ones.
+        sources: Names of the run's sources, or folders of others; by default all of the run's.
+        seq_len: Tokens of a held-out window; by default as in training.
+        tasks: Tasks of lm-evaluation-harness, or suites (ouro_base, depth, offline), separated by
+            commas.
+        num_fewshot: Number of examples, instead of each task's own.
+        limit: Documents per task, for a first look.
+        recurrent_steps: Number of recurrent steps R; by default the trained one.
+        exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
+            confidence:P, q:THRESHOLD, kl:KL,NATS or contrast:STEP,STRENGTH,SHARE.
+        kv_cache: Key-value cache of generated tokens.
+        prefill_steps: Number of recurrent steps of prompts that tokens are generated from.
+        batch_size: Rows at a time.
+        max_length: Context in tokens; by default the trained window.
+        dtype: Type of the weights.
+        tokenizer: A tokenizer.json; by default the source's.
+        include_path: Folder of your own harness tasks.
+        confirm_run_unsafe_code: Run, without a sandbox, the programs that the model writes in code
+            tasks.
+        cache: Keep the results of single requests; --no-cache scores every request again.
+    """
+
+    depths: tuple[int, ...] = ()
+    windows: int = 64
+    sources: tuple[str, ...] = ()
+    seq_len: int | None = None
+    tasks: UseAppendAction[tuple[str, ...]] = ()
+    num_fewshot: int | None = None
+    limit: int | None = None
+    recurrent_steps: int | None = None
+    exit: str = "full"
+    kv_cache: str = "full"
+    prefill_steps: int | None = None
+    batch_size: int = 8
+    max_length: int | None = None
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    tokenizer: str | None = None
+    include_path: Path | None = None
+    confirm_run_unsafe_code: bool = False
+    cache: bool = True
+
+    @property
+    def _names(self) -> list[str]:
+        words = (word.strip() for text in self.tasks or ("held_out",) for word in text.split(","))
+        return [word for word in words if word]
+
+    def suite_tasks(self) -> "list[SuiteTask]":
+        """Return the tasks to ask; held-out text if none is named."""
+        from titan_loop.evaluation.suites import expand_tasks
+
+        return expand_tasks(self._names, self.num_fewshot)
+
+    def static_depths(self) -> Sequence[int]:
+        """Return the depths to read at; empty to read at R, or by the exit policy."""
+        sweeps = "depth" in self._names and self.exit == "full" and self.recurrent_steps is None
+        return self.depths or (_DEPTH_SUITE_STEPS if sweeps else ())
+
+    def check(self, *, frontier: bool = False) -> None:
+        """Raise `UserError` for values that cannot work, before anything is loaded."""
+        # These import torch, which takes seconds.
+        from titan_loop.evaluation.readings import depth_readings, policy_reading
+        from titan_loop.inference.cache import cache_strategy
+        from titan_loop.text.tokenizer import load_tokenizer
+
+        self.suite_tasks()
+        if self.depths:
+            depth_readings(self.depths)
+        policy_reading(self.exit, self.recurrent_steps or 10**6)
+        require_at_least(1, limit=self.limit, windows=self.windows, batch_size=self.batch_size)
+        require_at_least(1, recurrent_steps=self.recurrent_steps, prefill_steps=self.prefill_steps)
+        require_at_least(2, seq_len=self.seq_len, max_length=self.max_length)
+        cache_strategy(self.kv_cache)
+        if self.tokenizer is not None:
+            load_tokenizer(self.tokenizer)
+        if self.depths and frontier:
+            raise UserError("depths and frontier exclude each other: a frontier has every depth")
+        if (self.depths or frontier) and self.exit != "full":
+            raise UserError(
+                f"exit={self.exit} has no effect with depths or frontier, which say how to read"
+            )
+        if self.depths and self.recurrent_steps is not None:
+            raise UserError(
+                f"recurrent_steps={self.recurrent_steps} has no effect with "
+                f"depths={list(self.depths)}; leave one of them out"
+            )
+        if self.include_path is not None and not self.include_path.is_dir():
+            raise UserError(f"include_path={self.include_path} is not a folder")
+
+    def refuse_flags_of_tasks(self) -> None:
+        """Raise `UserError` for flags that change nothing in held-out text by depth."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in _OF_HELD_OUT_TEXT and value != field.default:
+                flag = f"--{field.name.replace('_', '-')} {value}"
+                if isinstance(value, bool):
+                    flag = flag.removesuffix(" True") if value else "--no-cache"
+                raise UserError(
+                    f"eval: {flag} needs --tasks; without them, held-out text is scored at the "
+                    "--depths"
+                )
