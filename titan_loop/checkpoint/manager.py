@@ -108,9 +108,10 @@ class LoopCheckpointManager(BaseCheckpointManager):
                 "exclude_from_loading": "a checkpoint is loaded as a whole",
                 "last_save_model_only": "every checkpoint is full, so that it can be resumed",
                 "last_save_in_hf": "titan-loop convert export writes such folders",
+                "folder": f"it is always {CHECKPOINTS!r}",
             }
             for name, reason in unsupported.items():
-                if value := getattr(self, name):
+                if (value := getattr(self, name)) and value != CHECKPOINTS:
                     raise UserError(
                         f"checkpoint.{name}={value} is not supported: {reason}; leave it unset"
                     )
