@@ -104,6 +104,7 @@ def test_killed_runs_resume_on_other_ranks_with_the_same_depths(gloo_pool, tmp_p
     np.testing.assert_allclose(shown["8"], probabilities, rtol=1e-12)
     assert found.results["learned_depths/mean/start"] == expected[1]["depth_prior/mean"]
     assert found.results["learned_depths/mean/end"] == expected[STEPS]["depth_prior/mean"]
+    assert "R 6" in found.text()
     assert all(path.is_file() for path in found.save())
 
 

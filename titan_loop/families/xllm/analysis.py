@@ -29,13 +29,13 @@ def learned_depths(run: Path) -> Findings:
     """
     loaded = load_checkpoint(run, use="generate")
     by_step = _distributions(loaded.run, loaded.manifest["step"])
-    if not by_step:
-        raise UserError(f"{run} has no learned distribution of depths; train with LearnedDepth")
     records = [
         record
         for record in loaded.run.directory.read_metrics()
         if record["step"] <= loaded.manifest["step"] and f"{KEY}/mean" in record
     ]
+    if not by_step or not records:
+        raise UserError(f"{run} has no learned distribution of depths; train with LearnedDepth")
     moved = [["", "step", "mean", "entropy, nats"]]
     results: dict[str, float] = {}
     for moment, share in _MOMENTS.items():
@@ -43,9 +43,10 @@ def learned_depths(run: Path) -> Findings:
         values = {name: record[f"{KEY}/{name}"] for name in ("mean", "entropy")}
         moved.append([moment, str(record["step"]), *(f"{value:.3f}" for value in values.values())])
         results |= {f"learned_depths/{name}/{moment}": value for name, value in values.items()}
-    depths = [["step", *(f"R {depth}" for depth in range(1, _SHOWN + 1))]]
+    shown = min(_SHOWN, *map(len, by_step.values()))
+    depths = [["step", *(f"R {depth}" for depth in range(1, shown + 1))]]
     for step, probabilities in by_step.items():
-        depths.append([str(step), *(f"{p:.3f}" for p in probabilities[:_SHOWN])])
+        depths.append([str(step), *(f"{p:.3f}" for p in probabilities[:shown])])
     figure = Figure(
         "Learned depths",
         "Mean of the distribution over training, and the probabilities of depths at checkpoints",
