@@ -1,7 +1,7 @@
 """`titan-loop analyse circuits | repair | solved RUN`: a model that reasons in a latent space."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,13 @@ def circuits(
         graphs: Number of graphs whose errors are counted.
         seed: Chooses the graph of the probe, and the names.
     """
-    loaded, task = _open(run, nodes)
+    loaded, model, task = _open(run, nodes)
     nodes = nodes or task.nodes
     if nodes < 4 or samples < 2 or graphs < 1:
         raise UserError("nodes, samples and graphs must be at least 4, 2 and 1")
-    found = find_circuits(loaded.model, task, nodes=nodes, samples=samples, seed=seed)  # type: ignore[arg-type]
+    found = find_circuits(model, task, nodes=nodes, samples=samples, seed=seed)
     drawn = task.held_out_questions(graphs, Size(nodes, None), seed=seed + 1)
-    errors = classify_errors(loaded.model, task, found, drawn)  # type: ignore[arg-type]
+    errors = classify_errors(model, task, found, drawn)
     record = {"nodes": nodes, "seed": seed, **asdict(found), "errors": dict(errors)}
     figures = {
         "head-groups.png": Figure(
@@ -83,13 +83,13 @@ def repair(
         questions: Number of graphs of each size.
         seed: Chooses steps and values.
     """
-    loaded, task = _open(run, None)
+    loaded, model, task = _open(run, None)
 
     def share(name: str) -> tuple[float, int]:
-        repaired = share_repaired(loaded.model, task, name, count=questions, seed=seed)  # type: ignore[arg-type]
-        return repaired, 1
+        return share_repaired(model, task, name, count=questions, seed=seed), 1
 
-    return _shares("repair", loaded, task, strata, questions, share)
+    found = _shares("repair", "repaired", loaded, task, strata, questions, share)
+    return replace(found, record={**found.record, "seed": seed})
 
 
 def solved(run: Path, *, strata: tuple[str, ...] = (), questions: int = 128) -> Findings:
@@ -103,16 +103,17 @@ def solved(run: Path, *, strata: tuple[str, ...] = (), questions: int = 128) -> 
         strata: Sizes of graphs, such as 16_nodes; default all of the task's.
         questions: Number of graphs of each size; the paper has 1,024.
     """
-    loaded, task = _open(run, None, discrete=False)
+    loaded, model, task = _open(run, None, discrete=False)
 
     def share(name: str) -> tuple[float, int]:
-        return share_solved(loaded.model, task, name, count=questions)  # type: ignore[arg-type]
+        return share_solved(model, task, name, count=questions)
 
-    return _shares("solved", loaded, task, strata, questions, share, reading="deepest")
+    return _shares("solved", "solved", loaded, task, strata, questions, share, reading="deepest")
 
 
 def _shares(
     name: str,
+    called: str,
     loaded: Loaded,
     task: DagArithmetic,
     strata: tuple[str, ...],
@@ -131,7 +132,7 @@ def _shares(
         trained_recurrent_steps=loaded.recurrent_steps,
         manifest_sha256=loaded.manifest["sha256"],
     )
-    rows = [["graphs", name, "steps"]]
+    rows = [["graphs", called, "steps"]]
     for stratum in strata or task.strata:
         found, steps = share(stratum)
         metrics = graded(ACCURACY, found, questions)
@@ -139,11 +140,13 @@ def _shares(
         report.tasks[f"{name}/{stratum}"] = {reading: result}
         rows.append([stratum, f"{found:.3f}", str(steps)])
     saved = report.save(loaded.run.directory)
-    record = {"questions": questions, name: {row[0]: row[1] for row in rows[1:]}}
+    record = {"questions": questions, called: {row[0]: row[1] for row in rows[1:]}}
     return Findings(name=name, loaded=loaded, record=record, lines=[*columns(rows), str(saved)])
 
 
-def _open(run: Path, nodes: int | None, *, discrete: bool = True) -> tuple[Loaded, DagArithmetic]:
+def _open(
+    run: Path, nodes: int | None, *, discrete: bool = True
+) -> tuple[Loaded, LatentDecoder, DagArithmetic]:
     """Return a latent-space model with room for the task's largest graphs, and its task.
 
     Args:
@@ -162,7 +165,7 @@ def _open(run: Path, nodes: int | None, *, discrete: bool = True) -> tuple[Loade
     if not isinstance(loaded.model, LatentDecoder) or discrete > loaded.model.discrete:
         kind = "discrete model" if discrete else "model"
         raise UserError(f"{run} is no {kind} of the family latent; this analysis is of one")
-    return loaded, task
+    return loaded, loaded.model, task
 
 
 def circuit_tables(record: Mapping[str, Any]) -> dict[str, list[list[str]]]:

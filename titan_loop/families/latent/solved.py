@@ -5,7 +5,6 @@ at all positions but padding, after one step more than the deepest graph of the 
 grades the values of names alone, after as many steps as each graph needs.)
 """
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 
 from titan_loop.evaluation.exam import example_windows
