@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.models.common.embedding import Embedding
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, require_known
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.context import AttentionMask, LoopContext
 from titan_loop.models.decoder import LoopDecoder
@@ -111,7 +111,7 @@ class LatentOptions(LoopOptions):
     this one, as in the authors' code."""
 
     initial_weights: InitialWeights = "ouro"
-    """Initial weights: ouro; or torch, those of `nn.Linear` and `nn.Embedding` as in the authors'
+    """Initial weights: ouro; or torch, as `nn.Linear` and `nn.Embedding` draw them in the authors'
     code, with distances on the scale of keys."""
 
     scale_scores_by_terms: bool = False
@@ -333,8 +333,7 @@ def decoder_config(
 ) -> LatentDecoder.Config:
     """Return the architecture; arguments as of `Family.decoder_config`."""
     for name, kinds in _CHOICES.items():
-        if (value := getattr(options, name)) not in get_args(kinds):
-            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
+        require_known(f"model.{name}", getattr(options, name), get_args(kinds))
     defaults = LatentOptions()
     for name in _ABSENT:
         value, absent = getattr(options, name), getattr(defaults, name)

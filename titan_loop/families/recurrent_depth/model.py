@@ -25,7 +25,7 @@ from typing import Literal, get_args
 
 from torchtitan.models.common.embedding import Embedding
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, require_known
 from titan_loop.models.family import (
     RUNTIME_OPTIONS,
     Family,
@@ -130,8 +130,7 @@ def decoder_config(
     if options.exit_gate:
         raise UserError("model.exit_gate=True: family recurrent_depth has no exit gate")
     for name, kinds in _CHOICES.items():
-        if (value := getattr(options, name)) not in get_args(kinds):
-            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
+        require_known(f"model.{name}", getattr(options, name), get_args(kinds))
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
     head_dim, table = shape.dim // shape.n_heads, _table(options, shape)

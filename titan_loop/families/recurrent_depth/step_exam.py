@@ -6,8 +6,8 @@ With hops or sizes as strata this shows how many steps a question needs, the gai
 than were trained, and *overthinking*: a margin that falls again with further steps.
 
 *Learned* has two readings. The paper's is the last number of hops whose exam the curriculum passed
-while training. Ours is an exam at the end at the best step, which also counts what was forgotten
-since, or learned after the last promotion.
+while training. Ours is an exam at the end of training, read at the best step: it sees what the
+model forgot after a promotion, and what it learned after the last one.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 (learnable depth), §6.3 (Figures 5, 8
 and 9) and Appendix F (generalisation ratio).
