@@ -4,10 +4,11 @@
 and `looped_moe` cost the same FLOPs within 1 %, and the two mixtures have the same parameters; the
 arms named `_parameters` have as many parameters as the mixtures, all of them active. The looped
 arms visit two layers twice where the others have four; `looped_moe` has the experts of two layers
-in one (arXiv 2609.35751). `looped_moe_rates` trains every arm at other learning rates.
+in one (arXiv 2609.35751). `looped_moe_settings` changes one thing at a time in the arms of equal
+FLOPs (within 2 %): the learning rate in all four, and in the mixtures what only they have.
 
     bash tools/looped_moe.sh --seeds "1 2 3"
-    bash tools/looped_moe.sh --rates --seeds 1
+    bash tools/looped_moe.sh --settings --seeds 1
 
 `xllm_moe_ouro` is the looped mixture of arXiv 2610.06833, Part I, and its released recipe: 28
 layers, 25 experts of which a token visits 2, R = 4, 500B tokens. Chosen here: the source
@@ -19,6 +20,7 @@ alone; with 24 of them, eight ranks can share a layer's:
         --parallelism.expert-parallel-degree 8
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -38,68 +40,104 @@ from train_configs.quickstart import QUICK_TOKENS, quickstart
 
 DIM, EXPERT_WIDTH = 96, 128
 SHAPE: dict[str, Any] = {"size": "quickstart", "dim": DIM, "n_heads": 4, "n_kv_heads": 4}
-LAYERS, LOOPED_LAYERS, STEPS = 4, 2, 2
+VISITS, STEPS = 4, 2
 EXPERTS, TOP_K = 8, 2
-# A layer with the experts of two, and those that take the place of the other layer's attention.
-FLAT_EXPERTS = 2 * EXPERTS + 4 * DIM * DIM // (3 * DIM * EXPERT_WIDTH)
 
 
-def _dense(layers: int, experts: int = TOP_K) -> NanbeigeOptions:
+def _flat_experts(layers: int, width: int = EXPERT_WIDTH) -> int:
+    """Return the experts of so many layers, and those that replace all attentions but one."""
+    attentions = (layers - 1) * 4 * DIM * DIM
+    return layers * EXPERTS * EXPERT_WIDTH // width + attentions // (3 * DIM * width)
+
+
+def _dense(steps: int, experts: int = TOP_K) -> NanbeigeOptions:
     """Return a dense model whose feed-forwards are as wide as so many experts."""
-    return NanbeigeOptions(n_layers=layers, hidden_dim=experts * EXPERT_WIDTH, **SHAPE)
+    return NanbeigeOptions(n_layers=VISITS // steps, hidden_dim=experts * EXPERT_WIDTH, **SHAPE)
 
 
-def _sparse(layers: int, experts: int) -> MoEOptions:
+def _sparse(steps: int, top_k: int = TOP_K, **changes: Any) -> MoEOptions:
+    """Return a mixture whose layers hold the experts of R layers, k of them as wide as two."""
+    width = TOP_K * EXPERT_WIDTH // top_k
     return MoEOptions(
-        n_layers=layers, hidden_dim=EXPERT_WIDTH, experts=experts, top_k=TOP_K, **SHAPE
+        n_layers=VISITS // steps,
+        hidden_dim=width,
+        experts=_flat_experts(steps, width),
+        top_k=top_k,
+        **SHAPE,
+        **changes,
     )
 
 
 ARMS: dict[str, tuple[LlamaOptions, int]] = {
-    "dense": (_dense(LAYERS), 1),
-    "looped_dense": (_dense(LOOPED_LAYERS), STEPS),
-    "moe": (_sparse(LAYERS, EXPERTS), 1),
-    "looped_moe": (_sparse(LOOPED_LAYERS, FLAT_EXPERTS), STEPS),
-    "dense_parameters": (_dense(LAYERS, EXPERTS), 1),
-    "looped_dense_parameters": (_dense(LOOPED_LAYERS, FLAT_EXPERTS), STEPS),
+    "dense": (_dense(1), 1),
+    "looped_dense": (_dense(STEPS), STEPS),
+    "moe": (_sparse(1), 1),
+    "looped_moe": (_sparse(STEPS), STEPS),
+    "dense_parameters": (_dense(1, EXPERTS), 1),
+    "looped_dense_parameters": (_dense(STEPS, _flat_experts(STEPS)), STEPS),
 }
 """Name → model and R."""
 
 RATE = 1e-2
-RATES = {"5e-3": 5e-3, "2e-2": 2e-2}
-"""Largest learning rates of `looped_moe_rates`, beside the rate of `looped_moe_small`."""
-
-_TRAINED = {
-    name: {"stage": name, "reading": f"static:{steps}"} for name, (_, steps) in ARMS.items()
+RATES = {"base": RATE, "5e-3": 5e-3, "2e-2": 2e-2}
+MIXTURE_SETTINGS: dict[str, dict[str, Any]] = {
+    "k1": {"top_k": 1},
+    "k4": {"top_k": 4},
+    "softmax": {"router": "softmax"},
+    "loss_alone": {"bias_rate": 0.0},
 }
+"""Settings of both mixtures: no change of the experts' bias leaves the balance to its loss."""
+
+LOOP_SETTINGS: dict[str, dict[str, Any]] = {
+    "routers": {"routers": STEPS},
+    "attentions": {"attentions": STEPS},
+    "visits": {"residual_scale": "visits"},
+}
+"""Settings of the looped mixture, beside one layer visited four times."""
+
+SETTINGS: dict[str, tuple[LlamaOptions, int, float]] = {
+    **{
+        f"{arm}_{name}": (*ARMS[arm], rate)
+        for arm in ("dense", "looped_dense", "moe", "looped_moe")
+        for name, rate in RATES.items()
+    },
+    **{f"moe_{name}": (_sparse(1, **new), 1, RATE) for name, new in MIXTURE_SETTINGS.items()},
+    **{
+        f"looped_moe_{name}": (_sparse(STEPS, **new), STEPS, RATE)
+        for name, new in (MIXTURE_SETTINGS | LOOP_SETTINGS).items()
+    },
+    "looped_moe_r4": (_sparse(VISITS), VISITS, RATE),
+}
+"""Name → model, R and largest learning rate."""
+
+_COLUMNS = {
+    source: {"task": f"held_out/{source}", "metric": "bits_per_byte"}
+    for source in ("code", "prose", "math", "all")
+}
+
+
+def _trained(arms: Mapping[str, tuple[Any, ...]]) -> dict[str, dict[str, str]]:
+    """Return the row of every arm, read at its R."""
+    return {name: {"stage": name, "reading": f"static:{arm[1]}"} for name, arm in arms.items()}
+
+
 TABLES = {
-    "looped_moe_small": [
+    recipe: [
         ResultTable(
             name="bits_per_byte",
             title="held-out bits per byte at the trained R",
-            rows=_TRAINED,
-            columns={
-                source: {"task": f"held_out/{source}", "metric": "bits_per_byte"}
-                for source in ("code", "prose", "math", "all")
-            },
+            rows=_trained(arms),
+            columns=_COLUMNS,
             factor=1.0,
             digits=3,
-            less="dense",
+            less=less,
             against_flops="all",
         )
-    ],
-    "looped_moe_rates": [
-        ResultTable(
-            name="bits_per_byte",
-            title="held-out bits per byte at the trained R, by learning rate",
-            rows=_TRAINED,
-            columns={rate: {"stage": rate} for rate in RATES},
-            everywhere={"task": "held_out/all", "metric": "bits_per_byte"},
-            columns_are="largest learning rate",
-            factor=1.0,
-            digits=3,
-        )
-    ],
+    ]
+    for recipe, arms, less in (
+        ("looped_moe_small", ARMS, "dense"),
+        ("looped_moe_settings", SETTINGS, "moe_base"),
+    )
 }
 
 XLLM_TOKENS_PER_STEP = 512 * 8192
@@ -114,15 +152,11 @@ def looped_moe_small() -> Recipe:
     )
 
 
-def looped_moe_rates() -> Recipe:
-    """The arms of `looped_moe_small` at other learning rates."""
+def looped_moe_settings() -> Recipe:
+    """The arms of `looped_moe_small` at equal FLOPs, with one setting changed at a time."""
     return Recipe(
-        name="looped_moe_rates",
-        stages=[
-            Stage(name=f"{name}_{rate}", config=_arm(*arm, rate=value))
-            for name, arm in ARMS.items()
-            for rate, value in RATES.items()
-        ],
+        name="looped_moe_settings",
+        stages=[Stage(name=name, config=_arm(*arm)) for name, arm in SETTINGS.items()],
     )
 
 
