@@ -1,4 +1,4 @@
-"""Per-layer compilation on CPU: the same numbers, and no recompilation when R changes."""
+"""Per-layer compilation on CPU: the same numbers, few compilations, and no more kept than eagerly."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,14 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    SelectiveAC,
+)
 
+from tests.support.allocations import AllocationTrace
+from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.distributed.compiler import keep_compiled_code, missing_compiler
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.families.ouro.model import OuroOptions
@@ -19,17 +26,24 @@ from titan_loop.models.family import build_decoder
 SEQ_LEN = 32
 # Inductor fuses norms and activations, so fp32 sums run in another order.
 COMPILED_TOLERANCE = 1e-4
+DYNAMO_WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
-def parallelized(model: LoopDecoder, enable: bool) -> LoopDecoder:
+def parallelized(
+    model: LoopDecoder,
+    enable: bool,
+    *,
+    backend: str = "inductor",
+    policy: ActivationCheckpointing.Config | None = None,
+) -> LoopDecoder:
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     return parallelize_loop_decoder(
         model,
         parallel_dims=ParallelDims.from_config(parallelism, 1),
         training=TrainingConfig(mixed_precision_param="float32"),
         parallelism=parallelism,
-        compile_config=CompileConfig(enable=enable, components=["model"]),
-        ac_config=None,
+        compile_config=CompileConfig(enable=enable, components=["model"], backend=backend),
+        ac_config=policy,
         dump_folder="",
     )
 
@@ -67,7 +81,7 @@ def test_ranks_of_several_nodes_do_not_share_compiled_code(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+@DYNAMO_WARNS
 @pytest.mark.skipif(missing_compiler("cpu") is not None, reason="inductor needs a C++ compiler")
 def test_compiled_layers_give_the_same_numbers_and_are_compiled_once(tmp_path, monkeypatch):
     """Once for every R, and once for all starts: the next one finds them in the folder."""
@@ -92,6 +106,61 @@ def test_compiled_layers_give_the_same_numbers_and_are_compiled_once(tmp_path, m
     torch._dynamo.reset()
     parallelized(model_of(), enable=True)(tokens, positions, recurrent_steps=1)
     assert cache["autograd_cache_hit"] > 0
+
+
+POLICIES = {
+    "none": None,
+    "full": FullAC.Config(),
+    "selective": SelectiveAC.Config(),
+    "recurrent-step": RecurrentStepAC.Config(),
+    "recurrent-step+full": RecurrentStepAC.Config(layers="full"),
+}
+
+
+@DYNAMO_WARNS
+@pytest.mark.parametrize("policy", ["none", "selective", "recurrent-step"])
+def test_layers_share_a_compilation_for_each_window_and_each_mode(policy):
+    """R is outside: eight values of it, four layers, two windows and two modes take four graphs."""
+    options = OuroOptions(size="debugmodel", n_layers=4)
+    model = parallelized(model_of(options), True, backend="eager", policy=POLICIES[policy])
+    torch._dynamo.reset()
+    counters.clear()
+    for window in (SEQ_LEN // 2, SEQ_LEN):
+        tokens = torch.randint(128, (2, window))
+        positions = torch.arange(window).expand(2, -1).contiguous()
+        for steps in range(1, 9):
+            model(tokens, positions, recurrent_steps=steps).hidden_RBLD[-1].mean().backward()
+        model.eval()
+        with torch.no_grad():
+            model(tokens, positions, recurrent_steps=3)
+        model.train()
+        model(tokens, positions, recurrent_steps=2).hidden_RBLD[-1].mean().backward()
+    assert counters["stats"]["unique_graphs"] == 4
+
+
+@DYNAMO_WARNS
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compiled_layers_keep_no_more_for_the_backward_pass_than_eager_ones(policy):
+    """A compiler that saw several visits at once would keep what checkpointing recomputes."""
+    kept = []
+    tokens = torch.randint(128, (8, SEQ_LEN))
+    positions = torch.arange(SEQ_LEN).expand(8, -1).contiguous()
+    for enable in (False, True):
+        model = parallelized(
+            model_of(OuroOptions(size="debugmodel", n_layers=4)),
+            enable,
+            backend="aot_eager_decomp_partition",
+            policy=POLICIES[policy],
+        )
+        torch._dynamo.reset()
+        model(tokens, positions, recurrent_steps=4).hidden_RBLD[-1].mean().backward()
+        with AllocationTrace() as trace:
+            state = model(tokens, positions, recurrent_steps=4).hidden_RBLD[-1]
+            trace.mark("kept")
+        kept.append(trace.at("kept"))
+        del state  # else freed, and counted, in the second trace
+    eager, compiled = kept
+    assert compiled <= 1.05 * eager
 
 
 def test_a_folder_for_compiled_code_that_the_user_chose_is_kept(tmp_path, monkeypatch):
