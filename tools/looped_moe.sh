@@ -1,22 +1,16 @@
 #!/usr/bin/env bash
 # Trains and examines the arms of looped_moe_small in train_configs/moe.py, and prints their tables.
 #
-#   bash tools/looped_moe.sh [--settings] [--again] [--seeds "1 2 3"] [ARM...]
+#   bash tools/looped_moe.sh [--again] [--seeds "1 2 3"] [ARM...]
 #
-# --settings: the arms of looped_moe_settings instead.
-# Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, unless
-# --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
+# Every arm leaves train_configs/results/looped_moe_small/ARM-seedS.json. What is there is skipped,
+# unless --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
 
-recipe=looped_moe_small
-if [ "${1:-}" = --settings ]; then
-    recipe=looped_moe_settings
-    shift
-fi
 seeds="1 2 3"
-choose $recipe "$@"
+choose looped_moe_small "$@"
 
 full_corpus
 
@@ -28,4 +22,4 @@ examine() {
     esac
     titan_loop eval "$2" --windows 128 --depths $steps
 }
-train_arms $recipe
+train_arms looped_moe_small

@@ -4,11 +4,11 @@
 and `looped_moe` cost the same FLOPs within 1 %, and the two mixtures have the same parameters; the
 arms named `_parameters` have as many parameters as the mixtures, all of them active. The looped
 arms visit two layers twice where the others have four; `looped_moe` has the experts of two layers
-in one (arXiv 2609.35751). `looped_moe_settings` changes one thing at a time in the arms of equal
-FLOPs (within 2 %): the learning rate in all four, and in the mixtures what only they have.
+in one (arXiv 2609.35751). Further stages change one thing in the arms of equal FLOPs (within 2 %):
+the learning rate in all four, and in the mixtures what only they have.
 
-    bash tools/looped_moe.sh --seeds "1 2 3"
-    bash tools/looped_moe.sh --settings --seeds 1
+    bash tools/looped_moe.sh --seeds "1 2 3" dense looped_dense moe looped_moe
+    bash tools/looped_moe.sh --seeds 1 looped_moe_k1 moe_k1
 
 `xllm_moe_ouro` is the looped mixture of arXiv 2610.06833, Part I, and its released recipe: 28
 layers, 25 experts of which a token visits 2, R = 4, 500B tokens. Chosen here: the source
@@ -79,21 +79,21 @@ ARMS: dict[str, tuple[LlamaOptions, int]] = {
 """Name → model and R."""
 
 RATE = 1e-2
-RATES = {"base": RATE, "5e-3": 5e-3, "2e-2": 2e-2}
+RATES = {"5e-3": 5e-3, "2e-2": 2e-2}
 MIXTURE_SETTINGS: dict[str, dict[str, Any]] = {
     "k1": {"top_k": 1},
     "k4": {"top_k": 4},
     "softmax": {"router": "softmax"},
     "loss_alone": {"bias_rate": 0.0},
 }
-"""Settings of both mixtures: no change of the experts' bias leaves the balance to its loss."""
+"""Settings of both mixtures; without a bias, experts are balanced by the loss alone."""
 
 LOOP_SETTINGS: dict[str, dict[str, Any]] = {
     "routers": {"routers": STEPS},
     "attentions": {"attentions": STEPS},
     "visits": {"residual_scale": "visits"},
 }
-"""Settings of the looped mixture, beside one layer visited four times."""
+"""Settings of the looped mixture alone, beside R = 4."""
 
 SETTINGS: dict[str, tuple[LlamaOptions, int, float]] = {
     **{
@@ -110,34 +110,30 @@ SETTINGS: dict[str, tuple[LlamaOptions, int, float]] = {
 }
 """Name → model, R and largest learning rate."""
 
-_COLUMNS = {
-    source: {"task": f"held_out/{source}", "metric": "bits_per_byte"}
-    for source in ("code", "prose", "math", "all")
-}
 
-
-def _trained(arms: Mapping[str, tuple[Any, ...]]) -> dict[str, dict[str, str]]:
-    """Return the row of every arm, read at its R."""
-    return {name: {"stage": name, "reading": f"static:{arm[1]}"} for name, arm in arms.items()}
+def _table(name: str, arms: Mapping[str, tuple[Any, ...]], less: str) -> ResultTable:
+    return ResultTable(
+        name=name,
+        title="held-out bits per byte at the trained R",
+        rows={arm: {"stage": arm, "reading": f"static:{own[1]}"} for arm, own in arms.items()},
+        columns={
+            source: {"task": f"held_out/{source}", "metric": "bits_per_byte"}
+            for source in ("code", "prose", "math", "all")
+        },
+        factor=1.0,
+        digits=3,
+        less=less,
+        against_flops="all",
+    )
 
 
 TABLES = {
-    recipe: [
-        ResultTable(
-            name="bits_per_byte",
-            title="held-out bits per byte at the trained R",
-            rows=_trained(arms),
-            columns=_COLUMNS,
-            factor=1.0,
-            digits=3,
-            less=less,
-            against_flops="all",
-        )
+    "looped_moe_small": [
+        _table("bits_per_byte", ARMS, "dense"),
+        _table(
+            "settings", {"moe": ARMS["moe"], "looped_moe": ARMS["looped_moe"], **SETTINGS}, "moe"
+        ),
     ]
-    for recipe, arms, less in (
-        ("looped_moe_small", ARMS, "dense"),
-        ("looped_moe_settings", SETTINGS, "moe_base"),
-    )
 }
 
 XLLM_TOKENS_PER_STEP = 512 * 8192
@@ -146,21 +142,14 @@ XLLM_STEPS = 119_210
 
 def looped_moe_small() -> Recipe:
     """Dense or sparse, looped or not, at equal FLOPs and at equal parameters, on two cores."""
+    arms = {**{name: (*arm, RATE) for name, arm in ARMS.items()}, **SETTINGS}
     return Recipe(
         name="looped_moe_small",
-        stages=[Stage(name=name, config=_arm(*arm)) for name, arm in ARMS.items()],
+        stages=[Stage(name=name, config=_arm(*arm)) for name, arm in arms.items()],
     )
 
 
-def looped_moe_settings() -> Recipe:
-    """The arms of `looped_moe_small` at equal FLOPs, with one setting changed at a time."""
-    return Recipe(
-        name="looped_moe_settings",
-        stages=[Stage(name=name, config=_arm(*arm)) for name, arm in SETTINGS.items()],
-    )
-
-
-def _arm(model: LlamaOptions, steps: int, rate: float = RATE) -> LoopTrainer.Config:
+def _arm(model: LlamaOptions, steps: int, rate: float) -> LoopTrainer.Config:
     config = quickstart()
     config.dump_folder, config.model = "", model
     config.learning_rate = Schedule.warmup_cosine(
