@@ -1,4 +1,4 @@
-"""Per-layer compilation on CPU: the same numbers, few compilations, and no more kept than eagerly."""
+"""Per-layer compilation on CPU: the same numbers, few compilations, no more memory than eager."""
 
 import os
 from pathlib import Path
