@@ -2,7 +2,8 @@
 
     xllm_s       Part II, 0.30B: fixed, drawn and learned depths, and each injection
     xllm_730m    Part I, 730M: plain, Ouro-like, middle loop, Huginn, high and low states
-    xllm_small   the same questions at D = 128, on the quick start's text, and a distilled prefill
+    xllm_small   the same questions at D = 128, on the quick start's text and on arithmetic, and a
+                 distilled prefill
 
 `xllm_s` and `xllm_730m` read `corpora/xllm/text`, which you prepare with a tokenizer of at most
 64,256 and 250,624 tokens. Published: sizes, batch of 512 windows of 8,192 tokens, AdamW, rates,
@@ -43,6 +44,7 @@ from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Knot, Schedule
 from titan_loop.training.trainer import LoopTrainer
+from train_configs.physics_small import physics_small
 from train_configs.quickstart import CORPUS as TEXT
 
 CORPUS = "corpora/xllm/text"
@@ -99,12 +101,15 @@ class Row:
         depth: How R is chosen: fixed, drawn or learned.
         mean: Mean of a distribution before training.
         prior: Settings of a learned distribution.
+        uniform_to: Largest R of a uniform distribution before training, in place of a Poisson-
+            lognormal one of that mean.
     """
 
     options: ModelOptions
     rate: float
     depth: str = "drawn"
     mean: int = MEAN
+    uniform_to: int = 0
     prior: PriorSettings = field(default_factory=PriorSettings)
 
 
@@ -192,6 +197,22 @@ THIN: dict[str, Row] = {
 """Arms of one layer, which needs its recurrences more: the learned distribution has a penalty on
 the distance of its mean from 5, none (from a mean of 5 and of 2), or one from 3."""
 
+MANO_DEPTHS = (1, 2, 3, MEAN, 8)
+_DEPTH_HELPS: dict[str, Any] = {
+    "options": _small(dim=64, hidden_dim=192, n_layers=1, prelude_layers=0, coda_layers=0),
+    "rate": 1e-2,
+}
+_UNIFORM: dict[str, Any] = {**_DEPTH_HELPS, "depth": "learned", "uniform_to": 8}
+MANO: dict[str, Row] = {
+    "mano_fixed_r5": Row(**_DEPTH_HELPS, depth="fixed"),
+    "mano_drawn": Row(**{**_UNIFORM, "depth": "drawn"}),
+    "mano_free": Row(**_UNIFORM, prior=PriorSettings(mean_weight=0.0, entropy_weight=0.05)),
+    "mano_free_plain": Row(**_UNIFORM, prior=PriorSettings(mean_weight=0.0)),
+    "mano_shallow": Row(**_UNIFORM, prior=PriorSettings(mean=2.0, entropy_weight=0.05)),
+}
+"""Arms of one layer on arithmetic (`mano_1x4` of `physics_small`). The learned distribution starts
+uniform over 1 … 8, so an entropy bonus alone would leave it there."""
+
 TEACHER, STUDENT_TOKENS = "learned_entropy", 1_000_000
 
 TABLES = {
@@ -223,11 +244,20 @@ TABLES = {
             columns_are="recurrent steps",
         ),
         ResultTable(
+            name="mano",
+            title="arithmetic by one layer: % right, R =",
+            rows={arm: {"stage": arm} for arm in MANO},
+            columns={str(r): {"reading": f"static:{r}"} for r in MANO_DEPTHS},
+            everywhere={"task": "mano", "metric": "acc,none"},
+            less="mano_fixed_r5",
+            columns_are="recurrent steps",
+        ),
+        ResultTable(
             name="depth",
             title="mean of the learned distribution of R",
             rows={
                 arm: {"stage": arm}
-                for arm, row in {**SMALL, **THIN}.items()
+                for arm, row in {**SMALL, **THIN, **MANO}.items()
                 if row.depth == "learned"
             },
             columns={moment: {"reading": moment} for moment in ("start", "quarter", "half", "end")},
@@ -300,6 +330,7 @@ def xllm_small() -> Recipe:
     for name, row in {**SMALL, **THIN}.items():
         rate = THIN_PRIOR_RATE if name in THIN else PRIOR_RATE
         stages.append(Stage(name=name, config=_arm(row, rate)))
+    stages += [Stage(name=name, config=_mano(row)) for name, row in MANO.items()]
     teacher = next(stage.config for stage in stages if stage.name == TEACHER)
     for name, callbacks in {"distilled": (), "distilled_teacher": (TeacherStart(),)}.items():
         stages.append(Stage(name=name, parent=TEACHER, config=_student(teacher, callbacks)))
@@ -328,6 +359,15 @@ def _arm(row: Row, prior_rate: float) -> LoopTrainer.Config:
     config.training.local_batch_size = SMALL_BATCH // SMALL_WINDOW
     config.checkpoint.interval = 2_000
     config.metrics.log_freq = 50
+    return config
+
+
+def _mano(row: Row) -> LoopTrainer.Config:
+    known = {stage.name: stage.config for stage in physics_small().stages}
+    config = deepcopy(known["mano_1x4"])
+    config.model = row.options
+    config.suite.depths, config.suite.interval = [*MANO_DEPTHS], 4_000
+    _set_depth(config, row, prior_rate=PRIOR_RATE)
     return config
 
 
@@ -363,6 +403,8 @@ def _set_depth(config: LoopTrainer.Config, row: Row, *, prior_rate: float = 1e-3
     )
     # Depths far from a small mean underflow, and a learned distribution has to reach them.
     start = np.maximum(capped_depths(row.mean, SIGMA, MOST), 1e-30).tolist()
+    if row.uniform_to:
+        start = [1 / row.uniform_to] * row.uniform_to
     if row.depth == "drawn":
         config.callbacks = (DrawnDepth(probabilities=start),)
     else:
