@@ -72,6 +72,8 @@ def test_the_exam_is_never_trained_on() -> None:
 def test_exam_answers() -> None:
     (examples,) = TASK.exam(20).values()
     assert len(examples) == 20
+    # An answer is a label only: the longest example has one token more than its inputs.
+    assert {len(example.tokens) for example in examples} == {TASK.longest_example}
     for example in examples:
         bos, length, *symbols, mark, answer = decode(example.tokens.tolist())
         assert (bos, length, mark) == ("<bos>", f"len_{LONGEST}", "<ans>")
