@@ -10,6 +10,9 @@ from titan_loop.cli.main import main
 WIDE = ["--widths", "32", "128", "--recurrent-steps", "1", "2", "--updates", "3", "--rate", "0.01"]
 
 
+ONE = ["--widths", "32", "--recurrent-steps", "1", "--updates", "2", "--rate"]
+
+
 def moved(run: Path, *flags: str) -> dict[tuple[int, int], float]:
     assert main(["analyse", "coordinates", str(run), *WIDE, *flags]) == 0
     (record,) = (run / "evals").glob("coordinates-step-*.json")
@@ -26,6 +29,13 @@ def test_the_width_rule_levels_the_first_update(text_run: Path, capsys):
         assert level[steps, 128] / level[steps, 32] == pytest.approx(1, abs=0.4)
     assert "states move" in capsys.readouterr().out
     assert (text_run / "plots" / "coordinates.png").exists()
+
+
+def test_a_small_rate_moves_little(text_run: Path):
+    assert main(["analyse", "coordinates", str(text_run), *ONE, "1e-6"]) == 0
+    (record,) = (text_run / "evals").glob("coordinates-step-*.json")
+    (found,) = json.loads(record.read_text())["coordinates"]
+    assert 0 < max(*found["moved"], *found["logits_moved"]) < 1e-3
 
 
 def test_mistakes(text_run: Path, capsys):

@@ -108,6 +108,10 @@ def test_bad_recurrence(fields: dict, complaint: str):
     assert complaint in str(refusal)
 
 
+def test_limits_may_meet():
+    assert not [*RecurrenceConfig(min_steps=3, max_steps=3, backward_steps=1).refusals()]
+
+
 @pytest.mark.parametrize(
     ("config", "fewest"),
     [

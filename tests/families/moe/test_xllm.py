@@ -37,7 +37,12 @@ MODELS = {
     "feed-forward": fields(**EXPERTS, arch="transformer", loop_times=1),
     "middle input": fields(**EXPERTS, huginn_state_init="input"),
     "shared expert": fields(
-        **{**EXPERTS, "num_shared_experts": 2, "moe_router_scaling_factor": 1.5}
+        **{
+            **EXPERTS,
+            "num_shared_experts": 2,
+            "expert_inter_dim": 24,  # two of them are not as wide as the model
+            "moe_router_scaling_factor": 1.5,
+        }
     ),
     "softmax": fields(**{**EXPERTS, "moe_router_score_func": "softmax"}),
     "one": fields(**{**EXPERTS, "num_activated_experts": 1}),
