@@ -160,6 +160,15 @@ def test_an_output_that_exists_stays(make_run, tmp_path, capsys, ascii_tokenizer
     assert (tmp_path / "model.gguf").read_text() == "mine"
 
 
+def test_eight_bits_take_less_than_half_of_the_bytes(make_run, tmp_path):
+    run, sizes = make_run().run, []
+    for dtype in ("float32", "q8_0"):
+        flags = ("--to", "gguf", "--no-tokenizer", "--dtype", dtype)
+        convert("export", run, *flags, "--output", tmp_path / dtype)
+        sizes.append((tmp_path / dtype).stat().st_size)
+    assert sizes[1] < sizes[0] / 2
+
+
 @pytest.mark.parametrize("missing", [1, 200, 100_000])
 def test_a_full_disk_leaves_no_file(make_run, tmp_path, capsys, missing):
     arguments = ("export", make_run().run, "--to", "gguf", "--no-tokenizer", "--output")
