@@ -89,6 +89,9 @@ def test_ranks_that_share_cores_get_their_share_of_threads(monkeypatch):
     assert compat.threads_per_rank(2 * cores) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert compat.threads_per_rank(4) == 3
+    torch.set_num_threads(1)
+    compat.start_runtime({})
+    assert torch.get_num_threads() == (1 if torch.cuda.is_available() else 3)
 
 
 _GROWTH = """
@@ -170,9 +173,11 @@ def root_logger(monkeypatch) -> logging.Logger:
 def test_lines_of_torchtitan_that_mislead_are_dropped_or_corrected(root_logger, capsys):
     compat.start_logging(0)
     logging.getLogger("torchtitan.observability").info("Structured logging disabled via %s", "x")
+    root_logger.info("ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 3")
     root_logger.info("[GC] Initial GC collection took 0.00 seconds")
     root_logger.info("Optimizer AdamW: 9 params [*] {'lr': 0.0, 'betas': (0.9, 0.95)}")
-    (line,) = capsys.readouterr().out.splitlines()
+    *variables, line = capsys.readouterr().out.splitlines()
+    assert bool(variables) == torch.cuda.is_available()  # gloo does not read NCCL's
     assert line.endswith("Optimizer AdamW: 9 params [*] {'betas': (0.9, 0.95)}")
 
 

@@ -45,5 +45,7 @@ def test_mistakes(text_run: Path, capsys):
     assert "widths=17 must be a multiple of" in capsys.readouterr().err
     assert main(["analyse", "coordinates", str(text_run), *WIDE, "--updates", "9999"]) == 2
     assert "updates=9999 need 39996 held-out windows" in capsys.readouterr().err
+    assert main(["analyse", "coordinates", str(text_run), "--rate", "1"]) == 2
+    assert "rate=1.0 must be above 0 and below 1" in capsys.readouterr().err
     assert main(["analyse", "coordinates", str(text_run), "--updates", "1"]) == 2
     assert "updates=1 must be at least 2" in capsys.readouterr().err

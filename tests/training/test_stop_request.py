@@ -246,6 +246,7 @@ def test_a_watchdog_of_years_hears_a_signal():
 def test_a_grace_time_that_is_none_is_refused(text):
     with pytest.raises(UserError, match=f"{GRACE_VARIABLE}={text}"):
         grace_seconds({GRACE_VARIABLE: text})
+    assert grace_seconds({GRACE_VARIABLE: "0.5"}) == 0.5
 
 
 @pytest.mark.usefixtures("alone")
