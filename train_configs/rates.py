@@ -2,10 +2,12 @@
 
     rates        R = 1, 2, 4, 8 at D = 128; D = 64, 128, 256 at R = 2; with and without the rules
     rates_muon   the same with Muon
+    boundary     R = 4, with a norm after every step to which the prelude's output is added, and
+                 without, at three rates, on three times the tokens and equal FLOPs
 
 Every model is a prelude, two looped layers and a coda of Llama's blocks, on 0.5M tokens of the
 quick start's text. Rates are apart by √2. LOG.md has the results; `bash tools/rates.sh` runs the
-arms.
+arms, `bash tools/rates.sh --muon` and `--boundary` those of the other two.
 
 Sources: arXiv 2606.18524 (λ / (R·√L), λ = 1); Yang et al. 2022, arXiv 2203.03466 (µP).
 """
@@ -63,9 +65,33 @@ def _table(name: str, optimizer: str) -> ResultTable:
     )
 
 
+BOUNDARY_TOKENS, BOUNDARY_STEPS = 3 * TOKENS, 4
+BOUNDARIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "boundary": {"norm_placement": "every_step", "injection": "additive"},
+}
+BOUNDARY_RATES = {label: rate for label, rate in RATES.items() if 3.9e-3 < rate < 9e-3}
+
 TABLES = {
     "rates": [_table("bits_per_byte", "AdamW")],
     "rates_muon": [_table("bits_per_byte", "Muon")],
+    "boundary": [
+        ResultTable(
+            name="bits_per_byte",
+            title="held-out bits per byte at R = 4, by learning rate",
+            rows={name: {"stage": name} for name in BOUNDARIES},
+            columns={label: {"stage": label} for label in BOUNDARY_RATES},
+            everywhere={
+                "task": f"{HELD_OUT}/all",
+                "metric": "bits_per_byte",
+                "reading": f"static:{BOUNDARY_STEPS}",
+            },
+            columns_are="largest learning rate",
+            factor=1.0,
+            digits=3,
+            less="plain",
+        )
+    ],
 }
 
 
@@ -77,6 +103,21 @@ def rates() -> Recipe:
 def rates_muon() -> Recipe:
     """The same with Muon."""
     return _recipe("rates_muon", "muon")
+
+
+def boundary() -> Recipe:
+    """A norm and the prelude's output between the steps of a loop, and neither."""
+    return Recipe(
+        name="boundary",
+        stages=[
+            Stage(
+                name=f"{name}_{label}",
+                config=_arm(BOUNDARY_STEPS, BASE, rate, options, "adamw", tokens=BOUNDARY_TOKENS),
+            )
+            for name, options in BOUNDARIES.items()
+            for label, rate in BOUNDARY_RATES.items()
+        ],
+    )
 
 
 def _recipe(name: str, optimizer: OptimizerName) -> Recipe:
@@ -94,10 +135,16 @@ def _recipe(name: str, optimizer: OptimizerName) -> Recipe:
 
 
 def _arm(
-    steps: int, width: int, rate: float, rules: dict[str, Any], optimizer: OptimizerName
+    steps: int,
+    width: int,
+    rate: float,
+    options: dict[str, Any],
+    optimizer: OptimizerName,
+    *,
+    tokens: int = TOKENS,
 ) -> LoopTrainer.Config:
     config = LoopTrainer.Config(
-        total_tokens=TOKENS,
+        total_tokens=tokens,
         model=NanbeigeOptions(
             size="quickstart",
             dim=width,
@@ -107,13 +154,13 @@ def _arm(
             prelude_layers=1,
             coda_layers=1,
             recurrent_steps=steps,
-            **rules,
+            **options,
         ),
         dataloader=WindowLoader.Config(
             mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
         ),
         learning_rate=Schedule.warmup_cosine(
-            rate, warmup_tokens=TOKENS // 10, total_tokens=TOKENS, final=rate / 10
+            rate, warmup_tokens=tokens // 10, total_tokens=tokens, final=rate / 10
         ),
         recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
         optimizer=LoopOptimizers.Config(name=optimizer),
