@@ -164,7 +164,9 @@ def _forked(row: Row, log: Path, seconds: float) -> int | None:
         return codes[0] if codes else None if waiting else 0
     finally:
         for process in waiting.values():
-            _end_group(process.pid or 0)
+            assert process.pid is not None
+            _end_group(process.pid)
+            process.kill()  # it may not lead a group yet
             process.join()
 
 
