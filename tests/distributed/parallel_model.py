@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import titan_loop.compat as compat  # before any torchtitan module
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -59,11 +59,14 @@ def parallel_model(
         dump_folder="",
         **settings,
     )
-    model.to_empty(device="cpu")
+    device = torch.device(compat.device_type())
+    model.to_empty(device=device)
     with torch.no_grad():
         model.init_states()
         for seed, parameter in enumerate(model.parameters()):
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            # Drawn on the CPU, so that ranks on GPUs (tools/bench/nccl_parity.py) have it, too.
+            generator = torch.Generator().manual_seed(seed)
+            noise = torch.randn(parameter.shape, generator=generator).to(device)
             if isinstance(parameter, DTensor):
                 keep_shard(parameter, parameter.full_tensor() + NOISE * noise)
             else:
@@ -87,8 +90,9 @@ def part_of_rank(
         degree, rank = mesh.size(), mesh.get_local_rank()
     windows, seq_len = batch[0].shape
     mine = slice(rank * windows // degree, (rank + 1) * windows // degree)
-    tokens, positions, labels = (part[mine] for part in batch)
-    masks, share = None, share_of_rank(dims, seq_len, "cpu")
+    device = torch.device(compat.device_type())
+    tokens, positions, labels = (part[mine].to(device) for part in batch)
+    masks, share = None, share_of_rank(dims, seq_len, device)
     if share is not None:
         masks = model.get_attention_masks(positions, share)
         tokens, positions, labels = (p[:, share.queries_L] for p in (tokens, positions, labels))

@@ -137,7 +137,7 @@ class GlooPool:
         """Give the ranks a new default process group."""
         self._group_number += 1
         store_file = Path(self._folder.name) / f"store-{self._group_number}"
-        port = _free_port()
+        port = free_port()
         calls = [
             (_join, rank, self.world_size, store_file, port) for rank in range(self.world_size)
         ]
@@ -209,7 +209,7 @@ def close_pools() -> None:
         pool.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

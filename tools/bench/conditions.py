@@ -13,7 +13,8 @@ from pathlib import Path
 
 import titan_loop.compat  # noqa: F401  isort: skip  (before any torchtitan module)
 import torch
-from torchtitan.tools import utils as titan_utils
+
+from titan_loop.evaluation.share_work import rank_device
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # for tests.support
 
@@ -51,7 +52,7 @@ def begin(
     if not options.beside_load:
         _require_quiet_machine()
     start()
-    print(" ".join(sys.argv), "|", _machine(device or titan_utils.get_local_device()))
+    print(" ".join(sys.argv), "|", machine(device or rank_device()))
     return options
 
 
@@ -96,7 +97,7 @@ def _processors_of_others() -> float:
     return (_busy_seconds(stat.read_text()) - before - own) / (time.monotonic() - began)
 
 
-def _machine(device: torch.device) -> str:
+def machine(device: torch.device) -> str:
     """Return the processor, its threads and torch's version."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -86,7 +86,7 @@ def main() -> int:
     _require_open_files(options.sizes)
     with tempfile.TemporaryDirectory() as folder:
         sources = [
-            _dense_source(Path(folder) / name, int(options.megatokens * 1e6), seed)
+            dense_source(Path(folder) / name, int(options.megatokens * 1e6), seed)
             for seed, name in enumerate("abc")
         ]
         _compare(sources, options)
@@ -332,17 +332,24 @@ def _loader(sources: list[Path], length: int) -> WindowLoader:
     )
 
 
-def _dense_source(folder: Path, tokens: int, seed: int) -> Path:
+def dense_source(
+    folder: Path,
+    tokens: int,
+    seed: int,
+    *,
+    vocabulary: int = VOCABULARY,
+    mean_document: int = MEAN_DOCUMENT,
+) -> Path:
     """Write a source of random tokens and documents."""
     generator = np.random.default_rng(seed)
     (folder / "train").mkdir(parents=True)
-    ids = generator.integers(1, VOCABULARY, tokens).astype("<u2")
-    ends = np.cumsum(generator.geometric(1 / MEAN_DOCUMENT, 2 * tokens // MEAN_DOCUMENT))
+    ids = generator.integers(1, vocabulary, tokens).astype("<u2")
+    ends = np.cumsum(generator.geometric(1 / mean_document, 2 * tokens // mean_document))
     ends = np.append(ends[ends < tokens], tokens)
     ids[ends - 1] = EOS
     ids.tofile(folder / "train" / "0.ds")
     ends.astype("<u8").tofile(folder / "train" / "0.ds.index")
-    _write_card(folder, [_shard("0.ds", len(ends), tokens, f"{seed}")], EOS)
+    _write_card(folder, [_shard("0.ds", len(ends), tokens, f"{seed}")], EOS, vocabulary)
     return folder
 
 
@@ -371,19 +378,21 @@ def _shard(file: str, documents: int, tokens: int, contents: str) -> ShardCard:
     return ShardCard(file=file, documents=documents, tokens=tokens, bytes=2 * tokens, sha256=sha256)
 
 
-def _write_card(folder: Path, shards: list[ShardCard], eos: int) -> None:
+def _write_card(
+    folder: Path, shards: list[ShardCard], eos: int, vocabulary: int = VOCABULARY
+) -> None:
     split = SplitCard(
         documents=sum(shard.documents for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
         text_bytes=0,
-        max_token_id=VOCABULARY - 1,
+        max_token_id=vocabulary - 1,
         shards=tuple(shards),
         eos_only_at_ends=True,
     )
     SourceCard(
         name=folder.name,
         tokenizer_sha256="benchmark",
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         eos_id=eos,
         token_bytes=2,
         splits={"train": split},

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from conditions import begin, parser_of
 from timing import in_turn, now, ratios, results_in_turn, spread
 from torch import Tensor
-from torchtitan.tools import utils as titan_utils
 
 from titan_loop.evaluation.readings import depth_readings, score_states
+from titan_loop.evaluation.share_work import rank_device
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.inference.cache import STRATEGIES
@@ -44,7 +44,7 @@ EXIT_PMF = (0.4, 0.3, 0.2, 0.1)
 PARTS = ("exits", "caches", "plain", "sweep")
 EARLY_EXIT_AIM = {1: 1.5, 8: 1.4}
 """Least speed-up over full depth, by batch, at D ≥ 1024."""
-EARLY_EXIT_DIM = 1024
+LEAST_DIM_OF_AIMS = 1024
 SWEEP_DEPTHS = range(1, 9)
 SWEEP_SHARE = 0.9
 """Of what loops and readouts alone predict for the sweep."""
@@ -79,7 +79,7 @@ class PlainDecoder:
         """Run new tokens from position `start`; return the next token, (B, 1)."""
         model = self.model
         positions_BL = torch.arange(start, start + tokens_BL.shape[1], device=tokens_BL.device)
-        rope_BLH = model.positions.table.rows(positions_BL.expand(tokens_BL.shape))
+        rope_BLH = model.positions.shared(positions_BL.expand(tokens_BL.shape), positions_BL)
         x = model.tok_embeddings(tokens_BL)
         for step in range(RECURRENT_STEPS):
             for index, layer in enumerate(model.layers.values()):
@@ -105,7 +105,7 @@ class PlainDecoder:
 def main() -> int:
     """Run every comparison, print its line, and return 1 if one misses its aim."""
     options = _options()
-    device = titan_utils.get_local_device()
+    device = rank_device()
     if "speculation" in options.parts:
         _compare_speculation(options, device)
     if set(options.parts) == {"speculation"}:
@@ -177,7 +177,7 @@ def _compare_generation(model: LoopDecoder, rows: int, options: argparse.Namespa
     decode = {name: [time.decode for time in taken] for name, taken in times.items()}
     met = True
     if "early" in times:
-        aim = EARLY_EXIT_AIM.get(rows) if model.config.dim >= EARLY_EXIT_DIM else None
+        aim = EARLY_EXIT_AIM.get(rows) if model.config.dim >= LEAST_DIM_OF_AIMS else None
         name = "early exit (.4 .3 .2 .1) over full depth, decode"
         met &= _print_ratio(name, decode["early"], decode["full"], aim=aim)
     if "last" in times:
@@ -250,7 +250,8 @@ def _compare_sweep(model: LoopDecoder, options: argparse.Namespace) -> bool:
         f"depth sweep, R = 1 … 8 over {windows} windows of {length} tokens: one loop {c_s:.3f} s, "
         f"one readout {k_s:.3f} s, predicted {predicted:.2f}x"
     )
-    return _print_ratio("one pass over eight", sweep, separate, aim=SWEEP_SHARE * predicted)
+    aim = SWEEP_SHARE * predicted if model.config.dim >= LEAST_DIM_OF_AIMS else None
+    return _print_ratio("one pass over eight", sweep, separate, aim=aim)
 
 
 def _compare_speculation(options: argparse.Namespace, device: torch.device) -> None:

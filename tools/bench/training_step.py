@@ -51,6 +51,8 @@ class Job:
         trainable: Parameters to train.
         fsdp_policy: Rule for what FSDP keeps gathered, where it is used (on a GPU also for one
             rank).
+        float8: torchao's recipe for the layers' products, "rowwise" or "rowwise_with_gw_hp"; empty
+            for none. Emulated on a CPU.
     """
 
     model: ModelOptions
@@ -61,6 +63,7 @@ class Job:
     masked: bool = False
     trainable: Trainable = "all"
     fsdp_policy: FSDPPolicy = "per_step"
+    float8: str = ""
 
     @property
     def tokens(self) -> int:
@@ -78,6 +81,8 @@ def build(job: Job) -> LoopDecoder:
     parallelism = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
     dist_utils.set_spmd_backend(compat.SPMD_BACKEND)
     config = decoder_config(job.model, max_seq_len=job.seq_len)
+    if job.float8:
+        _use_float8(config, job)
     config.set_sharding(enable_sp=True)
     with torch.device("meta"):
         model = config.build()
@@ -100,6 +105,23 @@ def build(job: Job) -> LoopDecoder:
     with torch.no_grad():
         model.init_states()
     return model
+
+
+def _use_float8(config: LoopDecoder.Config, job: Job) -> None:
+    """Let the layers' products run in float8; head, gate and norms stay.
+
+    Last run on a GPU: never.
+    """
+    from torchtitan.components.quantization import Float8LinearConverter  # torchao's
+
+    emulated = device().type == "cpu"
+    converter = Float8LinearConverter.Config(
+        recipe_name=job.float8,
+        filter_fqns=["lm_head", "exit_gate"],
+        emulate=emulated,
+        model_compile_enabled=job.compiled and not emulated,
+    )
+    converter.build().convert(config)
 
 
 def batch(job: Job) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,163 @@
+"""The tables of `tools/bench/gpu.sh`: they run on a CPU, and one that fails stops no other."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titan_loop.cli.main import main
+
+MOST_SECONDS = 1800
+TABLE = 'print("a | b | c\\na warning\\n1 | 2 | 3")'
+
+
+@pytest.fixture
+def bench(monkeypatch) -> Any:
+    """The modules of tools/bench, as its programs import them."""
+    monkeypatch.syspath_prepend("tools/bench")
+    for variable in ("CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(variable, "")  # so that it is put back as it was
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    names = ("gpu", "gpu_rows", "gpu_tables")
+    return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+@pytest.fixture
+def place(bench, tmp_path) -> Any:
+    return bench.gpu_tables.Place(gpus=0, gpu="", machine="a CPU", output=tmp_path / "output")
+
+
+def row(bench, folder: Path, name: str, program: str, **others: Any) -> Any:
+    script = folder / f"{name}.py"
+    script.write_text(program)
+    read = bench.gpu_rows.printed_lines
+    return bench.gpu_rows.Row(name=name, words=[str(script)], read=read, **others)
+
+
+def table(bench, rows: list[Any], **others: Any) -> Any:
+    settings = {"name": "throughput", "question": "?", "seconds": 600, "uses": "one"} | others
+    return bench.gpu_tables.Table(rows=lambda _: rows, **settings)
+
+
+def record_of(place: Any, name: str = "throughput") -> dict[str, Any]:
+    return json.loads((place.output / f"{name}.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_tables_run_on_a_cpu(bench, tmp_path, monkeypatch):
+    names = ["attention", "spread", "parity"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--cpu", "--output", str(tmp_path), *names])
+    assert bench.gpu.main() == 0
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
+    assert {record["state"] for record in found.values()} == {"done"}
+    trained, flex, varlen = found["attention"]["rows"]
+    assert trained["tokens/s"] > 0
+    assert trained["loss"] > 1
+    assert flex["skipped"] == varlen["skipped"] == "needs CUDA"
+    (per_visit,) = found["spread"]["rows"]
+    assert per_visit["command"].startswith("torchrun --nproc-per-node=2 -m titan_loop train")
+    layouts = {(line["layout"], line["case"]) for line in found["parity"]["rows"]}
+    assert layouts == {(ranks, case) for ranks in ("dp2", "tp2") for case in ("R4",)} | {
+        (ranks, "R-changes-full") for ranks in ("dp2", "tp2", "tp2-no-sp", "cp2")
+    }
+    page = (tmp_path / "README.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("##")] == [
+        f"## {name}" for name in names
+    ]
+    assert "| dp2 | R4 |" in page
+    assert not list(tmp_path.glob("rows/*/*"))
+
+
+def test_a_row_that_fails_is_recorded_and_the_others_run(bench, place, tmp_path):
+    rows = [
+        row(bench, tmp_path, "fails", f"{TABLE}\nraise ValueError('too large')"),
+        row(bench, tmp_path, "silent", ""),
+        row(bench, tmp_path, "absent", "", absent="needs CUDA"),
+        row(bench, tmp_path, "runs", TABLE),
+    ]
+    assert bench.gpu.run_table(table(bench, rows), place, again=False) == "failed"
+    numbers, failed, silent, absent, ran = record_of(place)["rows"]
+    assert (numbers["row"], numbers["c"]) == ("fails", "3")  # printed before the failure
+    assert failed["error"] == "ValueError: too large"
+    assert silent["error"].startswith("no numbers in its output: IndexError")
+    assert absent["skipped"] == "needs CUDA"
+    assert (ran["a"], ran["b"], ran["c"]) == ("1", "2", "3")
+    assert (place.output / "logs/throughput/runs.txt").read_text().startswith("a | b | c")
+
+
+def test_a_row_is_stopped_at_the_limit_of_its_table(bench, place, tmp_path):
+    hanging = row(bench, tmp_path, "hangs", "import time\ntime.sleep(10_000)")
+    log, run_row = tmp_path / "log", bench.gpu_rows.run_row
+    (line,) = run_row(hanging, folder=tmp_path, log=log, seconds=0.1, forked=True)
+    assert line["error"].startswith("stopped after ")
+    assert bench.gpu.run_table(table(bench, [hanging], seconds=0), place, again=False) == "failed"
+    assert record_of(place)["rows"][0]["error"].startswith("not started within 0 s")
+
+
+def test_a_done_table_is_kept_and_a_failed_one_runs_again(bench, place, tmp_path):
+    def run(program: str, *, again: bool) -> str:
+        rows = [row(bench, tmp_path, "a", program)]
+        return bench.gpu.run_table(table(bench, rows), place, again=again)
+
+    assert [run("1 / 0", again=False), run(TABLE, again=False)] == ["failed", "done"]
+    assert [run("1 / 0", again=False), run("1 / 0", again=True)] == ["done", "failed"]
+
+
+def test_tables_of_one_gpu_have_one_each_where_there_are_several(bench, tmp_path):
+    place = bench.gpu_tables.Place(gpus=2, gpu="", machine="", output=tmp_path / "output")
+    program = 'import os\nprint("a | b | shown\\n1 | 2 | " + os.environ["CUDA_VISIBLE_DEVICES"])'
+    rows = [row(bench, tmp_path, "a", program)]
+    names = {"throughput": "one", "attention": "one", "decode": "one", "parity": "all"}
+    tables = [table(bench, rows, name=name, uses=uses) for name, uses in names.items()]
+    assert bench.gpu.run_all(tables, place, again=False) == ["done"] * 4
+    shown = [record_of(place, name)["rows"][0]["shown"] for name in names]
+    assert set(shown[:3]) <= {"0", "1"}
+    assert shown[3] == ""  # as this process has it
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_torchrun_report_the_error_of_theirs_that_failed(bench, tmp_path):
+    program = "import os\nassert os.environ['RANK'] != '1', 'rank 1 is out of memory'"
+    two = row(bench, tmp_path, "two", program, ranks=2)
+    log = tmp_path / "log"
+    *_, line = bench.gpu_rows.run_row(two, folder=tmp_path, log=log, seconds=600, forked=False)
+    assert line["error"] == "AssertionError: rank 1 is out of memory"
+
+
+def test_all_tables_end_within_half_an_hour_on_one_gpu_and_on_eight(bench):
+    tables = bench.gpu_tables.TABLES.values()
+    one, all_gpus, host = (
+        [table.seconds for table in tables if table.uses == uses] for uses in ("one", "all", "host")
+    )
+    assert sum(one) + sum(host) <= MOST_SECONDS
+    assert len(one) <= 8  # each has a GPU of its own
+    assert max(one) + sum(all_gpus) + sum(host) <= MOST_SECONDS
+
+
+def test_every_row_of_a_gpu_has_a_command_or_a_reason(bench, tmp_path):
+    for gpus in (1, 2, 8):
+        place = bench.gpu_tables.Place(gpus=gpus, gpu="h100-80gb", machine="", output=tmp_path)
+        for each in bench.gpu_tables.TABLES.values():
+            names = [row.name for row in each.rows(place)]
+            assert len(names) == len(set(names)) > 0, each.name
+            for made in each.rows(place):
+                assert made.absent or made.ranks <= max(1, gpus), (each.name, made.name)
+
+
+@pytest.mark.slow
+def test_rows_of_gpus_pass_the_checks_of_training(bench, tmp_path, capsys):
+    tables = bench.gpu_tables
+    place = tables.Place(gpus=8, gpu="h100-80gb", machine="", output=tmp_path)
+    names = ("checkpointing", "attention", "assemblies_all", "spread")
+    rows = [row for name in names for row in tables.TABLES[name].rows(place)]
+    assert len(rows) == 21
+    for row in rows:
+        assert tuple(row.words[: len(tables.TRAIN)]) == tables.TRAIN
+        cluster = ["--nodes", "1", "--gpus-per-node", str(row.ranks), "--no-memory"]
+        main(["plan", tables.STUDY, *cluster, *row.words[len(tables.TRAIN) :]])
+        assert capsys.readouterr().err == "", row.name
