@@ -49,7 +49,7 @@ class LlamaDecoder(LoopDecoder):
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
         def architecture(self) -> dict[str, Any]:
-            """As of `LoopDecoder`, with the norms' epsilon."""
+            """As in `LoopDecoder`, with the norms' epsilon."""
             return {**LoopDecoder.Config.architecture(self), "norm_eps": self.norm.eps}
 
 

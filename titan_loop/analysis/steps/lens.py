@@ -102,7 +102,7 @@ def analyse_lens(
     coda. Writes evals/lens-step-N.json and a plot that `report` shows.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         strata: Strata of the task's exam; default all.
         recurrent_steps: R; default as in training.
         questions: Number of questions of each stratum.

@@ -99,7 +99,7 @@ def analyse_patching(
     layer (activation patching). Writes evals/patching-step-N.json and a plot that `report` shows.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         stratum: Stratum of the task's exam, whose questions have one length; default the last.
         recurrent_steps: R; default as in training.
         questions: Number of questions, each patched with the states of the next.

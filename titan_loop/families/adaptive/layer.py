@@ -141,7 +141,7 @@ class AdaptiveLayer(Module):
 
         @property
         def matrix_elements(self) -> int:
-            """As of `SandwichBlock`, for one iteration without memory."""
+            """As in `SandwichBlock`, for one iteration without memory."""
             return self.block.matrix_elements
 
         @property

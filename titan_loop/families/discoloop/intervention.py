@@ -126,7 +126,7 @@ def analyse_intervention(
     evals/intervention-step-N.json and a plot that `report` shows.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         strengths: Shares of the embedding in the mixture, from 0 to 1.
         strata: Strata of the task's exam; default all whose questions have more than one waypoint.
         waypoint: Waypoint of the task whose state is replaced; default the first.

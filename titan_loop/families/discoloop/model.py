@@ -50,7 +50,7 @@ class DecodingOptions(LoopOptions):
     """Options of every family with a decoded channel."""
 
     exit_gate: bool = False
-    """Whether there is an exit gate; without one the loss is that of the last step."""
+    """Whether there is an exit gate; without one the loss is the last step's."""
 
     tie_weights: bool = True
     """Whether embedding and head share one matrix."""

@@ -56,7 +56,7 @@ class HrmTextShape(LlamaShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As of the base class; also refuses a number of layers that contradicts the cycles."""
+        """As in the base class; also refuses a number of layers that contradicts the cycles."""
         known = super().read_fields(config)
         if known["n_kv_heads"] != known["n_heads"]:
             raise unsupported("num_key_value_heads", known["n_kv_heads"], known["n_heads"])
@@ -82,7 +82,7 @@ class HrmTextShape(LlamaShape):
         return known
 
     def options(self) -> HrmTextOptions:
-        """As of the base class."""
+        """As in the base class."""
         return HrmTextOptions(
             **self.shared_options(SIZES, HrmTextOptions().size),
             norm_eps=self.norm_eps,
@@ -92,7 +92,7 @@ class HrmTextShape(LlamaShape):
         )
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class; trained further, gradients reach the last high cycle's passes."""
+        """As in the base class; trained further, gradients reach the last high cycle's passes."""
         inherited = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         del inherited["num_key_value_heads"]
         return inherited | {
@@ -107,7 +107,7 @@ class HrmTextShape(LlamaShape):
         }
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """As of the base class."""
+        """As in the base class."""
         return {
             "block_count": self.slots,
             "embedding_scale": self.embedding_scale,
@@ -118,11 +118,11 @@ class HrmTextShape(LlamaShape):
         }
 
     def gguf_name(self, tensor: str) -> str | None:
-        """As of the base class; the low stack comes first."""
+        """As in the base class; the low stack comes first."""
         return "hrm.z_l_init" if tensor == _START else super().gguf_name(self._canonical(tensor))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As of the base class: matrices alone, with the gates and the start."""
+        """As in the base class: matrices alone, with the gates and the start."""
         gate = {"self_attn.gate_proj.weight": (self.dim, self.dim)}
         matrices = {name: shape for name, shape in self.layer_shapes() if len(shape) > 1} | gate
         return {
@@ -138,7 +138,7 @@ class HrmTextShape(LlamaShape):
         }
 
     def parameter_name(self, tensor: str) -> str:
-        """As of the base class."""
+        """As in the base class."""
         if tensor == _START:
             return "low_start.weight"
         return super().parameter_name(self._canonical(tensor))

@@ -294,7 +294,7 @@ class LatentDecoder(LoopDecoder):
         collect: Collect = "all",
         columns: Mapping[str, Tensor] | None = None,
     ) -> LoopOutput:
-        """Run T steps, in training of a discrete model all at once: arguments as of the base."""
+        """Run T steps, in training of a discrete model all at once: arguments as in the base."""
         steps = self.recurrent_steps if recurrent_steps is None else recurrent_steps
         if not (self.training and self.discrete):
             return super().forward(

@@ -97,7 +97,7 @@ class SparseConfig(LlamaDecoder.Config):
     expert_parallel: bool
 
     def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-        """As of the base class; experts are placed by the degree of expert parallelism."""
+        """As in the base class; experts are placed by the degree of expert parallelism."""
         self.expert_parallel = config.parallelism.expert_parallel_degree > 1
         super().update_from_config(config=config, **kwargs)
 
@@ -252,7 +252,7 @@ class MoEDecoder(LlamaDecoder):
         self._visits: list[Visit] | None = None
 
     def forward(self, *args: Any, **named: Any) -> LoopOutput:
-        """Run R recurrent steps; arguments as of the base class.
+        """Run R recurrent steps; arguments as in the base class.
 
         Returns:
             The states. Aux holds means over the visits of sparse layers: `balance` of each window

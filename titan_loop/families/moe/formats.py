@@ -153,7 +153,7 @@ class MoEShape(UnrolledShape):
         return self.shared_experts or int(self.shared_always)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As of the base class, with the experts of the sparse visits."""
+        """As in the base class, with the experts of the sparse visits."""
         shapes: dict[str, tuple[int, ...]] = {}
         mixture = dict(self.mixture_shapes())
         for name, shape in super().tensor_shapes().items():
@@ -169,11 +169,11 @@ class MoEShape(UnrolledShape):
         return None if self.shared_experts or ".shared_experts." not in tensor else 0.0
 
     def parameter_name(self, tensor: str) -> str:
-        """As of the base class; an expert's matrix has the name of its stack."""
+        """As in the base class; an expert's matrix has the name of its stack."""
         return self._source(tensor)[0]
 
     def shape_in(self, reader: CheckpointReader, tensor: str) -> tuple[int, ...]:
-        """As of the base class; a slice of a stack has the stack's shape without its length."""
+        """As in the base class; a slice of a stack has the stack's shape without its length."""
         stored, index = self._source(tensor)
         shape = tuple(reader.shape(stored))
         if index is None or shape[:1] != (self._length(stored),):
@@ -188,7 +188,7 @@ class MoEShape(UnrolledShape):
         return routers if stored.endswith("_SE") else self.experts
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """As of the base class, sliced from its stack."""
+        """As in the base class, sliced from its stack."""
         stored, index = self._source(tensor)
         return super().read(reader, tensor) if index is None else _stack(reader, stored)[index]
 
@@ -215,7 +215,7 @@ class MoEShape(UnrolledShape):
         return f"{layer}expert_bias_SE", row
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class, with the experts."""
+        """As in the base class, with the experts."""
         config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         return config | {
             "architectures": [self.class_name],
@@ -260,7 +260,7 @@ class MixtralShape(MoEShape):
                 )
 
     def mixture_config(self) -> dict[str, Any]:
-        """As of the base class."""
+        """As in the base class."""
         return {
             "intermediate_size": self.expert_hidden_dim,
             "num_experts_per_tok": self.top_k,
@@ -288,7 +288,7 @@ class GlmShape(MoEShape):
             raise _misplaced(self, "the first ones")
 
     def mixture_config(self) -> dict[str, Any]:
-        """As of the base class."""
+        """As in the base class."""
         dense = [self.is_dense(visit) for visit in range(self.n_layers)]
         return {
             "first_k_dense_replace": dense.index(False),
@@ -327,7 +327,7 @@ class ErnieShape(MoEShape):
             raise _misplaced(self, "the first and the last ones")
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """As of the base class; neighbouring elements of a head are rotated."""
+        """As in the base class; neighbouring elements of a head are rotated."""
         weight = super().read(reader, tensor)
         for name, heads in {"q_proj": self.n_heads, "k_proj": self.n_kv_heads}.items():
             if tensor.endswith(f"self_attn.{name}.weight"):
@@ -335,7 +335,7 @@ class ErnieShape(MoEShape):
         return weight
 
     def mixture_config(self) -> dict[str, Any]:
-        """As of the base class."""
+        """As in the base class."""
         dense = [self.is_dense(visit) for visit in range(self.n_layers)]
         start, stop = _sparse_span(dense)
         return {

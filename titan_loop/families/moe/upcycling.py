@@ -165,7 +165,7 @@ def upcycle_to_experts(
     """Write a new run with one checkpoint of step 0; its lineage has parent and new parts.
 
     Args:
-        parent: Run, for its newest checkpoint, or a checkpoint.
+        parent: Run (its newest checkpoint is taken) or a checkpoint.
         output: The new run directory.
         command: Recorded in the new `run.json`.
 

@@ -59,7 +59,7 @@ class _BlockShape(LlamaShape):
         )
 
     def options(self) -> NanbeigeOptions:
-        """As of the base class."""
+        """As in the base class."""
         return NanbeigeOptions(
             **self.shared_options(LLAMA_SIZES, NanbeigeOptions().size),
             norm_eps=self.norm_eps,
@@ -78,7 +78,7 @@ class NanbeigeShape(_BlockShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As of the base class, with the norm between steps; other extensions must be off."""
+        """As in the base class, with the norm between steps; other extensions must be off."""
         for name in _OFF:
             if config.get(name):
                 raise unsupported(name, config[name], False)
@@ -91,7 +91,7 @@ class NanbeigeShape(_BlockShape):
         return super().read_fields(config) | {"norm_placement": placement}
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class, with the loop."""
+        """As in the base class, with the loop."""
         return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
             "architectures": ["NanbeigeForCausalLM"],
             "auto_map": {
@@ -153,11 +153,11 @@ class UnrolledShape(_BlockShape):
         return replace(shape, n_layers=len(visits), visits=visits, recurrent_steps=1)
 
     def stored_layer(self, index: int) -> int:
-        """As of the base class."""
+        """As in the base class."""
         return self.visits[index] if self.visits else index
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class."""
+        """As in the base class."""
         config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         return config | {"architectures": ["LlamaForCausalLM"]}
 

@@ -45,7 +45,7 @@ def analyse_agreement(
     `report` shows.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         items: mmlu_dev, multi_hop, mano, or a JSONL file with text, choices and answer.
         depths: Recurrent steps; default 1 to the trained R.
         limit: Number of items to use, from the first.

@@ -41,7 +41,7 @@ def analyse_prefill(
     The first half of a window is its prompt.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         windows: Held-out windows per source.
         recurrent_steps: R of the continuations; default as in training.
     """

@@ -133,7 +133,7 @@ def analyse_probes(
     install 'titan-loop[analyse]'.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         items: mmlu_dev, multi_hop, mano, or a JSONL file with text and choices.
         recurrent_steps: R; default as in training.
         limit: Number of items to use, from the first.

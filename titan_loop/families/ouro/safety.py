@@ -145,7 +145,7 @@ def analyse_safety(
     response and prints a score from 1 to 5 for each; the harmful rate is the share of 5s.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         prompts: JSONL file of objects with text.
         judge: Command line of the judge.
         depths: Recurrent steps; default 1 to twice the trained R.

@@ -221,7 +221,7 @@ def analyse_steps(
     of those learned, stands beside. Writes evals/steps-step-N.json and plots that `report` shows.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         strata: Strata of the task's exam; default all.
         recurrent_steps: R; default twice the trained R.
         exit: Exit policies beside the fixed depths, such as kl:0.01,3; kl:0.01,inf looks at the

@@ -53,7 +53,7 @@ class RetrofitShape(LlamaShape):
     damping: int = 1
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As of the base class, with bridge or mixer."""
+        """As in the base class, with bridge or mixer."""
         shapes = super().tensor_shapes()
         if self.bridge:
             shapes["model.bridge.weight"] = (self.dim, self.dim)
@@ -63,7 +63,7 @@ class RetrofitShape(LlamaShape):
         return shapes
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class, with the loop."""
+        """As in the base class, with the loop."""
         return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
             "architectures": ["RetrofitForCausalLM"],
             "auto_map": {
@@ -99,7 +99,7 @@ class RetrofitUnrolledShape(UnrolledShape):
     adapter_first_step: int = 1
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """As of the base class, with the adapters of the visit."""
+        """As in the base class, with the adapters of the visit."""
         weight = super().read(reader, tensor)
         chosen = self._adapters_of(tensor)
         stem = self.parameter_name(tensor).removesuffix("weight")

@@ -110,13 +110,13 @@ class XllmShape(LlamaShape):
 
     @classmethod
     def describes(cls, config: Mapping[str, Any]) -> bool:
-        """As of the base class; the config has a section that says how the model is built."""
+        """As in the base class; the config has a section that says how the model is built."""
         model = config.get("model")
         return isinstance(model, dict) and "arch" in model and not model.get("num_experts")
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As of the base class, from the model section."""
+        """As in the base class, from the model section."""
         model = config["model"]
         for name, wanted in cls.fixed.items():
             if model.get(name, wanted) != wanted:
@@ -143,7 +143,7 @@ class XllmShape(LlamaShape):
         }
 
     def options(self) -> ModelOptions:
-        """As of the base class."""
+        """As in the base class."""
         if not self.is_plain:
             return XllmOptions(**self.loop_options())
         return NanbeigeOptions(
@@ -167,7 +167,7 @@ class XllmShape(LlamaShape):
         return own | self.shared_options(SIZES, XllmOptions().size)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As of the base class, with the injection and the prelude's norm."""
+        """As in the base class, with the injection and the prelude's norm."""
         shapes, dim = super().tensor_shapes(), self.dim
         if self.injection == "linear":
             shapes |= {"model.injection.weight": (dim, 2 * dim), "model.injection.bias": (dim,)}
@@ -182,7 +182,7 @@ class XllmShape(LlamaShape):
         return shapes
 
     def file_name(self, tensor: str) -> str:
-        """As of the base class."""
+        """As in the base class."""
         if tensor in _OF_MODEL:
             return _OF_MODEL[tensor]
         if tensor.startswith("model.injection."):
@@ -201,7 +201,7 @@ class XllmShape(LlamaShape):
         return "loop_input_injection_module" if of_loop else "input_injection"
 
     def loaded(self, tensor: str, stored: Tensor) -> Tensor:
-        """As of the base class."""
+        """As in the base class."""
         if tensor.endswith("norm.weight"):
             return stored + 1
         heads = self._rotated_heads(tensor)
@@ -284,7 +284,7 @@ class XllmShape(LlamaShape):
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """As of the base class; their classes have fewer combinations than the family."""
+        """As in the base class; their classes have fewer combinations than the family."""
         shape = super().from_architecture(
             architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
         )

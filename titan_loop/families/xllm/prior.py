@@ -167,7 +167,7 @@ class LearnedDepth(Callback):
     Waits for the loss of every step: the next depth depends on it.
 
     Args:
-        probabilities: As of `DepthPrior`, such as `capped_depths(5, 0.5, 64)`.
+        probabilities: As in `DepthPrior`, such as `capped_depths(5, 0.5, 64)`.
         settings: Settings of the distribution; None takes the published ones.
         seed: Keys the draws.
     """

@@ -393,7 +393,7 @@ def test_an_unfinished_folder_is_one_line(plain, grouped, tmp_path, capsys):
     assert f"disagree about {norm}" in error(
         grouped.folder, lambda folder: edit_index(folder, norm, None)
     )
-    assert "may lie outside of its folder" in error(
+    assert "may lie outside its folder" in error(
         grouped.folder, lambda folder: edit_index(folder, norm, "../other.safetensors")
     )
     assert not (tmp_path / "run").exists()

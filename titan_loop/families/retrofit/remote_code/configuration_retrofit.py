@@ -14,7 +14,7 @@ class RetrofitConfig(NanbeigeConfig):
         start_at_zero: Whether the mixer's state starts at zero, the mean of the noise that it
             was trained with; otherwise it starts as the prelude's output.
         damping: Number of steps that make one pass through the looped layers.
-        **kwargs: As of `NanbeigeConfig`.
+        **kwargs: As in `NanbeigeConfig`.
     """
 
     model_type = "titan_loop_retrofit"
