@@ -182,7 +182,7 @@ def decoder_config(options: ModelOptions, *, max_seq_len: int) -> LoopDecoder.Co
 
 
 def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's architecture record, with defaults for keys that older versions lack."""
+    """Return a checkpoint's architecture record, with defaults for keys that its version lacks."""
     family = get_family(str(recorded.get("family", FIRST_FAMILY)))
     default = family.options(size=next(iter(family.sizes)), attention="sdpa")
     written_always = {size_field.name for size_field in fields(ModelSize)}

@@ -40,7 +40,7 @@ class HrmTextOptions(ModelOptions):
     family: FamilyName = field(default="hrm_text", init=False)
 
     exit_gate: bool = False
-    """Whether there is an exit gate, which no engine's format can hold."""
+    """Whether there is an exit gate; no engine's format can hold one."""
 
     low_cycles: int = 3
     """Passes of the low stack in every high cycle."""

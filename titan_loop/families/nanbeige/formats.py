@@ -37,7 +37,7 @@ class _BlockShape(LlamaShape):
     """The shape of a model of this family.
 
     Attributes:
-        norm_placement: Where the final norm stands.
+        norm_placement: Place of the final norm.
     """
 
     family: ClassVar[str] = "nanbeige"
