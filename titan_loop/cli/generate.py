@@ -44,7 +44,7 @@ class Generation:
         exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
             confidence:P, q:THRESHOLD, kl:KL,NATS or contrast:STEP,STRENGTH,SHARE.
         kv_cache: Key-value cache: full, last, first or averaged.
-        prefill_steps: Number of recurrent steps of prompts; by default as of generated tokens.
+        prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
         draft_step: Draft at this recurrent step, verify at R.
         draft_tokens: Number of tokens drafted at a time.
         show_steps: Write each token's exit step.

@@ -236,7 +236,7 @@ def example_windows(
     room: int,
     multiple: int = 1,
 ) -> HeldOutWindows:
-    """Return a window for each example of a stratum, with room and multiple as of `Exam`.
+    """Return a window for each example of a stratum, with room and multiple as in `Exam`.
 
     Padding follows an example's last label, each token a document.
     """

@@ -141,7 +141,7 @@ class LlamaShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read a `config.json`; errors as of `read_fields`."""
+        """Read a `config.json`; errors as in `read_fields`."""
         return cls(**cls.read_fields(config))
 
     @classmethod

@@ -164,7 +164,7 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
     if backend == "auto":
         backend = "flex" if on_cuda and not scores else "sdpa"
     if backend != "sdpa" and not on_cuda:
-        problem = f"model.attention={backend} needs CUDA, which is not there"
+        problem = f"model.attention={backend} needs CUDA, which this machine lacks"
         raise UserError(f"{problem}; use sdpa or auto")
     kernels = {"flex": FlexAttention, "varlen": VarlenAttention, "sdpa": DocumentAttention}
     return kernels[backend].Config()
@@ -230,7 +230,7 @@ class LoopAttention(GQAttention):
         return self.wo(out_BLD)
 
     def remember(self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot) -> None:
-        """Store keys and values of tokens that do not attend; arguments as of `forward`."""
+        """Store keys and values of tokens that do not attend; arguments as in `forward`."""
         self._projected(x_BLD, context, cache_slot)
 
     def _projected(

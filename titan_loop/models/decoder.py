@@ -402,7 +402,7 @@ class LoopDecoder(Decoder):
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
         self, positions: Tensor, share: WindowShare | None = None, prefix: Tensor | None = None
     ) -> AttentionMask | None:
-        """Build the backend's causal-and-same-document mask; arguments as of `document_mask`."""
+        """Build the backend's causal-and-same-document mask; arguments as in `document_mask`."""
         if not self._needs_mask():
             return document_mask(positions, share, prefix)
         kernel = self.config.layers[0].attention.inner_attention

@@ -18,7 +18,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.config import RunConfig
 
 Newest: TypeAlias = Callable[[], tuple[int, dict[str, Any]] | None]
-"""Reads a run's newest checkpoint once; returns its step and manifest. Errors as of
+"""Reads a run's newest checkpoint once; returns its step and manifest. Errors as in
 `newest_good`."""
 
 

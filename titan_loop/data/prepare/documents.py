@@ -69,7 +69,7 @@ def find_documents(
     dataset_split: str = "train",
     ours: Sequence[Path] = (),
 ) -> Documents:
-    """Resolve inputs, as of `tokenize_source`, to files.
+    """Resolve the inputs of `tokenize_source` to files.
 
     A folder is searched for JSONL or Parquet files, and if it has neither, all its files are
     documents; with a format and patterns, the matching ones are. `ours` are files and folders

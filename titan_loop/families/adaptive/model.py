@@ -145,7 +145,7 @@ def _check(options: AdaptiveOptions) -> None:
 def decoder_config(
     options: AdaptiveOptions, shape: ModelSize, max_seq_len: int
 ) -> AdaptiveDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     _check(options)
     dim, matrix = shape.dim, matrix_init(shape.dim)["weight"]
     rotation = RotateHalf.Config(

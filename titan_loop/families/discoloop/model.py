@@ -165,7 +165,7 @@ class DiscoLoopDecoder(DecodingDecoder):
 def decoder_config(
     options: DiscoLoopOptions, shape: ModelSize, max_seq_len: int
 ) -> DiscoLoopDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     kinds = get_args(ChannelGate)
     if options.channel_gate not in kinds:
         raise UserError(

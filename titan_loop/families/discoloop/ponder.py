@@ -75,7 +75,7 @@ class PonderDecoder(DecodingDecoder):
 def decoder_config(
     options: PonderOptions, shape: ModelSize, max_seq_len: int
 ) -> PonderDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     if options.injection != "none":
         raise UserError(
             f"model.injection={options.injection}: every step of a PonderLM starts from the "

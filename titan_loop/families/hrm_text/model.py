@@ -76,7 +76,7 @@ def _check(options: HrmTextOptions, shape: ModelSize) -> None:
 def decoder_config(
     options: HrmTextOptions, shape: ModelSize, max_seq_len: int
 ) -> HrmDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     _check(options, shape)
     scale = options.embedding_scale or shape.dim**0.5
     generic = LoopOptions(

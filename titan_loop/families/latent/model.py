@@ -331,7 +331,7 @@ class LatentDecoder(LoopDecoder):
 def decoder_config(
     options: LatentOptions, shape: ModelSize, max_seq_len: int
 ) -> LatentDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     for name, kinds in _CHOICES.items():
         require_known(f"model.{name}", getattr(options, name), get_args(kinds))
     defaults = LatentOptions()

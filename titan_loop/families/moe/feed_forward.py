@@ -108,7 +108,7 @@ def over_tokens(local: Tensor, tokens: Tensor) -> Tensor:
 
 
 def all_tokens(local_BL: Tensor, tokens: Tensor) -> Tensor:
-    """Return a number of every token on all ranks; arguments as of `over_tokens`."""
+    """Return a number of every token on all ranks; arguments as in `over_tokens`."""
     if not isinstance(tokens, DTensor):
         return local_BL
     mesh, places = tokens.device_mesh, tokens.placements

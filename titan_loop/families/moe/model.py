@@ -87,7 +87,7 @@ class MoEOptions(ExpertOptions, LlamaOptions):
 
 
 def decoder_config(options: MoEOptions, shape: ModelSize, max_seq_len: int) -> MoEDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`.
+    """Return the architecture; arguments as in `Family.decoder_config`.
 
     Raises:
         UserError: As `llama_config`; or experts and layers that do not fit together.

@@ -47,7 +47,7 @@ class XllmMoEDecoder(MoEDecoder, XllmDecoder):
 def decoder_config(
     options: XllmMoEOptions, shape: ModelSize, max_seq_len: int
 ) -> XllmMoEDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     check_experts(options, shape)
     if options.student:
         raise UserError(f"model.student={options.student} is for dense layers; set it to 0")

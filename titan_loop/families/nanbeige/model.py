@@ -26,7 +26,7 @@ class NanbeigeOptions(LlamaOptions):
 def decoder_config(
     options: NanbeigeOptions, shape: ModelSize, max_seq_len: int
 ) -> LlamaDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     return llama_config(LlamaDecoder.Config, options, shape, max_seq_len)
 
 

@@ -49,7 +49,7 @@ class OuroOptions(LoopOptions):
 
 
 def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> OuroDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     if options.early_states not in get_args(EarlyStates):
         hint = nearest(options.early_states, get_args(EarlyStates))
         raise UserError(f"model.early_states={options.early_states} is unknown{hint}")

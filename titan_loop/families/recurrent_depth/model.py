@@ -126,7 +126,7 @@ def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Co
 def decoder_config(
     options: RecurrentDepthOptions, shape: ModelSize, max_seq_len: int
 ) -> GPT2Decoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     if options.exit_gate:
         raise UserError("model.exit_gate=True: family recurrent_depth has no exit gate")
     for name, kinds in _CHOICES.items():

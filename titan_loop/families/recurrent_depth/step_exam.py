@@ -1,4 +1,4 @@
-"""A task's exam after every recurrent step: right answers, logit margins, and where policies halt.
+"""A task's exam after every recurrent step: accuracy, logit margins, and exit policies' steps.
 
     exam ─► one pass to step R ─► accuracy and margin after 1 … R, accuracy and steps of each policy
 
@@ -53,8 +53,8 @@ class StepExam:
     """One stratum.
 
     Attributes:
-        accuracy: Share of right answers after each of R steps.
-        margin: Mean logit of the answer less the strongest other token's, likewise.
+        accuracy: Share of right answers after each of R steps, (R,).
+        margin: Mean logit of the answer less the strongest other token's, (R,).
         halting: Policy → its results; it decides for each question on its own.
     """
 
@@ -77,7 +77,7 @@ def step_exam(
     Args:
         task: The task that the model was trained on.
         steps: R, which may exceed the trained one.
-        policies: Exit policies as `--exit` takes them, within these R.
+        policies: Exit policies as `--exit` takes them, of at most R steps.
 
     Raises:
         UserError: A policy is unknown, or the model does not have it.
@@ -143,11 +143,11 @@ _LEARNED, _REACHED = 0.95, 0.6
 
 @dataclass(frozen=True)
 class Reach:
-    """How far down a task's strata, from easy to hard, a model gets.
+    """A model's progress through a task's strata, from easy to hard.
 
     Attributes:
-        learned: Number of strata that are right at 95 % within the trained steps.
-        reached: Number of strata that are right at 60 % after some number of steps.
+        learned: Number of strata up to the first below 95 % accuracy within the trained steps.
+        reached: Number of strata up to the first below 60 % accuracy at its best step.
         passed: Number of strata up to the last whose exam was passed while training, the paper's
             `learned`; None without a curriculum.
     """
@@ -193,7 +193,7 @@ def passed_in_training(task: Task, loader_state: Mapping[str, Any]) -> int | Non
 
 
 def reach(found: Sequence[StepExam], trained_steps: int, passed: int | None = None) -> Reach:
-    """Count all strata of a task, from easy to hard, up to the first that misses the accuracy."""
+    """Count a task's strata, from easy to hard, before the first that misses the accuracy."""
 
     def count(passes: list[bool]) -> int:
         return next((index for index, passed in enumerate(passes) if not passed), len(passes))
@@ -213,12 +213,12 @@ def analyse_steps(
     exit: tuple[str, ...] = (),
     questions: int = 256,
 ) -> Findings:
-    """Ask the exam after every step: accuracy, logit margin, and where exit policies halt.
+    """Ask the exam after every step: accuracy, logit margin, and the steps of exit policies.
 
-    For runs on a generated task. With strata from easy to hard it also counts how many are learned
-    (95 % within the trained steps) and reached (60 % after any number of steps); their ratio is the
-    generalisation ratio. After a curriculum the last stratum passed in training, the paper's count
-    of those learned, stands beside. Writes evals/steps-step-N.json and plots that `report` shows.
+    For runs on a generated task. With strata from easy to hard it also counts the learned (95 %
+    within the trained steps) and the reached ones (60 % after any number of steps); their ratio is
+    the generalisation ratio. After a curriculum it also gives the number passed in training, which
+    the paper calls learned. Writes evals/steps-step-N.json and plots that `report` shows.
 
     Args:
         run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
@@ -261,7 +261,7 @@ def analyse_steps(
         ),
         "step-margin.png": Figure(
             "Logit margin over recurrent steps",
-            "Logit of the right answer over that of the strongest other token; a margin that falls "
+            "Logit of the right answer minus the strongest other token's; a margin that falls "
             "again is overthinking. The bar is the trained number of steps.",
             partial(_draw_margins, found, trained),
         ),

@@ -241,7 +241,7 @@ def is_new(name: str) -> bool:
 def decoder_config(
     options: RetrofitOptions, shape: ModelSize, max_seq_len: int
 ) -> RetrofitDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     if options.damping < 1:
         raise UserError(f"model.damping={options.damping} must be at least 1")
     if options.injection != "none":

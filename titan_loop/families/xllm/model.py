@@ -135,7 +135,7 @@ def _check(options: XllmOptions, shape: ModelSize) -> None:
 def xllm_config(
     kind: type[DecoderConfig], options: XllmOptions, shape: ModelSize, max_seq_len: int, **own: Any
 ) -> DecoderConfig:
-    """Return the architecture; arguments as of `loop_config`."""
+    """Return the architecture; arguments as in `loop_config`."""
     _check(options, shape)
     norm = {"normalized_shape": shape.dim, "eps": options.norm_eps}
     config = llama_config(

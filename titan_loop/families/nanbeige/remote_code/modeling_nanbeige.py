@@ -149,7 +149,7 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         cache=None,
         **kwargs,
     ):
-        """Return the normed state after the last loop; arguments as of `LlamaModel.forward`."""
+        """Return the normed state after the last loop; arguments as in `LlamaModel.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         visits = self._add_visits()

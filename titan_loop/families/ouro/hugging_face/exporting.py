@@ -19,7 +19,7 @@ and 5.x; names and shapes of the tensors are those of the released Ouro models.
 
 
 def write(export: Export, output: Path) -> None:
-    """Write a folder of the Ouro format; arguments as of `write_model_folder`.
+    """Write a folder of the Ouro format; arguments as in `write_model_folder`.
 
     The format has a gate in any case: a model without one gets a gate that never exits before the
     last step.
