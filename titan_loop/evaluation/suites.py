@@ -38,7 +38,7 @@ CODE_TASKS = frozenset(("humaneval", "humaneval_plus", "mbpp", "mbpp_plus"))
 
 
 class NotAskedError(UserError):
-    """This run cannot be asked a task, though both are sound."""
+    """This run cannot be asked this task, although neither is faulty."""
 
 
 def expand_tasks(asked: list[str], num_fewshot: int | None = None) -> list[SuiteTask]:

@@ -5,7 +5,7 @@
     checkpoint ─► one tensor at a time ─────┴─► quantised, written
 
 For most architectures llama.cpp rotates neighbouring elements of a head, where Llama's checkpoints
-and this project rotate halves: the rows of query and key matrices are put into that order.
+and this project rotate halves: the rows of query and key matrices are put into llama.cpp's order.
 
 Source: the GGUF specification of ggml, and the tensor names of the `gguf` package.
 """
@@ -43,6 +43,7 @@ _TYPES = {
 }
 """ggml's names for the type of a matrix and of a file."""
 _Q8_BLOCK = 32
+_FORMS = ("looped", "unrolled")
 
 
 def neighbours(weight: Tensor, heads: int) -> Tensor:
@@ -51,7 +52,7 @@ def neighbours(weight: Tensor, heads: int) -> Tensor:
 
 
 def write(export: Export, output: Path) -> None:
-    """Write a file, which appears under its name when all of it is there.
+    """Write a file, which appears under its name when it is complete.
 
     Memory is the largest tensor, in the checkpoint's type and in the file's.
     """
@@ -110,7 +111,7 @@ def _write_keys(writer: "GGUFWriter", export: Export, name: str) -> None:
 def _announce_tensors(
     writer: "GGUFWriter", export: Export, kind: Any
 ) -> list[Callable[[], np.ndarray]]:
-    """Add name and shape of every tensor; return what produces each, in the same order."""
+    """Add name and shape of every tensor; return their producers, in the same order."""
     from gguf import GGMLQuantizationType, quants
 
     shape = export.shape
@@ -150,7 +151,7 @@ def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) 
             continue
         if (shape.gguf_architecture == UNROLLED) == unrolled:
             return shape.from_architecture(architecture, **arguments)
-    raise UserError(f"model.family={family}: llama.cpp runs no such {('loop', 'Llama')[unrolled]}")
+    raise UserError(f"model.family={family}: llama.cpp cannot run it {_FORMS[unrolled]}")
 
 
 GGUF = Format(

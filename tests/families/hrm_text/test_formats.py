@@ -82,7 +82,7 @@ def test_exports_that_a_format_cannot_hold_are_one_line(make_run, tmp_path, caps
             capsys, *arguments
         )
     arguments = ("export", make_run().run, "--output", tmp_path / "out", "--to", "gguf-unrolled")
-    assert "model.family=hrm_text: llama.cpp runs no such Llama" in error_of(capsys, *arguments)
+    assert "model.family=hrm_text: llama.cpp cannot run it unrolled" in error_of(capsys, *arguments)
 
 
 def test_a_saved_folder_has_the_released_tensors(make_run, tmp_path):

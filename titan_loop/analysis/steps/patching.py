@@ -1,4 +1,4 @@
-"""Activation patching: which states of a question its answer depends on.
+"""Activation patching: the states of a question that its answer depends on.
 
     question a ─┬─ as it is ─────────────────────────────────────────► margin of a's answer
     question b ─┴─ b's state at one position, after one layer of one step, put into a's pass
@@ -65,7 +65,7 @@ def patching(
         kept[step, layer] = state_BLD
 
     def patched(state: Tensor, visit: Visit) -> Tensor:
-        """Return the states with another question's at a position, another one in each copy."""
+        """Return a copy of the states per position, with another question's state there."""
         other_BLD = kept[visit].roll(-1, dims=0)
         copies_BLLD = state.unflatten(0, (count, length)).clone()
         position = torch.arange(length, device=device)

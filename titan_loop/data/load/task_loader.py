@@ -130,7 +130,7 @@ class TaskLoader(GlobalBatchLoader):
         self._promotions.append(self.windows_consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the base class, with the windows at which a level of the curriculum began."""
+        """As in the base class, with the windows at which a level of the curriculum began."""
         promotions = {"promotions": self._promotions} if self._config.curriculum.enabled else {}
         return super().state_dict() | promotions
 

@@ -90,8 +90,8 @@ class MoEShape(UnrolledShape):
         """Return the shape with every visit a layer.
 
         Raises:
-            UserError: As the base class; an option has another value than the format computes with,
-                or dense layers stand where the format has none.
+            UserError: As in the base class; an option has another value than the format computes
+                with, or a layer is dense where the format has none.
         """
         whole = completed_architecture(architecture)
         wanted = cls.fixed_options if whole["family"] == cls.family else {}

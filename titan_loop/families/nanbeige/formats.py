@@ -1,4 +1,4 @@
-"""Folders for engines: `NanbeigeForCausalLM`, and `LlamaForCausalLM` with every visit a layer.
+"""Folders for engines: `NanbeigeForCausalLM`, and `LlamaForCausalLM` with a layer per visit.
 
 | | holds | read by |
 |---|---|---|
@@ -48,7 +48,7 @@ class _BlockShape(LlamaShape):
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """Return the shape of a checkpoint's model; raises as the base class's."""
+        """As in the base class; raises `UserError` for an exit gate, too."""
         if architecture.get("exit_gate"):
             raise UserError(
                 f"model.exit_gate=True: the {cls.title} format has no place for a gate, and every "
@@ -103,7 +103,7 @@ class NanbeigeShape(_BlockShape):
         }
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """Return the loop, which config.json and GGUF call the same."""
+        """Return the loop's fields, which have the same names in config.json and GGUF."""
         return {
             "num_loops": self.recurrent_steps,
             "skip_loop_final_norm": self.norm_placement == "readout",
@@ -133,10 +133,10 @@ class UnrolledShape(_BlockShape):
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """Return the shape with every visit a layer.
+        """Return the shape with a layer for every visit.
 
         Raises:
-            UserError: As the base class; or a norm stands between two visits.
+            UserError: As in the base class; or a norm stands between two visits.
         """
         shape = super().from_architecture(
             architecture, recurrent_steps=recurrent_steps, max_positions=max_positions

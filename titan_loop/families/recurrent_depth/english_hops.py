@@ -31,7 +31,7 @@ class EnglishHops(PermutationHops):
     """The task in the tokens of `tokenizer`, which is read when the first example is made.
 
     Raises:
-        UserError: As the base class; there are fewer names or relations than asked for.
+        UserError: As in the base class; there are fewer names or relations than asked for.
     """
 
     name: ClassVar[str] = "english_hops"

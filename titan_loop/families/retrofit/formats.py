@@ -5,7 +5,7 @@
 | retrofit | layers once; bridge, mixer, damped steps; no adapters | transformers, by its own code |
 | retrofit-unrolled | every visit a layer of Llama, adapters merged: W + U_s V_s | every engine |
 
-Whatever a format has no place for is refused.
+A model with a part that a format cannot hold is refused.
 """
 
 from collections.abc import Mapping
@@ -30,9 +30,9 @@ class RetrofitShape(LlamaShape):
         prelude_layers: Number of layers before the loop.
         coda_layers: Number of layers after the loop.
         bridge: Whether steps after the first read the prelude's output.
-        mixer: Whether all steps read it, beside the state.
-        start_noise: σ of the noise that the mixer's state starts as in training.
-        damping: Number of steps of one pass.
+        mixer: Whether all steps read the prelude's output, mixed with the state.
+        start_noise: σ of the noise that a mixer's state starts from in training.
+        damping: K, the number of damped steps that make up one undamped pass.
     """
 
     title: ClassVar[str] = "retrofit"
@@ -88,8 +88,8 @@ class RetrofitUnrolledShape(UnrolledShape):
 
     Attributes:
         adapter_rank: Rank of the adapters; 0 for none.
-        adapter_sets: Number of sets of them.
-        adapter_first_step: The first step that has them.
+        adapter_sets: Number of sets of adapters.
+        adapter_first_step: The first step with adapters.
     """
 
     family: ClassVar[str] = "retrofit"
