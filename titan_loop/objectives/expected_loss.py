@@ -66,7 +66,7 @@ def expected_loss(
         L = 1/N Σ_i [ Σ_r p_r CE_r − β H(p) ]                   uniform prior (no geometric_eta)
         L = 1/N Σ_i [ Σ_r p_r CE_r + β (KL(p ‖ π) − log R) ]    geometric prior
 
-    over the valid tokens i. With π uniform both are equal, so losses of different priors compare.
+    over the valid tokens i. With π uniform both are equal, so losses under both priors compare.
 
     | symbol | code |
     |---|---|
