@@ -64,7 +64,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """When to save, how, and which checkpoints to keep.
+        """Interval and manner of saves, and the checkpoints to keep.
 
         Attributes:
             folder: Always this one: parents, reports and SLURM jobs look for checkpoints there.

@@ -37,8 +37,8 @@ class LoopOptions(ModelOptions):
     """Largest distance that relative positions tell from larger ones."""
 
     injection: InjectionKind = "none"
-    """How every recurrent step reads the embedding again: not at all, as in Ouro; additive; or
-    diagonal, a learned contraction."""
+    """Input of the embedding to every recurrent step: none, as in Ouro; additive; or diagonal, a
+    learned contraction."""
 
     prelude_layers: int = 0
     """The first of the layers, which run once, before the loop."""

@@ -142,7 +142,7 @@ class ExpectedExitLoss(StreamedLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield values that define no loss, after the refusals of `StreamedLoss`."""
+            """Refuse values that define no loss, after the refusals of `StreamedLoss`."""
             yield from StreamedLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )

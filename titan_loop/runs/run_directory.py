@@ -155,7 +155,7 @@ class RunDirectory:
 
     @property
     def working_directory(self) -> Path | None:
-        """Where the last start was given relative paths; None if it did not record that."""
+        """Folder that the last start's relative paths refer to; None if it was not recorded."""
         if not self.run_json.exists():
             return None
         run = self.read_run()

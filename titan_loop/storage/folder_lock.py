@@ -33,7 +33,7 @@ _FLOCK = "hhqqi"  # Linux' struct flock: type, whence, start, length, process
 
 
 class LostFolder(NamedTuple):
-    """How the holder of a lock lost its folder, and where that is now; None if it is gone."""
+    """The way in which a lock's holder lost its folder, and its new place; None if it is gone."""
 
     problem: str
     folder: Path | None

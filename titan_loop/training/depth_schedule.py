@@ -72,7 +72,7 @@ class RecurrenceConfig:
         return self.backward_steps if growth is None else round(growth.largest)
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield step counts below 1 and limits that exclude each other."""
+        """Refuse step counts below 1 and limits that exclude each other."""
         reached, growth, sigma = self.backward_steps, self.backward_growth, self.lognormal_sigma
         if self.steps.smallest < 1:
             problem = "falls below 1; use at least 1 recurrent step"

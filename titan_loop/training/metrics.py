@@ -61,7 +61,7 @@ class LoopMetricsProcessor(MetricsProcessor):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """Where metrics go besides `metrics.jsonl`, and how often."""
+        """Destinations of metrics besides `metrics.jsonl`, and their interval."""
 
         device_peak_flops: float | None = None
         """Peak FLOP/s of one device in the precision that layers compute in; None takes the known

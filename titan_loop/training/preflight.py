@@ -48,7 +48,7 @@ _AT_LEAST_ONE = (
 def refusals(
     config: RunConfig, world_size: int, saved: Mapping[str, Any] | None = None
 ) -> Iterator[Refusal]:
-    """Yield why `world_size` ranks on this machine cannot train `config`.
+    """Yield the reasons why `world_size` ranks on this machine cannot train `config`.
 
     `saved` is from `saved_architecture`; None reads it.
     """
@@ -80,7 +80,7 @@ def refusals(
 
 
 def value_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield values out of range, which upstream accepts and fails on in the middle of a run."""
+    """Refuse values out of range, which upstream accepts and fails on in the middle of a run."""
 
     def refuse(field: str, problem: str, fix: str = "") -> Refusal:
         return Refusal.of(field, attrgetter(field)(config), problem, fix)
@@ -179,7 +179,7 @@ def device_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def data_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield why the data cannot be opened, does not fit the model, or is too short."""
+    """Refuse data that cannot be opened, does not fit the model, or is too short."""
     try:
         vocabulary, loader = config.dataloader.vocabulary(), config.open_data()
     except UserError as error:
@@ -204,7 +204,7 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
-    """Yield needs of loss, model and data that the others do not meet."""
+    """Yield a refusal for each need of loss, model or data that the others do not meet."""
     declared = config.dataloader.columns()
     for reader, wanted in (("loss", config.loss.columns), ("model", model.columns)):
         there = {column.name for column in declared if column.reader in (reader, "both")}
@@ -254,7 +254,7 @@ def remarks(config: RunConfig) -> Iterator[str]:
 
 
 def _untrained_embedding(config: RunConfig) -> str:
-    """Return why no step trains the embedding; empty if one does."""
+    """Return the reason why no step trains the embedding; empty if one does."""
     reached = config.recurrence.most_backward_steps
     fewest = fewest_recurrent_steps(config.recurrence)
     # A tied embedding trains as the head.

@@ -34,7 +34,7 @@ class WeightAverageConfig:
     """Global tokens after which averaging starts; until then the average is the weights."""
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield values out of range."""
+        """Refuse values out of range."""
         usual = "0.999 is usual, 0 keeps no average"
         yield from Refusal.unless(
             "ema",

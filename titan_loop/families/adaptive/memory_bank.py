@@ -55,7 +55,7 @@ class MemoryBank(Module):
 
 
 class BankReader(Module):
-    """How one layer reads a bank: the norm of its queries, and W."""
+    """One layer's way to read a bank: the norm of its queries, and W."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

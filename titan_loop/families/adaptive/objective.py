@@ -53,7 +53,7 @@ class PonderCostLoss(ExpectedExitLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield a weight out of range, after the refusals of the base class."""
+            """Refuse a weight out of range, after the refusals of the base class."""
             yield from ExpectedExitLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )

@@ -35,7 +35,7 @@ from titan_loop.models.recurrence import Carry
 
 @dataclass(kw_only=True, slots=True)
 class PonderOptions(DecodingOptions):
-    """Which PonderLM to train."""
+    """Options of PonderLM."""
 
     family: FamilyName = field(default="ponder", init=False)
 

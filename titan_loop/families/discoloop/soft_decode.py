@@ -41,7 +41,7 @@ NormalisedOver: TypeAlias = Literal["vocabulary", "top_k"]
 
 @dataclass(frozen=True)
 class Decoding:
-    """How Φ turns logits into a distribution.
+    """Settings with which Φ turns logits into a distribution.
 
     Attributes:
         temperature: τ > 0.

@@ -35,7 +35,7 @@ SIZES = {
 
 @dataclass(kw_only=True, slots=True)
 class HrmTextOptions(ModelOptions):
-    """Which HRM-Text to train; `recurrent_steps` are its high cycles, `n_layers` of both stacks."""
+    """Options of HRM-Text: `recurrent_steps` are its high cycles, `n_layers` is of both stacks."""
 
     family: FamilyName = field(default="hrm_text", init=False)
 

@@ -93,8 +93,8 @@ class LatentOptions(LoopOptions):
     family: FamilyName = field(default="latent", init=False)
 
     state: State = "discrete"
-    """What a step starts from: discrete, the factors that the step before says; continuous, its
-    hidden state."""
+    """Start of a step: discrete, the factors that the previous step predicts; continuous, the
+    previous step's hidden state."""
 
     factors: tuple[int, int, int] | None = None
     """Number of syntax symbols, variables and operations; None takes those of the data."""
@@ -121,7 +121,7 @@ class LatentOptions(LoopOptions):
     """There is none: the number of steps follows from the graph."""
 
     positions: PositionKind = "deberta"
-    """What positions do: deberta adds to the scores by distance, of queries and of keys; or one of
+    """Use of positions: deberta adds to the scores by distance, of queries and of keys; or one of
     Ouro's."""
 
     relative_window: int | None = 64

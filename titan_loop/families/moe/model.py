@@ -70,7 +70,7 @@ class ExpertOptions:
 
 @dataclass(kw_only=True, slots=True)
 class MoEOptions(ExpertOptions, LlamaOptions):
-    """Which mixture of experts to train; every field can be set on the command line."""
+    """Options of mixtures of experts; every field is a flag."""
 
     family: FamilyName = field(default="moe", init=False)
 

@@ -52,7 +52,7 @@ class MoELoss(ExpectedExitLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield weights out of range, after the refusals of the base class."""
+            """Refuse weights out of range, after the refusals of the base class."""
             yield from ExpectedExitLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )

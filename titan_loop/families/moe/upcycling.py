@@ -53,7 +53,7 @@ class MoEUpcycling:
         prelude: Number of layers before the new loop, P.
         coda: Number of layers after it, K.
         recurrent_steps: R of the new loop.
-        routers: Routers of a looped layer, one for each of the first so many steps.
+        routers: Number of routers of a looped layer; step r uses router r, later steps the last.
     """
 
     experts: int | None = None

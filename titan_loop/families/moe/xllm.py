@@ -25,7 +25,7 @@ from titan_loop.models.loop_config import residual_gain, width_ratio
 
 @dataclass(kw_only=True, slots=True)
 class XllmMoEOptions(ExpertOptions, XllmOptions):
-    """Which sparse prelude, core and coda to train; every field can be set on the command line."""
+    """Options of a model with sparse prelude, core and coda; every field is a flag."""
 
     family: FamilyName = field(default="xllm_moe", init=False)
 

@@ -18,7 +18,7 @@ from titan_loop.models.llama import LLAMA_SIZES, LlamaDecoder, LlamaOptions, lla
 
 @dataclass(kw_only=True, slots=True)
 class NanbeigeOptions(LlamaOptions):
-    """Which model of Llama blocks to train; every field can be set on the command line."""
+    """Options of models of Llama blocks; every field is a flag."""
 
     family: FamilyName = field(default="nanbeige", init=False)
 

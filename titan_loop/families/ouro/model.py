@@ -35,7 +35,7 @@ SIZES = {
 
 @dataclass(kw_only=True, slots=True)
 class OuroOptions(LoopOptions):
-    """Which Ouro model to train; every field can be set on the command line."""
+    """Options of Ouro models; every field is a flag."""
 
     family: FamilyName = field(default="ouro", init=False)
 

@@ -163,7 +163,7 @@ class AdaptiveGateLoss(StreamedLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield constants that make no target, and runs in which no gate could learn."""
+            """Refuse constants that make no target, and runs in which no gate could learn."""
             if not 0 < self.slope < math.inf:
                 yield Refusal(
                     "loss.slope", f"loss.slope={self.slope} must be positive", "the paper uses 50"

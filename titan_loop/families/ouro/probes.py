@@ -32,7 +32,7 @@ _BOOTSTRAPS = 200
 
 @dataclass(frozen=True)
 class ProbeScore:
-    """How well a linear probe reads one step's answer off one layer's states.
+    """Score of a linear probe that reads one step's answer off one layer's states.
 
     Attributes:
         state_step: Step of the states, from 1.

@@ -62,7 +62,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ExpectedExitLoss.Config):
-        """How much early steps learn, and from what."""
+        """Weight and source of the early steps' losses."""
 
         schedules: ClassVar[tuple[str, ...]] = ("entropy_weight", "every_step", "state_distance")
 
@@ -83,7 +83,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield shares out of range and options without effect, after the base class's."""
+            """Refuse shares out of range and options without effect, after the base class's."""
             yield from ExpectedExitLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )

@@ -65,7 +65,7 @@ InitialOutputs = Literal["zero", "matrix"]
 
 @dataclass(kw_only=True, slots=True)
 class RecurrentDepthOptions(ModelOptions):
-    """Which recurrent-depth model to train."""
+    """Options of recurrent-depth models."""
 
     family: FamilyName = field(default="recurrent_depth", init=False)
 
@@ -76,7 +76,7 @@ class RecurrentDepthOptions(ModelOptions):
     """Whether embedding and head share one matrix."""
 
     positions: AbsolutePositions = "none"
-    """What positions do: learned adds a vector to the embedding, none leaves order to the causal
+    """Use of positions: learned adds a vector to the embedding, none leaves order to the causal
     mask."""
 
     learned_positions: int | None = None

@@ -30,7 +30,7 @@ _FEWEST_ASKED = 8
 
 
 class Hops(NamedTuple):
-    """Where questions are drawn from: a number of hops, and whether of the trained questions."""
+    """A pool of questions: their number of hops, and whether they are trained ones."""
 
     hops: int
     trained: bool
@@ -70,7 +70,7 @@ class PermutationHops(Task):
     """Questions to train on of each number of hops."""
 
     fact_weight: int = 1
-    """How many times as often as any question of several hops a fact is drawn."""
+    """Frequency of a fact relative to that of any question of several hops."""
 
     graph_seed: int = 0
     """Chooses the permutations and the trained questions."""

@@ -63,7 +63,7 @@ class DistillationLoss(StreamedLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield a share out of range, a gate, and a teacher that cannot be opened."""
+            """Refuse a share out of range, a gate, and a teacher that cannot be opened."""
             yield from StreamedLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )
@@ -79,7 +79,7 @@ class DistillationLoss(StreamedLoss):
                     yield Refusal("loss.teacher", f"loss.teacher={self.teacher}: {error}")
 
         def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
-            """Yield a teacher of another vocabulary."""
+            """Refuse a teacher of another vocabulary."""
             teacher = self._teacher()
             if teacher is not None and teacher.vocab_size != model.vocab_size:
                 yield Refusal.of(

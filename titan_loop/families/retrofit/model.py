@@ -57,7 +57,7 @@ _NO_ADAPTERS = AdapterSets(rank=0, sets=1, first_step=1)
 
 @dataclass(kw_only=True, slots=True)
 class RetrofitOptions(LlamaOptions):
-    """Which retrofitted model to train; `titan-loop retrofit` makes its first checkpoint."""
+    """Options of retrofitted models; `titan-loop retrofit` makes the first checkpoint."""
 
     family: FamilyName = field(default="retrofit", init=False)
 

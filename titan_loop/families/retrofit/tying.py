@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 Tie: TypeAlias = Literal["average", "stepwise"]
-"""How one looped layer is made of the layers that it stands for."""
+"""Rule that makes one looped layer of the layers that it stands for."""
 
 Produced: TypeAlias = tuple[tuple[int, ...], Callable[[torch.dtype], Tensor]]
 """Shape of a new tensor, and a function that makes it in a dtype."""

@@ -45,7 +45,7 @@ DecoderConfig = TypeVar("DecoderConfig", bound=XllmDecoder.Config)
 
 @dataclass(kw_only=True, slots=True)
 class XllmOptions(LlamaOptions):
-    """Which prelude, core and coda to train; every field can be set on the command line."""
+    """Options of a model with prelude, core and coda; every field is a flag."""
 
     family: FamilyName = field(default="xllm", init=False)
 
@@ -60,10 +60,10 @@ class XllmOptions(LlamaOptions):
     """Added to the mean square in every norm."""
 
     residual_scale: ResidualScale = "none"
-    """What n counts in the initial scale of a layer's branches, 1/sqrt(2·n); none is 1."""
+    """Unit that n counts in the initial scale of a layer's branches, 1/sqrt(2·n); none is 1."""
 
     injection: Injection = "diagonal"  # type: ignore[assignment]  other kinds than the generic loop
-    """How every update reads the prelude's output again: none, diagonal, linear or orthogonal."""
+    """Input of the prelude's output to every update: none, diagonal, linear or orthogonal."""
 
     injection_step: float = 1.0
     """Δ of the diagonal and the orthogonal injection before training."""

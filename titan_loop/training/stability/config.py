@@ -59,7 +59,7 @@ class StabilityConfig:
         return next((f"stability.{name}={getattr(self, name)}" for name in changed), "")
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield values out of range."""
+        """Refuse values out of range."""
         least, factor = "must be at least", self.straggler
         beats = 0 <= self.heartbeat_seconds < math.inf
         yield from Refusal.unless(
