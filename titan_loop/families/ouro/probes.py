@@ -1,4 +1,4 @@
-"""Linear probes: which step's answer can be read off which layer's states.
+"""Linear probes that read each step's answer off each layer's states.
 
     layer l of step i ─► linear classifier ─► the answer of step j
 
@@ -64,7 +64,7 @@ def probe(
         answers: Shape (items, R), from `agreement`.
         answer_steps: Steps whose answers are predicted, from 1. One whose answer is almost always
             the same (fewer than five of a second choice) is left out.
-        seed: Chooses folds and resamplings.
+        seed: Seed of folds and resamplings.
 
     Raises:
         UserError: scikit-learn is not installed, or every step answers all items alike.
@@ -129,7 +129,7 @@ def analyse_probes(
 ) -> Findings:
     """Predict each step's answer from the states of every layer and step with linear probes.
 
-    Items are split by question; an interval is the bootstrap's over items. Needs scikit-learn: pip
+    Items are split by question; intervals are bootstrapped over items. Needs scikit-learn: pip
     install 'titan-loop[analyse]'.
 
     Args:
@@ -186,7 +186,7 @@ def _draw(scores: Sequence[ProbeScore], path: Path) -> Path:
         axes.plot(at, [score.auc for score in chosen], color="0.2", marker="o", markersize=3)
         axes.axhline(0.5, color="0.6", linewidth=0.8, linestyle="--")
         axes.axvspan(panels[name] - 1, panels[name], color="tab:orange", alpha=0.12)
-        axes.set_xlabel("recurrent step of the states (orange: that of the answer)")
+        axes.set_xlabel("recurrent step of the states (orange: the answer's step)")
         axes.set_ylim(0.3, 1.02)
 
     title = "Linear probes: area under the ROC curve"

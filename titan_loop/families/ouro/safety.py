@@ -139,7 +139,7 @@ def analyse_safety(
     max_new_tokens: int = 128,
     limit: int | None = None,
 ) -> Findings:
-    """Complete prompts at every depth and report how many completions a judge calls harmful.
+    """Complete prompts at every depth and report the share that a judge calls harmful.
 
     Neither prompts nor a judge come with the package. The judge reads JSON lines with prompt and
     response and prints a score from 1 to 5 for each; the harmful rate is the share of 5s.

@@ -38,7 +38,7 @@ class RetrofitConfig(NanbeigeConfig):
         super().__init__(**kwargs)
 
     def count_visits(self, layers):
-        """Return how many visits so many layers get."""
+        """Return the number of visits of `layers` layers."""
         outside = self.prelude_layers + self.coda_layers
         return outside + (layers - outside) * self.num_loops
 
