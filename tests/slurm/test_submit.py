@@ -163,7 +163,7 @@ def test_a_stage_that_fits_no_gpu_is_refused_and_one_that_hardly_does_is_remarke
 def test_outside_of_a_cluster_verbs_say_so(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert main(["slurm", "run", RECIPE, "--dump-folder", str(tmp_path)]) == 2
-    assert "slurm run is what a batch script calls" in capsys.readouterr().err
+    assert "slurm run is for batch scripts" in capsys.readouterr().err
     for verb in ("status", "cancel"):
         assert main(["slurm", verb, str(tmp_path)]) == 2
         assert f"{tmp_path} has no jobs" in capsys.readouterr().err

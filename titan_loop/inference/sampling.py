@@ -53,7 +53,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     kept = wide.softmax(-1)
     if sampling.top_p < 1.0:
         ordered, index = kept.sort(-1, descending=True)
-        # A token stays while those before it do not yet reach p; the most likely one always does.
+        # A token stays if the tokens before it do not reach p yet; the most likely one always does.
         dropped = ordered.cumsum(-1) - ordered >= sampling.top_p
         kept = kept.masked_fill(dropped.scatter(-1, index, dropped), 0.0)
         kept = kept / kept.sum(-1, keepdim=True)

@@ -98,7 +98,7 @@ class StreamedLoss(ChunkedLossWrapper):
             yield from ()
 
         def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
-            """Yield the reasons why this objective cannot train such a model."""
+            """Yield the reasons why this objective cannot train `model`."""
             yield from ()
 
         def held_weights(self) -> int:

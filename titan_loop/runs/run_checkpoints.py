@@ -37,7 +37,7 @@ def checkpoints_folder(path: Path) -> tuple[Path, KeepPolicy]:
 
 
 def verified(path: Path) -> list[ListedCheckpoint]:
-    """Read every file of a checkpoint, or of all checkpoints of a run."""
+    """List a checkpoint, or all checkpoints of a run, after reading every file."""
     if is_committed(path) or any(path.glob("*.distcp")):
         return [look_at(path, hashes=True)]
     return list_checkpoints(checkpoints_folder(path)[0], hashes=True)

@@ -102,7 +102,7 @@ class FolderLock:
             self._file.close()
 
     def lost(self) -> LostFolder | None:
-        """Return how the folder was lost since it was locked, None if it was not."""
+        """Return the way in which the folder was lost since it was locked; None if it was not."""
         # Deleting the lock's file, or renaming the folder, lets a second process lock the name.
         if self._is_where_it_was():
             return None

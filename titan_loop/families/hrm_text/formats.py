@@ -92,7 +92,7 @@ class HrmTextShape(LlamaShape):
         )
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As in the base class; trained further, gradients reach the last high cycle's passes."""
+        """As in the base class; in further training, gradients reach the last high cycle."""
         inherited = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         del inherited["num_key_value_heads"]
         return inherited | {

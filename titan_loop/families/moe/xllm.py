@@ -2,7 +2,7 @@
 
     h_r = core(inject(h_{r−1}, e)),   block:  x ← x + attention(n1(x)),   x ← x + experts(n2(x))
 
-The loop's equations stand in `titan_loop/families/xllm/decoder.py`, the experts' in
+The loop's equations are in `titan_loop/families/xllm/decoder.py`, the experts' in
 `feed_forward.py`. Models without an injection are of family `moe`.
 
 Source: Huang et al. 2026 ("Towards Looped Models Done Right", Part I), arXiv 2610.06833, and their

@@ -40,8 +40,8 @@ class OuroOptions(LoopOptions):
     family: FamilyName = field(default="ouro", init=False)
 
     readout_rank: int | None = None
-    """Rank of a map of its own that every step has before head and gate; 0 for a scale of each
-    dimension alone, None for what all steps share."""
+    """Rank of a separate map for every step, before head and gate; 0 for a scale per dimension
+    alone, None for no such map."""
 
     early_states: EarlyStates = "trained"
     """Whether losses of steps before the last train the layers (trained), or head, gate and steps'
