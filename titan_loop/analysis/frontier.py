@@ -137,7 +137,7 @@ class WrittenFrontier(NamedTuple):
 
 
 def dense_reports(dense: Path) -> list[TaskReport]:
-    """Return the evaluations of a dense run; raises `UserError` if there are none."""
+    """Return the evaluations of a dense run; raises `UserError` if it has none."""
     reports = TaskReport.all_of(RunDirectory(dense))
     if not reports:
         raise UserError(

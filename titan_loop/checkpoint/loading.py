@@ -150,8 +150,8 @@ def check_keys(
     ]
     if faults:
         raise UserError(
-            f"{checkpoint} does not hold what should be loaded ({'; '.join(faults)}); use the "
-            "config it was saved with, or say what to carry over"
+            f"{checkpoint} does not hold the entries to load ({'; '.join(faults)}); use the "
+            "config it was saved with, or set checkpoint.carry"
         )
     return loaded, sorted(ignored), sorted(kept)
 

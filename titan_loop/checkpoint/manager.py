@@ -103,7 +103,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             """Raise `UserError` for unusable values and for upstream's fields without a use."""
             unsupported = {
                 "create_seed_checkpoint": "ranks draw the same initial weights by themselves",
-                "initial_load_path": "checkpoint.carry.parent names what to start from",
+                "initial_load_path": "checkpoint.carry.parent names the checkpoint to start from",
                 "initial_load_in_hf": "titan-loop convert import makes a checkpoint of it",
                 "exclude_from_loading": "a checkpoint is loaded as a whole",
                 "last_save_model_only": "every checkpoint is full, so that it can be resumed",

@@ -176,7 +176,7 @@ def _parsed(entries: dict[str, Any], path: Path) -> dcp.Metadata:
                 offset + size > whole
                 for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
             ):
-                raise ValueError(f"{key} is larger than what is stored of it")
+                raise ValueError(f"{key} is larger than its stored bytes")
             chunks.append(chunk)
         distinct = len({chunk.offsets for chunk in chunks}) == len(chunks)
         if not distinct or sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):

@@ -48,7 +48,7 @@ FIRST = {
         "compile.enable": "compile the layers",
     },
 }
-"""Flags of `--help` and their texts, by what they are about."""
+"""Flags of `--help` and their texts, by topic."""
 
 WITHOUT_EFFECT = {
     "--parallelism.pipeline-parallel": "a loop over layers cannot be cut into a pipeline",

@@ -43,7 +43,7 @@ VERBS = {
     "convert": "read and write Ouro and Hugging Face folders",
     "checkpoint": "list, verify, compare, name, delete, consolidate, merge, convert checkpoints",
     "slurm": "run a recipe's stages as a chain of SLURM jobs",
-    "status": "show how far the stages and forks of a recipe are, and what is next",
+    "status": "show the progress of a recipe's stages and forks, and the next command",
     "upcycle": "duplicate a checkpoint's layers into the start of a deeper run",
     "plot": "draw a run's losses and exit distribution as PNG files",
     "report": "write one HTML page with everything about a run",

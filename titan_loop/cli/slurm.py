@@ -58,7 +58,7 @@ def submit(
         )
     gpus = int(count)
     if gpus == 0 and ranks_per_node is None:
-        raise UserError("--gpus-per-node=0 does not say how many ranks; add --ranks-per-node")
+        raise UserError("--gpus-per-node=0 leaves the number of ranks open; add --ranks-per-node")
     if not dry_run and shutil.which("sbatch") is None:
         raise UserError(
             "sbatch is not on PATH: submit on a login node of the cluster, or look at the scripts "

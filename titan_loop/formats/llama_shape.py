@@ -337,7 +337,7 @@ def positive(name: str, value: Any) -> float:
 def unsupported(name: str, found: Any, wanted: Any) -> UserError:
     """Return the refusal of a field of `config.json`."""
     return UserError(
-        f"config.json: {name}={found!r:.80} is not what titan_loop computes; only {wanted!r:.80} "
+        f"config.json: {name}={found!r:.80} is not supported by titan_loop; only {wanted!r:.80} "
         "can be imported"
     )
 

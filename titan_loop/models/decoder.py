@@ -187,7 +187,7 @@ class LoopDecoder(Decoder):
         """Run R recurrent steps over whole windows; return their states and exit logits.
 
         Args:
-            positions: (B, L) positions restarting per document; None means one document a window.
+            positions: (B, L) positions restarting per document; None means one per window.
             attention_masks: Mask of the attention backend; None builds it from `positions`.
             recurrent_steps: R; None means `self.recurrent_steps`.
         """

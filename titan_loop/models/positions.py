@@ -3,7 +3,7 @@
 | kind | where it acts | parameters |
 |---|---|---|
 | `RotaryPositions` | rotates queries and keys, by rows that all visits share | none |
-| `LearnedPositions` | is added to the embedding | a row a position |
+| `LearnedPositions` | is added to the embedding | a row per position |
 | `RelativePositions` | adds to scores, by distances that visits share | `SCORES` of every layer |
 | `Positions` | nowhere: order is seen through the causal mask alone | none |
 
@@ -45,7 +45,7 @@ class Positions(Module):
             return {"positions": self.kind, "learned_positions": None, "relative_window": None}
 
         def check_window(self, tokens: int) -> None:
-            """Raise `UserError` if windows of so many tokens exceed a table."""
+            """Raise `UserError` if windows of `tokens` tokens exceed a table."""
 
         def scores(
             self, head_dim: int, n_heads: int, matrix: dict[str, Callable]

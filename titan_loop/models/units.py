@@ -62,7 +62,7 @@ class UnitSize:
         return sum(math.prod(shape) for shape in self._of(trainable))
 
     def shard(self, degree: int, trainable: Trainable = "all") -> int:
-        """Return the elements on each rank: FSDP shards rows and pads to one a rank."""
+        """Return the elements on each rank: FSDP shards rows and pads to one per rank."""
         return sum(
             -(-shape[axis] // degree) * math.prod(shape) // shape[axis]
             for shape in self._of(trainable)

@@ -113,7 +113,7 @@ class Shape:
 
     @classmethod
     def of(cls, parameters: float) -> "Shape":
-        """Return the shape: layers of 12·dim² parameters, about 85 channels a layer."""
+        """Return the shape: layers of 12·dim² parameters, about 85 channels per layer."""
         exact = (parameters * _WIDTH_PER_LAYER / 12) ** (1 / 3)
         dim = max(HEAD_DIM, HEAD_DIM * round(exact / HEAD_DIM))
         return cls(dim, max(1, round(parameters / (12 * dim**2))))

@@ -180,7 +180,7 @@ def read_plan(folder: Path) -> list[PlannedStage]:
     if not path.exists():
         if not folder.is_dir():
             raise UserError(
-                f"{folder} is not a folder{seen_from(folder)}; give that of a run or a recipe"
+                f"{folder} is not a folder{seen_from(folder)}; give the folder of a run or a recipe"
             )
         return []
     fix = "train once more to write it"

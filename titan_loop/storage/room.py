@@ -50,7 +50,7 @@ def wait_for_room(folder: Path, needed_bytes: int) -> None:
 
 
 def missing_bytes(folder: Path, needed_bytes: int) -> int:
-    """Return the number of bytes to free before so many more can be written; 0 if they can."""
+    """Return the bytes to free before `needed_bytes` can be written; 0 if they fit."""
     wanted = needed_bytes + SMALL_FILES_BYTES
     try:  # a quota shows only when something is written
         existing = retried(lambda: _write_nameless(folder, bytes(SMALL_FILES_BYTES)))

@@ -228,7 +228,7 @@ class RunConfig(Trainer.Config):
     ) -> StepPlan:
         """Read the schedules of step `step`, from 1, after `tokens` global tokens.
 
-        `deepest` returns the steps that the deepest of so many next windows needs.
+        `deepest` maps a number of next windows to the steps that the deepest of them needs.
         """
         recurrence = self.recurrence
         windows = global_batch_windows(self.batch, tokens, self.training.seq_len)

@@ -58,7 +58,7 @@ def setting_changes(config: RunConfig) -> list[SettingChange]:
 
 
 def parent_changes(run: ResolvedRun) -> list[SettingChange]:
-    """Return how a new run differs from the parent of its weights."""
+    """Return the differences between a new run and the parent of its weights."""
     carry = run.config.checkpoint.carry
     if not carry.parent:
         return []

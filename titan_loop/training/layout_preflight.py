@@ -88,7 +88,7 @@ def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
 
 
 def run_states(config: RunConfig, model: LoopDecoder.Config, ranks: int) -> StateBytes:
-    """Return the bytes of weights, gradients and moments on one of so many ranks."""
+    """Return the bytes of weights, gradients and moments on one of `ranks` ranks."""
     tensor_parallel = config.parallelism.tensor_parallel_degree
     replicas = config.parallelism.data_parallel_replicate_degree
     return state_bytes(

@@ -291,7 +291,7 @@ class LoopOptimizers(OptimizersContainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore such a state."""
+        """Restore a saved state."""
         super().load_state_dict(state_dict)
         if self._average is not None:
             named = (item for item in state_dict.items() if item[0].startswith(_EMA))

@@ -148,7 +148,7 @@ def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refu
     recurrence, task = config.recurrence, config.dataloader.generated_task()
     needed = None if task is None else task.most_steps
     if recurrence.from_data and not config.dataloader.knows_depth():
-        problem = "needs data that says how many steps its examples need; set it to False, or "
+        problem = "needs data with a number of steps for every example; set it to False, or "
         yield Refusal.of("recurrence.from_data", True, problem + "choose such a task")
     if recurrence.from_data and needed is not None and (recurrence.max_steps or 0) < needed:
         problem = f"is less than the {needed} steps that the deepest examples need; use {needed}"
@@ -220,7 +220,7 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
     yield from config.loss.model_refusals(model)
     for name, setting in config.loss.aux().items():
         if name not in model.aux:
-            problem = f"{setting} needs the {name} of layers, and those of this "
+            problem = f"{setting} needs layers with {name}, and layers of "
             problem += f"model.family={model.family} have none"
             yield Refusal(setting.partition("=")[0], problem, "leave it out")
     if model.most_steps is None:

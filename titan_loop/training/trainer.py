@@ -172,7 +172,7 @@ class LoopTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
         self.stop_listener.progress()
-        # Before the data is read: the plan says how many windows the step takes.
+        # Before the data is read: the plan sets the number of windows.
         plan = self._plan(self.step)
         for callback in self.callbacks:
             plan = callback.plan(self, plan)

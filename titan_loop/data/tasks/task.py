@@ -93,7 +93,7 @@ class Task(ABC):
     Attributes:
         name: Name in recipes, suites and reports.
         held_out_one_in: One in this many examples, chosen by hash, is set aside for the exam.
-        knows_depth: Whether `depth` says how many recurrent steps a question needs.
+        knows_depth: Whether `depth` returns the recurrent steps that a question needs.
     """
 
     name: ClassVar[str]

@@ -7,7 +7,7 @@
 
 A high cycle is a recurrent step, so R may differ from batch to batch. With
 `recurrence.backward_steps` = k the gradient passes through the last min(R, k − 1) passes of H and
-as many of the last low cycles as are left of k; what ran before is a constant.
+as many of the last low cycles as are left of k; everything before is a constant.
 
 Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released code.
 """
@@ -104,7 +104,7 @@ class HrmDecoder(LoopDecoder):
             return Streams(self.norm(high_BLD), low_BLD)
 
     def _reached(self, step: int | Tensor) -> tuple[int, bool]:
-        """Return how many of a step's last low cycles have a gradient, and whether H has one."""
+        """Return the number of a step's last low cycles with a gradient, and whether H has one."""
         reached, cycles = self.recurrence.backward_steps, self.config.low_cycles
         if reached is None or not isinstance(step, int):
             return cycles, True

@@ -61,7 +61,7 @@ def norm_amplification(matrix: Tensor, vectors_MD: Tensor) -> float:
 def frequency_groups(outputs: Floats) -> dict[str, float]:
     """Return the mean norm of the DFT of outputs (m, …, m, D), by pattern of the frequencies.
 
-    A pattern says which frequencies are 0 and which of the others are equal, in any order. Three
+    A pattern marks frequencies that are 0, and equal ones among the others, in any order. Three
     dimensions have seven: `0 0 0`, `j 0 0`, `j j 0`, `j k 0`, `j j j`, `j j k` and `j k l`.
     """
     modulus, operands = outputs.shape[0], outputs.ndim - 1
@@ -73,7 +73,7 @@ def frequency_groups(outputs: Floats) -> dict[str, float]:
 
 
 def frequency_patterns(operands: int) -> list[str]:
-    """Return the patterns of so many frequencies, those with more that are not 0 later."""
+    """Return the patterns of `operands` frequencies, by increasing number of non-zero ones."""
     names = {_pattern(place) for place in product(range(operands + 1), repeat=operands)}
     return sorted(names, key=lambda name: (-name.count("0"), len(set(name))))
 

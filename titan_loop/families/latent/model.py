@@ -97,7 +97,7 @@ class LatentOptions(LoopOptions):
     previous step's hidden state."""
 
     factors: tuple[int, int, int] | None = None
-    """Number of syntax symbols, variables and operations; None takes those of the data."""
+    """Number of syntax symbols, variables and operations; None takes the data's."""
 
     corruption: float = 0.0
     """Probability, in training, that values are corrupted before a step of a discrete model; the

@@ -109,7 +109,7 @@ class DagArithmetic(Task):
     """Nodes of a training graph, or of the largest."""
 
     fewest_nodes: int | None = None
-    """Training graphs then have from so many nodes to `nodes`, equally often; None for `nodes`."""
+    """Fewest nodes of a training graph (None: `nodes`); sizes up to `nodes` are equally frequent."""
 
     leaves: int = 6
     """Nodes of any graph that are numbers."""

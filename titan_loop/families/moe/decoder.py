@@ -2,7 +2,7 @@
 
     layer:  x ← x + attention(n1(x)),   x ← x + experts(n2(x))
 
-Loads are counted in the forward pass of training, once a visit: what checkpointing computes again
+Loads are counted in the forward pass of training, once per visit: what checkpointing computes again
 is not collected. The bias that balances them moves once an optimiser update, by the loads of all
 its visits, micro-batches and ranks.
 """

@@ -87,7 +87,7 @@ class MoEShape(UnrolledShape):
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """Return the shape with every visit a layer.
+        """Return the shape with a layer for every visit.
 
         Raises:
             UserError: As in the base class; an option has another value than the format computes

@@ -1,4 +1,4 @@
-"""Looped mixtures of experts: which model to train.
+"""Looped mixtures of experts: options and architecture.
 
     h_r = n(block_N(… block_1(h_{r−1}) …)),   n = final norm, or the identity
     block:  x ← x + attention(n1(x)),   x ← x + mixture(n2(x))
@@ -75,12 +75,12 @@ class MoEOptions(ExpertOptions, LlamaOptions):
     family: FamilyName = field(default="moe", init=False)
 
     routers: int = 1
-    """Routers of a looped layer: one for all steps, or one for each of the first so many steps, of
-    which the last serves further ones."""
+    """Number of routers of a looped layer: one for all steps, or one for each of the first steps;
+    the last router serves all further steps."""
 
     attentions: int = 1
-    """Attentions of a looped layer: one for all steps, or one for each of the first so many steps,
-    of which the last serves further ones."""
+    """Number of attentions of a looped layer: one for all steps, or one for each of the first
+    steps; the last attention serves all further steps."""
 
     dense_layers: tuple[int, ...] = ()
     """Layers with a dense feed-forward of width hidden_dim, from 1."""

@@ -26,7 +26,7 @@ from titan_loop.errors import UserError
 
 _WORDS = ("The", "Who", "is", "the", "of", "?", "Answer", ":")
 _MOST_QUESTIONS = 1 << 24
-"""Two tables of 8 bytes a question are kept."""
+"""Two tables of 8 bytes per question are kept."""
 
 
 class PathQuestion(NamedTuple):
@@ -65,7 +65,7 @@ class LayeredQA(Task):
     """Different questions to train on."""
 
     world_seed: int = 0
-    """Chooses who is whose, and which questions are trained."""
+    """Seed of the relations between people, and of the trained questions."""
 
     def __post_init__(self) -> None:
         require_sizes(self, people=1, relations=1, trained_questions=1)

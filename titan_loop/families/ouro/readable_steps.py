@@ -73,8 +73,8 @@ class ReadableStepsLoss(ExpectedExitLoss):
         """Weights of the steps' losses: gate, or even, which leaves the gate to Stage II."""
 
         distillation: float = 0.0
-        """δ in [0, 1], how much of an early step's loss is its distance to the last step's
-        distribution; the rest is its cross entropy."""
+        """δ in [0, 1], the weight of an early step's distance to the last step's distribution; its
+        cross entropy has 1 − δ."""
 
         state_distance: Schedule = field(default_factory=lambda: Schedule.constant(0.0))
         """μ against global tokens, the weight of the squared distance of early states to the last,

@@ -70,7 +70,7 @@ class PermutationHops(Task):
     """Questions to train on of each number of hops."""
 
     fact_weight: int = 1
-    """Frequency of a fact relative to that of any question of several hops."""
+    """Frequency of a fact, relative to any question of several hops."""
 
     graph_seed: int = 0
     """Chooses the permutations and the trained questions."""
@@ -122,7 +122,7 @@ class PermutationHops(Task):
         for row in tails:
             unused = list(range(self.entities))
             row[:] = [unused.pop(int(generator.random() * len(unused))) for _ in range(len(row))]
-        assert (np.sort(tails) == np.arange(self.entities)).all(), "a relation is no permutation"
+        assert (np.sort(tails) == np.arange(self.entities)).all(), "a relation is not a permutation"
         return tails
 
     def level_examples(self, level: int) -> int:
@@ -158,11 +158,11 @@ class PermutationHops(Task):
         return (question.entity, *question.relations)
 
     def is_held_out(self, question: Path) -> bool:
-        """Return whether a question is asked and never trained; facts all are trained."""
+        """Return whether a question is asked and never trained; all facts are trained."""
         return len(question.relations) > 1 and Task.is_held_out(self, question)
 
     def held_out_questions(self, count: int, stratum: Hops, *, seed: int = 0) -> list[Path]:
-        """Return `count` questions of so many hops, none ever trained on unless they are facts."""
+        """Return `count` questions of a stratum: trained ones if it is trained, else held-out."""
         if not stratum.trained:
             return Task.held_out_questions(self, count, stratum, seed=seed)
         generator = random.Random(self.exam_key(seed, stratum))

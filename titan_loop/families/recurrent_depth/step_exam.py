@@ -2,12 +2,12 @@
 
     exam ─► one pass to step R ─► accuracy and margin after 1 … R, accuracy and steps of each policy
 
-With hops or sizes as strata this shows how many steps a question needs, the gain from more steps
+With hops or sizes as strata this shows the steps that a question needs, the gain from more steps
 than were trained, and *overthinking*: a margin that falls again with further steps.
 
 *Learned* has two readings. The paper's is the last number of hops whose exam the curriculum passed
-while training. Ours is an exam at the end of training, read at the best step: it sees what the
-model forgot after a promotion, and what it learned after the last one.
+while training. Ours is an exam at the end of training, read at the best step: it sees
+whether the model forgot after a promotion, and whether it learned after the last one.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 (learnable depth), §6.3 (Figures 5, 8
 and 9) and Appendix F (generalisation ratio).
@@ -158,7 +158,7 @@ class Reach:
 
     @property
     def ratio(self) -> float:
-        """The generalisation ratio; 1 is no extrapolation."""
+        """The generalisation ratio; 1 means no extrapolation."""
         return self.reached / self.learned if self.learned else float("nan")
 
     @property

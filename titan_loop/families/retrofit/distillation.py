@@ -54,7 +54,7 @@ class DistillationLoss(StreamedLoss):
         itself at R = 1."""
 
         share: float = 1.0
-        """α, the weight of the teacher; the rest is that of the labels."""
+        """α, the weight of the teacher; the labels have 1 − α."""
 
         def collect(self, *, exit_gate: bool) -> Collect:
             """Return the last step, or all where the first one is the teacher."""

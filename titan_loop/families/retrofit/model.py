@@ -91,7 +91,7 @@ class RetrofitOptions(LlamaOptions):
 
 
 class RetrofitDecoder(LlamaDecoder):
-    """A looped decoder of Llama's blocks with what a retrofit adds."""
+    """A looped decoder of Llama's blocks with the parts that a retrofit adds."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LlamaDecoder.Config):

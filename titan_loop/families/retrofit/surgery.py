@@ -97,7 +97,7 @@ class Surgery:
         ]
 
     def check_layers(self, n_layers: int) -> None:
-        """Raise `UserError` unless the spans make up a dense model of so many layers."""
+        """Raise `UserError` unless the spans make up a dense model of `n_layers`."""
         passes = self.recurrent_steps if self.mode == "tied" else 1
         total = self.prelude + passes * self.core + self.coda
         if self.mode == "dropped":

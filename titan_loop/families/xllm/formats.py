@@ -110,7 +110,7 @@ class XllmShape(LlamaShape):
 
     @classmethod
     def describes(cls, config: Mapping[str, Any]) -> bool:
-        """As in the base class; the config has a section that says how the model is built."""
+        """As in the base class; the config has a section that describes the model."""
         model = config.get("model")
         return isinstance(model, dict) and "arch" in model and not model.get("num_experts")
 

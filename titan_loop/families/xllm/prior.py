@@ -101,7 +101,7 @@ class DepthPrior:
         return int(torch.multinomial(self.probabilities, 1, generator=generator)) + 1
 
     def learn(self, depth: int, loss: float) -> None:
-        """Take in the mean loss, in nats a token, of a step of so many recurrent steps."""
+        """Take in the mean loss, in nats per token, of a training step at a number of steps."""
         settings, cost = self.settings, -math.exp(-loss)
         if self.updates >= settings.burn_in:
             scale = 1.0

@@ -18,7 +18,7 @@ class StabilityConfig:
     effect."""
 
     window: int = 64
-    """Steps in the rolling median; judging starts once so many steps were accepted."""
+    """Steps in the rolling median; judging starts once this many steps were accepted."""
 
     threshold: float = 8.0
     """Robust standard deviations above the median at which loss or log gradient norm is a spike."""

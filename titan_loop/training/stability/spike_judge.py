@@ -18,10 +18,10 @@ from titan_loop.training.stability.outliers import RollingMedian
 from titan_loop.training.stability.states import OUTSIDE, gradient_norm, root_mean_square
 
 LOSS_FLOOR_NATS = 0.02
-"""Smallest spread of the loss: at a threshold of 8, a rise by 0.16 nats is no spike."""
+"""Smallest spread of the loss: at a threshold of 8, a rise by 0.16 nats is not a spike."""
 
 LOG_NORM_FLOOR = 0.05
-"""Smallest spread of the log gradient norm: at a threshold of 8, a factor of 1.5 is no spike."""
+"""Smallest spread of the log gradient norm: at a threshold of 8, a factor of 1.5 is not one."""
 
 LOG_STATE_FLOOR = 0.02
 """Smallest usual distance of a state's log norm from its mean."""

@@ -204,14 +204,14 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         return hidden
 
     def _add_visits(self) -> int:
-        """Have a module a visit, and return their number, which may change with R."""
+        """Have one module per visit, and return their number, which may change with R."""
         visits = self.config.num_hidden_layers
         missing = range(len(self.visits), visits)
         self.visits.extend(NanbeigeVisit(self.config, index) for index in missing)
         return visits
 
     def _grow(self, cache, visits: int) -> None:
-        """Give a cache that was made for the layers one slot a visit."""
+        """Give a cache that was made for the layers one slot per visit."""
         layers = cache.layers
         if getattr(cache, "layer_class_to_replicate", None) is None and layers:
             layers.extend(copy.deepcopy(layers[0]) for _ in range(len(layers), visits))

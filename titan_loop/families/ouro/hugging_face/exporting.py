@@ -13,7 +13,7 @@ no token in the batch needs are not computed, and caching stays exact. For anoth
 recurrent steps: `from_pretrained(..., total_ut_steps=n)`.
 
 `configuration_ouro.py` and `modeling_ouro.py` are titan_loop's own, tested with transformers 4.57.6
-and 5.x; names and shapes of the tensors are those of the released Ouro models.
+and 5.x; names and shapes of the tensors are the released Ouro models'.
 
 """
 

@@ -19,7 +19,7 @@ _NEVER_EXITS = -30.0
 
 @dataclass(frozen=True, kw_only=True)
 class OuroShape(LlamaShape):
-    """The released format: four norms a layer, a norm and a gate after every step.
+    """The released format: four norms per layer, a norm and a gate after every step.
 
     Attributes:
         exit_gate: Whether the model was trained with the gate, which the format always has.

@@ -89,7 +89,7 @@ class Keys:
         self._seen, self._total = seen, total
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens were there before."""
+        """Return the number of tokens seen before."""
         return self._seen
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -97,7 +97,7 @@ class Keys:
         return self._seen
 
     def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
-        """Return how many keys there are, and the first one's place."""
+        """Return the number of keys, and the first one's place."""
         return self._total, 0
 
 
@@ -360,11 +360,11 @@ class OuroModel(OuroPreTrainedModel):
             use_cache: Whether to start a cache; None takes the config's, and none in training.
             exit_at_step: Read every token out after this step, counted from 0.
             exit_threshold: In [0, 1]; None takes the config's. 1.0 reads the last step.
-            logits_to_keep: Only the last so many tokens are read out; 0 for all.
+            logits_to_keep: Number of last tokens to read out; 0 for all.
             output_hidden_states: Whether to return the state after each step.
             return_dict: False returns a tuple.
             position_ids: (B, L); None counts the tokens of the mask.
-            cache_position: Not needed: the cache knows how many tokens it has seen.
+            cache_position: Not needed: the cache counts the tokens that it has seen.
             cache: `past_key_values` as transformers calls it from 5.24 on.
             **settings: For the attention function.
         """
@@ -414,12 +414,12 @@ class OuroModel(OuroPreTrainedModel):
         return output.to_tuple() if return_dict is False else output
 
     def _add_visits(self) -> None:
-        """Have a module a visit, also where `config.total_ut_steps` was raised after loading."""
+        """Have one module per visit, even if `config.total_ut_steps` was raised after loading."""
         wanted = range(len(self.visits), self.config.total_ut_steps * len(self.layers))
         self.visits.extend(OuroVisit(self.config, index) for index in wanted)
 
     def _steps(self, exit_at_step: int | None) -> int:
-        """Return how many steps to run at most."""
+        """Return the largest number of steps to run."""
         total = self.config.total_ut_steps
         if exit_at_step is None:
             return total
@@ -443,7 +443,7 @@ class OuroModel(OuroPreTrainedModel):
         return None if threshold == 1.0 else threshold
 
     def _open_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """Return the cache to use, with one slot a visit."""
+        """Return the cache to use, with one slot per visit."""
         if cache is None:
             wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
             cache = OuroCache() if wanted else None
