@@ -38,7 +38,7 @@ def test_the_report_has_every_section(capsys, tmp_path):
 def test_a_slow_start_is_blamed_on_disk_or_processor(wall, processor, fix):
     finding = start_finding(wall, processor, 3e8)
     assert "300 MB read" in finding.text
-    assert f"{wall - processor:.1f} of disk" in finding.text
+    assert f"{wall - processor:.1f} on disk" in finding.text
     assert finding.fix is None if fix is None else finding.fix.startswith(fix)
     assert not finding.blocks_training
     assert "MB" not in start_finding(wall, processor, math.nan).text

@@ -109,7 +109,7 @@ class DagArithmetic(Task):
     """Nodes of a training graph, or of the largest."""
 
     fewest_nodes: int | None = None
-    """Fewest nodes of a training graph (None: `nodes`); sizes up to `nodes` are equally frequent."""
+    """Fewest nodes of a training graph (None: `nodes`); sizes up to `nodes` are equally likely."""
 
     leaves: int = 6
     """Nodes of any graph that are numbers."""

@@ -1,4 +1,4 @@
-"""Agreement of recurrent steps: the share of items on which two of them give the same answer.
+"""Agreement of recurrent steps: the number of items on which two of them give the same answer.
 
     A[i, j] = number of items on which steps i and j give the same answer
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def agreement(nats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return every step's answers, and the share on which two steps agree.
+    """Return every step's answers, and the number of items on which two steps agree.
 
     Args:
         nats: Shape (items, steps, choices).

@@ -169,7 +169,7 @@ class PermutationHops(Task):
         return [self.draw(generator, stratum) for _ in range(count)]
 
     def encode(self, question: Path) -> Example:
-        """Return the entity and the relations; the answer is where they lead."""
+        """Return the entity and the relations; the answer is the entity they lead to."""
         reached = self.reached(question)
         relations = [self.entities + relation for relation in question.relations]
         return Example.of_sequence([question.entity, *relations], [reached[-1]])
@@ -210,7 +210,7 @@ class PaddedHops(PermutationHops):
         return super().longest_example + 1
 
     def encode(self, question: Path) -> Example:
-        """Return entity, relations and padding; the answer is where they lead."""
+        """Return entity, relations and padding; the answer is the entity they lead to."""
         *prompt, answer = super().encode(question).tokens.tolist()
         return Example.of_sequence([*prompt, self.vocab_size - 1], [answer])
 

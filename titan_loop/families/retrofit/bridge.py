@@ -39,7 +39,7 @@ class Bridge(Module):
         norm: FinalNorm.Config
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """Place norm and projection where the states are, each rank with all of both."""
+            """Place norm and projection where the states are, both whole on every rank."""
             self.norm.sharding_config = norm_config(enable_sp=enable_sp)
             self.sharding_config = mixed_states("hidden_BLD", "prelude_BLD", enable_sp=enable_sp)
 
@@ -70,7 +70,7 @@ class Mixer(Module):
         dim: int
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """Place the map where the states are, each rank with all of it."""
+            """Place the map where the states are, whole on every rank."""
             self.sharding_config = mixed_states("hidden_BLD", "prelude_BLD", enable_sp=enable_sp)
 
     def __init__(self, config: Config) -> None:
@@ -115,5 +115,5 @@ def read_one(weight: Tensor, *, prelude: bool) -> None:
 
 
 def mixer_config(width: int, *, noise: bool) -> Mixer.Config:
-    """Return a mixer of a width that reads the prelude in the first step, as state or as it is."""
+    """Return a mixer whose first step passes the prelude on, even if the state is noise."""
     return Mixer.Config(dim=width, param_init={"weight": partial(read_one, prelude=noise)})

@@ -36,9 +36,9 @@ class StabilityConfig:
     rank's weights."""
 
     straggler: float = 0.0
-    """Name a rank, in the log and in `titan-loop status`, whose products or waits for data take
-    this many times as long as the others', such as 1.5; 0 gathers no times. Measured on logging
-    steps."""
+    """Ratio to the others' time of matrix products, or of waits for data, above which a rank is
+    named in the log and in `titan-loop status`, such as 1.5; 0 gathers no times. Measured on
+    logging steps."""
 
     heartbeat_seconds: float = 0.0
     """Seconds between two writings of each rank's RUN/heartbeats/rank-N.json, from which the
