@@ -179,7 +179,7 @@ def test_a_site_file(tmp_path, capsys):
     assert found == Site(container=("apptainer", "exec", "my image.sif"), network_interface="ib0")
     site.write_text("export TITAN_LOOP_CONTAINR=x\n")
     flags = (*FLAGS, "--dry-run", "--site", str(site))
-    assert "TITAN_LOOP_CONTAINR, which nobody reads; nearest" in refused(capsys, RECIPE, *flags)
+    assert "TITAN_LOOP_CONTAINR, which is not a setting; nearest" in refused(capsys, RECIPE, *flags)
     site.write_text("echo no such module >&2; false\n")
     assert "fails (no such module); fix it" in refused(capsys, RECIPE, *flags)
     site.write_text("export TITAN_LOOP_SRUN_FLAGS='\"half'\n")

@@ -8,7 +8,7 @@ Blocks are Llama's: a layer of width d has 4·d² parameters of attention and 8�
 which every expert has again. The first two and the last two layers are not looped. The embedding is
 tied and counts in memory alone.
 
-Sources: Hoffmann et al. 2022, arXiv 2203.15556 (6 FLOPs a parameter and token). Sardana et al. 2023,
+Sources: Hoffmann et al. 2022, arXiv 2203.15556 (6 FLOPs per parameter, token). Sardana et al. 2023,
 arXiv 2401.00448 (tokens served). Chen et al. 2026, arXiv 2609.40316, Appendix C (joint optimum).
 """  # noqa: E501  (the equation's line)
 
@@ -39,7 +39,7 @@ class Budget:
         memory_bytes: Bytes of weights and cache; None for no limit.
         tokens: Training tokens; None lets the budget decide.
         inference_tokens: Tokens served over the model's life.
-        context_tokens: Tokens in the cache of keys and values, two bytes a number.
+        context_tokens: Tokens in the cache of keys and values, two bytes per number.
         vocabulary: Rows of the embedding.
     """
 
@@ -71,7 +71,7 @@ class Budget:
             if value and value >= self.flops:
                 raise UserError(
                     f"--{name} {value:g} is not below --budget {self.flops:g}: the budget is in "
-                    "FLOPs, which are at least six a token and parameter"
+                    "FLOPs, which are at least six per token and parameter"
                 )
 
 
@@ -100,7 +100,7 @@ class Choice:
 
     @property
     def visited(self) -> float:
-        """Parameters that a token visits, counted once a visit."""
+        """Parameters that a token visits, counted once per visit."""
         return self.parameters + (self.steps - 1) * self.looped
 
 
@@ -212,7 +212,7 @@ def budget_lines(law: NamedLaw, budget: Budget, found: Sequence[Choice]) -> list
         f"source: {law.source}",
         f"{len(found)} models fit {budget.flops:.3g} FLOPs"
         + (f" and {budget.memory_bytes / 1e9:g} GB" if budget.memory_bytes else "")
-        + f" at {budget.weight_bits:g} bits a weight; the best:",
+        + f" at {budget.weight_bits:g} bits per weight; the best:",
         *columns(rows),
     ]
     outside = {each for choice in found[:_SHOWN] for each in choice.extrapolated}

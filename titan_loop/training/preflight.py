@@ -72,7 +72,7 @@ def refusals(
     yield from model_refusals(config, model)
     unfit = list(layout_refusals(config, model, world_size))
     yield from unfit
-    if not unfit:  # else the ranks are split in no way that batch or memory could be judged by
+    if not unfit:  # batch and memory can be judged only on a layout that fits
         yield from batch_refusals(config, world_size)
         if compat.device_type() == "cpu":  # a GPU is not touched yet; `plan` knows its memory
             host = compat.CpuDevice.get_device_properties().total_memory
@@ -112,7 +112,7 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def setting_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
-    """Yield settings that contradict each other, with any data and any number of ranks.
+    """Refuse settings that contradict each other, with any data and any number of ranks.
 
     `starts_trained` says whether the run starts from trained weights.
     """
@@ -144,7 +144,7 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Ref
 
 
 def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
-    """Yield numbers of steps that do not suit the data, or leave a part of the model untrained."""
+    """Refuse numbers of steps that do not suit the data, or leave a part of the model untrained."""
     recurrence, task = config.recurrence, config.dataloader.generated_task()
     needed = None if task is None else task.most_steps
     if recurrence.from_data and not config.dataloader.knows_depth():
@@ -167,7 +167,7 @@ def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refu
 
 
 def device_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield settings that need a GPU, if this machine has none."""
+    """Refuse settings that need a GPU, if this machine has none."""
     if compat.device_type() != "cpu":
         return
     if config.profiler.enable_memory_snapshot:

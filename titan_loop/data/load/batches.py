@@ -1,4 +1,4 @@
-"""The base of every loader: global batches of numbered windows, and a position that proves them.
+"""The base of every loader: global batches of numbered windows, and a position with their hash.
 
 Which window has number k is a pure function, so a global batch holds the same windows for every
 split into ranks, local batches and accumulation steps. The state is the number of windows consumed,
@@ -348,7 +348,7 @@ class GlobalBatchLoader(BaseDataLoader):
             warn_together(
                 logger,
                 f"continuing at window {self.windows_consumed} in other data, as "
-                f"dataloader.accept_change says: {'; '.join(changes)}",
+                f"dataloader.accept_change allows: {'; '.join(changes)}",
             )
             record = {"window": self.windows_consumed, "changes": changes}
             self.accepted.append(record | self._continue_from(state_dict))

@@ -4,7 +4,7 @@ Initial weights are the released code's: matrices truncated normal with standard
 1/√(inputs), the embedding with 1/s where it is scaled by s = √D, l_0 with 1.
 
 Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released code, whose sizes B, L, XL,
-XXL and XXL_wide are those below with a vocabulary of 65,536; `1b` is XL, the released model.
+XXL and XXL_wide are listed below, with a vocabulary of 65,536; `1b` is XL, the released model.
 """
 
 from collections.abc import Callable

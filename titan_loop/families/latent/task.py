@@ -4,7 +4,7 @@
 
 A leaf is a number; every other node combines earlier nodes, from left to right, mod m. The value of
 every node is asked. A leaf has depth 1, another node one more than its deepest parent: a model that
-works out one layer of the graph a step needs as many steps as the deepest node has layers. (The
+works out one layer of the graph per step needs as many steps as the deepest node has layers. (The
 authors' code counts a leaf as depth 0: its depth of 6 is 7 here.)
 
 `DagArithmetic` writes a token as four factors, syntax, variable, operation and value, of which the
@@ -186,12 +186,12 @@ class DagArithmetic(Task):
         return self.positions(self.nodes)
 
     def positions(self, nodes: int) -> int:
-        """Return the positions of the longest graph of so many nodes."""
+        """Return the positions of the longest graph of `nodes` nodes."""
         return 4 * self.leaves + (nodes - self.leaves) * (2 * self.most_parents + 2)
 
     @property
     def most_steps(self) -> int:
-        """Largest depth of a training graph: a chain of all nodes that are no leaves, or less."""
+        """Largest depth of a training graph: a chain of all nodes that are not leaves, or less."""
         chain = self.nodes - self.leaves + 1
         return chain if self.most_depth is None else min(self.most_depth, chain)
 
@@ -207,10 +207,10 @@ class DagArithmetic(Task):
         return Size(nodes, self.most_depth)
 
     def draw(self, generator: random.Random, stratum: Size) -> Graph:
-        """Draw names, then leaves and nodes in order, each from those before it."""
+        """Draw names, then leaves and nodes in order, each from earlier nodes."""
         names = _sample(generator, range(self.names), stratum.nodes)
         graph: list[Node] = []
-        shallow: list[int] = []  # those that may have children
+        shallow: list[int] = []  # nodes that may have children
         for index, name in enumerate(names):
             if index < self.leaves:
                 node = Node(name, (), (), int(generator.random() * self.modulus), 1)
@@ -269,7 +269,7 @@ class DagArithmetic(Task):
 
 @dataclass(frozen=True, slots=True)
 class DagChainOfThought(DagArithmetic):
-    """The same graphs as plain text; the answer solves one node after another, and is all of it.
+    """The same graphs as plain text; the answer is the whole solution, one node after another.
 
     Written as `x5 = 4 ,` (values), `x5 = x3 + x0 = 4 ,` (bare_equations, the authors' `eq-val`) or
     `x5 = x3 + x0 = 1 + 3 = 4 ,` (equations), in the order of the graph.
@@ -304,7 +304,7 @@ class DagChainOfThought(DagArithmetic):
         return self.modulus + self.names + len(self.operations)
 
     def positions(self, nodes: int) -> int:
-        """Return the positions of the longest graph of so many nodes and its solution."""
+        """Return the positions of the longest graph of `nodes` nodes and its solution."""
         question = super(DagChainOfThought, self).positions(nodes)
         if self.thought == "values":
             return question + 4 * nodes

@@ -3,7 +3,7 @@
     layer:  x ← x + attention(n1(x)),   x ← x + experts(n2(x))
 
 Loads are counted in the forward pass of training, once per visit: what checkpointing computes again
-is not collected. The bias that balances them moves once an optimiser update, by the loads of all
+is not collected. The bias that balances them moves once per optimiser update, by the loads of all
 its visits, micro-batches and ranks.
 """
 
@@ -344,7 +344,7 @@ class MoEDecoder(LlamaDecoder):
         return parts
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
-        """Return how an optimiser treats a parameter: each expert's matrices are hidden ones."""
+        """Return a parameter's treatment by optimisers: experts' matrices are hidden ones."""
         group = super().parameter_group(name, parameter)
         if ".inner_experts." in name:
             ratio = self.config.width_ratio
@@ -352,7 +352,7 @@ class MoEDecoder(LlamaDecoder):
         return replace(group, is_hidden_matrix=False) if ".gate.weight" in name else group
 
     def units(self) -> list[Unit]:
-        """List the units: the experts of a layer are one of their own, after the rest of it."""
+        """List the units: a layer's experts form a unit of their own, after the rest of it."""
         sparse = [self.layers[str(index)] for index in self.config.sparse]
         units: list[Unit] = []
         for unit in super().units():

@@ -1,4 +1,4 @@
-"""Folders of transformers with every visit a layer: R steps are P + R·C + K layers of experts.
+"""Folders of transformers with a layer for every visit: R steps are P + R·C + K layers of experts.
 
 | | `mixtral-unrolled` | `glm4_moe-unrolled` | `ernie4_5_moe-unrolled` |
 |---|---|---|---|
@@ -126,7 +126,7 @@ class MoEShape(UnrolledShape):
         return self.visits[visit] + 1 in self.dense_layers
 
     def part_of(self, visit: int, parts: int) -> int:
-        """Return which of a layer's `parts` a visit uses, from 0; outside the loop there is one."""
+        """Return the index of the part that a visit uses, of `parts`; outside the loop it is 0."""
         looped = max(self.visits) + 1 - self.prelude_layers - self.coda_layers
         if not self.prelude_layers <= visit < self.n_layers - self.coda_layers:
             return 0
@@ -230,7 +230,7 @@ class MoEShape(UnrolledShape):
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralShape(MoEShape):
-    """`MixtralForCausalLM`: softmax, and no more than experts."""
+    """`MixtralForCausalLM`: softmax, and nothing but experts."""
 
     title: ClassVar[str] = "Mixtral"
     model_type: ClassVar[str] = "mixtral"

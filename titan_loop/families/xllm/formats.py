@@ -155,7 +155,7 @@ class XllmShape(LlamaShape):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a loop of Llama's blocks is all that there is."""
+        """Whether the model is a plain loop of Llama's blocks."""
         return self.injection == "none" and self.states == "one" and not self.state_norm
 
     def loop_options(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class XllmShape(LlamaShape):
 
     @property
     def _module(self) -> str:
-        """The module that their three classes call the injection."""
+        """Name of the injection's module in their three classes."""
         if self.untied_steps > 1:
             return "dense_prelude_input_injection_module"
         of_loop = not (self.prelude_layers or self.coda_layers)

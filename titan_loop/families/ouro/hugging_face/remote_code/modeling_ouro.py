@@ -5,7 +5,7 @@
     exit logit_r = gate(h_r) in fp32,   logits_r = lm_head(h_r)
 
 Every token is read out at one recurrent step: the last, `exit_at_step` (counted from 0), or the
-first whose cumulated exit probability reaches `exit_threshold`. Once all tokens that are read out
+first whose cumulative exit probability reaches `exit_threshold`. Once all tokens that are read out
 have exited, the remaining steps are not computed. With a cache this is exact: the inputs of
 skipped steps are kept, and the steps catch up if a later token goes deeper.
 
@@ -199,7 +199,7 @@ class OuroMLP(nn.Module):
 
 
 class OuroGate(nn.Module):
-    """The exit gate; no `nn.Linear`, which engines replace by their own."""
+    """The exit gate; not an `nn.Linear`, which engines replace with their own."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -207,7 +207,7 @@ class OuroGate(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
-        """Return (B, L) exit logits in fp32: in bf16 the cumulated probability rounds to 1."""
+        """Return (B, L) exit logits in fp32: in bf16 the cumulative probability rounds to 1."""
         logit_BL1 = F.linear(hidden_BLD.float(), self.weight.float(), self.bias.float())
         return logit_BL1.squeeze(-1)
 
@@ -265,7 +265,7 @@ class Readout:
 
         CDF(n) = 1 - prod_{j<=n} (1 - sigmoid(exit logit_j)),   read out at the first CDF(n) >= q
 
-    In log space and fp32, as the training code has it.
+    In log space and fp32, as in the training code.
 
     Args:
         embedded_BLD: For shape and device.
@@ -274,8 +274,8 @@ class Readout:
 
     def __init__(self, embedded_BLD: Tensor, threshold: float | None):
         self.threshold = threshold
-        self.hidden_states: list[Tensor] = []  # (B, L, D) a step
-        self.exit_logits: list[Tensor] = []  # (B, L) a step
+        self.hidden_states: list[Tensor] = []  # (B, L, D) per step
+        self.exit_logits: list[Tensor] = []  # (B, L) per step
         self.state_BLD = torch.zeros_like(embedded_BLD)
         self.step_BL = embedded_BLD.new_full(embedded_BLD.shape[:2], -1, dtype=torch.long)
         self._log_survival_BL = self.step_BL.float() * 0
@@ -296,7 +296,7 @@ class Readout:
         self.state_BLD = torch.where(here_BL.unsqueeze(-1), hidden_BLD, self.state_BLD)
 
     def is_complete(self, read_BL: Tensor) -> bool:
-        """Say whether every token that somebody will look at is read out."""
+        """Return whether every token whose readout is needed has been read out."""
         return self.threshold is not None and bool((self.step_BL >= 0)[read_BL].all())
 
 
@@ -470,7 +470,7 @@ class OuroModel(OuroPreTrainedModel):
     def _read_out(
         self, hidden_BLD: Tensor, attention_mask: Tensor | None, logits_to_keep: int
     ) -> Tensor:
-        """Return (B, L) True at tokens whose readout anybody will look at."""
+        """Return (B, L) True at tokens whose readout is needed."""
         batch, length = hidden_BLD.shape[:2]
         read_BL = torch.ones(batch, length, dtype=torch.bool, device=hidden_BLD.device)
         if attention_mask is not None:
