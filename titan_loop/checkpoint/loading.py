@@ -1,6 +1,6 @@
 """Loads a checkpoint of any world size, if it holds exactly the entries that are wanted.
 
-DCP alone ignores saved entries that nobody asked for. Here a `KeyPolicy` names the exceptions, and
+By itself, DCP ignores saved entries that nobody asked for. Here a `KeyPolicy` names the exceptions, and
 every entry that it covers is logged.
 """
 

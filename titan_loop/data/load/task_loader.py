@@ -34,7 +34,7 @@ class TaskLoader(GlobalBatchLoader):
         """The task; the window length and batch sizes come from `training`."""
 
         seed: int = 0
-        """Chooses the examples."""
+        """Seed of the examples."""
 
         # The task's fields are flags themselves: `--dataloader.modulus`.
         task: Annotated[Task, tyro.conf.arg(name="")] = field(default_factory=Mano)

@@ -187,7 +187,7 @@ class LoopMoE(MoE):
 
     @torch.no_grad()
     def balance(self, load_SE: Tensor, rate: Tensor | float) -> None:
-        """Raise b of experts with less than the mean load, and lower it of those with more.
+        """Raise b of experts with less than the mean load, and lower b of experts with more.
 
             b ← b + u (d − mean d),   d = sign(mean load − load)
 

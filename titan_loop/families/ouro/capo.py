@@ -106,7 +106,7 @@ class Capo(Task):
     """Number of employers."""
 
     world_seed: int = 0
-    """Chooses names and attributes."""
+    """Seed of names and attributes."""
 
     def __post_init__(self) -> None:
         require_sizes(self, people=1, **{pool: 1 for pool in _POOLS if pool in self.__dict__})

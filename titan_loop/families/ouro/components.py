@@ -54,7 +54,7 @@ def analyse_components(
     }
     figure = Figure(
         "States of the last token",
-        "After every step, on two principal components common to all; one colour an answer.",
+        "After every step, on two principal components common to all; one colour per answer.",
         partial(_draw, points, kinds, shares),
     )
     return Findings(name="pca", loaded=loaded, record=record, figures={"pca.png": figure})

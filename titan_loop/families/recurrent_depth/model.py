@@ -89,8 +89,8 @@ class RecurrentDepthOptions(ModelOptions):
     """Initial output projections: zero, the identity for any R, or as the other matrices."""
 
     dropout: float = 0.0
-    """Share of what a layer's attention and feed-forward add to the state that is zeroed in
-    training."""
+    """Share of the outputs of attention and feed-forward that is zeroed in training, before they
+    are added to the state."""
 
 
 _CHOICES = {

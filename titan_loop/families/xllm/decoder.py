@@ -192,7 +192,7 @@ class XllmDecoder(LlamaDecoder):
             self.student = config.student.build()
 
     def forward(self, *args: Any, **named: Any) -> LoopOutput:
-        """As in the base class; with a student that trains, its states and those it is taught."""
+        """As in the base class; with a student that trains, its states and its targets."""
         if self.student is None or not (self.training and torch.is_grad_enabled()):
             return super().forward(*args, **named)
         return self._taught(*args, **named)
