@@ -110,10 +110,10 @@ class ResultTable:
     def difference(
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> tuple[Interval, int] | None:
-        """Return a cell less the row `less`'s, over the seeds that both have, and their number.
+        """Return a cell minus the row `less`'s, over the seeds that both have, and their number.
 
         On held-out text the interval covers seeds and documents, otherwise seeds. None where no
-        seed has both, or where they read other documents.
+        seed has both, or where they read different documents.
         """
         cells: list[dict[int, tuple[float, list[str]]]] = []
         for label in (row, self.less):

@@ -1,7 +1,7 @@
 """Loads a checkpoint of any world size, if it holds exactly the entries that are wanted.
 
-By itself, DCP ignores saved entries that nobody asked for. Here a `KeyPolicy` names the exceptions, and
-every entry that it covers is logged.
+By itself, DCP ignores saved entries that nobody asked for. Here a `KeyPolicy` names the exceptions,
+and every entry that it covers is logged.
 """
 
 import logging

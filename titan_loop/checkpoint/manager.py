@@ -67,12 +67,12 @@ class LoopCheckpointManager(BaseCheckpointManager):
         """Interval and manner of saves, and the checkpoints to keep.
 
         Attributes:
-            folder: Always this one: parents, reports and SLURM jobs look for checkpoints there.
-            async_mode: Write in the training thread; or copy, before training goes on or beside the
-                next forward and backward pass (into pinned memory on CUDA), and let a thread write.
+            folder: Fixed: parents, reports and SLURM jobs look for checkpoints there.
+            async_mode: disabled writes in the training thread. Else a thread writes a copy, made
+                before training goes on (async) or beside the next step, pinned (…_pinned_mem).
             keep_every: Keep steps that are multiples of this, besides the latest; 0 for none.
             verify_hashes: Whether loading compares every file's hash; sizes are always compared.
-            save_attempts: Number of attempts to save before training goes on without.
+            save_attempts: Attempts to save before training goes on without this checkpoint.
             remote: Folder in an object store that every checkpoint is copied to, s3://…, gs://… or
                 file://…; a start without a whole local one fetches the newest. Empty for none.
             adopt_remote: Go on with the run whose checkpoints `remote` holds although this run

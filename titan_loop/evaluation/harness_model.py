@@ -65,7 +65,7 @@ class LoopLM(TemplateLM):
     """A checkpoint behind the model interface of lm-evaluation-harness.
 
     Args:
-        checkpoint: A checkpoint's folder, or a run's for its newest whole one.
+        checkpoint: A checkpoint, or a run (its newest whole checkpoint is taken).
         recurrent_steps: R; None takes the trained R.
         exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
         exit: An exit policy as in `titan-loop generate`; None for full depth.

@@ -37,8 +37,8 @@ class LoopOptions(ModelOptions):
     """Largest distance that relative positions tell from larger ones."""
 
     injection: InjectionKind = "none"
-    """Input of the embedding to every recurrent step: none, as in Ouro; additive; or diagonal, a
-    learned contraction."""
+    """Injection of the embedding into every recurrent step: none, as in Ouro; additive; or
+    diagonal, a learned contraction."""
 
     prelude_layers: int = 0
     """The first of the layers, which run once, before the loop."""

@@ -103,7 +103,7 @@ class PositionTable(Embedding):
 
 
 class LearnedPositions(Positions):
-    """A learned vector a position, added to the embedding."""
+    """A learned vector per position, added to the embedding."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Positions.Config):
@@ -164,7 +164,7 @@ class RelativePositions(Positions):
         self.window = config.window
 
     def shared(self, positions_BL: Tensor, key_positions_BS: Tensor) -> Tensor:
-        """Return (B or 1, L, S) distances from 0 to the window; those the mask hides are any."""
+        """Return (B or 1, L, S) distances from 0 to the window; arbitrary where masked."""
         return (positions_BL.unsqueeze(2) - key_positions_BS.unsqueeze(1)).clamp(0, self.window)
 
 
@@ -230,7 +230,7 @@ class BiasScores(DistanceScores):
     """Scores by distance alone: every head has a number for each.
 
     Source: Raffel et al. 2020 (T5), arXiv 1910.10683, §2.1. Deviations: the numbers are parameters
-        of each layer; distances up to the window stand for themselves, not for buckets.
+        of each layer; every distance up to the window has its own number, not buckets.
     """
 
     @dataclass(kw_only=True, slots=True)

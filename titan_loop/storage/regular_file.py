@@ -11,7 +11,7 @@ from titan_loop.errors import UserError
 from titan_loop.storage.transient import ShortReadError, retried
 
 MOST_BYTES = 1 << 26
-"""Size of the largest small file; a manifest of 4,096 ranks has half a megabyte."""
+"""Largest size of a small file; a manifest of 4,096 ranks has half a megabyte."""
 
 _NOT_THE_FILE = (
     errno.EISDIR,
@@ -41,7 +41,7 @@ def open_regular(path: Path, *, fix: str) -> BufferedReader:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        DamagedFileError: It is something else than a file.
+        DamagedFileError: It is not a regular file.
         UserError: It may not be read.
         OSError: The disk fails, which says nothing about the file.
     """

@@ -162,7 +162,7 @@ _EMA = AVERAGE_PREFIX.removeprefix(OPTIMIZER_PREFIX)
 
 
 class LoopOptimizers(OptimizersContainer):
-    """The optimisers of a `LoopDecoder`, which says how each of its parameters is treated."""
+    """The optimisers of a `LoopDecoder`, which sets the treatment of each of its parameters."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):

@@ -82,7 +82,7 @@ def _margins(model: LoopDecoder, batch: HeldOutWindows, at_BW2: Tensor, steps: i
 
 
 def logit_margin(logits: Tensor, token: Tensor) -> Tensor:
-    """Return (…) logits (…, V) of tokens (…) less the strongest other tokens', at least fp32."""
+    """Return the (…) logits of tokens (…) minus the strongest other token's, at least fp32."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     own = wide.gather(-1, token.unsqueeze(-1))
     others = wide.scatter(-1, token.unsqueeze(-1), -torch.inf)

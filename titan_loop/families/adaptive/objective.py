@@ -43,7 +43,7 @@ class PonderCostLoss(ExpectedExitLoss):
         """λ, and the options of the cross entropy."""
 
         ponder_weight: float = 0.0
-        """λ, the price of one iteration less than all; 0 measures them alone."""
+        """λ, the price of all iterations beyond the first; 0 only measures them."""
 
         def aux(self) -> Mapping[str, str]:
             """Return the iterations, if they cost anything."""

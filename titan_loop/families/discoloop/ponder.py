@@ -79,7 +79,7 @@ def decoder_config(
     if options.injection != "none":
         raise UserError(
             f"model.injection={options.injection}: every step of a PonderLM starts from the "
-            "embeddings as it is; leave it at none"
+            "embeddings anyway; leave it at none"
         )
     if not 0 < options.start_factor < math.inf:
         raise UserError(f"model.start_factor={options.start_factor} must be above 0 and finite")

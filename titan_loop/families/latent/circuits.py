@@ -7,10 +7,11 @@
     equations of test graphs at the step that should solve them ─► the part that went wrong
 
 The model is given the values before the step, so that a single step is examined: all values of the
-probe's graph, and the values of a test graph that are worked out by then. A task with fewer parents
-a node has probes with as many operands, and a DFT of as many dimensions.
+probe's graph, and the values of a test graph that are worked out by then. Where a task has fewer
+parents per node, probes have as few operands, and the DFT has as few dimensions.
 
-Source: 003, section 5 and Appendix C (Eq. 11, 12 and the groups of C.4.2; error classes of C.5).
+Source: arXiv 2510.14095, section 5 and Appendix C (Eq. 11, 12 and the groups of C.4.2; error
+classes of C.5).
 Deviations: a head belongs to the name or value that moves it most, if its relative variance is
 above `_MOVED`; amplification includes the gain of the norm before the attention; the reference of a
 copy is the mean over the equations that come out right, not an embedding behind the OV matrix,
@@ -267,7 +268,7 @@ def find_circuits(
         task: Its training task.
         nodes: Number of nodes of the graph, more than operands.
         samples: Number of changed names, and of changed values, per probe.
-        seed: Chooses the graph and the changes.
+        seed: Of the choice of the graph and of the changes.
     """
     (graph,) = task.held_out_questions(1, Size(nodes, None), seed=seed)
     generator = random.Random(seed)

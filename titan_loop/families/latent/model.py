@@ -27,8 +27,8 @@ a continuous state and the loss of the last step (`ExpectedExitLoss`); `LatentSu
 loss of every step.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
-Reasoning" (003), section 4.1, Eq. 2 and 4, Appendix B; corruption as in the authors' code (0.05,
-then 0.5 per value).
+Reasoning" (arXiv 2510.14095), section 4.1, Eq. 2 and 4, Appendix B; corruption as in the authors'
+code (0.05, then 0.5 per value).
 Deviations: layers and norms are Ouro's, theirs pre-norm with biases, ReLU and one table of
 distances for all layers; readouts have no bias; corruption is decided for every graph and step,
 not for a batch. `initial_weights` and `scale_scores_by_terms` choose between Ouro's

@@ -13,9 +13,10 @@ name behind the equals sign. `DagChainOfThought` writes the same graphs as plain
 node by node how they are solved.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
-Reasoning" (003), section 3.1, Appendices A.2 and B.1. Choices that the paper leaves open follow the
-authors' code: training graphs of `nodes` nodes, of which `leaves` are numbers; 1 to `most_parents`
-distinct parents, uniform among earlier nodes below the largest depth; operations and names uniform.
+Reasoning" (arXiv 2510.14095), section 3.1, Appendices A.2 and B.1. Choices that the paper leaves
+open follow the authors' code: training graphs of `nodes` nodes, of which `leaves` are numbers; 1 to
+`most_parents` distinct parents, uniform among earlier nodes below the largest depth; operations and
+names uniform.
 Tests are of any depth. Deviation: graphs are drawn without end, and 1 in 8, chosen by hash, is
 never trained on.
 """

@@ -1,12 +1,12 @@
 """Folders in the layout of xLLM-Loop's released mixtures of experts, in and out.
 
     moe.router.weight                  router
-    moe.experts.weight1, 2, 3          w1, w2, w3 of all experts, below each other
+    moe.experts.weight1, 2, 3          w1, w2, w3 of all experts, stacked as rows
     moe.fc1, fc2, fc3                  shared experts
     moe.norm                           norm before the mixture
 
-A model without an injection, one state and no norm in the loop is one of family `moe`, with every
-export of that family; the others are of `xllm_moe`.
+With one state, and neither an injection nor a norm in the loop, a model is of family `moe`, with
+every export of that family; the others are of `xllm_moe`.
 
 Source: the code of xLLM, `xllm/modules/moe`, and of xLLM-Loop, `xllm/models/transformer.py`.
 """

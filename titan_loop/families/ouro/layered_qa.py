@@ -167,7 +167,7 @@ class LayeredQA(Task):
         return (question.person, *question.relations)
 
     def is_held_out(self, question: PathQuestion) -> bool:
-        """Return whether a question is never trained on; facts all are trained."""
+        """Return whether a question is never trained on; all facts are trained on."""
         if len(question.relations) == 1:
             return False
         number = question.person
@@ -176,7 +176,7 @@ class LayeredQA(Task):
         return bool(self._rank[number] >= self.trained_questions)
 
     def held_out_questions(self, count: int, stratum: str, *, seed: int = 0) -> list[PathQuestion]:
-        """Return `count` questions of a stratum; only its name says whether they were trained."""
+        """Return `count` questions of a stratum; only `held_out` ones are never trained on."""
         generator = random.Random(self.exam_key(seed, stratum))
         return [self.draw(generator, stratum) for _ in range(count)]
 

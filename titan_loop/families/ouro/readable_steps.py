@@ -106,7 +106,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
                 )
 
         def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
-            """Yield tensor parallelism with distances between states."""
+            """Refuse tensor parallelism with distances between states."""
             degree = parallelism.tensor_parallel_degree
             if degree > 1 and self.state_distance.largest:
                 name = "parallelism.tensor_parallel_degree"
@@ -130,7 +130,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         exit_logit_RBL = stack_exit_logits(output.exit_logit_RBL)
         loss, metrics = self._read_out(readout, output.hidden_RBLD, exit_logit_RBL, batch)
-        # Never left out: without a gradient of its own, if of zero, a gate would leave the graph.
+        # Never left out: a gate needs a gradient, if only of zero, to stay in the graph.
         gate_learns = self.every_step if self.weights == "gate" else 0.0
         penalty = exit_penalty(
             exit_logit_RBL, labels_BL, valid_tokens=valid_tokens, geometric_eta=self.geometric_eta

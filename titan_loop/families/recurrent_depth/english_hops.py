@@ -99,5 +99,5 @@ class EnglishHops(PermutationHops):
         return Example.of_sequence(self._ids(self.text(question)), [answer])
 
     def waypoints(self, question: Path) -> Mapping[str, tuple[int, int]]:
-        """Return the answer alone: names between the hops are said nowhere."""
+        """Return the answer alone: names between the hops are never written."""
         return Task.waypoints(self, question)

@@ -4,7 +4,7 @@
     a r1 r2 … rk c          k hops; one in `held_out_one_in` is asked and never trained
 
 Since every relation is a bijection, no suffix of the relations says where the path ends: all hops
-must be followed. A curriculum's first level has facts and two hops, each further one a hop more;
+must be followed. A curriculum's first level has facts and two hops, each later one a hop more;
 the exam of a level is its newest number of hops. The exam also asks more hops than were trained.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 and Appendix B (200 entities, 10
@@ -73,7 +73,7 @@ class PermutationHops(Task):
     """Frequency of a fact, relative to any question of several hops."""
 
     graph_seed: int = 0
-    """Chooses the permutations and the trained questions."""
+    """Seed of the permutations and of the choice of trained questions."""
 
     def __post_init__(self) -> None:
         require_sizes(self, entities=2, relations=1, trained_questions=1, fact_weight=1)
@@ -126,7 +126,7 @@ class PermutationHops(Task):
         return tails
 
     def level_examples(self, level: int) -> int:
-        """Return the number of facts, so often, and trained questions."""
+        """Return `fact_weight` times the number of facts, plus the trained questions."""
         return self._facts + (level + 1) * self.trained_questions
 
     @property
@@ -134,7 +134,7 @@ class PermutationHops(Task):
         return self.fact_weight * self.entities * self.relations
 
     def choose(self, generator: random.Random, level: int) -> Hops:
-        """Choose as if all facts, so often, and questions of the level were drawn uniformly."""
+        """Choose as if uniformly among the level's questions and `fact_weight` copies of a fact."""
         drawn = generator.random() * self.level_examples(level) - self._facts
         return Hops(1 if drawn < 0 else 2 + int(drawn / self.trained_questions), True)
 
@@ -190,7 +190,7 @@ class PermutationHops(Task):
 
 @dataclass(frozen=True)
 class PaddedHops(PermutationHops):
-    """The task as the authors' code reads it: the answer stands behind a token of padding.
+    """The task as the authors' code reads it: the answer follows a token of padding.
 
     Their questions are padded to 50 tokens, of which the last is read. A padding token attends to
     the question alone, and without positions all are equal: one stands for them. Deviation: it also

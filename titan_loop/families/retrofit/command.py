@@ -1,4 +1,4 @@
-"""`titan-loop retrofit MODEL --output RUN …`: a dense model that loops; `--scan`: which layers."""
+"""`titan-loop retrofit MODEL --output RUN …`: a dense model that loops; `--scan`: its cost."""
 
 import logging
 import sys
@@ -36,7 +36,7 @@ def retrofit(
         model: A LlamaForCausalLM folder, a run of Llama's blocks at R = 1, or a checkpoint of one.
         output: New run directory; with --scan a JSON file for the table, if wanted.
         mode: identity adds a bridge that starts at zero; plain adds nothing; damped makes a step a
-            part of a pass; dropped leaves layers before the looped ones out and mixes state and
+            part of a pass; dropped leaves out layers before the looped ones and mixes state and
             prelude; tied makes one looped layer of several.
         prelude: Number of layers before the loop.
         core: Number of looped layers.

@@ -104,7 +104,7 @@ class DistillationLoss(StreamedLoss):
             return None
 
         def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
-            """Yield context parallelism with a teacher of its own, which reads whole windows."""
+            """Refuse context parallelism with a separate teacher, which reads whole windows."""
             degree = parallelism.context_parallel_degree
             if degree > 1 and self.teacher:
                 yield Refusal.of(

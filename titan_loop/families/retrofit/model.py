@@ -12,8 +12,8 @@
 | A [h; e] in place of x | `Mixer` (`bridge.py`), with `model.mixer`; h_0 with `model.start_noise` |
 | adapters of g | `adapters.py`, with `model.adapter_rank` |
 
-With K = 1 and R = 1 this is the dense model that it was made of. With neither bridge nor damping it
-is family `nanbeige`, which `plain` retrofits become.
+With K = 1 and R = 1 this is the dense model that it was made from. With neither bridge nor damping
+it is family `nanbeige`, which `plain` retrofits become.
 
 Sources: Shapiro 2026, arXiv 2608.11233 (bridge); arXiv 2605.23872 (damped steps of a trained
 model).
@@ -68,7 +68,7 @@ class RetrofitOptions(LlamaOptions):
     """Whether every step reads state and prelude's output side by side, through a linear map."""
 
     start_noise: float = 0.0
-    """σ of the noise that the mixer's state starts as; 0 for the prelude's output."""
+    """σ of the noise in which the mixer's state starts; 0 starts at the prelude's output."""
 
     damping: int = 1
     """K, the number of steps that make one pass through the looped layers: each moves the state by

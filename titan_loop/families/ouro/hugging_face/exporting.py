@@ -8,7 +8,7 @@ from titan_loop.formats.model_folder import write_model_folder
 
 _USAGE = """\
 `generate` and `forward` take `exit_at_step=k` (read out after step k, counted from 0) or
-`exit_threshold=q` (read out each token once its cumulated exit probability reaches q). Steps that
+`exit_threshold=q` (read out each token once its cumulative exit probability reaches q). Steps that
 no token in the batch needs are not computed, and caching stays exact. For another number of
 recurrent steps: `from_pretrained(..., total_ut_steps=n)`.
 

@@ -439,7 +439,7 @@ class OuroModel(OuroPreTrainedModel):
         threshold = self.config.early_exit_threshold if exit_threshold is None else exit_threshold
         if not 0.0 <= threshold <= 1.0:
             raise ValueError(f"exit_threshold={threshold} must be in [0, 1]")
-        # 1 means never early, also where the cumulated probability rounds to 1.
+        # 1 means never early, also where the cumulative probability rounds to 1.
         return None if threshold == 1.0 else threshold
 
     def _open_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
