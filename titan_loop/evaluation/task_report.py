@@ -6,7 +6,7 @@
     tasks      name -> reading -> {"metrics": {name: value}, "mean_steps": …}
     settings   name -> windows, documents, shots, context and dtype it was asked with
     failures   name -> reason for having no result
-    skipped    name -> reason for skipping it, of a suite
+    skipped    name of a suite's task -> reason for skipping it
 
 Metrics have the harness' names, such as `acc,none`; the 95 % interval of a metric m is `m_low` to
 `m_high`, its standard error `m_stderr,…`. `answer_bits_per_byte` is the mean over the questions of

@@ -48,7 +48,7 @@ class UpcyclingReport:
     """Change of the loss by upcycling, before any training.
 
     Attributes:
-        recurrent_steps: R, the last one the parent was trained with.
+        recurrent_steps: R, the parent's at the end of its training.
         from_layers: N, the parent's looped layers.
         n_layers: k·N.
     """

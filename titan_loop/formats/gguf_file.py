@@ -64,7 +64,7 @@ def write(export: Export, output: Path) -> None:
     kind = gguf.GGMLQuantizationType[matrix_type]
     for name, width in {"dim": shape.dim, "hidden_dim": shape.hidden_dim}.items():
         if export.dtype == "q8_0" and width % _Q8_BLOCK:
-            problem = f"--dtype=q8_0 needs a model.{name} that {_Q8_BLOCK} divides, not {width}"
+            problem = f"--dtype=q8_0 needs a multiple of {_Q8_BLOCK} as model.{name}, not {width}"
             raise UserError(f"{problem}; use float16")
     assert shape.gguf_architecture is not None
     with staged_file(output) as path:
@@ -155,7 +155,7 @@ def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) 
 
 
 GGUF = Format(
-    summary="file for llama.cpp in which layers stand once and are looped",
+    summary="file for llama.cpp in which layers are stored once and looped",
     shape=partial(_fitting, False),
     write=write,
     dtypes=tuple(_TYPES),

@@ -66,7 +66,7 @@ class ExitDecider:
         return self.policy.fires(evidence) | (step_BL >= self.deepest_step)
 
     def reads(self, steps: Iterable[int]) -> bool:
-        """Return whether policy or head reads the state after any of `steps`; else none exits."""
+        """Return whether policy or head reads a state after one of `steps`; if not, none exits."""
         read = {self.deepest_step, self.policy.early_step}
         return self.policy.reads_states or not read.isdisjoint(steps)
 

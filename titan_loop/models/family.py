@@ -38,7 +38,7 @@ RUNTIME_OPTIONS = frozenset(_RESOLVED | _SAME_RESULT | _TRAINING_ALONE | _INITIA
 
 @dataclass(frozen=True)
 class ModelSize:
-    """One size: width D, unique layers, query and key-value heads, F and its vocabulary."""
+    """One size: width D, unique layers, query and key-value heads, F and vocabulary."""
 
     dim: int
     n_layers: int
@@ -121,8 +121,8 @@ class Family:
     def require(self, use: Use) -> None:
         """Raise `UserError` if models of this family do not support the use."""
         if use not in self.uses:
-            does = ", ".join(sorted(self.uses)) or "nothing but training"
-            raise UserError(f"model.family={self.name} does not have {use}; it has {does}")
+            does = ", ".join(sorted(self.uses)) or "training"
+            raise UserError(f"model.family={self.name} does not support {use}, only {does}")
 
 
 def get_family(name: str) -> Family:

@@ -80,7 +80,7 @@ def written_run(
 ) -> Iterator[RunDirectory]:
     """Yield a new run, to write its checkpoint into; it appears when the block ends well.
 
-    `tokenizer` is copied if the file exists, as it does if no source of the run has it.
+    `tokenizer` is copied if the file exists, as in an imported run.
     """
     with staged_folder(output) as staged:
         new = RunDirectory(staged)

@@ -18,7 +18,7 @@ FOLDER = "heartbeats"
 MOST_LINES = 10
 _FILES = "rank-*.json"
 _PATIENCE = 4
-"""Times between two writings that a rank may be late: a network disk may delay one or two."""
+"""Missing reports that make a rank silent; a network disk may delay one or two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,7 +65,7 @@ class StopListener:
     """Listens for `SIGNALS` inside its context; enter it in the main thread.
 
     All arguments are seconds: `grace` from the first signal to the end of the process, `echo` in
-    which a further signal counts as the first, `leave` from `leave()` to the end of the process.
+    which a further signal counts as the same, `leave` from `leave()` to the end of the process.
     """
 
     def __init__(

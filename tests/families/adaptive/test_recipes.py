@@ -84,10 +84,10 @@ def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
     assert main([*asked, "--exit", "survival:0.5"]) == 0
     capfd.readouterr()
     for words, message in (
-        (["convert", "export", str(run), "--output", f"{run}-hf"], "does not have export"),
+        (["convert", "export", str(run), "--output", f"{run}-hf"], "does not support export"),
         ([*asked, "--exit", "q:0.5"], "model.family=adaptive does not"),
         ([*asked, "--depths", "2"], "loops inside its layers"),
-        (["analyse", "lens", str(run)], "does not have analyse"),
+        (["analyse", "lens", str(run)], "does not support analyse"),
         (["analyse", "survival", str(run), "--thresholds", "0"], "survival:0.0 must be above 0"),
     ):
         code = main(words)

@@ -55,7 +55,7 @@ def intervention(
         after: Step after which the state is changed, below R.
 
     Raises:
-        UserError: There is no such waypoint, or no step behind the intervention.
+        UserError: There is no such waypoint, or no step after the intervention.
     """
     if not 1 <= after < steps:
         raise UserError(f"after={after} must be at least 1 and below the {steps} recurrent steps")

@@ -121,8 +121,8 @@ class LatentOptions(LoopOptions):
     """Must be False: the number of steps follows from the graph."""
 
     positions: PositionKind = "deberta"
-    """Use of positions: deberta adds to the scores by distance, of queries and of keys; or one of
-    Ouro's."""
+    """Kind of positions: deberta adds to the scores by distance, for queries and for keys; or one
+    of Ouro's."""
 
     relative_window: int | None = 64
     """Largest distance that relative positions tell from larger ones."""

@@ -190,7 +190,7 @@ def _write_llama(export: Export, output: Path) -> None:
 
 
 NANBEIGE_FOLDER = Format(
-    summary="folder for SGLang, MLX, vLLM and transformers in which layers stand once",
+    summary="folder for SGLang, MLX, vLLM and transformers in which layers are stored once",
     shape=NanbeigeShape.from_architecture,
     write=_write_nanbeige,
     dtypes=("float32", "bfloat16", "float16"),

@@ -76,17 +76,17 @@ class RecurrentDepthOptions(ModelOptions):
     """Whether embedding and head share one matrix."""
 
     positions: AbsolutePositions = "none"
-    """Use of positions: learned adds a vector to the embedding, none leaves order to the causal
+    """Kind of positions: learned adds a vector to the embedding, none leaves order to the causal
     mask."""
 
     learned_positions: int | None = None
     """Rows of the table of learned positions, at least the tokens of a window."""
 
     initial_tables: InitialTables = "matrix"
-    """Initial embedding, with the tied head, and learned positions: as matrices, or N(0, 1)."""
+    """Initial embedding, tied head and learned positions: like matrices, or unit, N(0, 1)."""
 
     initial_outputs: InitialOutputs = "zero"
-    """Initial output projections: zero, the identity for any R, or as the other matrices."""
+    """Initial output projections: zero, so that steps are the identity, or like the matrices."""
 
     dropout: float = 0.0
     """Share of the outputs of attention and feed-forward that is zeroed in training, before they

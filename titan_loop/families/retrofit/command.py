@@ -45,7 +45,7 @@ def retrofit(
             tied the number of layers that one looped layer stands for.
         rank: Rank of adapters; with tied one set per step, the best of that rank.
         tie: With tied, average the layers of a looped layer, or copy layers at equal distances.
-        noise: With dropped, σ of the state's initial noise in training; 0 starts at the prelude.
+        noise: With dropped, σ of the state's initial noise in training; 0 starts without.
         scan: Measure spans instead.
         lengths: Numbers of layers of the measured spans; 4, 8 and 12 by default.
         sources: Prepared sources whose held-out text is read; the run's by default.

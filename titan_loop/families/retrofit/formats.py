@@ -144,7 +144,7 @@ def _write_looped(export: Export, output: Path) -> None:
 
 
 LOOPED = Format(
-    summary="folder for transformers in which layers stand once, with bridge, mixer and damping",
+    summary="folder for transformers; layers are stored once, with bridge, mixer and damping",
     shape=RetrofitShape.from_architecture,
     write=_write_looped,
     dtypes=("float32", "bfloat16", "float16"),

@@ -450,7 +450,7 @@ class OuroModel(OuroPreTrainedModel):
         if isinstance(cache, OuroCache):
             cache.start(self.config.total_ut_steps)
         elif cache is not None and cache.layers and cache.layer_class_to_replicate is None:
-            # It was made for the layers.
+            # transformers made a slot per layer; every visit needs one.
             missing = self.config.total_ut_steps * len(self.layers) - len(cache.layers)
             cache.layers.extend(copy.deepcopy(cache.layers[0]) for _ in range(missing))
         return cache
