@@ -61,7 +61,7 @@ def task_names(suite: "SuiteConfig") -> list[str]:
 
 
 def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
-    """Yield the tasks of `suite` that a run cannot be asked while it trains."""
+    """Refuse tasks of `suite` that a run cannot be asked while it trains."""
     suite, field = config.suite, "suite.tasks"
     if not suite.enabled:
         return

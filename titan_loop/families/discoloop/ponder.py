@@ -60,7 +60,7 @@ class PonderDecoder(DecodingDecoder):
     config: Config
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return E_1: k times everything before the loop, so that positions are scaled like words."""
+        """Return E_1: k times everything before the loop, so positions are scaled like words."""
         carry = super().start(tokens, context)
         factor = self.config.start_factor
         return carry if factor == 1.0 else factor * carry

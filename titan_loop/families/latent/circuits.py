@@ -409,7 +409,7 @@ class _Solving(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the step says the value."""
+        """Whether the step predicts the value."""
         return int(self.seen.values[0]) == self.value
 
     def copied(self, layer: int, group: Sequence[int]) -> Tensor:

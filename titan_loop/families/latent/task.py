@@ -9,16 +9,15 @@ authors' code counts a leaf as depth 0: its depth of 6 is 7 here.)
 
 `DagArithmetic` writes a token as four factors, syntax, variable, operation and value, of which the
 value is the token id. The value of a variable is EMPTY until it is worked out; it belongs to the
-name behind the equals sign. `DagChainOfThought` writes the same graphs as plain text, and behind it
-node by node how they are solved.
+name behind the equals sign. `DagChainOfThought` writes the same graphs as plain text, followed by the
+solution, node by node.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
 Reasoning" (arXiv 2510.14095), section 3.1, Appendices A.2 and B.1. Choices that the paper leaves
 open follow the authors' code: training graphs of `nodes` nodes, of which `leaves` are numbers; 1 to
 `most_parents` distinct parents, uniform among earlier nodes below the largest depth; operations and
-names uniform.
-Tests are of any depth. Deviation: graphs are drawn without end, and 1 in 8, chosen by hash, is
-never trained on.
+names uniform. Tests are of any depth. Deviation: graphs are drawn without end, and 1 in 8, chosen
+by hash, is never trained on.
 """
 
 import random
@@ -157,7 +156,7 @@ class DagArithmetic(Task):
                 )
             if nodes > self.names:
                 raise UserError(
-                    f"{self.name} graphs of {nodes} nodes need as many names, there are names "
+                    f"{self.name} graphs of {nodes} nodes need as many names, not names "
                     f"{self.names}: raise names"
                 )
 

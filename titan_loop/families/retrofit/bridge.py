@@ -9,8 +9,8 @@ one step it is the dense model whatever W is. The mixer's A (D × 2D) starts as 
 
 Sources: bridge: Shapiro 2026, arXiv 2608.11233, §3; mixer: McLeish et al. 2025, arXiv 2511.07384,
 and Geiping et al. 2025, arXiv 2502.05171, §3.1. Deviations: the bridge has an RMSNorm, like the
-rest of Llama, in place of LayerNorm; the mixer's state starts as the prelude's output unless asked for
-noise; noise is drawn in training alone, and is at its mean, 0, everywhere else.
+rest of Llama, in place of LayerNorm; the mixer's state starts as the prelude's output unless asked
+for noise; noise is drawn in training alone, and is at its mean, 0, everywhere else.
 """
 
 from dataclasses import dataclass
