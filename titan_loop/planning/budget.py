@@ -8,7 +8,7 @@ Blocks are Llama's: a layer of width d has 4·d² parameters of attention and 8�
 which every expert has again. The first two and the last two layers are not looped. The embedding is
 tied and counts in memory alone.
 
-Sources: Hoffmann et al. 2022, arXiv 2203.15556 (6 FLOPs per parameter, token). Sardana et al. 2023,
+Sources: Hoffmann et al. 2022, arXiv 2203.15556 (6 FLOPs a parameter and token). Sardana et al. 2023,
 arXiv 2401.00448 (tokens served). Chen et al. 2026, arXiv 2609.40316, Appendix C (joint optimum).
 """  # noqa: E501  (the equation's line)
 

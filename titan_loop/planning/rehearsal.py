@@ -73,8 +73,8 @@ def rehearse(
 ) -> Iterator[Rehearsed]:
     """Assemble the planned stages one after the other in this process; yield them in order.
 
-    A stage has the result of an earlier one, or of an earlier command unless `anew`, if it differs
-    from that in nothing that a rehearsal sees. None of the stages may be refused; neither their
+    A stage takes the result of an earlier stage, or unless `anew` of an earlier command, if nothing
+    that a rehearsal sees differs. None of the stages may be refused; neither their
     data nor their parents' checkpoints need to be there.
     """
     done: dict[str, Rehearsed] = {}

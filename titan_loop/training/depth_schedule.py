@@ -45,7 +45,7 @@ class RecurrenceConfig:
 
     from_data: bool = False
     """Run as many steps as the deepest example of the global batch needs, within the limits; for
-    loaders that know. `steps` is then the depth to use the model at, and the depth in `plan`."""
+    loaders that know it. `steps` is then the depth to use the model at, and the depth in `plan`."""
 
     max_steps: int | None = None
     """Largest R of any step; None for no limit."""

@@ -62,7 +62,7 @@ def why_not_scored(source_path: str | Path, seq_len: int) -> str:
     """Return why a source's held-out split fills no window of L tokens; empty if it fills one."""
     split = SourceCard.read(Path(source_path)).splits.get("held_out")
     if split is None or not split.tokens:
-        return f"source {source_path} holds no document out"
+        return f"source {source_path} holds out no document"
     if split.tokens > seq_len:
         return ""
     return (

@@ -69,7 +69,7 @@ class PonderCostLoss(ExpectedExitLoss):
         self.ponder_weight = config.ponder_weight
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """Say the mean iterations of the first and of the last layer."""
+        """Return the mean iterations of the first and of the last layer, as text."""
         loops = [value for name, value in metrics.items() if name.startswith("loops/layer_")]
         said = [f"loops {loops[0]:.2f}→{loops[-1]:.2f}"] if loops else []
         return [*super().summary(metrics), *said]

@@ -9,8 +9,8 @@ authors' code counts a leaf as depth 0: its depth of 6 is 7 here.)
 
 `DagArithmetic` writes a token as four factors, syntax, variable, operation and value, of which the
 value is the token id. The value of a variable is EMPTY until it is worked out; it belongs to the
-name behind the equals sign. `DagChainOfThought` writes the same graphs as plain text, followed by the
-solution, node by node.
+name behind the equals sign. `DagChainOfThought` writes the same graphs as plain text, followed by
+the solution, node by node.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
 Reasoning" (arXiv 2510.14095), section 3.1, Appendices A.2 and B.1. Choices that the paper leaves

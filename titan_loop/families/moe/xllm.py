@@ -6,8 +6,8 @@ The loop's equations are in `titan_loop/families/xllm/decoder.py`, the experts' 
 `feed_forward.py`. Models without an injection are of family `moe`.
 
 Source: Huang et al. 2026 ("Towards Looped Models Done Right", Part I), arXiv 2610.06833, and their
-code. Deviation: routers start with standard deviation 0.02, like all matrices, and balance by a loss,
-a bias or both, where theirs have the loss alone.
+code. Deviation: routers start with standard deviation 0.02, like all matrices, and balance by a
+loss, a bias or both, where theirs have the loss alone.
 """
 
 import math

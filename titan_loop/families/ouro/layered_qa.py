@@ -9,7 +9,7 @@ of them is trained together with all facts; the exam asks others. More loops sho
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendix B: 5 layers of 100 people, 20
 relations, three hops (800,000 questions), 20,000 to 200,000 of them trained, 3,000 held out. The
-share of facts in training is not published; here facts and questions are drawn alike.
+share of facts in training is not published; here every fact and question is equally likely.
 """
 
 import random
@@ -134,7 +134,7 @@ class LayeredQA(Task):
 
     @cached_property
     def world(self) -> np.ndarray:
-        """Person reached by (person, relation), int64, shape (people but the last layer's, r)."""
+        """Person reached by (person, relation), int64, (people before the last layer, relations)."""
         generator = random.Random(keyed_integer("layered_qa world", self.world_seed))
         heads = (self.layers - 1) * self.people
         return np.array(

@@ -75,7 +75,7 @@ class SpikeJudge:
         total = loss.detach().double().reshape(()) * share
         if dist.is_initialized():
             dist.all_reduce(total)
-        # The norm of gradients that are offloaded to the host is there.
+        # The norm of gradients that are offloaded to the host is on the host.
         norm = grad_norm.detach().to(total.device, non_blocking=True)
         values = torch.stack([total, norm.double().reshape(()).log()])
         states = torch.stack([root_mean_square(sums), gradient_norm(sums, 1)])
