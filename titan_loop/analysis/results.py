@@ -44,7 +44,7 @@ class ResultTable:
     column both have a `stage`, the cell's is ROW_COLUMN.
 
     Attributes:
-        name: Name of the plot's file, behind the recipe's.
+        name: Name of the plot's file, after the recipe's.
         everywhere: Common part of all addresses.
         paper: Row → column → the paper's number.
         columns_are: Label of the plot's horizontal axis.
@@ -157,7 +157,7 @@ class RunResult:
 
     Attributes:
         stage: Name of the stage; the recipe's name for a recipe of one run.
-        overrides: Flags behind the recipe's name.
+        overrides: Flags after the recipe's name.
         commit: `git describe` of the code that trained it; None outside a checkout.
         seconds: Duration of training, without evaluation.
         flops: Model FLOPs of training, all ranks together; recomputation does not count. None where

@@ -41,7 +41,7 @@ LABELS = "labels_acc,none"
 """Share of single labels that are right, where an example has several."""
 
 KNOWLEDGE = "knowledge"
-"""Name, behind the task's, of the result for all strata of an exam of facts together."""
+"""Name, after the task's, of the result for all strata of an exam of facts together."""
 
 OWN_DEPTH = "depth"
 """Reading of every question after as many recurrent steps as it needs."""

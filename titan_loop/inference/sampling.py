@@ -69,7 +69,7 @@ def draw(weight: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulated = weight.double().cumsum(-1)
     total = cumulated[..., -1:]
-    # Rounding up to the total would land behind the last token of positive weight.
+    # Rounding up to the total would land after the last token of positive weight.
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniform.double().unsqueeze(-1) * total, below_total)
     return torch.searchsorted(cumulated, target, right=True).squeeze(-1)

@@ -130,7 +130,7 @@ class ExpectedExitLoss(StreamedLoss):
         """Prior over exit steps."""
 
         geometric_eta: float = 0.5
-        """η of the geometric prior, in (0, 1); larger prefers shallower steps."""
+        """η of the geometric prior, in (0, 1); a larger one prefers shallower steps."""
 
         z_loss: float = 0.0
         """ζ, the weight of log²Σ exp(logits); PaLM used 1e-4. 0 turns it off."""

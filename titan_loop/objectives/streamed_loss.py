@@ -84,7 +84,7 @@ class StreamedLoss(ChunkedLossWrapper):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield the reasons why this objective cannot train a run with R ≥ `fewest_steps`."""
+            """Refuse a run with R ≥ `fewest_steps` that this objective cannot train."""
             if trainable == "exit_gate":
                 yield Refusal(
                     "trainable",
@@ -98,7 +98,7 @@ class StreamedLoss(ChunkedLossWrapper):
             yield from ()
 
         def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
-            """Yield the reasons why this objective cannot train `model`."""
+            """Refuse a model that this objective cannot train."""
             yield from ()
 
         def held_weights(self) -> int:

@@ -18,7 +18,7 @@ _LOOK_SECONDS = 5.0
 
 
 def require_writable(folder: Path, called: str) -> None:
-    """Try whether files can be created in a folder, or where it will be; a full disk passes."""
+    """Try to create a file in a folder, or where it will be; a full disk passes."""
     # A folder's permissions do not tell: some file systems let nobody create a file.
     try:
         retried(lambda: _write_nameless(folder, b""))

@@ -204,7 +204,7 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
-    """Yield a refusal for each need of loss, model or data that the others do not meet."""
+    """Refuse needs of loss, model or data that the others do not meet."""
     declared = config.dataloader.columns()
     for reader, wanted in (("loss", config.loss.columns), ("model", model.columns)):
         there = {column.name for column in declared if column.reader in (reader, "both")}

@@ -25,7 +25,7 @@ class TaskLoader(GlobalBatchLoader):
     """Draws a task's examples; window k is a pure function of task, seed and k.
 
     An example is a document: positions restart with it. Examples fill a window and the last one is
-    cut off; or each example has a window to itself, and every position behind it is a document of
+    cut off; or each example has a window to itself, and every position after it is a document of
     its own without a label.
     """
 

@@ -3,8 +3,8 @@
     config.json: H_cycles, L_cycles, num_layers_per_stack, embedding_scale, prefix_lm
     GGUF: hrm.h_cycles, hrm.l_cycles, hrm.layers_per_stack, hrm.prefix_lm, embedding_scale
 
-Both count a slot of the cache for every pass and layer as a layer. llama.cpp keeps `hrm.prefix_lm`
-but reads prompts causally (at its release b11549).
+Both count the slots of the cache, one for every pass and layer, as layers. llama.cpp keeps
+`hrm.prefix_lm` but reads prompts causally (at its release b11549).
 """
 
 import re
@@ -144,7 +144,7 @@ class HrmTextShape(LlamaShape):
         return super().parameter_name(self._canonical(tensor))
 
     def _canonical(self, tensor: str) -> str:
-        """Return the name in a folder of one stack, in which H follows L."""
+        """Return a tensor's name in a folder of one stack, in which H follows L."""
         return _STACK.sub(
             lambda found: f"model.layers.{int(found[2]) + (found[1] == 'H') * self.n_layers // 2}",
             tensor,

@@ -1,9 +1,9 @@
-"""Circuits of a latent-space model: its layers at the name behind an equals sign.
+"""Circuits of a latent-space model: its layers at the name after an equals sign.
 
     probe x1 + x2 + x3 = y ─► heads of the first layer, names changed ─► relative variance ─► groups
                            ─► heads of the last layer, values changed ─► the same
     OV matrices of the groups × embeddings of a factor ─► norm amplification
-    all m³ values ─► MLP before and behind its gate, its output, logits ─► 3-D DFT, by frequencies
+    all m³ values ─► MLP before and after its gate, its output, logits ─► 3-D DFT, by frequencies
     equations of test graphs at the step that should solve them ─► the part that went wrong
 
 The model is given the values before the step, so that a single step is examined: all values of the
@@ -14,7 +14,7 @@ Source: arXiv 2510.14095, section 5 and Appendix C (Eq. 11, 12 and the groups of
 classes of C.5).
 Deviations: a head belongs to the name or value that moves it most, if its relative variance is
 above `_MOVED`; amplification includes the gain of the norm before the attention; the reference of a
-copy is the mean over the equations that come out right, not an embedding behind the OV matrix,
+copy is the mean over the equations that come out right, not an embedding after the OV matrix,
 because the state here also holds the first layer's output.
 """
 
@@ -95,9 +95,9 @@ class Probe(NamedTuple):
     Attributes:
         factors: (L, 4) of the graph before the step.
         operands: Positions of the names on the left of the last equation.
-        solved_at: Positions behind the equals signs of the nodes they name.
+        solved_at: Positions after the equals signs of the nodes they name.
         result: Position of the last name.
-        sources: Positions behind the equals signs of all nodes but the last.
+        sources: Positions after the equals signs of all nodes but the last.
     """
 
     factors: Tensor
@@ -261,7 +261,7 @@ class Circuits:
 def find_circuits(
     model: LatentDecoder, task: DagArithmetic, *, nodes: int, samples: int = 128, seed: int = 0
 ) -> Circuits:
-    """Look at a probe equation behind one held-out graph.
+    """Look at a probe equation after one held-out graph.
 
     Args:
         model: In evaluation mode, whole.

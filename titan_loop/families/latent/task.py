@@ -9,7 +9,7 @@ authors' code counts a leaf as depth 0: its depth of 6 is 7 here.)
 
 `DagArithmetic` writes a token as four factors, syntax, variable, operation and value, of which the
 value is the token id. The value of a variable is EMPTY until it is worked out; it belongs to the
-name behind the equals sign. `DagChainOfThought` writes the same graphs as plain text, followed by
+name after the equals sign. `DagChainOfThought` writes the same graphs as plain text, followed by
 the solution, node by node.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
@@ -84,7 +84,7 @@ class DagArithmetic(Task):
     and variables. `syntax` (an index of `SYNTAX`), `variable` and `operation` (N/A is the last
     index of each) are the column `factors`; `depth` is the depth of the node that a name defines, 0
     at other positions; `solved` is the value factor once everything is worked out. Answers are the
-    values of the names behind equals signs.
+    values of the names after equals signs.
 
     Raises:
         UserError: If a parameter is out of range.
@@ -245,7 +245,7 @@ class DagArithmetic(Task):
         return sorted(question, key=lambda node: node.depth) if self.by_depth else question
 
     def encode(self, question: Graph) -> Example:
-        """Return the equations one after another, each with a separator behind it."""
+        """Return the equations one after another, each with a separator after it."""
         no_variable, no_operation = self.names, len(self.operations)
         blank = self.modulus + 1
         rows: list[tuple[int, int, int, int, int, int]] = []  # value, factors, depth, solved

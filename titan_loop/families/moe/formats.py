@@ -66,7 +66,7 @@ class MoEShape(UnrolledShape):
     matrices: ClassVar[Mapping[str, str]] = _NAMED
     """Matrix of an expert in the format → the checkpoint's letter for it."""
     bias: ClassVar[str | None] = None
-    """Name of the bias of the choice behind `part`; None where the format has none."""
+    """Name of the bias of the choice after `part`; None where the format has none."""
     bias_is_row: ClassVar[bool] = False
     """Whether that bias is a matrix of one row."""
     shared_always: ClassVar[bool] = False
@@ -105,7 +105,7 @@ class MoEShape(UnrolledShape):
         if normed and (recurrent_steps > 1 or whole["coda_layers"]):
             raise UserError(
                 f"model.norm_placement=every_step: {cls.title} has no norm between the steps of a "
-                "loop, or behind it; train with model.norm_placement=readout"
+                "loop, or after it; train with model.norm_placement=readout"
             )
         shape = super().from_architecture(
             whole, recurrent_steps=recurrent_steps, max_positions=max_positions
@@ -283,7 +283,7 @@ class GlmShape(MoEShape):
     shared_always: ClassVar[bool] = True
 
     def check_dense(self, dense: list[bool]) -> None:
-        """Refuse dense layers behind sparse ones."""
+        """Refuse dense layers after sparse ones."""
         if any(dense[dense.index(False) :]):
             raise _misplaced(self, "the first ones")
 
@@ -353,7 +353,7 @@ class ErnieShape(MoEShape):
 
 
 def _sparse_span(dense: list[bool]) -> tuple[int, int]:
-    """Return the first visit with experts, and the one behind the last."""
+    """Return the first visit with experts, and the one after the last."""
     return dense.index(False), len(dense) - dense[::-1].index(False)
 
 

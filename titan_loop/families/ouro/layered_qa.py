@@ -134,7 +134,7 @@ class LayeredQA(Task):
 
     @cached_property
     def world(self) -> np.ndarray:
-        """Person reached by (person, relation), int64, (people before the last layer, relations)."""
+        """Person reached by each (person outside the last layer, relation), int64."""
         generator = random.Random(keyed_integer("layered_qa world", self.world_seed))
         heads = (self.layers - 1) * self.people
         return np.array(

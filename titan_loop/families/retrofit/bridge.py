@@ -5,7 +5,7 @@
 
 The bridge's W starts at zero, so that a model with an untrained bridge is the bare loop, and with
 one step it is the dense model whatever W is. The mixer's A (D × 2D) starts as [1, 0], with noise as
-[0, 1], so that the first pass reads the prelude as the layers behind it did.
+[0, 1], so that the first pass reads the prelude as the layers after it did.
 
 Sources: bridge: Shapiro 2026, arXiv 2608.11233, §3; mixer: McLeish et al. 2025, arXiv 2511.07384,
 and Geiping et al. 2025, arXiv 2502.05171, §3.1. Deviations: the bridge has an RMSNorm, like the

@@ -188,7 +188,7 @@ class RetrofitDecoder(LlamaDecoder):
                 parameter.requires_grad_(trains)
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1: the prelude's output, behind a state where steps read it."""
+        """Return the carry of step 1: the prelude's output, after a state where steps read it."""
         prelude_BLD = super().start(tokens, context)
         if not self.config.keeps_prelude:
             return prelude_BLD

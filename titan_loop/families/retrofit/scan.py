@@ -1,13 +1,13 @@
 """Costs of looping each span of a dense model's layers, measured before any training.
 
 For every span of layers i … j, with g the span and h_i the state before it, held-out text is scored
-with the layers behind the span applied to
+with the layers after the span applied to
 
     bare     g(g(h_i))
     damped   m + (g(m) − m) / 2,   m = h_i + (g(h_i) − h_i) / 2
 
 the two forms of R = 2. The dense model's states before and after a span are known, so measuring a
-span runs only its own layers and the layers behind it.
+span runs only its own layers and the layers after it.
 """
 
 import logging

@@ -61,7 +61,7 @@ class DrawnDepth(Callback):
         probabilities: Of 1, 2, … recurrent steps.
         antithetic: Whether consecutive draws form pairs, at u and 1 − u.
         per_step: Draws per training step; must divide the number of a rank's micro-batches.
-        seed: Keys the draws.
+        seed: Seed of the draws.
 
     Raises:
         UserError: `per_step` is below 1.

@@ -299,7 +299,7 @@ class XllmShape(LlamaShape):
             )
         if shape.untied_steps > 1 and (recurrent_steps > 1 or not shape.prelude_layers):
             raise UserError(
-                "the xLLM format has untied steps only behind a prelude, and no loop over them: "
+                "the xLLM format has untied steps only after a prelude, and no loop over them: "
                 "use --recurrent-steps 1 and model.prelude_layers of at least 1"
             )
         return shape
@@ -330,7 +330,7 @@ def _read_transformer(model: Mapping[str, Any]) -> dict[str, Any]:
     part = places[1] - places[0] if len(places) > 1 else layers - places[0]
     even = [*range(places[0], places[0] + part * len(places), part)]
     if places != even or source != places[0] - 1 or even[-1] + part > layers:
-        raise unsupported("model.dense_prelude_input_layers", text, "equal parts behind the source")
+        raise unsupported("model.dense_prelude_input_layers", text, "equal parts after the source")
     return fields | {
         "prelude_layers": places[0],
         "coda_layers": layers - even[-1] - part,

@@ -82,7 +82,7 @@ class XllmOptions(LlamaOptions):
     """Passes through the layers in one update."""
 
     untied_steps: int = 1
-    """Equal parts of the looped layers, with weights of their own, each behind an injection."""
+    """Equal parts of the looped layers, with weights of their own, each after an injection."""
 
     prelude_norm: bool = False
     """Whether the injected output of the prelude is normed."""

@@ -169,7 +169,7 @@ class LearnedDepth(Callback):
     Args:
         probabilities: As in `DepthPrior`, such as `capped_depths(5, 0.5, 64)`.
         settings: Settings of the distribution; None takes the published ones.
-        seed: Keys the draws.
+        seed: Seed of the draws.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class StabilityConfig:
         )
 
     def setting_refusals(self, *, checkpoint: LoopCheckpointManager.Config) -> Iterator[Refusal]:
-        """Yield reasons why a run cannot rewind."""
+        """Refuse settings of checkpoints with which a run cannot rewind."""
         if not self.skip_spikes:
             return
         saves = checkpoint.enable and not checkpoint.load_only

@@ -4,8 +4,8 @@
     n = final norm, or the identity where `skip_loop_final_norm` is set and r < R
 
 Blocks, norms and rotations are transformers' own. Every visit of a layer has a module without
-parameters, whose `layer_idx` addresses the cache: whichever attention function is registered, and
-an engine that puts its own in place, sees R·N layers that share N layers' weights.
+parameters, whose `layer_idx` addresses the cache: any registered attention function, or one that an
+engine puts in its place, sees R·N layers that share N layers' weights.
 """
 
 import copy

@@ -10,8 +10,8 @@ have exited, the remaining steps are not computed. With a cache this is exact: t
 skipped steps are kept, and the steps catch up if a later token goes deeper.
 
 Attention functions, masks and caches come from transformers. Every visit of a layer has a module
-without parameters, whose `layer_idx` addresses the cache: any registered attention function, and an
-engine that puts its own in place, sees R·N layers that share N layers' weights. A cache of
+without parameters, whose `layer_idx` addresses the cache: any registered attention function, or one
+that an engine puts in its place, sees R·N layers that share N layers' weights. A cache of
 transformers has no room for the inputs of skipped steps; with one, every step is computed.
 
 Shapes: B batch, L current tokens, K all tokens so far, D width, V vocabulary, N heads, H head
@@ -70,7 +70,7 @@ class OuroCache(DynamicCache):
         return hidden_BLD if waiting is None else torch.cat([waiting, hidden_BLD], dim=1)
 
     def wait(self, step: int, hidden_BLD: Tensor) -> None:
-        """Keep states that did not go through `step`, behind those that wait for it already."""
+        """Keep states that did not go through `step`, after those that wait for it already."""
         self._waiting[step] = self.catch_up(step, hidden_BLD)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
