@@ -103,7 +103,7 @@ def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
         (["--model.local-slots", "0"], "model.local_slots=0 must be at least 1"),
         (
             ["--loss.ponder-weight", "0.1", "--model.max-iterations", "1"],
-            "loss.ponder_weight=0.1 needs the iterations of layers",
+            "loss.ponder_weight=0.1 needs layers with iterations",
         ),
         (["--loss.ponder-weight", "-1"], "loss.ponder_weight=-1.0 must be 0 or more"),
         (["--recurrence.steps", "4"], "model.family=adaptive has at most 1 recurrent step"),
