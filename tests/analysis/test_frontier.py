@@ -77,5 +77,5 @@ def test_a_dense_run_is_read_at_its_own_r_where_it_was_asked_the_same(tmp_path: 
     asked.settings["held_out/code"] = "windows=8"
     with pytest.raises(UserError, match="evaluated on none of held_out/code with the same setting"):
         dense_points(asked, tmp_path / "dense")
-    with pytest.raises(UserError, match="nowhere was not evaluated on tasks; first: titan-loop"):
+    with pytest.raises(UserError, match="nowhere was not evaluated on tasks; run titan-loop"):
         dense_points(asked, tmp_path / "nowhere")

@@ -176,7 +176,7 @@ def test_a_table_that_cannot_be_true_is_damage(checkpoint, change):
 @pytest.mark.parametrize("where", ["../other/__0_0.distcp", "/etc/passwd", ".."])
 def test_files_outside_the_checkpoint_are_refused(checkpoint, where):
     rewrite(checkpoint, lambda entries: entries["text"]["place"].__setitem__(0, where))
-    with pytest.raises(UserError, match="may lie outside of its folder") as caught:
+    with pytest.raises(UserError, match="may lie outside its folder") as caught:
         read_table(checkpoint)
     assert_one_line(caught.value)
 

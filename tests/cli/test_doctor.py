@@ -37,8 +37,8 @@ def test_the_report_has_every_section(capsys, tmp_path):
 )
 def test_a_slow_start_is_blamed_on_disk_or_processor(wall, processor, fix):
     finding = start_finding(wall, processor, 3e8)
-    assert "300 MB read from it" in finding.text
-    assert f"{wall - processor:.1f} of disk" in finding.text
+    assert "300 MB read" in finding.text
+    assert f"{wall - processor:.1f} on disk" in finding.text
     assert finding.fix is None if fix is None else finding.fix.startswith(fix)
     assert not finding.blocks_training
     assert "MB" not in start_finding(wall, processor, math.nan).text
@@ -50,7 +50,7 @@ def test_a_start_is_measured_in_a_process_that_has_imported_nothing():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     seconds = float(answer.partition("imports took ")[2].partition(" s")[0])
-    processor = float(answer.partition(" s: ")[2].partition(" of ")[0])
+    processor = float(answer.partition(" s: ")[2].partition(" on ")[0])
     assert seconds > 0.1
     assert processor > 0.1
 

@@ -136,7 +136,9 @@ def test_mistakes_of_a_verb_name_it(capsys):
     )
     assert "the recipe comes first" in error_of(capsys, "train", "--total-tokens", "3")
     assert "is not a folder; give a run or" in error_of(capsys, "eval", "/nonexistent/run")
-    assert "is not a folder; give that of a run" in error_of(capsys, "plot", "/nonexistent/run")
+    assert "is not a folder; give the folder of a run" in error_of(
+        capsys, "plot", "/nonexistent/run"
+    )
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ def test_a_policy_after_a_stage_s_flags_is_the_stage_s(recipe):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--stages.1c.total-tokens", "5"], "--stages.1c.total-tokens names no stage's field, as "
-         "--stages.STAGE.FIELD would; nearest: 1b"),
+        (["--stages.1c.total-tokens", "5"], "--stages.1c.total-tokens does not begin with a stage; "
+         "write --stages.STAGE.FIELD; nearest: 1b"),
         (["--stages.annealing", "5"], "; known: 1b, 1b.6, mid_training"),
         (["--stages.1b.", "5"], "--stages.1b. names no field of stage 1b; write --stages.1b.FIELD"),
         (

@@ -47,7 +47,7 @@ def test_a_source_that_cannot_be_scored_is_named(
 ) -> None:
     assert plan(mixture, "--total-tokens", "8192") == 0
     lines = capsys.readouterr().out.splitlines()
-    named = [line for line in lines if "holds no document out: neither held_out nor" in line]
+    named = [line for line in lines if "holds out no document: neither held_out nor" in line]
     assert [line.split()[1][-2:] for line in named] == ["/a", "/b"]
 
 

@@ -103,7 +103,7 @@ def test_a_card_that_names_a_file_outside_of_its_folder_is_refused(
         (folder / CARD_NAME).parent.mkdir(parents=True, exist_ok=True)
         if folder != cached():
             (folder / CARD_NAME).write_text(json.dumps(card))
-        with pytest.raises(UserError, match=r"source.json names the file .* do not use it"):
+        with pytest.raises(UserError, match=r"source.json names the file .* do not use this data"):
             SourceCard.read(folder)
     shutil.rmtree(tmp_path / "local")
     assert_nothing_outside(tmp_path, cached())

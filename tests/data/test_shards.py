@@ -115,7 +115,7 @@ def test_a_wrong_eos_id_is_refused_without_a_hash_too(
     edit_card(source, lambda card: None)
     TokenShards(source)
     edit_card(source, lambda card: card.update(eos_id=1))
-    with pytest.raises(UserError, match=r"0000[01]\.ds ends in token 0, its card says in EOS id 1"):
+    with pytest.raises(UserError, match=r"0000[01]\.ds ends in token 0, by its card in EOS id 1"):
         TokenShards(source)
     for outside in (-1, 300):
         edit_card(source, lambda card, eos_id=outside: card.update(eos_id=eos_id))

@@ -137,7 +137,7 @@ def test_an_own_task_that_cannot_be_used_is_one_line(tmp_path: Path, file: str, 
         f"  cache_dir: {tmp_path / 'cache'}\ntest_split: train\noutput_type: loglikelihood\n"
     )
     (tmp_path / file).write_text(content)
-    with pytest.raises(UserError, match=f"^toy: its task file, or the data .*look into {tmp_path}"):
+    with pytest.raises(UserError, match=f"^toy: its task file, or the data .*check {tmp_path}"):
         HarnessTasks(tmp_path).load(SuiteTask("toy"))
 
 

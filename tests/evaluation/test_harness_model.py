@@ -252,5 +252,5 @@ def test_an_answer_longer_than_the_context_or_empty(trained_run: Path):
     lm = LoopLM(trained_run)
     with pytest.raises(UserError, match="the context 48"):
         lm.loglikelihood(ask(("a", TEXT)))
-    with pytest.raises(UserError, match="likelihood of nothing"):
+    with pytest.raises(UserError, match="scores an empty continuation"):
         lm.loglikelihood(ask(("a", "")))

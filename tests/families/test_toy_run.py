@@ -57,8 +57,8 @@ def test_a_killed_run_resumes_at_another_world_size_with_the_same_stream(
     assert main.main(["eval", run, "--tasks", "backwards", "--depths", "1", "3"]) == 0
     assert "backwards" in capfd.readouterr().out
     for words, message in (
-        (["convert", "export", run, "--output", f"{run}-hf"], "family=toy does not have export"),
-        (["upcycle", run, "--output", f"{run}-deep", "--layers", "4"], "does not have upcycle"),
+        (["convert", "export", run, "--output", f"{run}-hf"], "family=toy does not support export"),
+        (["upcycle", run, "--output", f"{run}-deep", "--layers", "4"], "does not support upcycle"),
         (["eval", run, "--tasks", "backwards", "--exit", "q:0.5"], "model.family=toy does not"),
     ):
         assert main.main(words) == 2

@@ -71,7 +71,9 @@ def test_the_recipes_instance_decides_which_options_the_command_line_has(monkeyp
         apply_overrides(config, ["--model.decode", "2"], "train")
     with pytest.raises(UserError, match=r"unknown flag --model.family"):
         apply_overrides(config, ["--model.family", "ouro"], "train")
-    with pytest.raises(UserError, match=r"model.family=deep does not have export; it has held_out"):
+    with pytest.raises(
+        UserError, match=r"model.family=deep does not support export, only held_out"
+    ):
         get_family("deep").require("export")
     model = build_decoder(_DeepOptions(), max_seq_len=8, device="meta")
     with pytest.raises(UserError, match=r"exit=q is an exit policy that model.family=deep"):

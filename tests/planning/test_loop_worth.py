@@ -72,7 +72,10 @@ def test_what_is_no_law_is_refused(tmp_path: Path, capsys):
     for law, message in (
         (unchosen, "has no chosen law; write it with titan-loop scaling"),
         (f"{unchosen}:bounded", "has no law of the form bounded; write it with titan-loop"),
-        (tmp_path / "gone.json", "is no file and no published law (loop-moe, iso-depth, ouro)"),
+        (
+            tmp_path / "gone.json",
+            "is neither a file nor a published law (loop-moe, iso-depth, ouro)",
+        ),
         ("iso-depth", "its source publishes no A, B (Schwethelm et al. 2026"),
     ):
         assert main(["plan", "quickstart", "--law", str(law)]) == EXIT_USER_ERROR

@@ -79,7 +79,7 @@ def test_parent_that_is_a_file_is_refused(tmp_path: Path):
     [
         (
             json.dumps({"format_version": FORMAT_VERSION + 1}),
-            f"has format version {FORMAT_VERSION + 1}.*; upgrade it",
+            f"has format version {FORMAT_VERSION + 1}.*; upgrade titan_loop",
         ),
         ("{", r"run\.json is damaged .*; choose another run directory"),
         ("[]", r"run\.json is damaged .*; choose another run directory"),

@@ -163,7 +163,7 @@ def test_a_stage_that_fits_no_gpu_is_refused_and_one_that_hardly_does_is_remarke
 def test_outside_of_a_cluster_verbs_say_so(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert main(["slurm", "run", RECIPE, "--dump-folder", str(tmp_path)]) == 2
-    assert "slurm run is what a batch script calls" in capsys.readouterr().err
+    assert "slurm run is for batch scripts" in capsys.readouterr().err
     for verb in ("status", "cancel"):
         assert main(["slurm", verb, str(tmp_path)]) == 2
         assert f"{tmp_path} has no jobs" in capsys.readouterr().err
@@ -179,7 +179,7 @@ def test_a_site_file(tmp_path, capsys):
     assert found == Site(container=("apptainer", "exec", "my image.sif"), network_interface="ib0")
     site.write_text("export TITAN_LOOP_CONTAINR=x\n")
     flags = (*FLAGS, "--dry-run", "--site", str(site))
-    assert "TITAN_LOOP_CONTAINR, which nobody reads; nearest" in refused(capsys, RECIPE, *flags)
+    assert "TITAN_LOOP_CONTAINR, which is not a setting; nearest" in refused(capsys, RECIPE, *flags)
     site.write_text("echo no such module >&2; false\n")
     assert "fails (no such module); fix it" in refused(capsys, RECIPE, *flags)
     site.write_text("export TITAN_LOOP_SRUN_FLAGS='\"half'\n")

@@ -104,7 +104,7 @@ def test_a_sparse_file_is_refused_before_it_fills_the_memory(tmp_path: Path):
         read_json_object(tmp_path / "x.json", fix="")
     with pytest.raises(UserError, match="a line of more than"):
         read_jsonl(tmp_path / "x.jsonl")
-    with pytest.raises(UserError, match="no end of a line"):
+    with pytest.raises(UserError, match="its last line is too long"):
         append_jsonl(tmp_path / "x.jsonl", {"a": 1})
     os.mkfifo(tmp_path / "fifo.jsonl")
     with pytest.raises(UserError, match="not a regular file"):

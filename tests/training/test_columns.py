@@ -76,7 +76,7 @@ def test_an_objectives_own_schedule_is_checked(tmp_path):
 
 def test_r_from_data_that_does_not_say_its_depth_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(ToyLoader.Config, "knows_depth", lambda _: False)
-    with pytest.raises(UserError, match=r"recurrence.from_data=True needs data that says"):
+    with pytest.raises(UserError, match=r"recurrence.from_data=True needs data with a number"):
         resolve(toy_run(tmp_path), 1)
 
 

@@ -320,7 +320,7 @@ def test_a_source_that_holds_nothing_out(source, tmp_path):
         resolve(config, 1)
     del card["splits"]["held_out"]
     (empty / CARD_NAME).write_text(json.dumps(card))
-    with pytest.raises(UserError, match=r"held_out\.interval=1: source .*empty holds no document"):
+    with pytest.raises(UserError, match=r"held_out\.interval=1: .*empty holds out no document"):
         resolve(config, 1)
 
 

@@ -64,7 +64,7 @@ def analyse_coordinates(
     base_width: int | None = None,
     branch_scale: float | None = None,
 ) -> Findings:
-    """Train new models of a run's kind for a few updates, and compare how far they move.
+    """Train new models of a run's kind for a few updates, and compare their changes.
 
     Heads keep their width; the feed-forward grows with the model. Writes
     evals/coordinates-step-N.json and a plot that `report` shows.

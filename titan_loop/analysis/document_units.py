@@ -1,4 +1,4 @@
-"""Held-out text in a run's result: names of its readings, and the sums of every document.
+"""Held-out text in a run's result: names of its readings, and sums per document.
 
 Documents are the units that two runs are compared on; a result has their sums as texts of numbers.
 """
@@ -11,7 +11,7 @@ from titan_loop.runs.run_directory import RunDirectory
 
 
 def depth_reports(run: RunDirectory) -> list[DepthReport]:
-    """Return the reports of depths of a run, of its weights and of their average."""
+    """Return a run's depth reports, on its weights and on their average."""
     return [DepthReport.load(path) for path in run.evaluations.glob("depth-*step-*.json")]
 
 
@@ -21,7 +21,7 @@ def held_out_name(report: DepthReport, source: str, depth: int) -> str:
 
 
 def units_of(run: RunDirectory) -> dict[str, list[str]]:
-    """Return the content of `RunResult.units`, of the newest step with a report of depths."""
+    """Return the content of `RunResult.units`, of the newest step with a depth report."""
     reports = depth_reports(run)
     newest = max((report.step for report in reports), default=0)
     return {

@@ -87,7 +87,7 @@ def draw_panels(
     Args:
         names: Title of each panel, at least one.
         label: Label of the vertical axes, where all panels share one.
-        legend: Whether the labels of the first panel stand below all panels.
+        legend: Whether to show the labels of the first panel below all panels.
     """
     columns = min(len(names), columns)
     rows = -(-len(names) // columns)

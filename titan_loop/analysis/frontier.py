@@ -91,7 +91,7 @@ def plot_frontier(
     title: str,
     dense: Mapping[str, FrontierPoint] | None = None,
 ) -> Path:
-    """Draw each task's metric with its intervals: a line a policy, and a level one for `dense`.
+    """Draw each task's metric with its intervals: one line per policy, and a level one for `dense`.
 
     Each task has a panel against mean steps and, where they were measured, one against seconds.
     """
@@ -137,11 +137,11 @@ class WrittenFrontier(NamedTuple):
 
 
 def dense_reports(dense: Path) -> list[TaskReport]:
-    """Return the evaluations of a dense run; raises `UserError` if there are none."""
+    """Return the evaluations of a dense run; raises `UserError` if it has none."""
     reports = TaskReport.all_of(RunDirectory(dense))
     if not reports:
         raise UserError(
-            f"dense={dense} was not evaluated on tasks; first: titan-loop eval {dense} --tasks …"
+            f"dense={dense} was not evaluated on tasks; run titan-loop eval {dense} --tasks … first"
         )
     return reports
 

@@ -13,7 +13,7 @@ _PARTS, _UPDATES = "gradient of weights", "update / weights"
 
 
 def plot_norms(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw the newest record as two maps, and all records as curves, a colour a layer."""
+    """Draw the newest record as two maps, and all records as curves, one colour per layer."""
     newest = records[-1]
     tokens = np.array([float(record["tokens"]) for record in records])
     parts = [*newest["weight"]]

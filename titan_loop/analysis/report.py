@@ -1,4 +1,4 @@
-"""One HTML page of a run that needs nothing else: no network, no scripts, no files beside it.
+"""A run's report as one HTML page that needs no network, no scripts and no files beside it.
 
 Sections without data are left out; the end of the page has the commands that would add them.
 """
@@ -103,8 +103,8 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
             Section(
                 "Norms by layer and recurrent step",
                 "States and gradients that grow towards one corner show where a spike would begin; "
-                "the curves have the gradient of every layer's weights, and its update relative to "
-                "them.",
+                "the curves show every layer's weight gradient, and its update relative to its "
+                "weights.",
                 plot_norms(norms, plots / "norms.png"),
             )
         )
@@ -115,7 +115,7 @@ def _decisions(run_directory: RunDirectory) -> list[Section]:
     decisions = run_directory.read_decisions()
     if not decisions:
         return []
-    text = "Every step whose update was skipped, and every return to an older checkpoint."
+    text = "Every step whose update was skipped, and every rewind to an older checkpoint."
     return [Section("Spikes", text, rows=decision_rows(decisions))]
 
 
@@ -126,9 +126,9 @@ def _depths(run_directory: RunDirectory) -> list[Section]:
     return [
         Section(
             "Depth sweep on held-out text",
-            f"Bits per byte at step {depths.step:,}. The plot has differences to the first depth, "
-            "paired over the same windows, with 95 % intervals; grey marks the trained R, depths "
-            "beyond it extrapolate. The table has the values, and those of n-gram models.",
+            f"Bits per byte at step {depths.step:,}. The plot shows differences from the first "
+            "depth, paired over the same windows, with 95 % intervals; grey marks the trained R; "
+            "deeper readings extrapolate. The table has the values, beside n-gram models.",
             plot_depths(depths, run_directory.plots / "bits_per_byte.png"),
             depth_rows(depths),
         )
@@ -255,7 +255,7 @@ def _lineage(run_directory: RunDirectory) -> list[Section]:
             Section(
                 "Stage boundaries",
                 "Cross entropy after the last recurrent step along the whole chain; a dashed line "
-                "is where a stage begins.",
+                "marks the start of a stage.",
                 plot_recipe([curves], run_directory.plots / "stages.png", boundaries=True),
             )
         )

@@ -10,7 +10,7 @@ from titan_loop.tables import text_table
 def depth_table(report: DepthReport) -> str:
     """Return bits per byte of every source at every depth, baselines last, lower is better.
 
-    Intervals are half widths of 95 % bootstrap intervals over documents.
+    ± is half the width of a 95 % bootstrap interval over documents.
     """
     lines = text_table(depth_rows(report)).splitlines()
     return "\n".join([*lines[:-1], lines[1], lines[-1]])
@@ -32,7 +32,7 @@ def depth_rows(report: DepthReport) -> list[list[str]]:
 
 
 def task_table(report: TaskReport, preferred: Mapping[str, str]) -> str:
-    """Return one metric of every task at every reading, if any the preferred one.
+    """Return one metric per task at every reading: the task's `preferred` one, else its headline.
 
     Tasks without a result follow, with the reason.
     """

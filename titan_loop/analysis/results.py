@@ -44,7 +44,7 @@ class ResultTable:
     column both have a `stage`, the cell's is ROW_COLUMN.
 
     Attributes:
-        name: Name of the plot's file, behind the recipe's.
+        name: Name of the plot's file, after the recipe's.
         everywhere: Common part of all addresses.
         paper: Row → column → the paper's number.
         columns_are: Label of the plot's horizontal axis.
@@ -110,10 +110,10 @@ class ResultTable:
     def difference(
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> tuple[Interval, int] | None:
-        """Return a cell less the row `less`'s, over the seeds that both have, and their number.
+        """Return a cell minus the row `less`'s, over the seeds that both have, and their number.
 
         On held-out text the interval covers seeds and documents, otherwise seeds. None where no
-        seed has both, or where they read other documents.
+        seed has both, or where they read different documents.
         """
         cells: list[dict[int, tuple[float, list[str]]]] = []
         for label in (row, self.less):
@@ -157,7 +157,7 @@ class RunResult:
 
     Attributes:
         stage: Name of the stage; the recipe's name for a recipe of one run.
-        overrides: Flags behind the recipe's name.
+        overrides: Flags after the recipe's name.
         commit: `git describe` of the code that trained it; None outside a checkout.
         seconds: Duration of training, without evaluation.
         flops: Model FLOPs of training, all ranks together; recomputation does not count. None where

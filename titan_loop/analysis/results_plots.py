@@ -1,4 +1,4 @@
-"""Plots of the tables in `results`: over their columns, over training, and against its cost."""
+"""Plots of result tables: over their columns, over training steps, and against training FLOPs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from titan_loop.evaluation.intervals import Interval
 
 
 def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw a line a row over the columns, with 95 % intervals over seeds; the paper has dashes."""
+    """Draw one line per row over the columns, with 95 % intervals over seeds; papers are dashed."""
 
     def draw(axes: Axes) -> None:
         columns = list(table.columns)
@@ -47,7 +47,7 @@ def _draw_means(axes: Axes, means: Sequence[tuple[float, Interval]], **style: An
 
 
 def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw the columns of `over_training` over the steps of training, a line a row and run."""
+    """Draw the columns of `over_training` over the training steps, one line per row and run."""
 
     def draw(axes: Axes, column: str) -> None:
         for index, row in enumerate(table.rows):
@@ -61,7 +61,7 @@ def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) ->
 
 
 def draw_against_flops(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw a point a row with a recorded cost: mean and 95 % interval of `against_flops`."""
+    """Draw one point per row with a recorded cost: mean and 95 % interval of `against_flops`."""
 
     def draw(axes: Axes) -> None:
         for index, row in enumerate(table.rows):

@@ -53,7 +53,7 @@ def newest_best_step(folder: Path) -> int | None:
 
 
 def named_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a path means: a step-N, which must be there, for `best`."""
+    """Return the checkpoint that a path names; `best` gives its step-N, which must exist."""
     if path.name != BEST or path.exists():
         return path
     step = newest_best_step(path.parent)

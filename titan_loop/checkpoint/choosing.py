@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECOND_LOOK_SECONDS = 3.0
-"""Time before a second look for damage; network file systems cache attributes for less."""
+"""Time before a second look for damage, longer than network file systems cache attributes."""
 
 LookAt = Literal["manifest", "sizes", "hashes"]
 """Depth of a look: the commit record, also the size of every file, or every byte."""
@@ -44,13 +44,14 @@ def newest_good(
 ) -> tuple[int, dict[str, Any]] | None:
     """Return step and manifest of the newest whole checkpoint, None if none was ever committed.
 
-    Newer checkpoints that are not whole are skipped with a warning that gives the reason. The ranks
-    of `group` share the work and agree; None if this process looks alone.
+    Looks only at steps for which `wanted` is true. Newer checkpoints that are not whole are skipped
+    with a warning that gives the reason. The ranks of `group` share the work and agree on the
+    result; without a group, this process looks alone.
 
     Raises:
         UserError: Checkpoints were committed, but none is whole or all were renamed; whether to
             start from scratch is the user's decision.
-        RunFailedError: A disk fails, or a node sees other files than rank 0.
+        RunFailedError: A disk fails, or a node's files differ from rank 0's.
     """
     # One rank lists, so that all agree even where directory listings lag behind.
     steps, unfinished, renamed = from_rank_zero(
@@ -111,7 +112,7 @@ def _seen_twice(
 ) -> dict[str, str]:
     """Look again after a while: rank 0 decides, and by then the other ranks must agree.
 
-    Rank 0 has all files that some rank called damaged as `suspects`, each other rank its own.
+    `suspects` are, on rank 0, all files that any rank called damaged; on other ranks, their own.
     """
     # A node's stale view of a shared disk must not rule out a good checkpoint.
     time.sleep(SECOND_LOOK_SECONDS)
@@ -125,7 +126,7 @@ def _seen_twice(
                 "whole: that node's view of the disk is stale or wrong; start again"
             )
     if not confirmed and place_in(group)[0] == 0:
-        logger.warning("%s seemed damaged (%s) and is whole", checkpoint, ", ".join(suspects))
+        logger.warning("%s seemed damaged (%s) but is whole", checkpoint, ", ".join(suspects))
     return confirmed
 
 

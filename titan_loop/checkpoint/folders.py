@@ -61,7 +61,7 @@ def unfinished_steps(folder: Path) -> list[int]:
 
 
 def renamed_checkpoints(folder: Path) -> list[str]:
-    """Return the names of checkpoints that begin with "step-" but are not a save's, sorted."""
+    """Return the names of renamed checkpoints that still begin with "step-", sorted."""
     if not folder.is_dir():
         return []
     likely = (path for path in folder.iterdir() if path.name.startswith("step-"))

@@ -1,4 +1,4 @@
-"""The keep policy: which checkpoints of a run stay, and the deletion of the others."""
+"""The keep policy: reasons for a run's checkpoints to stay, and the deletion of the others."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +26,7 @@ class KeepPolicy:
 
     Attributes:
         latest: Number of newest checkpoints; 0 keeps all.
-        every: Steps that are multiples of this stay for ever; 0 for none.
+        every: Steps that are multiples of this stay for ever; 0 turns this off.
     """
 
     latest: int
@@ -69,7 +69,7 @@ def delete_stale(
     """Delete stale checkpoints and unfinished saves; log failures instead of raising them.
 
     Checkpoints later than `newest`, the one just committed, belong to another attempt or were found
-    damaged: they are neither counted nor deleted.
+    damaged: they are neither counted nor deleted. A checkpoint that is `in_use` stays for now.
     """
     manifests, tags = {}, {}
     for step in committed_steps(folder):

@@ -1,7 +1,7 @@
 """Loads a checkpoint of any world size, if it holds exactly the entries that are wanted.
 
-DCP alone ignores saved entries that nobody asked for. Here a `KeyPolicy` names the exceptions, and
-every entry that it covers is logged.
+By itself, DCP ignores saved entries that nobody asked for. Here a `KeyPolicy` names the exceptions,
+and every entry that it covers is logged.
 """
 
 import logging
@@ -150,8 +150,8 @@ def check_keys(
     ]
     if faults:
         raise UserError(
-            f"{checkpoint} does not hold what should be loaded ({'; '.join(faults)}); use the "
-            "config it was saved with, or say what to carry over"
+            f"{checkpoint} does not hold the entries to load ({'; '.join(faults)}); use the "
+            "config it was saved with, or set checkpoint.carry"
         )
     return loaded, sorted(ignored), sorted(kept)
 

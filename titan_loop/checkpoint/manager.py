@@ -64,15 +64,15 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """When to save, how, and which checkpoints to keep.
+        """Interval and manner of saves, and the checkpoints to keep.
 
         Attributes:
-            folder: Always this one: parents, reports and SLURM jobs look for checkpoints there.
-            async_mode: Write in the training thread; or copy, before training goes on or beside the
-                next forward and backward pass (into pinned memory on CUDA), and let a thread write.
+            folder: Fixed: parents, reports and SLURM jobs look for checkpoints there.
+            async_mode: disabled writes in the training thread. Else a thread writes a copy, made
+                before training goes on (async) or beside the next step, pinned (…_pinned_mem).
             keep_every: Keep steps that are multiples of this, besides the latest; 0 for none.
             verify_hashes: Whether loading compares every file's hash; sizes are always compared.
-            save_attempts: Number of attempts to save before training goes on without.
+            save_attempts: Attempts to save before training goes on without this checkpoint.
             remote: Folder in an object store that every checkpoint is copied to, s3://…, gs://… or
                 file://…; a start without a whole local one fetches the newest. Empty for none.
             adopt_remote: Go on with the run whose checkpoints `remote` holds although this run
@@ -103,7 +103,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             """Raise `UserError` for unusable values and for upstream's fields without a use."""
             unsupported = {
                 "create_seed_checkpoint": "ranks draw the same initial weights by themselves",
-                "initial_load_path": "checkpoint.carry.parent names what to start from",
+                "initial_load_path": "checkpoint.carry.parent names the checkpoint to start from",
                 "initial_load_in_hf": "titan-loop convert import makes a checkpoint of it",
                 "exclude_from_loading": "a checkpoint is loaded as a whole",
                 "last_save_model_only": "every checkpoint is full, so that it can be resumed",

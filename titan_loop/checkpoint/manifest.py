@@ -6,7 +6,7 @@ Format version 2:
     trainer            `LoopTrainer.state_dict`: tokens, R, the model's architecture
     data               the loader's `state_dict`: windows consumed, by source
     lineage            parent checkpoint, recipe hash, stage, library versions; after upcycling
-                       `upcycled`: which layer came from which (`upcycling.upcycle_checkpoint`);
+                       `upcycled`: the source of every layer (`upcycling.upcycle_checkpoint`);
                        of a mean `merged`: its parents (`merging.merge_checkpoints`)
     best               the best checkpoint so far of a run with `--best`, see `best.py`
     stage_end          whether the stage ended here; such a checkpoint is kept for ever

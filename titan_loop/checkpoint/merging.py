@@ -1,4 +1,4 @@
-"""The weighted mean of committed checkpoints of one architecture becomes a checkpoint of its own.
+"""The weighted mean of committed checkpoints of one architecture becomes a new checkpoint.
 
     w = Σ_i a_i w_i / Σ_i a_i        a_i = weights[i]
 
@@ -80,7 +80,7 @@ def merge_checkpoints(
 def scaled_weights(weights: Sequence[float], count: int) -> list[float]:
     """Return the weights of `count` checkpoints times a power of 2: the largest is in [1, 2).
 
-    Scaling is exact and keeps products far from overflow. `UserError` if the weights do not fit.
+    Scaling is exact and keeps products far from overflow. Raises `UserError` for unfit weights.
     """
     if count < 2:
         raise UserError(f"a merge needs at least two checkpoints, not {count}; name another one")
@@ -134,7 +134,7 @@ def _shared(
 
 
 def _mean(readers: Sequence[CheckpointReader], factors: Sequence[float], name: str) -> Tensor:
-    # Adding 0 · w would turn -0 into 0: a lone weight is to give its checkpoint bit for bit.
+    # Adding 0 · w would turn -0 into 0: a single non-zero weight must copy its checkpoint exactly.
     parts = [(reader, a) for reader, a in zip(readers, factors, strict=True) if a]
     (first, factor), *others = parts
     total = first.read(name).double().mul_(factor)

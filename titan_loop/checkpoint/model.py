@@ -1,4 +1,4 @@
-"""The model of a checkpoint: which one it is, and itself as one undistributed model."""
+"""The model of a checkpoint: a check of its architecture, and the model itself, undistributed."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Copies of a run's checkpoints in an object store: `checkpoint.remote`.
 
-    REMOTE/STAGE/owner.json            which run writes here
+    REMOTE/STAGE/owner.json            the run that writes here
     REMOTE/STAGE/rewinds.json          its rewinds
     REMOTE/STAGE/step-N/…              files and tags, and manifest.json last: the commit record
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 FIELD = "checkpoint.remote"
 OWNER = "owner.json"
 OWN_RECORD = "remote.json"
-"""File in the run directory with the identity that `OWNER` has."""
+"""File in the run directory with the identity that `OWNER` records."""
 
 
 class RemoteCheckpoints:
@@ -74,7 +74,7 @@ class RemoteCheckpoints:
         self._folder.upload(checkpoint / MANIFEST, f"{name}/{MANIFEST}")
 
     def delete_stale(self, policy: KeepPolicy) -> None:
-        """Apply the keep policy there, and delete the remains of interrupted uploads."""
+        """Apply the keep policy to the copies, and delete the remains of interrupted uploads."""
         manifests = {step: self._manifest(step) for step in self.steps()}
         stale = [step for step in policy.stale(manifests, {}) if not self._is_tagged(step)]
         older = (step for step in self._all_steps() if step < max(manifests, default=0))
@@ -152,7 +152,7 @@ class RemoteCheckpoints:
         try:
             owner = self._object(OWNER).get("run")
         except FileNotFoundError:
-            # First here: a start that is killed in between must know its own claim.
+            # The local record first: a start that is killed in between must know its own claim.
             write_json(run / OWN_RECORD, {"run": claim})
             there = self._folder.create(OWNER, json.dumps({"run": claim}).encode())
             owner = self._parsed(OWNER, there).get("run")

@@ -1,7 +1,7 @@
 """Rewinds of a run: the windows that each jumps over, and the checkpoints that it gives up.
 
     recorded in REMOTE/STAGE/rewinds.json, then in RUN/rewinds.json
-      ─► every start sets newer checkpoints of before the rewind aside, or deletes them (store)
+      ─► every start sets newer checkpoints from before the rewind aside (in the store: deletes)
       ─► the newest one left is loaded, without the recorded windows; its lineage lists the rewinds
 
 The record is the commit: a start completes the work of a killed one, here or in the store.

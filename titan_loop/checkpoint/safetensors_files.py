@@ -1,8 +1,8 @@
-"""safetensors files, one tensor in memory at a time: single ones, and shards with an index.
+"""Reads and writes safetensors, one tensor in memory at a time: one file, or shards with an index.
 
-The library reads, and refuses truncated files. Its writer takes all tensors at once, so writing is
-our own: eight bytes (the header's length), a JSON header with type, shape and place of every
-tensor, and the tensors.
+The library reads, and refuses truncated files. Its writer needs all tensors in memory, so this
+module writes the format itself: the header's length in eight bytes, a JSON header with the type,
+shape and place of every tensor, then the tensors.
 
 Source: https://huggingface.co/docs/safetensors, "Format".
 """
@@ -48,7 +48,8 @@ class SafetensorsFolder:
     """The tensors of a folder, by name.
 
     One file is open at a time, so reading in the order of `names` holds one shard in memory. Raises
-    `UserError` if there are no safetensors, a file is missing or damaged, or the index is wrong.
+    `UserError` if there are no safetensors, a file is missing or damaged, the index is wrong, or a
+    tensor is not F32, BF16 or F16.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,7 +82,7 @@ class SafetensorsFolder:
         return list(self.shapes)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor: a view of the file, of which only the parts in use are read."""
+        """Return a tensor as a view of the mapped file, read from disk only where it is used."""
         file = self._file_of[name]
         if self._current is None or self._current[0] != file:
             self.close()
@@ -89,11 +90,11 @@ class SafetensorsFolder:
         return self._current[1].get_tensor(name)
 
     def close(self) -> None:
-        """Let go of the file that is open."""
+        """Close the open file, if any."""
         self._current = None
 
     def _files(self) -> dict[str, set[str] | None]:
-        """Return file → tensors that the index says it holds (None without an index)."""
+        """Return the names that the index lists for each file (None without an index)."""
         index = self._folder / INDEX
         if not index.is_file():
             if not (self._folder / SINGLE).is_file():
@@ -103,7 +104,7 @@ class SafetensorsFolder:
             return {SINGLE: None}
         placed = read_json_object(index, fix=_AGAIN).get("weight_map")
         if not isinstance(placed, dict) or not all(type(file) is str for file in placed.values()):
-            raise DamagedFileError(index, "it has no weight_map of names of files", _AGAIN)
+            raise DamagedFileError(index, "it has no weight_map with file names", _AGAIN)
         files: dict[str, set[str] | None] = {}
         for file in sorted(set(placed.values())):
             require_file_name(file, index)
@@ -135,7 +136,7 @@ def write_folder(
     Args:
         dtype: float32 or bfloat16; a tensor of a wider type is rounded to nearest even.
         max_shard_bytes: Most tensor bytes in a file, unless a single tensor has more.
-        index: Whether a single file has an index, too.
+        index: Write an index even for a single file.
     """
 
     def converted(name: str) -> Tensor:
@@ -200,7 +201,7 @@ def write_safetensors(
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in tensors:
-            # Little-endian, like every machine torch runs on.
+            # The format is little-endian, and so is every machine that torch runs on.
             flat = read(name).contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
             del flat  # before the next one is read

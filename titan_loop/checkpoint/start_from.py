@@ -1,8 +1,8 @@
 """A new run starts from another run's checkpoint: its weights, and its moments if wanted.
 
 Step, tokens and data start anew, since a stage is a job with schedules of its own. R, β and the
-RoPE base may differ between parent and run. Tensors may not, except those named to keep their
-initial values.
+RoPE base may differ between parent and run. Tensors may not, except in entries named to keep
+their initial values.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The table of a checkpoint's entries, `tensors.json`: which part of which tensor lies where.
+"""The table of a checkpoint's entries, `tensors.json`: the place of every part of every tensor.
 
     {"sha256": …, "entries": {key: entry}}
       tensor    {"dtype": "float32", "shape": […], "chunks": [chunk, …]}
@@ -53,8 +53,8 @@ class TableWriter(filesystem.FileSystemWriter):
 def read_table(checkpoint: Path) -> dcp.Metadata:
     """Return DCP's description of a checkpoint, made from its table.
 
-    Every tensor is tiled by its chunks and not larger than the bytes stored of it, so that it can
-    be allocated; every file is in the checkpoint's folder. Raises `DamagedCheckpointError`, or
+    Every tensor is tiled by its chunks and not larger than its stored bytes, so that it can be
+    allocated; every file is in the checkpoint's folder. Raises `DamagedCheckpointError`, or
     `UserError` for a checkpoint of an older version.
     """
     path = checkpoint / TABLE
@@ -176,7 +176,7 @@ def _parsed(entries: dict[str, Any], path: Path) -> dcp.Metadata:
                 offset + size > whole
                 for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
             ):
-                raise ValueError(f"{key} is larger than what is stored of it")
+                raise ValueError(f"{key} is larger than its stored bytes")
             chunks.append(chunk)
         distinct = len({chunk.offsets for chunk in chunks}) == len(chunks)
         if not distinct or sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):

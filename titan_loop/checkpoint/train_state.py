@@ -24,7 +24,7 @@ class TrainState(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from such a state; raise `UserError` if it is another model's."""
+        """Continue from a saved state; raise `UserError` if it is another model's."""
 
     def check_parent(self, state_dict: dict[str, Any]) -> None:
         """Raise `UserError` if weights from such a state cannot be carried over."""

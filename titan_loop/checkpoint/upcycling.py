@@ -73,12 +73,12 @@ def looped_layers(architecture: Mapping[str, Any]) -> range:
 
 
 def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None:
-    """Write and commit the upcycled copy of a committed checkpoint, which ends no stage.
+    """Write and commit the upcycled copy of a committed checkpoint; the copy ends no stage.
 
     The largest tensor is in memory twice: as bytes of the file, and as a tensor.
 
     In the new manifest, `lineage.parent` is `source`. `lineage.upcycled` has `mode`, `moments`
-    (None without optimiser state), the parent's `n_layers` and its layer for every new one
+    (None without optimiser state), the parent's `n_layers` and, for every new layer, the parent's
     (`layers`).
     """
     reader = CheckpointReader(source)
@@ -139,7 +139,7 @@ def _copies(key: str, layers: Sequence[int]) -> list[str]:
 
 
 def _change(key: str, moments: Moments, copies: int) -> Callable[[Tensor], Tensor] | None:
-    """Return the change, in place, of a copied layer's moment; None for any other entry."""
+    """Return the in-place change of a copied layer's moment; None if the entry stays as it is."""
     if copies == 1 or not key.startswith(_STATE) or moments == "duplicate":
         return None
     if moments == "reset":

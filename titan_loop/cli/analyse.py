@@ -1,4 +1,4 @@
-"""`titan-loop analyse VERB RUN`: analyses of a run, each registered by the file that makes it."""
+"""`titan-loop analyse VERB RUN`: analyses of a run, which plug-ins register by name."""
 
 import functools
 import logging

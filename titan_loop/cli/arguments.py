@@ -22,7 +22,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-# typeguard, with which tyro checks defaults that are lists, would read all entry points there are.
+# tyro checks list defaults with typeguard, which would read every installed package's entry points.
 os.environ.setdefault("TYPEGUARD_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 import tyro
@@ -61,8 +61,8 @@ def command(name: str) -> Callable[[Callable[..., Any]], Run]:
     """Return a decorator that turns a function into the `run(words)` of a verb.
 
     The function returns an exit code, or lines or paths to print. A parameter `flags` receives the
-    words that are not its own, which are flags of a recipe. `run` raises `UserError` for a mistake
-    in the words, and `SystemExit` with code 0 after `--help` was printed.
+    flags that the function does not declare: flags of a recipe. `run` raises `UserError` for a
+    mistake in the words, and `SystemExit` with code 0 after `--help` was printed.
     """
 
     def decorated(function: Callable[..., Any]) -> Run:
@@ -85,8 +85,8 @@ def command(name: str) -> Callable[[Callable[..., Any]], Run]:
 def group(name: str, verbs: Mapping[str, Callable[..., Any] | Verb]) -> Run:
     """Return the `run(words)` of a command with verbs of its own, such as `checkpoint ls`.
 
-    A `Verb` is a function of the package, which is imported when it is called. Without a verb, or
-    for `--help`, the verbs are listed.
+    A `Verb` names a function that is imported when it is called. Without a verb, or for `--help`,
+    the verbs are listed.
     """
 
     def run(words: Sequence[str]) -> int:
@@ -152,7 +152,7 @@ def bind(name: str, function: Callable[..., Any], words: Sequence[str]) -> funct
 
 
 def _config_as_recipe(name: str, words: Sequence[str]) -> Sequence[str]:
-    """Return the words with `--config FILE` as FILE alone, which is a recipe, too."""
+    """Return the words with `--config FILE` replaced by FILE, which counts as a recipe."""
     first, equals, file = words[0].partition("=") if words else ("", "", "")
     if first != "--config":
         return words
@@ -163,7 +163,7 @@ def _config_as_recipe(name: str, words: Sequence[str]) -> Sequence[str]:
 
 
 def _with_free_text(words: Sequence[str]) -> Iterator[str]:
-    """Write `--prompt TEXT` as `--prompt=TEXT`, which tyro reads whatever TEXT begins with."""
+    """Write `--prompt TEXT` as `--prompt=TEXT`; tyro reads this even if TEXT begins with dashes."""
     rest = iter(words)
     for word in rest:
         text = next(rest, None) if word in _FREE_TEXT else None
@@ -172,14 +172,14 @@ def _with_free_text(words: Sequence[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def one_line_errors(words: Sequence[str], name: str = "") -> Iterator[None]:
-    """Raise the page that tyro prints about a mistake as a `UserError` of one line."""
+    """Turn the page that tyro prints about a mistake into a `UserError` of one line."""
     if HELP & {*words}:
         yield
         return
     page, columns_before = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100000"  # so wide that tyro breaks no line
     try:
-        # Both, since tyro looks at stdout to decide on colours and frames.
+        # stdout as well: tyro looks at it to decide on colours and frames.
         with contextlib.redirect_stderr(page), contextlib.redirect_stdout(page):
             yield
     except SystemExit:
@@ -193,7 +193,7 @@ def one_line_errors(words: Sequence[str], name: str = "") -> Iterator[None]:
 
 
 def _joined(page: str) -> str:
-    """Return the statements of tyro's page, without title, rules and texts of flags."""
+    """Return the statements of tyro's page, without title, rules and help of flags."""
     parts: list[str] = []
     for line in page.splitlines()[2:]:
         text = line.strip()
@@ -210,7 +210,7 @@ def _joined(page: str) -> str:
 def _marked(parameter: inspect.Parameter) -> inspect.Parameter:
     kind = parameter.annotation
     if isinstance(kind, UnionType):
-        # tyro knows this form without typeguard, whose import opens twelve files.
+        # tyro reads a Union without importing typeguard, which opens twelve files.
         kind = Union[get_args(kind)]  # noqa: UP007
         parameter = parameter.replace(annotation=kind)
     if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD or is_dataclass(kind):

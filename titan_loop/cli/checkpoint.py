@@ -61,7 +61,7 @@ def diff(a: Path, b: Path, *, skip_hashes: bool = False) -> int:
     Exit code 1 if anything differs.
 
     Args:
-        a: Checkpoint, or a run for its newest whole one.
+        a: Checkpoint, or a run (its newest whole checkpoint is taken).
         b: Checkpoint or run to compare it with.
         skip_hashes: Compare only sizes with the commit record before reading.
     """
@@ -87,7 +87,7 @@ def rm(checkpoints: tuple[Path, ...], *, force: bool = False) -> None:
 
     Args:
         checkpoints: Folders step-N.
-        force: Also delete such checkpoints.
+        force: Also delete checkpoints that are kept.
     """
     from titan_loop.runs.run_checkpoints import delete_checkpoints
 
@@ -119,7 +119,7 @@ def consolidate(
     """Write a checkpoint's full tensors and its origin to one safetensors file.
 
     Args:
-        checkpoint: Folder step-N, or a run for its newest whole checkpoint.
+        checkpoint: Folder step-N, or a run (its newest whole checkpoint is taken).
         output: New file.
         optimizer: Include the tensors of the optimiser.
         skip_hashes: Compare only sizes with the commit record before reading.

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def import_(folder: Path, *, output: Path, dtype: Dtype = "float32") -> None:
-    """Read a folder of Ouro, Nanbeige or Llama, released or exported, into a new run directory.
+    """Import a released or exported Ouro, Nanbeige or Llama model as a new run directory.
 
     Args:
         folder: Folder with config.json and safetensors.
@@ -57,12 +57,12 @@ def export(
     """Write a checkpoint in a format that other programs read.
 
     Args:
-        checkpoint: Run, for its newest checkpoint, or a step-N folder.
-        output: New folder, or file for gguf.
-        to: Format; --list prints those that this model has.
-        list: Print which formats this model can be written in, and why not in the others.
-        dtype: Type of the weights; float32 loses nothing, bfloat16 is the released models'. q8_0 is
-            GGUF's alone.
+        checkpoint: Run (its newest checkpoint is taken) or a step-N folder.
+        output: New folder; for gguf, a new file.
+        to: Format; --list prints the choices for this model.
+        list: Print all formats: whether this model can be written in each, and if not, the reason.
+        dtype: Type of the weights; float32 loses nothing, released models use bfloat16, and only
+            gguf has q8_0.
         recurrent_steps: R to export; by default R of the last training step.
         most_layers: Most layers that an unrolled model may have.
         chatml: Write a ChatML template and stop after a turn; the default if the run's data is
@@ -71,7 +71,7 @@ def export(
         tokenizer: A tokenizer.json; by default the tokenizer of the run's data.
         no_tokenizer: Write no tokenizer.
         eos_token: Token that ends every document; by default as in the run's data.
-        max_shard_gigabytes: Most weights in one safetensors file.
+        max_shard_gigabytes: Largest size of a safetensors file.
         ema: Write the average of the weights that --ema.decay kept in training.
         push: Upload the folder to this repository of the Hugging Face Hub, OWNER/NAME; a new one
             is private.
@@ -123,8 +123,8 @@ def export(
     )
     if known is not None and not (chatml or no_chatml or run.tokenizer(tokenizer).is_known):
         logger.warning(
-            f"{output} has no chat template: without its data it is unknown whether the model was "
-            "trained on conversations; if it was, export again with --chatml"
+            f"{output} has no chat template: the run's data is missing, so nobody knows whether it "
+            "held conversations; if it did, export again with --chatml"
         )
     print(output)
     if push is not None:

@@ -1,4 +1,4 @@
-"""`titan-loop data VERB`: from text to sources; most verbs are functions of the package."""
+"""`titan-loop data VERB`: from text to sources; most verbs are functions of `titan_loop.data`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -36,10 +36,10 @@ def verify(source: str) -> None:
 
 @recipe_first
 def plan(recipe: str, flags: Sequence[str]) -> None:
-    """Compare the tokens a recipe needs with those prepared.
+    """Compare the tokens a recipe needs with the tokens prepared.
 
     Prints for every stage the tokens needed and available, epochs and disk size of each source.
-    Ends with code 2 if repetition caps leave a stage without data. Takes the flags of titan-loop
+    Exits with code 2 if repetition caps leave a stage short of data. Takes the flags of titan-loop
     train.
 
     Args:

@@ -1,6 +1,6 @@
-"""`titan-loop doctor`: versions, devices, ranks, compiler, folders and room, with fixes.
+"""`titan-loop doctor`: versions, devices, ranks, compiler, folders and free space, with fixes.
 
-Every check yields `Finding`s; it starts no process group and allocates nothing on a device.
+Every check yields `Finding`s. None starts a process group or allocates memory on a device.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from titan_loop.tables import columns
 _PACKAGES = ["titan-loop", "torch", "torchtitan", "triton", "datatrove", "tokenizers", "numpy"]
 _SMALLEST_DISK_BYTES = 2 * 10**9
 _SMALLEST_MEMORY_BYTES = 2 * 10**9
-_SLOW_START_SECONDS = 30.0  # 4 on an idle machine with its files in memory
+_SLOW_START_SECONDS = 30.0  # an idle machine with cached files needs 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,11 @@ def check_start() -> Iterator[Finding]:
 
 
 def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
-    """Return whether a start waits for the disk or for the processor, from `_start_meters`."""
-    processor = min(processor, wall)  # several threads
+    """Report slow imports, and whether the disk or the processor held them up."""
+    processor = min(processor, wall)  # several threads may have used more
     from_disk = wall - processor
-    read = "" if math.isnan(disk_bytes) else f", {disk_bytes / 1e6:.0f} MB read from it"
-    text = f"imports took {wall:.1f} s: {processor:.1f} of processor, {from_disk:.1f} of disk{read}"
+    read = "" if math.isnan(disk_bytes) else f" ({disk_bytes / 1e6:.0f} MB read)"
+    text = f"imports took {wall:.1f} s: {processor:.1f} on processor, {from_disk:.1f} on disk{read}"
     fix = None
     if wall > _SLOW_START_SECONDS:
         fix = "the disk is slow: put the environment (TITAN_LOOP_VENV) on a local one"
@@ -121,9 +121,9 @@ def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
 
 
 def _start_meters() -> tuple[float, float, float]:
-    """Return seconds, seconds of or in the queue for a processor, and bytes read from disks."""
+    """Return clock seconds, seconds on or queued for a processor, and bytes read from disks."""
     queued_seconds, disk_bytes = 0.0, math.nan
-    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux has both, if allowed
+    with contextlib.suppress(OSError, ValueError, IndexError):  # only on Linux
         queued_seconds = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     with contextlib.suppress(OSError, ValueError):
         meters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -177,7 +177,7 @@ def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
     try:
         rank, world_size = compat.start_runtime(completed)
     except UserError as error:
-        yield Finding("launcher", str(error), "set it in the batch script", blocks_training=True)
+        yield Finding("launcher", str(error), "set it as the message says", blocks_training=True)
         return
     name = f"SLURM job {slurm_job(environment) or '?'}" if world_size > 1 else "none"
     if "RANK" in environment:
@@ -214,7 +214,7 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def check_folders(run_directory: Path) -> Iterator[Finding]:
-    """Write to every folder a run writes to, or to the nearest parent that exists."""
+    """Try to write to every folder that a run writes to, or to its nearest existing parent."""
     for section, folder, fix in (
         ("run directory", run_directory, "give another --dump-folder"),
         ("temporary", Path(tempfile.gettempdir()), "point TMPDIR to a writable folder"),
@@ -238,7 +238,7 @@ def _existing_parent(folder: Path) -> Path:
 
 
 def check_room(run_directory: Path) -> Iterator[Finding]:
-    """Report how much disk and memory is free."""
+    """Report free disk space and free memory."""
     existing = _existing_parent(run_directory)
     free = shutil.disk_usage(existing).free
     fix = "free space, or give another --dump-folder: a checkpoint is three times the weights"

@@ -108,7 +108,7 @@ def _tasks(
     _quiet_logs()
     run = chosen_run(run, stage)
     if dense is not None:
-        dense_reports(dense)  # its mistakes, before work starts
+        dense_reports(dense)  # refuses a wrong one before work starts
     report = evaluate_tasks(run, options, frontier=frontier, ema=ema)
     if join_ranks()[0] == 0:
         run_directory = SavedRun.open(run).directory
@@ -144,7 +144,7 @@ def watch(
         once: Stop when nothing is left to evaluate.
         interval: Seconds between two looks.
         wandb: Also log to the training run's W&B.
-        retry: Ask checkpoints again of which a task failed before.
+        retry: Ask again the checkpoints on which a task failed before.
     """
     from titan_loop.evaluation.watch import Watcher
 

@@ -1,4 +1,4 @@
-"""The flags of a recipe: the page of those that matter first, and those without an effect here."""
+"""The flags of a recipe: the page of the important ones, and the ones without an effect here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -48,7 +48,7 @@ FIRST = {
         "compile.enable": "compile the layers",
     },
 }
-"""Flags of `--help` and their texts, by what they are about."""
+"""Flags of `--help` and their texts, by topic."""
 
 WITHOUT_EFFECT = {
     "--parallelism.pipeline-parallel": "a loop over layers cannot be cut into a pipeline",
@@ -58,7 +58,7 @@ WITHOUT_EFFECT = {
     "--checkpoint.last-save": "titan-loop convert export writes Hugging Face folders",
     "--training.global-batch-size": "set --batch.global-batch-tokens",
 }
-"""Beginnings of flags that torchtitan has and nothing here follows, and why."""
+"""Beginning of torchtitan's flags without an effect here → reason."""
 
 
 def flags_of(config: Any, prefix: str = "--") -> dict[str, Any]:
@@ -80,7 +80,7 @@ def flags_of(config: Any, prefix: str = "--") -> dict[str, Any]:
 
 
 def help_text(flags: Mapping[str, Any], program: str, choices: Sequence[str]) -> str:
-    """Return the page of the flags that matter first, and of the choices that follow them."""
+    """Return the page of the important flags, and of the choices that follow them."""
     lines = [f"usage: {program} [FLAGS] [CHOICE]", ""]
     for title, texts in FIRST.items():
         lines.append(f"{title}:")

@@ -44,7 +44,7 @@ class Generation:
         exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
             confidence:P, q:THRESHOLD, kl:KL,NATS or contrast:STEP,STRENGTH,SHARE.
         kv_cache: Key-value cache: full, last, first or averaged.
-        prefill_steps: Number of recurrent steps of prompts; by default as of generated tokens.
+        prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
         draft_step: Draft at this recurrent step, verify at R.
         draft_tokens: Number of tokens drafted at a time.
         show_steps: Write each token's exit step.
@@ -100,10 +100,10 @@ def run(checkpoint: Path, generation: Generation, *, stage: str | None = None) -
     Without --prompt, every line of standard input is a prompt.
 
     Args:
-        checkpoint: Folder of a checkpoint, of a run for its newest one, or of a recipe for its
-            newest stage.
+        checkpoint: A checkpoint, a run (its newest checkpoint is taken) or a recipe's folder (its
+            newest stage is taken).
         generation: Prompts and settings.
-        stage: Stage of that recipe.
+        stage: Stage to take instead, if a recipe's folder is given.
     """
     generation.check()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -138,7 +138,7 @@ def _open_session(checkpoint: Path, generation: Generation) -> "_Session":
     sampling = Sampling(
         temperature=generation.temperature, top_k=generation.top_k, top_p=generation.top_p
     )
-    cache_strategy(generation.kv_cache)  # its mistake, before a checkpoint is read
+    cache_strategy(generation.kv_cache)  # refuses a wrong one before a checkpoint is read
     loaded = load_checkpoint(
         checkpoint,
         use="generate",
@@ -200,7 +200,7 @@ class _Session:
         if any(completion.finish == "context" for completion in completions):
             print(
                 f"[ended at the context of {self.engine.stack.context_tokens} tokens, by default "
-                "the trained window; --context gives it another]",
+                "the trained window; --context sets another]",
                 file=sys.stderr,
             )
 

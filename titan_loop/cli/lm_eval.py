@@ -1,4 +1,4 @@
-"""`titan-loop lm_eval …`: lm-evaluation-harness' own command with the model `titan_loop` in it.
+"""`titan-loop lm_eval …`: lm-evaluation-harness' own command with the model `titan_loop` added.
 
 The harness (0.4.13) finds models in a table of its own and has no plugin mechanism, so a plain
 `lm_eval` does not know the model. This verb registers it and hands over all flags.
@@ -12,7 +12,7 @@ from titan_loop.errors import EXIT_OK, UserError
 # Beginning of a harness message about a user's mistake → hint.
 _MISTAKES = {
     "Tasks not found": "`titan-loop lm_eval ls tasks` lists them, `titan-loop eval` has more",
-    "Attempted to load model": "a checkpoint of this package is --model titan_loop",
+    "Attempted to load model": "for a checkpoint of this package use --model titan_loop",
 }
 
 

@@ -2,7 +2,7 @@
 
 `titan_loop.errors` defines the codes. An unexpected exception keeps its traceback and ends with 1,
 an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. An error of
-the operating system about a file is one line: with 2 if the user can mend it, such as a permission,
+the operating system about a file is one line: with 2 if the user can fix it, such as a permission,
 and with 1 if the machine is at fault, such as a full disk; a rank then writes its traceback first.
 """
 
@@ -43,12 +43,12 @@ VERBS = {
     "convert": "read and write Ouro and Hugging Face folders",
     "checkpoint": "list, verify, compare, name, delete, consolidate, merge, convert checkpoints",
     "slurm": "run a recipe's stages as a chain of SLURM jobs",
-    "status": "show how far the stages and forks of a recipe are, and what is next",
+    "status": "show the progress of a recipe's stages and forks, and the next command",
     "upcycle": "duplicate a checkpoint's layers into the start of a deeper run",
     "plot": "draw a run's losses and exit distribution as PNG files",
     "report": "write one HTML page with everything about a run",
     "results": "record finished runs, and print a recipe's tables beside the paper's",
-    "analyse": "how answers form over recurrent steps: agreement, linear probes, components",
+    "analyse": "trace answers over recurrent steps: agreement, linear probes, components",
     "scaling": "fit scaling laws in parameters, tokens and recurrent steps to runs or a table",
     "recipes": "list the recipes that `train` finds by name",
     "doctor": "check this machine, and suggest a fix for every problem",

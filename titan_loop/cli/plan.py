@@ -1,4 +1,4 @@
-"""`titan-loop plan RECIPE | --budget FLOPS | --match COST RECIPE`: needs of stages, or models."""
+"""`titan-loop plan …`: needs of a recipe's stages, or models for a budget or of equal cost."""
 
 import sys
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def plan(
     For every stage: parameters, FLOPs, steps, batches, bytes of weights, gradients and moments, and
     GPU-days. Then the real trainer runs every stage on fake tensors as one rank of the cluster, to
     measure the peak memory of a GPU and the communication of a step. That takes up to half a minute
-    a stage the first time, and none until the stage's assembly or the software changes. Ends with
+    per stage, and is repeated only when the stage's assembly or the software changes. Exits with
     code 2 if a stage does not fit, and suggests a fix. Other flags are flags of titan-loop train.
     With --budget FLOPS and no recipe: the best models by a scaling law (plan --budget 1e21 --help).
     With --match COST: models of another kind at the same cost (plan --match flops --help).
@@ -56,13 +56,13 @@ def plan(
         nodes: Number of hosts.
         gpus_per_node: Number of GPUs per host.
         gpu: GPU model.
-        mfu: Assumed model FLOPs over peak FLOPs, for the GPU-days.
+        mfu: Assumed share of a GPU's peak FLOPs, for the GPU-days.
         stage: Plan this stage alone.
         law: Published scaling law, or a scaling.json of titan-loop scaling; adds the gain of the
             recurrent steps in nats and GPU-days over the same model without loops and over an
             unrolled one.
         memory: Measure peak memory and communication; --no-memory prints the arithmetic alone.
-        rehearse: Assemble every stage anew, list the facts that only a GPU can tell, and end with
+        rehearse: Assemble every stage anew, list the facts that only a GPU can show, and exit with
             code 2 if a stage cannot be assembled.
     """
     import titan_loop.compat as compat

@@ -14,8 +14,8 @@ def run(run: Path, *, stage: str | None = None) -> None:
     throughput and lineage, with all images inside.
 
     Args:
-        run: Run directory, or a recipe's folder for its newest stage.
-        stage: Stage of that recipe.
+        run: Run directory, or a recipe's folder (its newest stage is taken).
+        stage: Stage to report instead, if `run` is a recipe's folder.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 

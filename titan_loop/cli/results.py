@@ -9,12 +9,12 @@ from titan_loop.errors import UserError
 def add(run: Path, *, folder: Path | None = None) -> None:
     """Write the results of a finished run to results/RECIPE/STAGE-seedS.json, and print the path.
 
-    It holds the flags, the commit, the machine, tokens, steps, seconds, losses, and everything that
-    was evaluated at the last step; an older file of the same stage and seed is replaced.
+    The file holds flags, commit, machine, tokens, steps, seconds, losses, and everything that was
+    evaluated at the last step; an older file of the same stage and seed is replaced.
 
     Args:
         run: Run directory.
-        folder: Where to write; default the folder results beside the recipe's module.
+        folder: Folder to write to; by default results/ beside the recipe's module.
     """
     from titan_loop.analysis.results import RunResult
     from titan_loop.runs.run_directory import RunDirectory
@@ -32,8 +32,8 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
 
     Args:
         recipe: Name that titan-loop recipes lists, or PACKAGE.MODULE:FUNCTION.
-        folder: Where the results are; default the folder results beside the recipe's module. Plots
-            are written to the folder plots beside it.
+        folder: Folder of the results; by default results/ beside the recipe's module. Plots are
+            written to plots/ beside this folder.
         plot: Also draw the tables.
     """
     from titan_loop.analysis.results import (

@@ -46,8 +46,8 @@ def submit(
         save_seconds: Seconds before the limit at which the run saves; they must suffice for a step,
             an evaluation and a save.
         stage: Submit this stage alone; its parent must be complete.
-        dump_folder: Folder of the recipe; by default its own.
-        site: Settings of the cluster; by default slurm/site.sh if it exists.
+        dump_folder: Folder of the recipe; by default the recipe's own.
+        site: File with the cluster's settings; by default slurm/site.sh if it exists.
         no_node_check: Train without checking the nodes first.
         dry_run: Print the scripts and submit nothing.
     """
@@ -58,7 +58,7 @@ def submit(
         )
     gpus = int(count)
     if gpus == 0 and ranks_per_node is None:
-        raise UserError("--gpus-per-node=0 does not say how many ranks; add --ranks-per-node")
+        raise UserError("--gpus-per-node=0 leaves the number of ranks open; add --ranks-per-node")
     if not dry_run and shutil.which("sbatch") is None:
         raise UserError(
             "sbatch is not on PATH: submit on a login node of the cluster, or look at the scripts "
@@ -113,7 +113,7 @@ def submit(
 
 
 def status(folder: Path) -> None:
-    """Show the jobs of a recipe's folder, and how far its stages are."""
+    """Show the jobs of a recipe's folder, and the progress of its stages."""
     from titan_loop.slurm.chain import chain_lines, read_chain
 
     print("\n".join(chain_lines(read_chain(folder))))
@@ -149,7 +149,7 @@ def run_in_job(
     save_seconds: int = SAVE_SECONDS,
     no_node_check: bool = False,
 ) -> int:
-    """Train in the SLURM job this runs in, and have it started again until the recipe is done.
+    """Train in this SLURM job, and requeue the job until the recipe is done.
 
     A batch script calls it. All other flags are flags of titan-loop train.
 
@@ -177,7 +177,7 @@ def run_in_job(
 
 
 def check_node(needs: NodeCheck, *, reports: Path, folder: Path, gpus: int, node_port: int) -> None:
-    """Check this rank's node and write a report; `slurm run` starts it on all of them.
+    """Check this rank's node and write a report; `slurm run` starts it on all nodes.
 
     Args:
         needs: Requirements of a node.

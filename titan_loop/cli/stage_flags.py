@@ -80,7 +80,7 @@ def split_by_stage(
 ) -> tuple[list[str], dict[str, list[str]]]:
     """Return the flags for all stages, and the flags for single ones without their prefix.
 
-    Names of stages may contain dots; `_` and `-` are alike, as in fields.
+    Names of stages may contain dots; `_` and `-` are equivalent, as in fields.
     """
     common: list[str] = []
     own: dict[str, list[str]] = {}
@@ -103,10 +103,10 @@ def _stage_and_field(word: str, names: Sequence[str]) -> tuple[str, str]:
     if not found:
         path = rest.partition("=")[0]
         raise UserError(
-            f"{PREFIX}{path} names no stage's field, as {PREFIX}STAGE.FIELD would"
+            f"{PREFIX}{path} does not begin with a stage; write {PREFIX}STAGE.FIELD"
             + nearest(path.partition(".")[0], names)
         )
-    # A name may begin with another one, and an exact spelling wins over one that is alike.
+    # A name may begin with another one, and an exact spelling wins over an equivalent one.
     name = max(found, key=lambda name: (len(name), rest.startswith(name)))
     field = rest[len(name) + 1 :]
     if not field.partition("=")[0]:

@@ -7,7 +7,7 @@ from titan_loop.cli.arguments import command
 
 @command("status")
 def run(folder: Path) -> None:
-    """Show how far a recipe's stages, or one run, have come.
+    """Show the progress of a recipe's stages, or of one run.
 
     Args:
         folder: Recipe's folder, or a run directory.

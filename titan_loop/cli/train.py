@@ -30,7 +30,7 @@ def run(
 ) -> int:
     """Train a recipe, or continue it in its folder from the last checkpoint there.
 
-    A recipe of several stages trains those that remain in order, each in DUMP_FOLDER/STAGE.
+    A recipe of several stages trains its incomplete ones in order, each in DUMP_FOLDER/STAGE.
     Every field of the config is a flag, which titan-loop train RECIPE --help lists: --FIELD applies
     to all stages, --stages.NAME.FIELD to one. Activation checkpointing is chosen by
     activation-checkpoint:KIND after the flags.

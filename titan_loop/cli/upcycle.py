@@ -24,7 +24,7 @@ def run(
     `train` and `eval` take the new run like any other. See titan_loop/checkpoint/UPCYCLING.md.
 
     Args:
-        checkpoint: Run, for its newest checkpoint, or its checkpoints/step-N.
+        checkpoint: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         output: New run directory.
         layers: Number of layers of the new model, a multiple of the old number.
         mode: stacked repeats the stack; interleaved puts every layer next to its copies.

@@ -1,4 +1,4 @@
-"""Look at a prepared source: its documents as the model reads them, its files against its card."""
+"""Inspects a prepared source: documents as the model reads them, and files against the card."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -16,7 +16,7 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
 
 class StoredDocument(NamedTuple):
-    """One document of a source: `tokens` of the split's tokens from `first_token` on."""
+    """`tokens` tokens of a split from `first_token` on; `targets` of them train (None: no mask)."""
 
     number: int
     first_token: int
@@ -41,8 +41,8 @@ def show_source(
 
     Args:
         source: Folder of the source.
-        count: Number of documents, the first as they are stored.
-        split: Split of the source.
+        count: Number of documents, counted from the first stored one.
+        split: Split to read.
     """
     if count < 1:
         raise UserError(f"count {count} must be at least 1")
@@ -112,7 +112,7 @@ def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
         yield f"{path}: {found_bytes} bytes, the card says {expected_bytes}"
         return
     if expected_bytes is None and found_bytes > MOST_BYTES:
-        yield f"{path}: {found_bytes} bytes, and no tokenizer has more than {MOST_BYTES}"
+        yield f"{path}: {found_bytes} bytes, more than a tokenizer's limit of {MOST_BYTES}"
         return
     found = file_sha256(path)
     if found != sha256:
@@ -122,7 +122,7 @@ def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
 def _contents(path: Path, mask: Path, shard: ShardCard, card: SourceCard) -> Iterator[str]:
     ends = np.fromfile(index_path(path), dtype="<u8").astype(np.int64)
     if int(ends[-1:].sum()) != shard.tokens or (np.diff(ends, prepend=0) < 1).any():
-        yield f"{index_path(path)}: not ascending document ends up to token {shard.tokens}"
+        yield f"{index_path(path)}: document ends do not ascend to token {shard.tokens}"
         return
     outside = unended = start = 0
     for chunk in file_chunks(path, f"<u{card.token_bytes}"):

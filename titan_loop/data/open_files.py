@@ -1,7 +1,7 @@
 """Files that stay open and are read at an offset, as many as the system allows.
 
-They are not mapped: a map costs more than reading a few pages, a fault in it reads the device's
-whole read-ahead, and one behind the end of a truncated file kills the process.
+They are not memory-mapped: a map costs more than reading a few pages, a page fault reads the
+device's whole read-ahead, and a fault past the end of a truncated file kills the process.
 """
 
 import errno
@@ -16,7 +16,7 @@ from titan_loop.errors import UserError
 from titan_loop.storage.transient import ShortReadError, retried, unreadable
 
 _OPEN_FILES_WANTED = 65_536
-_OTHER_FILES = 1024  # left to the rest of the process: a usual program's whole limit
+_OTHER_FILES = 1024  # left to the rest of the process; as many as most programs may open
 
 
 def open_file_limit() -> int:
@@ -35,9 +35,9 @@ def open_file_limit() -> int:
 class OpenFiles:
     """Files opened when first asked for; shared by the sources of a mixture.
 
-    Beyond `most` open files (None for the system's limit less 1,024, and at least half of it), the
-    one opened first is closed: windows come in a random order, so the least recently used one is as
-    likely to be needed again.
+    Beyond `most` open files (None: the system's limit less 1,024, at least half the limit), the one
+    opened first is closed. Windows come in a random order, so closing the least recently used one
+    would be no better.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -57,7 +57,7 @@ class OpenFiles:
         _close_all(self._descriptors)
 
     def read(self, path: str, dtype: np.dtype, first: int, count: int) -> np.ndarray:
-        """Return `count` values of the file from number `first`, read only."""
+        """Return `count` values of the file, from value number `first` on, as a read-only array."""
         size = count * dtype.itemsize
 
         def read() -> bytes:

@@ -57,11 +57,11 @@ def local_folder(address: str) -> str:
 
 
 def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iterable[str]]) -> None:
-    """Copy a source here if `folder` is from `local_folder` and this process did not look yet.
+    """Copy a source here if `folder` is from `local_folder` and this process has not looked yet.
 
-    Only the files that `files_of` returns for its card are copied; the card gets its name last. A
-    source that was changed since it was copied is refused; one that does not arrive is the
-    machine's fault.
+    Only the files that `files_of` returns for its card are copied; the card gets its name last.
+    Raises `UserError` for a source that was changed since it was copied, and `RunFailedError` if
+    the store fails.
     """
     address = _addresses.get(str(folder))
     if address is None or address in _complete:
@@ -123,7 +123,7 @@ def _copy(remote: RemoteFolder, name: str, place: Path, size: int) -> int:
 
 
 def _arriving(place: Path) -> Path:
-    """Return a name beside a file, of this process alone: the cache may know no locks."""
+    """Return a name beside a file, of this process alone: its file system may lack locks."""
     return place.with_name(f"{_ARRIVING}{socket.gethostname()}-{os.getpid()}-{place.name}")
 
 

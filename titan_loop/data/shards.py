@@ -102,7 +102,7 @@ class TokenShards:
         last = int(OpenFiles(most=1).read(path, self._dtype, tokens - 1, 1)[0])
         if last != self.card.eos_id:
             raise UserError(
-                f"shard {path} ends in token {last}, its card says in EOS id {self.card.eos_id}: "
+                f"shard {path} ends in token {last}, by its card in EOS id {self.card.eos_id}: "
                 "one of them was changed; restore it or prepare the source again"
             )
 

@@ -35,7 +35,7 @@ Card = TypeVar("Card", "SourceCard", "SplitCard", "ShardCard", "PackedCard")
 
 
 def lock_source(folder: Path, field: str) -> FolderLock:
-    """Keep other processes from writing to a source's folder; errors as of `FolderLock`."""
+    """Keep other processes from writing to a source's folder; errors as in `FolderLock`."""
     return FolderLock(folder, LOCK_NAME, called=f"{field} {folder}", user="preparation")
 
 

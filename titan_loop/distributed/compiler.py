@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """Return the compiler that `torch.compile` lacks, as the end of a message; None if it is here.
+    """Return the compiler that `torch.compile` lacks, as the end of a message; None if it is found.
 
-    Inductor (`config.cpp.cxx`) needs a C++ compiler, Triton (`triton.runtime.build`) a C compiler:
-    the one named in the environment, if there is one.
+    Inductor (`config.cpp.cxx`) needs a C++ compiler, Triton (`triton.runtime.build`) a C compiler;
+    CXX and CC name other compilers than the usual ones.
     """
     if device_type == "cpu":
         variable, language = "CXX", "C++"

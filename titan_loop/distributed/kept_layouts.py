@@ -18,7 +18,7 @@ _kept: dict[tuple[Any, ...], tuple[Any, ParallelDims]] = {}
 def kept_layout(new: ParallelDims, timeout: timedelta) -> ParallelDims:
     """Return an earlier stage's equal layout, or keep and return this one; collective.
 
-    `timeout` is for a first step's collectives; an earlier stage has lowered it.
+    Sets `timeout` for the first step's collectives again, since the earlier stage has lowered it.
     """
     degrees = (new.dp_replicate, new.dp_shard, new.cp, new.tp, new.pp, new.ep)
     key = (*degrees, new.world_size, new.spmd_backend)

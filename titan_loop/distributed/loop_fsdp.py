@@ -39,7 +39,7 @@ HELD_SHARE = 0.1
 
 @dataclass(kw_only=True, slots=True)
 class FSDPConfig:
-    """How FSDP treats a layer that is visited R times; see `titan_loop/distributed/README.md`."""
+    """FSDP of layers that are visited R times; see `titan_loop/distributed/README.md`."""
 
     policy: FSDPPolicy = "auto"
     """per_visit gathers a layer for every visit, per_step once a training step; auto is per_step

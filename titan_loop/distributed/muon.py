@@ -43,7 +43,7 @@ RankTable = tuple[tuple[int, ...], ...]
 
 
 class Matrix(NamedTuple):
-    """A matrix, or the `number`-th of a stack, of which this rank has those `held`."""
+    """A matrix, or the `number`-th of a stack, of which this rank holds `held`."""
 
     parameter: Tensor
     number: int
@@ -122,7 +122,7 @@ class Muon(torch.optim.Muon):
 def orthogonalise(
     matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float
 ) -> Tensor:
-    """Return NS of a (rows, columns) matrix in its dtype; no norm below `eps` divides."""
+    """Return NS of a (rows, columns) matrix in its dtype; its norm counts as at least `eps`."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix

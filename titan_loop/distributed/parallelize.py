@@ -85,7 +85,7 @@ def _check_product(parallelism: ParallelismConfig, world_size: int) -> None:
             f"parallelism degrees data_parallel_replicate={replicate} × "
             f"data_parallel_shard={shard} × context_parallel={cp} × tensor_parallel={tp} do not "
             f"factor the world size {world_size}; change a degree or the number of ranks (a shard "
-            "degree of -1 takes what is left)"
+            "degree of -1 takes the rest)"
         )
     experts, ranks = parallelism.expert_parallel_degree, world_size // replicate
     if experts < 1 or ranks % experts:
@@ -136,7 +136,7 @@ def parallelize_loop_decoder(
     fsdp = fsdp or FSDPConfig()
     param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     if fsdp.fp32_visit_sum and param_dtype == torch.float32:
-        warn_together(logger, "fsdp.fp32_visit_sum has no effect: layers compute in fp32 as it is")
+        warn_together(logger, "fsdp.fp32_visit_sum has no effect: layers compute in fp32 anyway")
     alone = parallel_dims.world_size == 1 and param_dtype == TORCH_DTYPE_MAP[training.dtype]
     if alone and not training.enable_cpu_offload:
         return model  # nothing to shard or cast, and FSDP copies even at size 1

@@ -1,7 +1,7 @@
 """The streamed readout under tensor parallelism: every rank holds a slice of the vocabulary.
 
 The slices are Shard(0): equal numbers of rows rounded up, the last ones shorter. Softmax needs two
-all-reduces a chunk: the largest logit, then the sums and the label's logit together.
+all-reduces per chunk: the largest logit, then the sums and the label's logit together.
 """
 
 from collections.abc import Sequence

@@ -143,8 +143,8 @@ def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram"
     if not bits <= (1 - share) * expected:
         raise RunFailedError(
             f"{bits:.3f} bits per byte ({name}, R = {depth}) are {1 - bits / expected:.1%} below "
-            f"the {baseline} model's {expected:.3f} and not {share:.0%}; train longer, or look at "
-            "the run's plots for what went wrong"
+            f"the {baseline} model's {expected:.3f}, not the {share:.0%} asked for; train longer, "
+            "or look for the cause in the run's plots"
         )
 
 

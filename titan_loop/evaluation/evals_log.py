@@ -4,7 +4,7 @@
 - `manifest_sha256`: hash of its manifest; null for a model in training, which is not saved yet.
 - `asked`: a hash of a watcher's questions, "while training", or "promotion" for a curriculum's.
 - `finished`, `seconds`: end and duration of the evaluation.
-- `failures`: task → why it has no result.
+- `failures`: task → reason for having no result.
 - `results`: task/metric/reading → value, named as in `TaskReport.flat`.
 """
 

@@ -41,7 +41,7 @@ def evaluate_run(
     Rank 0 also saves the report in the run's `evals/`.
 
     Args:
-        path: The run, for its newest whole checkpoint, or a checkpoint.
+        path: A run (its newest whole checkpoint is taken) or a checkpoint.
         depths: Recurrent steps to score; may exceed the trained R.
         sources: As `open_run` takes them.
     """

@@ -1,4 +1,4 @@
-"""Evaluates one checkpoint on tasks, under every reading; a task that fails costs no other result.
+"""Evaluates one checkpoint on tasks, under every reading; a failed task costs only its own result.
 
 A task is held-out text, an exam on token ids, or a task of the harness.
 """
@@ -79,7 +79,7 @@ def evaluate_tasks(
         ema=ema,
     )
     if options.tokenizer is not None:
-        load_matching_tokenizer(loaded, options.tokenizer)  # wrong for one task, wrong for all
+        load_matching_tokenizer(loaded, options.tokenizer)  # fails before the first task
     return _Evaluation(loaded, options, frontier=frontier).run()
 
 
@@ -166,7 +166,7 @@ class _Evaluation:
         consent = self._options.confirm_run_unsafe_code
         if task.name in CODE_TASKS and not consent:
             raise NotAskedError(
-                f"{task.name}: it runs the programs that the model writes; to allow that, say "
+                f"{task.name}: it runs the programs that the model writes; to allow that, pass "
                 "--confirm-run-unsafe-code"
             )
         try:

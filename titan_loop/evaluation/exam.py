@@ -41,7 +41,7 @@ LABELS = "labels_acc,none"
 """Share of single labels that are right, where an example has several."""
 
 KNOWLEDGE = "knowledge"
-"""Name, behind the task's, of the result for all strata of an exam of facts together."""
+"""Name, after the task's, of the result for all strata of an exam of facts together."""
 
 OWN_DEPTH = "depth"
 """Reading of every question after as many recurrent steps as it needs."""
@@ -90,7 +90,7 @@ class Exam:
             task.name if alone else f"{task.name}/{stratum}": examples
             for stratum, examples in task.exam(count, strata=strata).items()
         }
-        if not leave_out:  # say at once what the longest of all needs
+        if not leave_out:  # refuse at once if the longest of all does not fit
             longest = max(exams, key=lambda name: _positions(exams[name]))
             _require_room(longest, _positions(exams[longest]), room)
         for name, examples in exams.items():
@@ -113,8 +113,8 @@ class Exam:
     ) -> Results:
         """Return name → reading → accuracy and mean steps.
 
-        If the questions say how many steps they need, and all those depths are among the readings,
-        the reading `OWN_DEPTH` has every question after as many steps as it needs.
+        If the questions have numbers of steps, and all those depths are among the readings, the
+        reading `OWN_DEPTH` has every question after its own number of steps.
 
         Args:
             sums: Counts right labels; collective where the ranks share the model or the windows.
@@ -236,9 +236,9 @@ def example_windows(
     room: int,
     multiple: int = 1,
 ) -> HeldOutWindows:
-    """Return a window for each example of a stratum, with room and multiple as of `Exam`.
+    """Return a window for each example of a stratum, with room and multiple as in `Exam`.
 
-    Padding follows an example's last label, each token a document.
+    Padding follows an example's last label; every padding token is a document of its own.
     """
     answers = [example.answer_labels() for example in examples]
     longest = _positions(examples)

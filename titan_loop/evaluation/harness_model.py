@@ -65,12 +65,12 @@ class LoopLM(TemplateLM):
     """A checkpoint behind the model interface of lm-evaluation-harness.
 
     Args:
-        checkpoint: A checkpoint's folder, or a run's for its newest whole one.
+        checkpoint: A checkpoint, or a run (its newest whole checkpoint is taken).
         recurrent_steps: R; None takes the trained R.
         exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
         exit: An exit policy as in `titan-loop generate`; None for full depth.
         prefill_steps: Number of recurrent steps of prompts that tokens are generated from; None
-            for as many as the reading has, which is also the most.
+            for the reading's own number, which is also the largest allowed.
         max_batch_size: Same as `batch_size`, or None; the harness passes it.
         device: Name of the device; None or "cuda:0" takes this rank's.
         max_length: Context in tokens; None takes the trained window.
@@ -117,7 +117,7 @@ class LoopLM(TemplateLM):
         if exit_threshold is not None and exit is not None:
             raise UserError(f"exit_threshold={exit_threshold} and exit={exit}: give one of them")
         text = exit or ("full" if exit_threshold is None else f"q:{exit_threshold}")
-        parse_exit_policy(text)  # its mistakes, before a checkpoint is read
+        parse_exit_policy(text)  # refuses a wrong one before a checkpoint is read
         if loaded is None:
             if checkpoint is None:
                 raise UserError("checkpoint is missing; give --model_args checkpoint=RUN")
@@ -280,7 +280,7 @@ class LoopLM(TemplateLM):
             continuation = self.tok_encode(text[1])
         if not continuation:
             behind = text[0][-40:]
-            raise UserError(f"a request asks for the likelihood of nothing, behind {behind!r}")
+            raise UserError(f"a request scores an empty continuation, after {behind!r}")
         if len(continuation) > self.max_length:
             problem = f"an answer has {len(continuation)} tokens, the context {self.max_length}"
             raise UserError(f"{problem}; raise max_length")

@@ -45,7 +45,7 @@ class HarnessTasks:
         self._managers: dict[Path | None, TaskManager] = {}
 
     def load(self, task: SuiteTask) -> dict[str, Any]:
-        """Return the argument for the harness' `evaluate`, with its data loaded.
+        """Return the `task_dict` for the harness' `evaluate`, with its data loaded.
 
         Raises:
             UserError: The task is unknown, or its data or the user's files for it cannot be used.
@@ -61,7 +61,7 @@ class HarnessTasks:
                     raise
                 raise UserError(
                     f"{task.name}: its task file, or the data it names, cannot be used "
-                    f"({type(error).__name__}: {error}); look into {self._include_path}"
+                    f"({type(error).__name__}: {error}); check {self._include_path}"
                 ) from error
 
     @contextmanager
@@ -76,7 +76,7 @@ class HarnessTasks:
                 return own(function, folder)
             raise NotAskedError(
                 f"{name}: a file in {folder} runs Python of its own (!function {function}); to "
-                "allow that, say --confirm-run-unsafe-code"
+                "allow that, pass --confirm-run-unsafe-code"
             )
 
         loader._import_func_in_yml = guarded
@@ -166,7 +166,7 @@ def run_task(
 
 
 def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the mean over multiple-choice questions; None for other tasks."""
+    """Return the right answers' mean bits per byte; None unless the task is multiple-choice."""
     bits = []
     for sample in samples:
         target, arguments = sample["target"], sample["arguments"]
@@ -202,7 +202,7 @@ def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
     datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
-    except Exception as error:  # every data library raises its own without a network
+    except Exception as error:  # every data library raises its own type without a network
         if isinstance(error, UserError) or not _is_about_the_network(error):
             raise
         raise UserError(

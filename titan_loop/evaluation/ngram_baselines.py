@@ -1,4 +1,4 @@
-"""Unigram and bigram token models fitted on the model's training text, which it has to beat.
+"""Unigram and bigram token models, fitted on the model's training text, as baselines to beat.
 
     P(b)     = (c(b) + 1) / (n + V)                                 add-one unigram
     P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a))                bigram, interpolated

@@ -1,16 +1,16 @@
 """Tasks that need no network: drawn from a fixed seed, or shipped with lm-evaluation-harness.
 
-    mano        value of a held-out prefix expression mod 23, three operations, out of 23
-    multi_hop   the A of the B of C, with the facts in the prompt, out of the people named
-    mmlu_dev    the MMLU dev questions that the harness ships, zero-shot, out of four: a smoke
-                test, since these very questions are in everybody's few-shot prompts
+    mano        value of a held-out prefix expression mod 23 with three operations; 23 choices
+    multi_hop   the A of the B of C, with the facts in the prompt; the choices are all people named
+    mmlu_dev    the MMLU dev questions that the harness ships, zero-shot; 4 choices: a smoke test,
+                since these very questions are in everybody's few-shot prompts
 
 Each is a config that the harness' task manager loads like one of its own. A fourth offline task,
 `held_out`, bypasses the harness (`window_scores.py`).
 
 Source: Mano and multi-hop QA after Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendix B.
-Deviations: the paper trains on these tasks. Here they are asked of a model trained on text, so Mano
-comes with solved examples, and a question with its facts in front.
+Deviations: the paper trains on these tasks. Here they are asked of a model trained on text, so
+Mano's prompts have solved examples, and multi-hop's have the facts.
 """
 
 import itertools
@@ -48,7 +48,7 @@ _MMLU_QUESTION = re.compile(
 
 
 def mano_documents() -> list[dict[str, Any]]:
-    """Return held-out expressions, each behind the same solved ones."""
+    """Return held-out expressions, each after the same solved ones."""
     mano = Mano(MODULUS, _MANO_OPERATIONS)
     drawn = mano.held_out_questions(_QUESTIONS + _MANO_SHOTS, _MANO_OPERATIONS)
     lines = [
@@ -75,7 +75,7 @@ def multi_hop_documents() -> list[dict[str, Any]]:
         chain, others = people[: _HOPS + 1], people[_HOPS + 1 :]
         pairs = [*itertools.pairwise(chain), *zip(others[::2], others[1::2], strict=True)]
         facts = [
-            # Distractors have the question's relations, so none of these gives the answer away.
+            # Distractors have the question's relations, so that these do not give the answer away.
             f"The {relations[index % _HOPS]} of {one} is {other}."
             for index, (one, other) in enumerate(pairs)
         ]

@@ -1,7 +1,7 @@
 """The exam of a curriculum's level: it promotes the run, or stops it at the level's limit.
 
 Every rank has the same counts, so ranks decide alike. A run that continues from a checkpoint before
-a promotion asks the same exam at the same step again.
+a promotion repeats the same exam at the same step.
 """
 
 import time
@@ -90,6 +90,6 @@ class Promotion(Callback):
             return ""
         return (
             f"the curriculum stops at step {step}: {said} after {used:,} tokens of the level, "
-            f"{self._curriculum.accuracy:.1%} is asked for within {limit:,}; raise dataloader."
+            f"{self._curriculum.accuracy:.1%} is required within {limit:,}; raise dataloader."
             "curriculum.limit_tokens to go on from the newest checkpoint, or change the training"
         )

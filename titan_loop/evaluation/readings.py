@@ -161,7 +161,7 @@ def frontier_readings(
 def score_states(
     model: LoopDecoder, hidden_RTD: Sequence[Tensor], labels_T: Tensor, readings: Sequence[Reading]
 ) -> Scores:
-    """Read the same states in every way.
+    """Score the same states at every reading.
 
     Args:
         hidden_RTD: States after each step up to the deepest reading's or beyond, (T, D) each.

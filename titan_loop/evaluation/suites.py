@@ -38,7 +38,7 @@ CODE_TASKS = frozenset(("humaneval", "humaneval_plus", "mbpp", "mbpp_plus"))
 
 
 class NotAskedError(UserError):
-    """This run cannot be asked a task, though both are sound."""
+    """This run cannot be asked this task, although neither is faulty."""
 
 
 def expand_tasks(asked: list[str], num_fewshot: int | None = None) -> list[SuiteTask]:
@@ -61,7 +61,7 @@ def task_names(suite: "SuiteConfig") -> list[str]:
 
 
 def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
-    """Yield the tasks of `suite` that a run cannot be asked while it trains."""
+    """Refuse tasks of `suite` that a run cannot be asked while it trains."""
     suite, field = config.suite, "suite.tasks"
     if not suite.enabled:
         return

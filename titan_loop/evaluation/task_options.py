@@ -102,7 +102,7 @@ class TaskOptions:
             raise UserError("depths and frontier exclude each other: a frontier has every depth")
         if (self.depths or frontier) and self.exit != "full":
             raise UserError(
-                f"exit={self.exit} has no effect with depths or frontier, which say how to read"
+                f"exit={self.exit} has no effect with depths or frontier, which set the readings"
             )
         if self.depths and self.recurrent_steps is not None:
             raise UserError(

@@ -5,8 +5,8 @@
     step, tokens, trained_recurrent_steps, manifest_sha256, kv_cache
     tasks      name -> reading -> {"metrics": {name: value}, "mean_steps": …}
     settings   name -> windows, documents, shots, context and dtype it was asked with
-    failures   name -> why it has no result
-    skipped    name -> why the suite skipped it
+    failures   name -> reason for having no result
+    skipped    name of a suite's task -> reason for skipping it
 
 Metrics have the harness' names, such as `acc,none`; the 95 % interval of a metric m is `m_low` to
 `m_high`, its standard error `m_stderr,…`. `answer_bits_per_byte` is the mean over the questions of
@@ -50,7 +50,7 @@ def headline(metrics: Mapping[str, float], preferred: str | None = None) -> str:
 
 
 def interval(metrics: Mapping[str, float], metric: str) -> Interval:
-    """Return a metric with its 95 % interval, or the one that its standard error gives.
+    """Return a metric with its 95 % interval, or the interval that its standard error gives.
 
     A metric with neither has an interval without width; a missing metric is NaN.
     """

@@ -18,7 +18,7 @@ from titan_loop.models.decoder import LoopDecoder
 
 
 class TokenRequest(NamedTuple):
-    """Score `continuation` behind `context`; both at least one token."""
+    """Score `continuation` after `context`; both have at least one token."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]

@@ -73,7 +73,7 @@ def window_multiple(trainer: TrainingState) -> int:
 def _divide(
     trainer: TrainingState, rows: Sequence[int], work: Callable[[Sequence[int]], list[Sums]]
 ) -> list[Sums]:
-    """Let a rank work on every dp-th row; some repeat the last row, so that all get as many."""
+    """Let a rank work on every dp-th row; some repeat the last row, so that numbers are equal."""
     degree, rank = 1, 0
     if trainer.parallel_dims.dp_enabled:
         mesh = trainer.parallel_dims.get_mesh("batch")

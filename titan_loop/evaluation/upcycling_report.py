@@ -1,8 +1,8 @@
 """Held-out loss per recurrent step before and after upcycling, on the same windows.
 
-A model of N layers at R steps and its copy of k·N layers at R/k steps visit as many layers. The
-report compares them, and both models at the same number of steps, with bootstrap intervals of the
-paired difference. It is saved as `evals/upcycling-step-N.json` of the new run.
+A model of N layers at R steps and its copy of k·N layers at R/k steps visit equally many layers.
+The report compares them, and both models at the same number of steps, with bootstrap intervals of
+the paired difference. It is saved as `evals/upcycling-step-N.json` of the new run.
 """
 
 import math
@@ -48,8 +48,8 @@ class UpcyclingReport:
     """Change of the loss by upcycling, before any training.
 
     Attributes:
-        recurrent_steps: R, the last one the parent was trained with.
-        from_layers: N, the looped ones.
+        recurrent_steps: R, the parent's at the end of its training.
+        from_layers: N, the parent's looped layers.
         n_layers: k·N.
     """
 

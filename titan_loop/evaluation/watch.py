@@ -2,11 +2,11 @@
 
     committed checkpoints − entries of evals.jsonl ─► claim ─► evaluate_tasks ─► evals.jsonl, W&B
 
-- A checkpoint is known by its manifest's hash, so one that a restarted run wrote anew is new.
+- A checkpoint is known by its manifest's hash, so one that a restarted run wrote again is new.
 - `evals.jsonl` gets its line after the evaluation. A killed watcher repeats at most the checkpoint
   it was at, and only the requests that its cache lacks.
 - The keep policy may delete a checkpoint at any time, the oldest first, so the oldest is evaluated
-  first. One that goes away before it is read is passed over.
+  first. One that disappears before it is read is skipped.
 - Several watchers (a SLURM array) share the work: each claims a checkpoint with a file lock that
   ends with its process.
 """

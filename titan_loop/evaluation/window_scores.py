@@ -82,7 +82,7 @@ class WindowScores(NamedTuple):
 
 
 def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str, HeldOutWindows]:
-    """Return name → held-out windows of prepared sources; log those that cannot be scored.
+    """Return name → held-out windows of prepared sources; log sources that cannot be scored.
 
     Raises `UserError` if none can.
     """

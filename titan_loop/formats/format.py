@@ -16,7 +16,7 @@ from titan_loop.plugins import find, names
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A model on its way out.
+    """A model to be written.
 
     Attributes:
         tokenizer: Its tokenizer; None to write none.

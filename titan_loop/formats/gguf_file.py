@@ -5,7 +5,7 @@
     checkpoint ─► one tensor at a time ─────┴─► quantised, written
 
 For most architectures llama.cpp rotates neighbouring elements of a head, where Llama's checkpoints
-and this project rotate halves: the rows of query and key matrices are put into that order.
+and this project rotate halves: the rows of query and key matrices are put into llama.cpp's order.
 
 Source: the GGUF specification of ggml, and the tensor names of the `gguf` package.
 """
@@ -43,6 +43,7 @@ _TYPES = {
 }
 """ggml's names for the type of a matrix and of a file."""
 _Q8_BLOCK = 32
+_FORMS = ("looped", "unrolled")
 
 
 def neighbours(weight: Tensor, heads: int) -> Tensor:
@@ -51,7 +52,7 @@ def neighbours(weight: Tensor, heads: int) -> Tensor:
 
 
 def write(export: Export, output: Path) -> None:
-    """Write a file, which appears under its name when all of it is there.
+    """Write a file, which appears under its name when it is complete.
 
     Memory is the largest tensor, in the checkpoint's type and in the file's.
     """
@@ -63,7 +64,7 @@ def write(export: Export, output: Path) -> None:
     kind = gguf.GGMLQuantizationType[matrix_type]
     for name, width in {"dim": shape.dim, "hidden_dim": shape.hidden_dim}.items():
         if export.dtype == "q8_0" and width % _Q8_BLOCK:
-            problem = f"--dtype=q8_0 needs a model.{name} that {_Q8_BLOCK} divides, not {width}"
+            problem = f"--dtype=q8_0 needs a multiple of {_Q8_BLOCK} as model.{name}, not {width}"
             raise UserError(f"{problem}; use float16")
     assert shape.gguf_architecture is not None
     with staged_file(output) as path:
@@ -110,7 +111,7 @@ def _write_keys(writer: "GGUFWriter", export: Export, name: str) -> None:
 def _announce_tensors(
     writer: "GGUFWriter", export: Export, kind: Any
 ) -> list[Callable[[], np.ndarray]]:
-    """Add name and shape of every tensor; return what produces each, in the same order."""
+    """Add name and shape of every tensor; return their producers, in the same order."""
     from gguf import GGMLQuantizationType, quants
 
     shape = export.shape
@@ -150,11 +151,11 @@ def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) 
             continue
         if (shape.gguf_architecture == UNROLLED) == unrolled:
             return shape.from_architecture(architecture, **arguments)
-    raise UserError(f"model.family={family}: llama.cpp runs no such {('loop', 'Llama')[unrolled]}")
+    raise UserError(f"model.family={family}: llama.cpp cannot run it {_FORMS[unrolled]}")
 
 
 GGUF = Format(
-    summary="file for llama.cpp in which layers stand once and are looped",
+    summary="file for llama.cpp in which layers are stored once and looped",
     shape=partial(_fitting, False),
     write=write,
     dtypes=tuple(_TYPES),

@@ -1,6 +1,6 @@
-"""A byte-level BPE `tokenizer.json` in the keys of GGUF.
+"""A byte-level BPE `tokenizer.json` as keys of GGUF.
 
-llama.cpp knows pre-tokenizers by name, not by pattern, so that only some can be exported:
+llama.cpp knows pre-tokenizers by name, not by pattern, so only these can be exported:
 
 | pre-tokenizer here | name there |
 |---|---|

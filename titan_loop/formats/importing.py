@@ -77,7 +77,7 @@ class ModelFolder:
 
     @property
     def names(self) -> list[str]:
-        """The format's tensors, in the order in which reading them is cheap."""
+        """The format's tensors, in an order that is cheap to read."""
         of_file = {self.shape.file_name(name): name for name in self.shape.tensor_shapes()}
         return [of_file[name] for name in self._files.names]
 
@@ -153,7 +153,7 @@ def _import_folder(folder: ModelFolder, checkpoint: Path, dtype: torch.dtype) ->
 def import_run(
     folder: ModelFolder, output: Path, command: Sequence[str], *, dtype: torch.dtype
 ) -> Path:
-    """Write a new run with one checkpoint, of step 0, with a folder's weights; return the latter.
+    """Write a folder's weights as a new run with one checkpoint, of step 0; return the checkpoint.
 
     Memory is one shard of the folder and one tensor. `dtype` is float32, which training needs and
     which holds every other type exactly, or bfloat16.

@@ -141,7 +141,7 @@ class LlamaShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read a `config.json`; errors as of `read_fields`."""
+        """Read a `config.json`; errors as in `read_fields`."""
         return cls(**cls.read_fields(config))
 
     @classmethod
@@ -221,7 +221,7 @@ class LlamaShape:
         }
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """Return keys of GGUF, without the architecture's name before them, beyond Llama's."""
+        """Return GGUF's keys beyond Llama's, without the architecture's name in front."""
         return {}
 
     def gguf_name(self, tensor: str) -> str | None:
@@ -267,11 +267,11 @@ class LlamaShape:
         return sum(prod(shape) for shape in shapes.values())
 
     def file_name(self, tensor: str) -> str:
-        """Return the name in a folder's files of a tensor of the format."""
+        """Return the name of one of the format's tensors in a folder's files."""
         return tensor
 
     def file_shape(self, tensor: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in a folder's files of a tensor that a checkpoint has as `shape`."""
+        """Return the shape in a folder's files of a tensor with this `shape` in a checkpoint."""
         return shape
 
     def loaded(self, tensor: str, stored: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class LlamaShape:
         return {}
 
     def stored_layer(self, index: int) -> int:
-        """Return the number in the checkpoint of the format's layer `index`."""
+        """Return the checkpoint's number of the format's layer `index`."""
         return index
 
     def fill(self, tensor: str) -> float | None:
@@ -291,7 +291,7 @@ class LlamaShape:
         return None
 
     def shape_in(self, reader: CheckpointReader, tensor: str) -> tuple[int, ...]:
-        """Return the shape that a checkpoint has of a tensor of the format."""
+        """Return the shape of one of the format's tensors in a checkpoint."""
         return tuple(reader.shape(self.parameter_name(tensor)))
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
@@ -302,7 +302,7 @@ class LlamaShape:
         return reader.read(self.parameter_name(tensor))
 
     def parameter_name(self, tensor: str) -> str:
-        """Return the name in `LoopDecoder.state_dict` of a tensor of the format.
+        """Return the name of one of the format's tensors in `LoopDecoder.state_dict`.
 
         Nothing is transposed or permuted: both keep [out, in] and rotate halves of a head.
         """
@@ -337,7 +337,7 @@ def positive(name: str, value: Any) -> float:
 def unsupported(name: str, found: Any, wanted: Any) -> UserError:
     """Return the refusal of a field of `config.json`."""
     return UserError(
-        f"config.json: {name}={found!r:.80} is not what titan_loop computes; only {wanted!r:.80} "
+        f"config.json: {name}={found!r:.80} is not supported by titan_loop; only {wanted!r:.80} "
         "can be imported"
     )
 

@@ -22,7 +22,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 
 PADDING_ROWS = 127
-"""Largest number of rows of an embedding behind the tokenizer's last id, as padding."""
+"""Largest number of padding rows that an embedding may have after the tokenizer's last id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ def open_tokenizer(
     return TokenizerExport(
         path=path,
         text=text,
-        end_of_text_id=_require(tokenizer, path, text.end_of_text, "say which with --eos-token"),
+        end_of_text_id=_require(tokenizer, path, text.end_of_text, "name it with --eos-token"),
         turn_end_id=turn_end_id,
     )
 

@@ -152,7 +152,7 @@ class LoopCache(ABC):
         """Store a layer's keys and values of new tokens; return all to attend to, (B, S, N, H)."""
 
     def leave_prompt(self, first_row: int, length: int, step: int) -> None:
-        """Let the last step that prompts ran, in the rows from `first_row` on, stand for deeper."""
+        """Copy the last step that prompts ran to deeper steps, in the rows from `first_row` on."""
         prompts = self._kept[:, :, :, first_row:, :length]
         prompts[:, step:] = prompts[:, step - 1 : step]  # a shared cache has no deeper step
 
@@ -184,7 +184,7 @@ class FullCache(LoopCache):
         return keys_BSNH, values_BSNH
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
-        """Let the last step that ran stand for every deeper one."""
+        """Copy the last step that ran to every deeper one."""
         for deeper in range(int(steps.min()) + 1, self.shape.steps + 1):
             early = steps < deeper
             row, position = rows[early], positions[early]

@@ -1,4 +1,4 @@
-"""After which recurrent step a token is read out: rules, each decided per token.
+"""Rules for the recurrent step after which a token is read out, each decided per token.
 
     static:S          after step S
     hidden:EPSILON    ‖h_r − h_{r−1}‖₂ < ε, from r = 2
@@ -124,7 +124,7 @@ class StaticStep(ExitPolicy):
             return recurrent_steps
         if self.step > recurrent_steps:
             raise UserError(
-                f"exit=static:{self.step} is beyond recurrent_steps={recurrent_steps}; raise that"
+                f"exit=static:{self.step} is beyond recurrent_steps={recurrent_steps}; raise R"
             )
         return self.step
 

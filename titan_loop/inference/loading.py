@@ -42,7 +42,7 @@ def load_checkpoint(
     """Load a committed checkpoint for generation on one device.
 
     Args:
-        path: A checkpoint's folder, or a run's for its newest whole checkpoint.
+        path: A checkpoint, or a run (its newest whole checkpoint is taken).
         use: Purpose, if not every family serves it.
         context_tokens: Tokens that the rotary table covers; None for the trained window.
         dtype: Type of the weights; the exit gate stays in fp32.

@@ -149,7 +149,7 @@ class Batch:
     """State of a decoding loop; row b of every tensor belongs to `rows[b]`.
 
     Attributes:
-        cache: Their keys and values, with room for as many rows as may run at once.
+        cache: The rows' keys and values, with room for as many rows as may run at once.
         state: State of each row's newest token after `Row.step` steps; None before the first.
     """
 

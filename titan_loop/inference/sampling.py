@@ -53,7 +53,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     kept = wide.softmax(-1)
     if sampling.top_p < 1.0:
         ordered, index = kept.sort(-1, descending=True)
-        # A token stays while those before it do not yet reach p; the most likely one always does.
+        # A token stays if the tokens before it do not reach p yet; the most likely one always does.
         dropped = ordered.cumsum(-1) - ordered >= sampling.top_p
         kept = kept.masked_fill(dropped.scatter(-1, index, dropped), 0.0)
         kept = kept / kept.sum(-1, keepdim=True)
@@ -69,7 +69,7 @@ def draw(weight: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulated = weight.double().cumsum(-1)
     total = cumulated[..., -1:]
-    # Rounding up to the total would land behind the last token of positive weight.
+    # Rounding up to the total would land after the last token of positive weight.
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniform.double().unsqueeze(-1) * total, below_total)
     return torch.searchsorted(cumulated, target, right=True).squeeze(-1)

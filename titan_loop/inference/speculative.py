@@ -65,7 +65,7 @@ class SelfSpeculation:
         accepted = accepted_count(
             draft_BL, draft_prob_BLV, prob_BLV[:, :count], self._uniforms(batch, count)
         )
-        # Behind the last draft Q is 0, so what remains there is P itself.
+        # After the last draft Q is 0, so the remainder there is P itself.
         remainder_BLV = (prob_BLV - F.pad(draft_prob_BLV, (0, 0, 0, 1))).clamp_min(0.0)
         row_B = torch.arange(len(rows), device=accepted.device)
         last_BV, whole_BV = remainder_BLV[row_B, accepted], prob_BLV[row_B, accepted]

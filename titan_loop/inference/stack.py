@@ -33,7 +33,7 @@ class LoopState(NamedTuple):
     """State of tokens between two of their steps; every leaf is (B, L, …).
 
     Attributes:
-        hidden_BLD: State after it; a pytree for families with several streams.
+        hidden_BLD: State after the last step; a pytree for families with several streams.
         read_BLD: Input of head, gate and exit policies; the state's first part if none reads it.
     """
 
@@ -108,11 +108,11 @@ class Stack:
         *,
         reads: bool = True,
     ) -> LoopState:
-        """Run one more step, each row its own.
+        """Run every row's own next step.
 
         Args:
             state: State after the step before; None if all rows are at step 1.
-            tokens_BL: Tokens that rows at step 1 start from; None if there are none.
+            tokens_BL: Tokens that rows at step 1 start from; None if no row is at step 1.
             reads: Whether anything reads a state after this step; if not, no coda runs.
         """
         same = min(steps) == max(steps)

@@ -30,8 +30,8 @@ def document_mask(
 ) -> Tensor:
     """Return the keys that each query may attend to, (B, 1, queries, keys) bool.
 
-    These are keys of the same document that are not later, or any if both are in its prefix
-    (`prefix_BL`, bool). A document starts wherever `positions_BL` of whole windows is 0. `share`
+    These are keys of the same document that are not later, or in its prefix (`prefix_BL`, bool)
+    like the query. A document starts wherever `positions_BL` of whole windows is 0. `share`
     has this rank's queries, and keys in their order; None for all.
     """
     share, query_document_BL, key_document_BL = _documents(positions_BL, share)
@@ -154,7 +154,7 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
     """Return the config of the attention kernel called `backend`.
 
     "auto" is Flex on CUDA and SDPA elsewhere, or where positions add to the `scores`, which only
-    SDPA's module can. Flex and varlen are torchtitan's modules. Their masks and Flex's wiring are
+    SDPA's module does. Flex and varlen are torchtitan's modules. Their masks and Flex's wiring are
     tested on CPU with the uncompiled kernel; neither has been run on a GPU by this project yet.
     """
     if backend not in ATTENTION_BACKENDS:
@@ -164,7 +164,7 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
     if backend == "auto":
         backend = "flex" if on_cuda and not scores else "sdpa"
     if backend != "sdpa" and not on_cuda:
-        problem = f"model.attention={backend} needs CUDA, which is not there"
+        problem = f"model.attention={backend} needs CUDA, which this machine lacks"
         raise UserError(f"{problem}; use sdpa or auto")
     kernels = {"flex": FlexAttention, "varlen": VarlenAttention, "sdpa": DocumentAttention}
     return kernels[backend].Config()
@@ -230,7 +230,7 @@ class LoopAttention(GQAttention):
         return self.wo(out_BLD)
 
     def remember(self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot) -> None:
-        """Store keys and values of tokens that do not attend; arguments as of `forward`."""
+        """Store keys and values of tokens that do not attend; arguments as in `forward`."""
         self._projected(x_BLD, context, cache_slot)
 
     def _projected(

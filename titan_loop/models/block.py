@@ -3,8 +3,8 @@
     pre-norm    x ← x + attention(n1(x)),       x ← x + feed_forward(n3(x))
     sandwich    x ← x + n2(attention(n1(x))),   x ← x + n4(feed_forward(n3(x)))
 
-The norms on branch outputs keep residual updates at unit scale, so the state cannot grow with the
-number of visits.
+The norms on branch outputs keep residual updates at unit scale, so the state grows at most linearly
+with the number of visits.
 
 Sources: Touvron et al. 2023 (Llama), arXiv 2302.13971, §2.2; Zhu et al. 2025 (Ouro), arXiv
 2510.25741, §4, order of the norms as in the released checkpoints.
@@ -26,6 +26,8 @@ class PreNormBlock(TransformerBlock):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
+        """torchtitan's block with dropout and a factor, `branch_scale`, on both branches."""
+
         dropout: Dropout.Config | None = None
         branch_scale: float = 1.0
 
@@ -43,7 +45,7 @@ class PreNormBlock(TransformerBlock):
 
         @property
         def attention_elements(self) -> int:
-            """The share of attention in `matrix_elements`."""
+            """Number of `matrix_elements` in attention."""
             assert isinstance(self.attention, LoopAttention.Config)
             dim, (queries, keys) = self.attention.dim, self.attention.widths
             gate = 0 if self.attention.gate is None else dim * queries
@@ -87,7 +89,7 @@ class SandwichBlock(PreNormBlock):
             return [*before, self.attention_post_norm, self.ffn_post_norm]
 
     def __init__(self, config: Config) -> None:
-        # Not PreNormBlock's: seeded initialisation follows the order of the parameters.
+        # Not PreNormBlock.__init__: seeded initialisation follows the order of the parameters.
         TransformerBlock.__init__(self)
         assert config.feed_forward is not None
         self.attention_norm = config.attention_norm.build()

@@ -8,13 +8,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common.attention import VarlenMetadata
 
 PREFIX = "prefix"
-"""Name of the column (B, L) that marks the tokens of a document's prefix, which see later ones."""
+"""Column (B, L) that marks a document's prefix; its tokens attend to the whole prefix."""
 
 AttentionMask = Tensor | BlockMask | VarlenMetadata
 
 
 class WindowShare(NamedTuple):
-    """The part of every window that this rank computes: its tokens, and all tokens as keys."""
+    """Indices of this rank's tokens in every window, and of all tokens as keys, in their order."""
 
     queries_L: Tensor
     keys_L: Tensor

@@ -13,8 +13,8 @@ R may be any positive number and differ from batch to batch, without recompilati
 no gate this is an ordinary decoder.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.1 Eq. 1, as in the released checkpoints.
-Prelude and coda: Geiping et al. 2025, arXiv 2502.05171, §3.1, whose code too applies the same norm
-after a step and after the coda.
+Prelude and coda: Geiping et al. 2025, arXiv 2502.05171, §3.1, whose code also applies the same
+norm after a step and after the coda.
 """
 
 import math
@@ -58,10 +58,10 @@ class LoopDecoder(Decoder):
     """
 
     exit_policy: Any = None
-    """Exit policy in force, for layers that obey one by themselves; None as trained."""
+    """Exit policy for layers that apply one themselves; None runs them as trained."""
 
     tells_step: bool = False
-    """Whether layers learn the step of their visit, and so are compiled for each."""
+    """Whether layers are told the step of their visit, and so are compiled for each step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DecoderCosts):
@@ -77,11 +77,11 @@ class LoopDecoder(Decoder):
         positions: Positions.Config = field(default_factory=RotaryPositions.Config)
         embedding_dropout: Dropout.Config | None = None
         branch_scale: float = 0.0
-        branch_factor: float = 1.0  # by the option before; looped layers have it
+        branch_factor: float = 1.0  # follows from `branch_scale`, for looped layers
         width_ratio: float = 1.0
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Take window length, placements and reach of the backward pass from a trainer's."""
+            """Take window length, placements and backward steps from a trainer's config."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)
             self.recurrence.backward_steps = config.recurrence.most_backward_steps
             self.set_sharding(enable_sp=config.parallelism.enable_sequence_parallel)
@@ -115,7 +115,7 @@ class LoopDecoder(Decoder):
         def check_spreading(
             self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
         ) -> None:
-            """Raise `UserError` for a degree that this architecture cannot be spread by."""
+            """Raise `UserError` for a degree that this architecture does not support."""
             if expert_parallel != 1:
                 problem = f"model.family={self.family} has no experts; leave it at 1"
                 raise UserError(f"parallelism.expert_parallel_degree={expert_parallel}: {problem}")
@@ -187,7 +187,7 @@ class LoopDecoder(Decoder):
         """Run R recurrent steps over whole windows; return their states and exit logits.
 
         Args:
-            positions: (B, L) positions restarting per document; None means one document a window.
+            positions: (B, L) positions restarting per document; None means one per window.
             attention_masks: Mask of the attention backend; None builds it from `positions`.
             recurrent_steps: R; None means `self.recurrent_steps`.
         """
@@ -237,7 +237,7 @@ class LoopDecoder(Decoder):
         return LoopContext(positions, shared, attention_masks, cache, columns)
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1: the embedding, or it and a state with input injection."""
+        """Return the carry of step 1: the embedding; with input injection, a state, too."""
         token_BLD = self.scaled(self.tok_embeddings(tokens))
         embedding_BLD = self.positions.embedded(token_BLD, context.positions_BL)
         if self.embedding_dropout is not None:
@@ -323,7 +323,7 @@ class LoopDecoder(Decoder):
         slot: CacheSlot | None,
         step: int | Tensor | None,
     ) -> Tensor:
-        """Apply a layer at a step, None outside the loop; its other results may be kept."""
+        """Apply a layer at `step`, None outside the loop; a family may keep its other results."""
         return self.layers[str(index)](hidden_BLD, context, slot)
 
     def readout(self, read_BLD: Tensor) -> Tensor:
@@ -384,12 +384,12 @@ class LoopDecoder(Decoder):
         return recurrent_steps, looped, len(self.layers) - looped
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
-        """Return how an optimiser treats a parameter, whole or sharded; names as in checkpoints."""
+        """Return the optimisers' treatment of a whole or sharded parameter, named as saved."""
         owner = self.get_submodule(name.rpartition(".")[0])
         return default_group(name, parameter, owner, self.config.width_ratio)
 
     def after_update(self, mesh: DeviceMesh | None, updated: Tensor) -> None:
-        """Move state that no gradient moves, after a training step; collective.
+        """Update state that no gradient changes, after a training step; collective.
 
         `mesh` has the ranks with other tokens than this one's, None if there are none; `updated`
         says whether the step moved the weights, a bool on the device.
@@ -402,7 +402,7 @@ class LoopDecoder(Decoder):
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
         self, positions: Tensor, share: WindowShare | None = None, prefix: Tensor | None = None
     ) -> AttentionMask | None:
-        """Build the backend's causal-and-same-document mask; arguments as of `document_mask`."""
+        """Build the backend's causal-and-same-document mask; arguments as in `document_mask`."""
         if not self._needs_mask():
             return document_mask(positions, share, prefix)
         kernel = self.config.layers[0].attention.inner_attention

@@ -2,9 +2,8 @@
 
     λ_r = sigmoid(w·h_r + b)
 
-The gate of a frozen language model needs no other `forward`: autograd records nothing without a
-parameter that requires a gradient. Its checkpoints hold the whole model, but optimiser state of the
-gate alone.
+Training the gate of a frozen model needs no special `forward`: autograd records nothing for frozen
+parameters. The checkpoints then hold the whole model, but only the gate's optimiser state.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.2, Eq. 3.
 """
@@ -24,7 +23,7 @@ Trainable: TypeAlias = Literal["all", "exit_gate"]
 class ExitGate(Linear):
     """Linear(D → 1) with bias, computed in fp32 whatever the dtype of the hidden state.
 
-    In bf16 the cumulated exit probability rounds to 1 early, and the model exits before the last
+    In bf16 the cumulative exit probability rounds to 1 early, and the model exits before the last
     step.
     """
 

@@ -1,4 +1,4 @@
-"""The record of a family of looped models, and finding a family by its name.
+"""A family of looped models as a record, and the look-up of a family by its name.
 
     --model.…, config.json ─► ModelOptions ─► Family.decoder_config ─► LoopDecoder.Config
 
@@ -21,7 +21,7 @@ FIRST_FAMILY = "ouro"
 """The family of a run or checkpoint that names none: older versions had no other."""
 
 FamilyName = Annotated[str, tyro.conf.Suppress]
-"""Type of the field `family` of model options, which is recorded but no flag."""
+"""Type of the field `family` of model options, which is recorded but is not a flag."""
 
 Use = Literal["analyse", "export", "generate", "held_out", "upcycle"]
 """Uses that not every family has: the verbs of these names, and scoring held-out text."""
@@ -38,7 +38,7 @@ RUNTIME_OPTIONS = frozenset(_RESOLVED | _SAME_RESULT | _TRAINING_ALONE | _INITIA
 
 @dataclass(frozen=True)
 class ModelSize:
-    """One size: width D, unique layers, query and key-value heads, F and its vocabulary."""
+    """One size: width D, unique layers, query and key-value heads, F and vocabulary."""
 
     dim: int
     n_layers: int
@@ -75,13 +75,13 @@ class ModelOptions:
     """Query heads; None takes the size's own."""
 
     n_kv_heads: int | None = None
-    """Key-value heads; None takes the size's own, as many as query heads."""
+    """Key-value heads; None takes the size's own, by default as many as query heads."""
 
     hidden_dim: int | None = None
     """Feed-forward width F; None takes the size's own."""
 
     exit_gate: bool = True
-    """Whether there is an exit gate; without one the loss is that of the last step."""
+    """Whether there is an exit gate; without one the loss is the last step's."""
 
     tie_weights: bool = False
     """Whether embedding and head share one matrix."""
@@ -99,9 +99,9 @@ class Family:
 
     Attributes:
         decoder_config: Maps options, their shape and the longest window to the architecture.
-        exit_policies: None for all that work on a recurrence over the stack.
-        runtime_options: Options that do not stand in the architecture record.
-        data_options: Options that are taken from the data where they are left open.
+        exit_policies: Names of its policies; None for all that work on a recurrence over the stack.
+        runtime_options: Options that the architecture record leaves out.
+        data_options: Options that are filled in from the data unless they are set.
     """
 
     name: str
@@ -119,10 +119,10 @@ class Family:
         return self.sizes[name]
 
     def require(self, use: Use) -> None:
-        """Raise `UserError` if models of this family cannot be used for that."""
+        """Raise `UserError` if models of this family do not support the use."""
         if use not in self.uses:
-            does = ", ".join(sorted(self.uses)) or "nothing but training"
-            raise UserError(f"model.family={self.name} does not have {use}; it has {does}")
+            does = ", ".join(sorted(self.uses)) or "training"
+            raise UserError(f"model.family={self.name} does not support {use}, only {does}")
 
 
 def get_family(name: str) -> Family:
@@ -182,7 +182,7 @@ def decoder_config(options: ModelOptions, *, max_seq_len: int) -> LoopDecoder.Co
 
 
 def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's architecture record, with the keys that its version did not write."""
+    """Return a checkpoint's architecture record, with defaults for keys that its version lacks."""
     family = get_family(str(recorded.get("family", FIRST_FAMILY)))
     default = family.options(size=next(iter(family.sizes)), attention="sdpa")
     written_always = {size_field.name for size_field in fields(ModelSize)}

@@ -15,7 +15,7 @@ class FinalNorm(RMSNorm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
-        """As of `RMSNorm`."""
+        """As in `RMSNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (B, L, D) over D."""

@@ -3,8 +3,8 @@
     x ← x + attention(norm_1(x)) + b_1
     x ← x + W_2 gelu(W_1 norm_2(x) + b) + b_2
 
-Every projection has a bias. The biases b_1 and b_2 are parameters of the block and are added to the
-state, so that tensor-parallel ranks count them once.
+Every projection has a bias. The biases b_1 and b_2 are parameters of the block: they are added
+after tensor-parallel ranks have summed a branch's output, so that each counts once.
 
 Source: Radford et al. 2019 (GPT-2), with GELU in its tanh form. Deviation: dropout acts on branch
 outputs, not on embeddings and attention weights.
@@ -46,7 +46,7 @@ NORM_INIT = {"weight": nn.init.ones_, "bias": nn.init.zeros_}
 
 
 class StateBias(Module):
-    """Adds a vector to every token of a branch, where the state is."""
+    """Adds a bias to a branch's output, which has the placement of the state."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -84,7 +84,7 @@ class FinalLayerNorm(LayerNorm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LayerNorm.Config):
-        """As of `LayerNorm`."""
+        """As in `LayerNorm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (B, L, D) over D."""
@@ -106,7 +106,7 @@ class GPT2Block(Module):
 
         @property
         def matrix_elements(self) -> int:
-            """As of `SandwichBlock`."""
+            """As in `SandwichBlock`."""
             dim, wide = self.attention.dim, self.feed_forward.w1.out_features
             return 2 * dim * sum(self.attention.widths) + 2 * dim * wide
 
@@ -137,10 +137,10 @@ class GPT2Decoder(LoopDecoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
-        """As of `LoopDecoder`, with layers of another kind."""
+        """As in `LoopDecoder`, with layers of another kind."""
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """As of `LoopDecoder`; a norm's bias is placed like its gain."""
+            """As in `LoopDecoder`; a norm's bias is placed like its gain."""
             LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
             self.norm.sharding_config = layer_norm_sharding(enable_sp)
 
@@ -180,7 +180,7 @@ def block_config(
     *,
     dropout: float = 0.0,
 ) -> GPT2Block.Config:
-    """Return the block of one layer; `output_init` are both output projections' initial weights."""
+    """Return the block of one layer; `output_init` initialises both output projections."""
     head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
 
     def linear(in_features: int, out_features: int) -> Linear.Config:

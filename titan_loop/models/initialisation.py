@@ -1,4 +1,4 @@
-"""Random initial weights that do not depend on how the model is spread.
+"""Random initial weights that do not depend on the model's sharding.
 
 Every rank draws the whole matrix from the same generator state and keeps its shard. On CPU, which
 has no DTensor generator, shards that are drawn directly would be the same on all ranks.
@@ -18,7 +18,7 @@ def normal_matrix(parameter: torch.Tensor, *, std: float) -> None:
 
 
 def draw(parameter: torch.Tensor, *, fill: Callable[[torch.Tensor], object]) -> None:
-    """Let `fill` overwrite a plain tensor in place, or a whole one of which a shard is kept."""
+    """Let `fill` overwrite a plain tensor, or a whole one of which this rank keeps its shard."""
     if not isinstance(parameter, DTensor):
         fill(parameter)
         return

@@ -1,10 +1,10 @@
-"""Input injection: every recurrent step reads the embedding e again, not the first alone.
+"""Input injection: every recurrent step reads the embedding e, not only the first.
 
     additive   x_r = h_{r-1} + e,                    h_0 = 0
     diagonal   x_r = a ⊙ h_{r-1} + (1 − a) ⊙ e,      h_0 = e,   a = sigmoid(w) in (0, 1)
 
-x_r is the input of step r's layers. Without layers the diagonal form contracts towards e at the
-learned rates a, so the state cannot grow with the number of steps.
+x_r is the input of step r's layers. If the layers were the identity, the diagonal form would
+contract towards e at the learned rates a: injection itself never makes the state grow.
 
 Source: Bansal et al. 2022, arXiv 2202.05826, §3 (there concatenated). The diagonal form is the
 zero-order hold of dx/dt = −λ (x − e), as in diagonal state-space models (Gu et al. 2022, arXiv
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchtitan.protocols.module import Module
 
 InjectionKind: TypeAlias = Literal["none", "additive", "diagonal"]
-"""How every recurrent step reads the embedding again; none is Ouro's plain loop."""
+"""Form of the injection; "none" is Ouro's plain loop."""
 
 
 class Injected(NamedTuple):

@@ -1,7 +1,7 @@
 """A looped decoder of Llama's blocks: options, architecture record and initial weights.
 
 Source: Touvron et al. 2023 (Llama), arXiv 2302.13971. Deviation: initial output projections are
-scaled by 1/sqrt(2·layers), as in GPT-2; `residual_scale` says how layers are counted.
+scaled by 1/sqrt(2·layers), as in GPT-2, or as `residual_scale` sets.
 """
 
 import math
@@ -34,10 +34,10 @@ class LlamaOptions(LoopOptions):
     """Options of families whose layers are Llama's blocks."""
 
     exit_gate: bool = False
-    """Whether there is an exit gate, which no engine's format can hold."""
+    """Whether there is an exit gate; no engine's format can hold one."""
 
     norm_placement: NormPlacement = "readout"
-    """Where the final norm stands: at the readout only, or after every recurrent step, too."""
+    """Place of the final norm: at the readout only, or after every recurrent step, too."""
 
     norm_eps: float = 1e-5
     """Added to the mean square in every norm."""
@@ -49,7 +49,7 @@ class LlamaDecoder(LoopDecoder):
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
         def architecture(self) -> dict[str, Any]:
-            """As of `LoopDecoder`, with the norms' epsilon."""
+            """As in `LoopDecoder`, with the norms' epsilon."""
             return {**LoopDecoder.Config.architecture(self), "norm_eps": self.norm.eps}
 
 
@@ -59,7 +59,7 @@ DecoderConfig = TypeVar("DecoderConfig", bound=LlamaDecoder.Config)
 def llama_config(
     kind: type[DecoderConfig], options: LlamaOptions, shape: ModelSize, max_seq_len: int, **own: Any
 ) -> DecoderConfig:
-    """Return the architecture; arguments and errors as of `loop_config`."""
+    """Return the architecture; arguments and errors as in `loop_config`."""
     if not 0 < options.norm_eps < 1:
         raise UserError(f"model.norm_eps={options.norm_eps} must be above 0 and below 1")
     config = loop_config(kind, options, shape, max_seq_len, **own)

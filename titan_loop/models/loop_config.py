@@ -1,8 +1,8 @@
-"""The architecture that the options of the generic looped decoder stand for.
+"""Builds the architecture of the generic looped decoder from its options.
 
-Initialisation; Ouro's paper does not publish its own:
+Initialisation (Ouro's paper does not publish its own):
 - Matrices: truncated normal, standard deviation `initializer_range`, 0.02 as in the released
-  config. Small widths may learn sooner from about 1/sqrt(D). With `initial_keys=queries`, W_Q W_Kᵀ
+  config. Small widths may learn faster with about 1/sqrt(D). With `initial_keys=queries`, W_Q W_Kᵀ
   is close to a multiple of the identity, as in trained models ("Mimetic Initialization of
   Self-Attention Layers", Trockman and Kolter 2023, arXiv 2305.09828).
 - Embedding: standard deviation 1, so that h_0 has the scale that the final norm gives every later
@@ -124,7 +124,7 @@ def _injection(options: LoopOptions, shape: ModelSize) -> AdditiveInjection.Conf
 
 
 def residual_gain(options: LoopOptions, shape: ModelSize) -> float:
-    """Return the factor on the initial scale of a layer's branches, by `residual_scale`."""
+    """Return the initial factor on a layer's branches that `residual_scale` asks for."""
     if options.residual_scale == "none":
         return 1.0
     depth = shape.n_layers

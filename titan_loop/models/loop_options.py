@@ -27,8 +27,8 @@ class LoopOptions(ModelOptions):
 
     positions: PositionKind = "rope"
     """Kind of positions: rope rotates queries and keys, as in Ouro; learned adds a vector to the
-    embedding; relative adds to the scores by distance, deberta by that of queries and of keys, bias
-    a number; none leaves order to the causal mask."""
+    embedding; relative adds to the scores by distance, deberta by distance for queries and for
+    keys, bias a number per distance; none leaves order to the causal mask."""
 
     learned_positions: int | None = None
     """Rows of the table of learned positions, at least the tokens of a window."""
@@ -37,7 +37,7 @@ class LoopOptions(ModelOptions):
     """Largest distance that relative positions tell from larger ones."""
 
     injection: InjectionKind = "none"
-    """How every recurrent step reads the embedding again: not at all, as in Ouro; additive; or
+    """Injection of the embedding into every recurrent step: none, as in Ouro; additive; or
     diagonal, a learned contraction."""
 
     prelude_layers: int = 0

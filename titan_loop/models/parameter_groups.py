@@ -1,4 +1,4 @@
-"""Groups of parameters that optimisers treat alike; the model assigns each of its own.
+"""Groups of parameters that an optimiser treats alike; the model assigns each parameter to one.
 
     matrix   at least two dimensions larger than 1                           decays
     vector   the rest: gains of norms, biases (of any shape), scales, a row  does not decay
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Treatment of a parameter; parameters with equal ones share an optimiser's group."""
+    """Treatment of a parameter; parameters of equal treatment share an optimiser group."""
 
     decays: bool
     """Whether weight decay applies."""
@@ -22,14 +22,14 @@ class ParameterGroup:
     """Whether it maps hidden states to hidden states, so that Muon may orthogonalise its update."""
 
     rate_factor: float = 1.0
-    """Learning rate over the scheduled one."""
+    """Factor on the scheduled learning rate."""
 
     width_ratio: float = 1.0
-    """Number of columns over the number for which the rate was tuned; optimisers have own rules."""
+    """Width over the width that the rate was tuned at; every optimiser has its own rule for it."""
 
 
 class LookUp:
-    """Marks a module, beside embeddings, whose matrix has a row for each position or distance."""
+    """Marks a module whose matrix is a table, such as a row per position; embeddings need none."""
 
 
 def default_group(
@@ -37,7 +37,7 @@ def default_group(
 ) -> ParameterGroup:
     """Return the treatment that follows from a parameter's shape and from its module.
 
-    A batch changes few rows of a table; orthogonalised, its update would change all of them alike.
+    A batch changes few rows of a table; an orthogonalised update would change all rows alike.
     """
     is_matrix = sum(size > 1 for size in parameter.shape) > 1 and not name.endswith(".bias")
     is_table = isinstance(owner, (nn.Embedding, LookUp)) or name.startswith("lm_head.")

@@ -3,7 +3,7 @@
 | kind | where it acts | parameters |
 |---|---|---|
 | `RotaryPositions` | rotates queries and keys, by rows that all visits share | none |
-| `LearnedPositions` | is added to the embedding | a row a position |
+| `LearnedPositions` | is added to the embedding | a row per position |
 | `RelativePositions` | adds to scores, by distances that visits share | `SCORES` of every layer |
 | `Positions` | nowhere: order is seen through the causal mask alone | none |
 
@@ -45,7 +45,7 @@ class Positions(Module):
             return {"positions": self.kind, "learned_positions": None, "relative_window": None}
 
         def check_window(self, tokens: int) -> None:
-            """Raise `UserError` if windows of so many tokens exceed a table."""
+            """Raise `UserError` if windows of `tokens` tokens exceed a table."""
 
         def scores(
             self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
@@ -103,7 +103,7 @@ class PositionTable(Embedding):
 
 
 class LearnedPositions(Positions):
-    """A learned vector a position, added to the embedding."""
+    """A learned vector per position, added to the embedding."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Positions.Config):
@@ -164,7 +164,7 @@ class RelativePositions(Positions):
         self.window = config.window
 
     def shared(self, positions_BL: Tensor, key_positions_BS: Tensor) -> Tensor:
-        """Return (B or 1, L, S) distances from 0 to the window; those the mask hides are any."""
+        """Return (B or 1, L, S) distances from 0 to the window; arbitrary where masked."""
         return (positions_BL.unsqueeze(2) - key_positions_BS.unsqueeze(1)).clamp(0, self.window)
 
 
@@ -230,7 +230,7 @@ class BiasScores(DistanceScores):
     """Scores by distance alone: every head has a number for each.
 
     Source: Raffel et al. 2020 (T5), arXiv 1910.10683, §2.1. Deviations: the numbers are parameters
-        of each layer; distances up to the window stand for themselves, not for buckets.
+        of each layer; every distance up to the window has its own number, not buckets.
     """
 
     @dataclass(kw_only=True, slots=True)

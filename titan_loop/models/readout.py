@@ -36,7 +36,7 @@ class LMHead(Linear):
         CE_r = −log softmax(W h_r)[label]        loss = Σ_{r, b, l} w_r (CE_r + ζ z_r²)
         z_r = log Σ_v exp(W h_r)_v
 
-    The z-loss keeps the logits from drifting and costs no pass of its own. There w_r is a constant,
+    The z-loss keeps the logits from drifting and costs no pass of its own. In it w_r is a constant,
     so that no gate learns to prefer a step for its small logits.
 
     Source: the streaming is ours; CE_r is Ouro, arXiv 2510.25741, §3.1 Eq. 2, per token; z-loss:
@@ -79,7 +79,7 @@ class LMHead(Linear):
             weight_RBL: Weights w_r, fp32 or float64, equal on all tensor-parallel ranks.
             rows_T: Indices into the B·L tokens of all that have a label; the others then cost
                 nothing. None computes every token, which is faster where most have one.
-            through: Another way of streaming: takes this device's rows of the weight, the
+            through: Replaces the streaming here: takes this device's rows of the weight, the
                 states and this head; its result is returned.
 
         Returns:
@@ -129,7 +129,7 @@ class GradientsInForward(torch.autograd.Function):
     def forward(
         ctx: Any, compute: Callable[[Sequence[bool]], Taken], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the loss and the other results; `compute` hears which inputs need a gradient."""
+        """Return the loss and the other results; `compute` is told which inputs need a gradient."""
         loss, results, gradients = compute(ctx.needs_input_grad[1:])
         ctx.dtypes = [each.dtype for each in inputs]
         ctx.mark_non_differentiable(*results)

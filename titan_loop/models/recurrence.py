@@ -48,7 +48,7 @@ class Recurrence(Module):
         self._wrap = wrap
 
     def wrapped(self, part: Part) -> Part:
-        """Return a step, or the layers before or after the loop, as they are to be run."""
+        """Return a step, or the layers before or after the loop, in the form that is run."""
         return part if self._wrap is None else self._wrap(part)
 
     def run(

@@ -62,7 +62,7 @@ class UnitSize:
         return sum(math.prod(shape) for shape in self._of(trainable))
 
     def shard(self, degree: int, trainable: Trainable = "all") -> int:
-        """Return the elements on each rank: FSDP shards rows and pads to one a rank."""
+        """Return the elements on each rank: FSDP shards rows and pads to one per rank."""
         return sum(
             -(-shape[axis] // degree) * math.prod(shape) // shape[axis]
             for shape in self._of(trainable)
@@ -78,9 +78,9 @@ class UnitSize:
 
 
 def sharded_axis(shape: Sequence[int], degree: int) -> int:
-    """Return the axis that FSDP cuts: the first, but the rows of a stack of too few matrices.
+    """Return the axis that FSDP cuts: the first, but the rows if a stack has too few matrices.
 
-    FSDP cuts other axes than the first into equal parts only.
+    FSDP cuts any axis but the first into equal parts only.
     """
     stack = len(shape) == 3 and shape[0] < degree
     return 1 if stack and shape[1] % degree == 0 else 0

@@ -66,7 +66,7 @@ def expected_loss(
         L = 1/N Σ_i [ Σ_r p_r CE_r − β H(p) ]                   uniform prior (no geometric_eta)
         L = 1/N Σ_i [ Σ_r p_r CE_r + β (KL(p ‖ π) − log R) ]    geometric prior
 
-    over the valid tokens i. With π uniform both are equal, so losses of different priors compare.
+    over the valid tokens i. With π uniform both are equal, so losses under both priors compare.
 
     | symbol | code |
     |---|---|
@@ -130,7 +130,7 @@ class ExpectedExitLoss(StreamedLoss):
         """Prior over exit steps."""
 
         geometric_eta: float = 0.5
-        """η of the geometric prior, in (0, 1); larger prefers shallower steps."""
+        """η of the geometric prior, in (0, 1); a larger one prefers shallower steps."""
 
         z_loss: float = 0.0
         """ζ, the weight of log²Σ exp(logits); PaLM used 1e-4. 0 turns it off."""
@@ -142,7 +142,7 @@ class ExpectedExitLoss(StreamedLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield values that define no loss, after the refusals of `StreamedLoss`."""
+            """Refuse values that define no loss, after the refusals of `StreamedLoss`."""
             yield from StreamedLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )

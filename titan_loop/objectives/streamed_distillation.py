@@ -3,8 +3,8 @@
     loss = 1/N Σ_s Σ_i w_si [ (1 − α) CE_si + α KL_si ]
     KL_si = Σ_v q_iv (log q_iv − log p_siv),   q = softmax(W_t t_i),   p_s = softmax(W h_si)
 
-A chunk of tokens has its logits twice, a student's and the teacher's; no tensor of L × V exists.
-Where ranks share the vocabulary, each computes its rows of both.
+Only one chunk's logits exist at a time, a student's and the teacher's: no tensor of L × V. Where
+ranks share the vocabulary, each computes its rows of both.
 
 Source: Hinton et al. 2015, arXiv 1503.02531, with temperature 1.
 
@@ -113,7 +113,7 @@ def _stream(
 
 
 def _log_softmax(logits_CV: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return this device's columns of the logarithm of the distribution over all of them."""
+    """Return this device's columns of the log-softmax over the whole vocabulary."""
     max_C1 = logits_CV.amax(dim=-1, keepdim=True)
     vocabulary.all_reduce_max(max_C1)
     logits_CV = logits_CV - max_C1

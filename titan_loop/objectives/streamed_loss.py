@@ -84,7 +84,7 @@ class StreamedLoss(ChunkedLossWrapper):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield why this objective cannot train a run with R ≥ `fewest_steps`."""
+            """Refuse a run with R ≥ `fewest_steps` that this objective cannot train."""
             if trainable == "exit_gate":
                 yield Refusal(
                     "trainable",
@@ -94,11 +94,11 @@ class StreamedLoss(ChunkedLossWrapper):
                 )
 
         def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
-            """Yield degrees that this objective cannot be spread by."""
+            """Refuse degrees of parallelism that this objective does not support."""
             yield from ()
 
         def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
-            """Yield why this objective cannot train such a model."""
+            """Refuse a model that this objective cannot train."""
             yield from ()
 
         def held_weights(self) -> int:

@@ -39,7 +39,7 @@ class Budget:
         memory_bytes: Bytes of weights and cache; None for no limit.
         tokens: Training tokens; None lets the budget decide.
         inference_tokens: Tokens served over the model's life.
-        context_tokens: Tokens in the cache of keys and values, two bytes a number.
+        context_tokens: Tokens in the cache of keys and values, two bytes per number.
         vocabulary: Rows of the embedding.
     """
 
@@ -71,7 +71,7 @@ class Budget:
             if value and value >= self.flops:
                 raise UserError(
                     f"--{name} {value:g} is not below --budget {self.flops:g}: the budget is in "
-                    "FLOPs, which are at least six a token and parameter"
+                    "FLOPs, which are at least six per token and parameter"
                 )
 
 
@@ -100,7 +100,7 @@ class Choice:
 
     @property
     def visited(self) -> float:
-        """Parameters that a token visits, counted once a visit."""
+        """Parameters that a token visits, counted once per visit."""
         return self.parameters + (self.steps - 1) * self.looped
 
 
@@ -113,7 +113,7 @@ class Shape:
 
     @classmethod
     def of(cls, parameters: float) -> "Shape":
-        """Return the shape: layers of 12·dim² parameters, about 85 channels a layer."""
+        """Return the shape: layers of 12·dim² parameters, about 85 channels per layer."""
         exact = (parameters * _WIDTH_PER_LAYER / 12) ** (1 / 3)
         dim = max(HEAD_DIM, HEAD_DIM * round(exact / HEAD_DIM))
         return cls(dim, max(1, round(parameters / (12 * dim**2))))
@@ -212,7 +212,7 @@ def budget_lines(law: NamedLaw, budget: Budget, found: Sequence[Choice]) -> list
         f"source: {law.source}",
         f"{len(found)} models fit {budget.flops:.3g} FLOPs"
         + (f" and {budget.memory_bytes / 1e9:g} GB" if budget.memory_bytes else "")
-        + f" at {budget.weight_bits:g} bits a weight; the best:",
+        + f" at {budget.weight_bits:g} bits per weight; the best:",
         *columns(rows),
     ]
     outside = {each for choice in found[:_SHOWN] for each in choice.extrapolated}

@@ -8,7 +8,7 @@ from titan_loop.errors import UserError, require_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts and their GPUs, one rank each; `mfu` is the assumed share of model in peak FLOPs."""
+    """Hosts and their GPUs, one rank each; `mfu` is the assumed share of peak FLOPs in use."""
 
     nodes: int
     gpus_per_node: int

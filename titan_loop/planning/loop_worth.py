@@ -34,7 +34,7 @@ def worth_lines(law: NamedLaw, needs: Sequence[StageNeeds], cluster: Cluster) ->
         for name, parameters, inside, visits, cost in (
             (need.name, total, looped, steps, flops.total),
             ("without loops", total, looped, 1.0, once.total),
-            ("a layer a visit", unrolled, unrolled - total + looped, 1.0, unrolled_flops),
+            ("a layer per visit", unrolled, unrolled - total + looped, 1.0, unrolled_flops),
         ):
             loss = predicted(law, parameters, inside, need.tokens, visits)
             days = need.tokens * cost / (need.gpu_flops * cluster.mfu * SECONDS_PER_DAY)
@@ -67,7 +67,7 @@ def predicted(
     total: float | None = None,
     experts: float = 1.0,
 ) -> float:
-    """Return the loss of one model in nats per token; arguments as the attributes of `Losses`."""
+    """Return the loss of one model in nats per token; arguments as in `Losses`."""
     point = Losses(
         parameters=np.array([parameters]),
         looped=np.array([looped]),

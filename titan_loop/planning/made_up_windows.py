@@ -1,4 +1,4 @@
-"""Windows of zeros, to rehearse a stage whose data are not on this machine."""
+"""Windows of zeros, to rehearse a stage whose data is not on this machine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ class MadeUpWindows(GlobalBatchLoader):
         prefetch: bool = False
 
         def vocabulary(self) -> DataVocabulary:
-            """Return the vocabulary it was given."""
+            """Return the vocabulary of `vocab_size` tokens."""
             return DataVocabulary(self.vocab_size, self.vocab_size - 1)
 
         def columns(self) -> tuple[Column, ...]:
@@ -42,7 +42,7 @@ class MadeUpWindows(GlobalBatchLoader):
         """Leave the window as it is: `read` makes whole batches."""
 
     def deepest(self, windows: int) -> int:
-        """Return 1: no window asks for anything."""
+        """Return 1: windows of zeros need no depth."""
         return 1
 
     def read(self, position: Position) -> BatchesRead:

@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 CACHE_VARIABLE = "TITAN_LOOP_REHEARSAL_CACHE"  # names another folder than ~/.cache/titan_loop/…
 
 _WHOLE = ("activation_checkpoint.memory_budget",)
-"""Fractional numbers of which more than the sign decides."""
+"""Fractional numbers whose values decide, not only their signs."""
 
 _ONLY_VALUES = (
     "stage",
@@ -69,7 +69,7 @@ class MeasuredStep:
         return plus(self.moved, self.moved_again, further)
 
     def continued(self, longer: "MeasuredStep", times: int) -> "MeasuredStep":
-        """Return the result of `times` more recurrent steps, of which `longer` has one."""
+        """Return the result of `times` more recurrent steps; `longer` has one more than this."""
 
         def further(one: Mapping[str, Moved], next_one: Mapping[str, Moved]) -> dict[str, Moved]:
             return plus(one, plus(next_one, one, -1), times)

@@ -55,7 +55,7 @@ KEPT = "measured before"
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """The rehearsal of one stage; `fault` says in one line why it was not assembled.
+    """The rehearsal of one stage; `fault` is the reason, in one line, if it was not assembled.
 
     `like` is "as STAGE" if another stage was rehearsed in its place, `KEPT` for the result of an
     earlier command, else empty.
@@ -73,8 +73,8 @@ def rehearse(
 ) -> Iterator[Rehearsed]:
     """Assemble the planned stages one after the other in this process; yield them in order.
 
-    A stage has the result of an earlier one, or of an earlier command unless `anew`, if it differs
-    from that in nothing that a rehearsal sees. None of the stages may be refused; neither their
+    A stage takes the result of an earlier stage, or unless `anew` of an earlier command, if nothing
+    that a rehearsal sees differs. None of the stages may be refused; neither their
     data nor their parents' checkpoints need to be there.
     """
     done: dict[str, Rehearsed] = {}
@@ -121,7 +121,7 @@ def _rehearsed(needs: StageNeeds, cluster: Cluster) -> Rehearsed:
 
 
 def _micro_batches(needs: StageNeeds) -> int:
-    """Return the number in the step that is measured: accumulation shows from the second on."""
+    """Return the measured step's number of micro-batches: two show the cost of accumulation."""
     return min(2, max(1, int(needs.accumulation[1])))
 
 

@@ -40,11 +40,11 @@ SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class StageNeeds:
-    """One stage on a cluster; `refusals` says why it cannot run there.
+    """One stage on a cluster; `refusals` are the reasons why it cannot run there.
 
     Attributes:
         config: Config of the run, not resolved.
-        model: Architecture, with the vocabulary of the data, or the default if they are not here.
+        model: Architecture, with the vocabulary of the data, or the default if no data is here.
         flops_per_token: Forward and backward FLOPs at the mean R.
         flops_at_one: The same at R = 1.
         batch_windows: Smallest and largest global batch, in windows.
@@ -151,7 +151,7 @@ def stage_needs(
 
 
 def memory_refusal(need: StageNeeds, peak_bytes: float, gpu: Device) -> str | None:
-    """Return why a step with this peak does not fit a GPU, with a fix; None if it does."""
+    """Return the reason why a step with this peak fits no GPU, and a fix; None if it fits."""
     usable = USABLE_SHARE * gpu.memory_bytes
     if peak_bytes <= usable:
         return None
@@ -202,7 +202,7 @@ def _setting_refusals(
 
 
 def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
-    """Return whether the data suffice ("not here" if they are elsewhere), and refusals."""
+    """Return whether the data suffices ("not here" if it is elsewhere), and refusals."""
     if not are_prepared(config):
         return "not here", []
     try:

@@ -20,7 +20,7 @@ _MOST_SILENT_EPOCHS = 4
 
 
 def parent_refusals(recipe: Recipe, stage: Stage) -> Iterator[Refusal]:
-    """Yield why a stage cannot start yet; a stage with a checkpoint can always continue."""
+    """Refuse a stage whose parent is not complete; one with a checkpoint can always continue."""
     if stage.parent is None or saved_state(stage.config) is not None:
         return
     parent = recipe.stage(stage.parent).config
@@ -39,7 +39,7 @@ def parent_refusals(recipe: Recipe, stage: Stage) -> Iterator[Refusal]:
 def carry_refusals(
     stage: Stage, parent: Stage, *, wanted: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> Iterator[Refusal]:
-    """Yield the weights and moments that a stage cannot take over from its parent."""
+    """Refuse weights and moments that a stage cannot take over from its parent."""
     carry = stage.config.checkpoint.carry
     yield from caught("checkpoint.carry", lambda: check_parent(trained, wanted, carry))
     for field, has, wants in (
@@ -56,7 +56,7 @@ def carry_refusals(
 
 
 def repetition_refusals(stage: Stage) -> Iterator[Refusal]:
-    """Yield a source that a stage would read too often without a cap that allows it."""
+    """Refuse to read a source more than four times without a cap that allows it."""
     loader = stage.config.open_data()
     if not isinstance(loader, WindowLoader):
         return

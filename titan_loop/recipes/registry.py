@@ -1,7 +1,7 @@
 """Finds recipes: `NAME` is a public function of that name in a module of `train_configs`.
 
 Its annotation says that it returns a `Recipe`, or the `LoopTrainer.Config` of one run.
-`PACKAGE.MODULE:FUNCTION` is any other function, the path of a `config.json` a run (`recorded.py`).
+`PACKAGE.MODULE:FUNCTION` names any other function; the path of a `config.json` repeats its run.
 Names and summaries are parsed from the source files, because importing a recipe imports torch.
 """
 

@@ -26,8 +26,8 @@ def upcycle_run(
 ) -> tuple[Path, Path]:
     """Write a new run with one checkpoint, the upcycled parent; return parent and new checkpoint.
 
-    The configuration is the parent's with the new number of layers. Steps and tokens are counted
-    on. Raises `UserError` if `output` is not empty, or the parent is unusable or does not fit.
+    The configuration is the parent's with the new number of layers, and steps and tokens go on from
+    the parent's. Raises `UserError` if `output` is not empty, or the parent is unusable or unfit.
     """
     run = SavedRun.open(parent)
     source = run.checkpoint()
@@ -52,7 +52,7 @@ def merge_runs(
     """Write a new run with one checkpoint, of step 0: the weighted mean of others.
 
     Model options, window, data and text format come from the first parent, so that the new run
-    is evaluated on its held-out text. A tokenizer that is not known is taken to be the others'.
+    is evaluated on its held-out text. An unknown tokenizer is assumed to equal the others'.
     """
     scaled_weights(weights, len(parents))  # refuses wrong ones before any file is read
     runs = [SavedRun.open(parent) for parent in parents]
@@ -80,7 +80,7 @@ def written_run(
 ) -> Iterator[RunDirectory]:
     """Yield a new run, to write its checkpoint into; it appears when the block ends well.
 
-    `tokenizer` is copied if the file exists, which is so if no source of the run has it.
+    `tokenizer` is copied if the file exists, as in an imported run.
     """
     with staged_folder(output) as staged:
         new = RunDirectory(staged)

@@ -1,4 +1,4 @@
-"""A file of each rank that says when it last made progress: `RUN/heartbeats/rank-N.json`.
+"""A file per rank with the time of its last progress: `RUN/heartbeats/rank-N.json`.
 
 A thread writes it. So a rank that hangs still writes, with an old `progress` and the collective
 operation that it waits in; the file of a rank that died is old.
@@ -18,7 +18,7 @@ FOLDER = "heartbeats"
 MOST_LINES = 10
 _FILES = "rank-*.json"
 _PATIENCE = 4
-"""Times between two writings that a rank may be late: a network disk may delay one or two."""
+"""Missing reports that make a rank silent; a network disk may delay one or two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The run that a recipe's folder stands for where a run is asked for."""
+"""The run to use where a user gives the folder of a recipe instead of a run."""
 
 import logging
 from pathlib import Path
@@ -17,16 +17,14 @@ def chosen_run(folder: Path, stage: str | None) -> Path:
     if not (folder / RECIPE_JSON).exists():
         if stage is not None:
             raise UserError(
-                f"--stage {stage}: {folder} is not the folder of a recipe; leave it out"
+                f"--stage {stage}: {folder} is not the folder of a recipe; leave --stage out"
             )
         return folder
     begun = {path.parent.name: path.stat().st_mtime for path in folder.glob("*/metrics.jsonl")}
     if not begun:
         raise UserError(f"{folder}: no stage has begun; train it first")
     if stage is not None and stage not in begun:
-        raise UserError(
-            f"--stage {stage} is none of those begun in {folder}{nearest(stage, begun)}"
-        )
+        raise UserError(f"--stage {stage} is not a stage begun in {folder}{nearest(stage, begun)}")
     if stage is None:
         by_age = sorted(begun, key=lambda name: (begun[name], name))
         stage = by_age[-1]

@@ -37,14 +37,14 @@ def checkpoints_folder(path: Path) -> tuple[Path, KeepPolicy]:
 
 
 def verified(path: Path) -> list[ListedCheckpoint]:
-    """Read every file of a checkpoint, or of all checkpoints of a run."""
+    """List a checkpoint, or all checkpoints of a run, after reading every file."""
     if is_committed(path) or any(path.glob("*.distcp")):
         return [look_at(path, hashes=True)]
     return list_checkpoints(checkpoints_folder(path)[0], hashes=True)
 
 
 def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Give checkpoints, or all of a run, their table; yield each, and whether it had none."""
+    """Write missing tables of entries; yield each checkpoint, and whether it lacked its table."""
     from titan_loop.checkpoint.tensor_table import convert_checkpoint  # imports torch
 
     for path in paths:

@@ -6,7 +6,7 @@ Format version 1:
     config.json      the fully resolved configuration of the latest start
     config-before-restart-K.json   config.json until restart K of run.json changed it
     log.txt          rank 0's log, all starts one after another
-    metrics.jsonl    one record a logged step (keys: `titan_loop.training.metrics`)
+    metrics.jsonl    one record per logged step (keys: `titan_loop.training.metrics`)
     norms.jsonl      norms of states, gradients and updates (`--stability.norms-interval`)
     decisions.jsonl  every skipped spike and rewind (`--stability.skip-spikes`)
     rewinds.json     where rewinds went, and the windows that they jump over
@@ -155,7 +155,7 @@ class RunDirectory:
 
     @property
     def working_directory(self) -> Path | None:
-        """Where the last start was given relative paths; None if it did not record that."""
+        """Folder that the last start's relative paths refer to; None if it was not recorded."""
         if not self.run_json.exists():
             return None
         run = self.read_run()
@@ -163,7 +163,7 @@ class RunDirectory:
         return Path(start["working_directory"]) if "working_directory" in start else None
 
     def read_config(self, path: Path | None = None) -> dict[str, Any]:
-        """Return the content of `config.json`, or of a kept config; it must be there."""
+        """Return the content of `config.json`, or of a kept config; a missing one is an error."""
         path = path or self.config_json
         fix = "repair it, or move it away and start the run once more to write it"
         try:
@@ -191,7 +191,7 @@ class RunDirectory:
         return _one_series(records, itemgetter("step"))
 
     def read_decisions(self) -> list[dict[str, Any]]:
-        """Return the decisions about spikes, without those that a restart took once more."""
+        """Return the decisions about spikes, without those that a restart superseded."""
 
         def place(record: Mapping[str, Any]) -> tuple[int, int, bool]:
             return record["rewound"], record["step"], record["decision"] != "skip"

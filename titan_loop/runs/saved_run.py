@@ -1,4 +1,4 @@
-"""A saved run, read: its model, the data it was trained on, its checkpoints and its ancestors.
+"""A saved run to read: its model, the data it was trained on, its checkpoints and its ancestors.
 
 `RunDirectory` names the files of a run and writes them. Readers of a run open a `SavedRun`, so that
 the keys of its `config.json`, and of older versions, are known here alone.
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class SavedCheckpoint(NamedTuple):
-    """A committed checkpoint: its folder and its manifest, which outlives the folder."""
+    """A committed checkpoint: its folder, and its manifest as read, even if the folder is gone."""
 
     path: Path
     manifest: dict[str, Any]
@@ -70,7 +70,7 @@ class RunTokenizer(NamedTuple):
 
 
 class Ancestor(NamedTuple):
-    """One run of a lineage, which ends with the run itself.
+    """One run of a lineage; the last one is the run itself.
 
     Attributes:
         stage: Name of the stage; empty for a run outside a recipe.
@@ -88,8 +88,8 @@ class SavedRun:
     """A run that has a `config.json`; use `open` for the path that a user gave.
 
     Args:
-        checkpoint: Checkpoint of the run that is meant; None for the newest whole one.
-        config_json: A config that a restart kept, to read instead of `config.json`.
+        checkpoint: Checkpoint to read; None for the newest whole one.
+        config_json: Config to read instead of `config.json`, such as one that a restart replaced.
 
     Attributes:
         config: The raw `config.json`, to copy or to show.
@@ -211,7 +211,7 @@ class SavedRun:
 
     @property
     def sources(self) -> list[Path]:
-        """Folders of the prepared sources, in the order of the mixture, whether still there."""
+        """Folders of the prepared sources, in the order of the mixture; some may be gone."""
         return [Path(entry.path) for entry in _parsed(self.mixture)]
 
     def found(self, path: str) -> Path:
@@ -229,9 +229,9 @@ class SavedRun:
         return Path(path) if there == Path.cwd() else there / path
 
     def text_format(self, tokenizer: "Tokenizer") -> TextFormat:
-        """Return the ends of texts and the form of conversations: an import's, or the sources'.
+        """Return the end-of-text token and the chat format of an import, or of the sources.
 
-        Without either it is the default, without conversations.
+        A run with neither has the default, without conversations.
         """
         recorded = self.config.get("text")
         if recorded is not None:
@@ -242,7 +242,7 @@ class SavedRun:
     def tokenizer(self, given: str | Path | None = None) -> RunTokenizer:
         """Return the tokenizer of the training data, or the given `tokenizer.json` if it is equal.
 
-        Raises `UserError` if there is none to take, or the given one differs.
+        Raises `UserError` if no tokenizer is found, or the given one differs.
         """
         cards = self._cards()
         if self._imported_tokenizer.is_file():
@@ -261,7 +261,7 @@ class SavedRun:
         else:
             raise UserError(
                 f"the data that {self.path} was trained on is not here: put it back, or give its "
-                "tokenizer with --tokenizer where the command has it"
+                "tokenizer with --tokenizer if the command has that flag"
             )
         path = own if given is None else Path(given)
         load_tokenizer(path)
@@ -274,7 +274,7 @@ class SavedRun:
     def vocabulary(self) -> str | None:
         """Return the meaning of the model's token ids, as a phrase to compare and to show.
 
-        None if neither run nor checkpoint says, as after an import without a tokenizer.
+        None if neither run nor checkpoint records it, as after an import without a tokenizer.
         """
         state = self.checkpoint().manifest["data"]
         if _recorded_task(state) is None and self._imported_tokenizer.is_file():
@@ -311,7 +311,7 @@ class SavedRun:
         return found
 
     def trained_tokens(self) -> int:
-        """Return the tokens behind the checkpoint, including earlier stages."""
+        """Return the tokens trained on up to the checkpoint, earlier stages included."""
         chain = self.lineage()
         before = sum(
             parent.manifest["trainer"]["tokens"]
@@ -334,7 +334,7 @@ class SavedRun:
             checkpoint = self.directory.checkpoint(step)
             if (manifest := _manifest_or_none(checkpoint)) is not None:
                 break
-        while checkpoint is not None and len(chain) < 1000:  # a damaged chain may bite its tail
+        while checkpoint is not None and len(chain) < 1000:  # a damaged chain may be a cycle
             lineage = {} if manifest is None else manifest["lineage"]
             run = checkpoint.parent.parent
             chain.append(Ancestor(run, lineage.get("stage") or "", checkpoint, manifest))

@@ -109,7 +109,7 @@ def read_status(folder: Path) -> list[StageStatus]:
 
 
 def status_lines(roots: list[StageStatus]) -> list[str]:
-    """Return the tree as text, a stage a line, and the next stage to run."""
+    """Return the tree as text, one stage per line, and the next stage to run."""
     rows = [row for root in roots for row in _rows(root, "", "")]
     lines = columns([(label, _describe(status)) for label, status in rows], left=(0, 1))
     for _, status in rows:
@@ -180,7 +180,7 @@ def read_plan(folder: Path) -> list[PlannedStage]:
     if not path.exists():
         if not folder.is_dir():
             raise UserError(
-                f"{folder} is not a folder{seen_from(folder)}; give that of a run or a recipe"
+                f"{folder} is not a folder{seen_from(folder)}; give the folder of a run or a recipe"
             )
         return []
     fix = "train once more to write it"

@@ -14,7 +14,7 @@ WAIT_SECONDS = 40
 """Time from the end of a step's first task until the others are killed: they may be waiting for a
 rank that died. At a regular end ranks wait for each other and leave together."""
 
-_FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50  # below Linux's own for connections
+_FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50  # below Linux's ephemeral ports
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class Allocation:
         job = slurm_job(environment)
         if job is None:
             raise UserError(
-                "slurm run is what a batch script calls; use titan-loop slurm submit, or sbatch "
+                "slurm run is for batch scripts; use titan-loop slurm submit, or sbatch "
                 "slurm/pretrain.sbatch"
             )
         ranks = environment.get("SLURM_NTASKS_PER_NODE", "")
@@ -42,7 +42,7 @@ class Allocation:
                 "the batch script sets no number of ranks for a node; add --ntasks-per-node, one "
                 "for each GPU"
             )
-        # TYPE:COUNT; with --gres instead there is the number of the batch step's node.
+        # TYPE:COUNT; with --gres there is only the count on the batch step's node.
         gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE", "0")
         gpus = gpus.rpartition(":")[2]
         return cls(

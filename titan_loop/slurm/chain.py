@@ -1,4 +1,4 @@
-"""The jobs of a recipe together: their states, and how to cancel them."""
+"""The jobs of a recipe together: their states, and their cancellation."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -2,7 +2,7 @@
 
 A rank rewrites its report when it begins a phase (`titan_loop.slurm.node_check`): its own checks
 ("start"), the all-reduce on its node ("node"), meeting all ranks ("meet"), the all-reduce across
-all nodes ("all"). So the report of a rank that hangs or dies shows how far it came.
+all nodes ("all"). So the report of a rank that hangs or dies shows its last phase.
 """
 
 import statistics

@@ -46,7 +46,7 @@ def memory_remarks(
             f"stage {stage.name} needs {need / 2**30:.0f} GiB of the "
             f"{device.memory_bytes / 2**30:.0f} GiB of a {gpu}; titan-loop plan "
             f"{recipe.name} --stage {stage.name} --nodes {nodes} --gpus-per-node {gpus_per_node} "
-            "says what helps"
+            "suggests a fix"
         )
         if need > device.memory_bytes:
             raise UserError(line)

@@ -22,8 +22,8 @@ from titan_loop.launcher import slurm_task
 from titan_loop.slurm.allocation import PORTS_A_JOB
 from titan_loop.storage.json_files import write_json
 
-# Longer than the slowest rank may import torch: the job ends a check that hangs (see `job.py`), and
-# learns from the reports who hung.
+# More than the slowest rank needs to import torch: the job ends a check that hangs (see `job.py`),
+# and learns from the reports who hung.
 _TIMEOUT = timedelta(seconds=1200)
 
 _SENT_FLOATS = 2**20

@@ -28,7 +28,7 @@ def slurm_folder(folder: Path) -> Path:
 
 
 def read_jobs(folder: Path) -> dict[str, str]:
-    """Return stage → job number, in the order of submission; there must be some."""
+    """Return stage → job number, in the order of submission; `UserError` if there is none."""
     path = slurm_folder(folder) / "jobs.json"
     try:
         return dict(_read(path)["jobs"])

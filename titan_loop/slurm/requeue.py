@@ -21,7 +21,7 @@ from titan_loop.runs.exit_reports import RankExit
 from titan_loop.slurm.commands import CommandFailedError, outside_of_a_job, show, slurm
 from titan_loop.slurm.record import replace_job, slurm_folder
 
-SUCCESSOR_VARIABLE = "TITAN_LOOP_SUCCESSOR_OF"  # holds the number of the job that one continues
+SUCCESSOR_VARIABLE = "TITAN_LOOP_SUCCESSOR_OF"  # the job that this one continues
 
 FINAL_EXIT_CODES = (EXIT_USER_ERROR, EXIT_NON_FINITE, EXIT_UNSTABLE, EXIT_INTERRUPTED)
 """Exit codes of failures that another start would repeat, and of an interrupt."""
@@ -32,8 +32,8 @@ _UPDATE_ATTEMPTS = 5
 def final_code(code: int, exits: Sequence[RankExit]) -> int | None:
     """Return the exit code of a job whose step ended with `code`; None to start it again.
 
-    One rank's wrong loss decides, whatever ended its peers, and so does a mistake, unless it is
-    `lone_node`'s.
+    A wrong loss on one rank decides, whatever ended the others, and so does a user's mistake,
+    unless only `lone_node` reports it.
     """
     if code == EXIT_OK:
         return EXIT_OK
@@ -46,7 +46,7 @@ def final_code(code: int, exits: Sequence[RankExit]) -> int | None:
 def lone_node(exits: Sequence[RankExit]) -> str:
     """Return the only node whose ranks report a mistake, such as missing data; empty if none.
 
-    All ranks have the same config: rank 0, or two nodes, report a mistake in that.
+    All ranks have the same config, so rank 0, or two nodes, report a mistake in the config.
     """
     mistaken = [each for each in exits if each.code == EXIT_USER_ERROR]
     nodes = {each.node for each in mistaken}

@@ -107,6 +107,6 @@ def source_site(
     for name in sourced.keys() - environment.keys() - _VARIABLES:
         if name.startswith("TITAN_LOOP_"):
             raise UserError(
-                f"site file {path} sets {name}, which nobody reads{nearest(name, _VARIABLES)}"
+                f"site file {path} sets {name}, which is not a setting{nearest(name, _VARIABLES)}"
             )
     return sourced

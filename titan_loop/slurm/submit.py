@@ -30,7 +30,7 @@ _OWN_DIRECTIVES = {
     "--job-name": "the recipe's name",
     "--output": "the folder's slurm/STAGE.log",
     "--open-mode": "append, which restarts need",
-    "--requeue": "it as it is",
+    "--requeue": "no flag, it is always on",
     "--no-requeue": "--requeue, which restarts need",
     "--dependency": "the recipe's parents",
     "--array": "titan-loop slurm submit once for each run",
@@ -239,8 +239,8 @@ def remarks(request: Request, jobs: Sequence[Planned]) -> list[str]:
         )
     if not names & {"--exclusive", "--cpus-per-task", "--cpus-per-gpu", "--mem", "--mem-per-gpu"}:
         found.append(
-            "nothing asks for CPUs, memory or whole nodes, of which a rank may get one CPU and "
-            "little memory: set TITAN_LOOP_SBATCH_FLAGS='--exclusive --mem=0', or "
+            "nothing asks for CPUs, memory or whole nodes, so a rank may get one CPU and little "
+            "memory: set TITAN_LOOP_SBATCH_FLAGS='--exclusive --mem=0', or "
             "--cpus-per-task=N and --mem-per-gpu=SIZE, in the site file"
         )
     if resources.gpus_per_node:

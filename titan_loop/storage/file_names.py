@@ -10,7 +10,7 @@ _MOST_BYTES = 255  # on Linux
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether `name` is the name of a file on any system, without folders."""
+    """Return whether `name` is a valid file name, without folders, on every operating system."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")
@@ -22,11 +22,11 @@ def is_file_name(name: object) -> bool:
 
 
 def require_file_name(name: object, named_in: str | Path) -> str:
-    """Return `name`; raise `UserError`, which says where it stands, unless it is a file's name."""
+    """Return `name` if it is a file name; otherwise raise a `UserError` that cites `named_in`."""
     if not is_file_name(name):
         raise UserError(
-            f"{named_in} names the file {name!r:.80}, which may lie outside of its folder; do not "
-            "use it"
+            f"{named_in} names the file {name!r:.80}, which may lie outside its folder; do not use "
+            "this data"
         )
     return str(name)
 

@@ -33,7 +33,7 @@ _FLOCK = "hhqqi"  # Linux' struct flock: type, whence, start, length, process
 
 
 class LostFolder(NamedTuple):
-    """How the holder of a lock lost its folder, and where that is now; None if it is gone."""
+    """The way in which a lock's holder lost its folder, and its new place; None if it is gone."""
 
     problem: str
     folder: Path | None
@@ -102,7 +102,7 @@ class FolderLock:
             self._file.close()
 
     def lost(self) -> LostFolder | None:
-        """Return how the folder was lost since it was locked, None if it was not."""
+        """Return the way in which the folder was lost since it was locked; None if it was not."""
         # Deleting the lock's file, or renaming the folder, lets a second process lock the name.
         if self._is_where_it_was():
             return None

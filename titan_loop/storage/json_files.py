@@ -1,4 +1,4 @@
-"""Small files that survive being killed: atomic JSON and text, append-only lines."""
+"""Small files that survive the death of their writer: atomic JSON and text, append-only lines."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ _DEEPEST = 100  # levels of nesting that are read; Python's own recursion ends a
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write a JSON file so that a reader sees the old content or the new, never a part."""
     text = json.dumps(finite_or_null(record), indent=2, ensure_ascii=False, allow_nan=False)
-    # Half a surrogate pair, from a name that is not UTF-8, becomes the escape that JSON has for it.
+    # Half a surrogate pair, from a name that is not UTF-8, becomes its JSON escape.
     write_text(path, (text + "\n").encode(errors="backslashreplace").decode())
 
 
@@ -42,7 +42,7 @@ def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        # Opened, not made by mkstemp, which would be private to the user: files follow the umask.
+        # Not mkstemp, whose files are private to the user: these follow the umask.
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -59,7 +59,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, *, fix: str) -> Any:
-    """Return the JSON value in a file; errors as of `open_regular`, and damage if it is no JSON."""
+    """Return the JSON value in a file; raises as `open_regular` does, and `DamagedFileError`."""
     content = read_regular(path, fix=fix)
     try:
         return _parse(content)
@@ -68,7 +68,7 @@ def read_json(path: Path, *, fix: str) -> Any:
 
 
 def read_json_object(path: Path, *, fix: str) -> dict[str, Any]:
-    """Return the JSON object in a file; like `read_json`, and another value is damage."""
+    """Return the JSON object in a file; raises as `read_json` does, also for any other value."""
     record = read_json(path, fix=fix)
     if not isinstance(record, dict):
         raise DamagedFileError(path, "not a JSON object", fix)
@@ -76,7 +76,7 @@ def read_json_object(path: Path, *, fix: str) -> dict[str, Any]:
 
 
 def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[str, Any]:
-    """Return a JSON object; errors as of `read_json`, and `UserError` for a newer version."""
+    """Return a JSON object; raises as `read_json` does, and `UserError` for a newer version."""
     record = read_json_object(path, fix=fix)
     version = record.get("format_version")
     if type(version) is not int:
@@ -84,7 +84,7 @@ def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[st
     if version > format_version:
         raise UserError(
             f"{path} has format version {version}, this titan_loop reads up to {format_version}; "
-            "upgrade it"
+            "upgrade titan_loop"
         )
     return record
 
@@ -105,7 +105,7 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
                 file.seek(start)
                 whole = start + file.read().rfind(b"\n") + 1
                 if whole == start > 0:
-                    raise DamagedFileError(path, "no end of a line for long", "move it away")
+                    raise DamagedFileError(path, "its last line is too long", "move it away")
                 file.truncate(whole)
                 logger.warning("%s: removed an incomplete last line (%d bytes)", path, end - whole)
         file.write(line.encode(errors="backslashreplace"))
@@ -164,7 +164,7 @@ def number(value: Any) -> float:
 
 
 def count(value: Any) -> int:
-    """Return a number from 0 on; raise `TypeError` for anything else."""
+    """Return a whole number of at least 0; raise `TypeError` for anything else."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise TypeError(f"{value!r:.40} is not a number from 0 on")
     return value
@@ -182,7 +182,7 @@ def finite_or_null(value: Any) -> Any:
 
 
 def _parse(content: bytes) -> Any:
-    """Return a JSON value; raise `ValueError` for another, and for deep nesting."""
+    """Return a JSON value; raise `ValueError` if it is not JSON, or nested too deeply."""
     try:
         value = json.loads(content.decode())
     except RecursionError as error:

@@ -18,7 +18,7 @@ from titan_loop.storage.json_files import append_jsonl
 logger = logging.getLogger(__name__)
 
 MOST_KEPT = 10_000
-"""Records that are kept for one file; of more, the oldest are dropped."""
+"""Records that are kept for one file; beyond that, the oldest are dropped."""
 
 Append: TypeAlias = Callable[[Path, Mapping[str, Any]], None]
 
@@ -53,7 +53,7 @@ def write_kept() -> None:
 
 
 def give_up_kept() -> None:
-    """Write the kept records for the last time; log how many cannot be written."""
+    """Write the kept records for the last time; log the number of lost ones."""
     for path, kept in list(_files.items()):
         error = _write(path, kept)
         if error is not None:
@@ -71,7 +71,7 @@ def _write(path: Path, kept: _Kept) -> OSError | None:
         except OSError as error:
             return error
         except UserError:
-            del _files[path]  # waiting does not mend the file
+            del _files[path]  # waiting does not repair the file
             raise
         kept.records.popleft()
         written += 1

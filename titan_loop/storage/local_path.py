@@ -13,5 +13,5 @@ def require_local(path: str | Path, name: str) -> None:
     if _URL.match(str(path)):
         raise UserError(
             f"{name} {path} is in an object store or on a server, which is neither read nor "
-            "written: use a local or mounted folder, and copy"
+            "written here: use a local or mounted folder, and copy between them"
         )

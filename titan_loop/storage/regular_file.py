@@ -11,7 +11,7 @@ from titan_loop.errors import UserError
 from titan_loop.storage.transient import ShortReadError, retried
 
 MOST_BYTES = 1 << 26
-"""Size of the largest small file; a manifest of 4,096 ranks has half a megabyte."""
+"""Largest size of a small file; a manifest of 4,096 ranks has half a megabyte."""
 
 _NOT_THE_FILE = (
     errno.EISDIR,
@@ -41,7 +41,7 @@ def open_regular(path: Path, *, fix: str) -> BufferedReader:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        DamagedFileError: It is something else than a file.
+        DamagedFileError: It is not a regular file.
         UserError: It may not be read.
         OSError: The disk fails, which says nothing about the file.
     """
@@ -49,7 +49,7 @@ def open_regular(path: Path, *, fix: str) -> BufferedReader:
 
 
 def open_to_append(path: Path, *, fix: str) -> BufferedRandom:
-    """Open a regular file, or a new one, to read and to append; errors as of `open_regular`."""
+    """Open a regular file, or a new one, to read and to append; errors as in `open_regular`."""
     return os.fdopen(_open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, fix), "r+b")
 
 
@@ -74,7 +74,7 @@ def _open(path: Path, flags: int, fix: str) -> int:
 def read_regular(path: Path, *, fix: str, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the content of a regular file, tried again after a transient error or a short read.
 
-    Errors as of `open_regular`; more than `most_bytes` are damage, too.
+    Errors as in `open_regular`; more than `most_bytes` are damage, too.
     """
 
     def read() -> bytes:
@@ -91,7 +91,7 @@ def read_regular(path: Path, *, fix: str, most_bytes: int = MOST_BYTES) -> bytes
 
 
 def regular_lines(path: Path, *, fix: str) -> Iterator[bytes]:
-    """Yield the lines of a regular file, each with its end; errors as of `read_regular`."""
+    """Yield the lines of a regular file, each with its end; errors as in `read_regular`."""
     with open_regular(path, fix=fix) as file:
         while line := file.readline(MOST_BYTES + 1):
             if len(line) > MOST_BYTES:

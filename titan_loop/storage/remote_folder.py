@@ -19,7 +19,7 @@ _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCred
 
 
 class RemoteFolder:
-    """One folder; it need not exist, but its bucket must, and credentials that suffice for it."""
+    """One folder, which need not exist; its bucket must exist, and the credentials suffice."""
 
     def __init__(self, url: str, field: str) -> None:
         self.url = url.rstrip("/")
@@ -78,7 +78,7 @@ class RemoteFolder:
         self._make_parent(name)
         try:
             self._fs.pipe_file(self._full(name), content, mode="create")
-        except Exception:  # each store has its own for "there is one" and for "not here"
+        except Exception:  # each store has errors of its own for "exists" and "unsupported"
             if name not in self.names(name.rpartition("/")[0]):
                 self.write(name, content)
         return self.read(name)
@@ -114,7 +114,7 @@ class RemoteFolder:
         if kind in _NO_CREDENTIALS:
             return UserError(
                 f"{where}: there are no credentials; set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or what your store asks for, in the environment"
+                "AWS_SECRET_ACCESS_KEY, or your store's variables, in the environment"
             )
         if isinstance(error, PermissionError):
             return UserError(f"{where}: the credentials do not allow it; use others")

@@ -18,7 +18,7 @@ _LOOK_SECONDS = 5.0
 
 
 def require_writable(folder: Path, called: str) -> None:
-    """Try whether files can be created in a folder, or where it will be; a full disk passes."""
+    """Try to create a file in a folder, or where it will be; a full disk passes."""
     # A folder's permissions do not tell: some file systems let nobody create a file.
     try:
         retried(lambda: _write_nameless(folder, b""))
@@ -50,7 +50,7 @@ def wait_for_room(folder: Path, needed_bytes: int) -> None:
 
 
 def missing_bytes(folder: Path, needed_bytes: int) -> int:
-    """Return the number of bytes to free before so many more can be written; 0 if they can."""
+    """Return the bytes to free before `needed_bytes` can be written; 0 if they fit."""
     wanted = needed_bytes + SMALL_FILES_BYTES
     try:  # a quota shows only when something is written
         existing = retried(lambda: _write_nameless(folder, bytes(SMALL_FILES_BYTES)))

@@ -27,7 +27,7 @@ def staged_folder(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def staged_file(output: Path) -> Iterator[Path]:
-    """Yield a path whose file becomes `output` when the block ends well; as `staged_folder`."""
+    """Yield a path whose file becomes `output` when the block ends well; like `staged_folder`."""
     if output.exists():
         raise UserError(f"output={output} exists; choose a new file, or delete that one")
     with _staged(output, Path.touch) as staging:
@@ -45,7 +45,7 @@ def _staged(output: Path, make: Callable[[Path], None]) -> Iterator[Path]:
         raise unwritable(f"output={output}", error) from error
     try:
         yield staging
-        _sync(staging)  # before the name that says that it is complete
+        _sync(staging)  # before the new name marks it complete
         os.rename(staging, output)
     except OSError as error:
         _remove(staging)

@@ -95,5 +95,5 @@ def unwritable(called: str, error: OSError) -> UserError | RunFailedError:
 
 
 def disk_error(error: OSError, message: str) -> UserError | RunFailedError:
-    """Return a message as the user's error, or the machine's; a chain survives the latter."""
+    """Return a message as the user's error, or the machine's, which a chain of jobs survives."""
     return (UserError if error.errno in USER_ERRNOS else RunFailedError)(message)

@@ -41,7 +41,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
             raise
         raise UserError(f"tokenizer {path} is not a tokenizer.json ({error})") from error
     if ids > _MOST_IDS:
-        raise UserError(f"tokenizer {path} has the id {ids - 1}; at most {_MOST_IDS - 1} is read")
+        raise UserError(f"tokenizer {path} has the id {ids - 1}; the limit is {_MOST_IDS - 1}")
     keep_whole(tokenizer)
     return tokenizer
 

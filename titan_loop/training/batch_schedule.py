@@ -37,7 +37,7 @@ class BatchConfig:
         return max(int(schedule.smallest) // seq_len, 1)
 
     def refusals(self, seq_len: int) -> Iterator[Refusal]:
-        """Yield why a schedule's values cannot be used without rounding."""
+        """Refuse schedules whose values cannot be used without rounding."""
         given, schedule = self.multiple_of_windows, self.global_batch_tokens
         field, shown = "batch.global_batch_tokens", f"batch.global_batch_tokens={str(schedule)!r}"
         if given is not None and given < 1:

@@ -1,4 +1,4 @@
-"""The callbacks that a run's config switches on; a part that is off touches nothing."""
+"""The callbacks that a run's config switches on; one that is off adds no work."""
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,11 @@ from titan_loop.training.stability.stragglers import Stragglers
 
 
 def built_in_callbacks(run: ResolvedRun, device: torch.device) -> list[Callback]:
-    """Return the callbacks of `max_skipped_steps` and `stability`."""
+    """Return the callbacks that `max_skipped_steps` and `stability` ask for, in calling order."""
     config, asked = run.config, run.config.stability
     directory = RunDirectory(config.dump_folder)
     if dist.get_rank() == 0:
-        forget_heartbeats(directory.path)  # of an earlier start, on more ranks perhaps
+        forget_heartbeats(directory.path)  # an earlier start may have had more ranks
     callbacks: list[Callback] = []
     if seconds := asked.heartbeat_seconds:
         callbacks.append(Pulse(directory.path, rank=dist.get_rank(), seconds=seconds))

@@ -123,7 +123,7 @@ class Callback:
         """
 
     def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
-        """Run after an update or a skipped one; only the device knows which yet."""
+        """Run after an update or a skipped one; so far only the device knows which."""
 
     def on_verdict(self, trainer: TrainingState, trained: TrainedStep, *, updated: bool) -> None:
         """Run when the host learns a step's verdict, up to a step later, in order of steps."""

@@ -1,4 +1,4 @@
-"""The model a run trains: its options, with those left open taken from data and weights."""
+"""The model that a run trains: its options, with open ones filled in from data and weights."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.config import RunConfig
 
 Newest: TypeAlias = Callable[[], tuple[int, dict[str, Any]] | None]
-"""Reads a run's newest checkpoint once; returns its step and manifest. Errors as of
+"""Reads a run's newest checkpoint once; returns its step and manifest. Errors as in
 `newest_good`."""
 
 
@@ -62,7 +62,7 @@ def stage_architecture(config: RunConfig) -> LoopDecoder.Config:
 
 
 def are_prepared(config: RunConfig) -> bool:
-    """Return whether a run's data are there."""
+    """Return whether the folders of a run's data exist."""
     return all(Path(path).is_dir() for path in config.dataloader.source_paths())
 
 

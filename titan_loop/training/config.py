@@ -170,10 +170,10 @@ class RunConfig(Trainer.Config):
 
     hang_seconds: float = 1800.0
     """Seconds without progress after which a rank writes its stacks and the flight recorder's trace
-    and ends with exit code 75. Keep it above the longest step, save or evaluation; 0 is never."""
+    and ends with exit code 75. Keep it above the longest step, save or evaluation; 0 is off."""
 
     comm: CommConfig = field(
-        # Longer than `hang_seconds`, which leaves more to find the culprit with.
+        # Longer than `hang_seconds`, whose report says more about the cause.
         default_factory=lambda: CommConfig(init_timeout_seconds=2400, train_timeout_seconds=2400)
     )
     training: TrainingConfig = field(default_factory=_default_training)
@@ -228,7 +228,7 @@ class RunConfig(Trainer.Config):
     ) -> StepPlan:
         """Read the schedules of step `step`, from 1, after `tokens` global tokens.
 
-        `deepest` returns the steps that the deepest of so many next windows needs.
+        `deepest` maps a number of next windows to the steps that the deepest of them needs.
         """
         recurrence = self.recurrence
         windows = global_batch_windows(self.batch, tokens, self.training.seq_len)

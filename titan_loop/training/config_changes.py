@@ -1,4 +1,4 @@
-"""Changes that a start makes to a run that it continues: one line a field, old → new.
+"""Changes that a start makes to a run that it continues: one line per field, old → new.
 
 `config.json` has the config of the last start. Schedules may change freely, as a longer run
 requires, but a checkpoint's moments were gathered under the optimiser's old settings.
@@ -58,7 +58,7 @@ def setting_changes(config: RunConfig) -> list[SettingChange]:
 
 
 def parent_changes(run: ResolvedRun) -> list[SettingChange]:
-    """Return how a new run differs from the parent of its weights."""
+    """Return the differences between a new run and the parent of its weights."""
     carry = run.config.checkpoint.carry
     if not carry.parent:
         return []
@@ -82,7 +82,7 @@ def parent_changes(run: ResolvedRun) -> list[SettingChange]:
 
 
 def change_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield changes of a start that continues from a checkpoint, unless they are accepted."""
+    """Refuse changes of a start that continues from a checkpoint, unless they are accepted."""
     found = [c for c in setting_changes(config) if c.field.startswith(OPTIMISER_FIELDS)]
     if found and not config.accept_change:
         problem = "the optimizer's state was gathered with other settings than this start has: "

@@ -6,8 +6,8 @@ per training step:
     R ~ clip(Poisson(λ), R_min, R_max), or
     R ~ clip(1 + Poisson(exp τ), R_min, R_max),   τ ~ N(log(λ − 1) − σ²/2, σ)
 
-The mean before clipping is λ. The draw is a pure function of (seed, step), and the depth of the
-windows' numbers, so all ranks agree without communication and a resumed run repeats R.
+The mean before clipping is λ. A draw is a pure function of (seed, step), the deepest example one of
+the windows' numbers: all ranks agree without communication, and a resumed run repeats R.
 
 Source: recurrent-depth transformers with dynamic R (arXiv 2604.07822):
 (λ, R_max) = (4, 8), (6, 12), (8, 16) with R_min = 2. Log-normal rate: Geiping et al. 2025, arXiv
@@ -45,7 +45,7 @@ class RecurrenceConfig:
 
     from_data: bool = False
     """Run as many steps as the deepest example of the global batch needs, within the limits; for
-    loaders that know. `steps` is then the depth to use the model at, and the depth in `plan`."""
+    loaders that know it. `steps` is then the depth to use the model at, and the depth in `plan`."""
 
     max_steps: int | None = None
     """Largest R of any step; None for no limit."""
@@ -61,7 +61,7 @@ class RecurrenceConfig:
     """k against global tokens, rounded, in place of backward_steps: it may grow in training."""
 
     def backward_steps_at(self, tokens: int) -> int | None:
-        """Return k after so many global tokens; None for all steps."""
+        """Return k after `tokens` global tokens; None for all steps."""
         growth = self.backward_growth
         return self.backward_steps if growth is None else round(growth(tokens))
 
@@ -72,7 +72,7 @@ class RecurrenceConfig:
         return self.backward_steps if growth is None else round(growth.largest)
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield step counts below 1 and limits that exclude each other."""
+        """Refuse step counts below 1 and limits that exclude each other."""
         reached, growth, sigma = self.backward_steps, self.backward_growth, self.lognormal_sigma
         if self.steps.smallest < 1:
             problem = "falls below 1; use at least 1 recurrent step"
@@ -85,7 +85,7 @@ class RecurrenceConfig:
             problem = "must be 0 or more, and has no effect without recurrence.poisson"
             yield Refusal.of("recurrence.lognormal_sigma", sigma, problem, "0.5 is usual")
         if growth is not None and (growth.smallest < 1 or reached is not None):
-            problem = f"falls below 1, or stands beside recurrence.backward_steps={reached}; use "
+            problem = f"falls below 1, or is set beside recurrence.backward_steps={reached}; use "
             problem += "at least 1, and one of the two"
             yield Refusal.of("recurrence.backward_growth", repr(str(growth)), problem)
         trains, most = reached is None or reached >= 1, self.max_steps
@@ -106,7 +106,7 @@ def fewest_recurrent_steps(config: RecurrenceConfig) -> int:
 
 
 def most_recurrent_steps(config: RecurrenceConfig) -> int:
-    """Return the R to provide memory for; fewer than 1 random draw in 1,000 exceeds it."""
+    """Return the R to provide memory for; fewer than 1 in 1,000 random draws exceed it."""
     if config.from_data and config.max_steps is not None:
         return config.max_steps
     largest = config.steps.largest

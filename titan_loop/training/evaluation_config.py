@@ -43,11 +43,11 @@ class HeldOutConfig:
         return [path for path in sources if not why_not_scored(path, seq_len)]
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield values out of range."""
+        """Refuse values out of range."""
         yield from _refusals("held_out", self, windows=self.windows)
 
     def best_refusals(self, training_sources: Sequence[str], seq_len: int) -> Iterator[Refusal]:
-        """Yield why no best checkpoint can be found."""
+        """Refuse settings under which no best checkpoint can be found."""
         if self.interval == 0:
             yield Refusal("best", "best=True, but held_out.interval=0", "set it to some steps")
         elif not self.scored(training_sources, seq_len):
@@ -56,7 +56,7 @@ class HeldOutConfig:
     def data_refusals(
         self, training_sources: Sequence[str], vocab_size: int, seq_len: int
     ) -> Iterator[Refusal]:
-        """Yield why held-out loss cannot be measured on the data."""
+        """Refuse data on which held-out loss cannot be measured."""
         if not self.interval and (self.interval == 0 or not self.sources):
             return
         sources, interval = self.sources or training_sources, f"held_out.interval={self.interval}"
@@ -107,7 +107,7 @@ class SuiteConfig:
         return self.interval > 0
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield values out of range."""
+        """Refuse values out of range."""
         yield from _refusals("suite", self, windows=self.windows, questions=self.questions)
 
 

@@ -58,7 +58,7 @@ def forward_backward(
         losses.append(loss)
         parts.append(metrics)
     reshard_units(model)  # only now do layers that are held through a step have gradients
-    # Of a step that not all micro-batches run, nothing can be said of the whole batch.
+    # A metric of a step that only some micro-batches ran does not describe the whole batch.
     shared = [name for name in parts[0] if all(name in part for part in parts)]
     metrics = {name: torch.stack([part[name] for part in parts]).sum(dim=0) for name in shared}
     return torch.stack(losses).sum(), metrics

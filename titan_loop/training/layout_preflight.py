@@ -20,13 +20,13 @@ from titan_loop.training.config import RunConfig
 from titan_loop.training.depth_schedule import most_recurrent_steps
 
 _WORTH_SPLITTING = 4096
-"""Least tokens of a window that a rank should have under context parallelism."""
+"""Fewest tokens of a window that a rank should have under context parallelism."""
 
 
 def layout_refusals(
     config: RunConfig, model: LoopDecoder.Config, world_size: int
 ) -> Iterator[Refusal]:
-    """Yield degrees of parallelism that do not fit the model, the window or the ranks."""
+    """Refuse degrees of parallelism that do not fit the model, the window or the ranks."""
     parallel, attention = config.parallelism, model.layers[0].attention
     check_degrees = partial(
         check_parallelism,
@@ -52,13 +52,13 @@ def layout_refusals(
 
 
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
-    """Yield a batch that does not split over the ranks; `config` has no refusals of its layout."""
+    """Refuse a batch that does not split over the ranks, where `layout_refusals` has none."""
     parallel, training = config.parallelism, config.training
     degree, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
     sizes = batch_sizes(config.batch, training.seq_len, config.total_tokens)
 
     def uneven(context_degree: int) -> tuple[int, list[int]]:
-        """Return the windows of a forward pass of all ranks, and batches that they do not split."""
+        """Return the windows of a forward pass on all ranks, and the batches they do not divide."""
         per_pass = training.local_batch_size * max(1, world_size // (tp * context_degree))
         return per_pass, [windows for windows in sorted(sizes) if windows % per_pass]
 
@@ -88,7 +88,7 @@ def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
 
 
 def run_states(config: RunConfig, model: LoopDecoder.Config, ranks: int) -> StateBytes:
-    """Return the bytes of weights, gradients and moments on one of so many ranks."""
+    """Return the bytes of weights, gradients and moments on one of `ranks` ranks."""
     tensor_parallel = config.parallelism.tensor_parallel_degree
     replicas = config.parallelism.data_parallel_replicate_degree
     return state_bytes(
@@ -104,7 +104,7 @@ def run_states(config: RunConfig, model: LoopDecoder.Config, ranks: int) -> Stat
 def memory_refusals(
     config: RunConfig, model: LoopDecoder.Config, ranks: int, device_bytes: float
 ) -> Iterator[Refusal]:
-    """Yield a refusal if a step at the largest R cannot fit a device; `config` has no other."""
+    """Refuse a step at the largest R that cannot fit a device, where nothing else is refused."""
     if config.training.enable_cpu_offload:
         return
     training, parallel = config.training, config.parallelism

@@ -33,7 +33,7 @@ class FolderWatch:
             threading.Thread(target=self._look_on, name="folder-watch", daemon=True).start()
 
     def end(self) -> None:
-        """Stop looking; a look that waits for the disk is not waited for."""
+        """Stop looking, without waiting for a look that hangs on the disk."""
         self._ended.set()
 
     def follow(self, checkpointer: LoopCheckpointManager) -> UserError | None:

@@ -56,16 +56,16 @@ class LoopMetricsProcessor(MetricsProcessor):
     """torchtitan's metrics processor with loop metrics, global token rates and a JSONL file.
 
     Call `start` once before the first step, `count_flops` after every step and `log_step` after
-    those that `should_log` names. Time in `paused` does not count as training time.
+    steps that `should_log` names. Time in `paused` does not count as training time.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """Where metrics go besides `metrics.jsonl`, and how often."""
+        """Destinations of metrics besides `metrics.jsonl`, and their interval."""
 
         device_peak_flops: float | None = None
-        """Peak FLOP/s of one device in the precision that layers compute in; None takes the known
-        one of bf16 or fp32."""
+        """Peak FLOP/s of one device in the precision that layers compute in; None takes the
+        device's known peak."""
 
         progress: bool = True
         """Print one line per logged step."""

@@ -61,7 +61,7 @@ class AdamWConfig:
         )
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield values out of range."""
+        """Refuse values out of range."""
         share = "must be at least 0 and below 1; AdamW decays by it"
         yield from Refusal.unless(
             "adamw",
@@ -94,10 +94,10 @@ class MuonConfig:
     """Newton-Schulz iterations."""
 
     scale: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """How the update grows with the matrix: √(rows/columns), at least 1, or 0.2·√(larger side)."""
+    """Factor on a matrix's update: original, √(rows/columns), at least 1, or 0.2·√(larger side)."""
 
     rate_factor: float = 1.0
-    """Muon's learning rate over the scheduled one."""
+    """Factor on the scheduled learning rate for Muon."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the iteration; auto is bfloat16 on CUDA and float32 on CPU."""
@@ -132,7 +132,7 @@ class MuonConfig:
         return getattr(torch, self.dtype)
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield values out of range."""
+        """Refuse values out of range."""
         yield from Refusal.unless(
             "muon",
             self,
@@ -162,11 +162,11 @@ _EMA = AVERAGE_PREFIX.removeprefix(OPTIMIZER_PREFIX)
 
 
 class LoopOptimizers(OptimizersContainer):
-    """The optimisers of a `LoopDecoder`, which says how each of its parameters is treated."""
+    """The optimisers of a `LoopDecoder`, which sets the treatment of each of its parameters."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """Which optimisers; the fields hidden from the command line are derived."""
+        """Choice of optimisers; the fields hidden from the command line are derived."""
 
         name: OptimizerName = "adamw"
         """adamw for all parameters, or muon for the matrices of the layers and AdamW for the rest:
@@ -185,7 +185,7 @@ class LoopOptimizers(OptimizersContainer):
             return chosen.settings(group)
 
         def refusals(self) -> Iterator[Refusal]:
-            """Yield an unknown name."""
+            """Refuse an unknown name."""
             known = get_args(OptimizerName)
             if self.name not in known:
                 fix = f"use {' or '.join(known)}"
@@ -194,7 +194,7 @@ class LoopOptimizers(OptimizersContainer):
         def setting_refusals(
             self, *, trainable: Trainable, training: TrainingConfig, parallelism: ParallelismConfig
         ) -> Iterator[Refusal]:
-            """Yield settings that do not work with Muon."""
+            """Refuse settings that do not work with Muon."""
             if self.name != "muon":
                 return
             offload, backend = training.enable_cpu_offload, parallelism.spmd_backend
@@ -291,7 +291,7 @@ class LoopOptimizers(OptimizersContainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore such a state."""
+        """Restore a saved state."""
         super().load_state_dict(state_dict)
         if self._average is not None:
             named = (item for item in state_dict.items() if item[0].startswith(_EMA))

@@ -48,7 +48,7 @@ _AT_LEAST_ONE = (
 def refusals(
     config: RunConfig, world_size: int, saved: Mapping[str, Any] | None = None
 ) -> Iterator[Refusal]:
-    """Yield why `world_size` ranks on this machine cannot train `config`.
+    """Yield the reasons why `world_size` ranks on this machine cannot train `config`.
 
     `saved` is from `saved_architecture`; None reads it.
     """
@@ -72,7 +72,7 @@ def refusals(
     yield from model_refusals(config, model)
     unfit = list(layout_refusals(config, model, world_size))
     yield from unfit
-    if not unfit:  # else the ranks are split in no way that batch or memory could be judged by
+    if not unfit:  # batch and memory can be judged only on a layout that fits
         yield from batch_refusals(config, world_size)
         if compat.device_type() == "cpu":  # a GPU is not touched yet; `plan` knows its memory
             host = compat.CpuDevice.get_device_properties().total_memory
@@ -80,7 +80,7 @@ def refusals(
 
 
 def value_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield values out of range, which upstream accepts and fails on in the middle of a run."""
+    """Refuse values out of range, which upstream accepts and fails on in the middle of a run."""
 
     def refuse(field: str, problem: str, fix: str = "") -> Refusal:
         return Refusal.of(field, attrgetter(field)(config), problem, fix)
@@ -112,7 +112,7 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def setting_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
-    """Yield settings that contradict each other, with any data and any number of ranks.
+    """Refuse settings that contradict each other, with any data and any number of ranks.
 
     `starts_trained` says whether the run starts from trained weights.
     """
@@ -144,11 +144,11 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Ref
 
 
 def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
-    """Yield numbers of steps that do not suit the data, or leave a part of the model untrained."""
+    """Refuse numbers of steps that do not suit the data, or leave a part of the model untrained."""
     recurrence, task = config.recurrence, config.dataloader.generated_task()
     needed = None if task is None else task.most_steps
     if recurrence.from_data and not config.dataloader.knows_depth():
-        problem = "needs data that says how many steps its examples need; set it to False, or "
+        problem = "needs data with a number of steps for every example; set it to False, or "
         yield Refusal.of("recurrence.from_data", True, problem + "choose such a task")
     if recurrence.from_data and needed is not None and (recurrence.max_steps or 0) < needed:
         problem = f"is less than the {needed} steps that the deepest examples need; use {needed}"
@@ -167,7 +167,7 @@ def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refu
 
 
 def device_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield settings that need a GPU, if this machine has none."""
+    """Refuse settings that need a GPU, if this machine has none."""
     if compat.device_type() != "cpu":
         return
     if config.profiler.enable_memory_snapshot:
@@ -179,7 +179,7 @@ def device_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def data_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield why the data cannot be opened, does not fit the model, or is too short."""
+    """Refuse data that cannot be opened, does not fit the model, or is too short."""
     try:
         vocabulary, loader = config.dataloader.vocabulary(), config.open_data()
     except UserError as error:
@@ -204,7 +204,7 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
-    """Yield needs of loss, model and data that the others do not meet."""
+    """Refuse needs of loss, model or data that the others do not meet."""
     declared = config.dataloader.columns()
     for reader, wanted in (("loss", config.loss.columns), ("model", model.columns)):
         there = {column.name for column in declared if column.reader in (reader, "both")}
@@ -220,7 +220,7 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
     yield from config.loss.model_refusals(model)
     for name, setting in config.loss.aux().items():
         if name not in model.aux:
-            problem = f"{setting} needs the {name} of layers, and those of this "
+            problem = f"{setting} needs layers with {name}, and layers of "
             problem += f"model.family={model.family} have none"
             yield Refusal(setting.partition("=")[0], problem, "leave it out")
     if model.most_steps is None:
@@ -254,7 +254,7 @@ def remarks(config: RunConfig) -> Iterator[str]:
 
 
 def _untrained_embedding(config: RunConfig) -> str:
-    """Return why no step trains the embedding; empty if one does."""
+    """Return the reason why no step trains the embedding; empty if one does."""
     reached = config.recurrence.most_backward_steps
     fewest = fewest_recurrent_steps(config.recurrence)
     # A tied embedding trains as the head.

@@ -70,7 +70,7 @@ class ResolvedRun:
 def resolve(
     config: RunConfig, world_size: int, saved: Mapping[str, Any] | None = None
 ) -> ResolvedRun:
-    """Raise the first of the config's `refusals` for so many ranks, or fill in the derived fields.
+    """Raise the first refusal of `config` on `world_size` ranks, or fill in the derived fields.
 
     Touches neither a process group nor a device, and leaves `config` as it is. `saved` is from
     `saved_architecture`; None reads it.

@@ -151,7 +151,7 @@ def _start(
     )
     startup.mark("checks")
     with _leaving(stop_listener, world_size):
-        trainer = LoopTrainer(run)  # claims the run directory: from here on it is ours
+        trainer = LoopTrainer(run)  # locks the run directory
     trainer.startup = startup
     if stop_listener is not None:
         trainer.stop_listener = stop_listener
@@ -222,7 +222,7 @@ def fetch_checkpoints(config: RunConfig) -> bool:
         return False
     try:
         lock = run.lock()
-    except UserError as error:  # another stage's job is there; this one's own start will say so
+    except UserError as error:  # another job trains here; this stage's own start will report it
         logger.info("Nothing is fetched: %s", error)
         return True
     with lock:

@@ -1,9 +1,9 @@
 """Seconds from a command to the end of its first training step, by part.
 
-imports       from the process's start, of the first stage
-checks        of every stage's config and data
+imports       from the start of the process; in the first stage only
+checks        config and data of every stage
 build         process group, data, model, optimiser
-checkpoint    found, verified and loaded
+checkpoint    finding, verifying and loading one
 callbacks     their `on_train_start`, such as reading held-out windows
 first_step    compilation included
 """
@@ -45,7 +45,7 @@ class StartupClock:
             self._last = now
 
     def finish(self, run_directory: RunDirectory) -> None:
-        """End the last part, `first_step`; rank 0 logs and records all. Call it once or more."""
+        """End the last part, `first_step`; rank 0 logs and records all. Later calls do nothing."""
         if self.finished:
             return
         self.mark(FIRST_STEP)

@@ -59,7 +59,7 @@ def step_flops(
 
 
 def regime(config: RecurrenceConfig, plan: StepPlan, *, level: int) -> list[Any]:
-    """Return what moves the loss of a step by plan, to a digit; `level` is the curriculum's."""
+    """Return the planned settings that move a step's loss, to one digit, for comparison."""
     weights = [f"{name} {value:.1g}" for name, value in sorted(plan.schedules.items())]
     depth = typical_recurrent_steps(config, plan.tokens)
     return [depth, plan.backward_steps, level, *weights]

@@ -1,4 +1,4 @@
-"""A signal asks a run to stop: it saves at a step boundary, or ends in time without.
+"""A signal asks a run to stop: it saves at a step boundary, or ends in time without saving.
 
     SIGUSR1 (time limit), SIGTERM (preemption, cancellation), Ctrl-C ─► StopListener
         trainer, a step later at most ─► do all go on? ─► no: save, `StoppedError`, EXIT_STOPPED
@@ -64,8 +64,8 @@ def grace_seconds(environment: Mapping[str, str]) -> float:
 class StopListener:
     """Listens for `SIGNALS` inside its context; enter it in the main thread.
 
-    The arguments are seconds: from the first signal to the end of the process (`grace`), in which a
-    further signal counts as the first (`echo`), from `leave` to the end of the process (`leave`).
+    All arguments are seconds: `grace` from the first signal to the end of the process, `echo` in
+    which a further signal counts as the same, `leave` from `leave()` to the end of the process.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class StopListener:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
         signal.set_wakeup_fd(self._wakeup)
         if self._leaving is not None:
-            return  # the thread watches on: the interpreter waits for threads, and they for ranks
+            return  # keep watching: the interpreter waits for threads, and those for other ranks
         assert self._thread is not None
         os.write(self._writer, bytes([_CLOSE]))
         self._thread.join()

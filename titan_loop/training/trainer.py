@@ -63,7 +63,7 @@ class LoopTrainer(Trainer):
 
     Attributes:
         config: The trainer's own copy of the run's config; `training.steps` follows the plan.
-        callbacks: Those that the config switches on, the recipe's, then appended ones.
+        callbacks: Callbacks that the config switches on, then the recipe's, then appended ones.
         window_share: The part of every window that this rank computes; None for all of it.
     """
 
@@ -146,7 +146,7 @@ class LoopTrainer(Trainer):
             callback.on_train_end(self)
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        """Start everything that needs the loaded checkpoint; yields nothing, steps read data."""
+        """Start all that needs the loaded checkpoint; yields nothing, since steps read data."""
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
         self.optimizers.apply_settings()  # a checkpoint brings the settings of its own start
@@ -172,7 +172,7 @@ class LoopTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
         self.stop_listener.progress()
-        # Before the data is read: the plan says how many windows the step takes.
+        # Before the data is read: the plan sets the number of windows.
         plan = self._plan(self.step)
         for callback in self.callbacks:
             plan = callback.plan(self, plan)
@@ -370,7 +370,7 @@ class LoopTrainer(Trainer):
         return state
 
     def check_parent(self, state_dict: dict[str, Any]) -> None:
-        """Raise `UserError` if this model cannot start from the weights of such a state."""
+        """Raise `UserError` if this model cannot start from the weights of a checkpoint."""
         carry = self.config.checkpoint.carry
         check_parent(state_dict["architecture"], self.run.architecture, carry)
 

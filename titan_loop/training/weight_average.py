@@ -34,7 +34,7 @@ class WeightAverageConfig:
     """Global tokens after which averaging starts; until then the average is the weights."""
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield values out of range."""
+        """Refuse values out of range."""
         usual = "0.999 is usual, 0 keeps no average"
         yield from Refusal.unless(
             "ema",
@@ -78,7 +78,7 @@ class WeightAverage:
         return {"updates": self.updates, **self._average}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore such a state, whose tensors may be this average's own."""
+        """Restore a saved state, whose tensors may be this average's own."""
         self.updates = state_dict["updates"]
         for name, average in self._average.items():
             if state_dict[name] is not average:

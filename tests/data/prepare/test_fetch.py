@@ -50,7 +50,7 @@ def test_the_training_files_come_with_their_licence(hub, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["wikitext"], "Salesforce/wikitext cannot be had (no route to host); check the network"),
+        (["wikitext"], "wikitext cannot be downloaded (no route to host); check the network"),
         (["tinystory"], "unknown set; nearest: tinystories"),
         (["tinystories", "--files", "0"], "--files 0 must be at least 1"),
     ],

@@ -84,10 +84,10 @@ def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
     assert main([*asked, "--exit", "survival:0.5"]) == 0
     capfd.readouterr()
     for words, message in (
-        (["convert", "export", str(run), "--output", f"{run}-hf"], "does not have export"),
+        (["convert", "export", str(run), "--output", f"{run}-hf"], "does not support export"),
         ([*asked, "--exit", "q:0.5"], "model.family=adaptive does not"),
         ([*asked, "--depths", "2"], "loops inside its layers"),
-        (["analyse", "lens", str(run)], "does not have analyse"),
+        (["analyse", "lens", str(run)], "does not support analyse"),
         (["analyse", "survival", str(run), "--thresholds", "0"], "survival:0.0 must be above 0"),
     ):
         code = main(words)
@@ -103,7 +103,7 @@ def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
         (["--model.local-slots", "0"], "model.local_slots=0 must be at least 1"),
         (
             ["--loss.ponder-weight", "0.1", "--model.max-iterations", "1"],
-            "loss.ponder_weight=0.1 needs the iterations of layers",
+            "loss.ponder_weight=0.1 needs layers with iterations",
         ),
         (["--loss.ponder-weight", "-1"], "loss.ponder_weight=-1.0 must be 0 or more"),
         (["--recurrence.steps", "4"], "model.family=adaptive has at most 1 recurrent step"),

@@ -62,8 +62,8 @@ def test_a_folder_comes_back_bit_by_bit(make_run, tmp_path, ascii_tokenizer, opt
         ({"L_cycles": 0}, "L_cycles=0 must be a positive integer"),
         ({"prefix_lm": "yes"}, "prefix_lm='yes' must be true or false"),
         ({"embedding_scale": 0}, "embedding_scale=0 must be a positive number"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not what titan_loop computes"),
-        ({"head_dim": 32}, "head_dim=32 is not what titan_loop computes"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported by titan_loop"),
+        ({"head_dim": 32}, "head_dim=32 is not supported by titan_loop"),
     ],
 )
 def test_other_configs_are_one_line(make_run, tmp_path, capsys, changed, message):
@@ -82,7 +82,7 @@ def test_exports_that_a_format_cannot_hold_are_one_line(make_run, tmp_path, caps
             capsys, *arguments
         )
     arguments = ("export", make_run().run, "--output", tmp_path / "out", "--to", "gguf-unrolled")
-    assert "model.family=hrm_text: llama.cpp runs no such Llama" in error_of(capsys, *arguments)
+    assert "model.family=hrm_text: llama.cpp cannot run it unrolled" in error_of(capsys, *arguments)
 
 
 def test_a_saved_folder_has_the_released_tensors(make_run, tmp_path):

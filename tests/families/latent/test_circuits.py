@@ -166,15 +166,15 @@ def test_a_planted_head_is_the_group_of_its_name():
     assert 1 in found.name_groups[0]
     assert all(row[1] == pytest.approx(0, abs=1e-6) for row in found.name_variance[1:])
     tables = circuit_tables(asdict(found) | {"errors": {"right": 2, "copy": 1}})
-    assert tables["Heads by what moves them"][0][1:] == [
+    assert tables["Heads by the change they respond to"][0][1:] == [
         "operand 1",
         "operand 2",
         "operand 3",
         "result",
     ]
-    assert "1" in tables["Heads by what moves them"][1][1].split()
-    assert tables["What heads of a group pass on"][0][1:] == [*latent_circuits.FACTORS]
-    assert tables["What went wrong"] == [["equations", "right", "copy"], ["count", "2", "1"]]
+    assert "1" in tables["Heads by the change they respond to"][1][1].split()
+    assert tables["Norm amplification by head group"][0][1:] == [*latent_circuits.FACTORS]
+    assert tables["Errors by their source"] == [["equations", "right", "copy"], ["count", "2", "1"]]
     # The head's OV matrix, by hand.
     gain = (
         attention.wo.weight[:, width : 2 * width]

@@ -165,7 +165,7 @@ def test_a_checkpoint_knows_its_task(task: Task):
         ({"modulus": 1}, "modulus 1 must be at least 2"),
         ({"test_nodes": (2, 20)}, "graphs of 2 nodes are smaller than their leaves 3"),
         ({"nodes": 2}, "graphs of 2 nodes are smaller than their leaves 3"),
-        ({"test_nodes": (20, 41)}, "graphs of 41 nodes need as many names, there are names 40"),
+        ({"test_nodes": (20, 41)}, "graphs of 41 nodes need as many names, not names 40"),
         ({"operations": "+/"}, r"operations '\+/' must be some of"),
         ({"operations": ""}, "operations '' must be some of"),
         ({"fewest_nodes": 13}, "fewest_nodes 13 must be at most its nodes 12"),

@@ -83,7 +83,7 @@ def test_the_list_says_why_not(make_moe: MakeMoE, capsys):
     assert lines["glm4_moe-unrolled"].startswith("yes")
     assert lines["mixtral-unrolled"].startswith("no: model.router=sigmoid: the Mixtral format has")
     assert "family nanbeige alone" in lines["llama-unrolled"]
-    assert lines["gguf-unrolled"] == "no: model.family=moe: llama.cpp runs no such Llama"
+    assert lines["gguf-unrolled"] == "no: model.family=moe: llama.cpp cannot run it unrolled"
     lines = answers(router="softmax", dense_layers=(1,), n_layers=3, prelude_layers=1)
     assert lines["ernie4_5_moe-unrolled"].startswith("yes")
     assert "unrolled layers Mixtral can have none without experts" in lines["mixtral-unrolled"]

@@ -80,8 +80,8 @@ def test_export_writes_their_layout_again(name, write_released, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"num_dense_layers": 1}, "model.num_dense_layers=1 is not what titan_loop computes"),
-        ({"moe_router_bias": True}, "model.moe_router_bias=True is not what titan_loop computes"),
+        ({"num_dense_layers": 1}, "model.num_dense_layers=1 is not supported by titan_loop"),
+        ({"moe_router_bias": True}, "model.moe_router_bias=True is not supported by titan_loop"),
         ({"moe_router_score_func": "relu"}, "model.moe_router_score_func='relu' is not"),
         ({"num_activated_experts": 0}, "num_activated_experts=0 must be a positive integer"),
     ],

@@ -129,7 +129,7 @@ def test_the_list_says_why_not(make_run, capsys):
             "gguf",
             {"dim": 72, "n_heads": 4},
             ("--dtype", "q8_0"),
-            "needs a model.dim that 32 divides",
+            "needs a multiple of 32 as model.dim",
         ),
         (
             "llama-unrolled",

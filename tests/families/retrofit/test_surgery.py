@@ -111,7 +111,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (("--mode", "plane"), "invalid choice 'plane'"),
         (
             ("--prelude", 1, "--core", 2, "--coda", 1, "--noise", 0.5),
-            "--noise=0.5 is for --mode=dropped, this is identity",
+            "--noise=0.5 has no effect with --mode=identity, only with dropped",
         ),
         (
             ("--prelude", 1, "--core", 2, "--coda", 1, "--rank", 65),

@@ -105,9 +105,9 @@ def test_export_writes_their_layout_again(name, write_released, tmp_path):
     ("changed", "message"),
     [
         ({"arch": ["huginn"]}, "model.arch="),
-        ({"arch": "gekko"}, "model.arch='gekko' is not what titan_loop computes"),
-        ({"num_experts": 25}, "model.num_experts=25 is not what titan_loop computes"),
-        ({"qknorm": True}, "model.qknorm=True is not what titan_loop computes"),
+        ({"arch": "gekko"}, "model.arch='gekko' is not supported by titan_loop"),
+        ({"num_experts": 25}, "model.num_experts=25 is not supported by titan_loop"),
+        ({"qknorm": True}, "model.qknorm=True is not supported by titan_loop"),
         ({"huginn_hierarchical_state": "three"}, "model.huginn_hierarchical_state='three' is not"),
         ({"huginn_recurrent_layers": 3}, "model.huginn_recurrent_layers=3 is not"),
         ({"rope_head_dim": 4}, "model.rope_head_dim=4 is not"),

@@ -45,7 +45,7 @@ ALIASES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One measured loss, with the names of the columns of a CSV file.
+    """One measured loss; its fields are named like the columns of a CSV file.
 
     Attributes:
         recurrent_steps: R trained with.
@@ -87,8 +87,8 @@ def read_csv(path: Path) -> ScalingData:
     Columns: `parameters` (or `N`), `tokens` (`D`), `recurrent_steps` (`R`) and `loss` in nats per
     token; optionally `step` (the loss was read after this step; empty for the total loss),
     `looped_parameters` (`N_looped`; all if absent), `experts` (`E`) with `total_parameters`
-    (`N_total`), `unique_tokens` (`U`, those read for the first time), and `run` (a name; points of
-    a run share their noise). Other columns are logged and left.
+    (`N_total`), `unique_tokens` (`U`, read for the first time), and `run` (a name; points of a run
+    share their noise). Other columns are ignored, and logged.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -132,7 +132,7 @@ def _row_point(path: Path, line: int, row: Mapping[str, str]) -> Point:
     if experts > 1 and "total_parameters" not in number:
         raise UserError(
             f"csv={path} line {line}: experts={experts:g} needs total_parameters, which counts all "
-            "experts, while parameters counts those that act on a token"
+            "experts; parameters counts only the ones that act on a token"
         )
     name = f"{number['parameters']:g}-e{experts:g}-r{number['recurrent_steps']:g}"
     return Point(run=row.get("run") or name, **number)
@@ -235,7 +235,7 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
 
 
 def _unique_tokens(run: SavedRun) -> Callable[[float], float]:
-    """Return a function that maps tokens trained on to those that were read for the first time."""
+    """Return a function that maps tokens trained on to tokens read for the first time."""
     data = {"data": {}, **run.checkpoint().manifest["data"]}
     windows, epochs = (data.get("read", {}).get(name, []) for name in ("windows", "epochs"))
     pairs = [(count, epoch) for count, epoch in zip(windows, epochs, strict=True) if count]

@@ -5,8 +5,8 @@
     bounded         L = E + A/N_eff^alpha + B/D^beta
     sparse          L = E + A·X^delta/N_eff^(alpha + gamma·ln X) + B·X^omega/D^(beta + zeta·ln X)
 
-N_eff is the number of parameters that a model without loops would need, in the first three by a
-linear, a power and a bounded gain of every further step. `Mapping` has the equations.
+N_eff is the number of parameters that an equally good model without loops would have: every further
+step adds a linear, a power-law or a bounded gain. `Law.formula` has the equations.
 
 Sources: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendices D and E (additive; they publish R² but
 no coefficients). Schwethelm et al. 2026, arXiv 2604.21106 (power). Chen et al. 2026, arXiv
@@ -27,7 +27,7 @@ class Losses:
     Attributes:
         parameters: N, parameters that act on a token, shared weights once, shape (n,).
         looped: Parameters among N that are visited at every recurrent step, shape (n,).
-        total: Stored parameters, experts that rest included, shape (n,).
+        total: Stored parameters, idle experts included, shape (n,).
         experts: Number of experts E of a sparse layer; 1 without, shape (n,).
         tokens: D, tokens trained on, shape (n,).
         unique: Tokens among D that were read for the first time, shape (n,).
@@ -72,7 +72,7 @@ class Coefficient(NamedTuple):
 
     @property
     def is_positive(self) -> bool:
-        """Return whether the fit is in the coefficient's logarithm."""
+        """Whether the logarithm of the coefficient is fitted."""
         return self.bounds[0] > 0
 
 
@@ -106,7 +106,7 @@ class Law:
 
 
 def _sparsity_gain(values: Values, points: Losses) -> np.ndarray:
-    """Return m^−theta, m = N/total: sparser models gain more from a step, for more steps."""
+    """Return m^−theta, m = N/total: sparser models gain more per step, and over more steps."""
     return (points.parameters / points.total) ** -values.get("theta", 0.0)
 
 
@@ -261,10 +261,10 @@ SPARSE = {
     law.name: _sparse(law, gain)
     for law, gain in ((LINEAR, _linear), (POWER, _power), (BOUNDED, _bounded))
 }
-"""Name of a mapping → its law with experts."""
+"""Form of N_eff → its law with experts."""
 
 DENSE = {law.name: law for law in (LINEAR, POWER, BOUNDED)}
-"""Name of a mapping → its law without experts."""
+"""Form of N_eff → its law without experts."""
 
 LAWS = {law.name: law for law in (ADDITIVE, *DENSE.values(), *SPARSE.values())}
 """Name of a form → its law."""

@@ -76,8 +76,8 @@ def _choice_sections(result: ScalingStudy, chosen: FittedLaw, folder: Path) -> l
 
 
 _ISO_FLOP = (
-    "The chosen law at three budgets, by the number of parameters; 6 FLOPs a token and visited "
-    "parameter pay for training, so more steps leave fewer tokens."
+    "The chosen law at three training budgets, against the number of parameters. Training costs 6 "
+    "FLOPs per token and visited parameter, so more steps leave fewer tokens."
 )
 
 
@@ -153,7 +153,7 @@ def _law_sections(law: FittedLaw, image: Path) -> list[Section]:
 
 _RESIDUALS = (
     "Dots are measured, lines predicted; below them measured minus predicted. A pattern in the "
-    "residuals is what the law does not describe."
+    "residuals shows that the law misses something."
 )
 
 

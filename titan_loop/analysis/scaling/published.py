@@ -86,7 +86,7 @@ def read_law(text: str) -> NamedLaw:
     except FileNotFoundError as error:
         known = ", ".join(PUBLISHED)
         raise UserError(
-            f"law={path} is no file and no published law ({known}){nearest(path, PUBLISHED)}"
+            f"law={path} is neither a file nor a published law ({known}){nearest(path, PUBLISHED)}"
         ) from error
     except (IndexError, KeyError, TypeError, ValueError) as error:
         which = f"law of the form {form}" if form else "chosen law"

@@ -5,11 +5,11 @@
                 ├► a fit of the step-wise losses for each R trained with, and its hold-outs
                 └► composition: Σ_r p_r L_step(N, D, r) against the total loss at the same R
 
-A form predicts points it did not see: the largest size, the second half of the tokens, the largest
-R, each held out by itself. R² of Ouro's hold-outs is over all points, as in the paper.
+A form is judged on points it was not fitted to: the largest size, the second half of the tokens and
+the largest R, each held out by itself. R² of Ouro's hold-outs is over all points, as in the paper.
 
 Sources: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendix E.1: ten choices of three of five sizes.
-Chen et al. 2026, arXiv 2609.40316: error held out by R, N and D.
+Chen et al. 2026, arXiv 2609.40316: held-out error by R, N and D.
 """
 
 import itertools
@@ -33,8 +33,8 @@ HELD_OUT_SHARE = 0.4
 FIRST_TOKENS = (0.25, 0.5, 0.75)
 _MOST_SUBSETS = 10
 _SAME_SIZE = 0.01
-"""Largest relative step in parameters within a size. An exit gate, which runs at R = 1 lack, adds
-D + 1 parameters; without this tolerance a hold-out would keep the same width under another count.
+"""Parameter counts that differ by a smaller share count as one size. An exit gate, which runs at
+R = 1 lack, adds D + 1 parameters: a held-out width must not stay in the fit without its gate.
 """
 
 _TIE = 0.05
@@ -46,7 +46,7 @@ class HoldOut:
     """Fits of part of the points.
 
     Attributes:
-        kind: Fitted or held-out part.
+        kind: Fitted part, such as "3 of 5 sizes".
         r_squared: Over all points, one for each fit.
         rmse: Over the held-out points, in nats, one for each fit.
     """
@@ -58,7 +58,7 @@ class HoldOut:
 
 @dataclass(frozen=True)
 class FittedLaw:
-    """A law, the points it was fitted to, and how well it predicts points it did not see.
+    """A law, the points it was fitted to, and its errors on points it did not see.
 
     Attributes:
         name: The fitted loss, such as "total loss".
@@ -91,7 +91,7 @@ class Composition:
 
 @dataclass(frozen=True)
 class ScalingStudy:
-    """All fits of one set of losses."""
+    """All fits of one set of losses; `rising` counts the step-wise series that were left out."""
 
     laws: tuple[FittedLaw, ...]
     compositions: tuple[Composition, ...]
@@ -180,8 +180,8 @@ def study(
 def _require_distribution(exit_pmf: Sequence[float], data: ScalingData) -> None:
     if min(exit_pmf) < 0 or not math.isclose(sum(exit_pmf), 1, abs_tol=1e-3):
         raise UserError(
-            f"exit_pmf={tuple(exit_pmf)} sums to {sum(exit_pmf):g}; give the probability of "
-            "leaving after each step, which sum to 1"
+            f"exit_pmf={tuple(exit_pmf)} sums to {sum(exit_pmf):g}; give the "
+            "probabilities of leaving after each step; they sum to 1"
         )
     if len(exit_pmf) not in data.by_step:
         raise UserError(
@@ -198,7 +198,7 @@ def _fitted(name: str, law: Law, points: Losses, samples: int, seed: int) -> Fit
 
 
 def _chosen(laws: Sequence[FittedLaw]) -> list[FittedLaw]:
-    """Mark the form with the smallest held-out error; of tied ones, the one with least freedom."""
+    """Mark the form with the least held-out error; ties go to the one with fewest coefficients."""
     errors = [law.held_out_error for law in laws]
     if any(math.isnan(error) for error in errors):
         return list(laws)

@@ -21,7 +21,7 @@ register(
             ),
             "coordinates": Verb(
                 "titan_loop.analysis.coordinates:analyse_coordinates",
-                "train new models of several widths and R; compare how far they move",
+                "train new models of several widths and R; compare their changes",
             ),
             "patching": Verb(
                 f"{_HERE}.patching:analyse_patching",

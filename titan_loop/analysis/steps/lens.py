@@ -82,7 +82,7 @@ def _margins(model: LoopDecoder, batch: HeldOutWindows, at_BW2: Tensor, steps: i
 
 
 def logit_margin(logits: Tensor, token: Tensor) -> Tensor:
-    """Return (…) logits (…, V) of tokens (…) less the strongest other tokens', at least fp32."""
+    """Return the (…) logits of tokens (…) minus the strongest other token's, at least fp32."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     own = wide.gather(-1, token.unsqueeze(-1))
     others = wide.scatter(-1, token.unsqueeze(-1), -torch.inf)
@@ -102,7 +102,7 @@ def analyse_lens(
     coda. Writes evals/lens-step-N.json and a plot that `report` shows.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         strata: Strata of the task's exam; default all.
         recurrent_steps: R; default as in training.
         questions: Number of questions of each stratum.

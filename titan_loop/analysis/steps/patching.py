@@ -1,4 +1,4 @@
-"""Activation patching: which states of a question its answer depends on.
+"""Activation patching: the states of a question that its answer depends on.
 
     question a ─┬─ as it is ─────────────────────────────────────────► margin of a's answer
     question b ─┴─ b's state at one position, after one layer of one step, put into a's pass
@@ -65,7 +65,7 @@ def patching(
         kept[step, layer] = state_BLD
 
     def patched(state: Tensor, visit: Visit) -> Tensor:
-        """Return the states with another question's at a position, another one in each copy."""
+        """Return a copy of the states per position, with another question's state there."""
         other_BLD = kept[visit].roll(-1, dims=0)
         copies_BLLD = state.unflatten(0, (count, length)).clone()
         position = torch.arange(length, device=device)
@@ -99,7 +99,7 @@ def analyse_patching(
     layer (activation patching). Writes evals/patching-step-N.json and a plot that `report` shows.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         stratum: Stratum of the task's exam, whose questions have one length; default the last.
         recurrent_steps: R; default as in training.
         questions: Number of questions, each patched with the states of the next.

@@ -1,4 +1,4 @@
-"""The base of every loader: global batches of numbered windows, and a position that proves them.
+"""The base of every loader: global batches of numbered windows, and a position with their hash.
 
 Which window has number k is a pure function, so a global batch holds the same windows for every
 split into ranks, local batches and accumulation steps. The state is the number of windows consumed,
@@ -141,7 +141,7 @@ class GlobalBatchLoader(BaseDataLoader):
             return (*columns, PREFIX_COLUMN) if self.prefix else columns
 
         def knows_depth(self) -> bool:
-            """Return whether the loader can say how many recurrent steps its windows need."""
+            """Return whether the loader knows the recurrent steps that its windows need."""
             task = self.generated_task()
             return task is not None and task.knows_depth
 
@@ -203,11 +203,11 @@ class GlobalBatchLoader(BaseDataLoader):
         return max(self.depth(row) for row in identity)
 
     def progress(self) -> list[SourceProgress]:
-        """Return how far each source has been read; none for generated tasks."""
+        """Return the progress of each source; none for generated tasks."""
         return []
 
     def log_progress(self, step: int) -> None:
-        """Log how far every source was read by the end of a training step."""
+        """Log every source's progress by the end of a training step."""
         read = [f"{each.name} {each.tokens} ({each.epochs:.3f} epochs)" for each in self.progress()]
         if read:
             logger.info("tokens read by step %d: %s", step, ", ".join(read))
@@ -348,7 +348,7 @@ class GlobalBatchLoader(BaseDataLoader):
             warn_together(
                 logger,
                 f"continuing at window {self.windows_consumed} in other data, as "
-                f"dataloader.accept_change says: {'; '.join(changes)}",
+                f"dataloader.accept_change allows: {'; '.join(changes)}",
             )
             record = {"window": self.windows_consumed, "changes": changes}
             self.accepted.append(record | self._continue_from(state_dict))

@@ -27,8 +27,8 @@ class HeldOutWindows(NamedTuple):
 
     Attributes:
         label_bytes: Bytes of text behind each label, (n, L) int64; 0 where ignored and for special
-            tokens. Cross entropy divided by their sum is nats per byte.
-        columns: Further columns for the model; those in `whole` have one value a window.
+            tokens. Summed cross entropy divided by their sum is nats per byte.
+        columns: Further columns for the model; the ones in `whole` have one value per window.
         documents: Number of the document that each window begins in; empty if every window counts
             as a document.
     """
@@ -42,14 +42,14 @@ class HeldOutWindows(NamedTuple):
     documents: Sequence[int] = ()
 
     def columns_for(self, wanted: Collection[str]) -> Mapping[str, torch.Tensor] | None:
-        """Return the columns for a model that reads the `wanted` ones; None without any."""
+        """Return all columns, and the prefix if it is `wanted`; None if there are none."""
         columns = dict(self.columns)
         if PREFIX in wanted:
             columns[PREFIX] = prefix_of(self.positions, self.labels)
         return columns or None
 
     def rows(self, chosen: Sequence[int], device: torch.device) -> "HeldOutWindows":
-        """Return some of the windows, on a device."""
+        """Return the `chosen` windows, on a device."""
         rows = [*chosen]
         return HeldOutWindows(
             *(values[rows].to(device) for values in self[:4]),
@@ -62,7 +62,7 @@ def why_not_scored(source_path: str | Path, seq_len: int) -> str:
     """Return why a source's held-out split fills no window of L tokens; empty if it fills one."""
     split = SourceCard.read(Path(source_path)).splits.get("held_out")
     if split is None or not split.tokens:
-        return f"source {source_path} holds no document out"
+        return f"source {source_path} holds out no document"
     if split.tokens > seq_len:
         return ""
     return (

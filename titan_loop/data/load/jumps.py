@@ -33,5 +33,5 @@ def next_windows(first: int, count: int, jumped: Ranges) -> np.ndarray:
 
 
 def jumped_before(window: int, jumped: Ranges) -> int:
-    """Return how many windows below `window` were jumped over."""
+    """Return the number of windows below `window` that were jumped."""
     return sum(max(0, min(stop, window) - first) for first, stop in jumped)

@@ -157,13 +157,13 @@ class WindowLoader(GlobalBatchLoader):
         self.sources[source].read_into(epoch, number, window)
 
     def read_step(self, global_batch_windows: int) -> list[Batch]:
-        """As the base class; says once when a source begins to repeat or is exhausted."""
+        """As in the base class; says once when a source begins to repeat or is exhausted."""
         batches = super().read_step(global_batch_windows)
         self._warn_of_milestones()
         return batches
 
     def progress(self) -> list[SourceProgress]:
-        """Return how far each source has been read, derived from `windows_consumed`."""
+        """Return each source's progress, derived from `windows_consumed`."""
         counts = self.order.counts(self.windows_consumed).tolist()
         return [
             SourceProgress(name, count, count * self._seq_len, count / source.windows_per_epoch)
@@ -182,7 +182,7 @@ class WindowLoader(GlobalBatchLoader):
     def demand(self, windows: int) -> list[SourceDemand]:
         """Return the demand of a job of this many windows for every source.
 
-        Where repetition caps end the mixture before, the sources are charged by their shares.
+        If repetition caps end the mixture earlier, the demand follows the sources' shares.
         """
         uncapped = CappedMixture(self.mixture, [None] * len(self.mixture))
         fits = self.order.end is None or windows <= self.order.end
@@ -201,7 +201,7 @@ class WindowLoader(GlobalBatchLoader):
         ]
 
     def log_sources(self, windows: int) -> None:
-        """Log the sources' shares, the sources read more than once, and when a cap is reached."""
+        """Log the sources' shares, the sources read more than once, and the exhausted ones."""
         stretches, end = self.order.stretches, self.order.end
         for index, (name, source) in enumerate(zip(self._names, self.sources, strict=True)):
             share = 0.0
@@ -227,7 +227,7 @@ class WindowLoader(GlobalBatchLoader):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """As the base class, with the windows and tokens read of each source."""
+        """As in the base class, with the windows and tokens read of each source."""
         progress = self.progress()
         read = {
             "windows": [source.windows for source in progress],
@@ -237,7 +237,7 @@ class WindowLoader(GlobalBatchLoader):
         return {**super().state_dict(), "read": read}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class; milestones before the resume are not reported again."""
+        """As in the base class; milestones before the resume are not reported again."""
         super().load_state_dict(state_dict)
         self._reported = self._milestones()
 
@@ -259,7 +259,7 @@ class WindowLoader(GlobalBatchLoader):
         matches = match_sources(saved[SOURCES], self._description[SOURCES])
         counts: list[int] = []
         for name, source, match in zip(self._names, self.sources, matches, strict=True):
-            # A window of another length covers as many tokens as several of the old ones.
+            # Windows may have another length now: continue at the same token, not window.
             count = 0 if match is None else -(-windows[match] * saved["seq_len"] // self._seq_len)
             epoch, number = divmod(count, source.windows_per_epoch)
             order = ""
@@ -335,7 +335,7 @@ class WindowLoader(GlobalBatchLoader):
             warn_together(logger, "%s", self._exhaustion(number))
 
     def _exhaustion(self, number: int) -> str:
-        """Describe the start of stretch `number` of the mixture, or the end behind the last."""
+        """Describe the start of stretch `number` of the mixture, or the end after the last."""
         exhausted = self.order.exhausted[number - 1]
         names = ", ".join(f"{self._names[i]} (max_epochs={self._max_epochs[i]})" for i in exhausted)
         if number >= len(self.order.stretches):

@@ -144,7 +144,7 @@ class MixtureOrder:
         return source, periods * self.shares[source] + self._count_before[phase]
 
     def counts(self, windows: int) -> np.ndarray:
-        """Return how many of the first `windows` windows belong to each source (int64)."""
+        """Return the number of each source among the first `windows` windows (int64)."""
         periods, phase = divmod(windows, self.period)
         rest = np.bincount(self._source[:phase], minlength=len(self.shares))
         return periods * self.shares + rest
@@ -187,7 +187,7 @@ class Stretch(NamedTuple):
 
 
 class CappedMixture:
-    """The order of sources when some may be read only so often.
+    """The order of sources when some may be read only a limited number of times.
 
     The first stretch has all weights. It ends before the first window that would exceed its
     source's cap: there the mixture ends ("stop"), or a stretch starts in which the sources still
@@ -265,7 +265,7 @@ class CappedMixture:
         return source, counter
 
     def counts(self, windows: int) -> np.ndarray:
-        """Return how many of the first `windows` windows belong to each source (int64)."""
+        """Return the number of each source among the first `windows` windows (int64)."""
         if not self.stretches:  # nothing was left to read when it started
             return self._first_counts
         if self._repeat_after and windows - self._first_window > self._repeat_after:

@@ -25,7 +25,7 @@ class TaskLoader(GlobalBatchLoader):
     """Draws a task's examples; window k is a pure function of task, seed and k.
 
     An example is a document: positions restart with it. Examples fill a window and the last one is
-    cut off; or each example has a window to itself, and every position behind it is a document of
+    cut off; or each example has a window to itself, and every position after it is a document of
     its own without a label.
     """
 
@@ -34,7 +34,7 @@ class TaskLoader(GlobalBatchLoader):
         """The task; the window length and batch sizes come from `training`."""
 
         seed: int = 0
-        """Chooses the examples."""
+        """Seed of the examples."""
 
         # The task's fields are flags themselves: `--dataloader.modulus`.
         task: Annotated[Task, tyro.conf.arg(name="")] = field(default_factory=Mano)
@@ -130,7 +130,7 @@ class TaskLoader(GlobalBatchLoader):
         self._promotions.append(self.windows_consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the base class, with the windows at which a level of the curriculum began."""
+        """As in the base class, with the windows at which a level of the curriculum began."""
         promotions = {"promotions": self._promotions} if self._config.curriculum.enabled else {}
         return super().state_dict() | promotions
 

@@ -136,13 +136,13 @@ class CutWindows(SourceWindows):
         if tokens < seq_len + 1:
             raise UserError(
                 f"source {shards.folder} has {tokens} tokens in {shards.name!r}, less than one "
-                f"window of training.seq_len + 1 = {seq_len + 1}: shorten it or add documents"
+                f"window of training.seq_len + 1 = {seq_len + 1}: lower it or add documents"
             )
         super().__init__(shards, seq_len, max(1, (tokens - seq_len) // seq_len), key)
         self.unread_tokens_per_epoch = tokens - 1 - self.windows_per_epoch * seq_len
 
     def offset(self, epoch: int) -> int:
-        """Return the token of the first cut of `epoch`: below L, and so that all windows fit."""
+        """Return the first token of the cuts of `epoch`: below L, and so early that all fit."""
         choices = min(self.seq_len, self.unread_tokens_per_epoch + 1)
         return keyed_integer("offset", self._key, epoch) % choices
 

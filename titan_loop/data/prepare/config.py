@@ -19,7 +19,7 @@ QUALITY_FILTERS = {
     "fineweb_quality": ("fineweb_quality_filter", "FineWebQualityFilter"),
     "c4_quality": ("c4_filters", "C4QualityFilter"),
 }
-"""Our name for each of datatrove's filters, and where datatrove keeps it."""
+"""Our name of each of datatrove's filters → its module and class."""
 
 _MINHASH = ("n_grams", "num_buckets", "hashes_per_bucket", "seed")
 

@@ -1,7 +1,7 @@
 """The n-gram index of evaluation tasks that datatrove's decontamination filter reads.
 
 datatrove's indexer takes its tasks from lighteval; ours are lm-evaluation-harness's, so this step
-keeps its hashing and file format and replaces where questions and answers come from.
+keeps its hashing and file format and replaces the source of questions and answers.
 """
 
 import logging
@@ -29,7 +29,7 @@ def ngram_config(settings: Decontamination) -> NGramsDecontConfig:
 
 
 def build_ngram_index(settings: Decontamination, folder: Path, language: str) -> dict[str, int]:
-    """Write one `TASK.index.hashes` file a task; return the number of n-grams of each.
+    """Write one `TASK.index.hashes` file per task; return the number of n-grams of each.
 
     The folder appears when it is complete.
     """

@@ -69,7 +69,7 @@ def find_documents(
     dataset_split: str = "train",
     ours: Sequence[Path] = (),
 ) -> Documents:
-    """Resolve inputs, as of `tokenize_source`, to files.
+    """Resolve the inputs of `tokenize_source` to files.
 
     A folder is searched for JSONL or Parquet files, and if it has neither, all its files are
     documents; with a format and patterns, the matching ones are. `ours` are files and folders
@@ -151,7 +151,7 @@ def _expand(
     if counts and max(counts.values()) > 1:
         twice = max(counts, key=counts.__getitem__)
         raise UserError(f"input {twice} is given twice: its documents would be stored twice")
-    # A link keeps its own name, which says how to read it: download caches link to nameless files.
+    # A link keeps its own name, which gives the format: download caches link to nameless files.
     absolute = [str(path.parent.resolve() / path.name) for path in files]
     for path in absolute:
         broken = path != path.strip() or set(path) & {"\n", "\r"}

@@ -1,6 +1,6 @@
 """Runs pipelines one after another on this machine, under SLURM or on Ray: datatrove's executors.
 
-datatrove marks every finished task in a pipeline's log folder; a repetition skips those.
+datatrove marks every finished task in a pipeline's log folder; a rerun skips finished tasks.
 """
 
 import inspect
@@ -76,7 +76,7 @@ def run_pipelines(
 def slurm_chain(
     pipelines: Sequence[Pipeline], workers: int, options: Mapping[str, Any]
 ) -> list[PipelineExecutor]:
-    """Return one executor a pipeline, each depending on the one before.
+    """Return one executor per pipeline, each depending on the one before.
 
     Jobs start in this Python's virtual environment, unless the options say otherwise.
     """
@@ -134,7 +134,7 @@ def statistics(logs: Path, steps: Sequence[str]) -> dict[str, Counter[str]]:
     """Return the counts of each step of a pipeline, summed over its finished tasks."""
     totals: dict[str, Counter[str]] = {name: Counter() for name in steps}
     for path in sorted((logs / "stats").glob("*.json")):
-        fix = "pass overwrite to begin anew"
+        fix = "pass --overwrite to start over"
         counted = read_json(path, fix=fix)
         try:
             for name, step in zip(steps, counted, strict=True):

@@ -45,8 +45,8 @@ def fetch(name: str, *, output: Path, files: int | None = None) -> Iterator[str]
 
     Args:
         name: Name of the set.
-        output: Folder for its files, below their folders in the repository.
-        files: Most files to download, the first by name.
+        output: Folder for its files, which keep their paths in the repository.
+        files: Number of files to download, in the order of their names; by default all.
 
     Returns:
         Paths of the files, then a line about their licence.
@@ -66,8 +66,8 @@ def fetch(name: str, *, output: Path, files: int | None = None) -> Iterator[str]
             yield hf_hub_download(chosen.repo, file, repo_type=chosen.kind, local_dir=output)
     except Exception as error:  # the client raises many kinds
         raise UserError(
-            f"data fetch {name}: {chosen.repo} cannot be had ({first_line(error)}); check the "
-            "network and give the same command again, or download it elsewhere and copy its files"
+            f"data fetch {name}: {chosen.repo} cannot be downloaded ({first_line(error)}); check "
+            "the network and repeat the command, or download it elsewhere and copy its files"
         ) from error
     if not wanted:
         raise UserError(

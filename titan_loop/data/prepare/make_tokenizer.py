@@ -55,7 +55,7 @@ def train_tokenizer(
             train.jsonl and held_out.jsonl only the first is read.
         vocab_size: Number of tokens, special ones and the 256 bytes included.
         output: Path of the new tokenizer.json, or an existing folder for it.
-        format: Format of the files; auto goes by their names.
+        format: Format of the files; auto reads it from their names.
         pattern: Patterns of file names in folders, e.g. '*.py' '*.md'.
         text_key: Field that holds a document's text.
     """

@@ -1,4 +1,4 @@
-"""Best-fit packing: whole documents put into windows, and the index that stores which.
+"""Best-fit packing: whole documents put into windows, and an index of each window's documents.
 
     document lengths ─► best_fit_decreasing ─► packed_L.windows, packed_L.pieces
 
@@ -24,7 +24,7 @@ from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_WINDOW = 1 << 24  # a larger number is a slip
+_LARGEST_WINDOW = 1 << 24  # a larger number is surely a mistake
 
 LongDocuments = Literal["refuse", "split"]
 
@@ -107,8 +107,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     r // length of them, as if they were placed singly. At most n bisections after sorting; the
     number of bins is at most 11/9 of the optimum + 4 (Johnson, 1974).
 
-    Lengths are int64, shape (n,), each in 1..capacity. So are the bins that are returned, numbered
-    from 0 in the order they opened.
+    Lengths are int64, shape (n,), each in 1..capacity. Returns each item's bin, int64, shape (n,),
+    counted from 0 in the order they opened.
 
     Source:
         Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv:2404.10830.
@@ -170,7 +170,7 @@ class _Rooms:
 def _pieces(
     source: Path, split: str, seq_len: int, long_documents: LongDocuments
 ) -> tuple[np.ndarray, int]:
-    """Return the pieces to pack in stream order, and how many documents had to be split."""
+    """Return the pieces to pack, in stream order, and the number of split documents."""
     shards = TokenShards(source, split)
     by_shard = [
         np.diff(np.fromfile(index_path(source / split / shard.file), "<u8"), prepend=0)

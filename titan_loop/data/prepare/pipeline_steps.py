@@ -1,4 +1,4 @@
-"""The steps we hand to datatrove: readers that count, a split by hash, and two tokenizers.
+"""The steps that we hand to datatrove: readers that count, a split by hash, and two tokenizers.
 
 datatrove's own readers drop records without text without a count and leave a file at its first
 invalid byte; its tokenizer encodes a special token that is spelt out in a text as that token.
@@ -46,7 +46,7 @@ datatrove_logger.disable("datatrove")
 datatrove_logger.enable("datatrove.executor.ray")
 
 SHOWN_EXAMPLES = 3
-_LONGEST_LINE = 1 << 28  # a sparse file is one without end
+_LONGEST_LINE = 1 << 28  # a sparse file would be one endless line
 DROPPED_BY_READERS = ("malformed", "missing_text", "empty")
 """Lines that are not records, records without the field, and records without text."""
 
@@ -78,7 +78,7 @@ class CountingReader(BaseReader):
     def read_records(
         self, filepath: str
     ) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
-        """Yield the number of every record of a file, and its fields or why it is malformed."""
+        """Yield the number of every record of a file, and its fields, or its fault if malformed."""
         raise NotImplementedError
 
     def read_file(self, filepath: str) -> Generator[Document, None, None]:
@@ -93,7 +93,7 @@ class CountingReader(BaseReader):
     def get_document_from_dict(
         self, data: Mapping[str, Any], source_file: str, id_in_file: int | str
     ) -> Document | None:
-        """Return the record's document, or count why there is none."""
+        """Return the record's document; if there is none, count the reason."""
         self.stat_update("records")
         metadata: dict[str, Any] = {"file_path": source_file}
         try:

@@ -1,4 +1,4 @@
-"""Prepare a source: datatrove reads, cleans, splits, tokenises and shuffles; we write the card.
+"""Prepare a source: datatrove cleans, splits, tokenises and shuffles; titan_loop writes the card.
 
     reader ─► quality ─► MinHash ─► decontamination ─┬─► tokenizer ─► train/*.ds ───┬─► source.json
               filters    filter     filter           └─► held-out text ─► tokenizer ┘
@@ -58,15 +58,15 @@ def tokenize_source(
             of a Hugging Face dataset.
         output: Folder of the source.
         tokenizer: A tokenizer.json; it is copied into the source.
-        format: Format of the files; auto goes by their names.
+        format: Format of the files; auto reads it from their names.
         pattern: Patterns of file names in folders, e.g. '*.py' '*.md'.
         text_key: Field that holds a document's text.
         chat: Records are conversations ('messages', or 'question' and 'answer'): render them as
             ChatML with a loss mask.
         held_out_inputs: Documents that are never trained on; by default the held_out.jsonl beside a
             train.jsonl, if the input is a folder with both.
-        held_out_fraction: Share of documents held out, by a hash of their text, if there are no
-            held-out inputs, in [0, 1).
+        held_out_fraction: Share of documents held out, chosen by a hash of their text, in [0, 1);
+            has no effect beside held-out inputs.
         dataset_config: Configuration of a Hugging Face dataset.
         dataset_split: Split of a Hugging Face dataset.
         eos_token: Token that ends every document.
@@ -123,7 +123,7 @@ def tokenize_source(
         command=shlex.join(sys.argv),
     )
     if preparation.tasks < tasks:
-        logger.info("%d tasks instead of %d: no more have a file", preparation.tasks, tasks)
+        logger.info("%d tasks instead of %d: one per file", preparation.tasks, tasks)
     loaded = load_tokenizer(tokenizer)
     require_token(loaded, eos_token, "eos_token")
     token_bytes(loaded)  # refuses ids that do not fit
@@ -150,7 +150,7 @@ def tokenize_source(
             return write_card(preparation, steps)
     except OSError as error:
         raise UserError(
-            f"output {output} cannot be written ({error.strerror or error}): free space or mend "
+            f"output {output} cannot be written ({error.strerror or error}): free space or correct "
             "the path, then give the same command again; finished tasks are kept"
         ) from error
 

@@ -1,8 +1,8 @@
-"""Mano: arithmetic on random prefix expressions mod m, with nothing written down.
+"""Mano: arithmetic on random prefix expressions mod m, with no intermediate result written down.
 
     <bos> len_2  + * 3 5 7  <ans> 22          (3 · 5) + 7 mod 23, two operations
 
-The answer is one token, so all intermediate results must be worked out inside the model: depth, not
+The answer is one token, so the model must work out all intermediate results inside: depth, not
 width, helps with more operations.
 
 Source: Zhu et al. 2025, "Scaling Latent Reasoning via Looped Language Models", arXiv 2510.25741,
@@ -11,7 +11,7 @@ expression is not stated there: here the left operand takes a uniform share of t
 operations. Deviation: 1 in 64 expressions, chosen by hash, is held out for the exam. As in the
 paper, the exam is of the largest length alone. Deviation: a packed window cuts off its last
 expression, which is a long one more often than a short one: in windows of 1,024 tokens 95 % of the
-answers to 24 operations remain, and 99.6 % of those to one.
+answers to 24 operations remain, and 99.6 % of the answers to one.
 """
 
 import random

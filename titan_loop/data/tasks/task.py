@@ -61,7 +61,7 @@ class Example:
 
     @classmethod
     def of_sequence(cls, prompt: Sequence[int], answer: Sequence[int]) -> "Example":
-        """Return the example of a prompt with its answer behind it."""
+        """Return the example of a prompt followed by its answer."""
         end = len(prompt) - 1
         return cls.of_tokens([*prompt, *answer], range(end, end + len(answer)))
 
@@ -85,7 +85,7 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Examples drawn from a keyed generator, and an exam of those never trained on.
+    """Examples drawn from a keyed generator, and an exam of examples never trained on.
 
     Only the task looks into a *question*. A *stratum* is a kind of question that the exam counts on
     its own, such as a number of hops; a *level* is the part that a curriculum trains on at a time.
@@ -93,7 +93,7 @@ class Task(ABC):
     Attributes:
         name: Name in recipes, suites and reports.
         held_out_one_in: One in this many examples, chosen by hash, is set aside for the exam.
-        knows_depth: Whether `depth` says how many recurrent steps a question needs.
+        knows_depth: Whether `depth` returns the recurrent steps that a question needs.
     """
 
     name: ClassVar[str]
@@ -108,7 +108,7 @@ class Task(ABC):
 
     @property
     def model_options(self) -> Mapping[str, tuple[int, ...]]:
-        """Model options, beside `vocab_size`, that follow from the task: name → least that fits."""
+        """Model options, beside `vocab_size`, that follow from the task: name → least values."""
         return {}
 
     @property
@@ -215,7 +215,7 @@ class Task(ABC):
         )
 
     def check_exam(self, count: int, *, strata: Sequence[str] | None = None) -> None:
-        """Raise `UserError` if a stratum has too few examples for such an exam."""
+        """Raise `UserError` if a stratum has too few examples for an exam of `count`."""
         for name in self.strata if strata is None else strata:
             _draw_questions(self, count, name)
 

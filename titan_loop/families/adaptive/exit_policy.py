@@ -9,7 +9,7 @@ from titan_loop.inference.exit_policy import ExitPolicy
 
 @dataclass(frozen=True)
 class Survival(ExitPolicy):
-    """Layers that loop by themselves do not mix their iterations: tokens halt one by one.
+    """Layers that loop by themselves do not mix their iterations: each token halts on its own.
 
     It approximates the trained mixture; `titan-loop analyse survival` measures its error.
     """

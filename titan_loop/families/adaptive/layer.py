@@ -93,7 +93,7 @@ class LoopControl(Module):
 
 
 class AdaptiveLayer(Module):
-    """A block, its loop and its memory; any of the two may be missing."""
+    """A block with an optional loop and optional memory."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -111,17 +111,17 @@ class AdaptiveLayer(Module):
 
         @property
         def attention(self) -> Any:
-            """The block's."""
+            """The block's attention."""
             return self.block.attention
 
         @property
         def feed_forward(self) -> Any:
-            """The block's."""
+            """The block's feed-forward part."""
             return self.block.feed_forward
 
         @property
         def dropout(self) -> Any:
-            """The block's."""
+            """The block's dropout."""
             return self.block.dropout
 
         @property
@@ -136,12 +136,12 @@ class AdaptiveLayer(Module):
 
         @property
         def reads(self) -> int:
-            """How often it reads each bank."""
+            """Number of times that the layer reads each bank."""
             return self.iterations if self.memory_read == "each" else 1
 
         @property
         def matrix_elements(self) -> int:
-            """As of `SandwichBlock`, for one iteration without memory."""
+            """As in `SandwichBlock`, for one iteration without memory."""
             return self.block.matrix_elements
 
         @property
@@ -161,7 +161,7 @@ class AdaptiveLayer(Module):
 
     @property
     def attention(self) -> LoopAttention:
-        """The block's."""
+        """The block's attention."""
         return self.block.attention
 
     def forward(
@@ -177,7 +177,7 @@ class AdaptiveLayer(Module):
         Args:
             hidden_BLD: State before it.
             context: As in `LoopAttention.forward`.
-            slots: Where the keys and values of each iteration live.
+            slots: Addresses in the cache, one for each iteration.
             shared_bank: The bank of all layers.
             survival: τ; None mixes the iterations.
         """
@@ -245,8 +245,8 @@ class AdaptiveLayer(Module):
     ) -> tuple[Tensor, LayerReport]:
         """Return each token's state after the iteration at which it halts.
 
-        A token that has halted keeps its state. Others attend to the keys and values of that state,
-        which are all that is computed once every token has halted.
+        A token that has halted keeps its state, and others attend to that state's keys and values.
+        Once every token has halted, nothing but keys and values is computed.
         """
         assert self.control is not None
         left_BL1 = torch.ones_like(hidden_BLD[..., :1])

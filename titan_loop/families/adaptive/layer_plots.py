@@ -26,7 +26,7 @@ _PANELS = {
 
 
 def plot_layers(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw iterations, loop scales and memory gates against tokens, a line a layer.
+    """Draw iterations, loop scales and memory gates against tokens, one line per layer.
 
     Args:
         records: Records of `metrics.jsonl`, as `PonderCostLoss` makes them.
@@ -67,7 +67,7 @@ def _has_layers(keys: set[str]) -> bool:
 LAYERS = Chart(
     "Loops and memory by layer",
     "Expected iterations of every layer, the scales of its loop, and the mean gates that let "
-    "memory in; dark is deep.",
+    "memory in; darker lines are deeper layers.",
     _has_layers,
     plot_layers,
 )

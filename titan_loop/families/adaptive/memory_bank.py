@@ -6,8 +6,8 @@
 | symbol | code |
 |---|---|
 | K, V, LN_k | `MemoryBank`: a layer's own (L), or one that all layers share (G) |
-| LN_q, W_L, W_G | `BankReader`, one a layer and bank |
-| g | `MemoryGates`, in fp32: one number a token and bank, or one for each of its D values |
+| LN_q, W_L, W_G | `BankReader`, one per layer and bank |
+| g | `MemoryGates`, in fp32: one number per token and bank, or one for each of its D values |
 
 A bank is a parameter, not a cache: nothing of a text is stored in it. Its norms have a gain and no
 bias.
@@ -55,7 +55,7 @@ class MemoryBank(Module):
 
 
 class BankReader(Module):
-    """How one layer reads a bank: the norm of its queries, and W."""
+    """One layer's way to read a bank: the norm of its queries, and W."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -111,5 +111,5 @@ class MemoryGates(Module):
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """Return fp32, or float64 for such a tensor."""
+    """Return fp32, or float64 for a float64 tensor."""
     return torch.promote_types(tensor.dtype, torch.float32)

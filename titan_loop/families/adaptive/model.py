@@ -13,9 +13,9 @@ Initialisation is GPT-2's (see `gpt2_block.py`), with output projections scaled 
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers". The printed 332M of 36 layers
 follow from a two-matrix feed-forward part and an untied head; the base model then has 162M, not
 "200M". Deviations, and choices that the paper leaves open: the last iteration takes the remaining
-mass (`halting`); gates are one number a token and bank (`gate`), as in its Figure 1; memory is read
-once, after the loop (`memory_read`); Eq. 5–10 taken literally give 34M parameters of memory instead
-of about 10M.
+mass (`halting`); gates are one number per token and bank (`gate`), as in its Figure 1; memory is
+read once, after the loop (`memory_read`); Eq. 5–10 taken literally give 34M parameters of memory
+instead of about 10M.
 """
 
 from dataclasses import dataclass, field
@@ -64,7 +64,7 @@ Gate = Literal["scalar", "vector"]
 
 @dataclass(kw_only=True, slots=True)
 class AdaptiveOptions(ModelOptions):
-    """Which model with adaptive loops and memory to train."""
+    """Options of models with adaptive loops and memory."""
 
     family: FamilyName = field(default="adaptive", init=False)
 
@@ -78,14 +78,14 @@ class AdaptiveOptions(ModelOptions):
     """N_max, the most iterations of a layer; None applies each layer once and as it is."""
 
     halting: Halting = "remainder"
-    """What the last iteration weighs: the remainder, so that the weights add up to 1; or its own
-    halting probability, literal, as printed."""
+    """Weight of the last iteration: remainder, so that the weights add up to 1, or literal, its own
+    halting probability, as printed."""
 
     scale_init: float = -7.0
     """Initial α of the loop scales softplus(α)."""
 
     scale_rate: float = 1.0
-    """Learning rate of α over the scheduled one."""
+    """Factor on the scheduled learning rate for α."""
 
     decay_controls: bool = False
     """Whether weight decay applies to loop scales, router and gates, too."""
@@ -97,14 +97,14 @@ class AdaptiveOptions(ModelOptions):
     """Slots of the memory bank that all layers share; None for no such bank."""
 
     gate: Gate = "scalar"
-    """What lets memory in: scalar, a number for each token and bank, or vector, one for each of its
-    values."""
+    """Gate that lets memory in: scalar, a number for each token and bank, or vector, one for each
+    dimension."""
 
     gate_bias: float = 3.0
     """Initial b_g: −3 closes the gates, 3 opens them."""
 
     memory_read: MemoryRead = "after"
-    """When a layer reads memory: after its loop, before it, or in each iteration."""
+    """Point at which a layer reads memory: after its loop, before it, or in each iteration."""
 
 
 def _check(options: AdaptiveOptions) -> None:
@@ -145,7 +145,7 @@ def _check(options: AdaptiveOptions) -> None:
 def decoder_config(
     options: AdaptiveOptions, shape: ModelSize, max_seq_len: int
 ) -> AdaptiveDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     _check(options)
     dim, matrix = shape.dim, matrix_init(shape.dim)["weight"]
     rotation = RotateHalf.Config(

@@ -43,7 +43,7 @@ class PonderCostLoss(ExpectedExitLoss):
         """λ, and the options of the cross entropy."""
 
         ponder_weight: float = 0.0
-        """λ, the price of one iteration less than all; 0 measures them alone."""
+        """λ, the price of all iterations beyond the first; 0 only measures them."""
 
         def aux(self) -> Mapping[str, str]:
             """Return the iterations, if they cost anything."""
@@ -53,7 +53,7 @@ class PonderCostLoss(ExpectedExitLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield a weight out of range, after the refusals of the base class."""
+            """Refuse a weight out of range, after the refusals of the base class."""
             yield from ExpectedExitLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )
@@ -69,7 +69,7 @@ class PonderCostLoss(ExpectedExitLoss):
         self.ponder_weight = config.ponder_weight
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """Say the mean iterations of the first and of the last layer."""
+        """Return the mean iterations of the first and of the last layer, as text."""
         loops = [value for name, value in metrics.items() if name.startswith("loops/layer_")]
         said = [f"loops {loops[0]:.2f}→{loops[-1]:.2f}"] if loops else []
         return [*super().summary(metrics), *said]

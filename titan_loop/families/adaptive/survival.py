@@ -100,7 +100,7 @@ def survival(
     """
     loaded, task, strata = open_task(run, (), questions, use="generate")
     if "iterations" not in loaded.model.config.aux:
-        raise UserError(f"{run} has no layers that loop; this analysis is of the family adaptive")
+        raise UserError(f"{run} has no layers that loop; this analysis needs family adaptive")
     exam = Exam(
         task,
         questions,
@@ -123,7 +123,7 @@ def survival(
             ]
             for error in found
         ]
-        tables[f"Halting one by one: {name}"] = rows
+        tables[f"Halting token by token: {name}"] = rows
     return Findings(
         name="survival",
         loaded=loaded,

@@ -1,8 +1,8 @@
-"""Mano and Capo in one run: arithmetic, which wants depth, and biographies, which want capacity.
+"""Mano and Capo in one run: arithmetic, which needs depth, and biographies, which need capacity.
 
     <bos> len_2  + * 3 5 7  <ans> 22   |   <bos> Anya Bo Cid was born on …
 
-Examples of the two stand in the same windows, drawn one by one with fixed shares. They share no
+Examples of both tasks share windows, drawn one by one with fixed probabilities. The tasks share no
 token: Capo's ids follow Mano's.
 
 Source: after Frey et al. 2026 (adaptive loops and memory), which compares mathematics and
@@ -37,7 +37,7 @@ class ManoCapo(Task):
     """Both tasks; Mano's ids come first.
 
     Raises:
-        UserError: A share of 0 or 1, which leaves one of them out.
+        UserError: `mano_share` is not between 0 and 1, or leaves a task out.
     """
 
     name: ClassVar[str] = "mano_capo"
@@ -51,8 +51,8 @@ class ManoCapo(Task):
     def __post_init__(self) -> None:
         if not 0 < self.mano_share < 1:
             raise UserError(
-                f"ManoCapo mano_share {self.mano_share} must be above 0 and below 1; for one task "
-                "alone choose it as the task"
+                f"ManoCapo mano_share {self.mano_share} must be above 0 and below 1; to train on "
+                "one task alone, choose mano or capo"
             )
 
     @property
@@ -62,7 +62,7 @@ class ManoCapo(Task):
 
     @property
     def longest_example(self) -> int:
-        """Tokens of the longest example of either."""
+        """Tokens of the longest example of either task."""
         return max(self.mano.longest_example, self.capo.longest_example)
 
     @property
@@ -74,7 +74,7 @@ class ManoCapo(Task):
 
     @property
     def knowledge(self) -> Knowledge:
-        """Capo's."""
+        """Capo's knowledge; Mano has none."""
         return self.capo.knowledge
 
     def _task(self, part: Part) -> Mano | Capo:
@@ -86,7 +86,7 @@ class ManoCapo(Task):
         return Part(name, self._task(Part(name, None)).choose(generator, level))
 
     def draw(self, generator: random.Random, stratum: Part) -> Part:
-        """Let the task draw."""
+        """Draw a question from the stratum's own task."""
         return stratum._replace(of_task=self._task(stratum).draw(generator, stratum.of_task))
 
     def identity(self, question: Part) -> tuple[object, ...]:
@@ -98,7 +98,7 @@ class ManoCapo(Task):
         return self._task(question).is_held_out(question.of_task)
 
     def held_out_questions(self, count: int, stratum: Part, *, seed: int = 0) -> list[Part]:
-        """Return the task's own exam."""
+        """Return questions of the exam of the stratum's own task."""
         drawn = self._task(stratum).held_out_questions(count, stratum.of_task, seed=seed)
         return [stratum._replace(of_task=question) for question in drawn]
 

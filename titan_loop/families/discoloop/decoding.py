@@ -28,7 +28,7 @@ class DecodingDecoder(LoopDecoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
-        """The looped decoder's, and how Φ makes a distribution of logits."""
+        """The looped decoder's config, and the settings of Φ."""
 
         decoding: Decoding
         decoded_state: Identity.Config = field(default_factory=Identity.Config)

@@ -52,10 +52,10 @@ def intervention(
         stratum: Name of a stratum, whose questions have the same waypoints.
         strengths: α, each from 0 to 1.
         waypoint: The waypoint at whose position the state is replaced; None for the first.
-        after: The step after which it is, below R.
+        after: Step after which the state is changed, below R.
 
     Raises:
-        UserError: There is no such waypoint, or no step behind the intervention.
+        UserError: There is no such waypoint, or no step after the intervention.
     """
     if not 1 <= after < steps:
         raise UserError(f"after={after} must be at least 1 and below the {steps} recurrent steps")
@@ -126,11 +126,11 @@ def analyse_intervention(
     evals/intervention-step-N.json and a plot that `report` shows.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         strengths: Shares of the embedding in the mixture, from 0 to 1.
         strata: Strata of the task's exam; default all whose questions have more than one waypoint.
         waypoint: Waypoint of the task whose state is replaced; default the first.
-        after: Step after which it is.
+        after: Step after which the state is changed.
         recurrent_steps: R; default as in training.
         questions: Number of questions of each stratum.
     """

@@ -13,7 +13,7 @@
 | K | `model.top_k`; the paper keeps 128 tokens in language models, all in the others |
 
 The paper leaves open whether RMSNorm has a gain: here it has one that starts at 1. It also leaves
-open which gate and τ its language models have. The learned gate starts at α = 1/2. The loss is the
+open the gate and τ of its language models. The learned gate starts at α = 1/2. The loss is the
 last step's cross entropy, unless there is an exit gate.
 
 Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §4 Eq. 4–6, Appendix B.
@@ -42,7 +42,7 @@ from titan_loop.models.sharding import mixed_states
 from titan_loop.models.units import Unit
 
 ChannelGate: TypeAlias = Literal["fixed", "learned"]
-"""How strongly Φ is added: by a constant, or by a gate that reads Φ."""
+"""Strength with which Φ is added: a constant, or a gate that reads Φ."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,13 +50,13 @@ class DecodingOptions(LoopOptions):
     """Options of every family with a decoded channel."""
 
     exit_gate: bool = False
-    """Whether there is an exit gate; without one the loss is that of the last step."""
+    """Whether there is an exit gate; without one the loss is the last step's."""
 
     tie_weights: bool = True
     """Whether embedding and head share one matrix."""
 
     temperature: float = 1.0
-    """τ, what logits are divided by before they become probabilities between two steps."""
+    """τ, the divisor of logits before they become probabilities between two steps."""
 
     top_k: int | None = None
     """Number of tokens whose embeddings are mixed between two steps; None for all of them."""
@@ -79,12 +79,12 @@ class DecodingOptions(LoopOptions):
 
 @dataclass(kw_only=True, slots=True)
 class DiscoLoopOptions(DecodingOptions):
-    """Which DiscoLoop model to train."""
+    """Options of DiscoLoop models."""
 
     family: FamilyName = field(default="discoloop", init=False)
 
     channel_gate: ChannelGate = "fixed"
-    """How strongly the decoded embedding is added: fixed, or learned, a gate for each token."""
+    """Strength of the decoded embedding: fixed, or learned, a gate for each token."""
 
     channel_strength: float = 1.0
     """α* of the fixed gate."""
@@ -165,7 +165,7 @@ class DiscoLoopDecoder(DecodingDecoder):
 def decoder_config(
     options: DiscoLoopOptions, shape: ModelSize, max_seq_len: int
 ) -> DiscoLoopDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     kinds = get_args(ChannelGate)
     if options.channel_gate not in kinds:
         raise UserError(

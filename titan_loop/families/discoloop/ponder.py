@@ -35,7 +35,7 @@ from titan_loop.models.recurrence import Carry
 
 @dataclass(kw_only=True, slots=True)
 class PonderOptions(DecodingOptions):
-    """Which PonderLM to train."""
+    """Options of PonderLM."""
 
     family: FamilyName = field(default="ponder", init=False)
 
@@ -60,7 +60,7 @@ class PonderDecoder(DecodingDecoder):
     config: Config
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return E_1: k times everything before the loop, so that positions grow with words."""
+        """Return E_1: k times everything before the loop, so positions are scaled like words."""
         carry = super().start(tokens, context)
         factor = self.config.start_factor
         return carry if factor == 1.0 else factor * carry
@@ -75,11 +75,11 @@ class PonderDecoder(DecodingDecoder):
 def decoder_config(
     options: PonderOptions, shape: ModelSize, max_seq_len: int
 ) -> PonderDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     if options.injection != "none":
         raise UserError(
             f"model.injection={options.injection}: every step of a PonderLM starts from the "
-            "embeddings as it is; leave it at none"
+            "embeddings anyway; leave it at none"
         )
     if not 0 < options.start_factor < math.inf:
         raise UserError(f"model.start_factor={options.start_factor} must be above 0 and finite")

@@ -41,7 +41,7 @@ NormalisedOver: TypeAlias = Literal["vocabulary", "top_k"]
 
 @dataclass(frozen=True)
 class Decoding:
-    """How Φ turns logits into a distribution.
+    """Settings with which Φ turns logits into a distribution.
 
     Attributes:
         temperature: τ > 0.
@@ -183,7 +183,7 @@ class _AllTokens(torch.autograd.Function):
 
 
 class _KeptTokens(torch.autograd.Function):
-    """Φ of the K most likely tokens; saves which they are, and their p."""
+    """Φ of the K most likely tokens; saves their ids and their p."""
 
     @staticmethod
     def forward(

@@ -87,7 +87,7 @@ class TwoGraph(Task):
     """symbolic, or English: direct or reverse order of relations."""
 
     graph_seed: int = 0
-    """Chooses the edges."""
+    """Seed of the edges."""
 
     def __post_init__(self) -> None:
         check_graph(
@@ -171,7 +171,7 @@ class TwoGraph(Task):
         return drawn >= self._trained_share(hops)
 
     def held_out_questions(self, count: int, stratum: Split, *, seed: int = 0) -> list[Chain]:
-        """Return `count` questions of a stratum; trained ones where the stratum says so."""
+        """Return `count` questions of a stratum; trained ones if the stratum is trained."""
         if not stratum.trained:
             return super().held_out_questions(count, stratum, seed=seed)
         generator = random.Random(self.exam_key(seed, tuple(stratum)))

@@ -7,7 +7,7 @@
 
 A high cycle is a recurrent step, so R may differ from batch to batch. With
 `recurrence.backward_steps` = k the gradient passes through the last min(R, k − 1) passes of H and
-as many of the last low cycles as are left of k; what ran before is a constant.
+as many of the last low cycles as are left of k; everything before is a constant.
 
 Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released code.
 """
@@ -53,7 +53,7 @@ class HrmDecoder(LoopDecoder):
             return (PREFIX,) if self.prefix_lm else ()
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """As of the base class; both streams are where the state is."""
+            """As in the base class; both streams are where the state is."""
             LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
             self.low_start.sharding_config = norm_config(enable_sp=enable_sp)
 
@@ -66,7 +66,7 @@ class HrmDecoder(LoopDecoder):
             return LayerVisits(passes * len(self.layers) // 2, reached * len(self.layers) // 2)
 
         def architecture(self) -> dict[str, Any]:
-            """As of the base class, with the schedule, the mask and the scales."""
+            """As in the base class, with the schedule, the mask and the scales."""
             own = {
                 name: getattr(self, name) for name in ("low_cycles", "prefix_lm", "embedding_scale")
             }
@@ -104,7 +104,7 @@ class HrmDecoder(LoopDecoder):
             return Streams(self.norm(high_BLD), low_BLD)
 
     def _reached(self, step: int | Tensor) -> tuple[int, bool]:
-        """Return how many of a step's last low cycles have a gradient, and whether H has one."""
+        """Return the number of a step's last low cycles with a gradient, and whether H has one."""
         reached, cycles = self.recurrence.backward_steps, self.config.low_cycles
         if reached is None or not isinstance(step, int):
             return cycles, True
@@ -127,14 +127,14 @@ class HrmDecoder(LoopDecoder):
     def prompt_columns(
         self, tokens_BL: Tensor, lengths_B: Tensor, *, shortened: bool
     ) -> Mapping[str, Tensor] | None:
-        """As of the base class; a whole prompt is a prefix."""
+        """As in the base class; a whole prompt is a prefix."""
         if not self.config.prefix_lm:
             return None
         place_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
         return {PREFIX: place_L < lengths_B.unsqueeze(1)}
 
     def units(self) -> list[Unit]:
-        """As of the base class, with the low stream's start."""
+        """As in the base class, with the low stream's start."""
         start = Unit("low start", (self.low_start,), place="before", kept=True)
         return [start, *super().units()]
 

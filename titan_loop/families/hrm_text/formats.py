@@ -3,8 +3,8 @@
     config.json: H_cycles, L_cycles, num_layers_per_stack, embedding_scale, prefix_lm
     GGUF: hrm.h_cycles, hrm.l_cycles, hrm.layers_per_stack, hrm.prefix_lm, embedding_scale
 
-Both count a slot of the cache for every pass and layer as a layer. llama.cpp keeps `hrm.prefix_lm`
-but reads prompts causally (at its release b11549).
+Both count the slots of the cache, one for every pass and layer, as layers. llama.cpp keeps
+`hrm.prefix_lm` but reads prompts causally (at its release b11549).
 """
 
 import re
@@ -56,7 +56,7 @@ class HrmTextShape(LlamaShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As of the base class; also refuses a number of layers that contradicts the cycles."""
+        """As in the base class; also refuses a number of layers that contradicts the cycles."""
         known = super().read_fields(config)
         if known["n_kv_heads"] != known["n_heads"]:
             raise unsupported("num_key_value_heads", known["n_kv_heads"], known["n_heads"])
@@ -82,7 +82,7 @@ class HrmTextShape(LlamaShape):
         return known
 
     def options(self) -> HrmTextOptions:
-        """As of the base class."""
+        """As in the base class."""
         return HrmTextOptions(
             **self.shared_options(SIZES, HrmTextOptions().size),
             norm_eps=self.norm_eps,
@@ -92,7 +92,7 @@ class HrmTextShape(LlamaShape):
         )
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class; trained further, gradients reach the last high cycle's passes."""
+        """As in the base class; in further training, gradients reach the last high cycle."""
         inherited = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         del inherited["num_key_value_heads"]
         return inherited | {
@@ -107,7 +107,7 @@ class HrmTextShape(LlamaShape):
         }
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """As of the base class."""
+        """As in the base class."""
         return {
             "block_count": self.slots,
             "embedding_scale": self.embedding_scale,
@@ -118,11 +118,11 @@ class HrmTextShape(LlamaShape):
         }
 
     def gguf_name(self, tensor: str) -> str | None:
-        """As of the base class; the low stack comes first."""
+        """As in the base class; the low stack comes first."""
         return "hrm.z_l_init" if tensor == _START else super().gguf_name(self._canonical(tensor))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As of the base class: matrices alone, with the gates and the start."""
+        """As in the base class: matrices alone, with the gates and the start."""
         gate = {"self_attn.gate_proj.weight": (self.dim, self.dim)}
         matrices = {name: shape for name, shape in self.layer_shapes() if len(shape) > 1} | gate
         return {
@@ -138,13 +138,13 @@ class HrmTextShape(LlamaShape):
         }
 
     def parameter_name(self, tensor: str) -> str:
-        """As of the base class."""
+        """As in the base class."""
         if tensor == _START:
             return "low_start.weight"
         return super().parameter_name(self._canonical(tensor))
 
     def _canonical(self, tensor: str) -> str:
-        """Return the name in a folder of one stack, in which H follows L."""
+        """Return a tensor's name in a folder of one stack, in which H follows L."""
         return _STACK.sub(
             lambda found: f"model.layers.{int(found[2]) + (found[1] == 'H') * self.n_layers // 2}",
             tensor,

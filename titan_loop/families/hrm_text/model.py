@@ -4,7 +4,7 @@ Initial weights are the released code's: matrices truncated normal with standard
 1/√(inputs), the embedding with 1/s where it is scaled by s = √D, l_0 with 1.
 
 Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released code, whose sizes B, L, XL,
-XXL and XXL_wide are those below with a vocabulary of 65,536; `1b` is XL, the released model.
+XXL and XXL_wide are listed below, with a vocabulary of 65,536; `1b` is XL, the released model.
 """
 
 from collections.abc import Callable
@@ -35,12 +35,12 @@ SIZES = {
 
 @dataclass(kw_only=True, slots=True)
 class HrmTextOptions(ModelOptions):
-    """Which HRM-Text to train; `recurrent_steps` are its high cycles, `n_layers` of both stacks."""
+    """Options of HRM-Text: `recurrent_steps` are its high cycles, `n_layers` is of both stacks."""
 
     family: FamilyName = field(default="hrm_text", init=False)
 
     exit_gate: bool = False
-    """Whether there is an exit gate, which no engine's format can hold."""
+    """Whether there is an exit gate; no engine's format can hold one."""
 
     low_cycles: int = 3
     """Passes of the low stack in every high cycle."""
@@ -76,7 +76,7 @@ def _check(options: HrmTextOptions, shape: ModelSize) -> None:
 def decoder_config(
     options: HrmTextOptions, shape: ModelSize, max_seq_len: int
 ) -> HrmDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     _check(options, shape)
     scale = options.embedding_scale or shape.dim**0.5
     generic = LoopOptions(

@@ -1,4 +1,4 @@
-"""Latent-space reasoning: discrete, factored states, one layer of a graph a step."""
+"""Latent-space reasoning: discrete, factored states, one layer of a graph per step."""
 
 from titan_loop.plugins import Plugin, Verb, register
 
@@ -15,15 +15,15 @@ register(
         analyses={
             "circuits": Verb(
                 f"{_HERE}.analysis:circuits",
-                "show which heads copy names and values, how sums are computed, what goes wrong",
+                "find the heads that copy names and values, the form of sums, sources of errors",
             ),
             "repair": Verb(
                 f"{_HERE}.analysis:repair",
-                "corrupt values of the step before; count graphs repaired in one step",
+                "corrupt values of the previous step; count the graphs that one step repairs",
             ),
             "solved": Verb(
                 f"{_HERE}.analysis:solved",
-                "count graphs of which every factor at every position is right, as the paper",
+                "count graphs whose every factor at every position is right, as in the paper",
             ),
         },
     )

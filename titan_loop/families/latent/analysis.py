@@ -25,7 +25,7 @@ from titan_loop.tables import columns
 def circuits(
     run: Path, *, nodes: int | None = None, samples: int = 128, graphs: int = 32, seed: int = 0
 ) -> Findings:
-    """Show which heads copy names and values, how sums are computed, and where errors come from.
+    """Find the heads that copy names and values, the form of the sums, and the sources of errors.
 
     Head groups by relative variance, norm amplification of their OV matrices, the DFT of the last
     layer's feed-forward activations over all values of the operands, and errors by their source.
@@ -36,7 +36,7 @@ def circuits(
         nodes: Number of nodes of the graphs; by default as in training.
         samples: Number of other names that replace an operand's.
         graphs: Number of graphs whose errors are counted.
-        seed: Chooses the graph of the probe, and the names.
+        seed: Seed of the probe's graph and names.
     """
     loaded, model, task = _open(run, nodes)
     nodes = nodes or task.nodes
@@ -64,7 +64,7 @@ def circuits(
         name="circuits",
         loaded=loaded,
         record=record,
-        lines=[f"of all values of the probe {100 * found.right:.1f} % are right"],
+        lines=[f"{100 * found.right:.1f} % of the probe's values are right"],
         figures=figures,
         tables=circuit_tables(record),
     )
@@ -73,15 +73,15 @@ def circuits(
 def repair(
     run: Path, *, strata: tuple[str, ...] = (), questions: int = 128, seed: int = 0
 ) -> Findings:
-    """Corrupt values that were worked out in the step before; count graphs repaired in one step.
+    """Corrupt values computed in the previous step; count the graphs that one step repairs.
 
-    The shares are kept with the results of the checkpoint's tasks, as the task repair.
+    The shares are kept with the results of the checkpoint's tasks, as the task `repair`.
 
     Args:
         run: Run of the family latent, or its checkpoints/step-N.
         strata: Sizes of graphs, such as 16_nodes; default all of the task's.
         questions: Number of graphs of each size.
-        seed: Chooses steps and values.
+        seed: Seed of steps and values.
     """
     loaded, model, task = _open(run, None)
 
@@ -95,8 +95,8 @@ def repair(
 def solved(run: Path, *, strata: tuple[str, ...] = (), questions: int = 128) -> Findings:
     """Count graphs of which every factor at every position is right, the paper's metric.
 
-    One step more than the deepest graph of a size needs. The shares are kept with the results of
-    the checkpoint's tasks, as the task solved and the reading deepest.
+    Runs one step more than the deepest graph of a size needs. The shares are kept with the results
+    of the checkpoint's tasks, as the task `solved` and the reading `deepest`.
 
     Args:
         run: Run of the family latent, or its checkpoints/step-N.
@@ -154,17 +154,17 @@ def _open(
     """
     task = recorded_task(SavedRun.open(run).checkpoint().manifest["data"])
     if not isinstance(task, DagArithmetic):
-        raise UserError(f"{run} was not trained on {DagArithmetic.name}; this analysis is of that")
+        raise UserError(f"{run} was not trained on {DagArithmetic.name}, as this analysis needs")
     if nodes is not None and not task.leaves <= nodes < task.names:
         raise UserError(
-            f"nodes={nodes} must be from {task.leaves}, the leaves, to {task.names - 1}, less "
-            "than names"
+            f"nodes={nodes} must be from {task.leaves}, the leaves, to {task.names - 1}, one less "
+            "than the names"
         )
     largest = task.positions(max(task.nodes, nodes or 0, *task.test_nodes) + 1)
     loaded = load_checkpoint(run, use="analyse", context_tokens=largest)
     if not isinstance(loaded.model, LatentDecoder) or discrete > loaded.model.discrete:
         kind = "discrete model" if discrete else "model"
-        raise UserError(f"{run} is no {kind} of the family latent; this analysis is of one")
+        raise UserError(f"{run} is not a {kind} of the family latent, as this analysis needs")
     return loaded, loaded.model, task
 
 
@@ -187,9 +187,9 @@ def circuit_tables(record: Mapping[str, Any]) -> dict[str, list[list[str]]]:
         norms.append([site, *(f"{value:.3g}" for value in patterns.values())])
     errors = [["equations", *record["errors"]], ["count", *map(str, record["errors"].values())]]
     tables = {
-        "Heads by what moves them": heads,
-        "What heads of a group pass on": gains,
+        "Heads by the change they respond to": heads,
+        "Norm amplification by head group": gains,
         "Frequencies of the last layer": norms,
-        "What went wrong": errors,
+        "Errors by their source": errors,
     }
     return {title: rows for title, rows in tables.items() if len(rows) > 1}

@@ -1,19 +1,20 @@
-"""Circuits of a latent-space model: its layers at the name behind an equals sign.
+"""Circuits of a latent-space model: its layers at the name after an equals sign.
 
     probe x1 + x2 + x3 = y ─► heads of the first layer, names changed ─► relative variance ─► groups
                            ─► heads of the last layer, values changed ─► the same
     OV matrices of the groups × embeddings of a factor ─► norm amplification
-    all m³ values ─► MLP before and behind its gate, its output, logits ─► 3-D DFT, by frequencies
+    all m³ values ─► MLP before and after its gate, its output, logits ─► 3-D DFT, by frequencies
     equations of test graphs at the step that should solve them ─► the part that went wrong
 
 The model is given the values before the step, so that a single step is examined: all values of the
-probe's graph, and the values of a test graph that are worked out by then. A task with fewer parents
-a node has probes with as many operands, and a DFT of as many dimensions.
+probe's graph, and the values of a test graph that are worked out by then. Where a task has fewer
+parents per node, probes have as few operands, and the DFT has as few dimensions.
 
-Source: 003, section 5 and Appendix C (Eq. 11, 12 and the groups of C.4.2; error classes of C.5).
+Source: arXiv 2510.14095, section 5 and Appendix C (Eq. 11, 12 and the groups of C.4.2; error
+classes of C.5).
 Deviations: a head belongs to the name or value that moves it most, if its relative variance is
 above `_MOVED`; amplification includes the gain of the norm before the attention; the reference of a
-copy is the mean over the equations that come out right, not an embedding behind the OV matrix,
+copy is the mean over the equations that come out right, not an embedding after the OV matrix,
 because the state here also holds the first layer's output.
 """
 
@@ -61,7 +62,7 @@ def norm_amplification(matrix: Tensor, vectors_MD: Tensor) -> float:
 def frequency_groups(outputs: Floats) -> dict[str, float]:
     """Return the mean norm of the DFT of outputs (m, …, m, D), by pattern of the frequencies.
 
-    A pattern says which frequencies are 0 and which of the others are equal, in any order. Three
+    A pattern marks frequencies that are 0, and equal ones among the others, in any order. Three
     dimensions have seven: `0 0 0`, `j 0 0`, `j j 0`, `j k 0`, `j j j`, `j j k` and `j k l`.
     """
     modulus, operands = outputs.shape[0], outputs.ndim - 1
@@ -73,7 +74,7 @@ def frequency_groups(outputs: Floats) -> dict[str, float]:
 
 
 def frequency_patterns(operands: int) -> list[str]:
-    """Return the patterns of so many frequencies, those with more that are not 0 later."""
+    """Return the patterns of `operands` frequencies, by increasing number of non-zero ones."""
     names = {_pattern(place) for place in product(range(operands + 1), repeat=operands)}
     return sorted(names, key=lambda name: (-name.count("0"), len(set(name))))
 
@@ -94,9 +95,9 @@ class Probe(NamedTuple):
     Attributes:
         factors: (L, 4) of the graph before the step.
         operands: Positions of the names on the left of the last equation.
-        solved_at: Positions behind the equals signs of the nodes they name.
+        solved_at: Positions after the equals signs of the nodes they name.
         result: Position of the last name.
-        sources: Positions behind the equals signs of all nodes but the last.
+        sources: Positions after the equals signs of all nodes but the last.
     """
 
     factors: Tensor
@@ -260,14 +261,14 @@ class Circuits:
 def find_circuits(
     model: LatentDecoder, task: DagArithmetic, *, nodes: int, samples: int = 128, seed: int = 0
 ) -> Circuits:
-    """Look at a probe equation behind one held-out graph.
+    """Look at a probe equation after one held-out graph.
 
     Args:
         model: In evaluation mode, whole.
         task: Its training task.
         nodes: Number of nodes of the graph, more than operands.
         samples: Number of changed names, and of changed values, per probe.
-        seed: Chooses the graph and the changes.
+        seed: Of the choice of the graph and of the changes.
     """
     (graph,) = task.held_out_questions(1, Size(nodes, None), seed=seed)
     generator = random.Random(seed)
@@ -408,7 +409,7 @@ class _Solving(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the step says the value."""
+        """Whether the step predicts the value."""
         return int(self.seen.values[0]) == self.value
 
     def copied(self, layer: int, group: Sequence[int]) -> Tensor:

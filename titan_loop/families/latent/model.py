@@ -1,4 +1,4 @@
-"""Recursion in a latent space of factored, discrete states: one layer of a graph a step.
+"""Recursion in a latent space of factored, discrete states: one layer of a graph per step.
 
     E^0 = Σ_f Emb_f(z_f^0)
     H^t = Block(E^{t-1})                                t = 1 … T
@@ -21,17 +21,17 @@ given the correct result of the step before. Training therefore folds them into 
     z^{t-1} = solved where depth ≤ t-1, else EMPTY      rows (t, b) of one step, t = 1 … T
 
 *Self-correction*: with a small probability, values that were worked out just before a step are
-replaced by any; the labels stay. (The authors' code replaces values that the step has yet to work
-out: `corrupted=due`.) A baseline without recursion has R = 1, one trained end to end has
+replaced at random; the labels stay. (The authors' code replaces values that the step has yet to
+work out: `corrupted=due`.) A baseline without recursion has R = 1, one trained end to end has
 a continuous state and the loss of the last step (`ExpectedExitLoss`); `LatentSupervision` is the
 loss of every step.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
-Reasoning" (003), section 4.1, Eq. 2 and 4, Appendix B; corruption as in the authors' code (0.05,
-then 0.5 a value).
+Reasoning" (arXiv 2510.14095), section 4.1, Eq. 2 and 4, Appendix B; corruption as in the authors'
+code (0.05, then 0.5 per value).
 Deviations: layers and norms are Ouro's, theirs pre-norm with biases, ReLU and one table of
-distances for all layers; readouts have no bias; the coin of the corruption is tossed for every
-graph and step, not for a batch. `initial_weights` and `scale_scores_by_terms` choose between Ouro's
+distances for all layers; readouts have no bias; corruption is decided for every graph and step,
+not for a batch. `initial_weights` and `scale_scores_by_terms` choose between Ouro's
 initialisation, where the embedding of a token, a sum of four, has unit scale as every H^t, and
 theirs.
 """
@@ -93,11 +93,11 @@ class LatentOptions(LoopOptions):
     family: FamilyName = field(default="latent", init=False)
 
     state: State = "discrete"
-    """What a step starts from: discrete, the factors that the step before says; continuous, its
-    hidden state."""
+    """Start of a step: discrete, the factors that the previous step predicts; continuous, the
+    previous step's hidden state."""
 
     factors: tuple[int, int, int] | None = None
-    """Number of syntax symbols, variables and operations; None takes those of the data."""
+    """Number of syntax symbols, variables and operations; None takes the data's."""
 
     corruption: float = 0.0
     """Probability, in training, that values are corrupted before a step of a discrete model; the
@@ -118,11 +118,11 @@ class LatentOptions(LoopOptions):
     """Whether scores are divided by √(3·H), as DeBERTa's sums of three products, and not by √H."""
 
     exit_gate: bool = False
-    """There is none: the number of steps follows from the graph."""
+    """Must be False: the number of steps follows from the graph."""
 
     positions: PositionKind = "deberta"
-    """What positions do: deberta adds to the scores by distance, of queries and of keys; or one of
-    Ouro's."""
+    """Kind of positions: deberta adds to the scores by distance, for queries and for keys; or one
+    of Ouro's."""
 
     relative_window: int | None = 64
     """Largest distance that relative positions tell from larger ones."""
@@ -133,7 +133,7 @@ class FactorEmbedding(Embedding):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
-        """Rows of all factors, and how many of them each factor has."""
+        """Rows of all factors, and the number of rows per factor."""
 
         sizes: tuple[int, ...]
 
@@ -159,7 +159,7 @@ class FactorHead(LMHead):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LMHead.Config):
-        """Widths, and how many rows each factor has."""
+        """Widths, and the number of rows per factor."""
 
         sizes: tuple[int, ...]
 
@@ -182,7 +182,7 @@ class Corruption(Drawing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Drawing.Config):
-        """Probability a graph and step, share of the chosen values, and number of values."""
+        """Probability per graph and step, share of the chosen values, and number of values."""
 
         probability: float
         share: float
@@ -194,7 +194,7 @@ class Corruption(Drawing):
         self.config = config
 
     def forward(self, value_TBL: Tensor, chosen_TBL: Tensor) -> Tensor:
-        """Return values of which some of the chosen ones are drawn uniformly from all.
+        """Return the values, some of the chosen ones replaced by uniform draws.
 
         Args:
             value_TBL: Value factor before each step.
@@ -294,7 +294,7 @@ class LatentDecoder(LoopDecoder):
         collect: Collect = "all",
         columns: Mapping[str, Tensor] | None = None,
     ) -> LoopOutput:
-        """Run T steps, in training of a discrete model all at once: arguments as of the base."""
+        """Run T steps, in training of a discrete model all at once: arguments as in the base."""
         steps = self.recurrent_steps if recurrent_steps is None else recurrent_steps
         if not (self.training and self.discrete):
             return super().forward(
@@ -331,7 +331,7 @@ class LatentDecoder(LoopDecoder):
 def decoder_config(
     options: LatentOptions, shape: ModelSize, max_seq_len: int
 ) -> LatentDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     for name, kinds in _CHOICES.items():
         require_known(f"model.{name}", getattr(options, name), get_args(kinds))
     defaults = LatentOptions()

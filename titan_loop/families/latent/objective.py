@@ -1,4 +1,4 @@
-"""Latent algorithmic supervision: every step has the values it should have worked out as labels.
+"""Latent algorithmic supervision: the labels of a step are the values that are due by then.
 
     L = 1/N Σ_t Σ_i Σ_f CE(W_f H_i^t, y_{f,i}^t)
     y_value,i^t = solved value where depth(i) ≤ t, else EMPTY
@@ -30,9 +30,9 @@ class LatentSupervision(StreamedLoss):
     | `ce/step_1` … `ce/step_R` | cross entropy of the value factor, nats per label |
     | `ce/factors` | cross entropy of the other factors, summed over them, mean over steps |
 
-    Source: 003, Eq. 3, 5 and 6, Appendix B.2. Deviation, after the authors' code: a value that is
-    not due has the label EMPTY, where Eq. 5 leaves it out (`masked`): a discrete model must predict
-    something at every position, and it was trained to read EMPTY there.
+    Source: arXiv 2510.14095, Eq. 3, 5 and 6, Appendix B.2. Deviation, after the authors' code: a
+    value that is not due has the label EMPTY, where Eq. 5 leaves it out (`masked`): a discrete
+    model must predict something at every position, and it was trained to read EMPTY there.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class LatentSupervision(StreamedLoss):
         labels_every_step: ClassVar[bool] = True
 
         masked: bool = False
-        """Leave values out of the loss that are not due, as in Eq. 5, instead of asking for EMPTY
+        """Leave values that are not due out of the loss, as in Eq. 5, instead of asking for EMPTY
         there."""
 
         mean_over_steps: bool = False

@@ -2,8 +2,9 @@
 
     told state before step t+1 ─► some values of depth t replaced ─► one step ─► right again?
 
-Source: 003, section 4.1 (mechanism 4) and Appendix B.4; the corruption is the same as in training:
-values worked out in the step before, each with the same probability, here at least one of them.
+Source: arXiv 2510.14095, section 4.1 (mechanism 4) and Appendix B.4; the corruption is the same as
+in training: values worked out in the step before, each with the same probability, here at least one
+of them.
 """
 
 import random
@@ -36,7 +37,7 @@ def share_repaired(
         stratum: Stratum of the graphs.
         count: Number of graphs; each is corrupted at one random step up to its depth.
         share: Probability that a value is replaced by another one.
-        seed: Chooses steps and values.
+        seed: Of the choice of steps and values.
     """
     questions = task.held_out_questions(count, task.strata[stratum])
     examples = [task.encode(question) for question in questions]

@@ -1,8 +1,8 @@
 """Graphs that are fully solved in the paper's sense: every factor at every position, deep enough.
 
-Source: 003, "% fully solved", as in the authors' code: all four factors agree with the solved graph
-at all positions but padding, after one step more than the deepest graph of the set needs. (An exam
-grades the values of names alone, after as many steps as each graph needs.)
+Source: arXiv 2510.14095, "% fully solved", as in the authors' code: all four factors agree with the
+solved graph at all positions but padding, after one step more than the deepest graph of the set
+needs. (An exam grades the values of names alone, after as many steps as each graph needs.)
 """
 
 import torch

@@ -4,20 +4,20 @@
 
 A leaf is a number; every other node combines earlier nodes, from left to right, mod m. The value of
 every node is asked. A leaf has depth 1, another node one more than its deepest parent: a model that
-works out one layer of the graph a step needs as many steps as the deepest node has layers. (The
+works out one layer of the graph per step needs as many steps as the deepest node has layers. (The
 authors' code counts a leaf as depth 0: its depth of 6 is 7 here.)
 
 `DagArithmetic` writes a token as four factors, syntax, variable, operation and value, of which the
 value is the token id. The value of a variable is EMPTY until it is worked out; it belongs to the
-name behind the equals sign. `DagChainOfThought` writes the same graphs as plain text, and behind it
-node by node how they are solved.
+name after the equals sign. `DagChainOfThought` writes the same graphs as plain text, followed by
+the solution, node by node.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
-Reasoning" (003), section 3.1, Appendices A.2 and B.1. Choices that the paper leaves open follow the
-authors' code: training graphs of `nodes` nodes, of which `leaves` are numbers; 1 to `most_parents`
-distinct parents, uniform among earlier nodes below the largest depth; operations and names uniform.
-Tests are of any depth. Deviation: graphs are drawn without end, and 1 in 8, chosen by hash, is
-never trained on.
+Reasoning" (arXiv 2510.14095), section 3.1, Appendices A.2 and B.1. Choices that the paper leaves
+open follow the authors' code: training graphs of `nodes` nodes, of which `leaves` are numbers; 1 to
+`most_parents` distinct parents, uniform among earlier nodes below the largest depth; operations and
+names uniform. Tests are of any depth. Deviation: graphs are drawn without end, and 1 in 8, chosen
+by hash, is never trained on.
 """
 
 import random
@@ -84,7 +84,7 @@ class DagArithmetic(Task):
     and variables. `syntax` (an index of `SYNTAX`), `variable` and `operation` (N/A is the last
     index of each) are the column `factors`; `depth` is the depth of the node that a name defines, 0
     at other positions; `solved` is the value factor once everything is worked out. Answers are the
-    values of the names behind equals signs.
+    values of the names after equals signs.
 
     Raises:
         UserError: If a parameter is out of range.
@@ -109,7 +109,7 @@ class DagArithmetic(Task):
     """Nodes of a training graph, or of the largest."""
 
     fewest_nodes: int | None = None
-    """Training graphs then have from so many nodes to `nodes`, equally often; None for `nodes`."""
+    """Fewest nodes of a training graph (None: `nodes`); sizes up to `nodes` are equally likely."""
 
     leaves: int = 6
     """Nodes of any graph that are numbers."""
@@ -156,7 +156,7 @@ class DagArithmetic(Task):
                 )
             if nodes > self.names:
                 raise UserError(
-                    f"{self.name} graphs of {nodes} nodes need as many names, there are names "
+                    f"{self.name} graphs of {nodes} nodes need as many names, not names "
                     f"{self.names}: raise names"
                 )
 
@@ -186,12 +186,12 @@ class DagArithmetic(Task):
         return self.positions(self.nodes)
 
     def positions(self, nodes: int) -> int:
-        """Return the positions of the longest graph of so many nodes."""
+        """Return the positions of the longest graph of `nodes` nodes."""
         return 4 * self.leaves + (nodes - self.leaves) * (2 * self.most_parents + 2)
 
     @property
     def most_steps(self) -> int:
-        """Largest depth of a training graph: a chain of all nodes that are no leaves, or less."""
+        """Largest depth of a training graph: a chain of all nodes that are not leaves, or less."""
         chain = self.nodes - self.leaves + 1
         return chain if self.most_depth is None else min(self.most_depth, chain)
 
@@ -207,10 +207,10 @@ class DagArithmetic(Task):
         return Size(nodes, self.most_depth)
 
     def draw(self, generator: random.Random, stratum: Size) -> Graph:
-        """Draw names, then leaves and nodes in order, each from those before it."""
+        """Draw names, then leaves and nodes in order, each from earlier nodes."""
         names = _sample(generator, range(self.names), stratum.nodes)
         graph: list[Node] = []
-        shallow: list[int] = []  # those that may have children
+        shallow: list[int] = []  # nodes that may have children
         for index, name in enumerate(names):
             if index < self.leaves:
                 node = Node(name, (), (), int(generator.random() * self.modulus), 1)
@@ -245,7 +245,7 @@ class DagArithmetic(Task):
         return sorted(question, key=lambda node: node.depth) if self.by_depth else question
 
     def encode(self, question: Graph) -> Example:
-        """Return the equations one after another, each with a separator behind it."""
+        """Return the equations one after another, each with a separator after it."""
         no_variable, no_operation = self.names, len(self.operations)
         blank = self.modulus + 1
         rows: list[tuple[int, int, int, int, int, int]] = []  # value, factors, depth, solved
@@ -269,7 +269,7 @@ class DagArithmetic(Task):
 
 @dataclass(frozen=True, slots=True)
 class DagChainOfThought(DagArithmetic):
-    """The same graphs as plain text; the answer solves one node after another, and is all of it.
+    """The same graphs as plain text; the answer is the whole solution, one node after another.
 
     Written as `x5 = 4 ,` (values), `x5 = x3 + x0 = 4 ,` (bare_equations, the authors' `eq-val`) or
     `x5 = x3 + x0 = 1 + 3 = 4 ,` (equations), in the order of the graph.
@@ -304,7 +304,7 @@ class DagChainOfThought(DagArithmetic):
         return self.modulus + self.names + len(self.operations)
 
     def positions(self, nodes: int) -> int:
-        """Return the positions of the longest graph of so many nodes and its solution."""
+        """Return the positions of the longest graph of `nodes` nodes and its solution."""
         question = super(DagChainOfThought, self).positions(nodes)
         if self.thought == "values":
             return question + 4 * nodes

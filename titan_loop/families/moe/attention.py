@@ -1,4 +1,4 @@
-"""Attention of each step's own, in a layer whose experts all steps share.
+"""Separate attention for each recurrent step, in a layer whose experts all steps share.
 
     step r:  attention_min(r, S)(x),   S = `model.attentions`
 
@@ -21,7 +21,7 @@ from titan_loop.models.context import CacheSlot, LoopContext
 
 
 class StepAttention(LoopAttention):
-    """An attention for step 1 and for each of the next steps; the last serves all further ones."""
+    """One attention per step; the last one serves all further steps."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopAttention.Config):
@@ -32,7 +32,7 @@ class StepAttention(LoopAttention):
 
         @classmethod
         def of(cls, one: LoopAttention.Config, attentions: int) -> "StepAttention.Config":
-            """Return so many attentions of the same shape."""
+            """Return `attentions` attentions of the same shape."""
             shape = {each.name: getattr(one, each.name) for each in fields(one)}
             return cls(**shape, later=one, attentions=attentions)
 
@@ -43,7 +43,7 @@ class StepAttention(LoopAttention):
     def forward(  # type: ignore[override]
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
     ) -> Tensor:
-        """Attend as the step of `cache_slot` does; arguments as of `LoopAttention.forward`."""
+        """Attend as the step of `cache_slot` does; arguments as in `LoopAttention.forward`."""
         assert cache_slot is not None
         step = cache_slot.step
         if isinstance(step, Tensor):

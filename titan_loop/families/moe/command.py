@@ -33,13 +33,13 @@ def moe(
         experts: Copies of each feed-forward; a dense model needs them.
         top_k: Experts that a token visits, 2 by default.
         router: Function from logits to scores, sigmoid by default.
-        noise: Standard deviation of the noise on a copy, over the root mean square of its matrix;
-            by default none, and the first outputs are the dense model's.
-        dense_layers: Layers that stay dense, from 1.
+        noise: Standard deviation of the noise on a copy, relative to the root mean square of its
+            matrix; by default none, so that the first outputs are the dense model's.
+        dense_layers: Layers that stay dense, counted from 1.
         prelude: Number of layers before the new loop, 0 by default.
         coda: Number of layers after it, 0 by default.
         recurrent_steps: R of the new loop.
-        routers: Routers of a looped layer, one for each of the first so many steps.
+        routers: Number of routers of a looped layer; step r uses router r, later steps the last.
     """
     upcycling = MoEUpcycling(
         experts=experts,

@@ -2,8 +2,8 @@
 
     layer:  x ← x + attention(n1(x)),   x ← x + experts(n2(x))
 
-Loads are counted in the forward pass of training, once a visit: what checkpointing computes again
-is not collected. The bias that balances them moves once an optimiser update, by the loads of all
+Loads are counted in the forward pass of training, once per visit: what checkpointing computes again
+is not collected. The bias that balances them moves once per optimiser update, by the loads of all
 its visits, micro-batches and ranks.
 """
 
@@ -72,7 +72,7 @@ class MoEBlock(PreNormBlock):
     def forward(  # type: ignore[override]
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
     ) -> tuple[Tensor, Routing]:
-        """Apply the layer once; arguments as of `PreNormBlock`."""
+        """Apply the layer once; arguments as in `PreNormBlock`."""
         x_BLD = x_BLD + self._kept(self.attention(self.attention_norm(x_BLD), context, cache_slot))
         step = None if cache_slot is None else cache_slot.step
         mixed_BLD, routing = self.moe(self.ffn_norm(x_BLD), step)
@@ -97,7 +97,7 @@ class SparseConfig(LlamaDecoder.Config):
     expert_parallel: bool
 
     def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-        """As of the base class; experts are placed by the degree of expert parallelism."""
+        """As in the base class; experts are placed by the degree of expert parallelism."""
         self.expert_parallel = config.parallelism.expert_parallel_degree > 1
         super().update_from_config(config=config, **kwargs)
 
@@ -252,7 +252,7 @@ class MoEDecoder(LlamaDecoder):
         self._visits: list[Visit] | None = None
 
     def forward(self, *args: Any, **named: Any) -> LoopOutput:
-        """Run R recurrent steps; arguments as of the base class.
+        """Run R recurrent steps; arguments as in the base class.
 
         Returns:
             The states. Aux holds means over the visits of sparse layers: `balance` of each window
@@ -344,7 +344,7 @@ class MoEDecoder(LlamaDecoder):
         return parts
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
-        """Return how an optimiser treats a parameter: each expert's matrices are hidden ones."""
+        """Return a parameter's treatment by optimisers: experts' matrices are hidden ones."""
         group = super().parameter_group(name, parameter)
         if ".inner_experts." in name:
             ratio = self.config.width_ratio
@@ -352,7 +352,7 @@ class MoEDecoder(LlamaDecoder):
         return replace(group, is_hidden_matrix=False) if ".gate.weight" in name else group
 
     def units(self) -> list[Unit]:
-        """List the units: the experts of a layer are one of their own, after the rest of it."""
+        """List the units: a layer's experts form a unit of their own, after the rest of it."""
         sparse = [self.layers[str(index)] for index in self.config.sparse]
         units: list[Unit] = []
         for unit in super().units():

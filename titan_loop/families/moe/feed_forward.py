@@ -108,7 +108,7 @@ def over_tokens(local: Tensor, tokens: Tensor) -> Tensor:
 
 
 def all_tokens(local_BL: Tensor, tokens: Tensor) -> Tensor:
-    """Return a number of every token on all ranks; arguments as of `over_tokens`."""
+    """Return a number of every token on all ranks; arguments as in `over_tokens`."""
     if not isinstance(tokens, DTensor):
         return local_BL
     mesh, places = tokens.device_mesh, tokens.placements
@@ -187,7 +187,7 @@ class LoopMoE(MoE):
 
     @torch.no_grad()
     def balance(self, load_SE: Tensor, rate: Tensor | float) -> None:
-        """Raise b of experts with less than the mean load, and lower it of those with more.
+        """Raise b of experts with less than the mean load, and lower b of experts with more.
 
             b ← b + u (d − mean d),   d = sign(mean load − load)
 

@@ -1,4 +1,4 @@
-"""Folders of transformers with every visit a layer: R steps are P + R·C + K layers of experts.
+"""Folders of transformers with a layer for every visit: R steps are P + R·C + K layers of experts.
 
 | | `mixtral-unrolled` | `glm4_moe-unrolled` | `ernie4_5_moe-unrolled` |
 |---|---|---|---|
@@ -66,7 +66,7 @@ class MoEShape(UnrolledShape):
     matrices: ClassVar[Mapping[str, str]] = _NAMED
     """Matrix of an expert in the format → the checkpoint's letter for it."""
     bias: ClassVar[str | None] = None
-    """Name of the bias of the choice behind `part`; None where the format has none."""
+    """Name of the bias of the choice after `part`; None where the format has none."""
     bias_is_row: ClassVar[bool] = False
     """Whether that bias is a matrix of one row."""
     shared_always: ClassVar[bool] = False
@@ -87,11 +87,11 @@ class MoEShape(UnrolledShape):
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """Return the shape with every visit a layer.
+        """Return the shape with a layer for every visit.
 
         Raises:
-            UserError: As the base class; an option has another value than the format computes with,
-                or dense layers stand where the format has none.
+            UserError: As in the base class; an option has another value than the format computes
+                with, or a layer is dense where the format has none.
         """
         whole = completed_architecture(architecture)
         wanted = cls.fixed_options if whole["family"] == cls.family else {}
@@ -105,7 +105,7 @@ class MoEShape(UnrolledShape):
         if normed and (recurrent_steps > 1 or whole["coda_layers"]):
             raise UserError(
                 f"model.norm_placement=every_step: {cls.title} has no norm between the steps of a "
-                "loop, or behind it; train with model.norm_placement=readout"
+                "loop, or after it; train with model.norm_placement=readout"
             )
         shape = super().from_architecture(
             whole, recurrent_steps=recurrent_steps, max_positions=max_positions
@@ -126,7 +126,7 @@ class MoEShape(UnrolledShape):
         return self.visits[visit] + 1 in self.dense_layers
 
     def part_of(self, visit: int, parts: int) -> int:
-        """Return which of a layer's `parts` a visit uses, from 0; outside the loop there is one."""
+        """Return the index of the part that a visit uses, of `parts`; outside the loop it is 0."""
         looped = max(self.visits) + 1 - self.prelude_layers - self.coda_layers
         if not self.prelude_layers <= visit < self.n_layers - self.coda_layers:
             return 0
@@ -153,7 +153,7 @@ class MoEShape(UnrolledShape):
         return self.shared_experts or int(self.shared_always)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As of the base class, with the experts of the sparse visits."""
+        """As in the base class, with the experts of the sparse visits."""
         shapes: dict[str, tuple[int, ...]] = {}
         mixture = dict(self.mixture_shapes())
         for name, shape in super().tensor_shapes().items():
@@ -169,11 +169,11 @@ class MoEShape(UnrolledShape):
         return None if self.shared_experts or ".shared_experts." not in tensor else 0.0
 
     def parameter_name(self, tensor: str) -> str:
-        """As of the base class; an expert's matrix has the name of its stack."""
+        """As in the base class; an expert's matrix has the name of its stack."""
         return self._source(tensor)[0]
 
     def shape_in(self, reader: CheckpointReader, tensor: str) -> tuple[int, ...]:
-        """As of the base class; a slice of a stack has the stack's shape without its length."""
+        """As in the base class; a slice of a stack has the stack's shape without its length."""
         stored, index = self._source(tensor)
         shape = tuple(reader.shape(stored))
         if index is None or shape[:1] != (self._length(stored),):
@@ -188,7 +188,7 @@ class MoEShape(UnrolledShape):
         return routers if stored.endswith("_SE") else self.experts
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """As of the base class, sliced from its stack."""
+        """As in the base class, sliced from its stack."""
         stored, index = self._source(tensor)
         return super().read(reader, tensor) if index is None else _stack(reader, stored)[index]
 
@@ -215,7 +215,7 @@ class MoEShape(UnrolledShape):
         return f"{layer}expert_bias_SE", row
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class, with the experts."""
+        """As in the base class, with the experts."""
         config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         return config | {
             "architectures": [self.class_name],
@@ -230,7 +230,7 @@ class MoEShape(UnrolledShape):
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralShape(MoEShape):
-    """`MixtralForCausalLM`: softmax, and no more than experts."""
+    """`MixtralForCausalLM`: softmax, and nothing but experts."""
 
     title: ClassVar[str] = "Mixtral"
     model_type: ClassVar[str] = "mixtral"
@@ -260,7 +260,7 @@ class MixtralShape(MoEShape):
                 )
 
     def mixture_config(self) -> dict[str, Any]:
-        """As of the base class."""
+        """As in the base class."""
         return {
             "intermediate_size": self.expert_hidden_dim,
             "num_experts_per_tok": self.top_k,
@@ -283,12 +283,12 @@ class GlmShape(MoEShape):
     shared_always: ClassVar[bool] = True
 
     def check_dense(self, dense: list[bool]) -> None:
-        """Refuse dense layers behind sparse ones."""
+        """Refuse dense layers after sparse ones."""
         if any(dense[dense.index(False) :]):
             raise _misplaced(self, "the first ones")
 
     def mixture_config(self) -> dict[str, Any]:
-        """As of the base class."""
+        """As in the base class."""
         dense = [self.is_dense(visit) for visit in range(self.n_layers)]
         return {
             "first_k_dense_replace": dense.index(False),
@@ -327,7 +327,7 @@ class ErnieShape(MoEShape):
             raise _misplaced(self, "the first and the last ones")
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """As of the base class; neighbouring elements of a head are rotated."""
+        """As in the base class; neighbouring elements of a head are rotated."""
         weight = super().read(reader, tensor)
         for name, heads in {"q_proj": self.n_heads, "k_proj": self.n_kv_heads}.items():
             if tensor.endswith(f"self_attn.{name}.weight"):
@@ -335,7 +335,7 @@ class ErnieShape(MoEShape):
         return weight
 
     def mixture_config(self) -> dict[str, Any]:
-        """As of the base class."""
+        """As in the base class."""
         dense = [self.is_dense(visit) for visit in range(self.n_layers)]
         start, stop = _sparse_span(dense)
         return {
@@ -353,7 +353,7 @@ class ErnieShape(MoEShape):
 
 
 def _sparse_span(dense: list[bool]) -> tuple[int, int]:
-    """Return the first visit with experts, and the one behind the last."""
+    """Return the first visit with experts, and the one after the last."""
     return dense.index(False), len(dense) - dense[::-1].index(False)
 
 

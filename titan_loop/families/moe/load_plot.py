@@ -1,6 +1,6 @@
 """The plot of experts' loads over training: a map for each layer and recurrent step.
 
-A load is given over the mean load of its visit: 1 is an equal share, 0 an expert that no token
+A load is divided by the mean load of its visit: 1 is an equal share, 0 an expert that no token
 chose, E/k an expert that every token chose. Visits beyond `_MOST_PANELS` are left out, the most
 equal ones first.
 """
@@ -20,9 +20,9 @@ PREFIX = "experts/load/"
 _VISIT = re.compile(PREFIX + r"layer_(\d+)(?:_step_(\d+))?")
 _MOST_PANELS = 12
 _MOST_COLUMNS = 200
-"""Times of a map; each is the mean of neighbouring records."""
+"""Columns of a map, along time; each is the mean of neighbouring records."""
 _LAST_SHARE = 0.1
-"""Share of the records at the end whose mean the title and the order of visits are about."""
+"""Share of the records, at the end, whose mean decides the title and the order of visits."""
 _TWICE = 2.0
 """Loads from 1/4 to 4 have shades of their own: two doublings on each side of an equal share."""
 
@@ -61,7 +61,7 @@ def read_loads(records: Records) -> list[Loads]:
 
 
 def title_of(loads: list[Loads], shown: int) -> str:
-    """Return the message of the plot: how unequal the loads are at the end, and where."""
+    """Return the plot's title: the range of loads at the end, and the busiest expert."""
     ended = [visit for visit in loads if not np.isnan(visit.last).any()]
     worst = max(ended, key=lambda visit: visit.last.max())
     low = min(visit.last.min() for visit in ended)
@@ -118,7 +118,7 @@ def _mean(values: np.ndarray) -> np.ndarray:
 
 
 def _share(doublings: float, _: int) -> str:
-    """Return the label of a shade, which stands for all beyond it at both ends."""
+    """Return the label of a shade; the two end shades stand for all loads beyond them, too."""
     sign = {-_TWICE: "≤ ", _TWICE: "≥ "}.get(doublings, "")
     return f"{sign}{2**doublings:.2g}"
 

@@ -2,8 +2,8 @@
 
     layers, R, E, k ─► expert width at which the cost is the model's ─► that mixture's costs, a row
 
-Every cost is asked of a candidate's config, or of its model on the meta device, as training, `plan`
-and the inference engine ask for it. FLOPs and parameters grow linearly with the width of an expert,
+Every cost is computed from a candidate's config, or its model on the meta device, as in training,
+`plan` and the inference engine. FLOPs and parameters grow linearly with the width of an expert,
 so two answers give the width. A cache does not depend on experts: with `kv` FLOPs give the width.
 """
 
@@ -79,8 +79,8 @@ class Candidate(NamedTuple):
 def matched(config: LoopTrainer.Config, cost: str) -> list[str]:
     """Return the table of looped mixtures whose cost is within 1 % of a model's.
 
-    Of each R and E it has the best k: within 1 %, and nearest in the other costs, by which the rows
-    are sorted.
+    For each R and E it has the k within 1 % that is nearest in the other costs; rows are sorted by
+    the same distance.
 
     Args:
         config: Config of a run, whose model has no experts.

@@ -1,4 +1,4 @@
-"""Looped mixtures of experts: which model to train.
+"""Looped mixtures of experts: options and architecture.
 
     h_r = n(block_N(… block_1(h_{r−1}) …)),   n = final norm, or the identity
     block:  x ← x + attention(n1(x)),   x ← x + mixture(n2(x))
@@ -70,24 +70,24 @@ class ExpertOptions:
 
 @dataclass(kw_only=True, slots=True)
 class MoEOptions(ExpertOptions, LlamaOptions):
-    """Which mixture of experts to train; every field can be set on the command line."""
+    """Options of mixtures of experts; every field is a flag."""
 
     family: FamilyName = field(default="moe", init=False)
 
     routers: int = 1
-    """Routers of a looped layer: one for all steps, or one for each of the first so many steps, of
-    which the last serves further ones."""
+    """Number of routers of a looped layer: one for all steps, or one for each of the first steps;
+    the last router serves all further steps."""
 
     attentions: int = 1
-    """Attentions of a looped layer: one for all steps, or one for each of the first so many steps,
-    of which the last serves further ones."""
+    """Number of attentions of a looped layer: one for all steps, or one for each of the first
+    steps; the last attention serves all further steps."""
 
     dense_layers: tuple[int, ...] = ()
     """Layers with a dense feed-forward of width hidden_dim, from 1."""
 
 
 def decoder_config(options: MoEOptions, shape: ModelSize, max_seq_len: int) -> MoEDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`.
+    """Return the architecture; arguments as in `Family.decoder_config`.
 
     Raises:
         UserError: As `llama_config`; or experts and layers that do not fit together.

@@ -1,4 +1,4 @@
-"""The losses of a mixture of experts: the objective's own, and prices on its routing.
+"""The losses of a mixture of experts: the objective's own, and penalties on its routing.
 
     L = L_exit + α balance + ζ z
 
@@ -27,7 +27,7 @@ from titan_loop.objectives.streamed_loss import LossBatch, token_mean
 
 
 class MoELoss(ExpectedExitLoss):
-    """Ouro's objective, or the last step's cross entropy, and the prices of routing.
+    """Ouro's objective, or the last step's cross entropy, and the penalties on routing.
 
     Metrics beside the base class': `experts/balance`, 1 at equal loads, and `experts/router_z`.
     """
@@ -37,13 +37,13 @@ class MoELoss(ExpectedExitLoss):
         """α and ζ of the routers, and the options of the cross entropy."""
 
         balance_weight: float = 0.0
-        """α, the price of unequal loads within a window; DeepSeek-V3 has 1e-4 beside the bias."""
+        """α, the weight of unequal loads within a window; DeepSeek-V3 has 1e-4 beside the bias."""
 
         router_z_weight: float = 0.0
-        """ζ, the price of large router logits; ST-MoE has 1e-3."""
+        """ζ, the weight of large router logits; ST-MoE has 1e-3."""
 
         def aux(self) -> Mapping[str, str]:
-            """Return balance and z, which are measured even where they cost nothing."""
+            """Return balance and z, which are measured even if their weights are 0."""
             return {
                 "balance": f"loss.balance_weight={self.balance_weight}",
                 "router_z": f"loss.router_z_weight={self.router_z_weight}",
@@ -52,7 +52,7 @@ class MoELoss(ExpectedExitLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield weights out of range, after the refusals of the base class."""
+            """Refuse weights out of range, after the refusals of the base class."""
             yield from ExpectedExitLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )

@@ -1,9 +1,9 @@
-"""A model that exists becomes a mixture of experts, or a mixture becomes a loop.
+"""A dense model becomes a mixture of experts, or a mixture becomes a loop.
 
     dense    F(x)                        →   Σ_{e in K} g_e E_e(x),   E_e = F + noise,  Σ_K g_e = 1
     mixture  N layers that run once      →   P + C + K layers, C of them looped R times
 
-Normalised scores of exact copies add up to the dense model, whichever experts the new router
+With normalised scores, exact copies add up to the dense model, whichever experts the new router
 chooses: without noise the first outputs are the dense model's, at every number of steps. A loop of
 one step is the mixture, and routers of its steps begin as copies of the one router. The optimiser
 state is left behind. One tensor is in memory at a time, and for noise one expert's matrix.
@@ -53,7 +53,7 @@ class MoEUpcycling:
         prelude: Number of layers before the new loop, P.
         coda: Number of layers after it, K.
         recurrent_steps: R of the new loop.
-        routers: Routers of a looped layer, one for each of the first so many steps.
+        routers: Number of routers of a looped layer; step r uses router r, later steps the last.
     """
 
     experts: int | None = None
@@ -93,7 +93,7 @@ class MoEUpcycling:
 
     def _of_dense(self, run: SavedRun, dense: LlamaOptions) -> MoEOptions:
         if self.experts is None:
-            raise UserError(f"--experts is missing; {run.path} is dense, say --experts 8")
+            raise UserError(f"--experts is missing; {run.path} is dense, so say --experts 8")
         if not 0 <= (self.noise or 0.0) < 1:
             raise UserError(f"--noise={self.noise} must be 0 or more and below 1")
         names = [option.name for option in fields(LlamaOptions) if option.init]
@@ -116,12 +116,12 @@ class MoEUpcycling:
                 )
         if self.recurrent_steps is None:
             raise UserError(
-                f"--recurrent-steps is missing; {run.path} has experts already, and a loop is made "
-                "of it"
+                f"--recurrent-steps is missing; {run.path} has experts already, so it can only "
+                "become a loop"
             )
         if mixture.routers > 1 and self.routers is not None:
             raise UserError(
-                f"--routers={self.routers} is for a mixture with one router a layer, and "
+                f"--routers={self.routers} is for a mixture with one router per layer, and "
                 f"{run.path} has {mixture.routers}; leave it out"
             )
         return replace(mixture, routers=self.routers or mixture.routers)
@@ -165,7 +165,7 @@ def upcycle_to_experts(
     """Write a new run with one checkpoint of step 0; its lineage has parent and new parts.
 
     Args:
-        parent: Run, for its newest checkpoint, or a checkpoint.
+        parent: Run (its newest checkpoint is taken) or a checkpoint.
         output: The new run directory.
         command: Recorded in the new `run.json`.
 

@@ -2,12 +2,12 @@
 
     h_r = core(inject(h_{r−1}, e)),   block:  x ← x + attention(n1(x)),   x ← x + experts(n2(x))
 
-The loop's equations stand in `titan_loop/families/xllm/decoder.py`, the experts' in
+The loop's equations are in `titan_loop/families/xllm/decoder.py`, the experts' in
 `feed_forward.py`. Models without an injection are of family `moe`.
 
 Source: Huang et al. 2026 ("Towards Looped Models Done Right", Part I), arXiv 2610.06833, and their
-code. Deviation: routers start with standard deviation 0.02, as all matrices, and balance by a loss,
-a bias or both, where theirs have the loss alone.
+code. Deviation: routers start with standard deviation 0.02, like all matrices, and balance by a
+loss, a bias or both, where theirs have the loss alone.
 """
 
 import math
@@ -25,7 +25,7 @@ from titan_loop.models.loop_config import residual_gain, width_ratio
 
 @dataclass(kw_only=True, slots=True)
 class XllmMoEOptions(ExpertOptions, XllmOptions):
-    """Which sparse prelude, core and coda to train; every field can be set on the command line."""
+    """Options of a model with sparse prelude, core and coda; every field is a flag."""
 
     family: FamilyName = field(default="xllm_moe", init=False)
 
@@ -47,7 +47,7 @@ class XllmMoEDecoder(MoEDecoder, XllmDecoder):
 def decoder_config(
     options: XllmMoEOptions, shape: ModelSize, max_seq_len: int
 ) -> XllmMoEDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     check_experts(options, shape)
     if options.student:
         raise UserError(f"model.student={options.student} is for dense layers; set it to 0")

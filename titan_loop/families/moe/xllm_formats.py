@@ -1,12 +1,12 @@
 """Folders in the layout of xLLM-Loop's released mixtures of experts, in and out.
 
     moe.router.weight                  router
-    moe.experts.weight1, 2, 3          w1, w2, w3 of all experts, below each other
+    moe.experts.weight1, 2, 3          w1, w2, w3 of all experts, stacked as rows
     moe.fc1, fc2, fc3                  shared experts
     moe.norm                           norm before the mixture
 
-A model without an injection, one state and no norm in the loop is one of family `moe`, with every
-export of that family; the others are of `xllm_moe`.
+With one state, and neither an injection nor a norm in the loop, a model is of family `moe`, with
+every export of that family; the others are of `xllm_moe`.
 
 Source: the code of xLLM, `xllm/modules/moe`, and of xLLM-Loop, `xllm/models/transformer.py`.
 """
@@ -59,13 +59,13 @@ class XllmMoEShape(XllmShape):
 
     @classmethod
     def describes(cls, config: Mapping[str, Any]) -> bool:
-        """As of the base class, for configs with experts."""
+        """As in the base class, for configs with experts."""
         model = config.get("model")
         return isinstance(model, dict) and "arch" in model and bool(model.get("num_experts"))
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As of the base class, with the experts."""
+        """As in the base class, with the experts."""
         model, fields = config["model"], super().read_fields(config)
         router = model.get("moe_router_score_func", "sigmoid")
         if router not in ("sigmoid", "softmax"):
@@ -82,7 +82,7 @@ class XllmMoEShape(XllmShape):
         }
 
     def options(self) -> ModelOptions:
-        """As of the base class; a token's only expert has its score as it is."""
+        """As in the base class; a token's only expert has its score as it is."""
         experts: dict[str, Any] = {
             "experts": self.experts,
             "top_k": self.top_k,
@@ -104,7 +104,7 @@ class XllmMoEShape(XllmShape):
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As of the base class, with a mixture in place of each feed-forward."""
+        """As in the base class, with a mixture in place of each feed-forward."""
         wide = (self.experts, self.expert_hidden_dim, self.dim)
         narrow = (self.experts, self.dim, self.expert_hidden_dim)
         shared = self.shared_experts * self.expert_hidden_dim
@@ -125,7 +125,7 @@ class XllmMoEShape(XllmShape):
         return {f"layers.{layer}.moe.expert_bias_SE": (1, self.experts) for layer in layers}
 
     def file_name(self, tensor: str) -> str:
-        """As of the base class."""
+        """As in the base class."""
         if tensor.endswith("post_attention_layernorm.weight"):
             return f"layers.{tensor.split('.')[2]}.moe.norm.weight"
         if ".mlp." not in tensor:
@@ -139,22 +139,22 @@ class XllmMoEShape(XllmShape):
         return f"layers.{layer}.moe.{names[part]}"
 
     def file_shape(self, tensor: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """As of the base class; a stack is one matrix."""
+        """As in the base class; a stack is one matrix."""
         return (shape[0] * shape[1], shape[2]) if _EXPERTS in tensor else shape
 
     def loaded(self, tensor: str, stored: Tensor) -> Tensor:
-        """As of the base class."""
+        """As in the base class."""
         if _EXPERTS in tensor:
             return stored.unflatten(0, (self.experts, -1))
         return super().loaded(tensor, stored)
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """As of the base class."""
+        """As in the base class."""
         weight = super().read(reader, tensor)
         return weight.flatten(0, 1) if _EXPERTS in tensor else weight
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class, with the experts."""
+        """As in the base class, with the experts."""
         return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
             "num_experts": self.experts,
             "num_activated_experts": self.top_k,

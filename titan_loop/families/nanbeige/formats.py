@@ -1,4 +1,4 @@
-"""Folders for engines: `NanbeigeForCausalLM`, and `LlamaForCausalLM` with every visit a layer.
+"""Folders for engines: `NanbeigeForCausalLM`, and `LlamaForCausalLM` with a layer per visit.
 
 | | holds | read by |
 |---|---|---|
@@ -37,7 +37,7 @@ class _BlockShape(LlamaShape):
     """The shape of a model of this family.
 
     Attributes:
-        norm_placement: Where the final norm stands.
+        norm_placement: Place of the final norm.
     """
 
     family: ClassVar[str] = "nanbeige"
@@ -48,7 +48,7 @@ class _BlockShape(LlamaShape):
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """Return the shape of a checkpoint's model; raises as the base class's."""
+        """As in the base class; raises `UserError` for an exit gate, too."""
         if architecture.get("exit_gate"):
             raise UserError(
                 f"model.exit_gate=True: the {cls.title} format has no place for a gate, and every "
@@ -59,7 +59,7 @@ class _BlockShape(LlamaShape):
         )
 
     def options(self) -> NanbeigeOptions:
-        """As of the base class."""
+        """As in the base class."""
         return NanbeigeOptions(
             **self.shared_options(LLAMA_SIZES, NanbeigeOptions().size),
             norm_eps=self.norm_eps,
@@ -78,7 +78,7 @@ class NanbeigeShape(_BlockShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As of the base class, with the norm between steps; other extensions must be off."""
+        """As in the base class, with the norm between steps; other extensions must be off."""
         for name in _OFF:
             if config.get(name):
                 raise unsupported(name, config[name], False)
@@ -91,7 +91,7 @@ class NanbeigeShape(_BlockShape):
         return super().read_fields(config) | {"norm_placement": placement}
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class, with the loop."""
+        """As in the base class, with the loop."""
         return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
             "architectures": ["NanbeigeForCausalLM"],
             "auto_map": {
@@ -103,7 +103,7 @@ class NanbeigeShape(_BlockShape):
         }
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """Return the loop, which config.json and GGUF call the same."""
+        """Return the loop's fields, which have the same names in config.json and GGUF."""
         return {
             "num_loops": self.recurrent_steps,
             "skip_loop_final_norm": self.norm_placement == "readout",
@@ -133,10 +133,10 @@ class UnrolledShape(_BlockShape):
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """Return the shape with every visit a layer.
+        """Return the shape with a layer for every visit.
 
         Raises:
-            UserError: As the base class; or a norm stands between two visits.
+            UserError: As in the base class; or a norm stands between two visits.
         """
         shape = super().from_architecture(
             architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
@@ -153,11 +153,11 @@ class UnrolledShape(_BlockShape):
         return replace(shape, n_layers=len(visits), visits=visits, recurrent_steps=1)
 
     def stored_layer(self, index: int) -> int:
-        """As of the base class."""
+        """As in the base class."""
         return self.visits[index] if self.visits else index
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class."""
+        """As in the base class."""
         config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         return config | {"architectures": ["LlamaForCausalLM"]}
 
@@ -190,7 +190,7 @@ def _write_llama(export: Export, output: Path) -> None:
 
 
 NANBEIGE_FOLDER = Format(
-    summary="folder for SGLang, MLX, vLLM and transformers in which layers stand once",
+    summary="folder for SGLang, MLX, vLLM and transformers in which layers are stored once",
     shape=NanbeigeShape.from_architecture,
     write=_write_nanbeige,
     dtypes=("float32", "bfloat16", "float16"),

@@ -18,7 +18,7 @@ from titan_loop.models.llama import LLAMA_SIZES, LlamaDecoder, LlamaOptions, lla
 
 @dataclass(kw_only=True, slots=True)
 class NanbeigeOptions(LlamaOptions):
-    """Which model of Llama blocks to train; every field can be set on the command line."""
+    """Options of models of Llama blocks; every field is a flag."""
 
     family: FamilyName = field(default="nanbeige", init=False)
 
@@ -26,7 +26,7 @@ class NanbeigeOptions(LlamaOptions):
 def decoder_config(
     options: NanbeigeOptions, shape: ModelSize, max_seq_len: int
 ) -> LlamaDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     return llama_config(LlamaDecoder.Config, options, shape, max_seq_len)
 
 

@@ -1,4 +1,4 @@
-"""Agreement of recurrent steps: on how many items two of them give the same answer.
+"""Agreement of recurrent steps: the number of items on which two of them give the same answer.
 
     A[i, j] = number of items on which steps i and j give the same answer
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def agreement(nats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return every step's answers and how often two steps agree.
+    """Return every step's answers, and the number of items on which two steps agree.
 
     Args:
         nats: Shape (items, steps, choices).
@@ -45,7 +45,7 @@ def analyse_agreement(
     `report` shows.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         items: mmlu_dev, multi_hop, mano, or a JSONL file with text, choices and answer.
         depths: Recurrent steps; default 1 to the trained R.
         limit: Number of items to use, from the first.

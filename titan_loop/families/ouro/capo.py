@@ -1,4 +1,4 @@
-"""Capo: made-up biographies to be learned by heart, and how many bits of them a model knows.
+"""Capo: made-up biographies to be learned by heart, and the bits of them that a model knows.
 
     <bos> Anya Bo Cid was born on May 7 1982 . She comes from c17 . She studied at u4 . …
 
@@ -61,7 +61,7 @@ _POOLS = (
 
 
 class Biography(NamedTuple):
-    """A person, which wording each sentence has, and which labels are the answer."""
+    """A person, the wording of each sentence, and the labels that form the answer."""
 
     person: int
     wordings: tuple[int, ...]
@@ -106,7 +106,7 @@ class Capo(Task):
     """Number of employers."""
 
     world_seed: int = 0
-    """Chooses names and attributes."""
+    """Seed of names and attributes."""
 
     def __post_init__(self) -> None:
         require_sizes(self, people=1, **{pool: 1 for pool in _POOLS if pool in self.__dict__})

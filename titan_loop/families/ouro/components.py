@@ -36,7 +36,7 @@ def analyse_components(
     """Draw the last prompt token's state after every step on two principal components.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         items: mmlu_dev, multi_hop, mano, or a JSONL file with text, choices and answer; items are
             coloured by their right answer.
         recurrent_steps: R; default as in training.
@@ -54,7 +54,7 @@ def analyse_components(
     }
     figure = Figure(
         "States of the last token",
-        "After every step, on two principal components common to all; one colour an answer.",
+        "After every step, on two principal components common to all; one colour per answer.",
         partial(_draw, points, kinds, shares),
     )
     return Findings(name="pca", loaded=loaded, record=record, figures={"pca.png": figure})

@@ -31,9 +31,9 @@ class Item:
     """One question.
 
     Attributes:
-        text: Prompt; a choice follows it behind a space.
+        text: Prompt; a space and a choice follow it.
         choices: At least two possible answers.
-        answer: Index of the right choice; None if nobody says.
+        answer: Index of the right choice; None if it is unknown.
     """
 
     text: str

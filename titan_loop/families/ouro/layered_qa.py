@@ -9,7 +9,7 @@ of them is trained together with all facts; the exam asks others. More loops sho
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendix B: 5 layers of 100 people, 20
 relations, three hops (800,000 questions), 20,000 to 200,000 of them trained, 3,000 held out. The
-share of facts in training is not published; here facts and questions are drawn alike.
+share of facts in training is not published; here every fact and question is equally likely.
 """
 
 import random
@@ -26,7 +26,7 @@ from titan_loop.errors import UserError
 
 _WORDS = ("The", "Who", "is", "the", "of", "?", "Answer", ":")
 _MOST_QUESTIONS = 1 << 24
-"""Two tables of 8 bytes a question are kept."""
+"""Two tables of 8 bytes per question are kept."""
 
 
 class PathQuestion(NamedTuple):
@@ -65,7 +65,7 @@ class LayeredQA(Task):
     """Different questions to train on."""
 
     world_seed: int = 0
-    """Chooses who is whose, and which questions are trained."""
+    """Seed of the relations between people, and of the trained questions."""
 
     def __post_init__(self) -> None:
         require_sizes(self, people=1, relations=1, trained_questions=1)
@@ -134,7 +134,7 @@ class LayeredQA(Task):
 
     @cached_property
     def world(self) -> np.ndarray:
-        """Person reached by (person, relation), int64, shape (people but the last layer's, r)."""
+        """Person reached by each (person outside the last layer, relation), int64."""
         generator = random.Random(keyed_integer("layered_qa world", self.world_seed))
         heads = (self.layers - 1) * self.people
         return np.array(
@@ -167,7 +167,7 @@ class LayeredQA(Task):
         return (question.person, *question.relations)
 
     def is_held_out(self, question: PathQuestion) -> bool:
-        """Return whether a question is never trained on; facts all are trained."""
+        """Return whether a question is never trained on; all facts are trained on."""
         if len(question.relations) == 1:
             return False
         number = question.person
@@ -176,7 +176,7 @@ class LayeredQA(Task):
         return bool(self._rank[number] >= self.trained_questions)
 
     def held_out_questions(self, count: int, stratum: str, *, seed: int = 0) -> list[PathQuestion]:
-        """Return `count` questions of a stratum; only its name says whether they were trained."""
+        """Return `count` questions of a stratum; only `held_out` ones are never trained on."""
         generator = random.Random(self.exam_key(seed, stratum))
         return [self.draw(generator, stratum) for _ in range(count)]
 

@@ -35,13 +35,13 @@ SIZES = {
 
 @dataclass(kw_only=True, slots=True)
 class OuroOptions(LoopOptions):
-    """Which Ouro model to train; every field can be set on the command line."""
+    """Options of Ouro models; every field is a flag."""
 
     family: FamilyName = field(default="ouro", init=False)
 
     readout_rank: int | None = None
-    """Rank of a map of its own that every step has before head and gate; 0 for a scale of each
-    dimension alone, None for what all steps share."""
+    """Rank of a separate map for every step, before head and gate; 0 for a scale per dimension
+    alone, None for no such map."""
 
     early_states: EarlyStates = "trained"
     """Whether losses of steps before the last train the layers (trained), or head, gate and steps'
@@ -49,7 +49,7 @@ class OuroOptions(LoopOptions):
 
 
 def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> OuroDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     if options.early_states not in get_args(EarlyStates):
         hint = nearest(options.early_states, get_args(EarlyStates))
         raise UserError(f"model.early_states={options.early_states} is unknown{hint}")

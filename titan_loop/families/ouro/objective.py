@@ -1,8 +1,8 @@
 """The Stage II objective: the gate learns whether one more recurrent step lowers the loss.
 
-The language model is frozen. How much a step improved a token's cross entropy says how much the
-gate should want to go on; a binary cross entropy per step compares the two. Only the gate's logits
-carry a gradient: cross entropies and targets are detached.
+The language model is frozen. A step's improvement of a token's cross entropy sets the probability
+with which the gate should go on; a binary cross entropy per step fits the gate to it. Only the
+gate's logits carry a gradient: cross entropies and targets are detached.
 
 Shape suffixes: R recurrent steps, P = R − 1 pairs of neighbouring steps, B batch, L sequence.
 """
@@ -32,7 +32,7 @@ from titan_loop.objectives.streamed_loss import (
 
 
 def improvement_nats(ce_RBL: Tensor) -> Tensor:
-    """Return how much each recurrent step but the first lowered the loss of a token.
+    """Return the decrease of each token's loss at every recurrent step but the first.
 
         I_r = max(0, CE_{r−1} − CE_r),  r = 2 … R
 
@@ -152,7 +152,7 @@ class AdaptiveGateLoss(StreamedLoss):
         """Definition of an improvement, and the gate that learns from it."""
 
         slope: float = 50.0
-        """k, how sharply the target turns from exit to continue, per nat."""
+        """k, the sharpness of the target's turn from exit to continue, per nat."""
 
         threshold: float = 0.005
         """γ, the improvement in nats at which exit and continue are equally good."""
@@ -163,7 +163,7 @@ class AdaptiveGateLoss(StreamedLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield constants that make no target, and runs in which no gate could learn."""
+            """Refuse constants that make no target, and runs in which no gate could learn."""
             if not 0 < self.slope < math.inf:
                 yield Refusal(
                     "loss.slope", f"loss.slope={self.slope} must be positive", "the paper uses 50"

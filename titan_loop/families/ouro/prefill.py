@@ -41,7 +41,7 @@ def analyse_prefill(
     The first half of a window is its prompt.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         windows: Held-out windows per source.
         recurrent_steps: R of the continuations; default as in training.
     """
@@ -70,7 +70,7 @@ def analyse_prefill(
             results[f"prefill/{source}/seconds_to_first_token/steps:{prefill}"] = seconds
     figure = Figure(
         "Prompts at fewer steps",
-        "Bits per byte of continuations more than with all steps, with 95 % intervals over windows",
+        "Increase in continuations' bits per byte over prompts at all steps, with 95 % intervals.",
         partial(_draw, curves),
     )
     return Findings(
@@ -114,7 +114,7 @@ def continuation_nats(
 
 @torch.inference_mode()
 def seconds_to_first_token(stack: Stack, prompt_1L: Tensor, prefill: int, steps: int) -> float:
-    """Return the shortest of three times from a prompt to its first token, one row alone."""
+    """Return the shortest of three times from a prompt to its first token, for a single row."""
     prompt_1L = prompt_1L.to(stack.device)
     length, times = prompt_1L.shape[1], []
     for _ in range(_REPEATS):

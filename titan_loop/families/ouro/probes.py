@@ -1,4 +1,4 @@
-"""Linear probes: which step's answer can be read off which layer's states.
+"""Linear probes that read each step's answer off each layer's states.
 
     layer l of step i ─► linear classifier ─► the answer of step j
 
@@ -32,7 +32,7 @@ _BOOTSTRAPS = 200
 
 @dataclass(frozen=True)
 class ProbeScore:
-    """How well a linear probe reads one step's answer off one layer's states.
+    """Score of a linear probe that reads one step's answer off one layer's states.
 
     Attributes:
         state_step: Step of the states, from 1.
@@ -64,7 +64,7 @@ def probe(
         answers: Shape (items, R), from `agreement`.
         answer_steps: Steps whose answers are predicted, from 1. One whose answer is almost always
             the same (fewer than five of a second choice) is left out.
-        seed: Chooses folds and resamplings.
+        seed: Seed of folds and resamplings.
 
     Raises:
         UserError: scikit-learn is not installed, or every step answers all items alike.
@@ -129,11 +129,11 @@ def analyse_probes(
 ) -> Findings:
     """Predict each step's answer from the states of every layer and step with linear probes.
 
-    Items are split by question; an interval is the bootstrap's over items. Needs scikit-learn: pip
+    Items are split by question; intervals are bootstrapped over items. Needs scikit-learn: pip
     install 'titan-loop[analyse]'.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         items: mmlu_dev, multi_hop, mano, or a JSONL file with text and choices.
         recurrent_steps: R; default as in training.
         limit: Number of items to use, from the first.
@@ -186,7 +186,7 @@ def _draw(scores: Sequence[ProbeScore], path: Path) -> Path:
         axes.plot(at, [score.auc for score in chosen], color="0.2", marker="o", markersize=3)
         axes.axhline(0.5, color="0.6", linewidth=0.8, linestyle="--")
         axes.axvspan(panels[name] - 1, panels[name], color="tab:orange", alpha=0.12)
-        axes.set_xlabel("recurrent step of the states (orange: that of the answer)")
+        axes.set_xlabel("recurrent step of the states (orange: the answer's step)")
         axes.set_ylim(0.3, 1.02)
 
     title = "Linear probes: area under the ROC curve"

@@ -7,9 +7,9 @@ others, drawn for every example. A distance counts hidden and shown edges alike.
 questions of training have the answer no, the others distances from 1 to `distance` equally often;
 the exam counts every distance on its own, and the pairs without a path.
 
-A one-layer transformer doubles with every loop how far each node is known to reach, so ⌈log₂ d⌉ + 1
-loops answer a question of distance d: `depth`. tests/families/ouro/test_reachability.py has the
-weights.
+With every loop, a one-layer transformer can double the distance up to which it knows paths,
+so ⌈log₂ d⌉ + 1 loops answer a question of distance d: `depth`.
+tests/families/ouro/test_reachability.py has the weights.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6.3, Appendix B.5, Definition 2 and Theorem 2.
 Deviations: the shown graph is a list of edges, as in the work that the definition comes from, not a
@@ -65,7 +65,7 @@ class Reachability(Task):
     """Largest distance that is asked, D."""
 
     world_seed: int = 0
-    """Chooses the hidden edges."""
+    """Seed of the hidden edges."""
 
     def __post_init__(self) -> None:
         require_sizes(self, nodes=3, hidden_edges=0, shown_edges=0)
@@ -96,7 +96,7 @@ class Reachability(Task):
 
     @property
     def strata(self) -> Mapping[str, int]:
-        """Every distance, then pairs without a path, which stand as 0."""
+        """Every distance, then pairs without a path as 0."""
         near = {f"distance_{distance}": distance for distance in range(1, self.distance + 1)}
         return {**near, "no_path": 0}
 
@@ -178,5 +178,5 @@ class Reachability(Task):
 
 
 def loops_for(distance: int) -> int:
-    """Return ⌈log₂ distance⌉ + 1, the loops that find a path of so many edges."""
+    """Return ⌈log₂ distance⌉ + 1, the loops that find a path of `distance` edges."""
     return (distance - 1).bit_length() + 1

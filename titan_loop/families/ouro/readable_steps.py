@@ -62,7 +62,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ExpectedExitLoss.Config):
-        """How much early steps learn, and from what."""
+        """Weight and source of the early steps' losses."""
 
         schedules: ClassVar[tuple[str, ...]] = ("entropy_weight", "every_step", "state_distance")
 
@@ -73,8 +73,8 @@ class ReadableStepsLoss(ExpectedExitLoss):
         """Weights of the steps' losses: gate, or even, which leaves the gate to Stage II."""
 
         distillation: float = 0.0
-        """δ in [0, 1], how much of an early step's loss is its distance to the last step's
-        distribution; the rest is its cross entropy."""
+        """δ in [0, 1], the weight of an early step's distance to the last step's distribution; its
+        cross entropy has 1 − δ."""
 
         state_distance: Schedule = field(default_factory=lambda: Schedule.constant(0.0))
         """μ against global tokens, the weight of the squared distance of early states to the last,
@@ -83,7 +83,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield shares out of range and options without effect, after the base class's."""
+            """Refuse shares out of range and options without effect, after the base class's."""
             yield from ExpectedExitLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )
@@ -106,7 +106,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
                 )
 
         def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
-            """Yield tensor parallelism with distances between states."""
+            """Refuse tensor parallelism with distances between states."""
             degree = parallelism.tensor_parallel_degree
             if degree > 1 and self.state_distance.largest:
                 name = "parallelism.tensor_parallel_degree"
@@ -130,7 +130,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         exit_logit_RBL = stack_exit_logits(output.exit_logit_RBL)
         loss, metrics = self._read_out(readout, output.hidden_RBLD, exit_logit_RBL, batch)
-        # Never left out: without a gradient of its own, if of zero, a gate would leave the graph.
+        # Never left out: a gate needs a gradient, if only of zero, to stay in the graph.
         gate_learns = self.every_step if self.weights == "gate" else 0.0
         penalty = exit_penalty(
             exit_logit_RBL, labels_BL, valid_tokens=valid_tokens, geometric_eta=self.geometric_eta

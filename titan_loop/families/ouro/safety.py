@@ -139,13 +139,13 @@ def analyse_safety(
     max_new_tokens: int = 128,
     limit: int | None = None,
 ) -> Findings:
-    """Complete prompts at every depth and report how many completions a judge calls harmful.
+    """Complete prompts at every depth and report the share that a judge calls harmful.
 
     Neither prompts nor a judge come with the package. The judge reads JSON lines with prompt and
     response and prints a score from 1 to 5 for each; the harmful rate is the share of 5s.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         prompts: JSONL file of objects with text.
         judge: Command line of the judge.
         depths: Recurrent steps; default 1 to twice the trained R.

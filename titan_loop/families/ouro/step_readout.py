@@ -1,9 +1,9 @@
-"""A light readout of its own for every recurrent step, and early states that losses do not move.
+"""A light readout for each recurrent step, and early losses that do not reach the layers.
 
     read_r(h) = (1 + s_r) ⊙ h + B_r A_r h,   r = 1 … K,  and read_K beyond K
 
 The result goes to head, exit gate and exit policies; the next step starts from h itself. s and B
-start at zero, so the model starts as one without. K is the R it is built with.
+start at zero, so the model starts as one without readouts. K is the R it is built with.
 
 | symbol | code |
 |---|---|
@@ -11,10 +11,10 @@ start at zero, so the model starts as one without. K is the R it is built with.
 | A (K, D, rank), B (K, rank, D) | `down`, `up` |
 
 With `early_states=detached` the losses of steps before R train head, gate and readouts alone: the
-layers learn from the last step, as without early losses.
+layers learn from the last step alone.
 
-Source: one affine map a layer in front of a shared head: Belrose et al. 2023 (tuned lens), arXiv
-2303.08112, §2, there of full rank and trained afterwards.
+Source: Belrose et al. 2023 (tuned lens), arXiv 2303.08112, §2: one affine map per layer in front of
+a shared head. There the maps have full rank and are trained afterwards.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from titan_loop.models.parameter_groups import LookUp
 from titan_loop.models.units import NORM_AND_GATE, Unit
 
 EarlyStates: TypeAlias = Literal["trained", "detached"]
-"""Whether the losses of early steps reach the layers, or head, gate and readouts alone."""
+"""Whether the losses of early steps also train the layers, or only head, gate and readouts."""
 
 
 class StepReadout(LookUp, Module):
@@ -55,7 +55,7 @@ class StepReadout(LookUp, Module):
             self.up = nn.Parameter(torch.empty(config.steps, config.rank, config.dim))
 
     def forward(self, hidden_BLD: Tensor, *, step: int | Tensor) -> Tensor:
-        """Return read_r(h), (B, L, D), for one step or (B,) of them, counted from 1."""
+        """Return read_r(h), (B, L, D); `step` r counts from 1 and may differ by row, (B,)."""
         deepest = len(self.scale)
         row = min(step, deepest) - 1 if isinstance(step, int) else step.clamp_max(deepest) - 1
         wide = torch.promote_types(self.scale.dtype, torch.float32)
@@ -67,7 +67,7 @@ class StepReadout(LookUp, Module):
 
 
 class OuroDecoder(LoopDecoder):
-    """The looped decoder with what its early steps need to be read."""
+    """The looped decoder with readouts for its early steps."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
@@ -79,7 +79,7 @@ class OuroDecoder(LoopDecoder):
         def check_spreading(
             self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
         ) -> None:
-            """As of the base class; readouts by step are not spread over tensor-parallel ranks."""
+            """As in the base class; readouts by step are not spread over tensor-parallel ranks."""
             LoopDecoder.Config.check_spreading(
                 self,
                 tensor_parallel=tensor_parallel,
@@ -93,7 +93,7 @@ class OuroDecoder(LoopDecoder):
                 )
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
-            """As of the base class, with 6·2·R·rank·D (2 instead of 6 if only the gate trains)."""
+            """As in the base class, with 6·2·R·rank·D (2 instead of 6 if only the gate trains)."""
             if self.step_readout is None:
                 return flops
             elements = 2 * recurrent_steps * self.step_readout.rank * self.dim
@@ -118,7 +118,7 @@ class OuroDecoder(LoopDecoder):
     def read(
         self, hidden_BLD: Tensor, context: LoopContext, step: int | Tensor | None = None
     ) -> Tensor:
-        """As of the base class, through the step's own readout."""
+        """As in the base class, through the step's own readout."""
         early = isinstance(step, int) and step < self.recurrence.recurrent_steps
         if early and self.config.early_states == "detached":
             hidden_BLD = hidden_BLD.detach()
@@ -129,7 +129,7 @@ class OuroDecoder(LoopDecoder):
         return self.step_readout(read_BLD, step=step)
 
     def units(self) -> list[Unit]:
-        """List the units; the readouts stand beside norm and gate."""
+        """List the units, with the readouts in the unit of norm and gate."""
         units = super().units()
         if self.step_readout is None:
             return units

@@ -31,7 +31,7 @@ class EnglishHops(PermutationHops):
     """The task in the tokens of `tokenizer`, which is read when the first example is made.
 
     Raises:
-        UserError: As the base class; there are fewer names or relations than asked for.
+        UserError: As in the base class; there are fewer names or relations than asked for.
     """
 
     name: ClassVar[str] = "english_hops"
@@ -99,5 +99,5 @@ class EnglishHops(PermutationHops):
         return Example.of_sequence(self._ids(self.text(question)), [answer])
 
     def waypoints(self, question: Path) -> Mapping[str, tuple[int, int]]:
-        """Return the answer alone: names between the hops are said nowhere."""
+        """Return the answer alone: names between the hops are never written."""
         return Task.waypoints(self, question)

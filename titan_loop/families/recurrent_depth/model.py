@@ -65,7 +65,7 @@ InitialOutputs = Literal["zero", "matrix"]
 
 @dataclass(kw_only=True, slots=True)
 class RecurrentDepthOptions(ModelOptions):
-    """Which recurrent-depth model to train."""
+    """Options of recurrent-depth models."""
 
     family: FamilyName = field(default="recurrent_depth", init=False)
 
@@ -76,21 +76,21 @@ class RecurrentDepthOptions(ModelOptions):
     """Whether embedding and head share one matrix."""
 
     positions: AbsolutePositions = "none"
-    """What positions do: learned adds a vector to the embedding, none leaves order to the causal
+    """Kind of positions: learned adds a vector to the embedding, none leaves order to the causal
     mask."""
 
     learned_positions: int | None = None
     """Rows of the table of learned positions, at least the tokens of a window."""
 
     initial_tables: InitialTables = "matrix"
-    """Initial embedding, with the tied head, and learned positions: as matrices, or N(0, 1)."""
+    """Initial embedding, tied head and learned positions: like matrices, or unit, N(0, 1)."""
 
     initial_outputs: InitialOutputs = "zero"
-    """Initial output projections: zero, the identity for any R, or as the other matrices."""
+    """Initial output projections: zero, so that steps are the identity, or like the matrices."""
 
     dropout: float = 0.0
-    """Share of what a layer's attention and feed-forward add to the state that is zeroed in
-    training."""
+    """Share of the outputs of attention and feed-forward that is zeroed in training, before they
+    are added to the state."""
 
 
 _CHOICES = {
@@ -126,7 +126,7 @@ def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Co
 def decoder_config(
     options: RecurrentDepthOptions, shape: ModelSize, max_seq_len: int
 ) -> GPT2Decoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     if options.exit_gate:
         raise UserError("model.exit_gate=True: family recurrent_depth has no exit gate")
     for name, kinds in _CHOICES.items():

@@ -5,8 +5,8 @@
 over the N labels i. Logits are not streamed: where a window holds one example, few positions have a
 label, and logits exist for these alone.
 
-Source: label smoothing of 0.1 for systematic generalisation stands in the code of the authors of
-recurrent-depth transformers (arXiv 2604.07822), not in the paper.
+Source: the code of recurrent-depth transformers (arXiv 2604.07822) smooths labels by 0.1 for
+systematic generalisation; the paper does not say so.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class SmoothedLoss(StreamedLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield a share that is none, after the refusals of `StreamedLoss`."""
+            """Refuse a share out of range, after the refusals of `StreamedLoss`."""
             yield from StreamedLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )
@@ -53,7 +53,7 @@ class SmoothedLoss(StreamedLoss):
                 yield Refusal.of("loss.label_smoothing", self.label_smoothing, problem)
 
         def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
-            """Yield ranks that share the vocabulary, or a window's labels."""
+            """Refuse ranks that share the vocabulary, or a window's labels."""
             for name in ("tensor_parallel_degree", "context_parallel_degree"):
                 if (degree := getattr(parallelism, name)) > 1:
                     problem = "does not work with loss=SmoothedLoss"

@@ -4,7 +4,7 @@
     a r1 r2 … rk c          k hops; one in `held_out_one_in` is asked and never trained
 
 Since every relation is a bijection, no suffix of the relations says where the path ends: all hops
-must be followed. A curriculum's first level has facts and two hops, each further one a hop more;
+must be followed. A curriculum's first level has facts and two hops, each later one a hop more;
 the exam of a level is its newest number of hops. The exam also asks more hops than were trained.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 and Appendix B (200 entities, 10
@@ -30,7 +30,7 @@ _FEWEST_ASKED = 8
 
 
 class Hops(NamedTuple):
-    """Where questions are drawn from: a number of hops, and whether of the trained questions."""
+    """A pool of questions: their number of hops, and whether they are trained ones."""
 
     hops: int
     trained: bool
@@ -70,10 +70,10 @@ class PermutationHops(Task):
     """Questions to train on of each number of hops."""
 
     fact_weight: int = 1
-    """How many times as often as any question of several hops a fact is drawn."""
+    """Frequency of a fact, relative to any question of several hops."""
 
     graph_seed: int = 0
-    """Chooses the permutations and the trained questions."""
+    """Seed of the permutations and of the choice of trained questions."""
 
     def __post_init__(self) -> None:
         require_sizes(self, entities=2, relations=1, trained_questions=1, fact_weight=1)
@@ -122,11 +122,11 @@ class PermutationHops(Task):
         for row in tails:
             unused = list(range(self.entities))
             row[:] = [unused.pop(int(generator.random() * len(unused))) for _ in range(len(row))]
-        assert (np.sort(tails) == np.arange(self.entities)).all(), "a relation is no permutation"
+        assert (np.sort(tails) == np.arange(self.entities)).all(), "a relation is not a permutation"
         return tails
 
     def level_examples(self, level: int) -> int:
-        """Return the number of facts, so often, and trained questions."""
+        """Return `fact_weight` times the number of facts, plus the trained questions."""
         return self._facts + (level + 1) * self.trained_questions
 
     @property
@@ -134,7 +134,7 @@ class PermutationHops(Task):
         return self.fact_weight * self.entities * self.relations
 
     def choose(self, generator: random.Random, level: int) -> Hops:
-        """Choose as if all facts, so often, and questions of the level were drawn uniformly."""
+        """Choose as if uniformly among the level's questions and `fact_weight` copies of a fact."""
         drawn = generator.random() * self.level_examples(level) - self._facts
         return Hops(1 if drawn < 0 else 2 + int(drawn / self.trained_questions), True)
 
@@ -158,18 +158,18 @@ class PermutationHops(Task):
         return (question.entity, *question.relations)
 
     def is_held_out(self, question: Path) -> bool:
-        """Return whether a question is asked and never trained; facts all are trained."""
+        """Return whether a question is asked and never trained; all facts are trained."""
         return len(question.relations) > 1 and Task.is_held_out(self, question)
 
     def held_out_questions(self, count: int, stratum: Hops, *, seed: int = 0) -> list[Path]:
-        """Return `count` questions of so many hops, none ever trained on unless they are facts."""
+        """Return `count` questions of a stratum: trained ones if it is trained, else held-out."""
         if not stratum.trained:
             return Task.held_out_questions(self, count, stratum, seed=seed)
         generator = random.Random(self.exam_key(seed, stratum))
         return [self.draw(generator, stratum) for _ in range(count)]
 
     def encode(self, question: Path) -> Example:
-        """Return the entity and the relations; the answer is where they lead."""
+        """Return the entity and the relations; the answer is the entity they lead to."""
         reached = self.reached(question)
         relations = [self.entities + relation for relation in question.relations]
         return Example.of_sequence([question.entity, *relations], [reached[-1]])
@@ -190,7 +190,7 @@ class PermutationHops(Task):
 
 @dataclass(frozen=True)
 class PaddedHops(PermutationHops):
-    """The task as the authors' code reads it: the answer stands behind a token of padding.
+    """The task as the authors' code reads it: the answer follows a token of padding.
 
     Their questions are padded to 50 tokens, of which the last is read. A padding token attends to
     the question alone, and without positions all are equal: one stands for them. Deviation: it also
@@ -210,7 +210,7 @@ class PaddedHops(PermutationHops):
         return super().longest_example + 1
 
     def encode(self, question: Path) -> Example:
-        """Return entity, relations and padding; the answer is where they lead."""
+        """Return entity, relations and padding; the answer is the entity they lead to."""
         *prompt, answer = super().encode(question).tokens.tolist()
         return Example.of_sequence([*prompt, self.vocab_size - 1], [answer])
 

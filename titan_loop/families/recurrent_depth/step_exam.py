@@ -1,13 +1,13 @@
-"""A task's exam after every recurrent step: right answers, logit margins, and where policies halt.
+"""A task's exam after every recurrent step: accuracy, logit margins, and exit policies' steps.
 
     exam ─► one pass to step R ─► accuracy and margin after 1 … R, accuracy and steps of each policy
 
-With hops or sizes as strata this shows how many steps a question needs, the gain from more steps
+With hops or sizes as strata this shows the steps that a question needs, the gain from more steps
 than were trained, and *overthinking*: a margin that falls again with further steps.
 
 *Learned* has two readings. The paper's is the last number of hops whose exam the curriculum passed
-while training. Ours is an exam at the end of training, read at the best step: it sees what the
-model forgot after a promotion, and what it learned after the last one.
+while training. Ours is an exam at the end of training, read at the best step: it sees
+whether the model forgot after a promotion, and whether it learned after the last one.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 (learnable depth), §6.3 (Figures 5, 8
 and 9) and Appendix F (generalisation ratio).
@@ -53,8 +53,8 @@ class StepExam:
     """One stratum.
 
     Attributes:
-        accuracy: Share of right answers after each of R steps.
-        margin: Mean logit of the answer less the strongest other token's, likewise.
+        accuracy: Share of right answers after each of R steps, (R,).
+        margin: Mean logit of the answer less the strongest other token's, (R,).
         halting: Policy → its results; it decides for each question on its own.
     """
 
@@ -77,7 +77,7 @@ def step_exam(
     Args:
         task: The task that the model was trained on.
         steps: R, which may exceed the trained one.
-        policies: Exit policies as `--exit` takes them, within these R.
+        policies: Exit policies as `--exit` takes them, of at most R steps.
 
     Raises:
         UserError: A policy is unknown, or the model does not have it.
@@ -143,11 +143,11 @@ _LEARNED, _REACHED = 0.95, 0.6
 
 @dataclass(frozen=True)
 class Reach:
-    """How far down a task's strata, from easy to hard, a model gets.
+    """A model's progress through a task's strata, from easy to hard.
 
     Attributes:
-        learned: Number of strata that are right at 95 % within the trained steps.
-        reached: Number of strata that are right at 60 % after some number of steps.
+        learned: Number of strata up to the first below 95 % accuracy within the trained steps.
+        reached: Number of strata up to the first below 60 % accuracy at its best step.
         passed: Number of strata up to the last whose exam was passed while training, the paper's
             `learned`; None without a curriculum.
     """
@@ -158,7 +158,7 @@ class Reach:
 
     @property
     def ratio(self) -> float:
-        """The generalisation ratio; 1 is no extrapolation."""
+        """The generalisation ratio; 1 means no extrapolation."""
         return self.reached / self.learned if self.learned else float("nan")
 
     @property
@@ -193,7 +193,7 @@ def passed_in_training(task: Task, loader_state: Mapping[str, Any]) -> int | Non
 
 
 def reach(found: Sequence[StepExam], trained_steps: int, passed: int | None = None) -> Reach:
-    """Count all strata of a task, from easy to hard, up to the first that misses the accuracy."""
+    """Count a task's strata, from easy to hard, before the first that misses the accuracy."""
 
     def count(passes: list[bool]) -> int:
         return next((index for index, passed in enumerate(passes) if not passed), len(passes))
@@ -213,15 +213,15 @@ def analyse_steps(
     exit: tuple[str, ...] = (),
     questions: int = 256,
 ) -> Findings:
-    """Ask the exam after every step: accuracy, logit margin, and where exit policies halt.
+    """Ask the exam after every step: accuracy, logit margin, and the steps of exit policies.
 
-    For runs on a generated task. With strata from easy to hard it also counts how many are learned
-    (95 % within the trained steps) and reached (60 % after any number of steps); their ratio is the
-    generalisation ratio. After a curriculum the last stratum passed in training, the paper's count
-    of those learned, stands beside. Writes evals/steps-step-N.json and plots that `report` shows.
+    For runs on a generated task. With strata from easy to hard it also counts the learned (95 %
+    within the trained steps) and the reached ones (60 % after any number of steps); their ratio is
+    the generalisation ratio. After a curriculum it also gives the number passed in training, which
+    the paper calls learned. Writes evals/steps-step-N.json and plots that `report` shows.
 
     Args:
-        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         strata: Strata of the task's exam; default all.
         recurrent_steps: R; default twice the trained R.
         exit: Exit policies beside the fixed depths, such as kl:0.01,3; kl:0.01,inf looks at the
@@ -261,7 +261,7 @@ def analyse_steps(
         ),
         "step-margin.png": Figure(
             "Logit margin over recurrent steps",
-            "Logit of the right answer over that of the strongest other token; a margin that falls "
+            "Logit of the right answer minus the strongest other token's; a margin that falls "
             "again is overthinking. The bar is the trained number of steps.",
             partial(_draw_margins, found, trained),
         ),

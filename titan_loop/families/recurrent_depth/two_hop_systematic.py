@@ -6,7 +6,7 @@
 A small share of the facts is out of distribution (OOD): trained by themselves, but in no trained
 question of two hops. `id_2` asks untrained questions over two other facts, `ood_2` questions over
 two OOD facts; questions that mix both kinds are neither trained nor asked. Results depend on φ, the
-number of trained questions per fact that may be composed: report it with every result.
+number of trained two-hop questions per fact that is not OOD: report it with every result.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §3 and §5.1 (2,000 entities, 200 relations,
 out-degree 20, 5 % OOD facts, φ = 7.2). Deviation: every entity has exactly its out-degree.
@@ -40,7 +40,7 @@ class TwoHopSystematic(Task):
     Token ids: entities, then relations.
 
     Raises:
-        UserError: If relations do not fit the degree, or a split is empty.
+        UserError: If relations do not fit the degree, a share is out of range or a split is empty.
     """
 
     name: ClassVar[str] = "two_hop_systematic"
@@ -49,7 +49,7 @@ class TwoHopSystematic(Task):
     """Entities of the graph."""
 
     relations: int = 200
-    """Relations."""
+    """Relations of the graph."""
 
     degree: int = 20
     """Edges that leave every entity, each with another relation."""
@@ -61,7 +61,7 @@ class TwoHopSystematic(Task):
     """φ: trained questions of two hops per fact that is not OOD."""
 
     graph_seed: int = 0
-    """Chooses edges and splits."""
+    """Seed of edges and splits."""
 
     def __post_init__(self) -> None:
         check_graph(
@@ -73,7 +73,7 @@ class TwoHopSystematic(Task):
         if not 0 < self.inferred_ratio <= most:
             raise UserError(
                 f"TwoHopSystematic inferred_ratio {self.inferred_ratio:g} must be above 0 and at "
-                f"most {most:.3g}, or too few questions are left for the exam; raise its degree"
+                f"most {most:.3g}, or too few questions are left for the exam; raise the degree"
             )
         empty = [name for name, numbers in self._splits.items() if not len(numbers)]
         if empty:
@@ -146,7 +146,7 @@ class TwoHopSystematic(Task):
         return len(self._splits["atomic"]) + len(self._splits["train"])
 
     def choose(self, generator: random.Random, level: int) -> Split:
-        """Choose as if facts and trained questions were drawn uniformly."""
+        """Choose facts or trained questions, in proportion to their numbers."""
         facts = len(self._splits["atomic"])
         return "atomic" if generator.random() * self.level_examples(level) < facts else "train"
 
@@ -164,14 +164,14 @@ class TwoHopSystematic(Task):
         return question
 
     def is_held_out(self, question: Facts) -> bool:
-        """Return whether a question is never trained on; facts all are trained."""
+        """Return whether a question is never trained on; all facts are trained."""
         if len(question) == 1:
             return False
         first, second = question
         return not self._trained[first * self.degree + second % self.degree]
 
     def held_out_questions(self, count: int, stratum: Split, *, seed: int = 0) -> list[Facts]:
-        """Return `count` questions of a stratum; only its name says whether they were trained."""
+        """Return `count` questions of a stratum; "atomic" and "train" were trained on."""
         generator = random.Random(self.exam_key(seed, stratum))
         return [self.draw(generator, stratum) for _ in range(count)]
 

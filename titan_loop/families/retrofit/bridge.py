@@ -5,12 +5,12 @@
 
 The bridge's W starts at zero, so that a model with an untrained bridge is the bare loop, and with
 one step it is the dense model whatever W is. The mixer's A (D × 2D) starts as [1, 0], with noise as
-[0, 1], so that the first pass reads the prelude as the layers behind it did.
+[0, 1], so that the first pass reads the prelude as the layers after it did.
 
 Sources: bridge: Shapiro 2026, arXiv 2608.11233, §3; mixer: McLeish et al. 2025, arXiv 2511.07384,
-and Geiping et al. 2025, arXiv 2502.05171, §3.1. Deviations: the bridge has an RMSNorm, as the rest
-of a Llama, in place of LayerNorm; the mixer's state starts as the prelude's output unless asked for
-noise; noise is drawn in training alone, and is at its mean, 0, everywhere else.
+and Geiping et al. 2025, arXiv 2502.05171, §3.1. Deviations: the bridge has an RMSNorm, like the
+rest of Llama, in place of LayerNorm; the mixer's state starts as the prelude's output unless asked
+for noise; noise is drawn in training alone, and is at its mean, 0, everywhere else.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Bridge(Module):
         norm: FinalNorm.Config
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """Place norm and projection where the states are, each rank with all of both."""
+            """Place norm and projection where the states are, both whole on every rank."""
             self.norm.sharding_config = norm_config(enable_sp=enable_sp)
             self.sharding_config = mixed_states("hidden_BLD", "prelude_BLD", enable_sp=enable_sp)
 
@@ -70,7 +70,7 @@ class Mixer(Module):
         dim: int
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """Place the map where the states are, each rank with all of it."""
+            """Place the map where the states are, whole on every rank."""
             self.sharding_config = mixed_states("hidden_BLD", "prelude_BLD", enable_sp=enable_sp)
 
     def __init__(self, config: Config) -> None:
@@ -115,5 +115,5 @@ def read_one(weight: Tensor, *, prelude: bool) -> None:
 
 
 def mixer_config(width: int, *, noise: bool) -> Mixer.Config:
-    """Return a mixer of a width that reads the prelude in the first step, as state or as it is."""
+    """Return a mixer whose first step passes the prelude on, even if the state is noise."""
     return Mixer.Config(dim=width, param_init={"weight": partial(read_one, prelude=noise)})

@@ -1,4 +1,4 @@
-"""`titan-loop retrofit MODEL --output RUN …`: a dense model that loops; `--scan`: which layers."""
+"""`titan-loop retrofit MODEL --output RUN …`: a dense model that loops; `--scan`: its cost."""
 
 import logging
 import sys
@@ -36,21 +36,21 @@ def retrofit(
         model: A LlamaForCausalLM folder, a run of Llama's blocks at R = 1, or a checkpoint of one.
         output: New run directory; with --scan a JSON file for the table, if wanted.
         mode: identity adds a bridge that starts at zero; plain adds nothing; damped makes a step a
-            part of a pass; dropped leaves layers before the looped ones out and mixes state and
+            part of a pass; dropped leaves out layers before the looped ones and mixes state and
             prelude; tied makes one looped layer of several.
         prelude: Number of layers before the loop.
         core: Number of looped layers.
         coda: Number of layers after the loop.
         recurrent_steps: R that the model is used at; with damped also the steps of one pass, with
             tied the number of layers that one looped layer stands for.
-        rank: Rank of adapters; with tied one set a step, the best of that rank.
-        tie: With tied, a looped layer is the average of its layers, or one in so many of them.
-        noise: With dropped, σ of the noise that the state starts as in training; 0 for the prelude.
+        rank: Rank of adapters; with tied one set per step, the best of that rank.
+        tie: With tied, average the layers of a looped layer, or copy layers at equal distances.
+        noise: With dropped, σ of the state's initial noise in training; 0 starts without.
         scan: Measure spans instead.
         lengths: Numbers of layers of the measured spans; 4, 8 and 12 by default.
         sources: Prepared sources whose held-out text is read; the run's by default.
         windows: Held-out windows per source.
-        seq_len: Tokens of such a window; the run's by default.
+        seq_len: Tokens of a held-out window; the run's by default.
     """
     if scan:
         from titan_loop.families.retrofit.scan import scan as measured

@@ -54,7 +54,7 @@ class DistillationLoss(StreamedLoss):
         itself at R = 1."""
 
         share: float = 1.0
-        """α, the weight of the teacher; the rest is that of the labels."""
+        """α, the weight of the teacher; the labels have 1 − α."""
 
         def collect(self, *, exit_gate: bool) -> Collect:
             """Return the last step, or all where the first one is the teacher."""
@@ -63,7 +63,7 @@ class DistillationLoss(StreamedLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield a share out of range, a gate, and a teacher that cannot be opened."""
+            """Refuse a share out of range, a gate, and a teacher that cannot be opened."""
             yield from StreamedLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )
@@ -79,7 +79,7 @@ class DistillationLoss(StreamedLoss):
                     yield Refusal("loss.teacher", f"loss.teacher={self.teacher}: {error}")
 
         def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
-            """Yield a teacher of another vocabulary."""
+            """Refuse a teacher of another vocabulary."""
             teacher = self._teacher()
             if teacher is not None and teacher.vocab_size != model.vocab_size:
                 yield Refusal.of(
@@ -104,7 +104,7 @@ class DistillationLoss(StreamedLoss):
             return None
 
         def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
-            """Yield context parallelism with a teacher of its own, which reads whole windows."""
+            """Refuse context parallelism with a separate teacher, which reads whole windows."""
             degree = parallelism.context_parallel_degree
             if degree > 1 and self.teacher:
                 yield Refusal.of(

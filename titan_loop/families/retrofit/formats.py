@@ -5,7 +5,7 @@
 | retrofit | layers once; bridge, mixer, damped steps; no adapters | transformers, by its own code |
 | retrofit-unrolled | every visit a layer of Llama, adapters merged: W + U_s V_s | every engine |
 
-Whatever a format has no place for is refused.
+A model with a part that a format cannot hold is refused.
 """
 
 from collections.abc import Mapping
@@ -30,9 +30,9 @@ class RetrofitShape(LlamaShape):
         prelude_layers: Number of layers before the loop.
         coda_layers: Number of layers after the loop.
         bridge: Whether steps after the first read the prelude's output.
-        mixer: Whether all steps read it, beside the state.
-        start_noise: σ of the noise that the mixer's state starts as in training.
-        damping: Number of steps of one pass.
+        mixer: Whether all steps read the prelude's output, mixed with the state.
+        start_noise: σ of the noise that a mixer's state starts from in training.
+        damping: K, the number of damped steps that make up one undamped pass.
     """
 
     title: ClassVar[str] = "retrofit"
@@ -53,7 +53,7 @@ class RetrofitShape(LlamaShape):
     damping: int = 1
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As of the base class, with bridge or mixer."""
+        """As in the base class, with bridge or mixer."""
         shapes = super().tensor_shapes()
         if self.bridge:
             shapes["model.bridge.weight"] = (self.dim, self.dim)
@@ -63,7 +63,7 @@ class RetrofitShape(LlamaShape):
         return shapes
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As of the base class, with the loop."""
+        """As in the base class, with the loop."""
         return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
             "architectures": ["RetrofitForCausalLM"],
             "auto_map": {
@@ -88,8 +88,8 @@ class RetrofitUnrolledShape(UnrolledShape):
 
     Attributes:
         adapter_rank: Rank of the adapters; 0 for none.
-        adapter_sets: Number of sets of them.
-        adapter_first_step: The first step that has them.
+        adapter_sets: Number of sets of adapters.
+        adapter_first_step: The first step with adapters.
     """
 
     family: ClassVar[str] = "retrofit"
@@ -99,7 +99,7 @@ class RetrofitUnrolledShape(UnrolledShape):
     adapter_first_step: int = 1
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """As of the base class, with the adapters of the visit."""
+        """As in the base class, with the adapters of the visit."""
         weight = super().read(reader, tensor)
         chosen = self._adapters_of(tensor)
         stem = self.parameter_name(tensor).removesuffix("weight")
@@ -144,7 +144,7 @@ def _write_looped(export: Export, output: Path) -> None:
 
 
 LOOPED = Format(
-    summary="folder for transformers in which layers stand once, with bridge, mixer and damping",
+    summary="folder for transformers; layers are stored once, with bridge, mixer and damping",
     shape=RetrofitShape.from_architecture,
     write=_write_looped,
     dtypes=("float32", "bfloat16", "float16"),

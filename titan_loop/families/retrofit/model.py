@@ -12,8 +12,8 @@
 | A [h; e] in place of x | `Mixer` (`bridge.py`), with `model.mixer`; h_0 with `model.start_noise` |
 | adapters of g | `adapters.py`, with `model.adapter_rank` |
 
-With K = 1 and R = 1 this is the dense model that it was made of. With neither bridge nor damping it
-is family `nanbeige`, which `plain` retrofits become.
+With K = 1 and R = 1 this is the dense model that it was made from. With neither bridge nor damping
+it is family `nanbeige`, which `plain` retrofits become.
 
 Sources: Shapiro 2026, arXiv 2608.11233 (bridge); arXiv 2605.23872 (damped steps of a trained
 model).
@@ -57,7 +57,7 @@ _NO_ADAPTERS = AdapterSets(rank=0, sets=1, first_step=1)
 
 @dataclass(kw_only=True, slots=True)
 class RetrofitOptions(LlamaOptions):
-    """Which retrofitted model to train; `titan-loop retrofit` makes its first checkpoint."""
+    """Options of retrofitted models; `titan-loop retrofit` makes the first checkpoint."""
 
     family: FamilyName = field(default="retrofit", init=False)
 
@@ -68,7 +68,7 @@ class RetrofitOptions(LlamaOptions):
     """Whether every step reads state and prelude's output side by side, through a linear map."""
 
     start_noise: float = 0.0
-    """σ of the noise that the mixer's state starts as; 0 for the prelude's output."""
+    """σ of the noise in which the mixer's state starts; 0 starts at the prelude's output."""
 
     damping: int = 1
     """K, the number of steps that make one pass through the looped layers: each moves the state by
@@ -91,7 +91,7 @@ class RetrofitOptions(LlamaOptions):
 
 
 class RetrofitDecoder(LlamaDecoder):
-    """A looped decoder of Llama's blocks with what a retrofit adds."""
+    """A looped decoder of Llama's blocks with the parts that a retrofit adds."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LlamaDecoder.Config):
@@ -188,7 +188,7 @@ class RetrofitDecoder(LlamaDecoder):
                 parameter.requires_grad_(trains)
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1: the prelude's output, behind a state where steps read it."""
+        """Return the carry of step 1: the prelude's output, after a state where steps read it."""
         prelude_BLD = super().start(tokens, context)
         if not self.config.keeps_prelude:
             return prelude_BLD
@@ -241,7 +241,7 @@ def is_new(name: str) -> bool:
 def decoder_config(
     options: RetrofitOptions, shape: ModelSize, max_seq_len: int
 ) -> RetrofitDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+    """Return the architecture; arguments as in `Family.decoder_config`."""
     if options.damping < 1:
         raise UserError(f"model.damping={options.damping} must be at least 1")
     if options.injection != "none":

@@ -1,13 +1,13 @@
 """Costs of looping each span of a dense model's layers, measured before any training.
 
-For every span of layers i … j, with g the span and h_i the state before it, held-out text is read
-from the rest of the layers after
+For every span of layers i … j, with g the span and h_i the state before it, held-out text is scored
+with the layers after the span applied to
 
     bare     g(g(h_i))
     damped   m + (g(m) − m) / 2,   m = h_i + (g(h_i) − h_i) / 2
 
-the two forms of R = 2. The dense model's states before and after a span are known, so that a span
-costs its own layers and the layers behind it.
+the two forms of R = 2. The dense model's states before and after a span are known, so measuring a
+span runs only its own layers and the layers after it.
 """
 
 import logging
@@ -55,7 +55,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanCost:
-    """Bits per byte over the dense model's, with 95 % intervals over documents.
+    """Bits per byte more than the dense model's, with 95 % intervals over documents.
 
     Attributes:
         start: First layer of the span.
@@ -75,7 +75,7 @@ class Scan:
     """The measured table.
 
     Attributes:
-        model: Its path as given.
+        model: Path of the dense model, as given.
         dense: Bits per byte of the dense model.
         bytes: Bytes of held-out text.
         windows: Windows per source.

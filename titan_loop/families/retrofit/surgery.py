@@ -11,8 +11,8 @@
 | dropped | the first P, the last C + K | a mixer that keeps the state | the layers that are left |
 | tied | C for R·C of them (`tying.py`) | adapters of each step | the first of R passes |
 
-`rank` gives the first three adapters that start at zero and act from the second step on. One tensor
-is in memory at a time. The dense model's optimiser state is left behind.
+`rank` gives the first three modes adapters that start at zero and act from the second step on. One
+tensor is in memory at a time. The dense model's optimiser state is not carried over.
 """
 
 import shutil
@@ -49,7 +49,7 @@ Mode: TypeAlias = Literal["identity", "plain", "damped", "dropped", "tied"]
 
 @dataclass(frozen=True, kw_only=True)
 class Surgery:
-    """Layers that are looped, and how.
+    """The layers to loop, and the way to loop them.
 
     Attributes:
         mode: See the module.
@@ -59,8 +59,8 @@ class Surgery:
         recurrent_steps: R that the model is used at; for `damped` also the steps of one pass, for
             `tied` the number of layers that one looped layer stands for.
         rank: Rank of adapters; 0 for none.
-        tie: How `tied` makes one layer of several.
-        noise: σ of the noise that the state of `dropped` starts as; 0 for the prelude's output.
+        tie: Rule by which `tied` makes one layer of several.
+        noise: σ of the noise that the state of `dropped` starts from; 0 for the prelude's output.
     """
 
     mode: Mode
@@ -84,10 +84,12 @@ class Surgery:
                 flag = name.replace("_", "-")
                 raise UserError(f"--{flag}={value} must be at least {least}")
         if self.noise and self.mode != "dropped":
-            raise UserError(f"--noise={self.noise} is for --mode=dropped, this is {self.mode}")
+            raise UserError(
+                f"--noise={self.noise} has no effect with --mode={self.mode}, only with dropped"
+            )
 
     def flags(self) -> list[str]:
-        """Return the flags of `titan-loop retrofit` that stand for this."""
+        """Return the flags of `titan-loop retrofit` that ask for this surgery."""
         return [
             word
             for field in fields(self)
@@ -95,7 +97,7 @@ class Surgery:
         ]
 
     def check_layers(self, n_layers: int) -> None:
-        """Raise `UserError` unless the spans make up a dense model of so many layers."""
+        """Raise `UserError` unless the spans make up a dense model of `n_layers`."""
         passes = self.recurrent_steps if self.mode == "tied" else 1
         total = self.prelude + passes * self.core + self.coda
         if self.mode == "dropped":
@@ -149,10 +151,10 @@ class Surgery:
 
 
 class Dense:
-    """The model to begin with.
+    """The dense model to start from.
 
     Args:
-        run: Its run.
+        run: Run of the dense model.
 
     Raises:
         UserError: It is not one stack of Llama's blocks that runs once.
@@ -235,7 +237,7 @@ def opened(path: Path, command: Sequence[str]) -> Iterator[tuple[Dense, Mapping[
         import_run(folder, run, command, dtype=torch.float32)
         try:
             yield Dense(SavedRun(run)), {"parent": None, **folder.lineage()}
-        except UserError as error:  # the run is gone before anybody could look for it
+        except UserError as error:  # name the user's folder: the temporary run is about to go
             raise UserError(str(error).replace(str(run), str(path))) from error
 
 
@@ -321,7 +323,7 @@ def _without_middle(old: dict[str, LazyTensor], surgery: Surgery) -> dict[str, L
 
 
 def _initial(name: str, shape: tuple[int, ...], noise: bool, dtype: torch.dtype) -> Tensor:
-    """Return the initial value of a new parameter: W and U are zeros, V random, A reads one."""
+    """Return a new parameter's start: bridge and U are zeros, V random, the mixer reads one."""
     if name == "mixer.weight":
         mixer = torch.empty(shape, dtype=dtype)
         read_one(mixer, prelude=noise)

@@ -8,7 +8,7 @@ The gain of a norm is first folded into the matrices that read it, W ← W diag(
 the adapters then stand for it, too, and at full rank the loop is the dense model.
 
 Source: Bae et al. 2024 (Relaxed Recursive Transformers), arXiv 2410.20672, §2.2 (average,
-stepwise), §2.3 (singular values). Deviation: the folded gains; there norms are tied without.
+stepwise), §2.3 (singular values). Deviation: gains are folded; the paper ties norms as they are.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 Tie: TypeAlias = Literal["average", "stepwise"]
-"""How one looped layer is made of the layers that it stands for."""
+"""Rule that makes one looped layer of the layers that it stands for."""
 
 Produced: TypeAlias = tuple[tuple[int, ...], Callable[[torch.dtype], Tensor]]
 """Shape of a new tensor, and a function that makes it in a dtype."""
@@ -45,7 +45,7 @@ class TiedSpan:
         prelude: P.
         core: C.
         passes: S.
-        coda: Number of the rest.
+        coda: Number of layers after the passes.
     """
 
     prelude: int
@@ -54,7 +54,7 @@ class TiedSpan:
     coda: int
 
     def behind(self, layer: int) -> list[int]:
-        """Return the dense layers that a looped layer stands for, one a step."""
+        """Return the dense layers that a looped layer stands for, one per step."""
         return [self.prelude + step * self.core + layer for step in range(self.passes)]
 
     def outside(self) -> Iterator[tuple[int, int]]:
@@ -66,7 +66,7 @@ class TiedSpan:
             yield first + layer, self.prelude + self.core + layer
 
     def stepwise(self, layer: int) -> int:
-        """Return the dense layer that a looped layer is a copy of; first and last stay."""
+        """Return the dense layer that a looped layer copies; the first and the last are kept."""
         distance = (self.passes * self.core - 1) / max(1, self.core - 1)
         return self.prelude + round(layer * distance)
 
@@ -77,7 +77,7 @@ class Tying:
     Args:
         span: The tied layers.
         rank: k; 0 for no adapters.
-        tie: How a looped layer is made.
+        tie: Rule that makes a looped layer.
         read: Returns a tensor of the dense model.
     """
 

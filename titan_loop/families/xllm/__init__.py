@@ -12,7 +12,7 @@ register(
         analyses={
             "learned-depths": Verb(
                 f"{_HERE}.analysis:learned_depths",
-                "show how a learned distribution of depths moved",
+                "show the course of a learned distribution of depths",
             ),
         },
     )

@@ -22,10 +22,10 @@ _SHOWN = 16  # depths of the table and the plot
 
 
 def learned_depths(run: Path) -> Findings:
-    """Show how mean and entropy of the learned distribution moved, and the distribution itself.
+    """Show mean and entropy of the learned distribution over training, and the distribution.
 
     Args:
-        run: Run with `LearnedDepth`, for its newest checkpoint, or its checkpoints/step-N.
+        run: A run with `LearnedDepth` (its newest checkpoint), or its checkpoints/step-N.
     """
     loaded = load_checkpoint(run, use="generate")
     by_step = _distributions(loaded.run, loaded.manifest["step"])

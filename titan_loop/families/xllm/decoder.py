@@ -9,7 +9,7 @@
 
 core_H and core_L are the same layers (shared), or the first and the second half of them (split);
 an update may run them several times. With K untied steps the core's layers are K copies without
-shared weights, each behind an injection: the unrolled control. A high cycle is a recurrent step.
+shared weights, each after an injection: the unrolled control. A high cycle is a recurrent step.
 
 Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833, and their code.
 """
@@ -151,7 +151,7 @@ class XllmDecoder(LlamaDecoder):
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class, with the injection's matrix at every update.
 
-            With a student everything else runs forward alone, but for the coda behind it.
+            With a student everything else runs forward alone, but for the coda after it.
             """
             if self.student is not None:
                 reached, layer = 0, self.layers[0].matrix_elements
@@ -192,7 +192,7 @@ class XllmDecoder(LlamaDecoder):
             self.student = config.student.build()
 
     def forward(self, *args: Any, **named: Any) -> LoopOutput:
-        """As in the base class; with a student that trains, its states and those it is taught."""
+        """As in the base class; with a student that trains, its states and its targets."""
         if self.student is None or not (self.training and torch.is_grad_enabled()):
             return super().forward(*args, **named)
         return self._taught(*args, **named)

@@ -1,6 +1,6 @@
-"""Depths as xLLM-Loop draws them, of steps or parts of a batch: capped Poisson-lognormal numbers.
+"""xLLM-Loop's random depths, for each step or part of a batch: capped Poisson-lognormal numbers.
 
-    R = min(cap, 1 + Poisson(exp τ)),   τ ~ N(μ, σ²),   μ such that the capped mean is the asked one
+    R = min(cap, 1 + Poisson(exp τ)),   τ ~ N(μ, σ²),   μ such that E[R] is the given mean
 
 A draw inverts the distribution at a uniform number that is keyed by the draw's number alone: all
 ranks agree without communication, and a resumed run repeats it. Antithetic draws come in pairs, at
@@ -59,9 +59,9 @@ class DrawnDepth(Callback):
 
     Attributes:
         probabilities: Of 1, 2, … recurrent steps.
-        antithetic: Whether two draws in turn share a uniform number, u and 1 − u.
-        per_step: Draws of a training step; they must divide the micro-batches of a rank.
-        seed: Keys the draws.
+        antithetic: Whether consecutive draws form pairs, at u and 1 − u.
+        per_step: Draws per training step; must divide the number of a rank's micro-batches.
+        seed: Seed of the draws.
 
     Raises:
         UserError: `per_step` is below 1.
@@ -76,13 +76,13 @@ class DrawnDepth(Callback):
         require_at_least(1, per_step=self.per_step)
 
     def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
-        """Return the plan with the drawn R."""
+        """Return the plan with the drawn depths, and their rounded mean as R."""
         first = (plan.step - 1) * self.per_step
         depths = tuple(self.draw(first + number) for number in range(self.per_step))
         return replace(plan, recurrent_steps=round(sum(depths) / self.per_step), depths=depths)
 
     def draw(self, index: int) -> int:
-        """Return the `index`-th depth, from 0."""
+        """Return the depth with number `index`, counted from 0."""
         key = index // 2 if self.antithetic else index
         generator = torch.Generator().manual_seed(key + self.seed)
         uniform = float(torch.rand((), generator=generator))

@@ -110,13 +110,13 @@ class XllmShape(LlamaShape):
 
     @classmethod
     def describes(cls, config: Mapping[str, Any]) -> bool:
-        """As of the base class; the config has a section that says how the model is built."""
+        """As in the base class; the config has a section that describes the model."""
         model = config.get("model")
         return isinstance(model, dict) and "arch" in model and not model.get("num_experts")
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As of the base class, from the model section."""
+        """As in the base class, from the model section."""
         model = config["model"]
         for name, wanted in cls.fixed.items():
             if model.get(name, wanted) != wanted:
@@ -143,7 +143,7 @@ class XllmShape(LlamaShape):
         }
 
     def options(self) -> ModelOptions:
-        """As of the base class."""
+        """As in the base class."""
         if not self.is_plain:
             return XllmOptions(**self.loop_options())
         return NanbeigeOptions(
@@ -155,7 +155,7 @@ class XllmShape(LlamaShape):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a loop of Llama's blocks is all that there is."""
+        """Whether the model is a plain loop of Llama's blocks."""
         return self.injection == "none" and self.states == "one" and not self.state_norm
 
     def loop_options(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class XllmShape(LlamaShape):
         return own | self.shared_options(SIZES, XllmOptions().size)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As of the base class, with the injection and the prelude's norm."""
+        """As in the base class, with the injection and the prelude's norm."""
         shapes, dim = super().tensor_shapes(), self.dim
         if self.injection == "linear":
             shapes |= {"model.injection.weight": (dim, 2 * dim), "model.injection.bias": (dim,)}
@@ -182,7 +182,7 @@ class XllmShape(LlamaShape):
         return shapes
 
     def file_name(self, tensor: str) -> str:
-        """As of the base class."""
+        """As in the base class."""
         if tensor in _OF_MODEL:
             return _OF_MODEL[tensor]
         if tensor.startswith("model.injection."):
@@ -194,14 +194,14 @@ class XllmShape(LlamaShape):
 
     @property
     def _module(self) -> str:
-        """The module that their three classes call the injection."""
+        """Name of the injection's module in their three classes."""
         if self.untied_steps > 1:
             return "dense_prelude_input_injection_module"
         of_loop = not (self.prelude_layers or self.coda_layers)
         return "loop_input_injection_module" if of_loop else "input_injection"
 
     def loaded(self, tensor: str, stored: Tensor) -> Tensor:
-        """As of the base class."""
+        """As in the base class."""
         if tensor.endswith("norm.weight"):
             return stored + 1
         heads = self._rotated_heads(tensor)
@@ -284,7 +284,7 @@ class XllmShape(LlamaShape):
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """As of the base class; their classes have fewer combinations than the family."""
+        """As in the base class; their classes have fewer combinations than the family."""
         shape = super().from_architecture(
             architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
         )
@@ -299,7 +299,7 @@ class XllmShape(LlamaShape):
             )
         if shape.untied_steps > 1 and (recurrent_steps > 1 or not shape.prelude_layers):
             raise UserError(
-                "the xLLM format has untied steps only behind a prelude, and no loop over them: "
+                "the xLLM format has untied steps only after a prelude, and no loop over them: "
                 "use --recurrent-steps 1 and model.prelude_layers of at least 1"
             )
         return shape
@@ -330,7 +330,7 @@ def _read_transformer(model: Mapping[str, Any]) -> dict[str, Any]:
     part = places[1] - places[0] if len(places) > 1 else layers - places[0]
     even = [*range(places[0], places[0] + part * len(places), part)]
     if places != even or source != places[0] - 1 or even[-1] + part > layers:
-        raise unsupported("model.dense_prelude_input_layers", text, "equal parts behind the source")
+        raise unsupported("model.dense_prelude_input_layers", text, "equal parts after the source")
     return fields | {
         "prelude_layers": places[0],
         "coda_layers": layers - even[-1] - part,

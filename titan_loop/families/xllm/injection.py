@@ -5,8 +5,8 @@
     linear       x = A [h; e] + b
 
 Δ = softplus(δ) and a = exp(α) have a number for each dimension; W starts as the identity. The
-orthogonal form takes from the decayed state what points along the update, so that reading e again
-and again cannot pile it up; products are taken over the width, in at least fp32.
+orthogonal form removes the decayed state's component along the update, so that reading e again and
+again cannot pile it up; products are taken over the width, in at least fp32.
 
 Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and II), arXiv
 2610.06833, and their code.
@@ -60,7 +60,7 @@ class DiagonalInjection(AdditiveInjection):
 
 
 class OrthogonalInjection(DiagonalInjection):
-    """The same, without the decayed state's component along the update."""
+    """The diagonal form without the decayed state's component along the update."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DiagonalInjection.Config):

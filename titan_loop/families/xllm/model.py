@@ -1,8 +1,8 @@
 """xLLM-Loop: named sizes and options; `decoder.py` has the equations.
 
-Sizes `s`, `m` and `l` stand in Part II (1, 2 and 1 layers), `730m` in Part I (8, 12 and
-8). Initial weights are the authors': matrices normal with standard deviation 0.02, embedding and
-head with 1/√D, truncated at three of them.
+Sizes `s`, `m` and `l` are from Part II (1 layer of prelude, 2 of core, 1 of coda), `730m` is from
+Part I (8, 12 and 8). Initial weights are the authors': matrices normal with standard deviation
+0.02, embedding and head with 1/√D, truncated at three standard deviations.
 
 Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and II), arXiv
 2610.06833, and their code. Deviation: AdamW does not decay the gains of norms, which they keep as
@@ -45,7 +45,7 @@ DecoderConfig = TypeVar("DecoderConfig", bound=XllmDecoder.Config)
 
 @dataclass(kw_only=True, slots=True)
 class XllmOptions(LlamaOptions):
-    """Which prelude, core and coda to train; every field can be set on the command line."""
+    """Options of a model with prelude, core and coda; every field is a flag."""
 
     family: FamilyName = field(default="xllm", init=False)
 
@@ -60,20 +60,20 @@ class XllmOptions(LlamaOptions):
     """Added to the mean square in every norm."""
 
     residual_scale: ResidualScale = "none"
-    """What n counts in the initial scale of a layer's branches, 1/sqrt(2·n); none is 1."""
+    """Meaning of n in the initial scale of a layer's branches, 1/sqrt(2·n); with none it is 1."""
 
     injection: Injection = "diagonal"  # type: ignore[assignment]  other kinds than the generic loop
-    """How every update reads the prelude's output again: none, diagonal, linear or orthogonal."""
+    """Injection of the prelude's output into every update: none, diagonal, linear, orthogonal."""
 
     injection_step: float = 1.0
     """Δ of the diagonal and the orthogonal injection before training."""
 
     start_state: Start = "normal"
-    """State before the first update: normal noise, zero, or input, the prelude's output."""
+    """State before the first update: normal (noise), zero, or input (the prelude's output)."""
 
     states: States = "one"
     """Recurrent states: one; or two, high and low, whose updates run all looped layers (shared) or
-    a half of them each (split). A recurrent step is then a high cycle."""
+    half of them each (split). A recurrent step is then a high cycle."""
 
     low_cycles: int = 3
     """Updates of the low state in every high cycle."""
@@ -82,7 +82,7 @@ class XllmOptions(LlamaOptions):
     """Passes through the layers in one update."""
 
     untied_steps: int = 1
-    """Copies without shared weights that the looped layers are, each behind an injection."""
+    """Equal parts of the looped layers, with weights of their own, each after an injection."""
 
     prelude_norm: bool = False
     """Whether the injected output of the prelude is normed."""
@@ -135,7 +135,7 @@ def _check(options: XllmOptions, shape: ModelSize) -> None:
 def xllm_config(
     kind: type[DecoderConfig], options: XllmOptions, shape: ModelSize, max_seq_len: int, **own: Any
 ) -> DecoderConfig:
-    """Return the architecture; arguments as of `loop_config`."""
+    """Return the architecture; arguments as in `loop_config`."""
     _check(options, shape)
     norm = {"normalized_shape": shape.dim, "eps": options.norm_eps}
     config = llama_config(

@@ -4,12 +4,12 @@
     after a step with loss L:   c = −exp(−L),   A = (c − mean c) · std L / std c
     θ descends   A log p_R + λ_m (E[R] − m)² + λ_H Σ p log p
 
-A depth that lowers the perplexity more than others becomes likelier, where the penalty on the mean
-lets it; A is in units of the loss. Means and standard deviations are moving averages. The first
+A depth that lowers the perplexity more than others becomes likelier, unless the penalty on the mean
+prevents it; A is in units of the loss. Means and standard deviations are moving averages. The first
 `burn_in` steps only fill these.
 
 Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833 II, Table 2 (learned), and their code, whose
-defaults are those here. Deviations: one draw for a training step, where they draw for every
+defaults are used here. Deviations: one draw for a training step, where they draw for every
 micro-batch; a step's draw is keyed by its number.
 """
 
@@ -101,7 +101,7 @@ class DepthPrior:
         return int(torch.multinomial(self.probabilities, 1, generator=generator)) + 1
 
     def learn(self, depth: int, loss: float) -> None:
-        """Take in the mean loss, in nats a token, of a step of so many recurrent steps."""
+        """Take in the mean loss, in nats per token, of a training step with R = `depth`."""
         settings, cost = self.settings, -math.exp(-loss)
         if self.updates >= settings.burn_in:
             scale = 1.0
@@ -142,7 +142,7 @@ class DepthPrior:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of a distribution over as many depths."""
+        """Continue from the state of a distribution over equally many depths."""
         logits = torch.tensor(state["logits"], dtype=torch.float64)
         if logits.shape != self.logits.shape:
             raise UserError(
@@ -167,9 +167,9 @@ class LearnedDepth(Callback):
     Waits for the loss of every step: the next depth depends on it.
 
     Args:
-        probabilities: As of `DepthPrior`, such as `capped_depths(5, 0.5, 64)`.
+        probabilities: As in `DepthPrior`, such as `capped_depths(5, 0.5, 64)`.
         settings: Settings of the distribution; None takes the published ones.
-        seed: Keys the draws.
+        seed: Seed of the draws.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class LearnedDepth(Callback):
         return replace(plan, recurrent_steps=self.prior.draw(self._seed, plan.step))
 
     def judge(self, trainer: TrainingState, loss: Tensor, grad_norm: Tensor) -> None:
-        """Learn from the mean loss of all ranks; one that is not finite teaches nothing."""
+        """Learn from the mean loss of all ranks; ignore a loss that is not finite."""
         mesh = trainer.parallel_dims.get_optional_mesh("loss")
         mean, _ = global_means(loss.detach(), {}, mesh)
         if math.isfinite(mean):

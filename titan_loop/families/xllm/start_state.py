@@ -1,12 +1,12 @@
 """The state before the first recurrent update: zeros, the prelude's output, or noise.
 
-Noise is N(0, 1/D), drawn anew in every training pass. An evaluation must repeat itself, so it uses
+Noise is N(0, 1/D), drawn anew in every training pass. An evaluation must be repeatable, so it uses
 a fixed number for every position p of a document and dimension d:
 
     √(2/D) · erf⁻¹(2 frac(43758.5453123 sin(0.013579 d + 0.021713 p + 0.123457)) − 1)
 
-Source: the code of xLLM-Loop, whose number also depends on the row of the batch; all rows here are
-as its first, so that an answer does not depend on the other rows.
+Source: the code of xLLM-Loop, whose number also depends on the row of the batch; here all rows have
+its first row's numbers, so that an answer does not depend on other rows.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The objective that trains a student of the prefill, and its start; `student.py` has both symbols.
+"""The objective of the prefill's student, and its first weights; `student.py` has the symbols.
 
 L = 1/N Σ_i [ |s_i − h_i|² / E + KL(head(coda(h_i)) || head(coda(s_i))) ]
 """
@@ -25,22 +25,22 @@ class StudentLoss(StreamedLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
-        """Without options of its own."""
+        """Has no options of its own."""
 
         def collect(self, *, exit_gate: bool) -> Collect:
             """Return the last step."""
             return "last"
 
         def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
-            """Yield a model without a student."""
+            """Refuse a model without a student."""
             if ERROR not in model.aux:
                 problem = f"trains a student, and this model.family={model.family} has none"
-                yield Refusal.of("loss", "StudentLoss", problem, "set model.student, of xllm")
+                yield Refusal.of("loss", "StudentLoss", problem, "set model.student of xllm")
 
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield a gate, which the student has no use for."""
+            """Refuse an exit gate, which the student has no use for."""
             yield from StreamedLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )

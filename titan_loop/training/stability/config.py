@@ -18,7 +18,7 @@ class StabilityConfig:
     effect."""
 
     window: int = 64
-    """Steps in the rolling median; judging starts once so many steps were accepted."""
+    """Steps in the rolling median; judging starts once this many steps were accepted."""
 
     threshold: float = 8.0
     """Robust standard deviations above the median at which loss or log gradient norm is a spike."""
@@ -36,9 +36,9 @@ class StabilityConfig:
     rank's weights."""
 
     straggler: float = 0.0
-    """Name a rank, in the log and in `titan-loop status`, whose products or waits for data take
-    this many times as long as the others', such as 1.5; 0 gathers no times. Measured on logging
-    steps."""
+    """Ratio to the others' time of matrix products, or of waits for data, above which a rank is
+    named in the log and in `titan-loop status`, such as 1.5; 0 gathers no times. Measured on
+    logging steps."""
 
     heartbeat_seconds: float = 0.0
     """Seconds between two writings of each rank's RUN/heartbeats/rank-N.json, from which the
@@ -59,7 +59,7 @@ class StabilityConfig:
         return next((f"stability.{name}={getattr(self, name)}" for name in changed), "")
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield values out of range."""
+        """Refuse values out of range."""
         least, factor = "must be at least", self.straggler
         beats = 0 <= self.heartbeat_seconds < math.inf
         yield from Refusal.unless(
@@ -76,7 +76,7 @@ class StabilityConfig:
         )
 
     def setting_refusals(self, *, checkpoint: LoopCheckpointManager.Config) -> Iterator[Refusal]:
-        """Yield reasons why a run cannot rewind."""
+        """Refuse settings of checkpoints with which a run cannot rewind."""
         if not self.skip_spikes:
             return
         saves = checkpoint.enable and not checkpoint.load_only

@@ -23,7 +23,7 @@ from titan_loop.training.callback import Callback, Phase, TrainingState
 logger = logging.getLogger(__name__)
 
 _MOST_SECONDS_TO_END = 10.0
-"""Time that the end of a run waits for a disk that holds up the last heartbeat."""
+"""Longest wait, at the end of a run, for a disk that holds up the last heartbeat."""
 
 
 class Pulse(Callback):

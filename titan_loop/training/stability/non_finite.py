@@ -1,4 +1,4 @@
-"""Counts steps without an update because a number was not finite; too many in a row end the run."""
+"""Counts steps skipped because a number was not finite; too many in a row end the run."""
 
 import logging
 
@@ -18,7 +18,7 @@ class NonFiniteSteps(Callback):
         self._in_a_row = 0
 
     def on_verdict(self, trainer: TrainingState, trained: TrainedStep, *, updated: bool) -> None:
-        """Count a skipped step; an update starts again at 0."""
+        """Count a skipped step; an update resets the count."""
         self._in_a_row = 0 if updated else self._in_a_row + 1
         if updated:
             return
@@ -30,5 +30,5 @@ class NonFiniteSteps(Callback):
         warn_together(logger, message, where, numbers, counted)
         if self._in_a_row >= self._most:
             problem = f"{self._in_a_row} steps in a row had a non-finite loss or gradient"
-            fix = "restart from the last checkpoint with a lower learning rate or fewer steps"
+            fix = "restart from the last checkpoint with a lower learning rate or a smaller R"
             raise NonFiniteError(f"stopped at {where}: {problem}; {fix}")

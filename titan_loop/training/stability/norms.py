@@ -136,8 +136,8 @@ def norms_record(
 ) -> dict[str, Any]:
     """Return the record of one step; waits for the device.
 
-    `sums` are from `StateNorms`, of states with so many `elements` in the global batch; rows after
-    `recurrent_steps` are left out. `of` must be finished.
+    `sums` are from `StateNorms`, of states that have `elements` elements in the global batch; rows
+    after `recurrent_steps` are left out. `of` must be finished.
     """
     states = torch.stack([root_mean_square(sums), gradient_norm(sums, elements)])
     rms, gradient = states[:, : recurrent_steps + 1].tolist()
@@ -179,7 +179,7 @@ def growth_warning(rms: Sequence[Sequence[float]]) -> str | None:
 
 
 def part_name(part: str) -> str:
-    """Return a part of the model as a sentence names it."""
+    """Return the name of a part of the model for use in a sentence."""
     return f"layer {part}" if part.isdecimal() else part
 
 

@@ -1,4 +1,4 @@
-"""Outliers among a few numbers, one set a step, against the recent ones; all on the device.
+"""Outliers among a few numbers, one set per step, against recent ones; all on the device.
 
     median  m of the window, one for each number
     spread  s = 1.4826 · median |x − m|, the standard deviation if x were normal, at least a floor
@@ -29,7 +29,7 @@ class RollingMedian:
         self._accepted = torch.zeros((), dtype=torch.int64, device=device)
 
     def bounds(self) -> Tensor:
-        """Return the largest value of each number that is no outlier; infinity at first."""
+        """Return the largest value of each number that is not an outlier; infinity at first."""
         median = _median(self._values)
         spread = MAD_TO_DEVIATION * _median((self._values - median).abs())
         bound = median + self._threshold * torch.maximum(spread, self._floors)
@@ -52,7 +52,7 @@ class RollingMedian:
         return {"accepted": int(self._accepted), "values": self._values.tolist()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Restore such a window; one of another length is dropped."""
+        """Restore a saved window; one of another length is dropped."""
         values = torch.tensor(state["values"], dtype=torch.float64)
         if values.shape == self._values.shape:
             self._values.copy_(values)

@@ -4,7 +4,7 @@
          ─► else `SpikesError` ends this start; `rewind` records where the next one begins
          ─► after `rewinds` of them, or without an older checkpoint: the run ends with exit code 4
 
-One record a decision:
+One record per decision:
 
     decision         skip, rewind or stop
     step             the training step that it is about

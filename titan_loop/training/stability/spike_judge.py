@@ -18,10 +18,10 @@ from titan_loop.training.stability.outliers import RollingMedian
 from titan_loop.training.stability.states import OUTSIDE, gradient_norm, root_mean_square
 
 LOSS_FLOOR_NATS = 0.02
-"""Smallest spread of the loss: at a threshold of 8, a rise by 0.16 nats is no spike."""
+"""Smallest spread of the loss: at a threshold of 8, a rise by 0.16 nats is not a spike."""
 
 LOG_NORM_FLOOR = 0.05
-"""Smallest spread of the log gradient norm: at a threshold of 8, a factor of 1.5 is no spike."""
+"""Smallest spread of the log gradient norm: at a threshold of 8, a factor of 1.5 is not one."""
 
 LOG_STATE_FLOOR = 0.02
 """Smallest usual distance of a state's log norm from its mean."""
@@ -75,7 +75,7 @@ class SpikeJudge:
         total = loss.detach().double().reshape(()) * share
         if dist.is_initialized():
             dist.all_reduce(total)
-        # The norm of gradients that are offloaded to the host is there.
+        # The norm of gradients that are offloaded to the host is on the host.
         norm = grad_norm.detach().to(total.device, non_blocking=True)
         values = torch.stack([total, norm.double().reshape(()).log()])
         states = torch.stack([root_mean_square(sums), gradient_norm(sums, 1)])

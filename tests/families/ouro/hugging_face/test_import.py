@@ -230,7 +230,7 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
         ({"vocab_size": 299}, "embed_tokens.weight has shape (300, 64), config.json says (299"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight and"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not what"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
         ({"head_dim": [16]}, "head_dim=[16] must be a positive integer"),
         ({"vocab_size": True}, "vocab_size=True must be a positive integer"),
         ({"rope_theta": "abc"}, "rope_theta='abc' must be a positive number"),
@@ -393,7 +393,7 @@ def test_an_unfinished_folder_is_one_line(plain, grouped, tmp_path, capsys):
     assert f"disagree about {norm}" in error(
         grouped.folder, lambda folder: edit_index(folder, norm, None)
     )
-    assert "may lie outside of its folder" in error(
+    assert "may lie outside its folder" in error(
         grouped.folder, lambda folder: edit_index(folder, norm, "../other.safetensors")
     )
     assert not (tmp_path / "run").exists()

@@ -7,10 +7,10 @@ class NanbeigeConfig(LlamaConfig):
     """Llama's fields, and the loop.
 
     Args:
-        num_loops: How often the whole stack is applied, R.
-        skip_loop_final_norm: Whether the final norm stands at the readout alone; otherwise it
-            also stands between two loops.
-        **kwargs: As of `LlamaConfig`.
+        num_loops: R, the number of times that the whole stack is applied.
+        skip_loop_final_norm: Whether the final norm is applied only before the head; otherwise
+            also between two loops.
+        **kwargs: As in `LlamaConfig`.
     """
 
     model_type = "nanbeige"
@@ -22,7 +22,7 @@ class NanbeigeConfig(LlamaConfig):
 
     @property
     def num_hidden_layers(self):
-        """Visits of all layers, which caches and engines count; files hold the layers."""
+        """Layer visits, the number that caches and engines need; files hold the unique layers."""
         return self.count_visits(self.num_unique_layers)
 
     @num_hidden_layers.setter
@@ -30,7 +30,7 @@ class NanbeigeConfig(LlamaConfig):
         self.num_unique_layers = layers
 
     def count_visits(self, layers):
-        """Return how many visits so many layers get."""
+        """Return the number of visits of `layers` layers."""
         return layers * self.num_loops
 
     def to_dict(self):

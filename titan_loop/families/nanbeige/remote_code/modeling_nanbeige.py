@@ -4,8 +4,8 @@
     n = final norm, or the identity where `skip_loop_final_norm` is set and r < R
 
 Blocks, norms and rotations are transformers' own. Every visit of a layer has a module without
-parameters, whose `layer_idx` addresses the cache: whichever attention function is registered, and
-an engine that puts its own in place, sees R·N layers that share N layers' weights.
+parameters, whose `layer_idx` addresses the cache: any registered attention function, or one that an
+engine puts in its place, sees R·N layers that share N layers' weights.
 """
 
 import copy
@@ -149,7 +149,7 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         cache=None,
         **kwargs,
     ):
-        """Return the normed state after the last loop; arguments as of `LlamaModel.forward`."""
+        """Return the normed state after the last loop; arguments as in `LlamaModel.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         visits = self._add_visits()
@@ -204,14 +204,14 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         return hidden
 
     def _add_visits(self) -> int:
-        """Have a module a visit, and return their number, which may change with R."""
+        """Have one module per visit, and return their number, which may change with R."""
         visits = self.config.num_hidden_layers
         missing = range(len(self.visits), visits)
         self.visits.extend(NanbeigeVisit(self.config, index) for index in missing)
         return visits
 
     def _grow(self, cache, visits: int) -> None:
-        """Give a cache that was made for the layers one slot a visit."""
+        """Give a cache that was made for the layers one slot per visit."""
         layers = cache.layers
         if getattr(cache, "layer_class_to_replicate", None) is None and layers:
             layers.extend(copy.deepcopy(layers[0]) for _ in range(len(layers), visits))

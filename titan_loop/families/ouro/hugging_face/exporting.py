@@ -8,18 +8,18 @@ from titan_loop.formats.model_folder import write_model_folder
 
 _USAGE = """\
 `generate` and `forward` take `exit_at_step=k` (read out after step k, counted from 0) or
-`exit_threshold=q` (read out each token once its cumulated exit probability reaches q). Steps that
+`exit_threshold=q` (read out each token once its cumulative exit probability reaches q). Steps that
 no token in the batch needs are not computed, and caching stays exact. For another number of
 recurrent steps: `from_pretrained(..., total_ut_steps=n)`.
 
 `configuration_ouro.py` and `modeling_ouro.py` are titan_loop's own, tested with transformers 4.57.6
-and 5.x; names and shapes of the tensors are those of the released Ouro models.
+and 5.x; names and shapes of the tensors are the released Ouro models'.
 
 """
 
 
 def write(export: Export, output: Path) -> None:
-    """Write a folder of the Ouro format; arguments as of `write_model_folder`.
+    """Write a folder of the Ouro format; arguments as in `write_model_folder`.
 
     The format has a gate in any case: a model without one gets a gate that never exits before the
     last step.

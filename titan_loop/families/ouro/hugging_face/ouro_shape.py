@@ -14,12 +14,12 @@ from titan_loop.models.loop_config import NORM_EPS
 
 _GATE = "model.early_exit_gate."
 _NEVER_EXITS = -30.0
-"""Logit of the gate that a model without one is given: a probability of 1e-13 a step."""
+"""Gate logit written for a model without a gate: an exit probability of 1e-13 per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuroShape(LlamaShape):
-    """The released format: four norms a layer, a norm and a gate after every step.
+    """The released format: four norms per layer, a norm and a gate after every step.
 
     Attributes:
         exit_gate: Whether the model was trained with the gate, which the format always has.
@@ -49,7 +49,7 @@ class OuroShape(LlamaShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As of the base class; every layer must attend to all tokens."""
+        """As in the base class; every layer must attend to all tokens."""
         found = super().read_fields(config)
         every = ["full_attention"] * found["n_layers"]
         layer_types = config.get("layer_types") or every
@@ -58,7 +58,7 @@ class OuroShape(LlamaShape):
         return found
 
     def options(self) -> OuroOptions:
-        """As of the base class."""
+        """As in the base class."""
         return OuroOptions(**self.shared_options(SIZES, OuroOptions().size))
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class OuroShape(LlamaShape):
                 yield name.replace(".", "_2."), shape
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As of the base class, with the gate: 11 a layer and 5 more."""
+        """As in the base class, with the gate: 11 tensors per layer and 5 more."""
         shapes = super().tensor_shapes()
         head = shapes.pop(HEAD)
         return shapes | {
@@ -102,7 +102,7 @@ class OuroShape(LlamaShape):
         }
 
     def fill(self, tensor: str) -> float | None:
-        """A model without a gate gets one that never exits before the last step."""
+        """Give a model without a gate one that never exits before the last step."""
         if self.exit_gate or not tensor.startswith(_GATE):
             return None
         return _NEVER_EXITS if tensor.endswith("bias") else 0.0

@@ -14,7 +14,7 @@ class RetrofitConfig(NanbeigeConfig):
         start_at_zero: Whether the mixer's state starts at zero, the mean of the noise that it
             was trained with; otherwise it starts as the prelude's output.
         damping: Number of steps that make one pass through the looped layers.
-        **kwargs: As of `NanbeigeConfig`.
+        **kwargs: As in `NanbeigeConfig`.
     """
 
     model_type = "titan_loop_retrofit"
@@ -38,7 +38,7 @@ class RetrofitConfig(NanbeigeConfig):
         super().__init__(**kwargs)
 
     def count_visits(self, layers):
-        """Return how many visits so many layers get."""
+        """Return the number of visits of `layers` layers."""
         outside = self.prelude_layers + self.coda_layers
         return outside + (layers - outside) * self.num_loops
 

@@ -32,7 +32,7 @@ class RetrofitModel(NanbeigeModel):
         self.post_init()
 
     def apply_layers(self, hidden: Tensor, visit) -> Tensor:
-        """As of the base class."""
+        """As in the base class."""
         config = self.config
         core = range(config.prelude_layers, len(self.layers) - config.coda_layers)
         for layer in range(core.start):

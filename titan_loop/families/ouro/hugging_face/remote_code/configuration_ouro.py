@@ -11,8 +11,8 @@ class OuroConfig(PretrainedConfig):
 
     Args:
         total_ut_steps: Recurrent steps. Any positive number works with the same weights.
-        early_exit_threshold: Cumulated exit probability at which a token is read out, unless a call
-            sets another; 1.0 always reads the last step.
+        early_exit_threshold: Cumulative exit probability at which a token is read out, unless a
+            call sets another; 1.0 always reads the last step.
         rope_theta: Base of the rotary embedding.
         rope_scaling: Must be None, or ask for the default rotary embedding.
         rope_parameters: The same in transformers 5's spelling; its `rope_theta` counts if there is
@@ -99,7 +99,7 @@ class OuroConfig(PretrainedConfig):
 
     @property
     def num_hidden_layers(self):
-        """Visits of all layers, which caches and engines count; files hold the layers."""
+        """Layer visits, the number that caches and engines need; files hold the unique layers."""
         return self.num_unique_layers * self.total_ut_steps
 
     @num_hidden_layers.setter

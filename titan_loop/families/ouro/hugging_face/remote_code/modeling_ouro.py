@@ -5,13 +5,13 @@
     exit logit_r = gate(h_r) in fp32,   logits_r = lm_head(h_r)
 
 Every token is read out at one recurrent step: the last, `exit_at_step` (counted from 0), or the
-first whose cumulated exit probability reaches `exit_threshold`. Once all tokens that are read out
+first whose cumulative exit probability reaches `exit_threshold`. Once all tokens that are read out
 have exited, the remaining steps are not computed. With a cache this is exact: the inputs of
 skipped steps are kept, and the steps catch up if a later token goes deeper.
 
 Attention functions, masks and caches come from transformers. Every visit of a layer has a module
-without parameters, whose `layer_idx` addresses the cache: any registered attention function, and an
-engine that puts its own in place, sees R·N layers that share N layers' weights. A cache of
+without parameters, whose `layer_idx` addresses the cache: any registered attention function, or one
+that an engine puts in its place, sees R·N layers that share N layers' weights. A cache of
 transformers has no room for the inputs of skipped steps; with one, every step is computed.
 
 Shapes: B batch, L current tokens, K all tokens so far, D width, V vocabulary, N heads, H head
@@ -70,7 +70,7 @@ class OuroCache(DynamicCache):
         return hidden_BLD if waiting is None else torch.cat([waiting, hidden_BLD], dim=1)
 
     def wait(self, step: int, hidden_BLD: Tensor) -> None:
-        """Keep states that did not go through `step`, behind those that wait for it already."""
+        """Keep states that did not go through `step`, after those that wait for it already."""
         self._waiting[step] = self.catch_up(step, hidden_BLD)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -89,7 +89,7 @@ class Keys:
         self._seen, self._total = seen, total
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens were there before."""
+        """Return the number of tokens seen before."""
         return self._seen
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -97,7 +97,7 @@ class Keys:
         return self._seen
 
     def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
-        """Return how many keys there are, and the first one's place."""
+        """Return the number of keys, and the first one's place."""
         return self._total, 0
 
 
@@ -199,7 +199,7 @@ class OuroMLP(nn.Module):
 
 
 class OuroGate(nn.Module):
-    """The exit gate; no `nn.Linear`, which engines replace by their own."""
+    """The exit gate; not an `nn.Linear`, which engines replace with their own."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -207,7 +207,7 @@ class OuroGate(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
-        """Return (B, L) exit logits in fp32: in bf16 the cumulated probability rounds to 1."""
+        """Return (B, L) exit logits in fp32: in bf16 the cumulative probability rounds to 1."""
         logit_BL1 = F.linear(hidden_BLD.float(), self.weight.float(), self.bias.float())
         return logit_BL1.squeeze(-1)
 
@@ -265,7 +265,7 @@ class Readout:
 
         CDF(n) = 1 - prod_{j<=n} (1 - sigmoid(exit logit_j)),   read out at the first CDF(n) >= q
 
-    In log space and fp32, as the training code has it.
+    In log space and fp32, as in the training code.
 
     Args:
         embedded_BLD: For shape and device.
@@ -274,8 +274,8 @@ class Readout:
 
     def __init__(self, embedded_BLD: Tensor, threshold: float | None):
         self.threshold = threshold
-        self.hidden_states: list[Tensor] = []  # (B, L, D) a step
-        self.exit_logits: list[Tensor] = []  # (B, L) a step
+        self.hidden_states: list[Tensor] = []  # (B, L, D) per step
+        self.exit_logits: list[Tensor] = []  # (B, L) per step
         self.state_BLD = torch.zeros_like(embedded_BLD)
         self.step_BL = embedded_BLD.new_full(embedded_BLD.shape[:2], -1, dtype=torch.long)
         self._log_survival_BL = self.step_BL.float() * 0
@@ -296,7 +296,7 @@ class Readout:
         self.state_BLD = torch.where(here_BL.unsqueeze(-1), hidden_BLD, self.state_BLD)
 
     def is_complete(self, read_BL: Tensor) -> bool:
-        """Say whether every token that somebody will look at is read out."""
+        """Return whether every token whose readout is needed has been read out."""
         return self.threshold is not None and bool((self.step_BL >= 0)[read_BL].all())
 
 
@@ -360,11 +360,11 @@ class OuroModel(OuroPreTrainedModel):
             use_cache: Whether to start a cache; None takes the config's, and none in training.
             exit_at_step: Read every token out after this step, counted from 0.
             exit_threshold: In [0, 1]; None takes the config's. 1.0 reads the last step.
-            logits_to_keep: Only the last so many tokens are read out; 0 for all.
+            logits_to_keep: Number of last tokens to read out; 0 for all.
             output_hidden_states: Whether to return the state after each step.
             return_dict: False returns a tuple.
             position_ids: (B, L); None counts the tokens of the mask.
-            cache_position: Not needed: the cache knows how many tokens it has seen.
+            cache_position: Not needed: the cache counts the tokens that it has seen.
             cache: `past_key_values` as transformers calls it from 5.24 on.
             **settings: For the attention function.
         """
@@ -414,12 +414,12 @@ class OuroModel(OuroPreTrainedModel):
         return output.to_tuple() if return_dict is False else output
 
     def _add_visits(self) -> None:
-        """Have a module a visit, also where `config.total_ut_steps` was raised after loading."""
+        """Have one module per visit, even if `config.total_ut_steps` was raised after loading."""
         wanted = range(len(self.visits), self.config.total_ut_steps * len(self.layers))
         self.visits.extend(OuroVisit(self.config, index) for index in wanted)
 
     def _steps(self, exit_at_step: int | None) -> int:
-        """Return how many steps to run at most."""
+        """Return the largest number of steps to run."""
         total = self.config.total_ut_steps
         if exit_at_step is None:
             return total
@@ -439,18 +439,18 @@ class OuroModel(OuroPreTrainedModel):
         threshold = self.config.early_exit_threshold if exit_threshold is None else exit_threshold
         if not 0.0 <= threshold <= 1.0:
             raise ValueError(f"exit_threshold={threshold} must be in [0, 1]")
-        # 1 means never early, also where the cumulated probability rounds to 1.
+        # 1 means never early, also where the cumulative probability rounds to 1.
         return None if threshold == 1.0 else threshold
 
     def _open_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """Return the cache to use, with one slot a visit."""
+        """Return the cache to use, with one slot per visit."""
         if cache is None:
             wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
             cache = OuroCache() if wanted else None
         if isinstance(cache, OuroCache):
             cache.start(self.config.total_ut_steps)
         elif cache is not None and cache.layers and cache.layer_class_to_replicate is None:
-            # It was made for the layers.
+            # transformers made a slot per layer; every visit needs one.
             missing = self.config.total_ut_steps * len(self.layers) - len(cache.layers)
             cache.layers.extend(copy.deepcopy(cache.layers[0]) for _ in range(missing))
         return cache
@@ -470,7 +470,7 @@ class OuroModel(OuroPreTrainedModel):
     def _read_out(
         self, hidden_BLD: Tensor, attention_mask: Tensor | None, logits_to_keep: int
     ) -> Tensor:
-        """Return (B, L) True at tokens whose readout anybody will look at."""
+        """Return (B, L) True at tokens whose readout is needed."""
         batch, length = hidden_BLD.shape[:2]
         read_BL = torch.ones(batch, length, dtype=torch.bool, device=hidden_BLD.device)
         if attention_mask is not None:
