@@ -252,6 +252,12 @@ def test_the_command_measures_once_and_says_what_it_cannot(capsys, tmp_path, mon
         assert what in printed
 
 
+def test_a_run_without_checkpoints_writes_none(capsys):
+    assert main([*SMALL, "--checkpoint.no-enable"]) == 0
+    rows = {line[:29].strip(): line[29:].split() for line in capsys.readouterr().out.splitlines()}
+    assert rows["micro-batches"] == ["2", "of", "2"]
+
+
 def test_a_stage_that_cannot_be_rehearsed_is_planned_all_the_same(capsys):
     assert main([*SMALL, "--model.attention", "varlen"]) == 0
     printed = capsys.readouterr().out

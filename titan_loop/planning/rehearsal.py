@@ -180,7 +180,8 @@ def _one_step(
         measured = measured.continued(_measured(trainer, plan, meter, micro_batches), further)
     meter.reset()
     _hold_out(trainer, run, deepest)
-    return replace(measured, checkpoint_bytes=_checkpoint_bytes(trainer))
+    saved = _checkpoint_bytes(trainer) if trainer.checkpointer.enable else 0
+    return replace(measured, checkpoint_bytes=saved)
 
 
 def _hold_out(trainer: LoopTrainer, run: ResolvedRun, deepest: int) -> None:
