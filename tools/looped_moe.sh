@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains and examines the arms of looped_moe_small in train_configs/moe.py, and prints their tables.
 #
-#   bash tools/looped_moe.sh [--settings] [--again] [--seeds "1 2 3"] [ARM...]
+#   bash tools/looped_moe.sh [--settings] [--unclean] [--again] [--seeds "1 2 3"] [ARM...]
 #
 # --settings: the arms of looped_moe_settings instead.
 # Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, unless

@@ -46,7 +46,7 @@ RATES = {
 def _table(name: str, optimizer: str) -> ResultTable:
     return ResultTable(
         name=name,
-        title=f"held-out bits per byte with {optimizer}, by learning rate",
+        title=f"held-out bits per byte with {optimizer}",
         rows={
             f"R = {steps}, D = {width}{', with the rules' * (rule == 'ruled')}": {
                 "stage": f"{rule}_{shape}",

@@ -6,7 +6,7 @@ from titan_loop.cli.arguments import group
 from titan_loop.errors import UserError
 
 
-def add(run: Path, *, folder: Path | None = None) -> None:
+def add(run: Path, *, folder: Path | None = None, unclean: bool = False) -> None:
     """Write the results of a finished run to results/RECIPE/STAGE-seedS.json, and print the path.
 
     It holds the flags, the commit, the machine, tokens, steps, seconds, losses, and everything that
@@ -15,11 +15,18 @@ def add(run: Path, *, folder: Path | None = None) -> None:
     Args:
         run: Run directory.
         folder: Where to write; default the folder results beside the recipe's module.
+        unclean: Accept a run of changed code, or of a commit that this checkout's history lacks;
+            tables mark it.
     """
     from titan_loop.analysis.results import RunResult
     from titan_loop.runs.run_directory import RunDirectory
 
     result = RunResult.of(RunDirectory(run))
+    if result.unclean and not unclean:
+        raise UserError(
+            f"{run} was trained by commit {result.commit}, which is not in this checkout's history "
+            "or had changes; train it from a commit, or give --unclean, which tables mark"
+        )
     print(result.save(folder or _beside(result.recipe)))
 
 
@@ -37,6 +44,7 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         plot: Also draw the tables.
     """
     from titan_loop.analysis.results import (
+        UNCLEAN,
         RunResult,
         differences_text,
         runs_text,
@@ -55,6 +63,8 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         )
     results = RunResult.all_of(place / name)
     print(runs_text(results))
+    if any(result.unclean for result in results):
+        print(f"\n{UNCLEAN}: of changed code, or of a commit that is not in the history")
     for table in tables:
         if not table.has_any(results):
             continue

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_loop.analysis.drawing import depth_colors, draw_axes
+from titan_loop.analysis.drawing import draw_axes, series_colors
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
@@ -167,13 +167,14 @@ def analyse_intervention(
 
 def _draw(found: Mapping[str, Sequence[float]], strengths: Sequence[float], path: Path) -> Path:
     def draw(axes: "Axes") -> None:
-        colors = depth_colors(len(found))
-        for (name, shares), color in zip(found.items(), colors, strict=True):
-            percent = [100 * share for share in shares]
+        for name, color in series_colors([*found]).items():
+            percent = [100 * share for share in found[name]]
             axes.plot(strengths, percent, color=color, marker="o", label=name)
         axes.set_ylim(-3, 103)
         axes.set_xlabel("share of the embedding in the state")
         axes.set_ylabel("% right")
-        axes.legend()
 
-    return draw_axes(draw, path)
+    name, shares = max(found.items(), key=lambda item: max(item[1]) - item[1][0])
+    most = max(range(len(shares)), key=shares.__getitem__)
+    title = f"{name}: {shares[0]:.1%} right without the embedding, {shares[most]:.1%} with "
+    return draw_axes(draw, path, title=f"{title}{strengths[most]:g} of it")
