@@ -101,8 +101,7 @@ def plot_entropy(records: Records, path: Path) -> Path:
         tokens = series(records, "tokens")
         drawing.draw_curve(axes, tokens, entropy, COLORS[0], label="exits")
         axes.plot(tokens, bound, color="0.4", linestyle="--", label="uniform exits")
-        top = np.nanmax(bound) if np.isfinite(bound).any() else math.nan
-        axes.set_ylim(0, max(1.08 * top, 0.1) if math.isfinite(top) else None)
+        axes.set_ylim(bottom=0)
         axes.set_ylabel("entropy (nats)")
         drawing.token_axis(axes, tokens)
 

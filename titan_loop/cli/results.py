@@ -43,42 +43,34 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
             are written to the folder plots beside it.
         plot: Also draw the tables.
     """
-    from titan_loop.analysis.results import (
-        UNCLEAN,
-        RunResult,
-        differences_text,
-        runs_text,
-        short_name,
-        table_text,
-    )
-    from titan_loop.analysis.results_plots import draw_against_flops, draw_curves, draw_table
+    from titan_loop.analysis import results, results_plots
     from titan_loop.recipes.registry import recipe_module
 
     place = folder or _beside(recipe)
-    name = short_name(recipe)
+    name = results.short_name(recipe)
     tables = getattr(recipe_module(recipe), "TABLES", {}).get(name)
     if tables is None:
         raise UserError(
             f"recipe {recipe!r}: its module has no TABLES[{name!r}]; declare its tables"
         )
-    results = RunResult.all_of(place / name)
-    print(runs_text(results))
-    if any(result.unclean for result in results):
-        print(f"\n{UNCLEAN}: of changed code, or of a commit that is not in the history")
+    found = results.RunResult.all_of(place / name)
+    print(results.runs_text(found))
+    if any(result.unclean for result in found):
+        print(f"\n{results.UNCLEAN}: of changed code, or of a commit that is not in the history")
     for table in tables:
-        if not table.has_any(results):
+        if not table.has_any(found):
             continue
-        print(f"\n{table_text(table, results)}")
-        if table.less and (differences := differences_text(table, results)):
+        print(f"\n{results.table_text(table, found)}")
+        if table.less and (differences := results.differences_text(table, found)):
             print(f"\n{differences}")
         if not plot:
             continue
         stem = place.parent / "plots" / f"{name}-{table.name}"
-        print(f"\n{draw_table(table, results, Path(f'{stem}.png'))}")
+        print(f"\n{results_plots.draw_table(table, found, Path(f'{stem}.png'))}")
         if table.over_training:
-            print(draw_curves(table, results, Path(f"{stem}-training.png")))
+            print(results_plots.draw_curves(table, found, Path(f"{stem}-training.png")))
         if table.against_flops:
-            print(draw_against_flops(table, results, Path(f"{stem}-flops.png")))
+            print(results_plots.draw_against_flops(table, found, Path(f"{stem}-flops.png")))
 
 
 def _beside(recipe: str) -> Path:

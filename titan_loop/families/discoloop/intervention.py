@@ -51,6 +51,7 @@ def intervention(
         task: The task that the model was trained on.
         stratum: Name of a stratum, whose questions have the same waypoints.
         strengths: α, each from 0 to 1.
+        count: Most different questions.
         waypoint: The waypoint at whose position the state is replaced; None for the first.
         after: The step after which it is, below R.
 
@@ -62,7 +63,9 @@ def intervention(
     for strength in strengths:
         if not 0 <= strength <= 1:
             raise UserError(f"strengths={strength} must be between 0 and 1")
-    questions = task.held_out_questions(count, task.strata[stratum])
+    drawn = task.held_out_questions(2 * count, task.strata[stratum])  # some are drawn twice
+    questions = [*{task.identity(question): question for question in drawn}.values()][:count]
+    count = len(questions)
     known = task.waypoints(questions[0])
     waypoint = waypoint or next(iter(known))
     if waypoint not in known:
