@@ -14,12 +14,22 @@ LONG_WINDOW=1024 CHAT_WINDOW=512 # of the miniature's stages that read packed wi
 stage() {
     printf '\n== %s\n' "$*"
 }
-# choose RECIPE [--again] [--seeds "1 2 3"] [STAGE...]: sets seeds, if given, and stages, by default
-# all. With --again stages whose results are committed run once more, in folders of their own.
+# choose RECIPE [--unclean] [--again] [--seeds "1 2 3"] [STAGE...]: sets seeds, if given, and stages,
+# by default all. With --again stages whose results are committed run once more, in folders of their
+# own. Code that is in no commit is refused here, before hours of training, but with --unclean.
 again=""
+unclean=()
 choose() {
     local recipe=$1 known name
     shift
+    if [ "${1:-}" = --unclean ]; then
+        unclean=(--unclean)
+        shift
+    elif ! "$VENV/bin/python" -c "import sys
+from titan_loop.runs.run_directory import is_clean, source_commit
+sys.exit(not is_clean(source_commit()))"; then
+        refuse "this code is in no commit; commit it, or give --unclean first, which tables mark"
+    fi
     if [ "${1:-}" = --again ]; then
         again=-again
         shift
@@ -62,7 +72,7 @@ train_arms() {
             titan_loop train "$recipe" --stage "$arm" --dump-folder "$folder" --debug.seed "$seed" \
                 "${flags[@]}"
             examine "$arm" "$folder/$arm"
-            titan_loop results add "$folder/$arm"
+            titan_loop results add "$folder/$arm" "${unclean[@]}"
         done
     done
     titan_loop results show "$recipe"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains and examines the arms of train_configs/depth_pays.py, and prints their tables.
 #
-#   bash tools/depth_pays.sh [--rates | --tuned] [--again] [--seeds "1 2 3"] [ARM...]
+#   bash tools/depth_pays.sh [--rates | --tuned] [--unclean] [--again] [--seeds "1 2 3"] [ARM...]
 #
 # --rates, --tuned: the arms of depth_pays_rates or depth_pays_tuned instead.
 # Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, unless

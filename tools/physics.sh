@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the stages of train_configs/physics_small.py, prints their tables and fits the scaling law.
 #
-#   bash tools/physics.sh [--again] [--seeds "1 2 3"] [STAGE...]
+#   bash tools/physics.sh [--unclean] [--again] [--seeds "1 2 3"] [STAGE...]
 #
 # Every stage leaves train_configs/results/physics_small/STAGE-seedS.json. What is there is skipped,
 # unless --again asks for it, and a stage that was interrupted goes on from its newest checkpoint.
@@ -25,7 +25,7 @@ for seed in $seeds; do
         stage "$name, seed $seed"
         titan_loop train physics_small --stage "$name" --dump-folder "$folder" \
             --debug.seed "$seed" --dataloader.seed "$seed"
-        titan_loop results add "$folder/$name"
+        titan_loop results add "$folder/$name" "${unclean[@]}"
     done
     scaling=("$folder"/scaling_*)
     if [ ${#scaling[@]} = 9 ]; then

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the arms of train_configs/rates.py, and prints their table: the best rate by R and width.
 #
-#   bash tools/rates.sh [--muon | --boundary] [--again] [--seeds "1 2"] [ARM...]
+#   bash tools/rates.sh [--muon | --boundary] [--unclean] [--again] [--seeds "1 2"] [ARM...]
 #
 # --muon, --boundary: the arms of rates_muon or of boundary instead.
 # Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, unless

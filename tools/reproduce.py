@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_loop.analysis.results import RunResult
+from titan_loop.analysis.results import UNCLEAN, RunResult
 from titan_loop.evaluation.intervals import of_seeds
 from train_configs.claims import CLAIMS, Claim
 
@@ -28,6 +28,7 @@ are claims of this project. Everything here is small: models of 10^4 to 10^6 par
 10^8, on a CPU.
 Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none for one seed).
 *Shown*: three seeds or more, whose whole interval meets the aim. *Partly*: the mean meets it.
+† marks runs of changed code, or of a commit that is not in the history.
 
 | paper | claim | theirs | aim | ours | seeds | verdict | command | CPU minutes | remark |
 |---|---|---|---|---|---|---|---|---|---|
@@ -79,10 +80,12 @@ def row(claim: Claim, results: Sequence[RunResult]) -> str:
         if value is not None
     ]
     stages = {cell.stage for cell in claim.cells}
-    seconds = sum(r.seconds for r in results if r.stage in stages and r.seed in by_seed)
+    runs = [r for r in results if r.stage in stages and r.seed in by_seed]
+    seconds = sum(r.seconds for r in runs)
+    mark = f" {UNCLEAN}" * any(r.unclean for r in runs)
     cells = (
         claim.paper, claim.text, claim.theirs or "–", f"{', '.join(bounds)} {claim.unit}", ours,
-        str(len(values)), verdict(claim, values), f"`{claim.command}`", f"{seconds / 60:.0f}",
+        f"{len(values)}{mark}", verdict(claim, values), f"`{claim.command}`", f"{seconds / 60:.0f}",
         claim.note,
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Retrofits SmolLM2-135M-Instruct, which comes as a wheel, into loops, and prints their tables.
 #
-#   bash tools/retrofit.sh [--scan | --rules | --parity] [--again] [--seeds "1 2 3"] [ARM...]
+#   bash tools/retrofit.sh [--scan | --rules | --parity] [--unclean] [--again] [--seeds "1 2 3"] [ARM...]
 #
 # --scan measures the cost of looping each span of 4, 8 and 12 layers first, an hour on one core.
 # --rules teaches questions of several hops instead, and asks for more hops than were taught.
@@ -108,7 +108,7 @@ for seed in $seeds; do
         if [ $mode = rules ]; then # the exam follows the last step
             titan_loop train $recipe --stage "$arm" --dump-folder "$place" \
                 --debug.seed "$seed" --dataloader.seed "$seed"
-            titan_loop results add "$place/$arm"
+            titan_loop results add "$place/$arm" "${unclean[@]}"
             continue
         fi
         titan_loop train $recipe --stage "$arm" --dump-folder "$place" --debug.seed "$seed"
@@ -117,7 +117,7 @@ for seed in $seeds; do
             depths=(1) # its layers were never looped
         fi
         titan_loop eval "$place/$arm" --windows 24 --depths "${depths[@]}"
-        titan_loop results add "$place/$arm"
+        titan_loop results add "$place/$arm" "${unclean[@]}"
     done
 done
 titan_loop results show $recipe

@@ -172,6 +172,7 @@ TABLES = {
             },
             everywhere={"task": "mano_capo", "metric": "acc,none", "reading": "static:1"},
             over_training=("Mano", "values"),
+            headline="Mano",
         ),
         ResultTable(
             name="capo",
@@ -188,6 +189,7 @@ TABLES = {
             factor=1.0,
             digits=2,
             over_training=("of a person",),
+            headline="of a person",
         ),
     ]
 }

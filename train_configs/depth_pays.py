@@ -21,6 +21,7 @@ draw the weights and the order of the data. `same_text` reads the tokens of the 
 LOG.md has the results.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from titan_loop.analysis.results import ResultTable
@@ -100,19 +101,37 @@ RATES = {
 """Name → largest learning rate; neighbours are √2 apart."""
 
 
-def _bits(name: str, title: str, *, less: str) -> ResultTable:
-    """Return a table of the arms with Muon, if `less` has it, else of all."""
-    muon = ARMS[less].get("optimizer")
+MUON = {
+    "not_looped_muon": "R = 1",
+    "last_step_muon": "R = 4",
+    "not_looped_muon_flops": "R = 1, more text",
+    "two_layers_muon": "two layers",
+    "dense_muon": "four layers",
+    "looped_muon": "R = 4, every step readable",
+    "grown_muon": "R from 1 to 4",
+    "grown_muon_flops": "R from 1 to 4, more text",
+    "late_8_muon": "R = 4, then 4 and 8 by turns",
+    "late_5_6_muon": "R = 4, then 4, 5 and 6 by turns",
+    "drawn_muon": "R drawn from 1 on",
+    "drawn_from_3_muon": "R drawn from 3 on",
+    "drawn_diagonal_muon": "R drawn from 1 on, injection",
+}
+"""Arm with Muon → its row."""
+
+
+def _bits(
+    name: str, title: str, *, arms: Mapping[str, str], less: str, message: str = ""
+) -> ResultTable:
     return ResultTable(
         name=name,
         title=title,
         rows={
-            name: {
+            row: {
                 "stage": name,
-                "reading": f"static:{arm.get('steps', STEPS)}{',ema' * ('average' in arm)}",
+                "reading": f"static:{ARMS[name].get('steps', STEPS)}"
+                + ",ema" * ("average" in ARMS[name]),
             }
-            for name, arm in ARMS.items()
-            if arm.get("optimizer") == muon or muon is None
+            for name, row in arms.items()
         },
         columns={
             source: {"task": f"{HELD_OUT}/{source}", "metric": "bits_per_byte"}
@@ -122,6 +141,7 @@ def _bits(name: str, title: str, *, less: str) -> ResultTable:
         digits=3,
         less=less,
         against_flops="all",
+        message=message,
     )
 
 
@@ -143,7 +163,7 @@ TABLES = {
     "depth_pays_rates": [
         ResultTable(
             name="bits_per_byte",
-            title="held-out bits per byte at the trained R, by learning rate",
+            title="held-out bits per byte at the trained R",
             rows={
                 f"R = {steps}{', residual scale' * bool(scale)}": {
                     "stage": f"r{steps}{scale}",
@@ -162,7 +182,7 @@ TABLES = {
     "depth_pays_tuned": [
         ResultTable(
             name="rates",
-            title="held-out bits per byte at the trained R, by learning rate",
+            title="held-out bits per byte at the trained R",
             rows={
                 name: {"stage": name, "reading": f"static:{arm['steps']}"}
                 for name, arm in TUNED.items()
@@ -175,8 +195,21 @@ TABLES = {
         )
     ],
     "depth_pays": [
-        _bits("bits_per_byte", "held-out bits per byte at the trained R", less="not_looped"),
-        _bits("muon", "held-out bits per byte, trained with Muon", less="not_looped_muon"),
+        _bits(
+            "bits_per_byte",
+            "held-out bits per byte at the trained R",
+            arms={name: name for name in ARMS},
+            less="not_looped",
+        ),
+        _bits(
+            "muon",
+            "held-out bits per byte, trained with Muon",
+            arms=MUON,
+            less="R = 1",
+            message="One layer reads {R = 1|all} at R = 1 and {R = 4|all} at R = 4; for the FLOPs "
+            "of R = 4 more text at R = 1 reads {R = 1, more text|all}, four layers "
+            "{four layers|all}",
+        ),
     ],
 }
 

@@ -101,7 +101,7 @@ TABLES = {
     "depth_read": [
         ResultTable(
             name="bits_per_byte",
-            title="held-out bits per byte of all sources, by the step that is read",
+            title="held-out bits per byte of all sources",
             rows={name: {"stage": name} for name in (*TEXT, *(f"r{steps}" for steps in ALONE))},
             columns={f"R = {steps}": {"reading": f"static:{steps}"} for steps in DEPTHS},
             everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
@@ -113,7 +113,7 @@ TABLES = {
         *(
             ResultTable(
                 name=name,
-                title=f"% of {name} right, by the step that is read",
+                title=f"% of {name} right",
                 rows={kind: {"stage": f"{name}_{kind}"} for kind in TASK_ARMS},
                 columns={f"R = {steps}": {"reading": f"static:{steps}"} for steps in DEPTHS[:-1]},
                 everywhere={"task": result, "metric": "acc,none"},

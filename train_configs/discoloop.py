@@ -306,10 +306,11 @@ TABLES = {
                 "plain loop": {"facts": 100, "trained": 8.8, "in distribution": 0.9, "OOD": 0.0}
             },
             over_training=("trained",),
+            headline="trained",
         ),
         ResultTable(
             name="intervention",
-            title="% of the plain loop with the bridge's embedding put in, by its share",
+            title="% right, plain loop with the embedding put in",
             rows=_TESTS,
             columns={
                 f"{share:g}": {"reading": f"alpha:{share:g}"}
@@ -321,12 +322,13 @@ TABLES = {
                 "OOD": {"0": 8.3, "0.1": 25.9, "0.5": 100},
             },
             columns_are="share of the embedding",
+            headline="OOD",
         ),
     ],
     "two_hop_strengths": [
         ResultTable(
             name=symbol,
-            title=f"% right after both steps, by {letter}",
+            title="% right after both steps",
             rows=_TESTS,
             columns={
                 f"{value:g}": {"stage": BOTH_ONE if value == 1 else f"{symbol}_{value:g}"}
@@ -334,6 +336,7 @@ TABLES = {
             },
             everywhere={"metric": "acc,none", "reading": "static:2"},
             columns_are=letter,
+            headline="OOD",
         )
         for (symbol, (_, values)), letter in zip(STRENGTHS.items(), "ατ", strict=True)
     ],

@@ -108,7 +108,7 @@ def _solved(task: DagArithmetic) -> list[ResultTable]:
     }
     whole = ResultTable(
         name="fully_solved",
-        title="% fully solved (all factors, everywhere), N =",
+        title="% fully solved (all factors, everywhere)",
         rows={method: {"stage": METHODS[method]} for method in [*METHODS][:3]},
         columns={number: {"stratum": f"{number}_nodes"} for number in nodes},
         everywhere={"task": "solved", "metric": "acc,none", "reading": "deepest"},
@@ -117,7 +117,7 @@ def _solved(task: DagArithmetic) -> list[ResultTable]:
     )
     values = ResultTable(
         name="solved",
-        title="% with the value of every name right, N =",
+        title=f"% with all values right (trained: {task.nodes} nodes, paper 32)",
         rows={
             method: {
                 "stage": stage,
@@ -140,7 +140,7 @@ TABLES = {
         *_solved(SMALL),
         ResultTable(
             name="steps",
-            title="% fully solved, N = 64, steps",
+            title="% of graphs of 64 nodes fully solved",
             rows={name: {"stage": METHODS[name]} for name in [*METHODS][:3]},
             columns={str(r): {"reading": f"static:{r}"} for r in (8, 12, 16, 24)},
             everywhere={"task": SMALL.name, "stratum": "64_nodes", "metric": "acc,none"},

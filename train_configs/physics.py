@@ -23,9 +23,9 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendices B.1 to B.3.
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.task import Task
 from titan_loop.families.ouro.capo import Capo
+from titan_loop.families.ouro.commuted_mano import CommutedMano
 from titan_loop.families.ouro.layered_qa import LayeredQA
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -94,7 +94,7 @@ TABLES = {
                 for k, loops in MANO_GRID
             },
             columns={f"L = {length}": {"stage": f"l{length}"} for length in MANO_STEPS},
-            everywhere={"task": "mano", "metric": "acc,none"},
+            everywhere={"task": CommutedMano.name, "metric": "acc,none"},
             paper={
                 grid_name(*row): {
                     f"L = {length}": value for length, value in zip(MANO_STEPS, values, strict=True)
@@ -156,7 +156,7 @@ def ouro_mano() -> Recipe:
     for length, steps in MANO_STEPS.items():
         for layers, loops in MANO_GRID:
             config = _published(
-                Mano(max_operations=length),
+                CommutedMano(max_operations=length),
                 _wide(layers, loops),
                 rate=2e-4,
                 batch=128,

@@ -80,7 +80,7 @@ TABLES = {
     "physics_small": [
         ResultTable(
             name="mano",
-            title="% right of three operations (paper: 2⊗1, 2⊗6, 12⊗1 and L = 10)",
+            title="% right of three operations (paper: 2⊗1, 2⊗6, 12⊗1, 10 operations)",
             rows={
                 grid_name(*row): {"stage": f"mano_{row[0]}x{row[1]}", "reading": f"static:{row[1]}"}
                 for row in MANO_ROWS
@@ -103,6 +103,7 @@ TABLES = {
             },
             everywhere={"task": "capo/knowledge"},
             paper={f"1⊗{r}": {"a parameter": 2.0} for r in CAPO_LOOPS},
+            headline="a person",
             factor=1.0,
             digits=2,
         ),
@@ -112,7 +113,8 @@ TABLES = {
             rows={f"2⊗{r}": {"stage": f"hops_r{r}", "reading": f"static:{r}"} for r in HOPS_LOOPS},
             columns={f"{share} %": {"stage": f"{share}"} for share in HOPS_SHARES},
             everywhere={"task": "layered_qa/held_out_3_hops", "metric": "acc,none"},
-            columns_are="share of the questions trained on",
+            columns_are="of the questions trained on",
+            headline="50 %",
         ),
         ResultTable(
             name="priors",

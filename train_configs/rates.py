@@ -6,8 +6,8 @@
                  without, at three rates, on three times the tokens and equal FLOPs
 
 Every model is a prelude, two looped layers and a coda of Llama's blocks, on 0.5M tokens of the
-quick start's text. Rates are apart by √2. LOG.md has the results; `bash tools/rates.sh` runs the
-arms, `bash tools/rates.sh --muon` and `--boundary` those of the other two.
+quick start's text. Rates are apart by √2. LOG.md has the results; `bash tools/rates.sh`
+runs the arms of `rates`, with `--muon` or `--boundary` the arms of the other recipes.
 
 Sources: arXiv 2606.18524 (λ / (R·√L), λ = 1); Yang et al. 2022, arXiv 2203.03466 (µP).
 """
@@ -48,7 +48,7 @@ RATES = {
 def _table(name: str, optimizer: str) -> ResultTable:
     return ResultTable(
         name=name,
-        title=f"held-out bits per byte with {optimizer}, by learning rate",
+        title=f"held-out bits per byte with {optimizer}",
         rows={
             f"R = {steps}, D = {width}{', with the rules' * (rule == 'ruled')}": {
                 "stage": f"{rule}_{shape}",

@@ -329,7 +329,7 @@ TABLES = {
         *(
             ResultTable(
                 name=stage,
-                title=f"% right, {stage}",
+                title=f"% right ({stage})",
                 rows={f"r = {steps}": {"reading": f"static:{steps}"} for steps in SMALL_DEPTHS},
                 columns={
                     str(hops): {"task": f"permutation_hops/{hops}_hops"}
@@ -337,6 +337,9 @@ TABLES = {
                 },
                 everywhere={"metric": "acc,none", "stage": stage},
                 columns_are="hops",
+                message="11 hops are answered to {r = 4|11} % after 4 steps, {r = 6|11} % after 6, "
+                "{r = 8|11} % after 8 and {r = 12|11} % after 12, on one seed",
+                in_color=[f"r = {steps}" for steps in (1, 2, 4, 6, 8, 12)],
             )
             for stage in ("depth_dynamic", "depth_r8", "depth_r4")
         ),

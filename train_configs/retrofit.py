@@ -251,7 +251,7 @@ def _bits(name: str, title: str) -> ResultTable:
 
 RULES_TABLE = ResultTable(
     name="rules",
-    title="% right of questions by hops; 2 and 3 were taught",
+    title="% of questions right; 2 and 3 hops were taught",
     rows={
         "source": {"stage": "source", "reading": "static:1"},
         **{

@@ -219,7 +219,7 @@ TABLES = {
     "xllm_small": [
         ResultTable(
             name="bits_per_byte",
-            title="held-out bits per byte at five recurrences (d4: one)",
+            title="held-out bits per byte (R = 5; d4: 1)",
             rows={
                 arm: {"stage": arm, "reading": f"static:{1 if arm == 'd4' else MEAN}"}
                 for arm in SMALL
@@ -234,13 +234,14 @@ TABLES = {
         ),
         ResultTable(
             name="one_layer",
-            title="one layer: held-out bits per byte of prose, R =",
+            title="held-out bits per byte of prose, one layer",
             rows={arm: {"stage": arm} for arm in THIN},
             columns={str(r): {"reading": f"static:{r}"} for r in (1, 2, MEAN, 2 * MEAN)},
             everywhere={"task": f"{HELD_OUT}/prose", "metric": "bits_per_byte"},
             factor=1.0,
             digits=3,
             less="thin_fixed_r5",
+            headline=str(MEAN),
             columns_are="recurrent steps",
         ),
         ResultTable(
@@ -265,6 +266,9 @@ TABLES = {
             factor=1.0,
             digits=2,
             columns_are="training",
+            message="The mean of R goes from {thin_shallow|start} to {thin_shallow|end} in "
+            "thin_shallow, from {thin_free|start} to {thin_free|end} in thin_free",
+            in_color=("thin_shallow", "thin_free", "thin_learned", "thin_free_from_2"),
         ),
         ResultTable(
             name="prefill",

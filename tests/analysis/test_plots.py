@@ -68,15 +68,46 @@ def write_metrics(run: RunDirectory, steps: int, *, gate: bool = True) -> None:
         append_jsonl(run.metrics_jsonl, record)
 
 
-def test_a_source_whose_name_begins_with_an_underscore_is_in_the_legend(tmp_path, monkeypatch):
-    shown: list[str] = []
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig",
-        lambda figure, *_, **__: shown.extend(t.get_text() for t in figure.legends[0].get_texts()),
-    )
+def test_a_source_whose_name_begins_with_an_underscore_is_named(drawn, tmp_path):
     records = [{"tokens": n, "data/_x/tokens": n, "data/y/tokens": 1} for n in (1, 2)]
     plot_mixture(records, [], tmp_path / "x.png")
-    assert [name.strip() for name in shown] == ["_x", "y"]
+    assert sorted(text.get_text().strip() for text in drawn[0].axes[0].texts) == ["_x", "y"]
+
+
+def test_names_stand_in_the_order_of_their_lines_and_apart(drawn, tmp_path):
+    ends = {"low": 0.0, "level": 0.5, "same": 0.5, "near": 0.501, "high": 1.0}
+
+    def draw(axes):
+        for name, color in drawing.series_colors([*ends]).items():
+            axes.plot([0, 1], [0, ends[name]], color=color, label=name)
+
+    drawing.draw_axes(draw, tmp_path / "x.png", title="A conclusion")
+    axes = drawn[0].axes[0]
+    assert axes.get_legend() is None
+    assert drawn[0].get_suptitle() == "A conclusion"
+    named = sorted(axes.texts, key=lambda text: text.xyann[1])
+    assert [text.get_text() for text in named] == [*ends]
+    heights = np.array([text.xyann[1] for text in named])
+    points = 72 * drawn[0].get_figheight() * axes.get_position().height
+    assert (np.diff(heights) * points > 10).all()
+    colors = {text.get_text(): text.get_color() for text in named}
+    assert all(colors[line.get_label()] == line.get_color() for line in axes.lines)
+
+
+def test_at_most_six_series_have_a_colour():
+    names = [f"row {number}" for number in range(9)]
+    colors = drawing.series_colors(names)
+    assert [*colors] == names
+    assert [*colors.values()] == [*drawing.COLORS, *[drawing.GREY] * 3]
+    assert len(set(drawing.COLORS)) == 6
+    of_depth = [color for color in drawing.depth_colors(16) if isinstance(color, np.ndarray)]
+    assert len(of_depth) == 6
+    assert not any(isinstance(color, str) for color in drawing.depth_colors(6))
+
+
+def test_the_title_of_depths_says_which_is_best(drawn, tmp_path):
+    plot_depths(REPORT, tmp_path / "x.png")
+    assert drawn[0].get_suptitle().startswith("R = 2 is best in 2 of 2 panels")
 
 
 def write_held_out(run: RunDirectory) -> None:
@@ -131,11 +162,10 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that would be written."""
     figures: list[Any] = []
 
-    def keep(figure: Any, path: Path) -> Path:
+    def keep(figure: Any, path: Path) -> None:
         figures.append(figure)
-        return path
 
-    monkeypatch.setattr(drawing, "save_figure", keep)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", keep)
     return figures
 
 

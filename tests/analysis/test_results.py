@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 
 from titan_loop.analysis.results import ResultTable, RunResult, differences_text, table_text
+from titan_loop.analysis.results_plots import conclusion, draw_table
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
-from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import append_jsonl, write_json
+from titan_loop.runs.run_directory import RunDirectory, is_clean, source_commit
+from titan_loop.storage.json_files import append_jsonl, write_json, write_text
 
 TABLE = ResultTable(
     name="solved",
@@ -129,6 +131,54 @@ def test_a_cell_is_the_mean_over_seeds_beside_the_papers():
     ]
 
 
+def results_of(**seeds: dict[int, float]) -> list[RunResult]:
+    """Return results of the stages named, with a share of right answers at 8 operations by seed."""
+    shared = {"recipe": "mine", "overrides": [], "commit": None, "machine": "", "versions": {}}
+    shared |= {"tokens": 1, "steps": 1, "seconds": 1, "losses": []}
+    return [
+        RunResult(stage=stage, seed=seed, results={"mano/8/acc,none/static:4": value}, **shared)
+        for stage, values in seeds.items()
+        for seed, value in values.items()
+    ]
+
+
+def test_the_title_of_a_table_is_what_its_numbers_support():
+    apart = results_of(looped={1: 0.9, 2: 0.91}, not_looped={1: 0.1, 2: 0.11})
+    assert conclusion(TABLE, apart) == "8 operations: looped is best, 90.5 %"
+    level = results_of(looped={1: 0.5, 2: 0.9}, not_looped={1: 0.5, 2: 0.6})
+    said = "8 operations: looped is best, 70.0 %; intervals do not tell it from not"
+    assert conclusion(TABLE, level) == said
+    once = results_of(looped={1: 0.5}, not_looped={1: 0.6})
+    assert conclusion(TABLE, once) == "8 operations: not is best, 60.0 % on one seed"
+    bits = replace(TABLE, everywhere={**TABLE.everywhere, "metric": "bits_per_byte"}, factor=1.0)
+    for result in apart:
+        result.results["mano/8/bits_per_byte/static:4"] = 1 / result.results.popitem()[1]
+    assert conclusion(bits, apart).startswith("8 operations: looped is best, 1.1")
+
+
+def test_a_row_may_be_the_headline_and_a_message_has_numbers():
+    found = results_of(looped={1: 0.5})
+    assert conclusion(replace(TABLE, headline="looped"), found) == (
+        "looped: operations 8 is best, 50.0 % on one seed"
+    )
+    message = "With loops {looped|8} % are right, without {not|8} %"
+    told = conclusion(replace(TABLE, message=message), found)
+    assert told == "With loops 50.0 % are right, without – %"
+
+
+def test_columns_with_numbers_stand_at_them_and_others_have_panels(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_: figures.append(figure)
+    )
+    draw_table(TABLE, results_of(looped={1: 0.5}), tmp_path / "x.png")
+    assert [*figures[0].axes[0].get_xticks()] == [2, 8]
+    assert figures[0].axes[0].get_ylabel() == "% solved"
+    draw_table(replace(TABLE, columns_are=""), results_of(looped={1: 0.5}), tmp_path / "x.png")
+    assert [axes.get_title() for axes in figures[1].axes] == ["2", "8"]
+    assert [text.get_text() for text in figures[1].axes[0].get_yticklabels()] == ["looped"]
+
+
 def test_rows_are_compared_on_the_same_documents():
     """Over 30 documents; the difference is far smaller than documents differ."""
     rng = np.random.default_rng(0)
@@ -167,7 +217,8 @@ def test_a_row_and_a_column_of_a_grid_name_the_stage_together():
     assert TABLE.address("looped", "8")[0]["stage"] == "looped"
 
 
-def test_the_commands_write_and_show(tmp_path, capsys):
+def test_the_commands_write_and_show(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("titan_loop.analysis.results.is_clean", lambda commit: True)
     run = trained(tmp_path / "run")
     asked(run, 100, _8=0.5).save(run)
     folder = tmp_path / "results"
@@ -184,6 +235,46 @@ def test_the_commands_write_and_show(tmp_path, capsys):
     written.write_text(json.dumps(asdict(RunResult.of(run)) | {"later": 1}))
     assert main(["results", "show", COMMAND[2], "--folder", str(folder)]) == 2
     assert f"{written} is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("commit", [None, "0123456789ab", "HEAD-dirty"])
+def test_a_result_of_changed_or_unknown_code_is_refused_or_marked(tmp_path, capsys, commit):
+    run = trained(tmp_path / "run")
+    asked(run, 100, _8=0.5).save(run)
+    record = json.loads(run.run_json.read_text())
+    run.run_json.write_text(json.dumps(record | {"commit": commit}))
+    words = ["results", "add", str(run.path), "--folder", str(tmp_path / "results")]
+    assert main(words) == 2
+    assert f"commit {commit}, which is not in this checkout" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+    assert main([*words, "--unclean"]) == 0
+    assert main(["results", "show", COMMAND[2], "--folder", str(tmp_path / "results")]) == 0
+    shown = capsys.readouterr().out
+    assert "| looped † | - | 50.0 (1 seed) |" in shown
+    assert f"| {commit or '-'} † |" in shown
+    assert "†: of changed code" in shown
+
+
+def test_only_changed_code_makes_a_commit_unclean(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    kept = ["titan_loop/__init__.py", "train_configs/results/r/a-seed1.json", "train_configs/r.py"]
+    for name in kept:
+        write_text(tmp_path / name, "1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.setattr("titan_loop.__file__", str(tmp_path / kept[0]))
+    commit = source_commit()
+    assert commit is not None
+    assert is_clean(commit)
+    write_text(tmp_path / kept[1], "2\n")
+    assert source_commit() == commit
+    write_text(tmp_path / kept[2], "2\n")
+    assert source_commit() == f"{commit}-dirty"
+    assert not is_clean(source_commit())
 
 
 def test_mistakes(tmp_path, capsys):

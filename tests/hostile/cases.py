@@ -76,7 +76,7 @@ VERBS: Mapping[str, Sequence[str]] = {
     ),
     "plot": ("plot", "run"),
     "report": ("report", "run"),
-    "results add": ("results", "add", "run", "--folder", "out/results"),
+    "results add": ("results", "add", "run", "--folder", "out/results", "--unclean"),
     "scaling": ("scaling", "run"),
     "slurm submit": ("slurm", "submit", _RECIPE, "--nodes", "1", "--dry-run"),
     "status": ("status", "run"),

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from titan_loop.cli.main import main
-from titan_loop.data.tasks.mano import Mano
 from titan_loop.families.ouro.capo import Capo
+from titan_loop.families.ouro.commuted_mano import CommutedMano
 from titan_loop.families.ouro.layered_qa import LayeredQA
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.registry import load_recipe
@@ -25,7 +25,7 @@ def test_mano_is_trained_as_published():
     assert len(found) == 21
     for length, steps in ((10, 80_000), (16, 110_000), (24, 200_000)):
         config = found[f"2x6_l{length}"]
-        assert config.dataloader.generated_task() == Mano(23, length)
+        assert config.dataloader.generated_task() == CommutedMano(23, length)
         assert config.total_tokens == steps * 128 * 1024
         assert (config.model.n_layers, config.recurrence.steps(0)) == (2, 6)
         rate = config.learning_rate

@@ -103,18 +103,19 @@ def analyse_coordinates(
         rows.append([str(each.recurrent_steps), str(each.width), *(f"{x:.3g}" for x in sizes)])
     moved = [each.moved[1] for each in found]
     spread = max(moved) / min(moved)
+    furthest = f"states move {spread:.2f} times as far in the model that moves furthest"
     figure = Figure(
         "Coordinates",
         f"How far states and logits move in {updates} updates, by width and R; level lines mean "
         "that one rate serves all.",
-        partial(_draw, found),
+        partial(_draw, found, furthest),
     )
     return Findings(
         name="coordinates",
         loaded=loaded,
         record={"rate": chosen, "updates": updates, "coordinates": [e._asdict() for e in found]},
         tables={f"Coordinates at a rate of {chosen:g}": rows},
-        lines=[f"states move {spread:.2f} times as far in the model that moves furthest"],
+        lines=[furthest],
         figures={"coordinates.png": figure},
     )
 
@@ -214,7 +215,7 @@ def _rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
-def _draw(found: Sequence[Coordinates], path: Path) -> Path:
+def _draw(found: Sequence[Coordinates], title: str, path: Path) -> Path:
     depths = list(dict.fromkeys(each.recurrent_steps for each in found))
     panels = {
         "state": lambda each: each.size,
@@ -232,5 +233,4 @@ def _draw(found: Sequence[Coordinates], path: Path) -> Path:
         axes.set_yscale("log")
         axes.set_xlabel("width D")
 
-    title = "Sizes by width and recurrent steps"
-    return draw_panels([*panels], draw, path, title=title, label="RMS", legend=True)
+    return draw_panels([*panels], draw, path, title=title, label="RMS")

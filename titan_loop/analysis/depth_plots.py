@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_loop.analysis.drawing import Axes, draw_panels, mark_trained_depth, short
+from titan_loop.analysis.drawing import COLORS, Axes, draw_panels, mark_trained_depth, short
+from titan_loop.analysis.plots import best_depth
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.task_report import (
     ReadingResult,
@@ -15,7 +16,7 @@ from titan_loop.evaluation.task_report import (
     lower_is_better,
 )
 
-_POINTS = {"color": "#1f4e79", "marker": "o", "markersize": 5, "capsize": 4}
+_POINTS = {"color": COLORS[0], "marker": "o", "markersize": 5, "capsize": 4}
 
 
 def plot_depths(report: DepthReport, path: Path) -> Path:
@@ -36,7 +37,9 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
         axes.set_title(f"{name} ({source.n_bytes / 1000:,.0f} kB; R = {depths[0]}: {first:.3f})")
         axes.margins(y=0.08)
 
-    title = f"Held-out text by depth after {short(report.tokens)} tokens; {_trained(report)}"
+    depths = [source.depths for source in report.sources.values()]
+    best = best_depth([min(at, key=at.__getitem__) for at in depths])
+    title = f"{best} after {short(report.tokens)} tokens; {_trained(report)}"
     label = "bits per byte less those at the first depth (lower is better)"
     return draw_panels(list(report.sources), draw, path, title=title, label=label, columns=4)
 
@@ -60,12 +63,19 @@ def plot_task_depths(report: TaskReport, path: Path) -> Path:
         better = "lower" if lower_is_better(metric) else "higher"
         axes.set_ylabel(f"{metric} ({better} is better)")
 
-    title = f"Tasks by depth at step {report.step:,}; {_trained(report)}; bars: 95 % intervals"
+    best = best_depth([_best(depths) for depths in swept.values()])
+    title = f"{best} at step {report.step:,}; {_trained(report)}; bars: 95 % intervals"
     return draw_panels(list(swept), draw, path, title=title)
 
 
 def _trained(report: DepthReport | TaskReport) -> str:
     return f"grey: the trained R = {report.trained_recurrent_steps}"
+
+
+def _best(depths: Mapping[int, ReadingResult]) -> int:
+    metric = headline(next(iter(depths.values())).metrics)
+    better = min if lower_is_better(metric) else max
+    return better(depths, key=lambda depth: depths[depth].metrics[metric])
 
 
 def _by_depth(readings: Mapping[str, ReadingResult]) -> dict[int, ReadingResult]:

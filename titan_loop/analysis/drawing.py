@@ -1,11 +1,15 @@
-"""The look that all plots share: one style, one colour scale for depth, one axis of tokens.
+"""The look that all plots share: a conclusion as title, names at the ends of lines, six colours.
 
 matplotlib is imported when the first plot is drawn. Recurrent steps are ordered, so they share one
-sequential colour map: light is shallow, dark is deep.
+sequential colour map: light is shallow, dark is deep. At most six series have a colour; grey ones
+are context.
+
+Source of the colours: Okabe and Ito 2008, Color Universal Design.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,18 +36,10 @@ class Chart(NamedTuple):
     draw: Callable[[Records, Path], Path]
 
 
-_SIZE_INCHES = (8.0, 4.8)
-_STYLE = {
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "figure.constrained_layout.use": True,
-    "figure.figsize": _SIZE_INCHES,
-    "grid.color": "0.9",
-    "legend.frameon": False,
-    "savefig.dpi": 150,
-}
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+GREY = "0.55"
+_NAME_POINTS = 11.0
+"""Least distance of two names beside the ends of lines."""
 
 
 def pyplot() -> Any:
@@ -53,23 +49,13 @@ def pyplot() -> Any:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.style.use(_STYLE)
+    plt.style.use(Path(__file__).with_suffix(".mplstyle"))
     return plt
 
 
-def draw_axes(draw: Callable[[Axes], None], path: Path) -> Path:
+def draw_axes(draw: Callable[[Axes], None], path: Path, *, title: str) -> Path:
     """Write one pair of axes, filled by `draw`, as PNG."""
-    figure, axes = pyplot().subplots()
-    draw(axes)
-    return save_figure(figure, path)
-
-
-def save_figure(figure: Any, path: Path) -> Path:
-    """Write a figure as PNG, close it and return the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot().close(figure)
-    return path
+    return draw_panels([""], lambda axes, _: draw(axes), path, title=title)
 
 
 def draw_panels(
@@ -80,35 +66,61 @@ def draw_panels(
     title: str,
     label: str = "",
     columns: int = 3,
-    legend: bool = False,
+    inches: tuple[float, float] = (4.2, 3.9),
 ) -> Path:
-    """Write a panel for each name, filled by `draw`, as one PNG.
+    """Write a panel for each name, filled by `draw`, as one PNG; lines are named at their ends.
 
     Args:
         names: Title of each panel, at least one.
+        title: The conclusion that a reader should draw.
         label: Label of the vertical axes, where all panels share one.
-        legend: Whether to show the labels of the first panel below all panels.
+        inches: Width and height of a panel.
     """
     columns = min(len(names), columns)
     rows = -(-len(names) // columns)
+    width = max(8.0, inches[0] * columns)
     figure, grid = pyplot().subplots(
-        rows,
-        columns,
-        figsize=(max(_SIZE_INCHES[0], 4.2 * columns), 3.9 * rows + 0.6),
-        squeeze=False,
+        rows, columns, figsize=(width, inches[1] * rows + 0.6), squeeze=False
     )
+    figure.suptitle(fill(title, int(13 * width)), x=0.01, ha="left")
     for axes in list(grid.flat)[len(names) :]:
         axes.set_visible(False)
     for axes, name in zip(grid.flat, names, strict=False):
-        axes.set_title(name)
+        axes.set_title(name, fontsize="medium")
         draw(axes, name)
+        name_lines(axes)
     for row in grid if label else ():
         row[0].set_ylabel(label)
-    if legend:
-        handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=8)
-    figure.suptitle(title)
-    return save_figure(figure, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot().close(figure)
+    return path
+
+
+def name_lines(axes: Axes) -> None:
+    """Write the label of every line right of the axes, near the height of its end; limits are kept.
+
+    Names are in the colour of their lines, and so far apart that they can be read.
+    """
+    handles, names = axes.get_legend_handles_labels()
+    lines: Any = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
+    axes.get_xlim()  # settles the limits of both axes, which a transformation does not
+    ends = []
+    for line, name in zip(lines, names, strict=True):
+        points = line.get_xydata()
+        if len(seen := points[np.isfinite(points).all(axis=1)]):
+            end = (line.get_transform() - axes.transAxes).transform(seen[-1])
+            ends.append((np.clip(end, 0, 1), name, line.get_color()))
+    ends.sort(key=lambda end: end[0][1])
+    height_points = 72 / axes.figure.dpi * axes.get_window_extent().height
+    shifts = np.arange(len(ends)) * _NAME_POINTS / height_points
+    free = np.array([end[1] for end, _, _ in ends]) - shifts
+    # Pushed up and pushed down, names are far enough apart; so they are half way between.
+    places = (np.maximum.accumulate(free) + np.minimum.accumulate(free[::-1])[::-1]) / 2 + shifts
+    for place, (end, name, color) in zip(places, ends, strict=True):
+        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.4}
+        text = {"color": color, "fontsize": 9, "va": "center", "arrowprops": arrow}
+        axes.annotate(name, end, (1.02, place), xycoords="axes fraction", **text)
 
 
 def draw_curve(
@@ -133,10 +145,17 @@ def only_marker(values: np.ndarray) -> str | None:
 
 
 def depth_colors(count: int) -> list[Any]:
-    """Return a colour for each recurrent step, light for shallow."""
+    """Return a colour for each recurrent step, light for shallow; of many, six have one."""
     import matplotlib as mpl
 
-    return list(mpl.colormaps["viridis_r"](np.linspace(0.12, 0.95, count)))
+    shown = np.linspace(0, count - 1, min(count, len(COLORS))).round()
+    colors = mpl.colormaps["viridis_r"](np.linspace(0.12, 0.95, count))
+    return [color if index in shown else GREY for index, color in enumerate(colors)]
+
+
+def series_colors(names: Sequence[str]) -> dict[str, str]:
+    """Return name → colour; from the seventh on they are grey."""
+    return dict(zip(names, [*COLORS, *[GREY] * len(names)], strict=False))
 
 
 def steps_with(records: Records, prefix: str) -> list[int]:
@@ -156,6 +175,12 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
     means = [np.nan if np.isnan(w).all() else float(np.nanmean(w)) for w in windows]
     return np.where(np.isnan(values), np.nan, means)
+
+
+def last(values: np.ndarray) -> float:
+    """Return the end of the running mean, NaN without any value."""
+    seen = smoothed(values)[~np.isnan(values)]
+    return float(seen[-1]) if len(seen) else np.nan
 
 
 def show_the_bulk(axes: Axes, values: np.ndarray) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_loop.analysis.drawing import Axes, draw_panels
+from titan_loop.analysis.drawing import COLORS, GREY, Axes, draw_panels
 from titan_loop.errors import UserError
 from titan_loop.evaluation.task_report import (
     SECONDS,
@@ -19,14 +19,14 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.tables import text_table
 
 _STYLES = {
-    "static": ("static depth", "#222222", "o-"),
-    "q": ("Q-exit (gate)", "#1f4e79", "s-"),
-    "hidden": ("hidden-state difference", "#d1495b", "^--"),
-    "fixed_point": ("fixed point (relative difference)", "#d1495b", "v:"),
-    "margin": ("margin of the likeliest", "#e6a23c", "<--"),
-    "confidence": ("confidence", "#8a5fbf", "P-."),
-    "kl": ("KL and entropy", "#2a9d5c", "D:"),
-    "contrast": ("contrast with an early step", "#3a86c8", "*:"),
+    "static": ("static depth", "0.1", "o-"),
+    "q": ("Q-exit (gate)", COLORS[0], "s-"),
+    "hidden": ("hidden-state difference", COLORS[1], "^--"),
+    "fixed_point": ("fixed point (relative difference)", GREY, "v:"),
+    "margin": ("margin of the likeliest", COLORS[4], "<--"),
+    "confidence": ("confidence", COLORS[3], "P-."),
+    "kl": ("KL and entropy", COLORS[2], "D:"),
+    "contrast": ("contrast with an early step", GREY, "*:"),
 }
 """Title, colour and line of each policy; plug-ins' policies come after them."""
 
@@ -113,11 +113,11 @@ def plot_frontier(
         axes.set_xlabel("ms per generated token" if timed else "mean recurrent steps per token")
 
     columns = 2 if len(panels) > len({task for task, _ in panels.values()}) else 3
-    return draw_panels([*panels], draw, path, title=title, columns=columns, legend=True)
+    return draw_panels([*panels], draw, path, title=title, columns=columns, inches=(6.0, 3.9))
 
 
 def _draw_policy(axes: Axes, mine: Sequence[FrontierPoint], *, timed: bool) -> None:
-    label, color, line = _STYLES.get(mine[0].policy, (mine[0].policy, "#8c8c8c", "x--"))
+    label, color, line = _STYLES.get(mine[0].policy, (mine[0].policy, GREY, "x--"))
     if timed:
         mine = sorted(mine, key=lambda point: point.seconds or 0.0)
     values = [point.value for point in mine]
@@ -179,7 +179,10 @@ def write_frontier(
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FrontierPoint._fields)
         writer.writerows(points)
-    title = f"Quality against compute at step {report.step:,}"
+    first = [point for point in points if point.task == points[0].task]
+    sign = -1 if lower_is_better(first[0].metric) else 1
+    best = max(first, key=lambda point: (sign * point.value, -point.mean_steps))
+    title = f"{best.task}: {best.reading} is best, with {best.mean_steps:.2f} steps on average"
     beside = None if dense is None else dense_points(report, dense)
     png = run_directory.plots / "frontier.png"
     return WrittenFrontier(points, path, plot_frontier(points, png, title=title, dense=beside))

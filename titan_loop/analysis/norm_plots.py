@@ -18,24 +18,24 @@ def plot_norms(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     tokens = np.array([float(record["tokens"]) for record in records])
     parts = [*newest["weight"]]
     colors = dict(zip(parts, depth_colors(len(parts)), strict=True))
+    updates = {part: _updates(records, part)[-1] for part in parts}
 
     def draw(axes: Axes, name: str) -> None:
         if name in (_STATES, _GRADIENTS):
             _draw_map(axes, newest["state_rms" if name == _STATES else "state_gradient"])
             return
         for part, color in colors.items():
-            values = _curve(records, part, "gradient" if name == _PARTS else "update")
+            values = _curve(records, part, "gradient")
             if name == _UPDATES:
-                values = values / _curve(records, part, "weight")
+                values = _updates(records, part)
             label = f"layer {part}" if part.isdecimal() else part
             axes.plot(tokens, values, color=color, linewidth=1, marker=".", label=label)
         axes.set_yscale("log")
         token_axis(axes, tokens)
-        if len(parts) <= 12:
-            axes.legend(fontsize="small")
 
     names = [_STATES, _GRADIENTS, _PARTS, _UPDATES]
-    title = f"Norms at step {newest['step']:,}, and over training"
+    most = max(parts, key=lambda part: np.nan_to_num(updates[part]))
+    title = f"At step {newest['step']:,} {most} moves most: by {updates[most]:.1e} of its norm"
     return draw_panels(names, draw, path, title=title, columns=2)
 
 
@@ -55,6 +55,10 @@ def _draw_map(axes: Axes, rows: Sequence[Sequence[float | None]]) -> None:
     axes.set_xlabel("layer")
     axes.set_ylabel("recurrent step (0: outside the loop)")
     axes.grid(visible=False)
+
+
+def _updates(records: Sequence[Mapping[str, Any]], part: str) -> np.ndarray:
+    return _curve(records, part, "update") / _curve(records, part, "weight")
 
 
 def _curve(records: Sequence[Mapping[str, Any]], part: str, kind: str) -> np.ndarray:

@@ -8,22 +8,6 @@ from typing import NamedTuple
 
 import titan_loop
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1c2733; background: #fff; margin: 0 auto;
-       max-width: 62rem; padding: 1.5rem; }
-h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; }
-p { margin: .3rem 0 .8rem; } .quiet { color: #5b6a78; font-size: .92rem; }
-img { width: 100%; height: auto; border: 1px solid #e3e8ee; border-radius: 6px; }
-.table { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #e3e8ee; }
-th:first-child, td:first-child, .facts td { text-align: left; }
-code { font-family: ui-monospace, monospace; font-size: .9em; }
-@media (prefers-color-scheme: dark) {
-  body { color: #dde5ec; background: #14191f; } .quiet { color: #93a1ad; }
-  th, td { border-color: #2b343d; } img { border-color: #2b343d; background: #fff; } }
-"""
-
 
 class Section(NamedTuple):
     """A part of the page: a heading, a sentence, and an image or a table."""
@@ -36,6 +20,7 @@ class Section(NamedTuple):
 
 def page(name: str, sections: Sequence[Section], missing: Sequence[str] = ()) -> str:
     """Return the page, with the commands that would add a missing part at its end."""
+    style = Path(__file__).with_suffix(".css").read_text()
     body = [f"<h1>{html.escape(name)}</h1>"]
     body += [_section(section) for section in sections]
     if missing:
@@ -45,7 +30,7 @@ def page(name: str, sections: Sequence[Section], missing: Sequence[str] = ()) ->
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(name)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{html.escape(name)}</title><style>{style}</style></head>\n<body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )

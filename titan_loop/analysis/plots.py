@@ -1,27 +1,14 @@
 """PNG plots over training: losses, exits, held-out text, mixture and throughput against tokens."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from titan_loop.analysis.drawing import (
-    Axes,
-    Chart,
-    Records,
-    depth_colors,
-    draw_axes,
-    draw_curve,
-    draw_panels,
-    only_marker,
-    pyplot,
-    save_figure,
-    series,
-    show_the_bulk,
-    steps_with,
-    token_axis,
-)
+from titan_loop.analysis import drawing
+from titan_loop.analysis.drawing import COLORS, Axes, Chart, Records, last, series
 from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.evaluation.evals_log import HeldOutRecord
@@ -30,52 +17,55 @@ from titan_loop.plugins import find, names
 
 def plot_step_losses(records: Records, path: Path) -> Path:
     """Draw the cross entropy after every recurrent step against tokens."""
+    losses = {s: series(records, f"ce/step_{s}") for s in drawing.steps_with(records, "ce/step_")}
 
     def draw(axes: Axes) -> None:
-        steps = steps_with(records, "ce/step_")
         tokens = series(records, "tokens")
-        for step, color in zip(steps, depth_colors(len(steps)), strict=True):
-            losses = series(records, f"ce/step_{step}")
-            draw_curve(axes, tokens, losses, color, label=str(step))
-        show_the_bulk(axes, np.concatenate([series(records, f"ce/step_{s}") for s in steps]))
-        axes.set_title("Training loss after each recurrent step")
-        axes.set_ylabel("cross entropy (nats per token)")
-        axes.legend(title="recurrent step", loc="upper right")
-        token_axis(axes, tokens)
+        for (step, values), color in zip(
+            losses.items(), drawing.depth_colors(len(losses)), strict=True
+        ):
+            drawing.draw_curve(axes, tokens, values, color, label=f"step {step}")
+        drawing.show_the_bulk(axes, np.concatenate([*losses.values()]))
+        axes.set_ylabel("cross entropy in training (nats per token)")
+        drawing.token_axis(axes, tokens)
 
-    return draw_axes(draw, path)
+    ends = [
+        f"{last(losses[s]):.3f} after step {s}"
+        for s in drawing.steps_with(records[-1:], "ce/step_")
+    ]
+    title = f"The loss of training ends at {', '.join(dict.fromkeys([*ends[-1:], *ends[:1]]))}"
+    return drawing.draw_axes(draw, path, title=title)
 
 
 def plot_exit_pmf(records: Records, path: Path) -> Path:
-    """Draw the mean exit distribution as a stacked area, with the mean exit step on top."""
+    """Draw the mean exit distribution as a stacked area, and the mean exit step below it."""
+    mean = series(records, "exit/mean_step")
 
-    def draw(axes: Axes) -> None:
-        steps = steps_with(records, "exit/pmf_")
+    def draw(axes: Axes, panel: str) -> None:
+        steps = drawing.steps_with(records, "exit/pmf_")
         shown = [*records, *records] if len(records) == 1 else records
         tokens = series(shown, "tokens")
         if len(records) == 1:
             tokens = tokens * (0.98, 1.02)  # a bar: one record has no area
+        drawing.token_axis(axes, tokens)
+        if panel == "mean exit step":
+            axes.set_ylim(1, max(len(steps), 2))
+            axes.plot(tokens, series(shown, "exit/mean_step"), color=COLORS[1])
+            return
         # A scheduled R may grow: steps that did not run yet have no mass.
-        shares = [np.nan_to_num(series(shown, f"exit/pmf_{step}")) for step in steps]
-        colors, labels = depth_colors(len(steps)), [f"step {step}" for step in steps]
-        axes.stackplot(tokens, *shares, colors=colors, labels=labels, edgecolor="white")
+        shares = np.array([np.nan_to_num(series(shown, f"exit/pmf_{step}")) for step in steps])
+        colors = drawing.depth_colors(len(steps))
+        axes.stackplot(tokens, *shares, colors=colors, edgecolor="white")
         axes.set_ylim(0, 1)
-        axes.set_title("Where tokens exit, averaged over the batch")
-        axes.set_ylabel("exit probability")
-        token_axis(axes, tokens)
         axes.grid(visible=False)
-        mean_axes = axes.twinx()
-        mean_axes.plot(tokens, series(shown, "exit/mean_step"), color="#d1495b")
-        mean_axes.set_ylim(1, max(len(steps), 2))
-        mean_axes.set_ylabel("mean exit step", color="#d1495b")
-        mean_axes.spines["right"].set_visible(True)
-        mean_axes.grid(visible=False)
-        handles, labels = axes.get_legend_handles_labels()
-        axes.figure.legend(  # beside the axes: the area fills all of them
-            handles[::-1], labels[::-1], loc="outside right upper"
-        )
+        middles = shares[:, -1].cumsum() - shares[:, -1] / 2
+        for middle, step, color in zip(middles, steps, colors, strict=True):
+            axes.plot(tokens[-1], middle, color=color, label=f"step {step}")  # its name alone
 
-    return draw_axes(draw, path)
+    title = f"Tokens leave after {last(mean):.2f} steps at the end, averaged over the batch"
+    return drawing.draw_panels(
+        ["exit probability", "mean exit step"], draw, path, title=title, columns=1, inches=(8, 2.8)
+    )
 
 
 def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
@@ -85,31 +75,38 @@ def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
     tokens = np.array([float(record.tokens) for record in records])
 
     def draw(axes: Axes, name: str) -> None:
-        for depth, color in zip(depths, depth_colors(len(depths)), strict=True):
+        for depth, color in zip(depths, drawing.depth_colors(len(depths)), strict=True):
             values = [record.bits_per_byte.get(name, {}).get(depth, math.nan) for record in records]
             axes.plot(tokens, values, color=color, label=f"R = {depth}", marker="o", markersize=3)
-        token_axis(axes, tokens)
+        drawing.token_axis(axes, tokens)
 
-    title, label = "Held-out text while training, by depth", "bits per byte (lower is better)"
-    return draw_panels(names, draw, path, title=title, label=label, columns=4, legend=True)
+    ends = [at for at in records[-1].bits_per_byte.values() if at]
+    title = best_depth([min(at, key=at.__getitem__) for at in ends]) + " at the end"
+    label = "held-out bits per byte (lower is better)"
+    return drawing.draw_panels(names, draw, path, title=title, label=label, columns=4)
+
+
+def best_depth(best: Sequence[int]) -> str:
+    """Return the conclusion of panels by the R that is best in each."""
+    steps = Counter(best).most_common(1)[0][0]
+    return f"R = {steps} is best in {best.count(steps)} of {len(best)} panels"
 
 
 def plot_entropy(records: Records, path: Path) -> Path:
     """Draw the mean entropy of the exit distribution, below a uniform one's."""
+    entropy = series(records, "exit/entropy_nats")
+    bound = np.log(series(records, "recurrent_steps"))
 
     def draw(axes: Axes) -> None:
-        tokens, entropy = series(records, "tokens"), series(records, "exit/entropy_nats")
-        draw_curve(axes, tokens, entropy, "#1f4e79", label="exit distribution")
-        bound = np.log(series(records, "recurrent_steps"))
-        axes.plot(tokens, bound, color="0.4", linestyle="--", label="uniform over R steps")
-        top = np.nanmax(bound) if np.isfinite(bound).any() else math.nan
-        axes.set_ylim(0, max(1.08 * top, 0.1) if math.isfinite(top) else None)
-        axes.set_title("Entropy of the exit distribution")
+        tokens = series(records, "tokens")
+        drawing.draw_curve(axes, tokens, entropy, COLORS[0], label="exits")
+        axes.plot(tokens, bound, color="0.4", linestyle="--", label="uniform exits")
+        axes.set_ylim(bottom=0)
         axes.set_ylabel("entropy (nats)")
-        axes.legend(frameon=False, loc="lower right")
-        token_axis(axes, tokens)
+        drawing.token_axis(axes, tokens)
 
-    return draw_axes(draw, path)
+    title = f"The exits' entropy ends at {last(entropy):.2f} of at most {last(bound):.2f} nats"
+    return drawing.draw_axes(draw, path, title=title)
 
 
 def plot_mixture(records: Records, mixture: Sequence[str], path: Path) -> Path:
@@ -118,36 +115,30 @@ def plot_mixture(records: Records, mixture: Sequence[str], path: Path) -> Path:
     keys = {key for record in records for key in record if key.startswith("data/")}
     names = sorted(key[len("data/") : -len(suffix)] for key in keys if key.endswith(suffix))
     asked = _asked_shares(mixture)
+    read = np.array([np.nan_to_num(series(records, f"data/{n}{suffix}")) for n in names])
+    shares = dict(zip(names, read / np.maximum(read.sum(axis=0), 1), strict=True))
 
     def draw(axes: Axes) -> None:
-        import matplotlib as mpl
-
         tokens = series(records, "tokens")
-        read = np.array([np.nan_to_num(series(records, f"data/{n}{suffix}")) for n in names])
-        total = np.maximum(read.sum(axis=0), 1)
-        for index, name in enumerate(names):
-            color = mpl.colormaps["tab10"](index % 10)
-            # matplotlib leaves labels with an underscore in front out of its legend.
+        for index, (name, color) in enumerate(drawing.series_colors(names).items()):
+            # matplotlib leaves out labels with an underscore in front.
             label = f" {name}" if name.startswith("_") else name
             # Thinner from line to line, and dashes one after another: equal shares stay visible.
-            axes.plot(
-                tokens,
-                read[index] / total,
-                color=color,
-                label=label,
-                marker=only_marker(tokens),
-                linewidth=1.5 + 1.5 * (len(names) - 1 - index),
-            )
+            style = {"color": color, "label": label, "marker": drawing.only_marker(tokens)}
+            width = 1.5 + 1.5 * (len(names) - 1 - index)
+            axes.plot(tokens, shares[name], linewidth=width, **style)
             if name in asked:
                 dashes = (6 * index, (6, 6 * max(len(names) - 1, 1)))
                 axes.axhline(asked[name], color=color, linestyle=dashes, linewidth=1.0)
         axes.set_ylim(0, 1.02)
-        axes.set_title("Share of each source in the tokens read so far")
-        axes.set_ylabel("share")
-        axes.figure.legend(loc="outside right upper")
-        token_axis(axes, tokens)
+        axes.set_ylabel("share of the tokens read so far (dashed: in the mixture)")
+        drawing.token_axis(axes, tokens)
 
-    return draw_axes(draw, path)
+    off = {name: abs(shares[name][-1] - asked.get(name, shares[name][-1])) for name in names}
+    worst = max(names, key=off.__getitem__)
+    title = f"{worst} is furthest from its share in the mixture, by {100 * off[worst]:.1f} points"
+    title = title if asked else "Shares of the sources"
+    return drawing.draw_axes(draw, path, title=title)
 
 
 def _asked_shares(mixture: Sequence[str]) -> dict[str, float]:
@@ -161,19 +152,21 @@ def _asked_shares(mixture: Sequence[str]) -> dict[str, float]:
 
 def plot_throughput(records: Records, path: Path) -> Path:
     """Draw tokens per second, and below it the share of the time spent waiting for data."""
-    tokens = series(records, "tokens")
-    figure, (speed_axes, wait_axes) = pyplot().subplots(2, 1, height_ratios=(3, 1), sharex=True)
-    speed = series(records, "tokens_per_second")
-    draw_curve(speed_axes, tokens, speed, "#1f4e79")
-    speed_axes.set_ylim(bottom=0)
-    speed_axes.set_title("Throughput, all ranks together")
-    speed_axes.set_ylabel("tokens per second")
+    tokens, speed = series(records, "tokens"), series(records, "tokens_per_second")
     waiting = series(records, "data_wait")
-    wait_axes.plot(tokens, waiting, color="#d1495b", marker=only_marker(tokens))
-    wait_axes.set_ylim(0, 1)
-    wait_axes.set_ylabel("waiting for data")
-    token_axis(wait_axes, tokens)
-    return save_figure(figure, path)
+
+    def draw(axes: Axes, panel: str) -> None:
+        if panel == "tokens per second":
+            drawing.draw_curve(axes, tokens, speed, COLORS[0])
+            axes.set_ylim(bottom=0)
+        else:
+            axes.plot(tokens, waiting, color=COLORS[1], marker=drawing.only_marker(tokens))
+            axes.set_ylim(0, 1)
+        drawing.token_axis(axes, tokens)
+
+    title = f"All ranks together read {drawing.short(last(speed))} tokens per second at the end"
+    panels = ["tokens per second", "share of the time waiting for data"]
+    return drawing.draw_panels(panels, draw, path, title=title, columns=1, inches=(8, 2.8))
 
 
 _CHARTS = {

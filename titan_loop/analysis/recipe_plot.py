@@ -6,19 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_loop.analysis.drawing import (
-    Axes,
-    draw_axes,
-    draw_curve,
-    series,
-    show_the_bulk,
-    token_axis,
-)
+from titan_loop.analysis import drawing
+from titan_loop.analysis.drawing import Axes, last, series
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import StageStatus, read_status
-
-_BRANCH_COLORS = ("Blues", "Oranges", "Greens", "Purples")
 
 
 class StageCurve(NamedTuple):
@@ -67,32 +59,38 @@ def plot_recipe(
 
     Args:
         branches: For every branch the stages that no earlier branch has, each with at least one
-            record. A branch has one colour, from light to dark along its stages.
+            record. A branch has one colour; its stages are named where they begin.
         boundaries: Whether a dashed line marks the beginning of each stage.
     """
+    colors = drawing.series_colors([branch[-1].name for branch in branches])
 
     def draw(axes: Axes) -> None:
-        import matplotlib as mpl
-
         everything: list[np.ndarray] = []
+        begins: dict[int, list[str]] = {}
         most = 0.0
-        for number, branch in enumerate(branches):
-            color_map = _BRANCH_COLORS[number % len(_BRANCH_COLORS)]
-            colors = mpl.colormaps[color_map](np.linspace(0.45, 0.95, len(branch)))
-            for stage, color in zip(branch, colors, strict=True):
+        for branch in branches:
+            for stage in branch:
                 tokens = stage.start_tokens + series(stage.records, "tokens")
-                last = [r.get(f"ce/step_{r['recurrent_steps']}") for r in stage.records]
-                losses = np.array(last, dtype=np.float64)  # null becomes NaN
-                draw_curve(axes, tokens, losses, color, label=stage.name)
+                label = stage.name if stage is branch[-1] else None
+                losses = _losses(stage)
+                drawing.draw_curve(axes, tokens, losses, colors[branch[-1].name], label=label)
                 if boundaries and stage.start_tokens:
                     axes.axvline(stage.start_tokens, color="0.5", linestyle="--", linewidth=1.0)
                 everything.append(losses)
+                begins.setdefault(stage.start_tokens, []).append(stage.name)
                 most = max(most, float(tokens[-1]))
-        show_the_bulk(axes, np.concatenate(everything))
-        axes.set_title("Training loss after the last recurrent step, stage by stage")
-        axes.set_ylabel("cross entropy (nats per token)")
-        axes.figure.legend(loc="outside right upper")
-        token_axis(axes, np.array([0.0, most]))
+        drawing.show_the_bulk(axes, np.concatenate(everything))
+        above = {"transform": axes.get_xaxis_transform(), "rotation": 30, "fontsize": 8}
+        for start, names in begins.items():
+            axes.text(start, 1.01, ", ".join(names), **above)
+        axes.set_ylabel("cross entropy after the last step (nats per token)")
+        drawing.token_axis(axes, np.array([0.0, most]))
         axes.set_xlabel("tokens read since the first stage began")
 
-    return draw_axes(draw, path)
+    ends = [f"{last(_losses(branch[-1])):.3f} ({branch[-1].name})" for branch in branches]
+    return drawing.draw_axes(draw, path, title=f"The loss of training ends at {', '.join(ends)}")
+
+
+def _losses(stage: StageCurve) -> np.ndarray:
+    found = [record.get(f"ce/step_{record['recurrent_steps']}") for record in stage.records]
+    return np.array(found, dtype=np.float64)  # null becomes NaN

@@ -82,32 +82,20 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
         for name, chart in charts(records).items()
     ]
     if held_out := held_out_while_training(run_directory):
-        sections.append(
-            Section(
-                "Held-out text while training",
-                "Bits per byte of every source, on the same windows each time.",
-                plot_held_out(held_out, plots / "held_out.png"),
-            )
-        )
+        text = "Bits per byte of every source, on the same windows each time."
+        image = plot_held_out(held_out, plots / "held_out.png")
+        sections.append(Section("Held-out text while training", text, image))
     if any(key.startswith("data/") and key.endswith("/tokens") for r in records for key in r):
-        mixture = SavedRun(run_directory.path).mixture
-        sections.append(
-            Section(
-                "Realised mixture",
-                "Share of each source in the tokens read so far; dashed: its weight.",
-                plot_mixture(records, mixture, plots / "mixture.png"),
-            )
-        )
+        text = "Share of each source in the tokens read so far; dashed: its weight."
+        image = plot_mixture(records, SavedRun(run_directory.path).mixture, plots / "mixture.png")
+        sections.append(Section("Realised mixture", text, image))
     if norms := run_directory.read_norms():
-        sections.append(
-            Section(
-                "Norms by layer and recurrent step",
-                "States and gradients that grow towards one corner show where a spike would begin; "
-                "the curves show every layer's weight gradient, and its update relative to its "
-                "weights.",
-                plot_norms(norms, plots / "norms.png"),
-            )
+        text = (
+            "States and gradients that grow towards one corner show where a spike would begin; the "
+            "curves show every layer's weight gradient, and its update relative to its weights."
         )
+        image = plot_norms(norms, plots / "norms.png")
+        sections.append(Section("Norms by layer and recurrent step", text, image))
     return sections
 
 
@@ -123,16 +111,13 @@ def _depths(run_directory: RunDirectory) -> list[Section]:
     if not any(run_directory.evaluations.glob("depth-step-*.json")):
         return []
     depths = DepthReport.latest(run_directory)
-    return [
-        Section(
-            "Depth sweep on held-out text",
-            f"Bits per byte at step {depths.step:,}. The plot shows differences from the first "
-            "depth, paired over the same windows, with 95 % intervals; grey marks the trained R; "
-            "deeper readings extrapolate. The table has the values, beside n-gram models.",
-            plot_depths(depths, run_directory.plots / "bits_per_byte.png"),
-            depth_rows(depths),
-        )
-    ]
+    text = (
+        f"Bits per byte at step {depths.step:,}. The plot shows differences from the first depth, "
+        "paired over the same windows, with 95 % intervals; grey marks the trained R; "
+        "deeper readings extrapolate. The table has the values, beside n-gram models."
+    )
+    image = plot_depths(depths, run_directory.plots / "bits_per_byte.png")
+    return [Section("Depth sweep on held-out text", text, image, depth_rows(depths))]
 
 
 def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Section]:
@@ -147,24 +132,17 @@ def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Sectio
     reports = TaskReport.all_of(run_directory)
     swept = [report for report in reports if _has_depths(report)]
     if swept:
-        sections.append(
-            Section(
-                "Tasks by depth",
-                f"At step {swept[-1].step:,}, every depth from the same pass.",
-                plot_task_depths(swept[-1], plots / "task_depths.png"),
-            )
-        )
+        text = f"At step {swept[-1].step:,}, every depth from the same pass."
+        image = plot_task_depths(swept[-1], plots / "task_depths.png")
+        sections.append(Section("Tasks by depth", text, image))
     frontiers = [report for report in reports if frontier_points(report)]
     written = write_frontier(frontiers[-1], run_directory) if frontiers else None
     if written is not None:
-        sections.append(
-            Section(
-                "Quality against compute",
-                f"Every exit policy at many settings beside static depth, at step "
-                f"{frontiers[-1].step:,}; the table is {written.csv.name}.",
-                written.png,
-            )
+        text = (
+            "Every exit policy at many settings beside static depth, at step "
+            f"{frontiers[-1].step:,}; the table is {written.csv.name}."
         )
+        sections.append(Section("Quality against compute", text, written.png))
     else:
         missing.append(f"a frontier: titan-loop eval {name} --tasks {own} --frontier")
     if reports:
@@ -226,37 +204,19 @@ def _lineage(run_directory: RunDirectory) -> list[Section]:
             rows.append([name, ancestor.stage, ancestor.checkpoint.name, "gone", "", "", ""])
             continue
         trainer = manifest["trainer"]
-        rows.append(
-            [
-                name,
-                ancestor.stage
-                + "".join(f" ({n})" for n in ("upcycled", "merged") if n in manifest["lineage"]),
-                ancestor.checkpoint.name,
-                f"{trainer['tokens']:,}",
-                str(trainer["recurrent_steps"]),
-                str(manifest.get("created", "")),
-                str(manifest["lineage"].get("recipe_sha256", ""))[:12],
-            ]
-        )
+        made = [f" ({n})" for n in ("upcycled", "merged") if n in manifest["lineage"]]
+        row = [name, ancestor.stage + "".join(made), ancestor.checkpoint.name]
+        row += [f"{trainer['tokens']:,}", str(trainer["recurrent_steps"])]
+        row += [str(manifest.get("created", ""))]
+        rows.append([*row, str(manifest["lineage"].get("recipe_sha256", ""))[:12]])
         records = RunDirectory(ancestor.run).read_metrics()
         if records:
             curves.append(StageCurve(ancestor.stage or name, start, records))
         start += trainer["tokens"]
-    sections = [
-        Section(
-            "Lineage",
-            "The runs this one descends from, oldest first, each with the checkpoint that the next "
-            "one started from.",
-            rows=rows,
-        )
-    ]
+    text = "The runs this one descends from, oldest first, each with the checkpoint that the next "
+    sections = [Section("Lineage", f"{text}one started from.", rows=rows)]
     if len(curves) > 1:
-        sections.append(
-            Section(
-                "Stage boundaries",
-                "Cross entropy after the last recurrent step along the whole chain; a dashed line "
-                "marks the start of a stage.",
-                plot_recipe([curves], run_directory.plots / "stages.png", boundaries=True),
-            )
-        )
+        text = "Cross entropy after the last recurrent step along the whole chain; a dashed line "
+        image = plot_recipe([curves], run_directory.plots / "stages.png", boundaries=True)
+        sections.append(Section("Stage boundaries", f"{text}marks the start of a stage.", image))
     return sections

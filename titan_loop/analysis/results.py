@@ -19,7 +19,7 @@ from titan_loop.evaluation.bits_per_byte import paired_difference
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING
 from titan_loop.evaluation.intervals import Interval, of_seeds
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory, is_clean
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import count, number, read_json_object, read_jsonl, write_json
 from titan_loop.storage.regular_file import DamagedFileError
@@ -34,6 +34,9 @@ _PLACES = ("--stage", "--dump-folder")
 Where: TypeAlias = Mapping[str, str]
 """Part of the address of a number: its `stage`, and `task`, `stratum` (where the task has several),
 `metric` and `reading`, by which an evaluation reports it."""
+Estimate: TypeAlias = tuple[Interval, int]
+"""A mean with its interval, and the number of seeds."""
+UNCLEAN = "†"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +50,14 @@ class ResultTable:
         name: Name of the plot's file, after the recipe's.
         everywhere: Common part of all addresses.
         paper: Row → column → the paper's number.
-        columns_are: Label of the plot's horizontal axis.
+        columns_are: Label of the plot's horizontal axis, over which ordered columns stand.
         factor: Unit of the shown numbers: 100 for per cent.
         over_training: Columns that are also drawn over the steps of training.
         less: Row that the others are compared with, if any: a second table has the differences.
         against_flops: Column that is also drawn against the training FLOPs of its runs, if any.
+        headline: Row or column whose best mean is the plot's title; default the last column.
+        message: Title instead, with {ROW|COLUMN} for the mean of a cell.
+        in_color: At most six rows; the others are grey. Default the first six.
     """
 
     name: str
@@ -66,15 +72,16 @@ class ResultTable:
     over_training: Sequence[str] = ()
     less: str = ""
     against_flops: str = ""
+    headline: str = ""
+    message: str = ""
+    in_color: Sequence[str] = ()
 
     def values(self, results: Sequence["RunResult"], row: str, column: str) -> dict[int, float]:
         """Return the number of a cell in every run that has it, times the factor, by seed."""
-        name, runs = self._runs(results, row, column)
+        name, runs = self.runs(results, row, column)
         return {run.seed: self.factor * run.results[name] for run in runs}
 
-    def mean(
-        self, results: Sequence["RunResult"], row: str, column: str
-    ) -> tuple[Interval, int] | None:
+    def mean(self, results: Sequence["RunResult"], row: str, column: str) -> Estimate | None:
         """Return a cell's mean with its interval over seeds, and their number; None without any.
 
         Documents and questions are the same in all cells, so their sampling is left out here; a
@@ -90,26 +97,24 @@ class ResultTable:
 
     def costs(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
         """Return the training FLOPs of the runs that have a cell's number, where recorded."""
-        return [run.flops for run in self._runs(results, row, column)[1] if run.flops]
+        return [run.flops for run in self.runs(results, row, column)[1] if run.flops]
 
     def has_any(self, results: Sequence["RunResult"]) -> bool:
         """Return whether a cell has a number."""
         return any(
-            self._runs(results, row, column)[1] for row in self.rows for column in self.columns
+            self.runs(results, row, column)[1] for row in self.rows for column in self.columns
         )
 
     def curves(
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> Iterator[list[tuple[int, float]]]:
         """Yield (step, number) pairs of a cell over the training of every run that has it."""
-        name, runs = self._runs(results, row, column)
+        name, runs = self.runs(results, row, column)
         for run in runs:
             found = [(step, numbers[name]) for step, numbers in run.evaluations if name in numbers]
             yield [(step, self.factor * number) for step, number in found]
 
-    def difference(
-        self, results: Sequence["RunResult"], row: str, column: str
-    ) -> tuple[Interval, int] | None:
+    def difference(self, results: Sequence["RunResult"], row: str, column: str) -> Estimate | None:
         """Return a cell minus the row `less`'s, over the seeds that both have, and their number.
 
         On held-out text the interval covers seeds and documents, otherwise seeds. None where no
@@ -117,7 +122,7 @@ class ResultTable:
         """
         cells: list[dict[int, tuple[float, list[str]]]] = []
         for label in (row, self.less):
-            name, runs = self._runs(results, label, column)
+            name, runs = self.runs(results, label, column)
             cells.append({r.seed: (r.results[name], r.units.get(name, [])) for r in runs})
         own, other = cells
         pairs = [(own[seed], other[seed]) for seed in sorted(own.keys() & other.keys())]
@@ -133,7 +138,7 @@ class ResultTable:
             found = paired_difference(nats[::2], nats[1::2], sums[0][0])
         return Interval(*(self.factor * value for value in found)), len(pairs)
 
-    def _runs(
+    def runs(
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> tuple[str, list["RunResult"]]:
         """Return the name of a cell's number, and the runs of its stage that have it, by seed."""
@@ -169,6 +174,7 @@ class RunResult:
         task: Parameters of the generated task that it was trained on; empty for text.
         units: TASK/METRIC/READING → bytes and nats of every document of held-out text, each a text
             of numbers, so that runs can be compared on the same documents.
+        unclean: The code was changed, or its commit is not in the history.
     """
 
     recipe: str
@@ -187,6 +193,7 @@ class RunResult:
     task: dict[str, Any] = field(default_factory=dict)
     units: dict[str, list[str]] = field(default_factory=dict)
     flops: float | None = None
+    unclean: bool = False
     format_version: int = FORMAT_VERSION
 
     def save(self, folder: Path) -> Path:
@@ -226,6 +233,7 @@ class RunResult:
             task=config.get("dataloader", {}).get("task", {}),
             units=units_of(run),
             flops=_flops(records),
+            unclean=not is_clean(start.get("commit")),
         )
 
     @classmethod
@@ -352,10 +360,12 @@ def _of_analysis(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
     """Return a table in Markdown: means with 95 % intervals over seeds, and the paper's numbers."""
-    rows = [[table.title, *table.columns]]
+    rows = [[table.title + f", {table.columns_are}" * bool(table.columns_are), *table.columns]]
     for row in table.rows:
         found = [table.mean(results, row, column) for column in table.columns]
-        rows.append([row, *_estimates(found, f".{table.digits}f")])
+        runs = [run for column in table.columns for run in table.runs(results, row, column)[1]]
+        mark = f" {UNCLEAN}" * any(run.unclean for run in runs)
+        rows.append([row + mark, *_estimates(found, f".{table.digits}f")])
         if row in table.paper:
             told = (table.paper[row].get(column) for column in table.columns)
             cells = ("" if value is None else f"{value:.{table.digits}f}" for value in told)
@@ -379,7 +389,8 @@ def runs_text(results: Sequence[RunResult]) -> str:
     for r in sorted(results, key=lambda result: (result.stage, result.seed)):
         flops = f"{r.flops:.2e}" if r.flops else "-"
         costs = f"{r.steps:,}", f"{r.tokens:,}", flops, f"{r.seconds:,.0f}"
-        rows.append([r.stage, str(r.seed), *costs, f"{r.losses[-1][1]:.4g}", r.commit or "-"])
+        commit = (r.commit or "-") + f" {UNCLEAN}" * r.unclean
+        rows.append([r.stage, str(r.seed), *costs, f"{r.losses[-1][1]:.4g}", commit])
     return _markdown(rows)
 
 
@@ -388,7 +399,7 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def _estimates(found: Sequence[tuple[Interval, int] | None], form: str) -> Iterator[str]:
+def _estimates(found: Sequence[Estimate | None], form: str) -> Iterator[str]:
     for estimate in found:
         if estimate is None:
             yield "-"

@@ -110,17 +110,15 @@ def export(
     known = None
     if not no_tokenizer:
         known = _tokenizer(run, shape.vocab_size, tokenizer, chatml, no_chatml, eos_token)
-    form.write(
-        Export(
-            reader=reader,
-            shape=shape,
-            tokenizer=known,
-            dtype=dtype,
-            max_shard_bytes=int(max_shard_gigabytes * 1e9),
-            trained_tokens=run.trained_tokens(),
-        ),
-        output,
+    export = Export(
+        reader=reader,
+        shape=shape,
+        tokenizer=known,
+        dtype=dtype,
+        max_shard_bytes=int(max_shard_gigabytes * 1e9),
+        trained_tokens=run.trained_tokens(),
     )
+    form.write(export, output)
     if known is not None and not (chatml or no_chatml or run.tokenizer(tokenizer).is_known):
         logger.warning(
             f"{output} has no chat template: the run's data is missing, so nobody knows whether it "

@@ -47,15 +47,8 @@ def run(*, run_directory: Path = Path("runs")) -> int:
     Args:
         run_directory: Folder that runs will be written to.
     """
-    findings = [
-        *check_versions(),
-        *check_start(),
-        *check_devices(),
-        *check_launcher(os.environ),
-        *check_compiler(),
-        *check_folders(run_directory),
-        *check_room(run_directory),
-    ]
+    findings = [*check_versions(), *check_start(), *check_devices(), *check_launcher(os.environ)]
+    findings += [*check_compiler(), *check_folders(run_directory), *check_room(run_directory)]
     for line in columns([(finding.section, finding.text) for finding in findings], left=(0, 1)):
         print(line)
     wrong = [finding for finding in findings if finding.fix is not None]

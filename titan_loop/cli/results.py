@@ -6,7 +6,7 @@ from titan_loop.cli.arguments import group
 from titan_loop.errors import UserError
 
 
-def add(run: Path, *, folder: Path | None = None) -> None:
+def add(run: Path, *, folder: Path | None = None, unclean: bool = False) -> None:
     """Write the results of a finished run to results/RECIPE/STAGE-seedS.json, and print the path.
 
     The file holds flags, commit, machine, tokens, steps, seconds, losses, and everything that was
@@ -15,11 +15,18 @@ def add(run: Path, *, folder: Path | None = None) -> None:
     Args:
         run: Run directory.
         folder: Folder to write to; by default results/ beside the recipe's module.
+        unclean: Accept a run of changed code, or of a commit that this checkout's history lacks;
+            tables mark it.
     """
     from titan_loop.analysis.results import RunResult
     from titan_loop.runs.run_directory import RunDirectory
 
     result = RunResult.of(RunDirectory(run))
+    if result.unclean and not unclean:
+        raise UserError(
+            f"{run} was trained by commit {result.commit}, which is not in this checkout's history "
+            "or had changes; train it from a commit, or give --unclean, which tables mark"
+        )
     print(result.save(folder or _beside(result.recipe)))
 
 
@@ -36,39 +43,34 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
             written to plots/ beside this folder.
         plot: Also draw the tables.
     """
-    from titan_loop.analysis.results import (
-        RunResult,
-        differences_text,
-        runs_text,
-        short_name,
-        table_text,
-    )
-    from titan_loop.analysis.results_plots import draw_against_flops, draw_curves, draw_table
+    from titan_loop.analysis import results, results_plots
     from titan_loop.recipes.registry import recipe_module
 
     place = folder or _beside(recipe)
-    name = short_name(recipe)
+    name = results.short_name(recipe)
     tables = getattr(recipe_module(recipe), "TABLES", {}).get(name)
     if tables is None:
         raise UserError(
             f"recipe {recipe!r}: its module has no TABLES[{name!r}]; declare its tables"
         )
-    results = RunResult.all_of(place / name)
-    print(runs_text(results))
+    found = results.RunResult.all_of(place / name)
+    print(results.runs_text(found))
+    if any(result.unclean for result in found):
+        print(f"\n{results.UNCLEAN}: of changed code, or of a commit that is not in the history")
     for table in tables:
-        if not table.has_any(results):
+        if not table.has_any(found):
             continue
-        print(f"\n{table_text(table, results)}")
-        if table.less and (differences := differences_text(table, results)):
+        print(f"\n{results.table_text(table, found)}")
+        if table.less and (differences := results.differences_text(table, found)):
             print(f"\n{differences}")
         if not plot:
             continue
         stem = place.parent / "plots" / f"{name}-{table.name}"
-        print(f"\n{draw_table(table, results, Path(f'{stem}.png'))}")
+        print(f"\n{results_plots.draw_table(table, found, Path(f'{stem}.png'))}")
         if table.over_training:
-            print(draw_curves(table, results, Path(f"{stem}-training.png")))
+            print(results_plots.draw_curves(table, found, Path(f"{stem}-training.png")))
         if table.against_flops:
-            print(draw_against_flops(table, results, Path(f"{stem}-flops.png")))
+            print(results_plots.draw_against_flops(table, found, Path(f"{stem}-flops.png")))
 
 
 def _beside(recipe: str) -> Path:

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -196,17 +197,8 @@ def _score_chunk(
     right_RC = torch.zeros_like(nats_RC, dtype=torch.bool)
     for step, logits_1CV in logits.items():
         nats_RC[step - 1], right_RC[step - 1] = _graded(logits_1CV[0], labels_C)
-    step_PC = torch.cat(
-        [
-            exit_steps(
-                reading.policy,
-                states_R1CD[: reading.recurrent_steps],
-                gate=model.gate,
-                readout=lambda state: by_state[id(state)],
-            )
-            for reading in readings
-        ]
-    )
+    ask = partial(exit_steps, gate=model.gate, readout=lambda state: by_state[id(state)])
+    step_PC = torch.cat([ask(r.policy, states_R1CD[: r.recurrent_steps]) for r in readings])
     nats_PC, right_PC = nats_RC.gather(0, step_PC - 1), right_RC.gather(0, step_PC - 1)
     for p, reading in enumerate(readings):
         early = reading.policy.early_step

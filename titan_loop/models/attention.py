@@ -59,14 +59,9 @@ def document_block_mask(
             seen = seen | (prefix_BL[b, queries_L[query]] & prefix_BL[b, keys_L[key]])
         return same_document & seen
 
+    sizes = {"B": len(positions_BL), "Q_LEN": len(queries_L), "KV_LEN": len(keys_L)}
     return titan_attention.create_attention_mask(
-        allowed,
-        B=len(positions_BL),
-        H=None,
-        Q_LEN=len(queries_L),
-        KV_LEN=len(keys_L),
-        device=positions_BL.device,
-        BLOCK_SIZE=block_size,
+        allowed, H=None, **sizes, device=positions_BL.device, BLOCK_SIZE=block_size
     )
 
 

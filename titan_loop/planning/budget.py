@@ -194,19 +194,11 @@ def budget_lines(law: NamedLaw, budget: Budget, found: Sequence[Choice]) -> list
     rows = [["", "parameters", "experts", "R", "tokens", "memory", "serving", "loss", "gives up"]]
     for number, choice in enumerate(found[:_SHOWN], start=1):
         served = 2 * choice.visited * budget.inference_tokens / budget.flops
-        rows.append(
-            [
-                f"{number}{'*' * bool(choice.extrapolated)}",
-                f"{choice.parameters / 1e9:.3g}B",
-                str(choice.experts),
-                str(choice.steps),
-                f"{choice.tokens / 1e9:,.4g}B",
-                f"{choice.memory_bytes / 1e9:.2f} GB",
-                f"{served:.0%}",
-                f"{choice.loss:.4f}",
-                f"{choice.loss - found[0].loss:.4f}",
-            ]
-        )
+        sizes = f"{choice.parameters / 1e9:.3g}B", str(choice.experts), str(choice.steps)
+        costs = f"{choice.tokens / 1e9:,.4g}B", f"{choice.memory_bytes / 1e9:.2f} GB"
+        losses = f"{choice.loss:.4f}", f"{choice.loss - found[0].loss:.4f}"
+        mark = f"{number}{'*' * bool(choice.extrapolated)}"
+        rows.append([mark, *sizes, *costs, f"{served:.0%}", *losses])
     lines = [
         f"{law.name}: {law.fit.law.formula}",
         f"source: {law.source}",

@@ -7,8 +7,6 @@ as many layers as visits    at R = 1, with parameters of their own
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from titan_loop.analysis.scaling.law import Losses
 from titan_loop.analysis.scaling.published import NamedLaw
 from titan_loop.planning.cluster import Cluster
@@ -39,16 +37,8 @@ def worth_lines(law: NamedLaw, needs: Sequence[StageNeeds], cluster: Cluster) ->
             loss = predicted(law, parameters, inside, need.tokens, visits)
             days = need.tokens * cost / (need.gpu_flops * cluster.mfu * SECONDS_PER_DAY)
             first = name == need.name
-            rows.append(
-                [
-                    need.name if first else "",
-                    "as planned" if first else name,
-                    f"{parameters:,.0f}",
-                    f"{visits:g}",
-                    f"{loss:.4f}",
-                    f"{days:,.1f}",
-                ]
-            )
+            figures = f"{parameters:,.0f}", f"{visits:g}", f"{loss:.4f}", f"{days:,.1f}"
+            rows.append([need.name * first, "as planned" if first else name, *figures])
         outside.update(law.outside(parameters=total, tokens=need.tokens, recurrent_steps=steps))
     lines = ["", f"worth of the recurrent steps by {law.name}: {law.fit.law.formula}"]
     lines += columns(rows, left=(0, 1))
@@ -68,15 +58,6 @@ def predicted(
     experts: float = 1.0,
 ) -> float:
     """Return the loss of one model in nats per token; arguments as in `Losses`."""
-    point = Losses(
-        parameters=np.array([parameters]),
-        looped=np.array([looped]),
-        total=np.array([total or parameters]),
-        experts=np.array([experts]),
-        tokens=np.array([float(tokens)]),
-        unique=np.array([float(tokens)]),
-        steps=np.array([steps]),
-        loss=np.ones(1),
-        run=np.array([""]),
-    )
+    whole = total or parameters
+    point = Losses.unmeasured(parameters, looped, float(tokens), steps, whole, experts)
     return float(law.fit.predict(point)[0])

@@ -244,11 +244,24 @@ def _one_series(
 
 
 def source_commit() -> str | None:
-    """Return git's description of this code's checkout, with "-dirty" if it was changed."""
+    """Return the commit of this code's checkout, with "-dirty" if its code was changed."""
+    # Results of an arm that was trained again change no number of the next one.
+    outputs = ":!train_configs/results", ":!train_configs/plots", ":!*.md"
+    changed = _git("diff", "--name-only", "HEAD", "--", ".", *outputs)
+    commit = _git("describe", "--always", "--exclude=*")
+    return commit and commit + "-dirty" * bool(changed)
+
+
+def is_clean(commit: str | None) -> bool:
+    """Whether `source_commit` named a commit that is in the history of this code's checkout."""
+    return _git("merge-base", "--is-ancestor", commit or "none", "HEAD") is not None
+
+
+def _git(*words: str) -> str | None:
     checkout = Path(titan_loop.__file__).parents[1]
     if not (checkout / ".git").exists():
         return None
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
+    command = ["git", "-C", str(checkout), *words]
     try:
         return subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=10

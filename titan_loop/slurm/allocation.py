@@ -67,18 +67,11 @@ class Allocation:
         """Return the command that starts `titan-loop` on every rank; `wait` as `WAIT_SECONDS`."""
         here = [sys.executable, "-m", "titan_loop"]
         program = [*site.container, "titan-loop"] if site.container else here
-        return [
-            "srun",
-            f"--nodes={len(self.nodes)}",
-            f"--ntasks={self.ranks}",
-            f"--ntasks-per-node={self.ranks_per_node}",
-            # A rank that exits with code 75 must not have the others killed while they exit.
-            "--kill-on-bad-exit=0",
-            f"--wait={wait}",
-            *site.srun_flags,
-            *program,
-            *command,
-        ]
+        ranks = f"--ntasks={self.ranks}", f"--ntasks-per-node={self.ranks_per_node}"
+        # A rank that exits with code 75 must not have the others killed while they exit.
+        end = "--kill-on-bad-exit=0", f"--wait={wait}"
+        flags = f"--nodes={len(self.nodes)}", *ranks, *end, *site.srun_flags
+        return ["srun", *flags, *program, *command]
 
     def rank_environment(
         self, site: Site, *, port: int, environment: Mapping[str, str] = os.environ

@@ -31,16 +31,11 @@ class NodeCheck:
 
     def command(self, reports: Path, allocation: Allocation, folder: Path) -> list[str]:
         """Return the arguments of `titan-loop` on every rank."""
-        return [
-            "slurm",
-            "check-node",
-            f"--reports={reports}",
-            f"--folder={folder}",
-            f"--gpus={allocation.gpus_per_node}",
-            f"--node-port={allocation.port(2)}",
-            f"--free-disk-gigabytes={self.free_disk_gigabytes}",
-            f"--free-memory-share={self.free_memory_share}",
-        ]
+        places = f"--reports={reports}", f"--folder={folder}"
+        node = f"--gpus={allocation.gpus_per_node}", f"--node-port={allocation.port(2)}"
+        disk = f"--free-disk-gigabytes={self.free_disk_gigabytes}"
+        memory = f"--free-memory-share={self.free_memory_share}"
+        return ["slurm", "check-node", *places, *node, disk, memory]
 
 
 def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], list[str]]:

@@ -98,16 +98,10 @@ def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Pa
         "exclude": exclude,
     }  # the script repeats its own directives
     command = shlex.split(fields.get("Command", ""))
-    answer = slurm(
-        "sbatch",
-        "--parsable",
-        "--open-mode=append",
-        f"--dependency=afterany:{job}",
-        *(f"--{flag}={value}" for flag, value in flags.items() if value not in ("", "(null)")),
-        str(script),
-        *command[1:],
-        environment={**outside_of_a_job(), SUCCESSOR_VARIABLE: job},
-    )
+    kept = [f"--{flag}={value}" for flag, value in flags.items() if value not in ("", "(null)")]
+    words = "--parsable", "--open-mode=append", f"--dependency=afterany:{job}", *kept
+    environment = {**outside_of_a_job(), SUCCESSOR_VARIABLE: job}
+    answer = slurm("sbatch", *words, str(script), *command[1:], environment=environment)
     return answer.strip().partition(";")[0]
 
 

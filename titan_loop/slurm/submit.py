@@ -101,27 +101,16 @@ def plan_jobs(request: Request) -> tuple[Path, list[Planned]]:
     if not left:
         raise UserError(f"every stage in {root} is complete; there is nothing to submit")
     names = {stage.name for stage in left}
-    return root, [
-        Planned(
-            stage.name,
-            stage.parent if stage.parent in names else None,
-            _script(request, stage.name, root),
-        )
-        for stage in left
-    ]
+    parents = {stage.name: stage.parent if stage.parent in names else None for stage in left}
+    return root, [Planned(n, p, _script(request, n, root)) for n, p in parents.items()]
 
 
 def _script(request: Request, stage: str, root: Path) -> str:
     alone = len(request.recipe.stages) == 1
-    command = [
-        "slurm",
-        "run",
-        *request.train[stage],
-        f"--dump-folder={root}",
-        *([] if alone else [f"--stage={stage}"]),
-        f"--save-seconds={request.resources.save_seconds}",
-        *([] if request.check_nodes else ["--no-node-check"]),
-    ]
+    place = [f"--dump-folder={root}", *([] if alone else [f"--stage={stage}"])]
+    rest = [f"--save-seconds={request.resources.save_seconds}"]
+    rest += [] if request.check_nodes else ["--no-node-check"]
+    command = ["slurm", "run", *request.train[stage], *place, *rest]
     name = request.recipe.name if alone else f"{request.recipe.name}-{stage}"
     log = slurm_folder(root) / f"{stage}.log"
     return render_script(name, command, log, request.resources, request.site, request.site_file)

@@ -82,14 +82,9 @@ def resolve(
     config.model, model = chosen_model(config, saved)
     config.dataloader.accept_change |= config.accept_change
     spread = partial(parallelize_loop_decoder, fsdp=config.fsdp, trainable=config.trainable)
+    unused = dict.fromkeys(("pipelining_fn", "post_optimizer_build_fn", "state_dict_adapter"))
     config.model_spec = ModelSpec(
-        name="loop",
-        flavor=config.model.size,
-        model=model,
-        parallelize_fn=spread,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=None,
+        name="loop", flavor=config.model.size, model=model, parallelize_fn=spread, **unused
     )
     derived = {"adamw": config.adamw, "muon": config.muon, "ema": config.ema}
     config.optimizer = replace(config.optimizer, **derived)

@@ -46,7 +46,10 @@ def test_an_answer_of_several_tokens():
 def test_an_exam_is_drawn_by_stratum_and_seed():
     exam = TASK.exam(5)
     assert list(exam) == ["1_letters", "2_letters", "3_letters"]
-    assert {len(examples) for examples in exam.values()} == {5}
+    assert [len(examples) for examples in exam.values()] == [
+        min(5, sum(TASK.is_held_out(word) for word in WORDS if len(word) == letters))
+        for letters in (1, 2, 3)
+    ]
     assert list(TASK.exam(5, strata=["2_letters"])) == ["2_letters"]
 
     def tokens(exam: dict[str, list[Example]]) -> list[list[int]]:
@@ -54,6 +57,13 @@ def test_an_exam_is_drawn_by_stratum_and_seed():
 
     assert tokens(TASK.exam(5)) == tokens(exam)
     assert tokens(TASK.exam(5, seed=1)) != tokens(exam)
+
+
+def test_no_question_is_asked_twice():
+    """All held-out words of three letters are drawn in 400 draws but once in 10^6 tests."""
+    asked = [tuple(example.tokens.tolist()) for example in TASK.exam(200)["3_letters"]]
+    assert len(asked) == len(set(asked))
+    assert len(asked) == sum(TASK.is_held_out(word) for word in WORDS if len(word) == 3)
 
 
 def test_equal_exams_are_checked_once_in_a_process(monkeypatch: pytest.MonkeyPatch):

@@ -45,6 +45,15 @@ class Losses:
     loss: np.ndarray
     run: np.ndarray
 
+    @classmethod
+    def unmeasured(
+        cls, parameters: Any, looped: Any, tokens: Any, steps: Any, total: Any, experts: Any = 1.0
+    ) -> "Losses":
+        """Return points to predict; a number stands for all of them."""
+        columns = parameters, looped, total, experts, tokens, tokens, steps, 1.0, 0.0
+        found = np.broadcast_arrays(*map(np.atleast_1d, columns))
+        return cls(**{item.name: x for item, x in zip(fields(cls), found, strict=True)})
+
     def __len__(self) -> int:
         return len(self.loss)
 
@@ -223,12 +232,8 @@ def _sparse(dense: Law, gain: Callable[[Values, Losses], np.ndarray]) -> Law:
         .replace("^alpha", "^(alpha + gamma·ln X)")
         .replace("B/D^beta", "B·X^omega/D^(beta + zeta·ln X)"),
         {
-            "alpha": _EXPONENT,
-            "beta": _EXPONENT,
-            "delta": _SIGNED,
-            "gamma": _SIGNED,
-            "omega": _SIGNED,
-            "zeta": _SIGNED,
+            **dict.fromkeys(("alpha", "beta"), _EXPONENT),
+            **dict.fromkeys(("delta", "gamma", "omega", "zeta"), _SIGNED),
             "E_start": Coefficient((1.0, 2.0), (0.5, 10.0)),
             "E_max": Coefficient((20.0, 200.0), (11.0, 1e4)),
             **own,

@@ -94,9 +94,9 @@ def _draw_measured(law: FittedLaw, path: Path) -> Path:
         axes.plot(ends, ends, color="0.5", linewidth=0.8)
         axes.set_xlabel("predicted, nats per token")
         axes.set_ylabel("measured, nats per token")
-        axes.legend(frameon=False)
 
-    return draw_axes(draw, path)
+    title = f"The {law.fit.law.name} form misses its points by {law.fit.rmse:.4f} nats per token"
+    return draw_axes(draw, path, title=title)
 
 
 def _draw_iso_flop(law: FittedLaw, path: Path) -> Path:
@@ -110,23 +110,13 @@ def _draw_iso_flop(law: FittedLaw, path: Path) -> Path:
     def draw(axes: Axes, name: str) -> None:
         for step, color in zip(steps, depth_colors(len(steps)), strict=True):
             tokens = budgets[name] / (6 * sizes * (1 + share * (step - 1)))
-            at = Losses(
-                parameters=sizes,
-                looped=share * sizes,
-                total=sizes,
-                experts=np.ones(len(sizes)),
-                tokens=tokens,
-                unique=tokens,
-                steps=np.full(len(sizes), step),
-                loss=np.ones(len(sizes)),
-                run=np.full(len(sizes), ""),
-            )
+            at = Losses.unmeasured(sizes, share * sizes, tokens, step, sizes)
             axes.plot(sizes, law.fit.predict(at), color=color, label=f"R = {step:g}")
         axes.set_xscale("log")
+        axes.set_xlabel("parameters")
 
-    return draw_panels(
-        list(budgets), draw, path, title=law.fit.law.formula, label="nats per token", legend=True
-    )
+    title = f"By {law.fit.law.formula}, at equal training FLOPs"
+    return draw_panels(list(budgets), draw, path, title=title, label="nats per token")
 
 
 def _law_sections(law: FittedLaw, image: Path) -> list[Section]:
@@ -181,7 +171,7 @@ def _draw_law(law: FittedLaw, path: Path) -> Path:
         axes.set_xscale("log")
         if residual:
             axes.axhline(0, color="0.5", linewidth=0.8)
+        axes.set_xlabel("tokens")
 
-    title, label = law.fit.law.formula, "nats per token"
-    columns = len(panels)
-    return draw_panels(names, draw, path, title=title, label=label, columns=columns, legend=True)
+    title, label = f"{law.fit.law.formula}: {law.fit.rmse:.4f} nats off", "nats per token"
+    return draw_panels(names, draw, path, title=title, label=label, columns=len(panels))

@@ -109,15 +109,7 @@ class ScalingStudy:
                     "source": "titan-loop scaling",
                     "formula": law.fit.law.formula,
                     "points": len(law.points),
-                    "range": {
-                        name: [float(values.min()), float(values.max())]
-                        for name, values in (
-                            ("parameters", law.points.parameters),
-                            ("tokens", law.points.tokens),
-                            ("recurrent_steps", law.points.steps),
-                            ("experts", law.points.experts),
-                        )
-                    },
+                    "range": _ranges(law.points),
                     "coefficients": dict(law.fit.values),
                     "intervals": {name: list(v) for name, v in law.fit.intervals.items()},
                     "rmse": law.fit.rmse,
@@ -134,6 +126,12 @@ class ScalingStudy:
             ],
             "rising_series_left_out": self.rising,
         }
+
+
+def _ranges(points: Losses) -> dict[str, list[float]]:
+    named = {"parameters": points.parameters, "tokens": points.tokens}
+    named |= {"recurrent_steps": points.steps, "experts": points.experts}
+    return {name: [float(x.min()), float(x.max())] for name, x in named.items()}
 
 
 def study(

@@ -146,13 +146,15 @@ def _draw(lenses: Sequence[Lens], path: Path) -> Path:
     colors = dict(zip(waypoints, depth_colors(len(waypoints)), strict=True))
 
     def draw(axes: Axes, stratum: str) -> None:
-        for waypoint, color in colors.items():  # of other panels, too, for the legend
-            curve = [x for x in lenses if (x.stratum, x.waypoint) == (stratum, waypoint)]
-            values = 100 * curve[0].accuracy.ravel() if curve else np.array([])
-            at = np.arange(1, len(values) + 1) / lenses[0].accuracy.shape[1]
-            axes.plot(at, values, color=color, marker="o", markersize=3, label=waypoint)
+        for lens in lenses:
+            if lens.stratum == stratum:
+                values, style = 100 * lens.accuracy.ravel(), {"marker": "o", "markersize": 3}
+                at = np.arange(1, len(values) + 1) / lens.accuracy.shape[1]
+                axes.plot(at, values, color=colors[lens.waypoint], label=lens.waypoint, **style)
         axes.set_ylim(-3, 103)
         axes.set_xlabel("recurrent steps, layer by layer")
 
-    title = "Logit lens: the waypoint is the likeliest token"
-    return draw_panels(strata, draw, path, title=title, label="% of questions", legend=True)
+    end = f"{lenses[-1].accuracy[-1, -1]:.0%} of {strata[-1]}"
+    title = f"After the last step {lenses[-1].waypoint} is the likeliest token in {end}"
+    label = "% of questions whose likeliest token is the waypoint"
+    return draw_panels(strata, draw, path, title=title, label=label)

@@ -118,13 +118,13 @@ def analyse_patching(
     figure = Figure(
         "Activation patching",
         "Change of the answer's logit margin when one state is replaced by another question's.",
-        partial(_draw, visits, change, name),
+        partial(_draw, visits, change, said),
     )
     figures = {"patching.png": figure}
     return Findings(name="patching", loaded=loaded, record=record, lines=[said], figures=figures)
 
 
-def _draw(visits: Sequence[Visit], change: np.ndarray, stratum: str, path: Path) -> Path:
+def _draw(visits: Sequence[Visit], change: np.ndarray, title: str, path: Path) -> Path:
     def draw(axes: Axes) -> None:
         most = float(np.abs(change).max()) or 1.0
         image = axes.imshow(
@@ -137,7 +137,6 @@ def _draw(visits: Sequence[Visit], change: np.ndarray, stratum: str, path: Path)
         axes.set_xticks(range(0, change.shape[1], -(-change.shape[1] // 20)))
         axes.set_xlabel("position")
         axes.set_ylabel("step.layer")
-        axes.set_title(f"Questions of {stratum}")
         axes.grid(visible=False)
 
-    return draw_axes(draw, path)
+    return draw_axes(draw, path, title=title)

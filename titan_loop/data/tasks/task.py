@@ -24,6 +24,7 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
 
 _MOST_DRAWS = 20  # times as many as expected
+_SPARE = 2  # times as many questions are drawn as asked, since some are drawn twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +223,13 @@ class Task(ABC):
     def exam(
         self, count: int, *, seed: int = 0, strata: Sequence[str] | None = None
     ) -> dict[str, list[Example]]:
-        """Return at most `count` held-out examples of each stratum, or of some `strata`."""
-        return {
-            name: [self.encode(q) for q in self.held_out_questions(count, stratum, seed=seed)]
-            for name, stratum in self.strata.items()
-            if strata is None or name in strata
-        }
+        """Return at most `count` different held-out examples of each stratum, or some `strata`."""
+        exam = {}
+        for name in self.strata if strata is None else strata:
+            drawn = self.held_out_questions(_SPARE * count, self.strata[name], seed=seed)
+            distinct = {self.identity(question): question for question in drawn}
+            exam[name] = [self.encode(question) for question in [*distinct.values()][:count]]
+        return exam
 
 
 def require_sizes(task: Task, **least: int) -> None:

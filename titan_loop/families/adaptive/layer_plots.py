@@ -9,6 +9,7 @@ from titan_loop.analysis.drawing import (
     depth_colors,
     draw_curve,
     draw_panels,
+    last,
     series,
     steps_with,
     token_axis,
@@ -55,9 +56,12 @@ def plot_layers(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
             draw_curve(axes, tokens, values, color, label=f"layer {layer}")
         token_axis(axes, tokens)
 
-    return draw_panels(
-        list(panels), draw, path, title="Loops and memory by layer", columns=3, legend=True
-    )
+    ends = {layer: last(series(records, f"{LOOPS}{layer}")) for layer in steps_with(records, LOOPS)}
+    title = "Gates of the memory, by layer"
+    if ends:
+        most = max(ends, key=ends.__getitem__)
+        title = f"Layer {most} loops most, {ends[most]:.2f} times on average at the end"
+    return draw_panels(list(panels), draw, path, title=title)
 
 
 def _has_layers(keys: set[str]) -> bool:

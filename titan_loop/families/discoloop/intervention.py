@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_loop.analysis.drawing import depth_colors, draw_axes
+from titan_loop.analysis.drawing import draw_axes, series_colors
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
@@ -51,6 +51,7 @@ def intervention(
         task: The task that the model was trained on.
         stratum: Name of a stratum, whose questions have the same waypoints.
         strengths: α, each from 0 to 1.
+        count: Most different questions.
         waypoint: The waypoint at whose position the state is replaced; None for the first.
         after: Step after which the state is changed, below R.
 
@@ -62,7 +63,9 @@ def intervention(
     for strength in strengths:
         if not 0 <= strength <= 1:
             raise UserError(f"strengths={strength} must be between 0 and 1")
-    questions = task.held_out_questions(count, task.strata[stratum])
+    drawn = task.held_out_questions(2 * count, task.strata[stratum])  # some are drawn twice
+    questions = [*{task.identity(question): question for question in drawn}.values()][:count]
+    count = len(questions)
     known = task.waypoints(questions[0])
     waypoint = waypoint or next(iter(known))
     if waypoint not in known:
@@ -167,13 +170,14 @@ def analyse_intervention(
 
 def _draw(found: Mapping[str, Sequence[float]], strengths: Sequence[float], path: Path) -> Path:
     def draw(axes: "Axes") -> None:
-        colors = depth_colors(len(found))
-        for (name, shares), color in zip(found.items(), colors, strict=True):
-            percent = [100 * share for share in shares]
+        for name, color in series_colors([*found]).items():
+            percent = [100 * share for share in found[name]]
             axes.plot(strengths, percent, color=color, marker="o", label=name)
         axes.set_ylim(-3, 103)
         axes.set_xlabel("share of the embedding in the state")
         axes.set_ylabel("% right")
-        axes.legend()
 
-    return draw_axes(draw, path)
+    name, shares = max(found.items(), key=lambda item: max(item[1]) - item[1][0])
+    most = max(range(len(shares)), key=shares.__getitem__)
+    title = f"{name}: {shares[0]:.1%} right without the embedding, {shares[most]:.1%} with "
+    return draw_axes(draw, path, title=f"{title}{strengths[most]:g} of it")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_loop.analysis.drawing import draw_axes, draw_panels
+from titan_loop.analysis.drawing import COLORS, draw_panels
 from titan_loop.families.latent.circuits import Circuits, places
 
 if TYPE_CHECKING:
@@ -28,23 +28,25 @@ def draw_variance(circuits: Circuits, path: Path) -> Path:
         axes.set_xlabel("head")
         axes.figure.colorbar(image, ax=axes)
 
-    return draw_panels(list(tables), draw, path, title="Relative variance of head outputs")
+    table = np.array(circuits.value_variance)
+    place, head = np.unravel_index(table.argmax(), table.shape)
+    where = places(len(circuits.value_groups))[place]
+    title = f"Head {head} of the last layer follows {where} most: {table.max():.0%} of its variance"
+    return draw_panels(list(tables), draw, path, title=title)
 
 
 def draw_frequencies(circuits: Circuits, path: Path) -> Path:
-    """Draw the mean norm of the DFT by site and pattern of frequencies; write a PNG."""
+    """Draw the mean norm of the DFT by pattern of frequencies, a panel a site; write a PNG."""
+    sites = list(circuits.frequencies)
 
-    def draw(axes: "Axes") -> None:
-        sites = list(circuits.frequencies)
-        patterns = list(circuits.frequencies[sites[0]])
-        for number, site in enumerate(sites):
-            norms = np.array([circuits.frequencies[site][pattern] for pattern in patterns])
-            places = np.arange(len(patterns)) + 0.2 * (number - (len(sites) - 1) / 2)
-            axes.bar(places, norms / norms.max(), width=0.18, label=site)
-        axes.set_xticks(range(len(patterns)), patterns)
-        axes.set_xlabel("frequencies of the values; equal letters, equal frequencies")
-        axes.set_ylabel("mean norm over the largest of its site")
-        axes.set_title("DFT of activations over all values of the operands")
-        axes.figure.legend(loc="outside right upper")
+    def draw(axes: "Axes", site: str) -> None:
+        norms = circuits.frequencies[site]
+        axes.barh(list(norms), np.array([*norms.values()]) / max(norms.values()), color=COLORS[0])
+        axes.invert_yaxis()
+        axes.set_xlabel("mean norm over the largest")
 
-    return draw_axes(draw, path)
+    norms = circuits.frequencies[sites[-1]]
+    largest = max(norms, key=norms.__getitem__)
+    title = f"In {sites[-1]} the values' frequencies {largest} are strongest (equal letters: equal)"
+    label = "frequencies of the values"
+    return draw_panels(sites, draw, path, title=title, label=label, columns=4, inches=(3.0, 2.8))

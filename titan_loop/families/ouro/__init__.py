@@ -9,6 +9,7 @@ register(
         families={"ouro": f"{_HERE}.model:OURO"},
         tasks={
             "capo": f"{_HERE}.capo:Capo",
+            "commuted_mano": f"{_HERE}.commuted_mano:CommutedMano",
             "layered_qa": f"{_HERE}.layered_qa:LayeredQA",
             "reachability": f"{_HERE}.reachability:Reachability",
         },

@@ -94,6 +94,8 @@ def _draw(matrix: np.ndarray, depths: Sequence[int], path: Path) -> Path:
         axes.grid(visible=False)
         axes.set_xlabel("recurrent step")
         axes.set_ylabel("recurrent step")
-        axes.set_title(f"Share of {matrix[0, 0]} items with the same answer")
 
-    return draw_axes(draw, path)
+    title = (
+        f"Steps {depths[0]} and {depths[-1]} answer {matrix[0, -1]} of {matrix[0, 0]} items alike"
+    )
+    return draw_axes(draw, path, title=title)

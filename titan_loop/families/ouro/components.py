@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_loop.analysis.drawing import depth_colors, draw_panels
+from titan_loop.analysis.drawing import draw_panels, series_colors
 from titan_loop.analysis.steps.findings import Figure, Findings
 from titan_loop.families.ouro.items import ITEMS, item_states, open_items
 
@@ -62,12 +62,14 @@ def analyse_components(
 
 def _draw(points: np.ndarray, kinds: np.ndarray, shares: np.ndarray, path: Path) -> Path:
     names = {f"after step {step + 1}": step for step in range(points.shape[1])}
-    colors: Any = depth_colors(len(np.unique(kinds)))
+    colors: Any = series_colors([*np.unique(kinds)])
 
     def draw(axes: "Axes", name: str) -> None:
-        for kind, color in zip(np.unique(kinds), colors, strict=True):
+        for kind, color in colors.items():
             chosen = points[kinds == kind, names[name]]
-            axes.plot(*chosen.T, "o", color=color, markersize=3, label=str(kind))
+            axes.plot(*chosen.T, "o", color=color, markersize=3)
+            axes.plot(*chosen.mean(axis=0), color=color, label=f"answer {kind}")  # its name alone
+        axes.set_xlabel("first component")
 
-    title = f"Principal components ({shares[0]:.0%} and {shares[1]:.0%} of the variance)"
-    return draw_panels(list(names), draw, path, title=title, legend=True)
+    title = f"Two components have {shares[:2].sum():.0%} of the variance of all steps' states"
+    return draw_panels(list(names), draw, path, title=title, label="second component")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_loop.analysis.drawing import draw_panels
+from titan_loop.analysis.drawing import COLORS, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import require_at_least
@@ -157,9 +157,10 @@ def _draw(curves: dict[str, list[Interval]], path: Path) -> Path:
     def draw(axes: "Axes", source: str) -> None:
         value, low, high = np.array(curves[source]).T
         steps = np.arange(1, len(value) + 1)
-        axes.errorbar(steps, value, yerr=[value - low, high - value], fmt="o-", color="#1f4e79")
+        axes.errorbar(steps, value, yerr=[value - low, high - value], fmt="o-", color=COLORS[0])
         axes.axhline(0.0, color="0.7", linewidth=0.8)
         axes.set_xlabel("recurrent steps of the prompt")
 
-    title = "Continuations after short prefills"
+    most = max(values[0].value for values in curves.values())
+    title = f"After a prompt of one step continuations cost at most {most:.3f} bits per byte more"
     return draw_panels([*curves], draw, path, title=title, label="bits per byte, more")

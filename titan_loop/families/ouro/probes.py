@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_loop.analysis.drawing import draw_panels
+from titan_loop.analysis.drawing import COLORS, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.agreement import agreement
@@ -185,9 +185,13 @@ def _draw(scores: Sequence[ProbeScore], path: Path) -> Path:
         )
         axes.plot(at, [score.auc for score in chosen], color="0.2", marker="o", markersize=3)
         axes.axhline(0.5, color="0.6", linewidth=0.8, linestyle="--")
-        axes.axvspan(panels[name] - 1, panels[name], color="tab:orange", alpha=0.12)
-        axes.set_xlabel("recurrent step of the states (orange: the answer's step)")
+        axes.axvspan(panels[name] - 1, panels[name], color=COLORS[4], alpha=0.15)
+        axes.set_xlabel("recurrent step of the states (shaded: the answer's step)")
         axes.set_ylim(0.3, 1.02)
 
-    title = "Linear probes: area under the ROC curve"
-    return draw_panels(list(panels), draw, path, title=title, label="AUC")
+    last = max(panels.values())
+    early = max((s.auc for s in scores if s.answer_step == last and s.state_step < last), default=0)
+    title = (
+        f"The answer of step {last} is read off earlier states with an AUC of at most {early:.2f}"
+    )
+    return draw_panels(list(panels), draw, path, title=title, label="area under the ROC curve")

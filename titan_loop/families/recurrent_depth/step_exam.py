@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_loop.analysis.drawing import depth_colors, draw_axes, draw_panels
+from titan_loop.analysis.drawing import depth_colors, draw_axes, draw_panels, series_colors
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
 from titan_loop.analysis.steps.lens import logit_margin
 from titan_loop.data.labels import IGNORED
@@ -291,10 +291,12 @@ def _draw_accuracy(found: Mapping[str, StepExam], trained_steps: int, path: Path
         axes.figure.colorbar(image, label="% right")
         axes.axhline(trained_steps + 0.5, color="tab:red", linestyle="--", linewidth=1)
         axes.set_xticks(range(len(found)), found, rotation=45, ha="right")
-        axes.set_ylabel("recurrent steps")
+        axes.set_ylabel("recurrent steps (dashed: the most in training)")
         axes.grid(visible=False)
 
-    return draw_axes(draw, path)
+    right = [name for name, exam in found.items() if exam.accuracy.max() >= _REACHED]
+    title = f"{len(right)} of {len(found)} strata reach {_REACHED:.0%} after some number of steps"
+    return draw_axes(draw, path, title=title)
 
 
 def _draw_margins(found: Mapping[str, StepExam], trained_steps: int, path: Path) -> Path:
@@ -306,9 +308,11 @@ def _draw_margins(found: Mapping[str, StepExam], trained_steps: int, path: Path)
         axes.axvline(trained_steps, color="0.8", linewidth=6, alpha=0.5, zorder=0)
         axes.set_xlabel("recurrent steps")
         axes.set_ylabel("logit margin of the answer")
-        axes.figure.legend(loc="outside right upper")
 
-    return draw_axes(draw, path)
+    # A margin above zero says the right answer.
+    falls = [name for name, exam in found.items() if 0 < exam.margin.max() != exam.margin[-1]]
+    title = f"The margin falls again after its peak in {len(falls)} of {len(found)} strata"
+    return draw_axes(draw, path, title=title)
 
 
 def _draw_halting(found: Mapping[str, StepExam], path: Path) -> Path:
@@ -316,9 +320,13 @@ def _draw_halting(found: Mapping[str, StepExam], path: Path) -> Path:
     policies = next(iter(found.values())).halting
 
     def draw(axes: "Axes", name: str) -> None:
-        for policy in policies:
+        for policy, color in series_colors([*policies]).items():
             values = [getattr(exam.halting[policy], panels[name]) for exam in found.values()]
-            axes.plot(range(len(found)), values, marker="o", markersize=3, label=policy)
+            style = {"color": color, "marker": "o", "markersize": 3, "label": policy}
+            axes.plot(range(len(found)), values, **style)
         axes.set_xticks(range(len(found)), found, rotation=60, ha="right")
 
-    return draw_panels(list(panels), draw, path, title="Exit policies", columns=2, legend=True)
+    shares = {p: np.mean([exam.halting[p].accuracy for exam in found.values()]) for p in policies}
+    best = max(shares, key=shares.__getitem__)
+    title = f"{best} answers most, {shares[best]:.0%} over all strata"
+    return draw_panels(list(panels), draw, path, title=title, columns=2)

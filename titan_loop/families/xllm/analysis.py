@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titan_loop.analysis.drawing import draw_panels
+from titan_loop.analysis.drawing import depth_colors, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.errors import UserError
@@ -79,11 +79,13 @@ def _draw(records: list[dict[str, Any]], by_step: dict[int, list[float]], path: 
             axes.plot([r["step"] for r in records], [r[f"{KEY}/mean"] for r in records])
             axes.set(xlabel="training step")
             return
-        for number, (step, probabilities) in enumerate(by_step.items(), start=1):
-            shade = str(0.8 * (1 - number / len(by_step)))
+        for (step, probabilities), color in zip(
+            by_step.items(), depth_colors(len(by_step)), strict=True
+        ):
             shown = probabilities[:_SHOWN]
-            axes.plot(range(1, len(shown) + 1), shown, color=shade, label=str(step))
+            axes.plot(range(1, len(shown) + 1), shown, color=color, label=f"step {step}")
         axes.set(xlabel="R")
-        axes.legend(title="step")
 
-    return draw_panels(["mean of R", "probability of R"], panel, path, title="Learned depths")
+    start, end = (record[f"{KEY}/mean"] for record in (records[0], records[-1]))
+    title = f"The learned mean of R went from {start:.2f} to {end:.2f}"
+    return draw_panels(["mean of R", "probability of R"], panel, path, title=title)
