@@ -84,7 +84,7 @@ def test_the_recipe_of_the_best_dense_model_is_planned(capsys):
     words = ["plan", "--budget", "5e21", "--memory", "1GB", "--most-experts", "1", "--no-memory"]
     assert main([*words, "--nodes", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "models fit 5e+21 FLOPs and 1 GB at 4 bits a weight; the best:" in printed
+    assert "models fit 5e+21 FLOPs and 1 GB at 4 bits per weight; the best:" in printed
     command = next(line for line in printed.splitlines() if line.startswith("the best: "))
     flags = shlex.split(command)
     best = ranking(read_law("loop-moe"), Budget(flops=5e21, memory_bytes=1e9, most_experts=1))[0]
