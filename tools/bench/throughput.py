@@ -18,6 +18,7 @@ import torch.distributed as dist
 from conditions import begin, parser_of
 from roofline import print_operations
 from timing import in_turn
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.tools import utils as titan_utils
 from training_step import Job, build, device, flops_per_step, mfu, start, trainer_step
 
@@ -59,7 +60,7 @@ def _measure(options: argparse.Namespace, steps: int) -> None:
         seq_len=options.seq_len,
         windows=options.batch,
         compiled=options.compile,
-        checkpointed=options.full_checkpointing,
+        checkpointing=FullAC.Config() if options.full_checkpointing else None,
         masked=True,
         float8=options.float8,
     )

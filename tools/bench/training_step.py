@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools import utils as titan_utils
 
 from tests.support.allocations import AllocationTrace
@@ -45,7 +45,7 @@ class Job:
         seq_len: Tokens per window.
         windows: Number of windows per rank.
         compiled: Whether each layer is compiled.
-        checkpointed: Whether layers' activations are recomputed.
+        checkpointing: Policy of activation checkpointing; None keeps all activations.
         masked: Whether attention gets the document mask, as in training on prepared text, even
             where plain causal attention would do.
         trainable: Parameters to train.
@@ -59,7 +59,7 @@ class Job:
     seq_len: int
     windows: int
     compiled: bool = False
-    checkpointed: bool = False
+    checkpointing: ActivationCheckpointing.Config | None = None
     masked: bool = False
     trainable: Trainable = "all"
     fsdp_policy: FSDPPolicy = "per_step"
@@ -95,7 +95,7 @@ def build(job: Job) -> LoopDecoder:
         ),
         parallelism=parallelism,
         compile_config=CompileConfig(enable=job.compiled, components=["model"]),
-        ac_config=FullAC.Config() if job.checkpointed else None,
+        ac_config=job.checkpointing,
         dump_folder="",
         fsdp=FSDPConfig(policy=job.fsdp_policy),
         trainable=job.trainable,
