@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Static checks and tests without a family: its folders and its recipe are deleted in a worktree.
+# Static checks and tests without a family: its folders and recipes are deleted in a worktree.
 #
 #   bash tools/without_family.sh NAME [PYTEST ARGUMENTS]     latent, adaptive, discoloop or recurrent_depth
 set -euo pipefail
@@ -18,7 +18,7 @@ trap 'git worktree remove --force "$tree"' EXIT
 git worktree add --quiet --detach "$tree"
 cd "$tree"
 git rm -rq "titan_loop/families/$name" "tests/families/$name" "train_configs/$name.py"
-git rm -rq --ignore-unmatch train_configs/results/"$name"*
+git rm -rq --ignore-unmatch train_configs/results/"$name"* "train_configs/${name}_"*.py
 # The environment imports titan_loop from the checkout unless another stands before it.
 export PYTHONPATH=$tree
 "$VENV/bin/ruff" check --quiet

@@ -7,10 +7,6 @@ trained on the same text, with which the others are compared. `identity` and `pl
 mean that grows from 1 to 2 over half of the tokens; `damped` runs its two half passes. The `tied`
 arms have half of the layers, each for two, and adapters of a rank.
 
-`retrofit_rules` teaches facts and questions of two and three hops, in English, to the dense model
-and to loops; the exam asks up to six hops (`bash tools/retrofit.sh --rules`). Arms see the same
-tokens; `identity` and `plain` draw R with a mean that grows from 1 to 3.
-
 LOG.md has the results.
 
 `retrofit_llama_1b` is McLeish et al. 2025, arXiv 2511.07384: TinyLlama-1.1B (22 layers) as 4/8/4, R
@@ -28,17 +24,15 @@ from typing import Any
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.families.nanbeige.model import NanbeigeOptions
-from titan_loop.families.recurrent_depth.english_hops import EnglishHops
 from titan_loop.families.retrofit.distillation import DistillationLoss
 from titan_loop.families.retrofit.surgery import Surgery
 from titan_loop.models.llama import LlamaOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
+from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -49,12 +43,6 @@ FOLDER = "runs/retrofit"
 SMOLLM2_TOKENS, SMOLLM2_ROWS = 65_536, 49_152
 WINDOW_TOKENS = 256
 BATCH_TOKENS = 2 * WINDOW_TOKENS
-
-RULES_TOKENS = 49_152
-RULES = EnglishHops(tokenizer=f"{FOLDER}/smollm2/tokenizer.json")
-RULES_WINDOW_TOKENS = 128
-RULES_DEPTHS = (1, 2, 3, 4, 6, 8)
-"""R of the exam; the dense model is asked at R = 1."""
 
 LLAMA_TOKENS = 52_000_000_000
 LLAMA_START = "runs/retrofit_llama_1b/start"
@@ -119,7 +107,7 @@ def start_of(arm: str) -> tuple[str, ...]:
     return () if start is None else (start, *STARTS[start].flags())
 
 
-def _smollm2(
+def smollm2_arm(
     *,
     start: str | None = None,
     steps: int = 1,
@@ -162,47 +150,11 @@ def _smollm2(
     return config
 
 
-def retrofit_smollm2() -> Recipe:
+def retrofitsmollm2_arm() -> Recipe:
     """SmolLM2-135M made to loop, one mode an arm, on one core."""
     return Recipe(
         name="retrofit_smollm2",
-        stages=[Stage(name=name, config=_smollm2(**arm)) for name, arm in ARMS.items()],
-    )
-
-
-def _rules(start: str | None) -> LoopTrainer.Config:
-    """Return the arm of one of `STARTS`, or of the dense model."""
-    grown = RecurrenceConfig(
-        steps=Schedule.parse(f"0:1 linear {RULES_TOKENS // 2}:3"),
-        poisson=True,
-        lognormal_sigma=0.5,
-        max_steps=4,
-    )
-    options: dict[str, Any] = {"new_rate_factor": 10.0} if start == "identity" else {}
-    config = _smollm2(start=start, recurrence=grown if start else None, rate=2e-4, **options)
-    config.total_tokens = RULES_TOKENS
-    config.model.vocab_size = SMOLLM2_ROWS
-    config.dataloader = TaskLoader.Config(task=RULES)
-    config.learning_rate = Schedule.warmup_cosine(
-        2e-4, warmup_tokens=RULES_TOKENS // 20, total_tokens=RULES_TOKENS, final=2e-5
-    )
-    config.batch.global_batch_tokens = Schedule.constant(2 * RULES_WINDOW_TOKENS)
-    config.training.seq_len = RULES_WINDOW_TOKENS
-    config.suite = SuiteConfig(
-        interval=RULES_TOKENS,  # once, after the last step
-        tasks=[RULES.name],
-        depths=list(RULES_DEPTHS) if start else [1],
-        questions=48,
-    )
-    return config
-
-
-def retrofit_rules() -> Recipe:
-    """SmolLM2-135M and loops made of it learn to compose rules, on one core."""
-    arms = {"source": None, "identity": "identity", "plain": "plain"}
-    return Recipe(
-        name="retrofit_rules",
-        stages=[Stage(name=name, config=_rules(start)) for name, start in arms.items()],
+        stages=[Stage(name=name, config=smollm2_arm(**arm)) for name, arm in ARMS.items()],
     )
 
 
@@ -249,25 +201,6 @@ def _bits(name: str, title: str) -> ResultTable:
     )
 
 
-RULES_TABLE = ResultTable(
-    name="rules",
-    title="% of questions right; 2 and 3 hops were taught",
-    rows={
-        "source": {"stage": "source", "reading": "static:1"},
-        **{
-            f"{arm}, R = {steps}": {"stage": arm, "reading": f"static:{steps}"}
-            for arm in ("identity", "plain")
-            for steps in RULES_DEPTHS
-        },
-    },
-    columns={
-        str(hops): {"task": f"{RULES.name}/{hops}_hops"} for hops in range(1, RULES.asked_hops + 1)
-    },
-    everywhere={"metric": "acc,none"},
-    columns_are="hops",
-)
-
 TABLES = {
     "retrofit_smollm2": [_bits("bits_per_byte", "held-out bits per byte, SmolLM2-135M")],
-    "retrofit_rules": [RULES_TABLE],
 }
