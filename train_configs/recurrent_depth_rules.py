@@ -18,7 +18,7 @@ from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
-from train_configs.retrofit import FOLDER, SMOLLM2_ROWS, smollm2_arm
+from train_configs.retrofit import FOLDER, SMOLLM2_ROWS, _smollm2
 
 RULES_TOKENS = 49_152
 RULES = EnglishHops(tokenizer=f"{FOLDER}/smollm2/tokenizer.json")
@@ -65,7 +65,7 @@ def _rules(start: str | None) -> LoopTrainer.Config:
         max_steps=4,
     )
     options: dict[str, Any] = {"new_rate_factor": 10.0} if start == "identity" else {}
-    config = smollm2_arm(start=start, recurrence=grown if start else None, rate=2e-4, **options)
+    config = _smollm2(start=start, recurrence=grown if start else None, rate=2e-4, **options)
     config.total_tokens = RULES_TOKENS
     config.model.vocab_size = SMOLLM2_ROWS
     config.dataloader = TaskLoader.Config(task=RULES)

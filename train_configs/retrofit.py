@@ -107,7 +107,7 @@ def start_of(arm: str) -> tuple[str, ...]:
     return () if start is None else (start, *STARTS[start].flags())
 
 
-def smollm2_arm(
+def _smollm2(
     *,
     start: str | None = None,
     steps: int = 1,
@@ -150,11 +150,11 @@ def smollm2_arm(
     return config
 
 
-def retrofitsmollm2_arm() -> Recipe:
+def retrofit_smollm2() -> Recipe:
     """SmolLM2-135M made to loop, one mode an arm, on one core."""
     return Recipe(
         name="retrofit_smollm2",
-        stages=[Stage(name=name, config=smollm2_arm(**arm)) for name, arm in ARMS.items()],
+        stages=[Stage(name=name, config=_smollm2(**arm)) for name, arm in ARMS.items()],
     )
 
 
