@@ -25,7 +25,7 @@ from titan_loop.checkpoint.safetensors_files import write_folder
 from titan_loop.families.nanbeige.formats import UnrolledShape
 from titan_loop.formats.gguf_file import tensor_name
 from titan_loop.formats.importing import CONFIG
-from titan_loop.formats.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
+from titan_loop.formats.tokenizer_export import TEMPLATE, TOKENIZER_CONFIG
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.staged_folder import staged_folder
 from titan_loop.text.tokenizer import END_OF_TEXT, TOKENIZER_NAME, TURN_END

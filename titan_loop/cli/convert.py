@@ -11,7 +11,7 @@ from titan_loop.errors import UserError
 from titan_loop.tables import columns
 
 if TYPE_CHECKING:
-    from titan_loop.formats.tokenizer_files import TokenizerExport
+    from titan_loop.formats.tokenizer_export import TokenizerExport
     from titan_loop.runs.saved_run import SavedRun
 
 Dtype = Literal["float32", "bfloat16"]
@@ -155,7 +155,7 @@ def _tokenizer(
     no_chatml: bool,
     eos_token: str | None,
 ) -> "TokenizerExport":
-    from titan_loop.formats.tokenizer_files import open_tokenizer
+    from titan_loop.formats.tokenizer_export import open_tokenizer
     from titan_loop.text.tokenizer import load_tokenizer
 
     known = run.tokenizer(path)

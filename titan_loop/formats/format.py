@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError, nearest
 from titan_loop.formats.llama_shape import LlamaShape
-from titan_loop.formats.tokenizer_files import TokenizerExport
+from titan_loop.formats.tokenizer_export import TokenizerExport
 from titan_loop.plugins import find, names
 
 

@@ -12,7 +12,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError
-from titan_loop.formats.tokenizer_files import TokenizerExport
+from titan_loop.formats.tokenizer_export import TokenizerExport
 from titan_loop.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError, nearest
 from titan_loop.formats.format import Format
 from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
-from titan_loop.formats.tokenizer_files import PADDING_ROWS, TEMPLATE, TOKENIZER_CONFIG
+from titan_loop.formats.tokenizer_export import PADDING_ROWS, TEMPLATE, TOKENIZER_CONFIG
 from titan_loop.models.family import decoder_config
 from titan_loop.plugins import find, names
 from titan_loop.runs.conversion import written_run

@@ -9,7 +9,7 @@ of the model and of callbacks. Then, since the last record: `tokens_per_second` 
 `flops_per_token` (model FLOPs, each step's at its own R), `mfu` (of the devices' peak in the
 precision they compute in; null if not known), `peak_memory_bytes` (rank 0: reserved on CUDA,
 resident on CPU) and `data_wait` (rank 0: share of the time that training waited for data). Numbers
-that are not finite are null.
+that are not finite are null. New entries come from `LoopTrainer._log` or a callback's `record`.
 """
 
 import math
