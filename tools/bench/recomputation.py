@@ -1,4 +1,4 @@
-"""What a training step keeps for its backward pass: checkpointing policies, eager and compiled.
+"""Bytes that a step keeps for its backward pass, by checkpointing policy, eager and compiled.
 
     python tools/bench/recomputation.py
     python tools/bench/recomputation.py --size 374m --seq-len 4096 --batch 4       # on a GPU
