@@ -7,5 +7,5 @@
 # tools/bench/README.md lists the tables. They stand in FOLDER/README.md and FOLDER/TABLE.json.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../setup.sh"
-set_up_tests # the parity of ranks is that of tests/distributed
+set_up_tests # the table `parity` runs cases of tests/distributed
 exec "$VENV/bin/python" tools/bench/gpu.py "$@"

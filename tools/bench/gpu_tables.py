@@ -229,7 +229,7 @@ def float8(place: Place) -> list[Row]:
 
 
 def assemblies(place: Place, *, ranks: int = 1) -> list[Row]:
-    """Train what has only been rehearsed or run on a CPU, on one rank or several."""
+    """Return rows that train assemblies no device has run, on one rank or several."""
     absent = NEEDS_CUDA if place.on_cpu else ""
     on, row = compiled(place), partial(trained, place, ranks=ranks)
     pinned = ("--checkpoint.interval", "2" if place.on_cpu else "10")
@@ -284,7 +284,7 @@ def spread(place: Place) -> list[Row]:
 
 
 def parity(place: Place) -> list[Row]:
-    """Compare every layout's losses and gradients with those of one process on a CPU."""
+    """Compare every layout's losses and gradients with one process on a CPU."""
     script, expected = str(BENCH / "nccl_parity.py"), str(place.output / "expected.pt")
     few = ["--cases", "R4", "R-changes-full"] if place.on_cpu else []
     made = Row(

@@ -268,7 +268,7 @@ def find_circuits(
         task: Its training task.
         nodes: Number of nodes of the graph, more than operands.
         samples: Number of changed names, and of changed values, per probe.
-        seed: Of the choice of the graph and of the changes.
+        seed: Seed that chooses the graph and the changes.
     """
     (graph,) = task.held_out_questions(1, Size(nodes, None), seed=seed)
     generator = random.Random(seed)

@@ -37,7 +37,7 @@ def share_repaired(
         stratum: Stratum of the graphs.
         count: Number of graphs; each is corrupted at one random step up to its depth.
         share: Probability that a value is replaced by another one.
-        seed: Of the choice of steps and values.
+        seed: Seed that chooses the steps and the values.
     """
     questions = task.held_out_questions(count, task.strata[stratum])
     examples = [task.encode(question) for question in questions]
