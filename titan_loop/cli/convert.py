@@ -121,8 +121,8 @@ def export(
     form.write(export, output)
     if known is not None and not (chatml or no_chatml or run.tokenizer(tokenizer).is_known):
         logger.warning(
-            f"{output} has no chat template: the run's data is missing, which would tell whether it "
-            "held conversations; if it did, export again with --chatml"
+            f"{output} has no chat template: the run's data is missing, which would tell whether "
+            "it held conversations; if it did, export again with --chatml"
         )
     print(output)
     if push is not None:
