@@ -33,6 +33,7 @@ from torchtitan.tools import utils as titan_utils
 from titan_loop.checkpoint import model as saved_model
 from titan_loop.distributed import muon
 from titan_loop.errors import UserError
+from titan_loop.models import initialisation
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import ModelOptions, build_decoder
 from titan_loop.planning.cluster import Cluster
@@ -75,6 +76,7 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
         (F, "rms_norm", rms_norm),
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it reads values
+        (initialisation, "keep_shard", lambda parameter, whole: None),  # it cuts a view per rank
         (muon, "layout", layout_of_meshes),
         # Experts: every rank receives as many tokens as it sends, since loads are values.
         (AllToAllTokenDispatcher, "_sync_token_count_exchange", _unread_counts),
