@@ -10,9 +10,9 @@ import pytest
 
 from titan_loop.analysis import drawing
 from titan_loop.analysis.depth_plots import plot_depths
+from titan_loop.analysis.evaluation_tables import depth_table
 from titan_loop.analysis.plots import plot_mixture
 from titan_loop.analysis.report import plot_run
-from titan_loop.analysis.report_tables import depth_table
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths, UnitSums
 from titan_loop.evaluation.evals_log import (

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from titan_loop.analysis.evaluation_tables import task_table
 from titan_loop.analysis.frontier import write_frontier
-from titan_loop.analysis.report_tables import task_table
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.harness_tasks import HarnessTasks, _answer_bits_per_byte

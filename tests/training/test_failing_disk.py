@@ -22,7 +22,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import room, transient
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.callback import Callback
-from titan_loop.training.metrics import LoopMetricsProcessor
+from titan_loop.training.metrics_processor import LoopMetricsProcessor
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
+from titan_loop.analysis.evaluation_tables import depth_rows, task_rows
 from titan_loop.analysis.frontier import frontier_points, write_frontier
 from titan_loop.analysis.norm_plots import plot_norms
 from titan_loop.analysis.page import Section, page
 from titan_loop.analysis.plots import charts, plot_held_out, plot_mixture
 from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
-from titan_loop.analysis.report_tables import depth_rows, task_rows
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import held_out_while_training

@@ -65,7 +65,7 @@ def evaluate(
         return
     options.refuse_flags_of_tasks()
 
-    from titan_loop.analysis.report_tables import depth_table
+    from titan_loop.analysis.evaluation_tables import depth_table
     from titan_loop.evaluation.depth_report import require_gain
     from titan_loop.evaluation.evaluate_run import evaluate_run
     from titan_loop.evaluation.share_work import join_ranks
@@ -98,8 +98,8 @@ def _tasks(
     dense: Path | None,
     ema: bool,
 ) -> None:
+    from titan_loop.analysis.evaluation_tables import task_table
     from titan_loop.analysis.frontier import dense_reports, frontier_table, write_frontier
-    from titan_loop.analysis.report_tables import task_table
     from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
     from titan_loop.evaluation.share_work import join_ranks
     from titan_loop.runs.recipe_folder import chosen_run

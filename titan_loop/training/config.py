@@ -47,7 +47,7 @@ from titan_loop.training.batch_schedule import (
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig, recurrent_steps_at
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
-from titan_loop.training.metrics import LoopMetricsProcessor
+from titan_loop.training.metrics_processor import LoopMetricsProcessor
 from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.stability.config import StabilityConfig

@@ -41,7 +41,8 @@ from titan_loop.training.callback import Phase
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
 from titan_loop.training.gradients import clip, forward_backward
 from titan_loop.training.lost_folder import FolderWatch
-from titan_loop.training.metrics import LoopMetricsProcessor, global_means
+from titan_loop.training.metrics import global_means, step_record
+from titan_loop.training.metrics_processor import LoopMetricsProcessor
 from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.startup import StartupClock
@@ -257,30 +258,10 @@ class LoopTrainer(Trainer):
 
     def _log(self, trained: TrainedStep) -> Mapping[str, Any]:
         """Write the step's record and return it; collective, and waits for the device."""
-        plan, loss_mesh = self.plan, self.parallel_dims.get_optional_mesh("loss")
+        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         mean_loss, objective = global_means(trained.loss, trained.metrics, loss_mesh)
-        added = [self.model.record(), *(callback.record(self) for callback in self.callbacks)]
-        sources = self.dataloader.progress()
         record = self.metrics_processor.log_step(
-            {
-                "step": plan.step,
-                "tokens": self.tokens,
-                "loss": mean_loss,
-                **objective,
-                "grad_norm": float(trained.grad_norm),
-                "lr": plan.learning_rate,
-                **self.optimizers.own_rates(plan.learning_rate),
-                "recurrent_steps": plan.recurrent_steps,
-                **plan.schedules,
-                "global_batch_tokens": plan.windows * self.config.training.seq_len,
-                "data_hash": self.dataloader.data_hash,
-                "windows_consumed": self.dataloader.windows_consumed,
-                "io_retries": trained.verdict.io_retries,
-                **{f"data/{source.name}/tokens": source.tokens for source in sources},
-                **{f"data/{source.name}/epochs": source.epochs for source in sources},
-                **dict(item for entries in added for item in entries.items()),
-            },
-            self.loss_fn.summary(objective),
+            step_record(self, trained, mean_loss, objective), self.loss_fn.summary(objective)
         )
         warning = self.loss_fn.warning(objective)
         if warning is not None and not self._warned:  # again only after it has cleared

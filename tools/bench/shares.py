@@ -22,7 +22,7 @@ from small_run import add_run_flags, run_config
 from tests.support.tiny import tiny_source
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.training.metrics import LoopMetricsProcessor
+from titan_loop.training.metrics_processor import LoopMetricsProcessor
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 

@@ -30,7 +30,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.family import ModelOptions, decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.training.metrics import known_peak_flops
+from titan_loop.training.metrics_processor import known_peak_flops
 
 ENTROPY_WEIGHT = 0.05
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}

@@ -17,7 +17,7 @@ from torchtitan.tools import utils as titan_utils
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training import metrics
-from titan_loop.training.metrics import LoopMetricsProcessor
+from titan_loop.training.metrics_processor import LoopMetricsProcessor
 
 RATES = ["tokens_per_second", "flops_per_token", "mfu", "peak_memory_bytes", "data_wait"]
 
