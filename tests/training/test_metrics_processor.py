@@ -16,7 +16,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training import metrics
+from titan_loop.training import metrics_processor
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
 
 RATES = ["tokens_per_second", "flops_per_token", "mfu", "peak_memory_bytes", "data_wait"]
@@ -39,7 +39,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(metrics.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(metrics_processor.time, "perf_counter", lambda: self.now)
 
 
 def build(folder: Path, **fields: Any) -> LoopMetricsProcessor:
@@ -245,17 +245,17 @@ def test_peak_flops_only_for_known_devices(monkeypatch: pytest.MonkeyPatch):
         return 989e12 if "H100" in device_name else 312e12
 
     monkeypatch.setattr(titan_utils, "get_peak_flops", upstream_table)
-    assert metrics.known_peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert metrics.known_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert metrics.known_peak_flops("NVIDIA GeForce RTX 4090") is None
+    assert metrics_processor.known_peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert metrics_processor.known_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert metrics_processor.known_peak_flops("NVIDIA GeForce RTX 4090") is None
     for name, fp32 in {
         "NVIDIA H100 80GB HBM3": 67e12,
         "NVIDIA A100-SXM4-80GB": 19.5e12,
         "NVIDIA GeForce RTX 4090": None,
     }.items():
-        assert metrics.known_peak_flops(name, "float32") == fp32
+        assert metrics_processor.known_peak_flops(name, "float32") == fp32
     monkeypatch.setattr(titan_utils, "get_peak_flops", lambda device_name: float("nan"))
-    assert metrics.known_peak_flops("CPU") is None
+    assert metrics_processor.known_peak_flops("CPU") is None
 
 
 @pytest.mark.parametrize(
@@ -263,4 +263,4 @@ def test_peak_flops_only_for_known_devices(monkeypatch: pytest.MonkeyPatch):
     [(0, "0s"), (59.6, "1m00s"), (750, "12m30s"), (11_100, "3h05m"), (187_200, "2d04h")],
 )
 def test_durations(seconds: float, text: str):
-    assert metrics.format_duration(seconds) == text
+    assert metrics_processor.format_duration(seconds) == text

@@ -17,7 +17,7 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import transient
-from titan_loop.training import metrics
+from titan_loop.training import metrics_processor
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
@@ -70,7 +70,9 @@ def test_a_run_writes_what_its_schedules_say(source, tmp_path):
 def test_mfu_counts_every_step_at_its_own_r(source, tmp_path, monkeypatch):
     """And it is a share of the peak in the precision of this run, which a CPU has in fp32."""
     monkeypatch.setattr(
-        metrics, "known_peak_flops", lambda device, dtype: {"float32": 1e12}.get(dtype, 2e12)
+        metrics_processor,
+        "known_peak_flops",
+        lambda device, dtype: {"float32": 1e12}.get(dtype, 2e12),
     )
     config = tiny_config(source, tmp_path / "run", steps=STEPS)
     config.metrics.log_freq = STEPS
