@@ -160,7 +160,7 @@ def test_verify_finds_what_hashes_do_not_tell(checkpoints, call):
     write_manifest(checkpoints / "step-2", manifest)
     answer = call("verify", checkpoints / "step-2")
     assert answer.code == 1
-    assert "__0_0.distcp is named in tensors.json, but not in manifest.json" in answer.out
+    assert "__0_0.distcp is in tensors.json, but not in manifest.json" in answer.out
 
 
 def test_diff(checkpoints, call):

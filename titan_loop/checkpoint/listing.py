@@ -101,9 +101,7 @@ def _find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) ->
         try:
             stored = read_table(checkpoint).storage_data
             unknown = {info.relative_path for info in stored.values()} - manifest["files"].keys()
-            faults += [
-                f"{name} is named in {TABLE}, but not in {MANIFEST}" for name in sorted(unknown)
-            ]
+            faults += [f"{name} is in {TABLE}, but not in {MANIFEST}" for name in sorted(unknown)]
         except UserError as error:
             faults.append(str(error))
     return faults

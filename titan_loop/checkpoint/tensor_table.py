@@ -80,9 +80,7 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
     except OSError as error:
         raise unreadable(path, error, "check its disk and permissions") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(
-            path, f"it is not a valid table ({first_line(error)})"
-        ) from error
+        raise DamagedCheckpointError(path, f"not a valid table ({first_line(error)})") from error
     except RecursionError as error:
         raise DamagedCheckpointError(path, "it is nested too deeply") from error
 

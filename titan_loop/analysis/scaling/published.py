@@ -41,7 +41,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
             "recurrent_steps": [2, 8], "experts": [1, 1]},
     },
 }  # fmt: skip
-"""Name on the command line → record. `read_law` refuses a law whose paper gives no coefficients."""
+"""Name on the command line → record. `read_law` refuses laws whose paper lacks coefficients."""
 
 
 @dataclass(frozen=True)
