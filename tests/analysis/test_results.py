@@ -146,7 +146,7 @@ def test_the_title_of_a_table_is_what_its_numbers_support():
     apart = results_of(looped={1: 0.9, 2: 0.91}, not_looped={1: 0.1, 2: 0.11})
     assert conclusion(TABLE, apart) == "8 operations: looped is best, 90.5 %"
     level = results_of(looped={1: 0.5, 2: 0.9}, not_looped={1: 0.5, 2: 0.6})
-    said = "8 operations: looped is best, 70.0 %; intervals do not tell it from not"
+    said = "8 operations: looped is best, 70.0 %; intervals do not separate it from not"
     assert conclusion(TABLE, level) == said
     once = results_of(looped={1: 0.5}, not_looped={1: 0.6})
     assert conclusion(TABLE, once) == "8 operations: not is best, 60.0 % on one seed"
@@ -300,5 +300,5 @@ def test_mistakes(tmp_path, capsys):
 def test_a_damaged_result_is_one_line(tmp_path: Path, damage: dict):
     path = RunResult.of(trained(tmp_path / "run")).save(tmp_path / "results")
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    with pytest.raises(UserError, match=rf"^{path} is damaged .*: results add RUN"):
+    with pytest.raises(UserError, match=rf"^{path} is damaged .*; write it again"):
         RunResult.all_of(path.parent)

@@ -160,7 +160,7 @@ def test_verify_finds_what_hashes_do_not_tell(checkpoints, call):
     write_manifest(checkpoints / "step-2", manifest)
     answer = call("verify", checkpoints / "step-2")
     assert answer.code == 1
-    assert "__0_0.distcp is read from, but not in manifest.json" in answer.out
+    assert "__0_0.distcp is in tensors.json, but not in manifest.json" in answer.out
 
 
 def test_diff(checkpoints, call):
@@ -271,7 +271,7 @@ def test_links_that_lead_nowhere(checkpoints, call, tmp_path):
     (checkpoints / "step-9").symlink_to(gone)
     (checkpoints / "step-10").symlink_to(checkpoints / "step-10")
     (checkpoints / "step-11").symlink_to(checkpoints.parent / "run.json")
-    reason = f"damaged: it is a link to {gone}, which is not there"
+    reason = f"damaged: it is a link to {gone}, which does not exist"
     assert reason in call("ls", checkpoints.parent).out
     answer = call("verify", checkpoints.parent)
     assert f"step-9: {reason}" in answer.out

@@ -1,4 +1,4 @@
-"""PNG plots against the number of recurrent steps: held-out text and tasks of one checkpoint."""
+"""Plots of a checkpoint's results on held-out text and tasks against recurrent steps, as PNG."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +20,9 @@ _POINTS = {"color": COLORS[0], "marker": "o", "markersize": 5, "capsize": 4}
 
 
 def plot_depths(report: DepthReport, path: Path) -> Path:
-    """Draw the gain of recurrent steps: bits per byte less the first step's, one panel per source.
+    """Draw how bits per byte change from the smallest depth on, one panel per source.
 
-    Bars are 95 % bootstrap intervals of the difference over the same documents.
+    Bars are 95 % bootstrap intervals over documents, which are the same at all depths.
     """
 
     def draw(axes: Axes, name: str) -> None:
@@ -30,7 +30,7 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
         depths = sorted(source.depths)
         first = source.depths[depths[0]].value
         value_R, low_R, high_R = np.array([source.changes[depth] for depth in depths]).T
-        bars = np.maximum([value_R - low_R, high_R - value_R], 0)
+        bars = np.maximum([value_R - low_R, high_R - value_R], 0)  # none may be negative
         axes.axhline(0, color="0.5", linewidth=1.0)
         axes.errorbar(depths, value_R, yerr=bars, **_POINTS)
         mark_trained_depth(axes, depths, report.trained_recurrent_steps)
@@ -40,12 +40,12 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
     depths = [source.depths for source in report.sources.values()]
     best = best_depth([min(at, key=at.__getitem__) for at in depths])
     title = f"{best} after {short(report.tokens)} tokens; {_trained(report)}"
-    label = "bits per byte less those at the first depth (lower is better)"
+    label = "change in bits per byte from the smallest R (lower is better)"
     return draw_panels(list(report.sources), draw, path, title=title, label=label, columns=4)
 
 
 def plot_task_depths(report: TaskReport, path: Path) -> Path:
-    """Draw each task's headline metric against static depth, one panel per task."""
+    """Draw the headline metric of each task read at several static depths, one panel per task."""
     swept = {
         task: dict(sorted(depths.items()))
         for task, readings in report.tasks.items()

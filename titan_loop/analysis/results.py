@@ -2,8 +2,8 @@
 
     run ─ results add ─► results/RECIPE/STAGE-seedS.json ─ results show ─► tables beside a paper's
 
-A recipe's module declares its tables as `TABLES`: name of a recipe → `ResultTable`s, the paper's
-numbers among their data. The files stand beside the module and are committed; runs are not.
+A recipe's module declares `TABLES`: recipe name → `ResultTable`s, which hold the paper's numbers.
+The result files are committed beside the module; runs are not.
 """
 
 import os
@@ -29,11 +29,11 @@ _MOST_LOSSES = 40
 _MOST_EVALUATIONS = 20
 _REPORTED_BY = ("task", "stratum", "metric", "reading")
 _PLACES = ("--stage", "--dump-folder")
-"""Flags that name a run without changing it."""
+"""Flags that select a stage and its folder; a result does not list them as overrides."""
 
 Where: TypeAlias = Mapping[str, str]
-"""Part of the address of a number: its `stage`, and `task`, `stratum` (where the task has several),
-`metric` and `reading`, by which an evaluation reports it."""
+"""Part of a number's address: `stage`, and `task`, `stratum` (if the task has several),
+`metric` and `reading`, which together make the name that an evaluation reports."""
 Estimate: TypeAlias = tuple[Interval, int]
 """A mean with its interval, and the number of seeds."""
 UNCLEAN = "†"
@@ -41,23 +41,23 @@ UNCLEAN = "†"
 
 @dataclass(frozen=True, kw_only=True)
 class ResultTable:
-    """A table of results, and the paper's beside it.
+    """A table of results, with the paper's numbers beside them.
 
-    A cell is the number that `everywhere`, its row and its column address together. Where row and
-    column both have a `stage`, the cell's is ROW_COLUMN.
+    A cell's address is the union of `everywhere`, its row and its column. If row and column both
+    have a `stage`, the cell's stage is ROW_COLUMN.
 
     Attributes:
         name: Name of the plot's file, after the recipe's.
         everywhere: Common part of all addresses.
         paper: Row → column → the paper's number.
-        columns_are: Label of the plot's horizontal axis, over which ordered columns stand.
-        factor: Unit of the shown numbers: 100 for per cent.
-        over_training: Columns that are also drawn over the steps of training.
-        less: Row that the others are compared with, if any: a second table has the differences.
+        columns_are: Label of the plot's horizontal axis if the columns are ordered, otherwise "".
+        factor: Multiplier of the shown numbers: 100 shows shares in per cent.
+        over_training: Columns that are also drawn against training steps.
+        less: Baseline row, if any; a second table shows how far the other rows are from it.
         against_flops: Column that is also drawn against the training FLOPs of its runs, if any.
-        headline: Row or column whose best mean is the plot's title; default the last column.
-        message: Title instead, with {ROW|COLUMN} for the mean of a cell.
-        in_color: At most six rows; the others are grey. Default the first six.
+        headline: Row or column whose best mean the plot's title states; default the last column.
+        message: Title to use instead, in which {ROW|COLUMN} is replaced by that cell's mean.
+        in_color: Rows drawn in colour, at most six, by default the first; the others are grey.
     """
 
     name: str
@@ -77,15 +77,15 @@ class ResultTable:
     in_color: Sequence[str] = ()
 
     def values(self, results: Sequence["RunResult"], row: str, column: str) -> dict[int, float]:
-        """Return the number of a cell in every run that has it, times the factor, by seed."""
+        """Return seed → a cell's number times `factor`, for every run that has the number."""
         name, runs = self.runs(results, row, column)
         return {run.seed: self.factor * run.results[name] for run in runs}
 
     def mean(self, results: Sequence["RunResult"], row: str, column: str) -> Estimate | None:
-        """Return a cell's mean with its interval over seeds, and their number; None without any.
+        """Return a cell's mean with its interval over seeds, and the number of seeds, if any.
 
-        Documents and questions are the same in all cells, so their sampling is left out here; a
-        percentage stays between 0 and 100.
+        Cells are compared on the same documents and questions, so the interval leaves out the error
+        of sampling them. The interval of a percentage is clipped to 0 and 100.
         """
         values = self.values(results, row, column)
         if not values:
@@ -100,7 +100,7 @@ class ResultTable:
         return [run.flops for run in self.runs(results, row, column)[1] if run.flops]
 
     def has_any(self, results: Sequence["RunResult"]) -> bool:
-        """Return whether a cell has a number."""
+        """Return whether any cell has a number."""
         return any(
             self.runs(results, row, column)[1] for row in self.rows for column in self.columns
         )
@@ -108,17 +108,17 @@ class ResultTable:
     def curves(
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> Iterator[list[tuple[int, float]]]:
-        """Yield (step, number) pairs of a cell over the training of every run that has it."""
+        """Yield the (step, number) pairs of a cell while training, for every run that has it."""
         name, runs = self.runs(results, row, column)
         for run in runs:
             found = [(step, numbers[name]) for step, numbers in run.evaluations if name in numbers]
             yield [(step, self.factor * number) for step, number in found]
 
     def difference(self, results: Sequence["RunResult"], row: str, column: str) -> Estimate | None:
-        """Return a cell minus the row `less`'s, over the seeds that both have, and their number.
+        """Return a cell minus its column's in the row `less`, and the number of seeds with both.
 
-        On held-out text the interval covers seeds and documents, otherwise seeds. None where no
-        seed has both, or where they read different documents.
+        On held-out text the interval covers seeds and documents, otherwise only seeds. None if no
+        seed has both cells, or if their documents differ or were recorded for only some of them.
         """
         cells: list[dict[int, tuple[float, list[str]]]] = []
         for label in (row, self.less):
@@ -134,7 +134,7 @@ class ResultTable:
         elif len(sums) < 2 * len(pairs) or any(n_bytes != sums[0][0] for n_bytes, _ in sums):
             return None
         else:
-            nats = [each for _, each in sums]
+            nats = [each for _, each in sums]  # alternates between the two rows
             found = paired_difference(nats[::2], nats[1::2], sums[0][0])
         return Interval(*(self.factor * value for value in found)), len(pairs)
 
@@ -158,23 +158,23 @@ class ResultTable:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A finished run, with the fields of the file.
+    """The result of a finished run, with the fields of its JSON file.
 
     Attributes:
         stage: Name of the stage; the recipe's name for a recipe of one run.
-        overrides: Flags after the recipe's name.
+        overrides: Flags after the recipe's name, except --stage and --dump-folder.
         commit: `git describe` of the code that trained it; None outside a checkout.
+        machine: Accelerator, or cores, of the machine on which the result was added.
         seconds: Duration of training, without evaluation.
-        flops: Model FLOPs of training, all ranks together; recomputation does not count. None where
-            the run has not recorded them.
+        flops: Model FLOPs of training on all ranks, without recomputation; None if not recorded.
         losses: [step, loss] pairs, spread evenly over the run, the last one included.
-        results: TASK/METRIC/READING → value at the newest step that was evaluated, as in
-            `evals.jsonl`, or by an analysis; ",ema" marks averaged weights.
-        evaluations: [step, the same] pairs while it trained, spread evenly over the run.
+        results: TASK/METRIC/READING → value at the newest evaluated step, from evaluations and
+            analyses; ",ema" marks averaged weights.
+        evaluations: [step, results] pairs from evaluations while training, spread evenly.
         task: Parameters of the generated task that it was trained on; empty for text.
-        units: TASK/METRIC/READING → bytes and nats of every document of held-out text, each a text
-            of numbers, so that runs can be compared on the same documents.
-        unclean: The code was changed, or its commit is not in the history.
+        units: TASK/METRIC/READING → the bytes and the nats of every held-out document, two strings
+            of numbers; with them, runs can be compared on the same documents.
+        unclean: Whether the code had uncommitted changes, or its commit is not in the history.
     """
 
     recipe: str
@@ -204,7 +204,7 @@ class RunResult:
 
     @classmethod
     def of(cls, run: RunDirectory) -> "RunResult":
-        """Collect the records of a run."""
+        """Return the result of a run; raise `UserError` unless `titan-loop train` trained it."""
         started = run.read_run()
         start = [started, *started["restarts"]][-1]
         recipe, overrides = _recipe_of(start["command"])
@@ -239,9 +239,9 @@ class RunResult:
     @classmethod
     def all_of(cls, folder: Path) -> list["RunResult"]:
         """Return the results saved in the folder of a recipe."""
-        found = []
+        fix, found = "write it again with titan-loop results add RUN", []
         for path in sorted(folder.glob("*-seed*.json")):
-            record = read_json_object(path, fix="write it anew: results add RUN")
+            record = read_json_object(path, fix=fix)
             try:
                 result = cls(**record)
                 for value in (*result.results.values(), result.flops or 0.0):
@@ -250,7 +250,7 @@ class RunResult:
                     numbers(texts)
                 found.append(result)
             except (TypeError, ValueError, AttributeError) as error:
-                raise UserError(f"{path} is damaged ({error}): results add RUN") from error
+                raise DamagedFileError(path, str(error), fix) from error
         if not found:
             raise UserError(f"{folder} has no result; write one with titan-loop results add RUN")
         return found
@@ -312,7 +312,7 @@ def _thinned(records: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mappin
 
 
 def _evaluated(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return the evaluations while it trained; of a repeated step the later one."""
+    """Return the evaluations while training, one per step; where a step repeats, the later wins."""
     records = read_jsonl(run.evals_jsonl, EVALS_FIELDS)
     kept: dict[int, dict[str, Any]] = {}
     for record in records:
@@ -327,7 +327,7 @@ def _metrics(results: Mapping[str, float]) -> dict[str, float]:
 
 
 def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the results at the newest evaluated step; of several, the latest count."""
+    """Return the results at the newest evaluated step; sources read later below win."""
     found = [(record["step"], record["results"]) for record in evaluated]
     for report in depth_reports(run):
         bits = {
@@ -346,7 +346,7 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _of_analysis(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Return the step and the results in the record of an analysis; none of other files."""
+    """Return [(step, results)] from the record of an analysis, [] if it has no results."""
     fix = "analyse the run again"
     record = read_json_object(path, fix=fix)
     if "results" not in record:
@@ -367,14 +367,14 @@ def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
         mark = f" {UNCLEAN}" * any(run.unclean for run in runs)
         rows.append([row + mark, *_estimates(found, f".{table.digits}f")])
         if row in table.paper:
-            told = (table.paper[row].get(column) for column in table.columns)
-            cells = ("" if value is None else f"{value:.{table.digits}f}" for value in told)
+            published = (table.paper[row].get(column) for column in table.columns)
+            cells = ("" if value is None else f"{value:.{table.digits}f}" for value in published)
             rows.append([f"{row}, paper", *cells])
     return _markdown(rows)
 
 
 def differences_text(table: ResultTable, results: Sequence[RunResult]) -> str:
-    """Return differences to the row `less` in Markdown; empty if nothing can be compared."""
+    """Return the differences from the row `less` in Markdown; "" if nothing can be compared."""
     rows = [[f"{table.title}, less {table.less}", *table.columns]]
     for row in table.rows:
         found = [table.difference(results, row, column) for column in table.columns]
@@ -384,7 +384,7 @@ def differences_text(table: ResultTable, results: Sequence[RunResult]) -> str:
 
 
 def runs_text(results: Sequence[RunResult]) -> str:
-    """Return a Markdown table of the runs themselves."""
+    """Return a Markdown table of the runs: length, cost, last loss and commit."""
     rows = [["run", "seed", "steps", "tokens", "FLOPs", "seconds", "last loss", "commit"]]
     for r in sorted(results, key=lambda result: (result.stage, result.seed)):
         flops = f"{r.flops:.2e}" if r.flops else "-"

@@ -17,7 +17,7 @@ from titan_loop.evaluation.task_report import lower_is_better
 
 
 def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw one line per row over ordered columns, else one panel per column; with the paper's."""
+    """Draw the means: a line per row if columns are ordered, otherwise a panel per column."""
     columns, title = list(table.columns), conclusion(table, results)
     across = 3 if len(columns) % 4 else 4
     if table.columns_are:
@@ -43,6 +43,7 @@ def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> 
 
 def _draw_lines(axes: Axes, table: ResultTable, results: Sequence[RunResult]) -> None:
     columns = list(table.columns)
+    # A column stands at the number in its name; without a number in every name, at its index.
     numbers = [float(found[0]) for c in columns if (found := re.search(r"[\d.]+(e-?\d+)?", c))]
     places = numbers if len(numbers) == len(columns) else [*map(float, range(len(columns)))]
     at = dict(zip(columns, places, strict=True))
@@ -50,10 +51,10 @@ def _draw_lines(axes: Axes, table: ResultTable, results: Sequence[RunResult]) ->
         means = [(at[c], mean) for c in columns if (mean := table.mean(results, row, c))]
         if means:
             _draw_means(axes, means, color=color, label=row, linestyle="-")
-        told = table.paper.get(row, {})
-        axes.plot([at[column] for column in told], [*told.values()], "--", color=color)
+        published = table.paper.get(row, {})
+        axes.plot([at[c] for c in published], [*published.values()], "--", color=color)
     steps = np.diff(places) if len(places) > 2 else np.ones(1)
-    if steps.max() > 3 * steps.min() > 0 < places[0]:
+    if places[0] > 0 and steps.min() > 0 and steps.max() > 3 * steps.min():
         axes.set_xscale("log")
         axes.minorticks_off()
     axes.set_xticks(places, columns)
@@ -62,18 +63,18 @@ def _draw_lines(axes: Axes, table: ResultTable, results: Sequence[RunResult]) ->
 
 
 def conclusion(table: ResultTable, results: Sequence[RunResult], headline: str = "") -> str:
-    """Return the message of a table: where the row or column of its headline is best.
+    """Return a plot's title: the table's `message`, or the best mean in its headline row or column.
 
     Args:
-        headline: Row or column instead of the table's own.
+        headline: Row or column to use instead of `table.headline`.
     """
 
-    def told(match: re.Match[str]) -> str:
+    def shown(match: re.Match[str]) -> str:
         mean = table.mean(results, match[1], match[2])
         return f"{mean[0].value:.{table.digits}f}" if mean else "–"
 
     if table.message:
-        return re.sub(r"\{(.+?)\|(.+?)\}", told, table.message)
+        return re.sub(r"\{(.+?)\|(.+?)\}", shown, table.message)
     head = headline or table.headline or [*table.columns][-1]
     if head in table.rows:
         cells = {column: (head, column) for column in table.columns}
@@ -89,14 +90,14 @@ def conclusion(table: ResultTable, results: Sequence[RunResult], headline: str =
     interval, seeds = found[best]
     text = f"{lead}{best} is best, {interval.value:.{table.digits}f}"
     text += " %" * (table.factor == 100.0) + " on one seed" * (seeds == 1)
-    level = [  # either interval has the other's mean
+    level = [  # either interval contains the other's mean
         name
         for name, (mean, _) in found.items()
         if name != best
         and (mean.low <= interval.value <= mean.high or interval.low <= mean.value <= interval.high)
     ]
     names = ", ".join(level) if len(level) < 4 else f"{len(level)} others"
-    return text + f"; intervals do not tell it from {names}" * bool(level)
+    return text + f"; intervals do not separate it from {names}" * bool(level)
 
 
 def _colors(table: ResultTable) -> dict[str, str]:
@@ -118,7 +119,7 @@ def _draw_means(
 
 
 def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw the columns of `over_training` over training: faint runs, and the mean of a row's."""
+    """Draw the columns in `over_training` against training steps: runs faint, row means strong."""
 
     def draw(axes: Axes, column: str) -> None:
         for row, color in _colors(table).items():
@@ -135,7 +136,7 @@ def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) ->
 
 
 def draw_against_flops(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw a point a row with a recorded cost: the mean of `against_flops`."""
+    """Draw each row's mean in the column `against_flops`, if its runs recorded their FLOPs."""
     column = table.against_flops
 
     def draw(axes: Axes) -> None:

@@ -23,7 +23,7 @@ class ListedCheckpoint:
 
     Attributes:
         manifest: The commit record, if there is a readable one.
-        faults: Empty for a good checkpoint and for an unfinished save.
+        faults: Damage, a phrase each; empty for a good checkpoint and for an unfinished save.
         kept: Reasons why the keep policy never deletes it.
     """
 
@@ -58,13 +58,13 @@ def list_checkpoints(
 
 
 def look_at(path: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL) -> ListedCheckpoint:
-    """Describe one checkpoint's folder; raise `UserError` unless it is there and named like one."""
+    """Describe one checkpoint's folder; raise `UserError` if it is missing or its name is wrong."""
     match = _NAME.fullmatch(path.name)
     if match is None or not (path.is_dir() or _leads_nowhere(path)):
         raise UserError(f"{path} is not a checkpoint; give its folder step-N")
     step = int(match[2])
     if not path.is_dir():
-        fault = f"it is a link to {path.readlink()}, which is not there"
+        fault = f"it is a link to {path.readlink()}, which does not exist"
         return ListedCheckpoint(path, step, None, [fault], [], 0)
     manifest, best = None, None
     faults: list[str] = []
@@ -80,7 +80,7 @@ def look_at(path: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL) 
         tags = read_tags(path)
     except UserError as error:
         faults.append(str(error))
-    if manifest is None or match[1] is not None:  # the policy does not count it
+    if manifest is None or match[1] is not None:  # the keep policy ignores it
         policy, best = KEEP_ALL, None
     kept = policy.reasons(step, manifest or {}, best=best, tags=tags)
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
@@ -88,7 +88,7 @@ def look_at(path: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL) 
 
 
 def _leads_nowhere(path: Path) -> bool:
-    """Return whether it is a link without a target, such as into an archive that is not mounted."""
+    """Return whether it is a link to a missing target, such as an archive that is not mounted."""
     return path.is_symlink() and not path.exists()
 
 
@@ -101,14 +101,14 @@ def _find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) ->
         try:
             stored = read_table(checkpoint).storage_data
             unknown = {info.relative_path for info in stored.values()} - manifest["files"].keys()
-            faults += [f"{name} is read from, but not in {MANIFEST}" for name in sorted(unknown)]
+            faults += [f"{name} is in {TABLE}, but not in {MANIFEST}" for name in sorted(unknown)]
         except UserError as error:
             faults.append(str(error))
     return faults
 
 
 def why_not_delete(path: Path, policy: KeepPolicy = KEEP_ALL) -> list[str]:
-    """Return the reasons to keep a checkpoint; empty if it may be deleted. Raises as `look_at`."""
+    """Return the reasons to keep a checkpoint; empty if it may go. Raises like `look_at`."""
     checkpoint = look_at(path, policy=policy)
     if not checkpoint.committed:
         return []

@@ -1,8 +1,8 @@
 """A new run starts from another run's checkpoint: its weights, and its moments if wanted.
 
 Step, tokens and data start anew, since a stage is a job with schedules of its own. R, β and the
-RoPE base may differ between parent and run. Tensors may not, except in entries named to keep
-their initial values.
+RoPE base may differ between parent and run. Tensors may not, except for layers added by upcycling
+and entries that keep their initial values.
 """
 
 from collections.abc import Mapping
@@ -25,13 +25,15 @@ class StartFrom:
     """The parent of a run that has no checkpoint of its own.
 
     Attributes:
-        parent: A checkpoint, or a run, which stands for its newest one; empty for initial weights.
-            A damaged parent is refused: falling back to an older one should be your decision.
+        parent: A checkpoint, or a run, to use its newest one; empty for initial weights. A parent
+            with damaged files is refused: falling back to an older one should be your decision.
         optimizer: Whether to take the optimiser's moments, too; otherwise they start at zero.
-        keep_initial: Patterns of entries that the parent need not have, such as "exit_gate.*"; the
-            option of the same name may differ.
-        upcycle: Order of the copies if this model has a multiple of the parent's layers.
-        moments: Treatment of the moments of duplicated layers.
+        keep_initial: Patterns of entries, such as "exit_gate.*", that keep their initial values if
+            the parent lacks them; the model option before the first dot may then differ.
+        upcycle: Whether and how to copy layers if this model has a multiple of the parent's:
+            stacked repeats the whole stack, interleaved puts each layer's copies side by side.
+        moments: Whether copied layers get the parent's moments unchanged (duplicate), divided by
+            the number of copies (scale), or zero (reset).
     """
 
     parent: str = ""
@@ -47,7 +49,7 @@ class StartFrom:
         require_known("checkpoint.carry.moments", self.moments, get_args(Moments))
 
     def upcycling(self, n_layers: int) -> Upcycling | None:
-        """Return the duplication that gives the parent `n_layers` layers; None for none."""
+        """Return the upcycling that gives the parent `n_layers` layers; None if there is none."""
         if self.upcycle == "no":
             return None
         return Upcycling(n_layers=n_layers, mode=self.upcycle, moments=self.moments)
@@ -61,7 +63,7 @@ class StartFrom:
         )
 
     def find_parent(self) -> Path:
-        """Return the folder of the parent checkpoint, which must be there."""
+        """Return the folder of the parent checkpoint; raise `UserError` if there is none."""
         path = named_checkpoint(Path(self.parent))
         if is_committed(path):
             return path
@@ -85,7 +87,7 @@ def check_moments(parent: Path, carry: StartFrom) -> None:
     """Raise `UserError` if a parent's moments are wanted and it has none, as after an import."""
     if carry.optimizer and not has_moments(parent):
         raise UserError(
-            f"checkpoint.carry.parent={parent} has weights, but no optimizer's moments; start "
+            f"checkpoint.carry.parent={parent} has weights, but no optimizer moments; start "
             "without them: --checkpoint.carry.no-optimizer"
         )
 
@@ -98,6 +100,7 @@ def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Sta
         may_differ.add("n_layers")
     may_differ |= {pattern.partition(".")[0] for pattern in carry.keep_initial}
     rest_fits = different_options(saved, wanted) <= {*may_differ, "n_layers"}
+    # Upcycling helps only if nothing else differs and the layers are a multiple.
     deeper = rest_fits and len(looped_layers(wanted)) % len(looped_layers(saved)) == 0
     check_architecture(
         saved,

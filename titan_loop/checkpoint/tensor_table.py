@@ -5,8 +5,8 @@
       chunk     [offsets, sizes, file, start, bytes]
       object    {"place": [file, start, bytes]}
 
-DCP's own table is `.metadata`, a pickle, which runs code where it is read. It is still written, for
-torch's own tools. Only `convert_checkpoint` reads it, for versions that wrote no table.
+DCP's own table is `.metadata`, a pickle, which can run code when it is read. It is still written
+for torch's own tools. Only `convert_checkpoint` reads it, for versions that wrote no table.
 """
 
 import hashlib
@@ -38,11 +38,11 @@ from titan_loop.storage.regular_file import DamagedFileError, read_regular
 from titan_loop.storage.transient import unreadable
 
 _MOST_BYTES = 1 << 30  # about 60 bytes per tensor and rank are usual
-_MOST_DIMENSIONS = 64  # as many as torch has
+_MOST_DIMENSIONS = 64  # torch's own limit
 
 
 class TableWriter(filesystem.FileSystemWriter):
-    """DCP's writer of a folder; on the coordinator it writes the table, too."""
+    """DCP's file system writer; on the coordinator, it also writes the table."""
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata` and the table of all ranks' entries."""
@@ -53,9 +53,9 @@ class TableWriter(filesystem.FileSystemWriter):
 def read_table(checkpoint: Path) -> dcp.Metadata:
     """Return DCP's description of a checkpoint, made from its table.
 
-    Every tensor is tiled by its chunks and not larger than its stored bytes, so that it can be
-    allocated; every file is in the checkpoint's folder. Raises `DamagedCheckpointError`, or
-    `UserError` for a checkpoint of an older version.
+    The chunks of a tensor are checked to add up to its shape and to fit their stored bytes, so that
+    it is safe to allocate, and every file to be in the checkpoint's folder. Raises
+    `DamagedCheckpointError`, or `UserError` for a checkpoint of an older version.
     """
     path = checkpoint / TABLE
     try:
@@ -73,22 +73,22 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
             in_run = checkpoint.parent.name == CHECKPOINTS
             whole = checkpoint.parent.parent if in_run else checkpoint
             raise UserError(
-                f"{checkpoint} is of an older version, without {TABLE}; convert it once: "
+                f"{checkpoint} is of an older version and has no {TABLE}; convert it once: "
                 f"titan-loop checkpoint convert {whole}"
             ) from error
         raise DamagedCheckpointError(path, "it is missing") from error
     except OSError as error:
         raise unreadable(path, error, "check its disk and permissions") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(path, f"not a table ({first_line(error)})") from error
+        raise DamagedCheckpointError(path, f"not a valid table ({first_line(error)})") from error
     except RecursionError as error:
-        raise DamagedCheckpointError(path, "nested too deeply") from error
+        raise DamagedCheckpointError(path, "it is nested too deeply") from error
 
 
 def convert_checkpoint(checkpoint: Path) -> bool:
     """Give a checkpoint of an older version its table; return False if it has one already.
 
-    Its other files, and with its manifest its identity, stay as they are.
+    The other files stay as they are, and so does the checkpoint's identity, its manifest's hash.
     """
     files = read_manifest(checkpoint)["files"]
     if (checkpoint / TABLE).exists():
@@ -104,7 +104,7 @@ def convert_checkpoint(checkpoint: Path) -> bool:
         (checkpoint / TABLE).unlink(missing_ok=True)
         if isinstance(error, (OSError, UserError)):
             raise
-        # Garbled bytes make a pickle fail in any way.
+        # A garbled pickle can raise any exception.
         raise DamagedCheckpointError(path, f"not DCP's metadata ({first_line(error)})") from error
     return True
 
@@ -121,7 +121,7 @@ class _Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Imports nothing and calls nothing, whatever a pickle names."""
+    """Imports nothing: whatever a pickle names, except dtypes and sizes, becomes `_Inert`."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = vars(torch).get(name) if module == "torch" else None
@@ -155,7 +155,7 @@ def _digest(entries: Any) -> str:
 
 
 def _parsed(entries: dict[str, Any], path: Path) -> dcp.Metadata:
-    """Return DCP's records; an impossible entry raises any error that `read_table` catches."""
+    """Return DCP's metadata; an impossible entry raises one of the errors `read_table` catches."""
     described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     stored: dict[dcp.MetadataIndex, filesystem._StorageInfo] = {}
     for key, entry in entries.items():
@@ -167,7 +167,7 @@ def _parsed(entries: dict[str, Any], path: Path) -> dcp.Metadata:
             continue
         dtype, shape = vars(torch)[entry["dtype"]], _shape(entry["shape"])
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{entry['dtype']} is not a type of tensors")
+            raise TypeError(f"{entry['dtype']} is not a dtype")
         chunks: list[dcp.ChunkStorageMetadata] = []
         for offsets, sizes, *place in entry["chunks"]:
             chunk = dcp.ChunkStorageMetadata(_shape(offsets), _shape(sizes))
@@ -176,7 +176,7 @@ def _parsed(entries: dict[str, Any], path: Path) -> dcp.Metadata:
                 offset + size > whole
                 for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
             ):
-                raise ValueError(f"{key} is larger than its stored bytes")
+                raise ValueError(f"a chunk of {key} exceeds its shape or its stored bytes")
             chunks.append(chunk)
         distinct = len({chunk.offsets for chunk in chunks}) == len(chunks)
         if not distinct or sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
@@ -189,7 +189,7 @@ def _parsed(entries: dict[str, Any], path: Path) -> dcp.Metadata:
 
 def _shape(value: list[Any]) -> torch.Size:
     if len(value) > _MOST_DIMENSIONS:
-        raise ValueError(f"{len(value)} dimensions")
+        raise ValueError(f"a shape has {len(value)} dimensions")
     return torch.Size(count(size) for size in value)
 
 
@@ -203,5 +203,5 @@ def _check_places(places: Iterable[filesystem._StorageInfo], path: Path) -> None
         ends[name] = max(ends.get(name, 0), count(place.offset) + count(place.length))
     for name, end in ends.items():
         file = path.with_name(name)
-        if file.exists() and end > (size := file.stat().st_size):  # readers name a missing one
-            raise ValueError(f"{name} has {size} bytes, entries up to {end}")
+        if file.exists() and end > (size := file.stat().st_size):  # readers report a missing one
+            raise ValueError(f"{name} has {size} bytes, but its entries need {end}")

@@ -1,7 +1,7 @@
 """A run that passed every check, with the fields that training derives; it does not change.
 
 The user's config is never written to. torchtitan's trainer reads more fields than a user sets, and
-changes some: it gets a copy of its own (`for_upstream`).
+changes some, so it gets a copy of its own (`for_upstream`).
 """
 
 import hashlib
@@ -30,8 +30,8 @@ from titan_loop.training.preflight import refusals
 class ResolvedRun:
     """A run that can be trained, from `resolve`; neither config nor architecture may be changed.
 
-    The config is the user's, with the vocabulary of the model, `model_spec`, `optimizer` and
-    `lr_scheduler` filled in.
+    `config` is a copy of the user's in which the model's open options, `model_spec`, `optimizer`
+    and `lr_scheduler` are filled in, and a budget in FLOPs has set the number of tokens.
     """
 
     config: RunConfig
@@ -43,7 +43,7 @@ class ResolvedRun:
         return self.model.architecture()
 
     def recipe_sha256(self) -> str:
-        """Return 64 hexadecimal digits for the config without this start's place and length."""
+        """Return the SHA-256 of the config without fields of a single start, such as its folder."""
         record = self.config.to_dict()
         del record["dump_folder"], record["accept_change"], record["dataloader"]["accept_change"]
         del record["checkpoint"]["carry"]["parent"], record["checkpoint"]["load_step"]
@@ -51,7 +51,7 @@ class ResolvedRun:
         return _sha256(record)
 
     def sha256(self) -> str:
-        """Return 64 hexadecimal digits for the whole config and architecture."""
+        """Return the SHA-256 of the whole config and the architecture."""
         return _sha256({"config": self.config.to_dict(), "model": self.architecture})
 
     def lineage(self) -> dict[str, Any]:
@@ -63,14 +63,14 @@ class ResolvedRun:
         }
 
     def for_upstream(self) -> RunConfig:
-        """Return a copy that torchtitan's trainer may change: it sets placements in the model's."""
+        """Return a copy for torchtitan's trainer, which writes placements into the model."""
         return _copied(self.config)
 
 
 def resolve(
     config: RunConfig, world_size: int, saved: Mapping[str, Any] | None = None
 ) -> ResolvedRun:
-    """Raise the first refusal of `config` on `world_size` ranks, or fill in the derived fields.
+    """Return the run that `config` means on `world_size` ranks, or raise the first refusal.
 
     Touches neither a process group nor a device, and leaves `config` as it is. `saved` is from
     `saved_architecture`; None reads it.
@@ -98,5 +98,5 @@ def _sha256(record: dict[str, Any]) -> str:
 
 
 def _copied(config: RunConfig) -> RunConfig:
-    # Callbacks may hold anything, and are not copied.
+    # Callbacks may hold objects that cannot be copied, so both configs share them.
     return replace(deepcopy(replace(config, callbacks=())), callbacks=config.callbacks)

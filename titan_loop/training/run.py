@@ -315,7 +315,7 @@ def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
     config.open_data().check_state(manifest["data"])
     if state["tokens"] == 0 and not has_moments(step_folder(folder, step)):
         raise UserError(
-            f"{config.dump_folder} starts with weights that have no optimizer's moments, as after "
+            f"{config.dump_folder} starts with weights that have no optimizer moments, as after "
             "an import; train another run from it: --dump-folder NEW --checkpoint.carry.parent "
             f"{config.dump_folder} --checkpoint.carry.no-optimizer"
         )

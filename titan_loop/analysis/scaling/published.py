@@ -1,4 +1,4 @@
-"""Laws as data: published coefficients, and fits of a `scaling.json`, in one format."""
+"""Scaling laws as data: published coefficients, and fits in a `scaling.json`, in one format."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
             "recurrent_steps": [2, 8], "experts": [1, 1]},
     },
 }  # fmt: skip
-"""Name on the command line → record. Papers that leave coefficients out are listed as they are."""
+"""Name on the command line → record. `read_law` refuses laws whose paper lacks coefficients."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ class NamedLaw:
 
     Attributes:
         fit: The law; its rmse is NaN where the source has none.
-        range: Smallest and largest value of the points' parameters, tokens, recurrent_steps and
-            experts.
-        grid: Values that the source's own tables choose from; empty if it has none.
+        range: Smallest and largest parameters, tokens, recurrent_steps and experts of the points.
+        grid: Values of these in the source's own tables; empty if it has none.
     """
 
     name: str
@@ -62,7 +61,7 @@ class NamedLaw:
     grid: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def outside(self, **values: float) -> list[str]:
-        """Return the ranges that values leave, as text; empty for an interpolation."""
+        """Return, as text, the ranges that `values` lie outside; empty for an interpolation."""
         found: list[str] = []
         for name, value in values.items():
             low, high = self.range.get(name, (value, value))
@@ -72,7 +71,10 @@ class NamedLaw:
 
 
 def read_law(text: str) -> NamedLaw:
-    """Return a published law by its name, or the chosen one of a `scaling.json`, as FILE[:FORM]."""
+    """Return a published law by its name, or a law of a `scaling.json` by FILE[:FORM].
+
+    Without FORM, it is the law that `titan-loop scaling` chose.
+    """
     if text in PUBLISHED:
         return _named(text, PUBLISHED[text])
     path, _, form = text.partition(":") if not Path(text).exists() else (text, "", "")
@@ -99,7 +101,7 @@ def _named(name: str, record: Mapping[str, Any]) -> NamedLaw:
     if missing:
         raise UserError(
             f"law={name}: its source publishes no {', '.join(missing)} ({record['source']}), so it "
-            "predicts nothing; use another, or fit your own with titan-loop scaling"
+            "cannot predict a loss; use another, or fit your own with titan-loop scaling"
         )
     values = {each: float(record["coefficients"][each]) for each in law.coefficients}
     limits = {each: (float(low), float(high)) for each, (low, high) in record["range"].items()}

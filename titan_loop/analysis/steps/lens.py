@@ -2,8 +2,8 @@
 
     question ─► states at its waypoints ─► final norm, head ─► right? margin, by step and layer
 
-A waypoint is a position and the token that a model has to know there: of a question of two hops the
-bridge at the first relation and the target at the second.
+A waypoint is a position and the token that a model has to know there. A two-hop question has two:
+the bridge at the first relation and the target at the second.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §5.2 and Figure 4.
 """
@@ -29,11 +29,11 @@ from titan_loop.tables import columns
 
 @dataclass(frozen=True)
 class Lens:
-    """Readings of one waypoint of the questions of a stratum.
+    """Readings of one waypoint over the questions of a stratum.
 
     Attributes:
         accuracy: Share of questions whose waypoint is the likeliest token, (R, layers).
-        margin: Mean logit of the waypoint less the strongest other token's, (R, layers).
+        margin: Mean over questions of `logit_margin` of the waypoint, (R, layers).
     """
 
     stratum: str
@@ -46,7 +46,7 @@ class Lens:
 def logit_lens(
     model: LoopDecoder, task: Task, stratum: str, *, steps: int, count: int, batch_rows: int = 64
 ) -> list[Lens]:
-    """Return the readings of every waypoint of a stratum's exam."""
+    """Return the readings of every waypoint over `count` held-out questions of a stratum."""
     device = model.tok_embeddings.weight.device
     questions = task.held_out_questions(count, task.strata[stratum])
     windows = question_windows(model, task, stratum, questions)
@@ -82,7 +82,7 @@ def _margins(model: LoopDecoder, batch: HeldOutWindows, at_BW2: Tensor, steps: i
 
 
 def logit_margin(logits: Tensor, token: Tensor) -> Tensor:
-    """Return the (…) logits of tokens (…) minus the strongest other token's, at least fp32."""
+    """Return a token's logit minus the largest other: (…, V), (…) → (…), in fp32 or wider."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     own = wide.gather(-1, token.unsqueeze(-1))
     others = wide.scatter(-1, token.unsqueeze(-1), -torch.inf)
@@ -96,10 +96,11 @@ def analyse_lens(
     recurrent_steps: int | None = None,
     questions: int = 256,
 ) -> Findings:
-    """Read bridge and target off the states after every layer of every step (logit lens).
+    """Show after which layer and step the head predicts bridge and target (logit lens).
 
-    For runs on a generated task. Norm and head read the state as it is, without the layers of a
-    coda. Writes evals/lens-step-N.json and a plot that `report` shows.
+    For runs on a generated task. The final norm and the head are applied to the state after every
+    layer of every step; a coda's layers are skipped. Table columns are STEP.LAYER. Writes
+    evals/lens-step-N.json and a plot that `report` shows.
 
     Args:
         run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
@@ -127,8 +128,8 @@ def analyse_lens(
     ]
     figure = Figure(
         "Logit lens",
-        "Share of questions whose bridge, or target, the head would say at its position after "
-        "every layer of every recurrent step.",
+        "Share of questions for which the bridge, or the target, is the head's likeliest token at "
+        "its position, after every layer of every recurrent step.",
         partial(_draw, lenses),
     )
     return Findings(
@@ -155,6 +156,6 @@ def _draw(lenses: Sequence[Lens], path: Path) -> Path:
         axes.set_xlabel("recurrent steps, layer by layer")
 
     end = f"{lenses[-1].accuracy[-1, -1]:.0%} of {strata[-1]}"
-    title = f"After the last step {lenses[-1].waypoint} is the likeliest token in {end}"
+    title = f"After the last step, {lenses[-1].waypoint} is the likeliest token in {end}"
     label = "% of questions whose likeliest token is the waypoint"
     return draw_panels(strata, draw, path, title=title, label=label)

@@ -1,11 +1,11 @@
-"""Outliers among a few numbers, one set per step, against recent ones; all on the device.
+"""Bounds above which a step's numbers are outliers, from recent steps; computed on the device.
 
     median  m of the window, one for each number
-    spread  s = 1.4826 · median |x − m|, the standard deviation if x were normal, at least a floor
-    outlier x > m + k·s, or x not finite
+    spread  s = max(floor, 1.4826 · median |x − m|), the standard deviation if x is normal
+    outlier x > m + k·s, or x is NaN
 
-Unlike a mean and a deviation, median and spread ignore outliers in the window. Only accepted values
-enter the window, and nothing is judged before it is full.
+An outlier in the window barely moves median and spread, unlike mean and standard deviation. Only
+accepted values enter the window, and until it is full, the bound is infinite.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 MAD_TO_DEVIATION = 1.4826
-"""1 / Φ⁻¹(3/4): the median distance from the median of a normal distribution, in deviations."""
+"""1 / Φ⁻¹(3/4): standard deviation of a normal distribution over its median |x − m|."""
 
 
 class RollingMedian:
-    """The last `window` accepted values of several numbers; `floors` are their smallest spreads."""
+    """The last `window` accepted values of several numbers; `threshold` is k, `floors` one each."""
 
     def __init__(
         self, window: int, threshold: float, floors: Sequence[float], device: torch.device
@@ -29,17 +29,17 @@ class RollingMedian:
         self._accepted = torch.zeros((), dtype=torch.int64, device=device)
 
     def bounds(self) -> Tensor:
-        """Return the largest value of each number that is not an outlier; infinity at first."""
+        """Return each number's largest value that is not an outlier; infinity at first."""
         median = _median(self._values)
         spread = MAD_TO_DEVIATION * _median((self._values - median).abs())
         bound = median + self._threshold * torch.maximum(spread, self._floors)
         return torch.where(self._accepted >= len(self._values), bound, torch.inf)
 
     def take(self, values: Tensor, accept: Tensor) -> None:
-        """Replace the oldest values of the window if `accept`, a scalar bool, holds."""
+        """Replace the oldest values in the window if `accept`, a scalar bool, is true."""
         place = (self._accepted % len(self._values)).reshape(1)
         current = self._values.index_select(0, place)
-        taken = torch.where(accept, values.double(), current)
+        taken = torch.where(accept, values.double(), current)  # `if` would wait for the device
         self._values.index_copy_(0, place, taken)
         self._accepted += accept
 
@@ -52,7 +52,7 @@ class RollingMedian:
         return {"accepted": int(self._accepted), "values": self._values.tolist()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Restore a saved window; one of another length is dropped."""
+        """Restore a saved window, or start an empty one if its shape differs."""
         values = torch.tensor(state["values"], dtype=torch.float64)
         if values.shape == self._values.shape:
             self._values.copy_(values)
@@ -62,6 +62,6 @@ class RollingMedian:
 
 
 def _median(values: Tensor) -> Tensor:
-    # torch's own median is the lower of the two in the middle.
+    # torch.median returns the lower of the two middle values, not their mean.
     ordered, count = values.sort(dim=0).values, len(values)
     return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
