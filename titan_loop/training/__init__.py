@@ -1,11 +1,11 @@
 """Training: from one checkpoint to the next, on any number of ranks.
 
     config ─► preflight: refusals ─► resolved_run ─► trainer
-    schedule (a value of global tokens) ─► batch_schedule, recurrence, learning rate ─► step_plan
+    schedule (a value of global tokens) ─► batch_schedule, depth_schedule, rates ─► step_plan
                                   │
     data ─► trainer: micro-batches ─► objective ─► stability: update or skip
                                   │
-                                  └─► metrics ─► run directory; callbacks (switches, recipes')
+                                  └─► metrics ─► run directory; callbacks (built_in, the recipe's)
 
 Everything a schedule decides depends on the global token counter only, never on the world size.
 """

@@ -1,11 +1,11 @@
-"""The global batch against global tokens, in whole windows and independent of the world size.
+"""The size of the global batch, in whole windows, as a function of the global tokens consumed.
 
     global_batch_tokens(tokens) ─► global_batch_windows ─► micro-batches on this many ranks
 
-The batch decides the optimisation, so it follows from the schedule alone; ranks only decide the
-number of micro-batches. Preflight refuses a batch that the ranks cannot split evenly, and a value
-that is not a whole number of windows: only where a schedule moves is its value rounded. Functions
-here need a config without `refusals`.
+The batch size affects the optimisation, so it follows from the schedule alone; the number of ranks
+only decides how many micro-batches each rank computes. Preflight refuses a batch that the ranks
+cannot split evenly, or a knot that is not whole windows; values between two knots are rounded
+down. The functions assume a config that passed `BatchConfig.refusals`.
 """
 
 import math
@@ -24,8 +24,8 @@ class BatchConfig:
     """Tokens in one global batch, against global tokens."""
 
     multiple_of_windows: int | None = None
-    """Every batch is a multiple of this many windows, rounded down where the schedule moves, so
-    that it divides by ranks × local batch; None: the smallest batch if it moves, else 1."""
+    """Round every batch down to a multiple of this many windows, such as ranks × local batch size,
+    which all ranks can split evenly. None: the smallest batch if the schedule has ramps, else 1."""
 
     def multiple(self, seq_len: int) -> int:
         """Return the number of windows, at least 1, that every batch is a multiple of."""
@@ -37,7 +37,7 @@ class BatchConfig:
         return max(int(schedule.smallest) // seq_len, 1)
 
     def refusals(self, seq_len: int) -> Iterator[Refusal]:
-        """Refuse schedules whose values cannot be used without rounding."""
+        """Refuse schedules with a knot that is not a whole number of windows or of `multiple`."""
         given, schedule = self.multiple_of_windows, self.global_batch_tokens
         field, shown = "batch.global_batch_tokens", f"batch.global_batch_tokens={str(schedule)!r}"
         if given is not None and given < 1:
@@ -59,28 +59,27 @@ class BatchConfig:
         multiple = self.multiple(seq_len)
         if any(value % (multiple * seq_len) for value in values):
             windows = [int(value) // seq_len for value in values]
-            problem = f"{shown} moves in multiples of its smallest value, {multiple} windows, "
-            problem += f"which do not reach all of its values, {windows} windows"
+            problem = f"{shown} changes in steps of its smallest value, {multiple} windows, "
+            problem += f"and so cannot reach all of its values, {windows} windows"
             fix = f"set batch.multiple_of_windows to {math.gcd(*windows)} or a divisor of it"
             yield Refusal(field, problem, fix)
 
 
 def global_batch_windows(config: BatchConfig, tokens: int, seq_len: int) -> int:
-    """Return the windows in the global batch after `tokens`, a multiple of `config.multiple`."""
+    """Return the windows in the global batch that is read after `tokens` global tokens."""
     return _round_down(config.global_batch_tokens(tokens), seq_len, config.multiple(seq_len))
 
 
 def batch_sizes(config: BatchConfig, seq_len: int, total_tokens: int) -> set[int]:
-    """Return the windows of every global batch that may occur before `total_tokens`.
+    """Return the sizes, in windows, of all global batches that may occur before `total_tokens`.
 
-    Where the schedule moves these are all multiples between its ends; a steep stretch may skip
-    some.
+    For a ramp these are all multiples between its ends, although a steep ramp may skip some.
     """
     schedule, multiple = config.global_batch_tokens, config.multiple(seq_len)
     starts = [0, *(knot.tokens for knot in schedule.knots if 0 < knot.tokens < total_tokens)]
     sizes: set[int] = set()
     for start, end in zip(starts, [*starts[1:], total_tokens], strict=True):
-        # Every interpolation is monotone, and no step starts at the end itself.
+        # Every interpolation is monotone, and the last step of a stretch starts before its end.
         first, last = (_round_down(schedule(t), seq_len, multiple) for t in (start, end - 1))
         sizes.update(range(min(first, last), max(first, last) + 1, multiple))
     return sizes
@@ -89,9 +88,9 @@ def batch_sizes(config: BatchConfig, seq_len: int, total_tokens: int) -> set[int
 def planned(
     config: BatchConfig, total_tokens: int, seq_len: int, *, tokens: int = 0, steps: int = 0
 ) -> tuple[int, int]:
-    """Return the global tokens and training steps when `total_tokens` are consumed or passed.
+    """Return the tokens and training steps after the first step that reaches `total_tokens`.
 
-    The first `steps` training steps have consumed `tokens` global tokens.
+    Counting starts after `steps` training steps, which have consumed `tokens` global tokens.
     """
     schedule, multiple = config.global_batch_tokens, config.multiple(seq_len)
     while tokens < total_tokens:

@@ -32,7 +32,7 @@ def built_in_callbacks(run: ResolvedRun, device: torch.device) -> list[Callback]
     interval = 1 if asked.skip_spikes else asked.norms_interval
     states = StateNorms(layers, depth, device, interval)
     if interval:
-        callbacks.append(states)  # before those that read its sums
+        callbacks.append(states)  # first, since the callbacks below read its sums
     if asked.skip_spikes:
         judge = SpikeJudge(asked.window, asked.threshold, (depth + 1, layers), device)
         callbacks.append(SpikeSkipping(asked, judge, states, run.model.looped, directory))

@@ -1,11 +1,11 @@
-"""Callbacks: behaviour that is added at fixed points of a run, unknown to the trainer.
+"""Callbacks: behaviour added at fixed points of a run, without a change to the trainer.
 
     load_state_dict ─► on_train_start
     ─► a step: plan, on_phase, before_forward, after_forward, on_gradients, judge, on_update
     ─► on_verdict ─► record ─► on_step_end ─► may_save ─► state_dict ─► … ─► on_train_end ─► close
 
-A run has the callbacks that its config switches on (`built_in.py`), the recipe's, and others from
-`run_training`. They see the run through `TrainingState`.
+A run has the callbacks that its config switches on (`built_in.py`), the recipe's, and the
+evaluations that `run_training` appends. They see the run through `TrainingState`.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class RunSettings(Protocol):
 
 
 class TrainingState(Protocol):
-    """A trainer, as its callbacks see it; `stop_listener` must hear of progress in long work."""
+    """A trainer, as its callbacks see it; in long work they call `stop_listener.progress()`."""
 
     step: int
     tokens: int
@@ -80,7 +80,7 @@ class TrainingState(Protocol):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return token ids, labels and other arguments of the model, for whole windows."""
+        """Return token ids, labels and the model's keyword arguments, for uncut windows."""
         ...
 
     def train_context(self) -> AbstractContextManager[None]:
@@ -104,7 +104,7 @@ class Callback:
         return plan
 
     def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
-        """Run as a part of a training step begins; "reading data" is the first."""
+        """Run when a part of a training step begins."""
 
     def before_forward(self, trainer: TrainingState) -> None:
         """Run before the forward pass of a micro-batch."""
@@ -143,14 +143,14 @@ class Callback:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON for the trainer's state in checkpoints, under one key of its own."""
+        """Return JSON values for the trainer's saved state, under a key that only it uses."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the trainer's saved state, which may lack the key, before `on_train_start`."""
+        """Restore from the trainer's saved state, which may lack this callback's key."""
 
     def on_train_end(self, trainer: TrainingState) -> None:
-        """Run after the last step and the last checkpoint, not after a failure."""
+        """Run after the last step and checkpoint; not if the run failed or was stopped."""
 
     def on_hang(self) -> None:
         """Run in a thread before a rank that makes no progress is ended."""

@@ -32,8 +32,8 @@ class ChosenModel(NamedTuple):
 def chosen_model(config: RunConfig, saved: Mapping[str, Any] | None = None) -> ChosenModel:
     """Return the model that a config names; `saved` is from `saved_architecture`, None reads it.
 
-    The vocabulary is the data's. Options that shape no tensor, such as the RoPE base, come from the
-    run's own checkpoint, else from its parent, else from the family's defaults.
+    An unset vocabulary is the data's. Unset options that shape no tensor, such as the RoPE base,
+    come from the run's own checkpoint, else from its parent, else from the family's defaults.
     """
     options = config.model
     unknown = [n for n in get_family(options.family).data_options if getattr(options, n) is None]
@@ -55,7 +55,7 @@ def chosen_model(config: RunConfig, saved: Mapping[str, Any] | None = None) -> C
 
 def stage_architecture(config: RunConfig) -> LoopDecoder.Config:
     """Return the architecture of a stage; without prepared data its vocabulary is the default."""
-    options = replace(config.model, attention="sdpa")  # its kernel need not be on this machine
+    options = replace(config.model, attention="sdpa")  # the chosen kernel may be missing here
     if options.vocab_size is None and are_prepared(config):
         options.vocab_size = config.dataloader.vocabulary().size
     return _built(options, config.training.seq_len)
@@ -92,7 +92,7 @@ def saved_architecture(config: RunConfig, newest: Newest | None = None) -> Mappi
 
 def _built(options: ModelOptions, seq_len: int) -> LoopDecoder.Config:
     """Return the architecture of `options`, built once for all checks; it must not change."""
-    # The device decides what "auto" attention is, and `plan` and `slurm submit` assume another.
+    # "auto" attention depends on the device, and `plan` and `slurm submit` assume a cluster's.
     key = f"{compat.device_type()} {seq_len} {options!r}"
     if key not in _architectures:
         _architectures[key] = decoder_config(options, max_seq_len=seq_len)

@@ -56,20 +56,20 @@ from titan_loop.training.weight_average import WeightAverageConfig
 
 DEFAULT_SEED = 0
 OBJECTIVE_SCHEDULES = ("entropy_weight",)
-"""Fields of a run that are schedules for its objective, beside fields of the objective's config."""
+"""Objectives' schedules that are fields of the run; others are fields of an objective's config."""
 
 CLASSES = "classes"
-"""Entry of `config.json` with class names, by field, where there are several to choose."""
+"""Entry of `config.json`: the chosen class by field, for fields that accept several classes."""
 
 TASK_FIELD = "dataloader.task"
-"""Entry of `CLASSES` with the name of a generated task."""
+"""Key under `CLASSES` for the name of a generated task; null for other data."""
 
 CHOSEN: Mapping[str, tuple[type[Configurable], str | None]] = {
     "dataloader": (GlobalBatchLoader, "titan_loop.data.load"),
     "loss": (StreamedLoss, "titan_loop.objectives"),
     "activation_checkpoint": (ActivationCheckpointing, None),
 }
-"""Other entries of `CLASSES`: the base class, and the package with our own."""
+"""The other keys of `CLASSES`: field → its base class and the package with our subclasses."""
 
 DERIVED = ("model_spec", "lr_scheduler", "optimizer.adamw", "optimizer.muon", "optimizer.ema")
 """Fields that `resolve` fills in from others."""
@@ -133,8 +133,8 @@ class RunConfig(Trainer.Config):
     """Number of tokens to train on, all ranks together."""
 
     total_flops: float | None = None
-    """Budget in model FLOPs of training, all ranks together: train on as many tokens as it pays for
-    in place of total_tokens, with every schedule stretched from that length to the new one."""
+    """Budget in model FLOPs, all ranks together; the run trains on as many tokens as it pays for.
+    total_tokens is then the length that schedules are written for: they are stretched to fit."""
 
     model: ModelOptions = field(default_factory=default_options)
     trainable: Trainable = "all"
@@ -145,7 +145,7 @@ class RunConfig(Trainer.Config):
 
     entropy_weight: Schedule = field(default_factory=lambda: Schedule.constant(0.05))
     """β, the weight of the exit entropy (or of the KL to the prior), against global tokens.
-    `AdaptiveGateLoss` has none: its steps record 0."""
+    Steps of an objective without it record 0."""
 
     recurrence: RecurrenceConfig = field(default_factory=RecurrenceConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -157,13 +157,13 @@ class RunConfig(Trainer.Config):
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     best: bool = False
-    """Keep the checkpoint with the lowest held-out loss, RUN/checkpoints/best. The loss is in nats
-    per token at the trained R, and sources count by their weights in the mixture. An evaluation
-    that finds a lower one saves a checkpoint."""
+    """Keep the checkpoint with the lowest held-out loss as RUN/checkpoints/best: an evaluation that
+    finds a new minimum saves it. The loss is in nats per token at the trained R, averaged over the
+    sources with their weights in the mixture."""
 
     accept_change: bool = False
-    """Continue a run although this start changes its data, or settings of the optimiser whose state
-    the checkpoint has."""
+    """Continue a run although this start changes its data, or the optimiser settings under which
+    the checkpoint's moments were gathered."""
 
     max_skipped_steps: int = 10
     """Skipped non-finite updates in a row after which the run stops with exit code 3."""
@@ -197,7 +197,7 @@ class RunConfig(Trainer.Config):
     callbacks: Suppress[Annotated[tuple[Callback, ...], _NO_FLAGS]] = ()
     """Callbacks of the recipe; recorded in `config.json`, not settable."""
 
-    # Derived by `resolve`, or not used here: hidden from the command line.
+    # Derived by `resolve`, or torchtitan's and unused here: hidden from the command line.
     lr_scheduler: Suppress[LRSchedulersContainer.Config] = field(default_factory=TokenLearningRate)
     tokenizer: Suppress[BaseTokenizer.Config] = field(default_factory=NoTokenizer)
     validator: Suppress[Validator.Config] = field(default_factory=Validator.Config)
@@ -226,9 +226,10 @@ class RunConfig(Trainer.Config):
         rate_start_tokens: int = 0,
         deepest: Callable[[int], int] | None = None,
     ) -> StepPlan:
-        """Read the schedules of step `step`, from 1, after `tokens` global tokens.
+        """Read all schedules for step `step` (the first is 1), after `tokens` global tokens.
 
-        `deepest` maps a number of next windows to the steps that the deepest of them needs.
+        The learning rate's schedule begins at `rate_start_tokens`. `deepest` maps n to the number
+        of recurrent steps that the deepest of the next n windows needs.
         """
         recurrence = self.recurrence
         windows = global_batch_windows(self.batch, tokens, self.training.seq_len)
@@ -253,7 +254,7 @@ class RunConfig(Trainer.Config):
         return min(last, limit) if limit else last
 
     def windows_of_the_run(self) -> int:
-        """Return the number of windows the run consumes; at most, if `steps` cuts a ramp."""
+        """Return the windows that the run consumes; an upper bound if `steps` cuts off a ramp."""
         seq_len, limit = self.training.seq_len, self.training.steps
         windows = planned(self.batch, self.total_tokens, seq_len)[0] // seq_len
         if limit:
@@ -262,7 +263,7 @@ class RunConfig(Trainer.Config):
         return windows
 
     def windows_needed(self) -> int:
-        """Return the windows that the data must have: the run's, and those it may jump over."""
+        """Return the windows that the data must have: the run's, plus those that rewinds skip."""
         seq_len = self.training.seq_len
         largest = max(batch_sizes(self.batch, seq_len, self.total_tokens))
         return self.windows_of_the_run() + self.stability.most_jumped_steps * largest
@@ -278,7 +279,7 @@ class RunConfig(Trainer.Config):
 
 
 def _class_name(config: Configurable.Config | None) -> str | None:
-    # A config builds its owner.
+    # torchtitan notes in `_owner` the class that a config builds.
     return None if config is None else (config._owner or type(config)).__name__
 
 

@@ -1,7 +1,7 @@
 """Changes that a start makes to a run that it continues: one line per field, old → new.
 
 `config.json` has the config of the last start. Schedules may change freely, as a longer run
-requires, but a checkpoint's moments were gathered under the optimiser's old settings.
+requires. Other optimiser settings need consent: a checkpoint's moments stem from the old ones.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.schedule import Knot, Schedule
 
 OPTIMISER_FIELDS = ("adamw.", "muon.", "optimizer.name")
-"""Settings that give the optimiser's saved state its meaning."""
+"""Settings that the optimiser's saved state depends on."""
 
-# Places, derived fields, and consent.
+# Not compared: a start's folder and checkpoint, derived fields, and consent to changes.
 _NOT_SETTINGS = (
     "dump_folder",
     "checkpoint.load_step",
@@ -58,7 +58,7 @@ def setting_changes(config: RunConfig) -> list[SettingChange]:
 
 
 def parent_changes(run: ResolvedRun) -> list[SettingChange]:
-    """Return the differences between a new run and the parent of its weights."""
+    """Return the differences between a new run and its weights' parent; [] without one."""
     carry = run.config.checkpoint.carry
     if not carry.parent:
         return []
@@ -68,7 +68,7 @@ def parent_changes(run: ResolvedRun) -> list[SettingChange]:
     now: dict[str, Any] = {f"model.{name}": value for name, value in run.architecture.items()}
     before["recurrent steps"] = trained["recurrent_steps"]
     now["recurrent steps"] = typical_recurrent_steps(run.config.recurrence, 0)
-    with contextlib.suppress(UserError):  # a checkpoint that was copied out of its run
+    with contextlib.suppress(UserError):  # raised for a checkpoint copied out of its run
         parent = SavedRun.open(checkpoint)
         before["window"], now["window"] = parent.seq_len, run.config.training.seq_len
         before["vocabulary"] = parent.vocabulary()
@@ -82,7 +82,7 @@ def parent_changes(run: ResolvedRun) -> list[SettingChange]:
 
 
 def change_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse changes of a start that continues from a checkpoint, unless they are accepted."""
+    """Refuse to continue from a checkpoint under other optimiser settings without consent."""
     found = [c for c in setting_changes(config) if c.field.startswith(OPTIMISER_FIELDS)]
     if found and not config.accept_change:
         problem = "the optimizer's state was gathered with other settings than this start has: "

@@ -1,4 +1,4 @@
-"""The number R of recurrent steps in a training step: scheduled, drawn, or as examples need.
+"""The number R of recurrent steps in a training step: scheduled, drawn, or set by the examples.
 
 R follows a schedule of global tokens, or the deepest example of the global batch, or is drawn once
 per training step:
@@ -6,8 +6,8 @@ per training step:
     R ~ clip(Poisson(λ), R_min, R_max), or
     R ~ clip(1 + Poisson(exp τ), R_min, R_max),   τ ~ N(log(λ − 1) − σ²/2, σ)
 
-The mean before clipping is λ. A draw is a pure function of (seed, step), the deepest example one of
-the windows' numbers: all ranks agree without communication, and a resumed run repeats R.
+The mean before clipping is λ. A draw depends on (seed, step) alone, and the deepest example on the
+numbers of the windows, so ranks agree without communication and a resumed run repeats R.
 
 Source: recurrent-depth transformers with dynamic R (arXiv 2604.07822):
 (λ, R_max) = (4, 8), (6, 12), (8, 16) with R_min = 2. Log-normal rate: Geiping et al. 2025, arXiv
@@ -31,7 +31,7 @@ _SAMPLES = 4096
 
 @dataclass(kw_only=True, slots=True)
 class RecurrenceConfig:
-    """The number of times that the stack is applied."""
+    """The number of times that the looped layers are applied."""
 
     steps: Schedule = field(default_factory=lambda: Schedule.constant(4))
     """Recurrent steps R against global tokens, rounded; the mean λ when `poisson` is set."""
@@ -40,12 +40,12 @@ class RecurrenceConfig:
     """Draw R ~ Poisson(steps) for every training step instead of using the scheduled value."""
 
     lognormal_sigma: float = 0.0
-    """σ of the log rate of a drawn R, for `poisson`: above 0, R is 1 plus a Poisson number with a
-    log-normal rate, which now and then is far above its mean."""
+    """With `poisson`: σ of the log of the Poisson rate. Above 0, R is 1 plus a Poisson number with
+    a log-normal rate, so that a few draws are far above the mean."""
 
     from_data: bool = False
     """Run as many steps as the deepest example of the global batch needs, within the limits; for
-    loaders that know it. `steps` is then the depth to use the model at, and the depth in `plan`."""
+    loaders that know it. `steps` is then the R that checkpoints record and costs are planned at."""
 
     max_steps: int | None = None
     """Largest R of any step; None for no limit."""
@@ -78,15 +78,15 @@ class RecurrenceConfig:
             problem = "falls below 1; use at least 1 recurrent step"
             yield Refusal.of("recurrence.steps", repr(str(self.steps)), problem)
         if self.from_data and (self.poisson or self.max_steps is None):
-            problem = "needs recurrence.max_steps, which memory is provided for, and no "
-            problem += "recurrence.poisson; set max_steps to the deepest example's, and poisson "
-            yield Refusal.of("recurrence.from_data", True, problem + "to False")
+            problem = "needs recurrence.max_steps, by which memory is planned, and no "
+            problem += "recurrence.poisson; set max_steps to the steps of the deepest example and "
+            yield Refusal.of("recurrence.from_data", True, problem + "poisson to False")
         if not 0 <= sigma < math.inf or (sigma and not self.poisson):
             problem = "must be 0 or more, and has no effect without recurrence.poisson"
             yield Refusal.of("recurrence.lognormal_sigma", sigma, problem, "0.5 is usual")
         if growth is not None and (growth.smallest < 1 or reached is not None):
             problem = f"falls below 1, or is set beside recurrence.backward_steps={reached}; use "
-            problem += "at least 1, and one of the two"
+            problem += "at least 1, and set only one of the two"
             yield Refusal.of("recurrence.backward_growth", repr(str(growth)), problem)
         trains, most = reached is None or reached >= 1, self.max_steps
         fits = most is None or most >= self.min_steps
@@ -106,7 +106,7 @@ def fewest_recurrent_steps(config: RecurrenceConfig) -> int:
 
 
 def most_recurrent_steps(config: RecurrenceConfig) -> int:
-    """Return the R to provide memory for; fewer than 1 in 1,000 random draws exceed it."""
+    """Return the R to provide memory for; with σ ≤ 0.7, fewer than 1 in 1,000 draws exceed it."""
     if config.from_data and config.max_steps is not None:
         return config.max_steps
     largest = config.steps.largest
@@ -120,10 +120,10 @@ def most_recurrent_steps(config: RecurrenceConfig) -> int:
 
 
 def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[float, float | None]]:
-    """Return (R, k of the backward pass or None) → number of samples over a run of `total_tokens`.
+    """Count (R, backward steps k or None) at 4,096 equally spaced points of a run.
 
-    A random R counts with its unclipped mean, and k with the mean of min(R, k). The schedule is
-    sampled at 4,096 equal distances.
+    The run has `total_tokens`. A random R counts as its mean before clipping, and k as the mean of
+    min(R, k).
     """
     depths: Counter[tuple[float, float | None]] = Counter()
     reached = cache(partial(_mean_reached, config.lognormal_sigma))
@@ -140,7 +140,7 @@ def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[fl
 def poisson_lognormal(mu: float, sigma: float, most: int) -> NDArray[np.float64]:
     """Return the probabilities of R = 1 … `most` for R = min(most, 1 + Poisson(exp τ)), (most,).
 
-    τ is normal with mean `mu` and standard deviation `sigma`; 0 gives a Poisson number.
+    τ is normal with mean `mu` and standard deviation `sigma`; at `sigma` = 0 it is `mu`.
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(64)
     log_rate_N = mu + sigma * nodes
@@ -157,7 +157,7 @@ def _mean_reached(sigma: float, mean: float, backward: int) -> float:
     if rate <= 0:
         return min(mean, backward)
     probabilities = poisson_lognormal(math.log(rate) - sigma**2 / 2, sigma, backward + 1)
-    first = 1 if sigma else 0  # a Poisson number starts at 0, and runs one step then
+    first = 1 if sigma else 0  # a plain Poisson draw may be 0, and then one step runs
     steps = np.maximum(np.arange(backward + 1) + first, 1)
     return float(probabilities @ np.minimum(steps, backward))
 
@@ -167,8 +167,8 @@ def recurrent_steps_at(
 ) -> int:
     """Return R for one training step, min_steps ≤ R ≤ max_steps, the same on every rank.
 
-    `seed`, ≥ 0, and `step` key the draw. `deepest` is the depth that the global batch needs; None
-    if not known.
+    `seed` (≥ 0) and `step` key the draw. `deepest` is the number of steps that the global batch's
+    deepest example needs, for `from_data`; None if it is not known.
     """
     if config.from_data and deepest is not None:
         return _clip(deepest, config)

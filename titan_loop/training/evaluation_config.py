@@ -1,7 +1,6 @@
 """Evaluation while a model trains: the fields `held_out.*` and `suite.*` of a run.
 
-Training only carries them. `titan_loop.evaluation.while_training` builds the callbacks that follow
-them.
+`titan_loop.evaluation.while_training` builds callbacks from them; the trainer does not read them.
 """
 
 import os
@@ -18,8 +17,8 @@ class HeldOutConfig:
     """Held-out loss per source and recurrent step while training."""
 
     interval: int | None = None
-    """Steps between two evaluations; another one follows the last step. 0 turns them off. None is
-    checkpoint.interval if there is held-out text, and otherwise 0."""
+    """Steps between two evaluations; another one follows the last step. 0 turns them off. None uses
+    checkpoint.interval if there is held-out text, else 0."""
 
     sources: list[str] = field(default_factory=list)
     """Tokenised sources whose held-out split is read; empty for the mixture's."""
@@ -49,7 +48,7 @@ class HeldOutConfig:
     def best_refusals(self, training_sources: Sequence[str], seq_len: int) -> Iterator[Refusal]:
         """Refuse settings under which no best checkpoint can be found."""
         if self.interval == 0:
-            yield Refusal("best", "best=True, but held_out.interval=0", "set it to some steps")
+            yield Refusal("best", "best=True, but held_out.interval=0", "set that above 0")
         elif not self.scored(training_sources, seq_len):
             yield Refusal("best", "best=True, but no held-out text can be scored", "leave it out")
 
@@ -64,7 +63,7 @@ class HeldOutConfig:
             problem = f"{interval}: this data has no held-out text"
             yield Refusal("held_out.interval", problem, "set it to 0")
             return
-        # One mixture refuses missing sources, and sources with another tokenizer than training's.
+        # A mixture of all sources refuses missing ones, and those with different tokenizers.
         once = {os.path.realpath(path): path for path in [*training_sources, *sources]}
         together = [f"{path}=1" for path in once.values()]
         try:
@@ -90,10 +89,11 @@ class SuiteConfig:
     """Steps between two evaluations; another one follows the last step. 0 turns them off."""
 
     tasks: list[str] = field(default_factory=lambda: ["held_out", "mano", "multi_hop"])
-    """Any of held_out, mano, multi_hop and mmlu_dev; `offline` is all of them."""
+    """Any of held_out, mano, multi_hop and mmlu_dev (`offline`: all four), and the generated task
+    of the training data."""
 
     depths: list[int] = field(default_factory=lambda: [1, 4])
-    """Recurrent steps to read; may exceed the trained R."""
+    """Recurrent steps to score; may exceed the trained R."""
 
     windows: int = 16
     """Held-out windows per source, always the same ones."""

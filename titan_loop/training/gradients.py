@@ -25,7 +25,7 @@ from titan_loop.training.callback import TrainingState
 
 
 class MicroBatch(NamedTuple):
-    """This rank's part of a micro-batch of b windows: token ids and labels, (b, L)."""
+    """This rank's share of a micro-batch: token ids and labels, (b, L), and further arguments."""
 
     inputs: Tensor
     labels: Tensor
@@ -38,10 +38,10 @@ def forward_backward(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Accumulate the gradients of this rank's micro-batches of a training step.
 
-    Returns this rank's share of the loss and of the objective's metrics: the shares add up.
+    Returns this rank's shares of loss and objective metrics; summed over ranks they are means.
     """
     model, plan = trainer.model, trainer.plan
-    # Each loss is divided by the valid tokens of the global batch, so that sums are means.
+    # Losses are divided by the valid tokens of the whole global batch, so their sum is its mean.
     valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()
     valid = _to_device(valid, trainer.device)
     if trainer.parallel_dims.dp_enabled:
@@ -57,8 +57,8 @@ def forward_backward(
         loss, metrics = _one_micro_batch(trainer, batch, valid, steps)
         losses.append(loss)
         parts.append(metrics)
-    reshard_units(model)  # only now do layers that are held through a step have gradients
-    # A metric of a step that only some micro-batches ran does not describe the whole batch.
+    reshard_units(model)  # layers that stay gathered through a step get their `.grad` here
+    # Micro-batches may differ in R: a metric of a step that some did not run is dropped.
     shared = [name for name in parts[0] if all(name in part for part in parts)]
     metrics = {name: torch.stack([part[name] for part in parts]).sum(dim=0) for name in shared}
     return torch.stack(losses).sum(), metrics
@@ -68,7 +68,7 @@ def forward_backward(
 def _one_micro_batch(
     trainer: TrainingState, batch: Batch, valid: Tensor, recurrent_steps: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """As in upstream's `forward_backward_step`, which drops the objective's metrics."""
+    """Follow upstream's `forward_backward_step`, which would drop the objective's metrics."""
     model = trainer.model
     own = _split(trainer, batch)
     collect = trainer.config.loss.collect(exit_gate=model.exit_gate is not None)
@@ -82,7 +82,7 @@ def _one_micro_batch(
             callback.after_forward(trainer)
         loss, metrics = trainer.loss_fn(output, own.labels, valid, **own.for_loss)
         del output  # nothing but autograd may keep its states alive in the backward pass
-        with spmd.no_typecheck():  # as upstream: the forward pass suffices
+        with spmd.no_typecheck():  # as upstream: checking the forward pass suffices
             loss.backward()
     return loss.detach(), metrics
 
@@ -119,7 +119,7 @@ def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
 
 def _to_device(value: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
-        value = value.pin_memory()  # else the copy would wait for all kernels
+        value = value.pin_memory()  # otherwise the host waits until all queued kernels ran
     return value.to(device, non_blocking=True)
 
 

@@ -1,7 +1,7 @@
 """Reasons why a run does not fit its ranks: parallelism, batches, memory.
 
-Memory has a lower bound: weights, gradients, moments, and a state for every recorded visit of a
-layer, which recomputation keeps, too. Peaks come from the rehearsal in `titan_loop/planning`.
+Memory is checked against a lower bound: weights, gradients, moments, and a state per layer visit,
+or fewer if recomputation keeps fewer. The rehearsal in `titan_loop/planning` measures peaks.
 """
 
 import math
@@ -52,7 +52,7 @@ def layout_refusals(
 
 
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
-    """Refuse a batch that does not split over the ranks, where `layout_refusals` has none."""
+    """Refuse a batch that ranks cannot split evenly; assumes that `layout_refusals` is empty."""
     parallel, training = config.parallelism, config.training
     degree, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
     sizes = batch_sizes(config.batch, training.seq_len, config.total_tokens)
@@ -104,7 +104,7 @@ def run_states(config: RunConfig, model: LoopDecoder.Config, ranks: int) -> Stat
 def memory_refusals(
     config: RunConfig, model: LoopDecoder.Config, ranks: int, device_bytes: float
 ) -> Iterator[Refusal]:
-    """Refuse a step at the largest R that cannot fit a device, where nothing else is refused."""
+    """Refuse a run whose largest R cannot fit a device; assumes that nothing else is refused."""
     if config.training.enable_cpu_offload:
         return
     training, parallel = config.training, config.parallelism
@@ -128,8 +128,8 @@ def memory_refusals(
         listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items() if size)
         problem = (
             f"recurrence.steps={str(config.recurrence.steps)!r}: a training step of R = {steps} "
-            f"needs at least {total / 2**30:.1f} GiB of a device, {device_bytes / 2**30:.1f} are "
-            f"usable ({listed})"
+            f"needs at least {total / 2**30:.1f} GiB per device ({listed}), and only "
+            f"{device_bytes / 2**30:.1f} GiB are usable"
         )
         fix = "use more GPUs, fewer steps, recurrence.backward_steps or a smaller "
         yield Refusal("recurrence.steps", problem, fix + "training.local_batch_size")

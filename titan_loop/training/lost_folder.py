@@ -1,7 +1,7 @@
 """A run whose folder is renamed, or whose lock is deleted, saves once more and stops.
 
-Otherwise a second training could start in the same folder, or this one would go on in a folder that
-it creates anew, without a lock and without `run.json`.
+Otherwise a second run could start in the same folder, or this run would create the folder again and
+go on there without a lock and without `run.json`.
 """
 
 import threading
@@ -19,7 +19,7 @@ LOOK_SECONDS = 5.0
 class FolderWatch:
     """Checks from a thread whether a run still has its folder, from `start` to `end`.
 
-    In a training step the check would wait for a file server that stalls. Only rank 0 has a `lock`.
+    A check within a training step would block on a stalled file server. Only rank 0 has a `lock`.
     """
 
     def __init__(self, lock: FolderLock | None) -> None:
@@ -33,7 +33,7 @@ class FolderWatch:
             threading.Thread(target=self._look_on, name="folder-watch", daemon=True).start()
 
     def end(self) -> None:
-        """Stop looking, without waiting for a look that hangs on the disk."""
+        """Stop looking, without waiting for a check that hangs on the disk."""
         self._ended.set()
 
     def follow(self, checkpointer: LoopCheckpointManager) -> UserError | None:
@@ -43,7 +43,7 @@ class FolderWatch:
         there is nowhere to save.
         """
         if self._error is not None:
-            return self._error  # followed already
+            return self._error  # a second call: the new path is set
         lost = from_rank_zero(all_ranks(), lambda: self._lock and self._lock.lost())
         if lost is None:
             return None
@@ -58,5 +58,5 @@ class FolderWatch:
     def _look_on(self) -> None:
         assert self._lock is not None
         while not self._ended.wait(LOOK_SECONDS):
-            with suppress(ValueError):  # released meanwhile
+            with suppress(ValueError):  # the lock was released meanwhile
                 self.lost = self._lock.lost() is not None

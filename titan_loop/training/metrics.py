@@ -1,15 +1,15 @@
 """The record of a training step.
 
-Its keys, in this order: `step`, `tokens` (global, consumed), `loss`, the objective's
-metrics, `grad_norm` (before clipping), `lr` (as scheduled, and `lr/muon_x0.5` and the like for
-parameters with a factor on it), `recurrent_steps`, `entropy_weight`, `global_batch_tokens`,
-`data_hash`, `windows_consumed`, `io_retries` (largest number of repeated reads of a rank), and of
-every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since the start; entries
-of the model and of callbacks. Then, since the last record: `tokens_per_second` (global),
-`flops_per_token` (model FLOPs, each step's at its own R), `mfu` (of the devices' peak in the
-precision they compute in; null if not known), `peak_memory_bytes` (rank 0: reserved on CUDA,
-resident on CPU) and `data_wait` (rank 0: share of the time that training waited for data). Numbers
-that are not finite are null. A new entry goes into `step_record` or a callback's `record`.
+Its keys, in this order: `step`, `tokens` (global, consumed), `loss`, the objective's metrics,
+`grad_norm` (before clipping), `lr` (as scheduled; `lr/muon_x0.5` and the like for parameters that
+scale it), `recurrent_steps`, `entropy_weight` and other schedules of the objective,
+`global_batch_tokens`, `data_hash`, `windows_consumed`, `io_retries` (repeated reads of the rank
+with the most), and for every source `data/NAME/tokens` and `data/NAME/epochs`, read so far by all
+ranks; entries of the model and of callbacks. Measured since the last record: `tokens_per_second`
+(global), `flops_per_token` (model FLOPs, each step's at its own R), `mfu` (of the devices' peak at
+their compute precision; null if that is not known, or layers are quantised), `peak_memory_bytes`
+(rank 0: reserved on CUDA, resident on CPU) and `data_wait` (rank 0: share of the time spent waiting
+for data). Numbers that are not finite are null. Add entries in `step_record` or `Callback.record`.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from titan_loop.training.verdict import TrainedStep
 def step_record(
     trainer: TrainingState, trained: TrainedStep, loss: float, objective: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return a step's numbers without rates, equal on all ranks; collective.
+    """Return a step's record without its measured entries, equal on all ranks; collective.
 
     `loss` and `objective`, the objective's metrics, are global means.
     """
@@ -58,7 +58,7 @@ def step_record(
 def global_means(
     loss: Tensor, metrics: Mapping[str, Tensor], mesh: DeviceMesh | None
 ) -> tuple[float, dict[str, float]]:
-    """Return a step's mean loss and metrics: scalars whose shares of the ranks of `mesh` add up."""
+    """Sum ranks' shares of a step's loss and metrics, scalars, over `mesh` to global means."""
     totals = torch.stack([loss.float(), *(value.float() for value in metrics.values())])
     if mesh is not None:
         totals = dist_utils.dist_sum_tensor(totals, mesh)

@@ -40,7 +40,7 @@ class LoopMetricsProcessor(MetricsProcessor):
     """torchtitan's metrics processor with loop metrics, global token rates and a JSONL file.
 
     Call `start` once before the first step, `count_flops` after every step and `log_step` after
-    steps that `should_log` names. Time in `paused` does not count as training time.
+    each step for which `should_log` is true. Time in `paused` does not count as training time.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -100,7 +100,7 @@ class LoopMetricsProcessor(MetricsProcessor):
     ) -> None:
         """Start the clock at a step, 0 or a checkpoint's, and log the paths of all files.
 
-        `compute_dtype`, bfloat16 or float32, is the precision of the layers' products.
+        `compute_dtype` is the precision of the layers' matrix products, bfloat16 or float32.
         """
         if self.device_peak_flops is None:
             device = self.device_memory_monitor.device_name
@@ -120,7 +120,7 @@ class LoopMetricsProcessor(MetricsProcessor):
         return super().should_log(step) or step == self._total_steps
 
     def count_flops(self, flops: float) -> None:
-        """Add the model FLOPs of a step, of all ranks together, to the measuring interval."""
+        """Add a step's model FLOPs, all ranks together, to the current measuring interval."""
         self._flops += flops
 
     @contextmanager
@@ -192,13 +192,13 @@ class _WandB(WandBLogger):
         self.wandb.define_metric("*", step_metric=WANDB_STEP)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Log `metrics` at `step` of the axis."""
+        """Log `metrics` at `step` of our axis."""
         self.wandb.log({**metrics, WANDB_STEP: step})
 
 
 @contextmanager
 def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
-    """Let W&B continue the run of WANDB_RUN_ID, else of earlier starts (`wandb/run_id`)."""
+    """Let W&B continue the run WANDB_RUN_ID, else the run of earlier starts (`wandb/run_id`)."""
     if "WANDB_RUN_ID" in os.environ:
         yield
         return
