@@ -129,7 +129,7 @@ def test_help_shows_the_first_flags_and_help_all_every_one(capsys):
     first, everything = page("--help"), page("--help-all")
     shown = [line.split()[0] for line in first.splitlines() if line.startswith("  --")]
     assert set(shown) == {f"--{name}" for texts in FIRST.values() for name in texts}
-    assert "--learning-rate (0.0003)\n      learning rate against global tokens" in first
+    assert "--learning-rate (0.0003)\n      learning rate, a schedule over global tokens" in first
     assert "activation-checkpoint:full" in first
     known = flags_of(LoopTrainer.Config()).keys()
     assert f"lists all {len(known)} flags" in first

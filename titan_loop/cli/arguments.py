@@ -2,10 +2,10 @@
 
     verb function (types, defaults, Google docstring)
       ── command ──▶ run(words) ── tyro.cli ──▶ the function's arguments ──▶ exit code
-                                      └── its page of error ──▶ UserError
+                                      └── its error page ──▶ UserError
 
-Parameters before the `*` are positional arguments; those after it are flags, and so are the fields
-of a dataclass among them. `Args:` becomes `--help`.
+Parameters before the `*` are positional arguments and parameters after it are flags. A dataclass
+may stand on either side: its fields are flags. `Args:` becomes `--help`.
 """
 
 import contextlib
@@ -60,9 +60,9 @@ def recipe_first(function: Function) -> Function:
 def command(name: str) -> Callable[[Callable[..., Any]], Run]:
     """Return a decorator that turns a function into the `run(words)` of a verb.
 
-    The function returns an exit code, or lines or paths to print. A parameter `flags` receives the
-    flags that the function does not declare: flags of a recipe. `run` raises `UserError` for a
-    mistake in the words, and `SystemExit` with code 0 after `--help` was printed.
+    The function returns an exit code, or lines or paths to print. Its parameter `flags`, if it has
+    one, receives all flags that it does not declare: they belong to the recipe. `run` raises
+    `UserError` for a mistake in the words, and `SystemExit` with code 0 after printing `--help`.
     """
 
     def decorated(function: Callable[..., Any]) -> Run:
@@ -113,11 +113,11 @@ def list_verbs(name: str, summaries: Mapping[str, str]) -> None:
     print(f"usage: titan-loop {name} VERB [ARGUMENTS]\n\nverbs:")
     for line in columns(summaries.items(), left=(0, 1)):
         print(f"  {line}")
-    print(f"\ntitan-loop {name} VERB --help says more.")
+    print(f"\nFor details: titan-loop {name} VERB --help")
 
 
 def bind(name: str, function: Callable[..., Any], words: Sequence[str]) -> functools.partial[Any]:
-    """Return `function` with the arguments that `words` give it; it raises as `command` does."""
+    """Return `function` with the arguments that `words` give it; errors are as in `command`."""
     signature = inspect.signature(function)
     passes_on = _FLAGS in signature.parameters
     add_help = True
@@ -189,11 +189,11 @@ def one_line_errors(words: Sequence[str], name: str = "") -> Iterator[None]:
         os.environ.pop("COLUMNS")
         if columns_before is not None:
             os.environ["COLUMNS"] = columns_before
-    sys.stderr.write(page.getvalue())
+    sys.stderr.write(page.getvalue())  # warnings
 
 
 def _joined(page: str) -> str:
-    """Return the statements of tyro's page, without title, rules and help of flags."""
+    """Return the sentences of tyro's page, without its title, ruled lines and help of flags."""
     parts: list[str] = []
     for line in page.splitlines()[2:]:
         text = line.strip()
@@ -210,7 +210,7 @@ def _joined(page: str) -> str:
 def _marked(parameter: inspect.Parameter) -> inspect.Parameter:
     kind = parameter.annotation
     if isinstance(kind, UnionType):
-        # tyro reads a Union without importing typeguard, which opens twelve files.
+        # For `X | Y`, but not for Union, tyro imports typeguard, which opens twelve files.
         kind = Union[get_args(kind)]  # noqa: UP007
         parameter = parameter.replace(annotation=kind)
     if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD or is_dataclass(kind):

@@ -11,7 +11,7 @@ from titan_loop.tables import columns
 if TYPE_CHECKING:
     from titan_loop.checkpoint.listing import ListedCheckpoint
 
-EXIT_FOUND = 1  # if damage or a difference was found, as `diff` and `cmp` have it
+EXIT_FOUND = 1  # damage or a difference was found; `diff` and `cmp` use the same code
 
 
 def ls(run: Path, *, verify: bool = False) -> None:
@@ -40,7 +40,7 @@ def ls(run: Path, *, verify: bool = False) -> None:
 def verify(path: Path) -> int:
     """Compare sizes and hashes of all files with the commit record.
 
-    Exit code 1 if anything is damaged. A save that never finished is mentioned, but is not damage.
+    Exit code 1 if anything is damaged. A save that never finished is listed, but is not damage.
 
     Args:
         path: Run directory, or one checkpoint.
@@ -82,12 +82,12 @@ def diff(a: Path, b: Path, *, skip_hashes: bool = False) -> int:
 def rm(checkpoints: tuple[Path, ...], *, force: bool = False) -> None:
     """Delete checkpoints, the commit record of each first.
 
-    Without --force, checkpoints that are kept for ever and the newest good one are refused, and
-    then nothing is deleted.
+    Without --force, nothing is deleted if any of them is kept for ever or is the run's newest good
+    checkpoint.
 
     Args:
         checkpoints: Folders step-N.
-        force: Also delete checkpoints that are kept.
+        force: Also delete kept checkpoints and the newest good one.
     """
     from titan_loop.runs.run_checkpoints import delete_checkpoints
 
@@ -101,7 +101,7 @@ def tag(checkpoint: Path, name: str, *, remove: bool = False) -> None:
     Args:
         checkpoint: Folder step-N.
         name: Any word.
-        remove: Take the name away.
+        remove: Remove this name instead.
     """
     from titan_loop.checkpoint.folders import add_tag, read_tags, remove_tag
     from titan_loop.checkpoint.manifest import read_manifest
@@ -116,7 +116,7 @@ def tag(checkpoint: Path, name: str, *, remove: bool = False) -> None:
 def consolidate(
     checkpoint: Path, *, output: Path, optimizer: bool = False, skip_hashes: bool = False
 ) -> None:
-    """Write a checkpoint's full tensors and its origin to one safetensors file.
+    """Write a checkpoint's full tensors, and its lineage as metadata, to one safetensors file.
 
     Args:
         checkpoint: Folder step-N, or a run (its newest whole checkpoint is taken).
@@ -138,12 +138,12 @@ def merge(checkpoints: tuple[Path, ...], *, output: Path, weights: tuple[float, 
     """Write the weighted mean of checkpoints of one architecture as a new run.
 
     The run has one checkpoint of step 0 without the optimiser's moments. `eval`, `generate` and
-    `convert export` take it like any other; `train` starts a run from it with
+    `convert export` accept it like any other; `train` starts a run from it with
     --checkpoint.carry.parent RUN --checkpoint.carry.no-optimizer.
 
     Args:
         checkpoints: Two or more folders step-N, or runs for their newest whole checkpoints. The
-            first one's data and recurrent steps are the new run's.
+            new run has the first one's data and recurrent steps.
         output: New run directory.
         weights: Weight of each checkpoint, at least 0; divided by their sum. Equal by default.
     """
@@ -155,7 +155,7 @@ def merge(checkpoints: tuple[Path, ...], *, output: Path, weights: tuple[float, 
 def convert(checkpoints: tuple[Path, ...]) -> None:
     """Let this version read checkpoints that an older one wrote.
 
-    Their table of tensors is a pickle, from which tensors.json is written; nothing in it is run.
+    Writes tensors.json from their table of tensors, a pickle; nothing in the pickle is executed.
 
     Args:
         checkpoints: Folders step-N, or runs for all of theirs.

@@ -64,9 +64,9 @@ def export(
         dtype: Type of the weights; float32 loses nothing, released models use bfloat16, and only
             gguf has q8_0.
         recurrent_steps: R to export; by default R of the last training step.
-        most_layers: Most layers that an unrolled model may have.
-        chatml: Write a ChatML template and stop after a turn; the default if the run's data is
-            prepared conversations. An imported run keeps its folder's template.
+        most_layers: Refuse to write an unrolled model with more layers than this.
+        chatml: Write a ChatML template, and let generation stop at the end of a turn; the default
+            if the run's data is conversations. An imported run keeps its folder's template.
         no_chatml: Write no ChatML template.
         tokenizer: A tokenizer.json; by default the tokenizer of the run's data.
         no_tokenizer: Write no tokenizer.
@@ -121,7 +121,7 @@ def export(
     form.write(export, output)
     if known is not None and not (chatml or no_chatml or run.tokenizer(tokenizer).is_known):
         logger.warning(
-            f"{output} has no chat template: the run's data is missing, which would tell whether "
+            f"{output} has no chat template: the run's data is missing, so nothing shows whether "
             "it held conversations; if it did, export again with --chatml"
         )
     print(output)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def verify(source: str) -> None:
-    """Check a prepared source's files and ids against its card.
+    """Check a prepared source's files and ids against its source.json.
 
-    Reads everything and names every file that differs from source.json.
+    Reads everything and names every file that differs.
 
     Args:
         source: Folder of the source.
@@ -39,8 +39,8 @@ def plan(recipe: str, flags: Sequence[str]) -> None:
     """Compare the tokens a recipe needs with the tokens prepared.
 
     Prints for every stage the tokens needed and available, epochs and disk size of each source.
-    Exits with code 2 if repetition caps leave a stage short of data. Takes the flags of titan-loop
-    train.
+    Exits with code 2 if a stage needs more tokens than its data has within --dataloader.max-epochs.
+    All other flags are flags of titan-loop train.
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.

@@ -1,4 +1,4 @@
-"""`titan-loop eval`: bits per byte by depth, tasks under every reading, the checkpoint watcher."""
+"""`titan-loop eval`: held-out text and tasks by depth or exit policy; a watcher of checkpoints."""
 
 import logging
 from collections.abc import Sequence
@@ -31,21 +31,21 @@ def evaluate(
 ) -> None:
     """Score a checkpoint.
 
-    Without --tasks: held-out text at several depths, beside a unigram and a bigram model fitted on
-    the tokens it has read. `eval watch RUN` evaluates every new checkpoint of a run.
+    Without --tasks: bits per byte of held-out text at several depths, beside a unigram and a bigram
+    model of its training tokens. `eval watch RUN` evaluates every new checkpoint of a run.
 
     Args:
-        run: Run directory, or a recipe's folder for its newest stage; or a checkpoint, of which
+        run: Run directory, a recipe's folder (its newest stage is taken), or a checkpoint;
             RUN/checkpoints/best is the one that train --best keeps.
         options: Depths, tasks and settings.
-        stage: Stage of that recipe.
+        stage: Stage to take instead, if a recipe's folder is given.
         frontier: Score every depth, and every exit policy at many settings.
-        dense: Run of a dense model of as many FLOPs, evaluated with the same flags, whose quality
-            is drawn beside the frontier.
-        ema: Score the average of the weights that --ema.decay kept in training; its reports stand
-            beside the reports of the weights and appear in no plot.
-        beats_unigram: Fail unless held-out bits per byte are this share below the unigram model's.
-        beats_bigram: Fail unless they are this share below the bigram model's.
+        dense: Dense run to draw beside the frontier: of equal FLOPs, evaluated with these flags.
+        ema: Score the average of the weights that --ema.decay kept in training; its reports are
+            saved beside the reports of the weights and appear in no plot.
+        beats_unigram: Share, such as 0.2, by which held-out bits per byte at the trained R must be
+            below the unigram model's; otherwise the exit code is 1.
+        beats_bigram: Share for the bigram model.
     """
     asked = {"unigram": beats_unigram, "bigram": beats_bigram}
     gains = {baseline: share for baseline, share in asked.items() if share is not None}
@@ -57,7 +57,7 @@ def evaluate(
     if options.tasks or frontier:
         for baseline in gains:
             raise UserError(
-                f"eval: --beats-{baseline} judges held-out text by depth, without --tasks"
+                f"eval: --beats-{baseline} needs held-out text: leave out --tasks and --frontier"
             )
         if frontier and ema:
             raise UserError("eval: --frontier draws the weights of training; leave out --ema")
@@ -142,9 +142,9 @@ def watch(
         run: Run directory; it need not exist yet.
         options: Depths, tasks and settings.
         once: Stop when nothing is left to evaluate.
-        interval: Seconds between two looks.
-        wandb: Also log to the training run's W&B.
-        retry: Ask again the checkpoints on which a task failed before.
+        interval: Seconds between two looks for new checkpoints.
+        wandb: Also log to the W&B run of the training.
+        retry: Also evaluate again the checkpoints on which a task failed before.
     """
     from titan_loop.evaluation.watch import Watcher
 

@@ -10,11 +10,11 @@ from titan_loop.training.schedule import Schedule
 
 FIRST = {
     "run": {
-        "dump-folder": "folder of the run; in a recipe's, every stage has one of its own",
+        "dump-folder": "folder of the run; each of several stages has a folder inside it",
         "total-tokens": "tokens to train on, all ranks together",
-        "training.steps": "step at which this start ends, for a later start to go on from",
+        "training.steps": "stop at this step, 0 after the last token; a later start continues",
         "accept-change": "continue a run although data or optimiser settings changed",
-        "debug.seed": "seed of weights and of everything drawn",
+        "debug.seed": "seed of the initial weights and of random draws in training",
     },
     "data": {
         "dataloader.mixture": "sources and their weights, such as sources/my=1",
@@ -25,13 +25,13 @@ FIRST = {
         "model.size": "named size of the family",
         "model.n-layers": "unique layers",
         "model.dim": "width",
-        "recurrence.steps": "recurrent steps R against global tokens",
+        "recurrence.steps": "recurrent steps R, a schedule over global tokens",
     },
     "training": {
-        "learning-rate": "learning rate against global tokens",
-        "batch.global-batch-tokens": "tokens of a training step against global tokens",
+        "learning-rate": "learning rate, a schedule over global tokens",
+        "batch.global-batch-tokens": "tokens of a training step, a schedule over global tokens",
         "training.local-batch-size": "windows that a rank computes at a time",
-        "entropy-weight": "weight of the exit entropy against global tokens",
+        "entropy-weight": "weight of the exit entropy, a schedule over global tokens",
         "adamw.weight-decay": "weight decay of AdamW",
     },
     "evaluation and checkpoints": {
@@ -58,7 +58,7 @@ WITHOUT_EFFECT = {
     "--checkpoint.last-save": "titan-loop convert export writes Hugging Face folders",
     "--training.global-batch-size": "set --batch.global-batch-tokens",
 }
-"""Beginning of torchtitan's flags without an effect here → reason."""
+"""Prefix of torchtitan flags that have no effect here → reason."""
 
 
 def flags_of(config: Any, prefix: str = "--") -> dict[str, Any]:
@@ -90,7 +90,7 @@ def help_text(flags: Mapping[str, Any], program: str, choices: Sequence[str]) ->
         lines.append("")
     if choices:
         lines += [f"choices, each with a --help of its own: {', '.join(choices)}", ""]
-    lines.append("Lists are separated by spaces or commas, token counts take K, M, B and T.")
+    lines.append("Separate lists by spaces or commas; write token counts with K, M, B or T.")
     lines.append(f"{program} --help-all lists all {len(flags)} flags.")
     return "\n".join(lines)
 

@@ -32,24 +32,24 @@ class Generation:
     """Prompts and settings of the generation.
 
     Attributes:
-        prompt: Text to complete; repeat the flag for a batch. An empty one begins a text.
-        chat: Treat lines as turns of a ChatML chat.
+        prompt: Text to complete; repeat the flag for a batch. An empty one starts a new document.
+        chat: Treat prompts as the user's turns in a ChatML chat.
         max_new_tokens: Maximum number of tokens per completion.
         temperature: Sampling temperature; 0 is greedy.
         top_k: Sample from the k most likely tokens only.
-        top_p: Sample from the most likely tokens that make up the share p.
-        seed: Seed of everything that is sampled.
-        stop: String that ends the text; may be repeated.
+        top_p: Sample from the most likely tokens, as many as reach the probability p together.
+        seed: Seed of the sampling.
+        stop: String at which a completion ends; may be repeated.
         recurrent_steps: Number of recurrent steps R; by default the trained one.
         exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
             confidence:P, q:THRESHOLD, kl:KL,NATS or contrast:STEP,STRENGTH,SHARE.
         kv_cache: Key-value cache: full, last, first or averaged.
         prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
-        draft_step: Draft at this recurrent step, verify at R.
+        draft_step: Decode speculatively: draft tokens at this recurrent step, verify them at R.
         draft_tokens: Number of tokens drafted at a time.
-        show_steps: Write each token's exit step.
-        tokenizer: A tokenizer.json; by default the source's.
-        context: Context in tokens; by default the trained window.
+        show_steps: Print each token's exit step as its subscript.
+        tokenizer: A tokenizer.json; by default the tokenizer of the run's data.
+        context: Maximum tokens of prompt and completion; by default the trained window.
         dtype: Type of the weights.
     """
 
@@ -258,9 +258,9 @@ def _lines() -> Iterator[str]:
 
 
 def _require_text(text: str) -> str:
-    """Return a text; raise `UserError` if it came from bytes that are not UTF-8."""
+    """Return a prompt or a stop string; raise `UserError` if its bytes were not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"prompt {text!r:.60} is not UTF-8; convert it") from error
+        raise UserError(f"text {text!r:.60} is not UTF-8; convert it") from error
     return text

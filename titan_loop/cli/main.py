@@ -1,9 +1,9 @@
 """Entry point of `titan-loop`: finds the verb, and turns its errors into exit codes.
 
 `titan_loop.errors` defines the codes. An unexpected exception keeps its traceback and ends with 1,
-an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. An error of
-the operating system about a file is one line: with 2 if the user can fix it, such as a permission,
-and with 1 if the machine is at fault, such as a full disk; a rank then writes its traceback first.
+an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. An operating
+system's error about a file is reported in one line. The code is 2 if the user can fix it, such as a
+permission, and 1 if the machine is at fault, such as a full disk; ranks print a traceback, too.
 """
 
 import importlib
@@ -36,11 +36,11 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 VERBS = {
     "train": "train a recipe: titan-loop train quickstart --total-tokens 200000",
     "data": "build, tokenise and inspect training data",
-    "plan": "memory, steps, communication and GPU-days of a recipe, without a GPU",
+    "plan": "estimate memory, steps, communication and GPU-days of a recipe, without a GPU",
     "eval": "score checkpoints: held-out text, tasks, every depth and exit policy; watch a run",
     "lm_eval": "run lm-evaluation-harness' own command with the model titan_loop",
     "generate": "complete prompts or chat with a checkpoint in the terminal",
-    "convert": "read and write Ouro and Hugging Face folders",
+    "convert": "import and export models: Ouro, Hugging Face folders, GGUF files",
     "checkpoint": "list, verify, compare, name, delete, consolidate, merge, convert checkpoints",
     "slurm": "run a recipe's stages as a chain of SLURM jobs",
     "status": "show the progress of a recipe's stages and forks, and the next command",
@@ -61,7 +61,7 @@ titan_loop {version}: pretraining of looped language models
 verbs:
 {verbs}
 
-titan-loop VERB --help says more. On several processes:
+For details: titan-loop VERB --help. On several processes:
   torchrun --nproc-per-node 4 -m titan_loop train RECIPE ..."""
 
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read_and_write_any_bytes() -> None:
-    """Let names of files, and prompts, be bytes that are not UTF-8, as arguments may be."""
+    """Read and print bytes that are not UTF-8, such as in file names, without an exception."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -90,14 +90,14 @@ def _read_and_write_any_bytes() -> None:
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()  # while a reader that has left can still be answered
+        sys.stdout.flush()  # a broken pipe is still handled here
         return code
     except tuple(EXIT_CODES) as error:
         _trace_fault_of_the_machine(error)
         _report(str(error))
         return exit_code(error)
     except StoppedError as stop:
-        if os.environ.get("RANK", "0") == "0":  # the ranks agreed
+        if os.environ.get("RANK", "0") == "0":  # all ranks stop together; one reports it
             print(f"titan-loop: {stop}", file=sys.stderr)
         return EXIT_STOPPED
     except BrokenPipeError:
@@ -116,13 +116,13 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _trace_fault_of_the_machine(error: Exception) -> None:
-    several = os.environ.get("WORLD_SIZE", "1") != "1"  # a process by itself has RANK set, too
+    several = os.environ.get("WORLD_SIZE", "1") != "1"  # RANK is set in a single process, too
     if (several or slurm_job()) and exit_code(error) == EXIT_CRASH:
         traceback.print_exception(error)
 
 
 def _report(problem: str) -> None:
-    # Ranks may fail for reasons of their own (a node without the data), so all of them speak.
+    # One rank alone may fail (a node without the data), so every rank reports its error.
     rank = os.environ.get("RANK", "0")
     which = "" if rank == "0" else f"rank {rank}: "
     print(f"titan-loop: error: {which}{problem}", file=sys.stderr)

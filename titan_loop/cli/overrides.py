@@ -16,7 +16,7 @@ from titan_loop.training.schedule import parse_tokens, register_tyro_rule
 
 Config = TypeVar("Config")
 
-# A flag of tokens, and a count such as 4M or 4e6, which tyro's rule for integers does not read.
+# A flag for tokens; and a count such as 4M or 4e6, which tyro's rule for integers does not read.
 _TOKENS_FLAG = re.compile(r"--[\w.-]*tokens")
 _SHORT_COUNT = re.compile(r"\d+(\.\d+)?([KMBT]|[eE]\+?\d{1,2})")
 
@@ -26,8 +26,8 @@ def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> C
 
     Args:
         config: A dataclass; nested fields are reached as `--outer.inner-field`.
-        arguments: Flags and values, `_` and `-` alike in names; `--flag` and `--no-flag` for bools.
-            Token counts accept K, M, B and T (`--total-tokens 100M`), lists spaces and commas.
+        arguments: Flags and values; `_` and `-` are equivalent in names, bools are `--flag` and
+            `--no-flag`, token counts accept K, M, B and T, spaces or commas separate lists.
 
     Raises:
         SystemExit: With code 0, after `--help` was printed.

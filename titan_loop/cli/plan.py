@@ -45,7 +45,7 @@ def plan(
     per stage, and is repeated only when the stage's assembly or the software changes. Exits with
     code 2 if a stage does not fit, and suggests a fix. Other flags are flags of titan-loop train.
     With --budget FLOPS and no recipe: the best models by a scaling law (plan --budget 1e21 --help).
-    With --match COST: models of another kind at the same cost (plan --match flops --help).
+    With --match COST: mixtures of experts at the cost of a model (plan --match flops --help).
 
     For example:
       titan-loop plan ouro_1_4b --nodes 64
@@ -125,7 +125,7 @@ def _refuse(refused: Sequence[tuple[str, str]], stages: int) -> None:
         raise UserError(f"plan: {len(names)} of {stages} stages do not fit; {name}: {refusal}")
 
 
-RECIPE_OF_BLOCKS = "nanbeige_quickstart"  # takes the shape of a chosen model
+RECIPE_OF_BLOCKS = "nanbeige_quickstart"  # planned with the shape of the chosen model
 
 _BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -153,11 +153,11 @@ def best(
         flags: Flags of `titan-loop plan RECIPE`, such as --nodes.
         budget: FLOPs of training and serving together.
         law: Published law (loop-moe), or FILE[:FORM] of a scaling.json.
-        memory: Most bytes of weights and cache, such as 3GB.
+        memory: Maximum size of weights and cache when serving, such as 3GB.
         tokens: Training tokens; left out, the budget pays for as many as it can.
         inference_tokens: Tokens served over the model's life.
-        weight_bits: Bits of a stored weight.
-        context_tokens: Tokens in the cache of keys and values.
+        weight_bits: Bits of a weight when serving.
+        context_tokens: Tokens in the cache of keys and values when serving.
         vocabulary: Rows of the embedding.
         most_experts: Largest number of experts; 1 for dense models.
     """
@@ -179,7 +179,7 @@ def best(
     print("\n".join(budget_lines(chosen, limits, found)))
     dense = next((choice for choice in found if choice.experts == 1), None)
     if dense is None:
-        print("no dense model fits, so there is no recipe to plan; family moe has experts")
+        print("no dense model fits, so nothing is planned; family moe has recipes with experts")
         return
     words = [RECIPE_OF_BLOCKS, *recipe_flags(dense, vocabulary), *flags]
     place = "best" if dense is found[0] else f"best dense one, number {found.index(dense) + 1}"
@@ -201,7 +201,7 @@ def _bytes(text: str) -> float:
 def matching(
     recipe: str, flags: Sequence[str], *, match: str, stage: str | None = None
 ) -> list[str]:
-    """Print models of another kind that cost as much as a stage's model, within 1 %.
+    """Print looped mixtures of experts that cost as much as a stage's dense model, within 1 %.
 
     All other flags are flags of titan-loop train.
 
@@ -210,8 +210,8 @@ def matching(
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
-        match: Cost that is equal: flops (of a trained token), parameters, or kv (bytes of a token
-            in the cache).
+        match: Cost that must be equal: flops (per trained token), parameters, or kv (bytes per
+            token in the cache).
         stage: The stage, if the recipe has several.
     """
     import titan_loop.compat as compat
@@ -230,7 +230,7 @@ def matching(
 
 
 def run(words: Sequence[str]) -> int:
-    """Run `plan --budget …` without a recipe, `plan --match … RECIPE`, or `plan RECIPE …`."""
+    """Run `plan --budget …` (without a recipe), `plan --match … RECIPE`, or `plan RECIPE …`."""
     if words and words[0].split("=")[0] == "--match":  # the recipe comes first
         first = 1 if "=" in words[0] else 2
         words = [*words[first:], *words[:first]]

@@ -1,4 +1,4 @@
-"""`titan-loop results add | show`: small records of finished runs, and the tables made of them."""
+"""`titan-loop results add | show`: small records of finished runs, and tables made from them."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ def add(run: Path, *, folder: Path | None = None, unclean: bool = False) -> None
     Args:
         run: Run directory.
         folder: Folder to write to; by default results/ beside the recipe's module.
-        unclean: Accept a run of changed code, or of a commit that this checkout's history lacks;
-            tables mark it.
+        unclean: Accept a run of uncommitted code, or of a commit that is not in this checkout's
+            history; tables mark it.
     """
     from titan_loop.analysis.results import RunResult
     from titan_loop.runs.run_directory import RunDirectory
@@ -25,7 +25,7 @@ def add(run: Path, *, folder: Path | None = None, unclean: bool = False) -> None
     if result.unclean and not unclean:
         raise UserError(
             f"{run} was trained by commit {result.commit}, which is not in this checkout's history "
-            "or had changes; train it from a commit, or give --unclean, which tables mark"
+            "or had uncommitted changes; train it from a commit, or add it with --unclean"
         )
     print(result.save(folder or _beside(result.recipe)))
 
@@ -41,7 +41,7 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         recipe: Name that titan-loop recipes lists, or PACKAGE.MODULE:FUNCTION.
         folder: Folder of the results; by default results/ beside the recipe's module. Plots are
             written to plots/ beside this folder.
-        plot: Also draw the tables.
+        plot: Draw the tables, too; --no-plot only prints them.
     """
     from titan_loop.analysis import results, results_plots
     from titan_loop.recipes.registry import recipe_module
@@ -56,7 +56,7 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
     found = results.RunResult.all_of(place / name)
     print(results.runs_text(found))
     if any(result.unclean for result in found):
-        print(f"\n{results.UNCLEAN}: of changed code, or of a commit that is not in the history")
+        print(f"\n{results.UNCLEAN}: of uncommitted code, or a commit that is not in the history")
     for table in tables:
         if not table.has_any(found):
             continue

@@ -16,7 +16,7 @@ def run(
     bootstrap: int = 200,
     seed: int = 0,
 ) -> None:
-    """Fit scaling laws to runs or to a table of losses, with intervals and hold-outs.
+    """Fit scaling laws to runs or to a table of losses, with confidence intervals.
 
     Fits the additive law of Ouro's Appendix D to the total loss and to the loss after each step,
     and three forms of the worth of a recurrent step in parameters: linear, power and bounded. The
@@ -25,13 +25,13 @@ def run(
 
     Args:
         runs: Run directories and recipe folders, all trained on the same data.
-        csv: File with the columns parameters, tokens, recurrent_steps and loss (or N, D, R, loss),
-            and optionally step, looped_parameters, experts with total_parameters, unique_tokens and
-            run; instead of runs.
+        csv: Instead of runs, a file with the columns parameters, tokens, recurrent_steps and loss
+            (or N, D, R, loss). Optional columns: step, looped_parameters, experts with
+            total_parameters, unique_tokens, run.
         output: Folder for the results.
-        exit_pmf: Mean probability of leaving after each step, for the composition of the total
-            loss; runs with an exit gate logged their own.
-        bootstrap: Resamplings behind each 95 % interval; 0 for no intervals.
+        exit_pmf: Mean probability of exiting after each step, to compose the total loss from the
+            losses after each step; by default as logged by runs with an exit gate.
+        bootstrap: Number of resamplings for each 95 % interval; 0 for no intervals.
         seed: Seed of random starts and resamplings.
     """
     from titan_loop.analysis.scaling.data import read_csv, read_runs

@@ -1,4 +1,4 @@
-"""`titan-loop slurm VERB`: submit a recipe as a chain of jobs, look at it, cancel it."""
+"""`titan-loop slurm VERB`: submit a recipe as a chain of jobs, show it, cancel it."""
 
 import shutil
 import sys
@@ -40,11 +40,11 @@ def submit(
         nodes: Number of nodes of every job.
         gpus_per_node: Number of GPUs per node, one rank each, or TYPE:NUMBER such as a100:8; 0 on a
             cluster of CPUs.
-        time: Time limit of one start, H:M:S or D-H:M:S.
+        time: Time limit of a job, H:M:S or D-H:M:S; unfinished jobs are requeued.
         ranks_per_node: Number of ranks per node on a cluster of CPUs.
-        sbatch: Further flags of sbatch, such as '--qos=long --exclusive --mail-type=END'.
-        save_seconds: Seconds before the limit at which the run saves; they must suffice for a step,
-            an evaluation and a save.
+        sbatch: More flags for sbatch, such as '--qos=long --exclusive --mail-type=END'.
+        save_seconds: Seconds before the time limit at which the run is told to save; enough for a
+            step, an evaluation and a save.
         stage: Submit this stage alone; its parent must be complete.
         dump_folder: Folder of the recipe; by default the recipe's own.
         site: File with the cluster's settings; by default slurm/site.sh if it exists.
@@ -120,7 +120,7 @@ def status(folder: Path) -> None:
 
     from titan_loop.runs.status import RECIPE_JSON, read_status, status_lines
 
-    # The first start of the first job writes them.
+    # Before the first job has started, neither file exists.
     if any((folder / name).exists() for name in (RECIPE_JSON, "run.json")):
         print("\n" + "\n".join(status_lines(read_status(folder))))
 
@@ -128,7 +128,7 @@ def status(folder: Path) -> None:
 def cancel(folder: Path) -> None:
     """Cancel the jobs of a recipe's folder.
 
-    A run that trains saves first; it has SLURM's KillWait to do so.
+    A job that is training saves first, within SLURM's KillWait.
     """
     from titan_loop.slurm.chain import cancel_chain
 
@@ -136,7 +136,7 @@ def cancel(folder: Path) -> None:
     for job in cancelled:
         print(f"{job.stage}: cancelled job {job.job}")
     if not cancelled:
-        print("no job waits or runs")
+        print("no job is waiting or running")
 
 
 def run_in_job(
@@ -158,7 +158,7 @@ def run_in_job(
         node: Requirements of a node.
         dump_folder: Folder of the recipe.
         stage: Train this stage alone.
-        save_seconds: The N of --signal=B:USR1@N in the batch script.
+        save_seconds: Seconds before the time limit for the save: the N of --signal=B:USR1@N.
         no_node_check: Train without checking the nodes first.
     """
     from titan_loop.slurm.job import Job, run_job

@@ -52,7 +52,7 @@ def run(
         from_: Start from this model instead of initial weights, with its shape, vocabulary and RoPE
             base: a run, a checkpoint, or a folder as convert export writes it.
     """
-    # From here on a signal asks to stop; importing torch takes seconds.
+    # Before torch is imported, which takes seconds: from here on a signal requests a stop.
     with StopListener(grace=grace_seconds(os.environ)) as stop_listener:
         parents = []
 

@@ -1,1 +1,1 @@
-"""Recipes: lists of stages, found by name and run. They are defined in `train_configs`."""
+"""Finds, checks and trains recipes, which are lists of stages defined in `train_configs`."""

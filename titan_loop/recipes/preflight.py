@@ -1,6 +1,6 @@
-"""Refusals of a stage in its recipe; `training/preflight.py` has the refusals of a run alone.
+"""Checks of a stage against its parent and its data; `training/preflight.py` checks a run alone.
 
-`train` and `slurm submit` raise the first; `plan` prints those that need no checkpoint.
+`train` and `slurm submit` raise the first refusal; `plan` prints all that need no checkpoint.
 """
 
 import math
@@ -20,7 +20,7 @@ _MOST_SILENT_EPOCHS = 4
 
 
 def parent_refusals(recipe: Recipe, stage: Stage) -> Iterator[Refusal]:
-    """Refuse a stage whose parent is not complete; one with a checkpoint can always continue."""
+    """Refuse a stage without a checkpoint of its own while its parent is not complete."""
     if stage.parent is None or saved_state(stage.config) is not None:
         return
     parent = recipe.stage(stage.parent).config

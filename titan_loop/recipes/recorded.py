@@ -2,8 +2,8 @@
 
     config.json ─ names of classes ─► classes ─ fields, checked against their types ─► RunConfig
 
-Classes come from titan_loop and `TITAN_LOOP_PLUGINS`. Nothing that the file names is imported,
-nothing in it is executed.
+Classes come from titan_loop and `TITAN_LOOP_PLUGINS` only: nothing that the file names is imported,
+and nothing in it is executed.
 """
 
 import importlib

@@ -59,7 +59,7 @@ def run_recipe(
             stages, whose settings come from their run directories.
 
     Raises:
-        UserError: Before anything starts; or later, if a stage ended before its last token.
+        UserError: Before anything starts; later only if a parent ended before its last token.
         NonFiniteError: Training stopped, see `titan_loop.training.verdict`.
         StoppedError: A signal stopped it, see `titan_loop.training.stop_request`.
     """
@@ -103,14 +103,13 @@ def run_recipe(
             forget_compiled_stage()
             gc.collect()  # torchtitan turns automatic collection off; a model has cycles
     finally:
-        shutdown()  # may wait for ranks that wait for this one; see StopListener.leave
+        shutdown()  # may wait for ranks that wait for this one; StopListener.leave ends the wait
 
 
 def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) -> list[Stage]:
     """Check a recipe whose configs have their folders; return the stages to train.
 
-    No process group and no device is touched. A setting that is legal but probably unintended is a
-    warning.
+    Touches no process group and no device. Warns of settings that are legal but probably mistakes.
     """
     stages = recipe.chosen(only)
     if only is not None:
@@ -188,6 +187,6 @@ def _warn_of_same_windows(recipe: Recipe, stage: Stage) -> None:
     if shared and same_windows and here.get("seed") == before.get("seed"):
         warn_together(
             logger,
-            f"stage {stage.name} reads the same windows in the same order as {stage.parent}, of "
+            f"stage {stage.name} reads the same windows in the same order as {stage.parent}, from "
             f"{', '.join(sorted(shared))}; give it another dataloader.seed",
         )

@@ -22,9 +22,10 @@ IMPORTED = "imported"
 def start_from(
     recipe: Recipe, path: Path, *, only: str | None, folder: str, command: Sequence[str]
 ) -> SavedRun:
-    """Let stages of a recipe start from an existing model; apply flags afterwards.
+    """Let a recipe's first stages, or stage `only`, start from a model; apply flags afterwards.
 
-    Those stages, and the stages with the same model, get its options: shape, vocabulary, RoPE base.
+    These stages, and all stages with the same model config, get the model's shape, vocabulary and
+    RoPE base, with the first stage's attention and readout_chunk_tokens.
 
     Args:
         path: A run, a checkpoint, or a folder that `convert import` reads. The last is imported
@@ -56,7 +57,7 @@ def start_from(
 
 
 def check_tokenizer(recipe: Recipe, run: SavedRun, *, only: str | None) -> None:
-    """Refuse data whose token ids have other meanings than in the run to start from."""
+    """Refuse data whose tokenizer differs from the tokenizer of the run to start from."""
     for stage in recipe.chosen(only):
         for source in stage.config.dataloader.source_paths():
             run.tokenizer(Path(source) / TOKENIZER_NAME)
