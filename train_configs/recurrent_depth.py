@@ -389,5 +389,5 @@ TABLES = {
             )
             for stage in ("depth_dynamic", "depth_r8", "depth_r4")
         ),
-    ]
+    ],
 }

@@ -122,7 +122,8 @@ def build_local_python_corpus(
 
     Returns:
         The card: per domain and split documents, bytes and SHA-256, what was dropped and why, the
-        held-out text that is in training, too (`tools.demo.overlap`), the licence of every package used, versions and the command.
+        held-out text that is in training, too (`tools.demo.overlap`), the licence of
+        every package used, versions and the command.
 
     Raises:
         UserError: For a size or fraction out of range, an unwritable output, too little text, or if

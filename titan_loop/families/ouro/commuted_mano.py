@@ -22,7 +22,7 @@ _MOST_DRAWS = 20  # times as many as expected
 class Operations(NamedTuple):
     """A number of operations, in the exam that is reported or in the one for tuning."""
 
-    count: int
+    number: int
     tuning: bool = False
 
 
@@ -45,7 +45,7 @@ class CommutedMano(Mano):
 
     def draw(self, generator: random.Random, stratum: Operations) -> Question:
         """Draw an expression, uniform in operators and operands."""
-        return Mano.draw(self, generator, stratum.count)
+        return Mano.draw(self, generator, stratum.number)
 
     def held_out_questions(
         self, count: int, stratum: Operations, *, seed: int = 0

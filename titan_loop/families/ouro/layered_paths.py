@@ -1,9 +1,9 @@
 """Layered questions whose exam has no twin in training: no question visits the same people.
 
 Two relations of a person often lead to the same other person. `LayeredQA` then trains one question
-and asks another that visits the same people in the same order: with 20 people and 8 relations 11 % of the
-held-out questions have such a twin in training after 921 trained ones, 59 % after 9,216. Here twins
-are trained, reported or tuned with together, and an exam asks one question of a path.
+and asks another that visits the same people in the same order: with 20 people and 8 relations 11 %
+of the held-out questions have such a twin in training after 921 trained ones, 59 % after 9,216.
+Here twins are trained, reported or tuned with together, and an exam asks one question of a path.
 """
 
 from collections.abc import Mapping
@@ -78,8 +78,8 @@ class LayeredPaths(LayeredQA):
         """Question numbers by path, the trained ones first."""
         return np.argsort(self._path, kind="stable")
 
-    @cached_property  # read for every draw
-    def _splits(self) -> dict[str, tuple[int, int]]:
+    @cached_property
+    def _splits(self) -> Mapping[str, tuple[int, int]]:
         """First place in `_order`, and the place behind the last, of each split."""
         path = self._path[self._order]
 

@@ -124,7 +124,7 @@ class LayeredQA(Task):
             relations.append(relation)
         return self._asked(number, tuple(relations))
 
-    @property
+    @cached_property
     def _splits(self) -> Mapping[str, tuple[int, int]]:
         """First place in `_order`, and the place behind the last, of each kind of question."""
         return {
