@@ -15,7 +15,7 @@ paper's modulus, here untried.
 
 Numbers of the recipes `physics_small` (`mano_…`, `hops_…`), `adaptive_small`, `hrm_small` and
 `xllm_small` (`mano_…`) rest on the older exam of `physics_small`: modulo 5, 674 different
-expressions of which 632 have a twin in training, and 653 paths or more of which 11 to 59 % do.
+expressions of which 632 have a twin in training, and three hops of which 11 to 59 % do.
 
     titan-loop train physics_exams --stage mano_1x4 --debug.seed 1 --dataloader.seed 1
     bash tools/physics.sh --exams       all stages, and their tables
