@@ -25,8 +25,8 @@ flags_of() {
 examine() {
     local task=() # text, if there is none
     case $1 in
-        mano_*) task=(--tasks mano) ;;
-        hops_*) task=(--tasks layered_qa) ;;
+        mano_*) task=(--tasks commuted_mano) ;;
+        hops_*) task=(--tasks layered_paths) ;;
         *) titan_loop eval "$2" --windows 128 --depths 1 2 3 4 8 ;;
     esac
     case $1 in

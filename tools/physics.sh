@@ -1,29 +1,35 @@
 #!/usr/bin/env bash
 # Trains the stages of train_configs/physics_small.py, prints their tables and fits the scaling law.
 #
-#   bash tools/physics.sh [--unclean] [--again] [--seeds "1 2 3"] [STAGE...]
+#   bash tools/physics.sh [--exams] [--unclean] [--again] [--seeds "1 2 3"] [STAGE...]
 #
-# Every stage leaves train_configs/results/physics_small/STAGE-seedS.json. What is there is skipped,
+# --exams: the stages of physics_exams instead.
+# Every stage leaves train_configs/results/RECIPE/STAGE-seedS.json. What is there is skipped,
 # unless --again asks for it, and a stage that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
 
+recipe=physics_small
+if [ "${1:-}" = --exams ]; then
+    recipe=physics_exams
+    shift
+fi
 seeds=1
-choose physics_small "$@"
+choose $recipe "$@"
 
 if [[ " ${stages[*]}" == *" scaling_"* || " ${stages[*]}" == *" prior_"* ]]; then
     full_corpus
 fi
 
 for seed in $seeds; do
-    folder=runs/physics_small-seed$seed$again
+    folder=runs/$recipe-seed$seed$again
     for name in "${stages[@]}"; do
-        if recorded "train_configs/results/physics_small/$name-seed$seed.json"; then
+        if recorded "train_configs/results/$recipe/$name-seed$seed.json"; then
             continue
         fi
         stage "$name, seed $seed"
-        titan_loop train physics_small --stage "$name" --dump-folder "$folder" \
+        titan_loop train $recipe --stage "$name" --dump-folder "$folder" \
             --debug.seed "$seed" --dataloader.seed "$seed"
         titan_loop results add "$folder/$name" "${unclean[@]}"
     done
@@ -32,4 +38,4 @@ for seed in $seeds; do
         titan_loop scaling "${scaling[@]}" --output "$folder/scaling"
     fi
 done
-titan_loop results show physics_small
+titan_loop results show $recipe

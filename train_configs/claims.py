@@ -214,7 +214,7 @@ CLAIMS = [
                 "0",
                 None,
                 5,
-                "says little: 8 nodes read 5, too",
+                "says nothing of extrapolation: 8 nodes, inside training, read 5, too",
             ),
         )
     ),

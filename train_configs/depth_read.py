@@ -7,7 +7,7 @@ Model, text and optimiser are as in `last_step_muon` of `depth_pays`.
 | the names in TEXT | ways to make steps 1 … 4 readable; the last step's loss; Stage I |
 | `r1`, `r2`, `r3` | the same layer trained for that R alone |
 | `ARM_gate`, `ARM_ahead` | Stage II after it: as published, and with the next improvement |
-| `mano_ARM`, `hops_ARM` | arithmetic and three hops of `physics_small`, and their Stage II |
+| `mano_ARM`, `hops_ARM` | arithmetic and three hops of `physics_exams`, and their Stage II |
 
     titan-loop train depth_read --stage even_late --debug.seed 1
     bash tools/depth_read.sh            all stages and seeds, and their tables
@@ -23,13 +23,15 @@ from typing import Any
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.evaluation.offline_tasks import HELD_OUT
+from titan_loop.families.ouro.commuted_mano import CommutedMano
+from titan_loop.families.ouro.layered_paths import LayeredPaths
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.families.ouro.readable_steps import ReadableStepsLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from train_configs.depth_pays import BATCH_TOKENS, LATE_FROM, STEPS, TOTAL_TOKENS, depth_pays
-from train_configs.physics_small import physics_small
+from train_configs.physics_exams import REPORTED, physics_exams
 
 GATE_TOKENS = 200 * BATCH_TOKENS
 GATES = {"gate": False, "ahead": True}
@@ -88,10 +90,10 @@ TEXT: dict[str, dict[str, Any]] = {
 
 ALONE = (1, 2, 3)
 TASKS = {
-    "mano": ("mano_1x4", "mano"),
-    "hops": ("hops_r4_50", "layered_qa/held_out_3_hops"),
+    "mano": ("mano_1x4", f"{CommutedMano.name}/{REPORTED}"),
+    "hops": ("hops_r4_50", f"{LayeredPaths.name}/held_out_3_hops"),
 }
-"""Name → stage of `physics_small`, and the result of its exam."""
+"""Name → stage of `physics_exams`, and the result of its exam."""
 
 TASK_ARMS = ("last_step", "stage_one", "even_late", "distilled_late", "rank8_late")
 MODEL_OPTIONS = ("readout_rank", "early_states", "norm_placement")
@@ -136,8 +138,8 @@ def depth_read() -> Recipe:
 
 @cache
 def _known() -> Mapping[str, LoopTrainer.Config]:
-    """Return the stages that arms change: stage of `depth_pays` or `physics_small` → config."""
-    recipes = depth_pays(), physics_small()
+    """Return the stages that arms change: stage of `depth_pays` or `physics_exams` → config."""
+    recipes = depth_pays(), physics_exams()
     return {stage.name: stage.config for recipe in recipes for stage in recipe.stages}
 
 

@@ -93,7 +93,10 @@ TABLES = {
                 grid_name(k, loops): {"stage": f"{k}x{loops}", "reading": f"static:{loops}"}
                 for k, loops in MANO_GRID
             },
-            columns={f"L = {length}": {"stage": f"l{length}"} for length in MANO_STEPS},
+            columns={
+                f"L = {length}": {"stage": f"l{length}", "stratum": f"{length}_operations"}
+                for length in MANO_STEPS
+            },
             everywhere={"task": CommutedMano.name, "metric": "acc,none"},
             paper={
                 grid_name(*row): {

@@ -4,10 +4,14 @@
     recurrent_depth_extrapolation   up to 40 hops by a curriculum, as published: R = 1 … 8, dynamic
     …_systematic_code, …_extrapolation_code     as the authors' code where it contradicts the paper
     recurrent_depth_small           both in miniature, for one core and half an hour a stage
+    recurrent_depth_ood             its two hops on a graph with 170 OOD questions instead of 39
     recurrent_depth_short           a minute of it: shows that the stages run, not that they learn
     recurrent_depth_effect          a minute in which one layer learns to take two hops in two steps
 
-LOG.md has the results of the small one.
+LOG.md has the results of the small one. Its `systematic_…` answer 39 OOD questions of one graph, on
+which length and decay were chosen, too; `recurrent_depth_ood` answers 170, and
+`--dataloader.task.graph-seed 1` is another graph to choose settings on. There `layers8` has the
+training FLOPs of R = 4, nearly, without a loop.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §5.1, §6.1, Appendices B and C and Figure 3
 (epochs), and the authors' code for everything that the paper leaves open: embeddings from N(0, 1),
@@ -31,8 +35,9 @@ epochs in all); the last level has no exam; deviations of the tasks stand with t
 """
 
 import math
+from collections.abc import Mapping
 
-from titan_loop.analysis.results import ResultTable
+from titan_loop.analysis.results import ResultTable, Where
 from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.task import Task
@@ -60,6 +65,11 @@ EPOCHS = {1: 7_000, 2: 7_000, 4: 2_000, 8: 2_000}
 SMALL_SYSTEMATIC = TwoHopSystematic(
     entities=40, relations=10, degree=10, ood_share=0.1, inferred_ratio=7.5
 )
+SMALL_OOD = TwoHopSystematic(
+    entities=60, relations=10, degree=10, ood_share=0.17, inferred_ratio=7.5
+)
+"""3,735 trained questions, 438 held out in distribution, 170 OOD."""
+
 SMALL_DEPTH = PermutationHops(
     entities=16, relations=10, hops=12, asked_hops=16, trained_questions=3_000, fact_weight=10
 )
@@ -67,6 +77,7 @@ SMALL_DEPTHS = [1, 2, 4, 6, 8, 12, 16, 24, 40]
 SMALL_WINDOW = 48
 SMALL_BATCH_TOKENS = 20 * SMALL_WINDOW
 SMALL_TOKENS, SMALL_SYSTEMATIC_TOKENS = 8_000 * SMALL_BATCH_TOKENS, 10_000 * SMALL_BATCH_TOKENS
+SMALL_OOD_TOKENS = 14_000 * SMALL_BATCH_TOKENS  # as many epochs
 SMALL_WARMUP_TOKENS = 200 * SMALL_BATCH_TOKENS
 
 
@@ -133,6 +144,17 @@ def recurrent_depth_small() -> Recipe:
             ),
         ],
     )
+
+
+def recurrent_depth_ood() -> Recipe:
+    """Two hops in miniature with 170 OOD questions: R = 1, 2, 4, and eight layers once."""
+    arms = {f"r{steps}": (steps, 2) for steps in (1, 2, 4)} | {"layers8": (1, 8)}
+    stages = []
+    for name, (steps, layers) in arms.items():
+        config = _small_systematic(steps, SMALL_OOD, layers, tokens=SMALL_OOD_TOKENS)
+        config.suite.questions = 400  # of 800 draws 169 of the 170 are different
+        stages.append(Stage(name=name, config=config))
+    return Recipe(name="recurrent_depth_ood", stages=stages)
 
 
 def recurrent_depth_short() -> Recipe:
@@ -240,12 +262,19 @@ def _extrapolation(task: PermutationHops, recurrence: RecurrenceConfig) -> LoopT
     return config
 
 
-def _small_systematic(steps: int) -> LoopTrainer.Config:
+def _small_systematic(
+    steps: int,
+    task: TwoHopSystematic = SMALL_SYSTEMATIC,
+    layers: int = 2,
+    *,
+    tokens: int = SMALL_SYSTEMATIC_TOKENS,
+) -> LoopTrainer.Config:
     config = _small(
-        SMALL_SYSTEMATIC,
+        task,
         RecurrenceConfig(steps=Schedule.constant(steps)),
         RecurrentDepthOptions(
             size="debugmodel",
+            n_layers=layers,
             positions="learned",
             learned_positions=SMALL_WINDOW,
         ),
@@ -253,11 +282,11 @@ def _small_systematic(steps: int) -> LoopTrainer.Config:
         weight_decay=0.3,
         suite=SuiteConfig(interval=500, depths=[1, 2, 4, 8], questions=256),
     )
-    config.total_tokens = SMALL_SYSTEMATIC_TOKENS
+    config.total_tokens = tokens
     config.learning_rate = Schedule.warmup_cosine(
         3e-3,
         warmup_tokens=SMALL_WARMUP_TOKENS,
-        total_tokens=SMALL_SYSTEMATIC_TOKENS,
+        total_tokens=tokens,
         final=3e-4,
     )
     return config
@@ -308,23 +337,40 @@ def _small(
     return config
 
 
+def _two_hops(rows: Mapping[str, Where]) -> ResultTable:
+    return ResultTable(
+        name="systematic",
+        title="% right of two hops",
+        rows=rows,
+        columns={
+            "trained": {"task": "two_hop_systematic/train_2"},
+            "in distribution": {"task": "two_hop_systematic/id_2"},
+            "systematic (OOD)": {"task": "two_hop_systematic/ood_2"},
+        },
+        everywhere={"metric": "acc,none"},
+        paper={"R = 1": {"systematic (OOD)": 0.0}},
+        over_training=("in distribution", "systematic (OOD)"),
+    )
+
+
 TABLES = {
+    "recurrent_depth_ood": [
+        _two_hops(
+            {
+                **{
+                    f"R = {steps}": {"stage": f"r{steps}", "reading": f"static:{steps}"}
+                    for steps in (1, 2, 4)
+                },
+                "eight layers": {"stage": "layers8", "reading": "static:1"},
+            }
+        )
+    ],
     "recurrent_depth_small": [
-        ResultTable(
-            name="systematic",
-            title="% right of two hops",
-            rows={
+        _two_hops(
+            {
                 f"R = {steps}": {"stage": f"systematic_r{steps}", "reading": f"static:{steps}"}
                 for steps in (1, 2, 4)
-            },
-            columns={
-                "trained": {"task": "two_hop_systematic/train_2"},
-                "in distribution": {"task": "two_hop_systematic/id_2"},
-                "systematic (OOD)": {"task": "two_hop_systematic/ood_2"},
-            },
-            everywhere={"metric": "acc,none"},
-            paper={"R = 1": {"systematic (OOD)": 0.0}},
-            over_training=("in distribution", "systematic (OOD)"),
+            }
         ),
         *(
             ResultTable(
@@ -343,5 +389,5 @@ TABLES = {
             )
             for stage in ("depth_dynamic", "depth_r8", "depth_r4")
         ),
-    ]
+    ],
 }

@@ -13,7 +13,7 @@ from titan_loop.recipes.registry import load_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.trainer import LoopTrainer
-from train_configs import physics, physics_small
+from train_configs import physics, physics_exams, physics_small
 
 
 def configs(name: str) -> dict[str, LoopTrainer.Config]:
@@ -61,7 +61,7 @@ def test_questions_and_biographies_are_trained_as_published():
     assert config.model.tie_weights
 
 
-@pytest.mark.parametrize("module", [physics, physics_small])
+@pytest.mark.parametrize("module", [physics, physics_exams, physics_small])
 def test_tables_ask_for_stages_and_depths_that_are_trained(module):
     for name, tables in module.TABLES.items():
         stages, asked = configs(name), set()
@@ -101,6 +101,36 @@ def test_stages_of_a_comparison_differ_in_what_their_names_say():
         if name.startswith("scaling")
     }
     assert len(shapes) == 9
+
+
+def test_stages_with_larger_exams_are_those_of_physics_small_on_another_task():
+    small, found = configs("physics_small"), configs("physics_exams")
+    assert len(found) == 28
+    for name, config in found.items():
+        task = config.dataloader.generated_task()
+        assert config.suite.tasks == [task.name]
+        known = small.get(name)
+        if known is not None:
+            for field in ("model", "optimizer", "learning_rate", "total_tokens", "recurrence"):
+                assert getattr(config, field) == getattr(known, field), field
+            assert known.dataloader.generated_task().name in ("mano", "layered_qa")
+    more, once = found["mano_1x1_more"], found["mano_1x1"]
+    assert more.total_tokens == 4 * once.total_tokens
+    assert more.learning_rate(more.total_tokens) == once.learning_rate(once.total_tokens)
+    for arm in ("1x1", "1x4", "4x1"):
+        rates = [found[f"mano_{arm}{rate}"].learning_rate.largest
+                 for rate in ("_25e-4", "_5e-3", "", "_2e-2")]  # fmt: skip
+        assert rates == [2.5e-3, 5e-3, 1e-2, 2e-2]
+
+
+def test_larger_exams_have_1000_questions():
+    found = configs("physics_exams")
+    tasks = {found[name].dataloader.generated_task() for name in ("mano_1x4", "hops_r4_100")}
+    for task in tasks:
+        *_, reported, tuning = task.strata
+        exam = task.exam(1_000, strata=[reported, tuning])
+        assert len(exam[reported]) == 1_000
+        assert len(exam[tuning]) > 500
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -34,6 +34,7 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError, exit_code
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.local_path import require_local
+from tools.demo.overlap import WORDS, overlaps
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,10 @@ class DomainFiles:
         """Whether the domain has reached its size."""
         return self.text_bytes.total() >= self.limit_bytes
 
+    def texts(self, split: str) -> list[str]:
+        """Return the documents of a split."""
+        return [json.loads(line)["text"] for line in self.lines[split]]
+
     def add(self, seen: set[bytes], package: str, identity: str, text: str) -> None:
         """Add a document to the split its identity hashes to, or count why not."""
         encoded = text.encode(errors="ignore")
@@ -117,7 +122,8 @@ def build_local_python_corpus(
 
     Returns:
         The card: per domain and split documents, bytes and SHA-256, what was dropped and why, the
-        licence of every package used, versions and the command.
+        held-out text that is in training, too (`tools.demo.overlap`), the licence of
+        every package used, versions and the command.
 
     Raises:
         UserError: For a size or fraction out of range, an unwritable output, too little text, or if
@@ -147,15 +153,34 @@ def build_local_python_corpus(
             f"this environment has {found:.1f} MB of text and at_least_megabytes is "
             f"{at_least_megabytes:g}; install more packages into it, or ask for less"
         )
-    written: dict[str, object] = {name: _write_domain(domain) for name, domain in domains.items()}
+    written = {name: _write_domain(domain) for name, domain in domains.items()}
+    _count_overlaps(domains, written)
     packages = set().union(*(domain.packages for domain in domains.values()))
     return write_card(output, "domains", written, licences(distributions, packages))
+
+
+def _count_overlaps(domains: dict[str, DomainFiles], written: dict[str, dict[str, object]]) -> None:
+    """Add to each domain's part of the card, and log, the held-out text that is trained on, too."""
+    train = (text for domain in domains.values() for text in domain.texts("train"))
+    held_out = {name: domain.texts("held_out") for name, domain in domains.items()}
+    for name, overlap in overlaps(train, held_out).items():
+        written[name]["held_out_in_training"] = overlap
+        logger.info(
+            "%s: %.1f %% of the held-out sequences of %d words are in training, too; %d of %d "
+            "documents are near-duplicates, with %.1f %% of the held-out bytes",
+            name,
+            100 * overlap[f"shared_{WORDS}_words"],
+            WORDS,
+            overlap["near_duplicates"],
+            len(held_out[name]),
+            100 * overlap["near_duplicate_bytes"],
+        )
 
 
 def write_card(
     output: Path,
     parts_name: str,
-    parts: dict[str, object],
+    parts: Mapping[str, object],
     licences_used: dict[str, dict[str, str]],
 ) -> dict[str, object]:
     """Write and return `card.json`: the parts under their name, licences, versions and command."""

@@ -2,8 +2,11 @@
 
 from itertools import islice
 
+import pytest
+
 from titan_loop.data.tasks.mano import Mano, Question
-from titan_loop.families.ouro.commuted_mano import CommutedMano
+from titan_loop.errors import UserError
+from titan_loop.families.ouro.commuted_mano import CommutedMano, Operations
 
 
 def twins(expression: tuple[str | int, ...]) -> set[tuple[str | int, ...]]:
@@ -25,7 +28,7 @@ def twins(expression: tuple[str | int, ...]) -> set[tuple[str | int, ...]]:
 
 def test_an_expression_is_held_out_with_its_twins() -> None:
     task = CommutedMano(5, 3)
-    exam = {question.expression for question in task.held_out_questions(200, 3)}
+    exam = {question.expression for question in task.held_out_questions(200, Operations(3))}
     several = 0
     for question in islice(task.questions(0), 2000):
         assert exam.isdisjoint(twins(question.expression))
@@ -39,3 +42,22 @@ def test_an_expression_is_held_out_with_its_twins() -> None:
     sums = Question(("+", 1, 2), 1, 3), Question(("+", 2, 1), 1, 3)
     assert len({task.identity(question) for question in sums}) == 1
     assert len({Mano(5, 3).identity(question) for question in sums}) == 2
+
+
+def test_settings_are_chosen_on_other_questions_than_are_reported() -> None:
+    task = CommutedMano(7, 3)
+    assert list(task.strata) == ["3_operations", "tuning_3_operations"]
+    reported, tuning = (
+        {task.identity(question) for question in task.held_out_questions(300, stratum)}
+        for stratum in task.strata.values()
+    )
+    assert reported.isdisjoint(tuning)
+    assert min(len(reported), len(tuning)) > 100
+    for question in task.held_out_questions(50, Operations(3, tuning=True)):
+        assert task.is_held_out(question)
+        assert question.operations == 3
+
+
+def test_a_task_that_holds_out_too_few_is_refused() -> None:
+    with pytest.raises(UserError, match="too few examples of"):
+        CommutedMano(2, 1).exam(100)

@@ -5,6 +5,7 @@ import pytest
 
 from titan_loop.errors import UserError
 from tools.demo.local_python import DOMAINS, build_local_python_corpus, docstrings
+from tools.demo.overlap import overlaps
 
 SMALL = {"code_megabytes": 0.3, "prose_megabytes": 0.3, "math_megabytes": 0.3}
 
@@ -55,11 +56,15 @@ def test_sympy_is_only_in_math(corpus: Path) -> None:
 def test_the_card_describes_the_corpus(corpus: Path) -> None:
     card = json.loads((corpus / "card.json").read_text())
     used = set()
+    trained = [r["text"] for domain in DOMAINS for r in records(corpus, domain, "train")]
     for domain in DOMAINS:
         for split in ("train", "held_out"):
             found = records(corpus, domain, split)
             assert card["domains"][domain][split]["documents"] == len(found)
             used |= {record["source"] for record in found}
+        overlap = card["domains"][domain]["held_out_in_training"]
+        held_out = [record["text"] for record in records(corpus, domain, "held_out")]
+        assert overlap == overlaps(trained, {domain: held_out})[domain]
     assert set(card["licences"]) == used
     assert card["licences"]["mano"]
     assert card["licences"]["sympy"]["licence"].startswith("BSD")

@@ -17,7 +17,7 @@ answers to 24 operations remain, and 99.6 % of the answers to one.
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.tasks.task import Example, Task, require_sizes
@@ -61,7 +61,7 @@ class Mano(Task):
         return 2 * self.max_operations + 5
 
     @property
-    def strata(self) -> Mapping[str, int]:
+    def strata(self) -> Mapping[str, Any]:
         """The largest number of operations alone."""
         return {f"{self.max_operations}_operations": self.max_operations}
 
@@ -69,11 +69,11 @@ class Mano(Task):
     def _first_length(self) -> int:
         return _FIRST_VALUE + self.modulus
 
-    def choose(self, generator: random.Random, level: int) -> int:
+    def choose(self, generator: random.Random, level: int) -> Any:
         """Choose a number of operations, all equally often."""
         return 1 + int(generator.random() * self.max_operations)
 
-    def draw(self, generator: random.Random, stratum: int) -> Question:
+    def draw(self, generator: random.Random, stratum: Any) -> Question:
         """Draw an expression of `stratum` operations, uniform in operators and operands."""
         expression: list[str | int] = []
 
@@ -98,7 +98,7 @@ class Mano(Task):
         """Return the expression; the same in every modulus."""
         return question.expression
 
-    def exam_key(self, seed: int, stratum: int) -> int:
+    def exam_key(self, seed: int, stratum: Any) -> int:
         """See the base class."""
         return keyed_integer("mano exam", seed, stratum, self.modulus)
 

@@ -10,6 +10,7 @@ register(
         tasks={
             "capo": f"{_HERE}.capo:Capo",
             "commuted_mano": f"{_HERE}.commuted_mano:CommutedMano",
+            "layered_paths": f"{_HERE}.layered_paths:LayeredPaths",
             "layered_qa": f"{_HERE}.layered_qa:LayeredQA",
             "reachability": f"{_HERE}.reachability:Reachability",
         },

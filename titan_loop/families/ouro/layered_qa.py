@@ -116,15 +116,21 @@ class LayeredQA(Task):
         if stratum == "facts":
             person = int(generator.random() * (self.layers - 1) * self.people)
             return self._asked(person, (int(generator.random() * self.relations),))
-        first, last = 0, self.trained_questions
-        if stratum == "held_out":
-            first, last = last, self._count
+        first, last = self._splits[stratum]
         number = int(self._order[first + int(generator.random() * (last - first))])
         relations = []
         for _ in range(self.hops):
             number, relation = divmod(number, self.relations)
             relations.append(relation)
         return self._asked(number, tuple(relations))
+
+    @cached_property
+    def _splits(self) -> Mapping[str, tuple[int, int]]:
+        """First place in `_order`, and the place behind the last, of each kind of question."""
+        return {
+            "trained": (0, self.trained_questions),
+            "held_out": (self.trained_questions, self._count),
+        }
 
     def _asked(self, person: int, relations: tuple[int, ...]) -> PathQuestion:
         answer = person
