@@ -68,7 +68,7 @@ def test_generation_equals_the_full_forward(kind):
         ({"positions": "learn"}, "model.positions=learn is unknown; nearest: learned"),
         (
             {"positions": "learned", "learned_positions": 31},
-            "model.learned_positions=31 positions are fewer than the 32 tokens of a window",
+            "model.learned_positions=31 is less than the 32 tokens of a window",
         ),
     ],
 )

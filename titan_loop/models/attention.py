@@ -28,11 +28,11 @@ ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
 def document_mask(
     positions_BL: Tensor, share: WindowShare | None = None, prefix_BL: Tensor | None = None
 ) -> Tensor:
-    """Return the keys that each query may attend to, (B, 1, queries, keys) bool.
+    """Return a (B, 1, queries, keys) bool mask, True where a query may attend to a key.
 
-    These are keys of the same document that are not later, or in its prefix (`prefix_BL`, bool)
-    like the query. A document starts wherever `positions_BL` of whole windows is 0. `share`
-    has this rank's queries, and keys in their order; None for all.
+    Both must be in one document, and the key not later than the query, unless both are in the
+    document's prefix (`prefix_BL`, bool). A document starts wherever `positions_BL`, of whole
+    windows, is 0. `share` selects this rank's queries and orders the keys; None takes all.
     """
     share, query_document_BL, key_document_BL = _documents(positions_BL, share)
     same_document = query_document_BL.unsqueeze(2) == key_document_BL.unsqueeze(1)
@@ -49,7 +49,7 @@ def document_block_mask(
     block_size: int | tuple[int, int],
     prefix_BL: Tensor | None = None,
 ) -> BlockMask:
-    """Return Flex's form of `document_mask`; `block_size` is the kernel's."""
+    """Return `document_mask` as a block mask for Flex; `block_size` is the kernel's."""
     (queries_L, keys_L), query_document_BL, key_document_BL = _documents(positions_BL, share)
 
     def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ class DocumentAttention(Module):
 
         Args:
             k_BLNH: Rotated keys, (B, L_key, N_kv, H).
-            attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention of as
-                many queries as keys, or of the last token alone.
+            attention_masks: (B, 1, L, L_key) bool. None is plain causal attention, if there
+                are as many queries as keys, or if the last token is the only query.
             scores_BNLS: Terms added to the products of queries and keys, before scaling.
         """
         queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
@@ -133,7 +133,7 @@ def _attend_with_scores(
     allowed: Tensor,
     scale: float,
 ) -> Tensor:
-    # torch's own kernel passes over the scores twice as often where the mask needs a gradient.
+    # torch's own kernel makes twice as many passes over a mask that needs a gradient.
     shape = scores_BNLS.shape
     hidden = torch.zeros(allowed.shape, dtype=q_BLNH.dtype, device=q_BLNH.device)
     scores_BNLS = scores_BNLS + hidden.masked_fill_(~allowed, -math.inf)
@@ -148,9 +148,10 @@ def _attend_with_scores(
 def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Config:
     """Return the config of the attention kernel called `backend`.
 
-    "auto" is Flex on CUDA and SDPA elsewhere, or where positions add to the `scores`, which only
-    SDPA's module does. Flex and varlen are torchtitan's modules. Their masks and Flex's wiring are
-    tested on CPU with the uncompiled kernel; neither has been run on a GPU by this project yet.
+    "auto" is Flex on CUDA, and SDPA elsewhere or with `scores`, terms that positions add to the
+    products of queries and keys: only SDPA's module takes them. Flex and varlen are torchtitan's
+    modules. Their masks and Flex's wiring are tested on CPU with the uncompiled kernel; this
+    project has not run either on a GPU yet.
     """
     if backend not in ATTENTION_BACKENDS:
         known = nearest(backend, ATTENTION_BACKENDS)
@@ -168,7 +169,7 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
 class LoopAttention(GQAttention):
     """Grouped-query attention that reads rotations, mask and cache from the shared `LoopContext`.
 
-    With a gate, W_o (σ(W_g x) ⊙ heads) takes the place of W_o heads.
+    Without a gate the output is W_o heads, with one it is W_o (σ(W_g x) ⊙ heads).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -203,8 +204,7 @@ class LoopAttention(GQAttention):
     ) -> Tensor:
         """Attend to a normed input and project back; (B, L, D) in and out.
 
-        `cache_slot` addresses this visit's keys and values. Without a cache it is None, so that a
-        compiled block is not specialised on the step.
+        `cache_slot` addresses this visit's keys and values; it is not read without a cache.
         """
         q_BLNH, k_BLNH, v_BLNH = self._projected(x_BLD, context, cache_slot)
         added = {}

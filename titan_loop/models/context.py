@@ -14,7 +14,7 @@ AttentionMask = Tensor | BlockMask | VarlenMetadata
 
 
 class WindowShare(NamedTuple):
-    """Indices of this rank's tokens in every window, and of all tokens as keys, in their order."""
+    """Indices into every window: of this rank's tokens, and of all tokens in the keys' order."""
 
     queries_L: Tensor
     keys_L: Tensor
@@ -47,8 +47,8 @@ class LoopContext(NamedTuple):
         shared_positions: Tables that the layers read, from `Positions.shared`.
         attention_mask: None for causal attention that ignores document boundaries.
         columns: Further model inputs of the batch, by name.
-        said_BLV: Log-probabilities of the next token after the previous step, where known; they
-            save decoding that state again.
+        said_BLV: Log-probabilities of the next token that the engine read from the previous step,
+            if it did; a family that feeds them back need not compute them again.
     """
 
     positions_BL: Tensor

@@ -187,7 +187,7 @@ class LoopDecoder(Decoder):
         """Run R recurrent steps over whole windows; return their states and exit logits.
 
         Args:
-            positions: (B, L) positions restarting per document; None means one per window.
+            positions: (B, L), restarting per document; None takes each window as one document.
             attention_masks: Mask of the attention backend; None builds it from `positions`.
             recurrent_steps: R; None means `self.recurrent_steps`.
         """
@@ -237,7 +237,7 @@ class LoopDecoder(Decoder):
         return LoopContext(positions, shared, attention_masks, cache, columns)
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1: the embedding; with input injection, a state, too."""
+        """Return the carry of step 1: the embedding, and with input injection also a state."""
         token_BLD = self.scaled(self.tok_embeddings(tokens))
         embedding_BLD = self.positions.embedded(token_BLD, context.positions_BL)
         if self.embedding_dropout is not None:
@@ -266,7 +266,7 @@ class LoopDecoder(Decoder):
         return Injected(hidden_BLD, carry.embedding_BLD)
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
-        """Apply every looped layer once, and the final norm if it is there; return h_step.
+        """Apply every looped layer once, and the norm if it ends every step; return h_step.
 
         All steps share their weights: `step`, from 1 or a (B,) tensor, only addresses the cache.
         """
@@ -279,7 +279,7 @@ class LoopDecoder(Decoder):
     ) -> Tensor:
         """Map the state after a step to the input of head, gate and distances between states.
 
-        `step`, a number or (B,) of them, is for families that read steps differently.
+        `step`, a number or a (B,) tensor, is for families whose reading depends on it.
         """
         coda = range(self.config.looped.stop, len(self.layers))
         if not coda and self.norm_placement == "every_step":
@@ -305,7 +305,7 @@ class LoopDecoder(Decoder):
         step: int | Tensor | None,
         shift: int,
     ) -> Tensor:
-        """Apply layers one after the other; their numbers in a cache are shifted."""
+        """Apply layers one after the other; index + `shift` is a layer's number in the cache."""
         for index in layers:
             # Without a cache the slot stays None, so that compiled blocks do not specialise on it.
             unaddressed = context.cache is None and not self.tells_step
@@ -391,8 +391,8 @@ class LoopDecoder(Decoder):
     def after_update(self, mesh: DeviceMesh | None, updated: Tensor) -> None:
         """Update state that no gradient changes, after a training step; collective.
 
-        `mesh` has the ranks with other tokens than this one's, None if there are none; `updated`
-        says whether the step moved the weights, a bool on the device.
+        `mesh` spans the ranks that train on different tokens; None if there is only one. `updated`
+        is a bool tensor on the device, False if the step left the weights unchanged.
         """
 
     def record(self) -> Mapping[str, Any]:
@@ -408,7 +408,7 @@ class LoopDecoder(Decoder):
         kernel = self.config.layers[0].attention.inner_attention
         if share is None and prefix is None:
             return super().get_attention_masks(positions)  # type: ignore[return-value]
-        assert isinstance(kernel, FlexAttention.Config), "varlen has causal masks of windows alone"
+        assert isinstance(kernel, FlexAttention.Config), "varlen takes no share or prefix"
         return document_block_mask(positions, share, kernel.block_size, prefix)
 
     def _needs_mask(self) -> bool:

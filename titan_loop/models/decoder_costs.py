@@ -1,8 +1,8 @@
 """Costs of a looped decoder, as part of its config: visits of layers and model FLOPs.
 
-Every layer counts R times, every readout once. The rest of the convention is torchtitan's: a
-multiply-add is two operations, the backward pass costs twice the forward pass, attention counts
-without causal sparsity, recomputation and element-wise work do not count.
+Every looped layer counts R times, every readout once. The rest of the convention is torchtitan's:
+a multiply-add is two operations, the backward pass costs twice the forward pass, attention counts
+as if it were not causal, and recomputation and element-wise work do not count.
 """
 
 import math
@@ -18,7 +18,7 @@ from titan_loop.models.injection import AdditiveInjection
 
 
 class Flops(NamedTuple):
-    """Forward and backward FLOPs per token, by part; `decoding` is between two steps."""
+    """Forward and backward FLOPs per token; `decoding` is the work of a family between steps."""
 
     matrices: float
     attention: float
@@ -41,7 +41,7 @@ class LayerVisits(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class DecoderCosts(Decoder.Config):
-    """The config fields that costs follow from; a family may override methods."""
+    """The config fields that determine costs, and the costs; a family may override methods."""
 
     recurrent_steps: int = 4
     exit_gate: ExitGate.Config | None = None

@@ -26,7 +26,7 @@ class Dropout(Drawing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Drawing.Config):
-        """Share of the elements, in [0, 1)."""
+        """Share of the elements that is zeroed, in [0, 1)."""
 
         rate: float
 
@@ -52,7 +52,7 @@ def placed_like(drawn: Tensor, x: Tensor) -> Tensor:
 
 
 def dropout_config(rate: float, option: str = "dropout") -> Dropout.Config | None:
-    """Return the config of a model option's rate in [0, 1), None for 0; `UserError` for another."""
+    """Return the config for a rate, None for 0; raises `UserError` for one outside [0, 1)."""
     if not 0.0 <= rate < 1.0:
         raise UserError(f"model.{option}={rate} must be at least 0 and below 1")
     return Dropout.Config(rate=rate) if rate else None
@@ -64,6 +64,6 @@ def draws(model: nn.Module) -> bool:
 
 
 def seed_dropout(model: nn.Module, *key: int) -> None:
-    """Seed the default generator, if the model draws from it."""
+    """Seed the default generator from the integers of `key`, if the model draws from it."""
     if draws(model):
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))

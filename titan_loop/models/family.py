@@ -2,8 +2,8 @@
 
     --model.…, config.json ─► ModelOptions ─► Family.decoder_config ─► LoopDecoder.Config
 
-The recipe's options decide the family, which `titan_loop/plugins.py` finds by its name. Other
-modules never compare names of families: they ask the `Family`, the decoder or the decoder's config.
+The class of a recipe's model options names the family; `titan_loop/plugins.py` finds it by that
+name. Other modules never compare names: they ask the `Family`, the decoder or its config.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ FamilyName = Annotated[str, tyro.conf.Suppress]
 """Type of the field `family` of model options, which is recorded but is not a flag."""
 
 Use = Literal["analyse", "export", "generate", "held_out", "upcycle"]
-"""Uses that not every family has: the verbs of these names, and scoring held-out text."""
+"""Uses that a family may lack: the commands of these names, and scoring held-out text."""
 
 USES: frozenset[Use] = frozenset(get_args(Use))
 
@@ -69,7 +69,7 @@ class ModelOptions:
     """Unique layers; None takes the size's own."""
 
     dim: int | None = None
-    """Width D; None takes the size's own. Feed-forward and head widths are not rescaled."""
+    """Width D; None takes the size's own. hidden_dim and the number of heads do not follow it."""
 
     n_heads: int | None = None
     """Query heads; None takes the size's own."""
@@ -99,7 +99,7 @@ class Family:
 
     Attributes:
         decoder_config: Maps options, their shape and the longest window to the architecture.
-        exit_policies: Names of its policies; None for all that work on a recurrence over the stack.
+        exit_policies: Names of those it supports; None for all that work on a loop over the stack.
         runtime_options: Options that the architecture record leaves out.
         data_options: Options that are filled in from the data unless they are set.
     """
@@ -154,7 +154,7 @@ def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
 
 
 def resolved_shape(options: ModelOptions) -> ModelSize:
-    """Return the named size with the options that deviate from it, if they fit together."""
+    """Return the named size, overridden by the options; `UserError` if they do not fit together."""
     size = get_family(options.family).size(options.size)
     asked = {option.name: getattr(options, option.name) for option in fields(ModelSize)}
     values = asdict(size) | {name: value for name, value in asked.items() if value is not None}
@@ -182,7 +182,7 @@ def decoder_config(options: ModelOptions, *, max_seq_len: int) -> LoopDecoder.Co
 
 
 def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's architecture record, with defaults for keys that its version lacks."""
+    """Return a checkpoint's architecture record, with defaults for keys it was saved without."""
     family = get_family(str(recorded.get("family", FIRST_FAMILY)))
     default = family.options(size=next(iter(family.sizes)), attention="sdpa")
     written_always = {size_field.name for size_field in fields(ModelSize)}

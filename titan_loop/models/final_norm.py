@@ -1,4 +1,4 @@
-"""The norm that ends a recurrent step, or stands before head and gate alone."""
+"""The norm that ends every recurrent step, or runs only before head and gate."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias

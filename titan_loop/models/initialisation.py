@@ -18,7 +18,7 @@ def normal_matrix(parameter: torch.Tensor, *, std: float) -> None:
 
 
 def draw(parameter: torch.Tensor, *, fill: Callable[[torch.Tensor], object]) -> None:
-    """Let `fill` overwrite a plain tensor, or a whole one of which this rank keeps its shard."""
+    """Overwrite a tensor with `fill`; of a sharded one, fill the whole and keep this shard."""
     if not isinstance(parameter, DTensor):
         fill(parameter)
         return

@@ -34,10 +34,10 @@ class LlamaOptions(LoopOptions):
     """Options of families whose layers are Llama's blocks."""
 
     exit_gate: bool = False
-    """Whether there is an exit gate; no engine's format can hold one."""
+    """Whether there is an exit gate; the formats of other engines have no place for one."""
 
     norm_placement: NormPlacement = "readout"
-    """Place of the final norm: at the readout only, or after every recurrent step, too."""
+    """Place of the final norm: at the readout only, or after every recurrent step."""
 
     norm_eps: float = 1e-5
     """Added to the mean square in every norm."""
@@ -71,7 +71,7 @@ def llama_config(
 def _pre_norm(
     layer: SandwichBlock.Config, options: LlamaOptions, shape: ModelSize
 ) -> PreNormBlock.Config:
-    """Return a layer without the norms after its branches, whose gain moves into the matrices."""
+    """Return a layer without the norms after its branches, whose gain the output matrices take."""
     gain = residual_gain(options, shape)
     std = options.initializer_range * gain / math.sqrt(width_ratio(options, shape))
     output = {"weight": partial(normal_matrix, std=std)}

@@ -12,10 +12,10 @@ Initialisation (Ouro's paper does not publish its own):
   al. 2019, §2.3), in the gain because a norm undoes any scaling of the matrix before it. Without it
   the gradient grows 78-fold from R = 1 to R = 8 at 24 layers of width 128. `residual_scale=visits`
   counts every visit of a layer: 1/sqrt(2·layers·R).
-- `branch_scale` keeps a factor in the forward pass: visits of one layer are correlated and add up
-  like R, different layers add up like √L (arXiv 2606.18524).
-- `base_width` is µP for hidden matrices and head (Yang et al. 2022, arXiv 2203.03466, Table 8); the
-  head keeps the scale of its logits at the start, where theirs falls.
+- `branch_scale` is a factor in every forward pass, not in the initial weights: visits of one layer
+  are correlated and add up like R, different layers add up like √L (arXiv 2606.18524).
+- `base_width` is µP for hidden matrices and head (Yang et al. 2022, arXiv 2203.03466, Table 8); our
+  initial logits have the same scale at every width, theirs shrink with it.
 - Gate: zeros, so that λ = 1/2 at first.
 """
 
@@ -139,7 +139,7 @@ def loop_config(
 ) -> DecoderConfig:
     """Return the architecture of a looped decoder.
 
-    `own` are fields that `kind` adds to the generic decoder's, or sets differently. Raises
+    `own` has the fields that `kind` adds to the generic decoder's, or sets differently. Raises
     `UserError` for an unknown choice, or options that do not fit together.
     """
     for name, kinds in _CHOICES.items():

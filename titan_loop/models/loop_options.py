@@ -14,7 +14,7 @@ InitialKeys: TypeAlias = Literal["random", "queries"]
 
 @dataclass(kw_only=True, slots=True)
 class LoopOptions(ModelOptions):
-    """Options of every family whose looped layers are sandwich blocks; the defaults are Ouro's."""
+    """Options of every family that builds on `loop_config`; the defaults are Ouro's."""
 
     rope_theta: float | None = None
     """Base of the rotary embedding; None takes the base of the starting weights, else 10,000."""
@@ -27,43 +27,43 @@ class LoopOptions(ModelOptions):
 
     positions: PositionKind = "rope"
     """Kind of positions: rope rotates queries and keys, as in Ouro; learned adds a vector to the
-    embedding; relative adds to the scores by distance, deberta by distance for queries and for
-    keys, bias a number per distance; none leaves order to the causal mask."""
+    embedding. Three add to the scores: relative, query times a vector per distance; deberta, also
+    key times another; bias, a number per distance. none leaves order to the causal mask."""
 
     learned_positions: int | None = None
-    """Rows of the table of learned positions, at least the tokens of a window."""
+    """Number of learned positions, at least as many as a window has tokens."""
 
     relative_window: int | None = None
-    """Largest distance that relative positions tell from larger ones."""
+    """Largest distance with a position of its own; all larger distances count as this one."""
 
     injection: InjectionKind = "none"
     """Injection of the embedding into every recurrent step: none, as in Ouro; additive; or
     diagonal, a learned contraction."""
 
     prelude_layers: int = 0
-    """The first of the layers, which run once, before the loop."""
+    """Number of first layers, which run once before the loop."""
 
     coda_layers: int = 0
-    """The last of the layers, which run after the loop: once, or with an exit gate for each of the
-    R states that are read."""
+    """Number of last layers, which run after the loop: once, or, with an exit gate, for each
+    of the R states."""
 
     residual_scale: ResidualScale = "layers"
-    """Meaning of n in the initial gain of a layer's branches, 1/sqrt(2·n): layers, or their visits
-    at the model's recurrent_steps; with none the gain is 1."""
+    """n in the initial gain of a layer's branches, 1/sqrt(2·n): the number of layers, or of their
+    visits at the model's recurrent_steps; none makes the gain 1."""
 
     branch_scale: float = 0.0
     """λ of the factor λ / (R·√(L/12)) on everything that one of L looped layers adds to the state,
-    with R the model's recurrent_steps, so that one rate serves every R; 0 for no factor."""
+    with R the model's recurrent_steps, so that one learning rate serves every R; 0: no factor."""
 
     base_width: int = 0
-    """Width whose rate the schedule has: at width m times that, matrices start at initializer_range
-    over √m, and learn at 1/m of the rate, or 1/√m with Muon; 0 for no rule."""
+    """Width at which the learning rate was tuned. At m times that width, matrices start at
+    initializer_range/√m and learn at 1/m of the rate, or 1/√m with Muon; 0 scales nothing."""
 
     initializer_range: float = 0.02
     """Standard deviation of the initial weights of linear layers, head and tables of positions."""
 
     initial_keys: InitialKeys = "random"
-    """Initial key matrices: random, or queries, copies of the query matrices, so that a token
+    """Initial key matrices: random; or queries, which copies the query matrices, so that a token
     attends to tokens like itself."""
 
     dropout: float = 0.0

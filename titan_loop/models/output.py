@@ -19,7 +19,7 @@ class LoopOutput(NamedTuple):
         hidden_RBLD: R tensors (B, L, D) from `LoopDecoder.read`, whole on tensor-parallel ranks.
         exit_logit_RBL: R tensors (B, L), fp32; empty for a model without an exit gate.
         first_step: Recurrent step of the first state; R where only the last one was collected.
-        aux: Further tensors of the family's objective by name, such as the cost of halting.
+        aux: Further tensors for the family's objective by name, such as the cost of halting.
     """
 
     hidden_RBLD: tuple[Tensor, ...]

@@ -29,7 +29,7 @@ class ParameterGroup:
 
 
 class LookUp:
-    """Marks a module whose matrix is a table, such as a row per position; embeddings need none."""
+    """Marks a module whose matrix is a table, such as a row per position; no embedding needs it."""
 
 
 def default_group(
@@ -37,7 +37,7 @@ def default_group(
 ) -> ParameterGroup:
     """Return the treatment that follows from a parameter's shape and from its module.
 
-    A batch changes few rows of a table; an orthogonalised update would change all rows alike.
+    Muon is not for tables: a batch changes few of their rows, and its update changes all alike.
     """
     is_matrix = sum(size > 1 for size in parameter.shape) > 1 and not name.endswith(".bias")
     is_table = isinstance(owner, (nn.Embedding, LookUp)) or name.startswith("lm_head.")

@@ -4,7 +4,7 @@
 |---|---|---|
 | `RotaryPositions` | rotates queries and keys, by rows that all visits share | none |
 | `LearnedPositions` | is added to the embedding | a row per position |
-| `RelativePositions` | adds to scores, by distances that visits share | `SCORES` of every layer |
+| `RelativePositions` | adds to the scores, by distance | a table per layer, see `SCORES` |
 | `Positions` | nowhere: order is seen through the causal mask alone | none |
 
 Tables that depend on positions alone belong to the decoder, are made once per forward pass and
@@ -30,7 +30,7 @@ from titan_loop.models.initialisation import local_part
 from titan_loop.models.parameter_groups import LookUp
 
 PositionKind: TypeAlias = Literal["rope", "learned", "relative", "deberta", "bias", "none"]
-"""Rotations, a learned table, scores by distance (of queries, of both, of neither), or nothing."""
+"""Kinds of positions; `LoopOptions.positions` explains each."""
 
 
 class Positions(Module):
@@ -119,7 +119,7 @@ class LearnedPositions(Positions):
             """Refuse a window that is longer than the table."""
             if tokens > self.table.num_embeddings:
                 rows = f"model.learned_positions={self.table.num_embeddings}"
-                problem = f"{rows} positions are fewer than the {tokens} tokens of a window"
+                problem = f"{rows} is less than the {tokens} tokens of a window"
                 raise UserError(f"{problem}; shorten the window, or train a model with more")
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
@@ -150,7 +150,7 @@ class RelativePositions(Positions):
         def scores(
             self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
         ) -> "DistanceScores.Config":
-            """Return the scores of the kind; numbers without vectors start at zero."""
+            """Return the scores of this kind; a bias starts at zero, vectors like matrices."""
             zeros = {"bias": nn.init.zeros_}
             return SCORES[self.kind].Config(
                 window=self.window,
@@ -169,7 +169,7 @@ class RelativePositions(Positions):
 
 
 class DistanceScores(LookUp, Module):
-    """A layer's part of the scores by distance: q_i · a_{min(i−j, window)}; heads share the a."""
+    """A layer's scores by distance: q_i · a_δ, δ = min(i − j, window); its heads share a."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -195,7 +195,7 @@ def every_head(x_BLKH: Tensor, n_heads: int) -> Tensor:
 
 
 class DebertaScores(DistanceScores):
-    """Scores by distance of queries and of keys: q_i · a_δ + k_j · b_δ, δ = i − j, for each head.
+    """Scores by distance, of queries and of keys: q_i · a_δ + k_j · b_δ, with a and b per head.
 
     Source: He et al. 2021 (DeBERTa), arXiv 2006.03654, Eq. 4. Deviations: a and b are parameters of
         each layer, where the paper projects a table that layers share; a causal model has no
@@ -227,7 +227,7 @@ class DebertaScores(DistanceScores):
 
 
 class BiasScores(DistanceScores):
-    """Scores by distance alone: every head has a number for each.
+    """Scores by distance alone: every head has a number for each distance.
 
     Source: Raffel et al. 2020 (T5), arXiv 1910.10683, §2.1. Deviations: the numbers are parameters
         of each layer; every distance up to the window has its own number, not buckets.
@@ -253,11 +253,11 @@ SCORES: dict[str, type[DistanceScores]] = {
     "deberta": DebertaScores,
     "bias": BiasScores,
 }
-"""The part of a layer's scores by kind of relative positions."""
+"""The class of a layer's scores by distance, by kind of positions."""
 
 
 class RotateHalf(RoPE):
-    """Applies gathered rows to queries and keys; has no state of its own.
+    """Rotates queries and keys by the table rows of their positions; has no table of its own.
 
     Computes in at least fp32 and keeps float64, which upstream rounds to fp32.
     """
@@ -291,7 +291,7 @@ class NoRotation(RotateHalf):
     def forward(  # type: ignore[override]
         self, query: Tensor, key: Tensor, *, rope_BLH: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return both."""
+        """Return both unchanged."""
         return query, key
 
 

@@ -77,10 +77,10 @@ class LMHead(Linear):
             input: One (B, L, D) hidden state, or a tuple of R; whole on tensor-parallel ranks.
             labels_BL: Next-token ids, int64; `IGNORE_INDEX` has neither loss nor gradient.
             weight_RBL: Weights w_r, fp32 or float64, equal on all tensor-parallel ranks.
-            rows_T: Indices into the B·L tokens of all that have a label; the others then cost
+            rows_T: Indices, among the B·L tokens, of all that have a label; the others then cost
                 nothing. None computes every token, which is faster where most have one.
-            through: Replaces the streaming here: takes this device's rows of the weight, the
-                states and this head; its result is returned.
+            through: Function that replaces the streaming. It takes this device's rows of the
+                weight, the states and this head; its result is returned.
 
         Returns:
             (B, L, V) logits without labels. With labels the scalar weighted loss,
@@ -142,7 +142,7 @@ class GradientsInForward(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator is untyped
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients times the loss's."""
+        """Return the saved gradients, multiplied by the gradient of the loss."""
         grad_loss = grad_outputs[0]
         if grad_loss is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -241,8 +241,8 @@ def _cross_entropy_to_gradient_(
         Z = log Σ_v exp(z_v − m) + m                     dZ²/dz_v = 2 Z softmax(z)_v
 
     Where ranks share the vocabulary, m and then (Σ exp, z_label − m) are all-reduced, so CE and Z
-    are equal on all of them. At ignored labels both are 0, and so are the weights, in the dtype to
-    compute in.
+    are equal on all of them. At ignored labels both are 0, and the weights must be 0. The softmax
+    is computed in the weights' dtype.
     """
     rows = logits_CV.shape[-1]
     valid_C = labels_C != IGNORE_INDEX

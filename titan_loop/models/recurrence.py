@@ -29,8 +29,8 @@ Part: TypeAlias = Callable[..., Any]
 class Recurrence(Module):
     """The loop over recurrent steps, with truncated gradients and recomputation.
 
-    The backward pass reaches the last `backward_steps`, None for all. `recurrent_steps` is R of the
-    latest pass, for a family that truncates within its steps.
+    The backward pass reaches the last `backward_steps` steps; None for all. `recurrent_steps` is R
+    of the latest pass, for a family that truncates within its steps.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Recurrence(Module):
             recorded_from = recurrent_steps - self.backward_steps + 1
         hidden_BLD: Tensor | None = None
         for step in range(1, recurrent_steps + 1):
-            # The context must not stay open while the generator is suspended.
+            # Left before the yield: a suspended generator would leave its caller in this mode.
             with torch.set_grad_enabled(torch.is_grad_enabled() and step >= recorded_from):
                 if hidden_BLD is not None:
                     carry = model.advance(carry, hidden_BLD, step - 1, context)

@@ -65,7 +65,7 @@ def replicated_table(*, enable_sp: bool) -> ShardingConfig:
 def mixed_states(
     *names: str, weights: tuple[str, ...] = ("weight",), enable_sp: bool
 ) -> ShardingConfig:
-    """Mix states where they are, with `weights` of width D or 1 placed like a norm's gain."""
+    """Mix states without moving them; `weights`, (D,) or (1,), are placed like a norm's gain."""
     state = state_placement(enable_sp)
     gain = norm_config(enable_sp=enable_sp).state_shardings["weight"]
     return ShardingConfig(
@@ -83,7 +83,7 @@ def state_placement(enable_sp: bool) -> SpmdLayout:
 
 
 def set_parts_sharding(decoder: Any, *, enable_sp: bool) -> None:
-    """Place the parts of a looped decoder, a `LoopDecoder.Config`, outside its layers."""
+    """Place the parts outside the layers of a looped decoder, a `LoopDecoder.Config`."""
     set_decoder_sharding_config(decoder, enable_sp=enable_sp)
     decoder.norm.sharding_config = norm_config(enable_sp=enable_sp)
     decoder.state_gather.sharding_config = gathered_state(enable_sp=enable_sp)

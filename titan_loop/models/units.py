@@ -58,11 +58,11 @@ class UnitSize:
     shapes: dict[str, tuple[int, ...]]
 
     def parameters(self, trainable: Trainable = "all") -> int:
-        """Return the number of parameters, or of those that train."""
+        """Return the number of parameters: all, or only the exit gate's."""
         return sum(math.prod(shape) for shape in self._of(trainable))
 
     def shard(self, degree: int, trainable: Trainable = "all") -> int:
-        """Return the elements on each rank: FSDP shards rows and pads to one per rank."""
+        """Return the elements on each rank: FSDP shards rows and pads every rank to the most."""
         return sum(
             -(-shape[axis] // degree) * math.prod(shape) // shape[axis]
             for shape in self._of(trainable)
@@ -78,9 +78,9 @@ class UnitSize:
 
 
 def sharded_axis(shape: Sequence[int], degree: int) -> int:
-    """Return the axis that FSDP cuts: the first, but the rows if a stack has too few matrices.
+    """Return the axis that FSDP cuts: 0, or the rows of a stack with fewer matrices than ranks.
 
-    FSDP cuts any axis but the first into equal parts only.
+    FSDP cuts any axis but the first into equal parts only; if the rows do not divide, it cuts 0.
     """
     stack = len(shape) == 3 and shape[0] < degree
     return 1 if stack and shape[1] % degree == 0 else 0

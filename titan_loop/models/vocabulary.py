@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Vocabulary:
-    """The rows of the head on this device, from token id `start`: here all V `rows`."""
+    """This device's rows of the head, from token id `start`, of `rows` in all; here it has all."""
 
     group: dist.ProcessGroup | None = None
 

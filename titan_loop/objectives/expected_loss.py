@@ -1,4 +1,4 @@
-"""The Stage I objective: cross entropy expected over exit steps, less the entropy of the exit.
+"""The Stage I objective: cross entropy expected over exit steps, less β times the exit entropy.
 
 Every term is divided by the valid target tokens of the *global* batch, so the contributions of
 micro-batches and data-parallel ranks add up.
@@ -133,7 +133,7 @@ class ExpectedExitLoss(StreamedLoss):
         """η of the geometric prior, in (0, 1); a larger one prefers shallower steps."""
 
         z_loss: float = 0.0
-        """ζ, the weight of log²Σ exp(logits); PaLM used 1e-4. 0 turns it off."""
+        """ζ, the weight of (log Σ exp(logits))²; PaLM used 1e-4. 0 turns it off."""
 
         def collect(self, *, exit_gate: bool) -> Collect:
             """Return all steps with a gate, else the last."""
@@ -150,7 +150,7 @@ class ExpectedExitLoss(StreamedLoss):
             if prior not in ("uniform", "geometric"):
                 yield Refusal("loss.prior", f"loss.prior={prior!r}: choose uniform or geometric")
             if not 0 <= self.z_loss < math.inf:
-                yield Refusal.of("loss.z_loss", self.z_loss, "is negative", "PaLM used 1e-4")
+                yield Refusal.of("loss.z_loss", self.z_loss, "must be 0 or more", "PaLM used 1e-4")
             if prior == "geometric" and not 0 < eta < 1:
                 problem = f"loss.geometric_eta={eta}: choose a value strictly between 0 and 1"
                 yield Refusal("loss.geometric_eta", problem)
@@ -206,7 +206,7 @@ def collapse_warning(
 
     Collapsed means: the mean entropy is below 1 % of log R, or one step has more than 99 % of the
     mean mass. Ouro §3.3 describes how a gate without the entropy term collapses by itself.
-    `metrics` are *global* means under the keys of `exit_metrics`, if there are any.
+    `metrics` are *global* means; without the keys of `exit_metrics` there is no warning.
     """
     pmf: list[float] = []
     while (key := f"exit/pmf_{len(pmf) + 1}") in metrics:

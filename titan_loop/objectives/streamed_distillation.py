@@ -3,8 +3,8 @@
     loss = 1/N Σ_s Σ_i w_si [ (1 − α) CE_si + α KL_si ]
     KL_si = Σ_v q_iv (log q_iv − log p_siv),   q = softmax(W_t t_i),   p_s = softmax(W h_si)
 
-Only one chunk's logits exist at a time, a student's and the teacher's: no tensor of L × V. Where
-ranks share the vocabulary, each computes its rows of both.
+Only one chunk of a student's and of the teacher's logits exists at a time, never a tensor of L × V.
+Where ranks share the vocabulary, each computes its slice of both.
 
 Source: Hinton et al. 2015, arXiv 1503.02531, with temperature 1.
 

@@ -36,8 +36,8 @@ class LossBatch(NamedTuple):
     Attributes:
         valid_tokens: N, the valid tokens of the global batch, which divides every sum.
         columns: Columns that the loader declares for the loss, by name. A term made from a value
-            per window must be spread over its tokens, since the losses of ranks that share it add.
-        labelled_T: Indices into the B·L tokens that have a label, where few do; for the readout.
+            per window must be spread over its tokens: ranks that share a window add their losses.
+        labelled_T: Indices of all labelled ones of the B·L tokens, if few are: the head's `rows_T`.
     """
 
     labels_BL: Tensor
@@ -78,7 +78,7 @@ class StreamedLoss(ChunkedLossWrapper):
             return "all"
 
         def aux(self) -> Mapping[str, str]:
-            """Return the entries of `LoopOutput.aux` that it needs: name → setting."""
+            """Return the `LoopOutput.aux` entries it needs: name → the setting that needs it."""
             return {}
 
         def refusals(
@@ -88,8 +88,8 @@ class StreamedLoss(ChunkedLossWrapper):
             if trainable == "exit_gate":
                 yield Refusal(
                     "trainable",
-                    f"trainable=exit_gate with loss={type(self).__qualname__}: the gate alone "
-                    "learns from AdaptiveGateLoss",
+                    f"trainable=exit_gate with loss={type(self).__qualname__}: only "
+                    "AdaptiveGateLoss trains the gate alone",
                     "set loss to AdaptiveGateLoss.Config()",
                 )
 

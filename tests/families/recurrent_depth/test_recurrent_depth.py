@@ -152,7 +152,7 @@ def test_the_published_sizes():
         ({"learned_positions": 9}, "model.learned_positions=9 has no effect"),
         (
             {"positions": "learned", "learned_positions": 9},
-            f"model.learned_positions=9 positions are fewer than the {CONTEXT} tokens of a window",
+            f"model.learned_positions=9 is less than the {CONTEXT} tokens of a window",
         ),
         ({"dropout": 1.0}, "model.dropout=1.0 must be at least 0 and below 1"),
     ],
