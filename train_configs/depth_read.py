@@ -45,6 +45,7 @@ def _late(value: float, start: int = LATE_FROM) -> Schedule:
 HALF = TOTAL_TOKENS // 2
 RAMP = Schedule.parse(f"0:0 constant {HALF}:0 linear {TOTAL_TOKENS}:0.5")
 EVEN: dict[str, Any] = {"weights": "even"}
+RANK_32: dict[str, Any] = {**EVEN, "distillation": 1.0, "readout_rank": 32}
 TEXT: dict[str, dict[str, Any]] = {
     "last_step": {"every_step": Schedule.constant(0)},
     "stage_one": {},
@@ -65,6 +66,11 @@ TEXT: dict[str, dict[str, Any]] = {
         "distillation": 1.0,
         "readout_rank": 8,
     },
+    "rank32_distilled_late": {**RANK_32, "every_step": _late(0.5)},
+    "rank32_distilled_half": {**RANK_32, "every_step": _late(0.5, HALF)},
+    "rank32_distilled_ramp": {**RANK_32, "every_step": RAMP},
+    "rank32_distilled_tenth": {**RANK_32, "every_step": Schedule.constant(0.1)},
+    "rank32_distilled": {**RANK_32, "every_step": Schedule.constant(0.5)},
     "scales_detached": {
         **EVEN,
         "every_step": Schedule.constant(0.5),
@@ -78,10 +84,8 @@ TEXT: dict[str, dict[str, Any]] = {
         "early_states": "detached",
     },
     "rank32_distilled_detached": {
-        **EVEN,
+        **RANK_32,
         "every_step": Schedule.constant(0.5),
-        "distillation": 1.0,
-        "readout_rank": 32,
         "early_states": "detached",
     },
     "norm_at_readout_late": {**EVEN, "every_step": _late(0.5), "norm_placement": "readout"},
