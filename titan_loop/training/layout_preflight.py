@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.models.common.linear import Linear
 
 from titan_loop.distributed.activation_checkpointing import check_recomputation, checkpointing_of
 from titan_loop.distributed.parallelize import check_parallelism
@@ -44,7 +45,10 @@ def layout_refusals(
         expert_parallel=parallel.expert_parallel_degree,
     )
     recomputed = config.activation_checkpoint
-    check_recomputed = partial(check_recomputation, recomputed, parallel, draws=model.draws)
+    linears = [name for name, *_ in model.traverse(Linear.Config)]
+    check_recomputed = partial(
+        check_recomputation, recomputed, parallel, draws=model.draws, linears=linears
+    )
     yield from caught("parallelism", check_degrees)
     yield from caught("parallelism", check_model)
     yield from caught("fsdp", lambda: config.fsdp.check(parallel))

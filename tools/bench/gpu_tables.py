@@ -178,8 +178,10 @@ def checkpointing(place: Place) -> list[Row]:
     """Train with every policy of activation checkpointing."""
     absent = NEEDS_CUDA if place.on_cpu else ""
     nested = ("recurrent-step", "--activation-checkpoint.layers", "full")
+    saved = ("selective", "--activation-checkpoint.save", "mm", "attention")
     return [
         trained(place, "selective", checkpointing=["selective"]),
+        trained(place, "selective, mm and attention", checkpointing=saved),
         trained(place, "full", checkpointing=["full"]),
         trained(place, "full-offload", checkpointing=["full-offload"], absent=absent),
         trained(place, "recurrent-step", checkpointing=["recurrent-step"]),
