@@ -144,4 +144,6 @@ def test_an_unknown_operation_or_layer_is_refused_in_one_line(config, message):
     linears = [name for name, *_ in model.traverse(Linear.Config)]
     with pytest.raises(UserError) as refused:
         check_recomputation(config, ParallelismConfig(), linears=linears)
+    known = SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=["qkv_linear.wv", "w1"])
+    check_recomputation(known, ParallelismConfig(), linears=linears)
     assert str(refused.value) == message

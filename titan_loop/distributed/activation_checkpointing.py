@@ -185,6 +185,8 @@ def _check_names(config: SelectiveAC.Config, linears: Collection[str]) -> None:
         if name not in _SAVED:
             problem = f"{name} is not an operation; known: {', '.join(_SAVED)}"
             raise UserError(f"activation_checkpoint.save={config.save}: {problem}")
+    # A config's wkv is built as wk and wv.
+    linears = [linear.replace("wkv", name) for linear in linears for name in ("wk", "wv")]
     own = {linear.split(".", 2)[-1] for linear in linears if linear.startswith("layers.")}
     for name in config.force_recompute_mm_shapes_by_fqns:
         # torchtitan takes any part of a name, and fails if other modules have it, too.

@@ -12,6 +12,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common.linear import Linear
 
 from titan_loop.distributed.activation_checkpointing import check_recomputation, checkpointing_of
+from titan_loop.distributed.float8 import check_float8
 from titan_loop.distributed.parallelize import check_parallelism
 from titan_loop.distributed.state_bytes import StateBytes, state_bytes
 from titan_loop.errors import Refusal, caught
@@ -53,6 +54,16 @@ def layout_refusals(
     yield from caught("parallelism", check_model)
     yield from caught("fsdp", lambda: config.fsdp.check(parallel))
     yield from caught("activation_checkpoint", check_recomputed)
+    tokens = config.training.local_batch_size * config.training.seq_len
+    check_products = partial(
+        check_float8,
+        config.float8,
+        model,
+        tokens=tokens // max(1, parallel.context_parallel_degree),
+        tensor_parallel=parallel.tensor_parallel_degree,
+        compiled=config.compile.enable,
+    )
+    yield from caught("float8", check_products)
 
 
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
