@@ -1,6 +1,7 @@
 """Products of the layers in float8, emulated."""
 
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ from torch import nn
 from tests.support.tiny import tiny_config
 from titan_loop.distributed import float8
 from titan_loop.distributed.activation_checkpointing import SelectiveAC
-from titan_loop.distributed.float8 import check_float8, float8_linears, in_float8
+from titan_loop.distributed.float8 import float8_linears, in_float8
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import decoder_config, get_family
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.layout_preflight import layout_refusals
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
@@ -88,21 +90,24 @@ def test_a_run_trains_in_emulated_float8(source: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "message"),
+    ("field", "value", "message"),
     [
-        ({"hidden_dim": 200}, {}, "widths divisible by 16, and layers.0.feed_forward.w1 has 200;"),
-        ({}, {"tokens": 24}, "a multiple of 16 tokens in a pass, not 24; change training.seq_len"),
-        ({}, {"tensor_parallel": 2}, "does not support parallelism.tensor_parallel_degree=2;"),
-        ({}, {"compiled": True}, "is emulated without a GPU, which cannot be compiled; set --com"),
+        ("model.hidden_dim", 200, "and the outputs of layers.0.feed_forward.w1 are 200; change"),
+        ("training.seq_len", 12, "needs multiples of 16, and the tokens of a rank's pass are 24;"),
+        ("parallelism.tensor_parallel_degree", 2, "_parallel_degree=2; leave it at 1"),
+        ("compile.enable", True, "which cannot be compiled; set --compile.no-enable"),
     ],
 )
-def test_shapes_and_layouts_that_cannot_are_refused_in_one_line(options, changes, message):
-    given = {"tokens": 64, "tensor_parallel": 1, "compiled": False, **changes}
-    check_float8("off", config_of(**options), **given)
-    with pytest.raises(UserError) as refused:
-        check_float8("rowwise", config_of(**options), **given)
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
+def test_shapes_and_layouts_that_cannot_are_refused_in_one_line(tmp_path, field, value, message):
+    config = tiny_config(tmp_path, tmp_path)
+    section, _, name = field.rpartition(".")
+    setattr(attrgetter(section)(config), name, value)
+    model = decoder_config(config.model, max_seq_len=LENGTH)
+    assert not [r for r in layout_refusals(config, model, 2) if r.field == "float8"]
+    config.float8 = "rowwise"
+    (refusal,) = [r for r in layout_refusals(config, model, 2) if r.field == "float8"]
+    assert message in str(refusal)
+    assert str(refusal).startswith("float8=rowwise ")
 
 
 def test_a_machine_that_cannot_is_refused_in_one_line(source, tmp_path, monkeypatch):

@@ -165,9 +165,7 @@ def check_recomputation(
     draws: bool = False,
     linears: Collection[str] = (),
 ) -> None:
-    """Refuse a policy whose states are split, whose recomputation would draw other numbers, or that
-    names unknown operations or layers, other than `linears`.
-    """
+    """Refuse a policy that splits states, draws other numbers again, or names nothing there is."""
     if isinstance(config, SelectiveAC.Config):
         _check_names(config, linears)
     if draws and config is not None and not config.preserve_rng_state:

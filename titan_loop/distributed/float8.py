@@ -15,14 +15,10 @@ import torch
 from torchtitan.models.common.linear import Linear
 from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
-from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 
 Float8 = Literal["off", "rowwise", "rowwise_with_gw_hp", "tensorwise"]
 """torchao's recipes: a scale for each row or tensor; gw_hp leaves gradients of weights in bf16."""
-
-_MULTIPLE = 16  # of both sides of a product, as the tensor cores need
-
 
 def float8_linears(model: LoopDecoder.Config) -> dict[str, Linear.Config]:
     """Return the linear layers that `in_float8` converts, by name."""
@@ -35,7 +31,8 @@ def float8_linears(model: LoopDecoder.Config) -> dict[str, Linear.Config]:
 
 def in_float8(model: LoopDecoder.Config, recipe: Float8) -> LoopDecoder.Config:
     """Return a copy of an architecture whose layers multiply in float8."""
-    from torchao.float8 import Float8LinearConfig  # takes seconds
+    # Importing torchao takes seconds.
+    from torchao.float8 import Float8LinearConfig  # pyright: ignore[reportMissingImports]
     from torchtitan.components.quantization import Float8LinearConverter
 
     model = deepcopy(model)
@@ -46,28 +43,6 @@ def in_float8(model: LoopDecoder.Config, recipe: Float8) -> LoopDecoder.Config:
     scaling = Float8LinearConfig.from_recipe_name(recipe)
     converter.torchao_config = replace(scaling, emulate=compat.device_type() == "cpu")
     return converter.convert(model)
-
-
-def check_float8(
-    recipe: Float8, model: LoopDecoder.Config, *, tokens: int, tensor_parallel: int, compiled: bool
-) -> None:
-    """Refuse shapes and layouts that cannot run in float8; `tokens` are one rank's in a pass."""
-    if recipe == "off":
-        return
-    if tensor_parallel > 1:
-        degree = f"parallelism.tensor_parallel_degree={tensor_parallel}"
-        raise UserError(f"float8={recipe} does not support {degree}; leave it at 1")
-    for name, linear in float8_linears(model).items():
-        for width in (linear.in_features, linear.out_features):
-            if width % _MULTIPLE:
-                problem = f"needs widths divisible by {_MULTIPLE}, and {name} has {width}"
-                raise UserError(f"float8={recipe} {problem}; change model.size, or leave it off")
-    if tokens % _MULTIPLE:
-        problem = f"needs a multiple of {_MULTIPLE} tokens in a pass, not {tokens}"
-        raise UserError(f"float8={recipe} {problem}; change training.seq_len")
-    if compiled and compat.device_type() == "cpu":
-        problem = "is emulated without a GPU, which cannot be compiled"
-        raise UserError(f"float8={recipe} {problem}; set --compile.no-enable")
 
 
 def missing_for_float8() -> str:
