@@ -1,4 +1,4 @@
-"""Activation checkpointing by recurrent step, and by layer with inputs kept on the host.
+"""Activation checkpointing by recurrent step, by operation, and with inputs on the host.
 
 | policy | kept for the backward pass | recomputed |
 |---|---|---|
@@ -8,8 +8,9 @@
 | `recurrent-step` | the state after every recurrent step: R states | N layers at a time |
 | `recurrent-step` with `layers=full` | R states | N inputs of layers, then a layer at a time |
 
-The first two are torchtitan's, `save` is ours. `layers=full` keeps R + N states, for one more forward pass of the
-stack than `full`. `full-offload` keeps none on the GPU, for a copy of each to the host and back.
+The first two are torchtitan's, `save` is ours. `layers=full` keeps R + N states, for one more
+forward pass of the stack than `full`. `full-offload` keeps none on the GPU, for a copy of each to
+the host and back.
 """
 
 from collections.abc import Callable, Collection

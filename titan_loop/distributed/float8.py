@@ -20,6 +20,7 @@ from titan_loop.models.decoder import LoopDecoder
 Float8 = Literal["off", "rowwise", "rowwise_with_gw_hp", "tensorwise"]
 """torchao's recipes: a scale for each row or tensor; gw_hp leaves gradients of weights in bf16."""
 
+
 def float8_linears(model: LoopDecoder.Config) -> dict[str, Linear.Config]:
     """Return the linear layers that `in_float8` converts, by name."""
     return {
