@@ -225,7 +225,7 @@ def float8(place: Place) -> list[Row]:
                 read=printed_lines,
                 absent=absent,
             )
-            for recipe in ("rowwise", "rowwise_with_gw_hp")
+            for recipe in ("rowwise", "rowwise_with_gw_hp", "tensorwise")
         ),
     ]
 
@@ -345,7 +345,7 @@ TABLES = {
         Table(
             name="checkpointing",
             question="Speed and memory of every policy of activation checkpointing",
-            seconds=240,
+            seconds=270,
             uses=ONE_GPU,
             rows=checkpointing,
         ),
