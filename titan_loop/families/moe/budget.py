@@ -139,7 +139,7 @@ def ranked(law: NamedLaw, limits: Mapping[str, Any]) -> tuple[list[str], list[st
     lines = budget_lines(law, budget, found)
     dense = next((choice for choice in found if choice.experts == 1), None)
     if dense is None:
-        said = "no dense model fits, so there is no recipe to plan; family moe has experts"
+        said = "no dense model fits, so nothing is planned; family moe has recipes with experts"
         return [*lines, said], []
     place = "best" if dense is found[0] else f"best dense one, number {found.index(dense) + 1}"
     words = recipe_flags(dense, budget.vocabulary)
