@@ -53,6 +53,8 @@ class Plugin:
         formats: Formats of other programs (`titan_loop/formats/format.py`).
         matches: Tables of `titan-loop plan --match COST`, by cost: functions from a stage's config
             and the cost to lines.
+        rankings: The table of `titan-loop plan --budget`, as "budget": a function from a scaling
+            law and limits to lines and a recipe's flags.
         verbs: Verbs of `titan-loop` itself (`titan_loop/cli/arguments.py`), each a `Verb`.
     """
 
@@ -65,6 +67,7 @@ class Plugin:
     suites: Mapping[str, Any] = field(default_factory=dict)
     formats: Mapping[str, Any] = field(default_factory=dict)
     matches: Mapping[str, Any] = field(default_factory=dict)
+    rankings: Mapping[str, Any] = field(default_factory=dict)
     verbs: Mapping[str, Verb] = field(default_factory=dict)
 
 

@@ -22,12 +22,11 @@ Source: Frey et al. 2026, "Adaptive loops and memory in transformers", Appendix 
 
 from typing import Any
 
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
+from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.families.adaptive.model import AdaptiveOptions
 from titan_loop.families.adaptive.objective import PonderCostLoss
 from titan_loop.families.adaptive.task import ManoCapo

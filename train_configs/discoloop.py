@@ -32,11 +32,10 @@ Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §3.1, §5 and Appendices 
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.families.discoloop.model import ChannelGate, DiscoLoopOptions
 from titan_loop.families.discoloop.ponder import PonderOptions
 from titan_loop.families.discoloop.task import Form, TwoGraph

@@ -29,13 +29,12 @@ Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released configur
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
+from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.families.hrm_text.model import HrmTextOptions
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import ModelOptions

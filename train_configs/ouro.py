@@ -33,10 +33,11 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Tables 1-6, §3.3, §4, Append
 
 from pathlib import Path
 
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.source_card import CARD_NAME, SourceCard
+from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.objectives.expected_loss import ExpectedExitLoss

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan.config import CompileConfig
-from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from tests.distributed.sharded_model import LAYERS, expected_counts
 from tests.support.tiny import SEQ_LEN, tiny_config
 from titan_loop.cli.main import main
+from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.planning import measured_step, rehearsal
 from titan_loop.planning.cluster import Cluster
@@ -91,6 +92,19 @@ def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     assert measured.micro_batches == 2
     assert measured.moved.keys() == {"all-gather", "reduce-scatter"}
     assert counters["stats"]["unique_graphs"] >= 1
+
+
+def test_a_plan_s_peak_follows_the_operations_that_are_saved():
+    """Each visit saves its products: q, k, v, o and w2 of width D, w1 and w3 of width F."""
+    peaks, steps = [], 16  # so many that both peaks are where the backward pass begins
+    for save in ([], ["mm"]):
+        config = stage()
+        config.model.n_layers, config.recurrence.steps = LAYERS, Schedule.constant(steps)
+        config.activation_checkpoint = SelectiveAC.Config(save=save)
+        (needs,) = recipe_needs(recipe_of(config), EIGHT)
+        peaks.append(step_of(config).peak_bytes)
+    kept = steps * LAYERS * SEQ_LEN * (5 * needs.model.dim + 2 * needs.model.hidden_dim) * 2
+    assert peaks[1] - peaks[0] == pytest.approx(kept, rel=0.1)
 
 
 @pytest.mark.parametrize("policy", ["per_visit", "per_step"])

@@ -19,6 +19,7 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.training.preflight import setting_refusals
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import check_resumable, run_training
 from titan_loop.training.schedule import Schedule
@@ -164,13 +165,10 @@ CASES: dict[str, tuple[Change, int, str]] = {
     "rate factor": (_set("muon.rate_factor", 0.0), 1, r"muon\.rate_factor=0\.0 must be above 0"),
     "scale": (_set("muon.scale", "rms"), 1, r"muon\.scale=rms is unknown; use original or match"),
     "Muon's dtype": (_set("muon.dtype", "fp16"), 1, r"muon\.dtype=fp16 is unknown; use auto or"),
-    "Muon on the host": (
-        lambda c: (
-            _set("optimizer.name", "muon")(c),
-            _set("training.enable_cpu_offload", True)(c),
-        ),
+    "weights on the host": (
+        _set("training.enable_cpu_offload", True),
         1,
-        r"optimizer\.name=muon with training\.enable_cpu_offload=True",
+        r"training\.enable_cpu_offload=True moves weights off a GPU, and there is none; leave it",
     ),
     "Muon's backend": (
         lambda c: (
@@ -287,6 +285,13 @@ def test_a_mistake_is_one_clear_line(source, tmp_path, case):
         resolve(config, world_size)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_muon_s_weights_on_the_host_are_refused_with_a_gpu_too(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run")
+    config.optimizer.name, config.training.enable_cpu_offload = "muon", True
+    (refusal,) = setting_refusals(config, starts_trained=False)
+    assert "optimizer.name=muon with training.enable_cpu_offload=True" in str(refusal)
 
 
 def test_a_batch_that_does_not_divide_names_the_batch(source, tmp_path):

@@ -45,14 +45,16 @@ def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTra
     config.parallelism.context_parallel_degree = changes.get("cp", 1)
     config.parallelism.data_parallel_replicate_degree = changes.get("replicate", 1)
     config.fsdp.policy = changes.get("fsdp", "auto")
-    config.training.enable_cpu_offload = changes.get("cpu_offload", False)
     config.training.local_batch_size = changes.get("local_batch", 2)
     config.held_out.interval = changes.get("held_out", 0)
     config.held_out.windows = 5
     config.max_skipped_steps = changes.get("max_skipped_steps", 10)
     config.metrics.log_freq = changes.get("log_freq", 1)
     config.stability.norms_interval = changes.get("norms", 0)
-    trainer = LoopTrainer(resolve(config, world))
+    resolved = resolve(config, world)
+    # Refused without a GPU, but FSDP moves the weights in the same way.
+    resolved.config.training.enable_cpu_offload = changes.get("cpu_offload", False)
+    trainer = LoopTrainer(resolved)
     trainer.callbacks += evaluations(config)
     return trainer
 

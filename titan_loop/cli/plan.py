@@ -162,28 +162,26 @@ def best(
         most_experts: Largest number of experts; 1 for dense models.
     """
     from titan_loop.analysis.scaling.published import read_law
-    from titan_loop.planning.budget import Budget, budget_lines, ranking, recipe_flags
 
-    limits = Budget(
-        flops=budget,
-        memory_bytes=None if memory is None else _bytes(memory),
-        tokens=tokens,
-        inference_tokens=inference_tokens,
-        weight_bits=weight_bits,
-        context_tokens=context_tokens,
-        vocabulary=vocabulary,
-        most_experts=most_experts,
-    )
-    chosen = read_law(law)
-    found = ranking(chosen, limits)
-    print("\n".join(budget_lines(chosen, limits, found)))
-    dense = next((choice for choice in found if choice.experts == 1), None)
-    if dense is None:
-        print("no dense model fits, so nothing is planned; family moe has recipes with experts")
+    rank = find("rankings", "budget")
+    if rank is None:
+        raise UserError(f"--budget {budget:g}: no family here ranks models; name a plug-in's")
+    limits = {
+        "flops": budget,
+        "memory_bytes": None if memory is None else _bytes(memory),
+        "tokens": tokens,
+        "inference_tokens": inference_tokens,
+        "weight_bits": weight_bits,
+        "context_tokens": context_tokens,
+        "vocabulary": vocabulary,
+        "most_experts": most_experts,
+    }
+    lines, words = rank(read_law(law), limits)
+    if not words:
+        print("\n".join(lines))
         return
-    words = [RECIPE_OF_BLOCKS, *recipe_flags(dense, vocabulary), *flags]
-    place = "best" if dense is found[0] else f"best dense one, number {found.index(dense) + 1}"
-    print(f"\nthe {place}: titan-loop plan {' '.join(words)}\n", flush=True)
+    words = [RECIPE_OF_BLOCKS, *words, *flags]
+    print("\n".join(lines), f"titan-loop plan {' '.join(words)}\n", flush=True)
     command("plan")(plan)(words)
 
 

@@ -1,17 +1,19 @@
-"""Activation checkpointing by recurrent step, and by layer with inputs kept on the host.
+"""Activation checkpointing by recurrent step, by operation, and with inputs on the host.
 
 | policy | kept for the backward pass | recomputed |
 |---|---|---|
-| `selective` | every second matrix product, attention | the rest |
+| `selective` | every second matrix product, attention; or as `save` says | the rest |
 | `full` | the input of every layer visit: R·N states | a layer at a time |
 | `full-offload` | the same, in pinned memory of the host | a layer at a time |
 | `recurrent-step` | the state after every recurrent step: R states | N layers at a time |
 | `recurrent-step` with `layers=full` | R states | N inputs of layers, then a layer at a time |
 
-The first two are torchtitan's. `layers=full` keeps R + N states, for one more forward pass of the
-stack than `full`. `full-offload` keeps none on the GPU, for a copy of each to the host and back.
+The first two are torchtitan's, `save` is ours. `layers=full` keeps R + N states, for one more
+forward pass of the stack than `full`. `full-offload` keeps none on the GPU, for a copy of each to
+the host and back.
 """
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -21,20 +23,82 @@ import torch
 import tyro
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy as Keep
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torchtitan.config import ParallelismConfig
+from torchtitan.distributed import activation_checkpoint as upstream
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
     FullAC,
     MemoryBudgetAC,
-    SelectiveAC,
 )
 from torchtitan.tools.logging import logger
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, nearest
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import draws
 from titan_loop.models.recurrence import Part
+
+_aten = torch.ops.aten
+_ADDED = {
+    _aten._grouped_mm.default,
+    _aten._scaled_grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.linear.", "aten._scaled_mm.")
+_SAVED = {
+    "attention": ("attention", "attn"),
+    "communication": ("_c10d_functional.", "deepep.", "hybridep."),
+    "every-second-mm": _PRODUCTS,
+    "experts": ("grouped_mm",),
+    "mm": _PRODUCTS,
+}
+"""Value of `SelectiveAC.Config.save` → parts of the names of its operations."""
+
+
+class SelectiveAC(upstream.SelectiveAC):
+    """Keep the results of chosen operations of a layer, and recompute everything else."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(upstream.SelectiveAC.Config):
+        """torchtitan's, with a choice of operations."""
+
+        save: list[str] | None = None
+        """Operations whose results are kept: attention, communication, experts (grouped products),
+        mm (matrix products, but for layers of force_recompute_mm_shapes_by_fqns), every-second-mm.
+        None is torchtitan's choice: attention of a GPU, communication and every-second-mm. Choices
+        of experts and maxima for float8 are kept in any case."""
+
+    config: Config
+
+    def get_save_ops(self) -> set[Any]:
+        """Return the operations that may be kept."""
+        ops, save = super().get_save_ops(), self.config.save
+        if save is None:
+            return ops
+        chosen = {part for name in save for part in _SAVED[name]}
+        left_out = {part for parts in _SAVED.values() for part in parts} - chosen
+        return {op for op in ops | _ADDED if not any(part in str(op) for part in left_out)}
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
+        if "mm" in (self.config.save or ()):
+            keywords = vars(wrapped)["checkpoint_fn"].keywords
+            keywords["context_fn"] = partial(_keep_all_products, keywords["context_fn"])
+        return wrapped
+
+
+def _keep_all_products(contexts: Callable[[], tuple[Any, Any]]) -> Any:
+    policy = contexts()[0].policy_fn
+
+    def asked_twice(context: Any, op: Any, *args: Any, **kwargs: Any) -> Keep:
+        keep = policy(context, op, *args, **kwargs)
+        if keep is Keep.PREFER_RECOMPUTE and op in (_aten.mm.default, _aten.linear.default):
+            # torchtitan keeps every second one: its next answer differs unless a name forces it.
+            return policy(context, op, *args, **kwargs)
+        return keep
+
+    return create_selective_checkpoint_contexts(asked_twice)
 
 
 class RecurrentStepAC(ActivationCheckpointing):
@@ -100,8 +164,11 @@ def check_recomputation(
     parallelism: ParallelismConfig,
     *,
     draws: bool = False,
+    linears: Collection[str] = (),
 ) -> None:
-    """Refuse a policy whose states are split, or whose recomputation would draw other numbers."""
+    """Refuse a policy that splits states, draws other numbers again, or names nothing there is."""
+    if isinstance(config, SelectiveAC.Config):
+        _check_names(config, linears)
     if draws and config is not None and not config.preserve_rng_state:
         problem = "preserve_rng_state=False recomputes with other dropout masks; leave it True"
         raise UserError(f"activation_checkpoint.{problem}")
@@ -110,6 +177,22 @@ def check_recomputation(
         problem = f"parallelism.tensor_parallel_degree={degree} splits the states that "
         problem += "activation-checkpoint:full-offload moves"
         raise UserError(f"{problem}; use activation-checkpoint:full")
+
+
+def _check_names(config: SelectiveAC.Config, linears: Collection[str]) -> None:
+    for name in config.save or ():
+        if name not in _SAVED:
+            problem = f"{name} is not an operation; known: {', '.join(_SAVED)}"
+            raise UserError(f"activation_checkpoint.save={config.save}: {problem}")
+    # A config's wkv is built as wk and wv.
+    linears = [linear.replace("wkv", name) for linear in linears for name in ("wk", "wv")]
+    own = {linear.split(".", 2)[-1] for linear in linears if linear.startswith("layers.")}
+    for name in config.force_recompute_mm_shapes_by_fqns:
+        # torchtitan takes any part of a name, and fails if other modules have it, too.
+        alone = not any(name in linear.rpartition(".")[0] for linear in linears)
+        if name != "moe.router.gate" and not (alone and any(name in linear for linear in own)):
+            problem = f"{name} does not name linear layers{nearest(name, own)}"
+            raise UserError(f"activation_checkpoint.force_recompute_mm_shapes_by_fqns: {problem}")
 
 
 ActivationCheckpointingConfig = (
@@ -130,7 +213,7 @@ def checkpointing_of(config: ActivationCheckpointing.Config | None) -> str:
     names = {
         FullOffloadAC.Config: "full-offload",
         FullAC.Config: "full",
-        SelectiveAC.Config: "selective",
+        upstream.SelectiveAC.Config: "selective",
         MemoryBudgetAC.Config: "memory-budget",
     }
-    return names.get(type(config), "none")
+    return next((name for kind, name in names.items() if isinstance(config, kind)), "none")

@@ -7,8 +7,7 @@ as many layers as visits    at R = 1, with parameters of their own
 
 from collections.abc import Sequence
 
-from titan_loop.analysis.scaling.law import Losses
-from titan_loop.analysis.scaling.published import NamedLaw
+from titan_loop.analysis.scaling.published import NamedLaw, predicted
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.stage_needs import SECONDS_PER_DAY, StageNeeds
 from titan_loop.tables import columns
@@ -45,19 +44,3 @@ def worth_lines(law: NamedLaw, needs: Sequence[StageNeeds], cluster: Cluster) ->
     if outside:
         lines.append(f"extrapolated: the law was fitted to {', '.join(sorted(outside))}")
     return lines
-
-
-def predicted(
-    law: NamedLaw,
-    parameters: float,
-    looped: float,
-    tokens: float,
-    steps: float,
-    *,
-    total: float | None = None,
-    experts: float = 1.0,
-) -> float:
-    """Return the loss of one model in nats per token; arguments as in `Losses`."""
-    whole = total or parameters
-    point = Losses.unmeasured(parameters, looped, float(tokens), steps, whole, experts)
-    return float(law.fit.predict(point)[0])

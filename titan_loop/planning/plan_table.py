@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from titan_loop.distributed.activation_checkpointing import checkpointing_of
+from titan_loop.distributed.activation_checkpointing import SelectiveAC, checkpointing_of
 from titan_loop.models.units import UnitSize
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.measured_step import MeasuredStep
@@ -96,7 +96,7 @@ def _needs_table(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     row("context × tensor parallel", _model_parallel)
     row("local batch, windows", lambda n: str(n.config.training.local_batch_size))
     row("accumulation", lambda n: _range(*n.accumulation))
-    row("checkpointing", lambda n: checkpointing_of(n.config.activation_checkpoint))
+    row("checkpointing", _checkpointing)
     row("FSDP policy", lambda n: n.policy)
     row("GiB of a rank, states", lambda n: _gib(n.states.total))
     row("  parameters, sharded", lambda n: _gib(n.states.parameters))
@@ -105,6 +105,13 @@ def _needs_table(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     row("GPU-days", lambda n: f"{n.gpu_days:,.1f}")
     row("days", lambda n: f"{n.gpu_days / cluster.ranks:,.2f}")
     return columns(rows)
+
+
+def _checkpointing(need: StageNeeds) -> str:
+    policy = need.config.activation_checkpoint
+    saved = policy.save if isinstance(policy, SelectiveAC.Config) else None
+    name = checkpointing_of(policy)
+    return name if saved is None else f"{name} ({', '.join(saved) or 'none'})"
 
 
 def _rehearsal_table(found: Sequence[Rehearsed]) -> list[str]:

@@ -33,6 +33,7 @@ from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.activation_checkpointing import ActivationCheckpointingConfig
+from titan_loop.distributed.float8 import Float8
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.family import ModelOptions, default_options
@@ -186,6 +187,10 @@ class RunConfig(Trainer.Config):
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     compile: CompileConfig = field(default_factory=_default_compilation)
     activation_checkpoint: ActivationCheckpointingConfig = None
+    float8: Float8 = "off"
+    """Recipe for the layers' matrix products in float8; needs torchao, and is emulated without a
+    GPU. Embedding, head, exit gate, norms, routers and experts keep their precision."""
+
     debug: DebugConfig = field(
         default_factory=lambda: DebugConfig(seed=DEFAULT_SEED, enable_structured_logging=False)
     )

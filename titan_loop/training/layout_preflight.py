@@ -8,9 +8,12 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
+import titan_loop.compat as compat  # before any torchtitan module
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.models.common.linear import Linear
 
 from titan_loop.distributed.activation_checkpointing import check_recomputation, checkpointing_of
+from titan_loop.distributed.float8 import float8_linears
 from titan_loop.distributed.parallelize import check_parallelism
 from titan_loop.distributed.state_bytes import StateBytes, state_bytes
 from titan_loop.errors import Refusal, caught
@@ -44,11 +47,40 @@ def layout_refusals(
         expert_parallel=parallel.expert_parallel_degree,
     )
     recomputed = config.activation_checkpoint
-    check_recomputed = partial(check_recomputation, recomputed, parallel, draws=model.draws)
+    linears = [name for name, *_ in model.traverse(Linear.Config)]
+    check_recomputed = partial(
+        check_recomputation, recomputed, parallel, draws=model.draws, linears=linears
+    )
     yield from caught("parallelism", check_degrees)
     yield from caught("parallelism", check_model)
     yield from caught("fsdp", lambda: config.fsdp.check(parallel))
     yield from caught("activation_checkpoint", check_recomputed)
+    if config.float8 != "off":
+        yield from _float8_refusals(config, model)
+
+
+def _float8_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
+    refuse = partial(Refusal.of, "float8", config.float8)
+    training, parallel = config.training, config.parallelism
+    if (degree := parallel.tensor_parallel_degree) > 1:
+        problem = f"does not support parallelism.tensor_parallel_degree={degree}"
+        yield refuse(problem, "leave it at 1")
+    if config.compile.enable and compat.device_type() == "cpu":
+        problem = "is emulated without a GPU, which cannot be compiled"
+        yield refuse(problem, "set --compile.no-enable")
+    tokens = (
+        training.local_batch_size * training.seq_len // max(1, parallel.context_parallel_degree)
+    )
+    sides = {"the tokens of a rank's pass": tokens}
+    for name, linear in float8_linears(model).items():
+        sides |= {f"the inputs of {name}": linear.in_features}
+        sides |= {f"the outputs of {name}": linear.out_features}
+    for name, size in sides.items():
+        if size % 16:  # what tensor cores take
+            yield refuse(
+                f"needs multiples of 16, and {name} are {size}", "change it, or leave it off"
+            )
+            return
 
 
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:

@@ -19,6 +19,7 @@ from typing import Any, get_args
 import titan_loop.compat as compat  # before any torchtitan module
 
 from titan_loop.distributed.activation_checkpointing import FullOffloadAC
+from titan_loop.distributed.float8 import missing_for_float8
 from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.context import PREFIX
 from titan_loop.models.decoder import LoopDecoder
@@ -167,9 +168,14 @@ def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refu
 
 
 def device_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse settings that need a GPU, if this machine has none."""
+    """Refuse settings that need another device than this machine has."""
+    if config.float8 != "off" and (missing := missing_for_float8()):
+        yield Refusal.of("float8", config.float8, missing)
     if compat.device_type() != "cpu":
         return
+    if config.training.enable_cpu_offload:
+        problem = "moves weights off a GPU, and there is none; leave it False"
+        yield Refusal.of("training.enable_cpu_offload", True, problem)
     if config.profiler.enable_memory_snapshot:
         problem = "records CUDA allocations, and there is no CUDA; leave it False"
         yield Refusal.of("profiler.enable_memory_snapshot", True, problem)
@@ -247,6 +253,8 @@ def remarks(config: RunConfig) -> Iterator[str]:
         yield f"{given} has no effect on a collective that hangs: it fails after {limits}"
     if unused := config.stability.unused():
         yield f"{unused} has no effect without stability.skip_spikes=True"
+    if config.float8 != "off" and compat.device_type() == "cpu":
+        yield f"float8={config.float8} is emulated without a GPU: its rounding, and slower"
     if config.optimizer.name != "muon" and config.muon != MuonConfig():
         yield "the settings under muon have no effect without optimizer.name=muon"
     if untrained := _untrained_embedding(config):

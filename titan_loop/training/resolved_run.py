@@ -15,6 +15,7 @@ from typing import Any
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.protocols.model_spec import ModelSpec
 
+from titan_loop.distributed.float8 import in_float8
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import raise_first
 from titan_loop.models.decoder import LoopDecoder
@@ -83,8 +84,9 @@ def resolve(
     config.dataloader.accept_change |= config.accept_change
     spread = partial(parallelize_loop_decoder, fsdp=config.fsdp, trainable=config.trainable)
     unused = dict.fromkeys(("pipelining_fn", "post_optimizer_build_fn", "state_dict_adapter"))
+    built = model if config.float8 == "off" else in_float8(model, config.float8)
     config.model_spec = ModelSpec(
-        name="loop", flavor=config.model.size, model=model, parallelize_fn=spread, **unused
+        name="loop", flavor=config.model.size, model=built, parallelize_fn=spread, **unused
     )
     derived = {"adamw": config.adamw, "muon": config.muon, "ema": config.ema}
     config.optimizer = replace(config.optimizer, **derived)

@@ -178,8 +178,10 @@ def checkpointing(place: Place) -> list[Row]:
     """Train with every policy of activation checkpointing."""
     absent = NEEDS_CUDA if place.on_cpu else ""
     nested = ("recurrent-step", "--activation-checkpoint.layers", "full")
+    saved = ("selective", "--activation-checkpoint.save", "mm", "attention")
     return [
         trained(place, "selective", checkpointing=["selective"]),
+        trained(place, "selective, mm and attention", checkpointing=saved),
         trained(place, "full", checkpointing=["full"]),
         trained(place, "full-offload", checkpointing=["full-offload"], absent=absent),
         trained(place, "recurrent-step", checkpointing=["recurrent-step"]),
@@ -223,7 +225,7 @@ def float8(place: Place) -> list[Row]:
                 read=printed_lines,
                 absent=absent,
             )
-            for recipe in ("rowwise", "rowwise_with_gw_hp")
+            for recipe in ("rowwise", "rowwise_with_gw_hp", "tensorwise")
         ),
     ]
 
@@ -343,7 +345,7 @@ TABLES = {
         Table(
             name="checkpointing",
             question="Speed and memory of every policy of activation checkpointing",
-            seconds=240,
+            seconds=270,
             uses=ONE_GPU,
             rows=checkpointing,
         ),

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--full-checkpointing", action="store_true")
-    parser.add_argument("--float8", default="", help="torchao's recipe, such as rowwise")
+    parser.add_argument("--float8", default="off", help="torchao's recipe, such as rowwise")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--operations", type=int, default=0, help="how many to list; 0 for none")

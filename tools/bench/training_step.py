@@ -23,6 +23,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools import utils as titan_utils
 
 from tests.support.allocations import AllocationTrace
+from titan_loop.distributed.float8 import Float8, in_float8
 from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, reshard_units
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
@@ -51,8 +52,7 @@ class Job:
         trainable: Parameters to train.
         fsdp_policy: Rule for what FSDP keeps gathered, where it is used (on a GPU also for one
             rank).
-        float8: torchao's recipe for the layers' products, "rowwise" or "rowwise_with_gw_hp"; empty
-            for none. Emulated on a CPU.
+        float8: torchao's recipe for the layers' products; emulated on a CPU.
     """
 
     model: ModelOptions
@@ -63,7 +63,7 @@ class Job:
     masked: bool = False
     trainable: Trainable = "all"
     fsdp_policy: FSDPPolicy = "per_step"
-    float8: str = ""
+    float8: Float8 = "off"
 
     @property
     def tokens(self) -> int:
@@ -81,8 +81,8 @@ def build(job: Job) -> LoopDecoder:
     parallelism = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
     dist_utils.set_spmd_backend(compat.SPMD_BACKEND)
     config = decoder_config(job.model, max_seq_len=job.seq_len)
-    if job.float8:
-        _use_float8(config, job)
+    if job.float8 != "off":
+        config = in_float8(config, job.float8)
     config.set_sharding(enable_sp=True)
     with torch.device("meta"):
         model = config.build()
@@ -105,23 +105,6 @@ def build(job: Job) -> LoopDecoder:
     with torch.no_grad():
         model.init_states()
     return model
-
-
-def _use_float8(config: LoopDecoder.Config, job: Job) -> None:
-    """Let the layers' products run in float8; head, gate and norms stay.
-
-    Last run on a GPU: never.
-    """
-    from torchtitan.components.quantization import Float8LinearConverter  # torchao's
-
-    emulated = device().type == "cpu"
-    converter = Float8LinearConverter.Config(
-        recipe_name=job.float8,
-        filter_fqns=["lm_head", "exit_gate"],
-        emulate=emulated,
-        model_compile_enabled=job.compiled and not emulated,
-    )
-    converter.build().convert(config)
 
 
 def batch(job: Job) -> tuple[torch.Tensor, torch.Tensor]:

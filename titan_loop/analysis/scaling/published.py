@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.analysis.scaling.fit import Fit
-from titan_loop.analysis.scaling.law import LAWS
+from titan_loop.analysis.scaling.law import LAWS, Losses
 from titan_loop.analysis.scaling.study import FORMAT_VERSION
 from titan_loop.errors import UserError, nearest
 from titan_loop.storage.json_files import read_versioned_json
@@ -107,3 +107,19 @@ def _named(name: str, record: Mapping[str, Any]) -> NamedLaw:
     limits = {each: (float(low), float(high)) for each, (low, high) in record["range"].items()}
     rmse = float(record.get("rmse", "nan"))
     return NamedLaw(name, Fit(law, values, rmse), record["source"], limits, record.get("grid", {}))
+
+
+def predicted(
+    law: NamedLaw,
+    parameters: float,
+    looped: float,
+    tokens: float,
+    steps: float,
+    *,
+    total: float | None = None,
+    experts: float = 1.0,
+) -> float:
+    """Return the loss of one model in nats per token; arguments as in `Losses`."""
+    whole = total or parameters
+    point = Losses.unmeasured(parameters, looped, float(tokens), steps, whole, experts)
+    return float(law.fit.predict(point)[0])

@@ -9,7 +9,7 @@ import pytest
 from titan_loop.analysis.scaling.published import read_law
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
-from titan_loop.planning.budget import Budget, Shape, ranking, recipe_flags
+from titan_loop.families.moe.budget import Budget, Shape, ranking, recipe_flags
 
 
 def published_loss(n, looped, total, tokens, steps, experts):

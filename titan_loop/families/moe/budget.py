@@ -12,14 +12,14 @@ Sources: Hoffmann et al. 2022, arXiv 2203.15556 (6 FLOPs a parameter and token).
 arXiv 2401.00448 (tokens served). Chen et al. 2026, arXiv 2609.40316, Appendix C (joint optimum).
 """  # noqa: E501  (the equation's line)
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from titan_loop.analysis.scaling.published import NamedLaw
+from titan_loop.analysis.scaling.published import NamedLaw, predicted
 from titan_loop.errors import UserError
-from titan_loop.planning.loop_worth import predicted
 from titan_loop.tables import columns
 
 HEAD_DIM = 128
@@ -127,6 +127,23 @@ class Shape:
         """Return the bytes of keys and values of every visit."""
         visits = self.outside + steps * (self.layers - self.outside)
         return 2.0 * 2.0 * visits * self.dim * tokens
+
+
+def ranked(law: NamedLaw, limits: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the table of the best models within the limits, and flags of the best dense one.
+
+    Without a dense model there are no flags, and the last line says so.
+    """
+    budget = Budget(**limits)
+    found = ranking(law, budget)
+    lines = budget_lines(law, budget, found)
+    dense = next((choice for choice in found if choice.experts == 1), None)
+    if dense is None:
+        said = "no dense model fits, so nothing is planned; family moe has recipes with experts"
+        return [*lines, said], []
+    place = "best" if dense is found[0] else f"best dense one, number {found.index(dense) + 1}"
+    words = recipe_flags(dense, budget.vocabulary)
+    return [*lines, "", f"the {place}:"], words
 
 
 def ranking(law: NamedLaw, budget: Budget) -> list[Choice]:
