@@ -59,7 +59,7 @@ def flip_a_bit(path: Path) -> None:
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of"),
         (lambda path: path.unlink(), "is missing"),
-        (flip_a_bit, "has another SHA-256"),
+        (flip_a_bit, "has a different SHA-256"),
     ],
     ids=["truncated", "missing", "bit-flipped"],
 )
@@ -156,7 +156,7 @@ def test_a_digit_that_flips_in_the_manifest_is_found(tmp_path, caplog):
     found = newest_good(tmp_path, look_at="manifest")
     assert found is not None
     assert found[0] == 2
-    assert "manifest.json: it has another SHA-256 than when it was written" in caplog.text
+    assert "manifest.json: it has a different SHA-256 than when it was written" in caplog.text
 
 
 def test_a_folder_that_was_renamed_is_not_another_step(tmp_path, caplog):

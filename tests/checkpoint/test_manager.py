@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_is_left_aside_and_the_run_repeats_its_steps(
     flip_a_bit(checkpoints / "step-4" / "__0_0.distcp")
     train(source, tmp_path / "run")
     log = capfd.readouterr().out
-    assert "Skipping checkpoint step-4: __0_0.distcp has another SHA-256" in log
+    assert "Skipping checkpoint step-4: __0_0.distcp has a different SHA-256" in log
     assert "Renamed" in log
     assert (checkpoints / "damaged-step-4" / MANIFEST).is_file()
     assert tensor_hashes(checkpoints) == tensor_hashes(whole / "checkpoints")

@@ -254,7 +254,7 @@ def test_checkpoints_that_do_not_fit_are_one_line_and_leave_nothing(
     shard = next(second.glob("checkpoints/*/*.distcp"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
-    assert "is damaged: __0_0.distcp has another SHA-256" in error_of(capfd, *runs, *to_new)
+    assert "is damaged: __0_0.distcp has a different SHA-256" in error_of(capfd, *runs, *to_new)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other"}
 
 

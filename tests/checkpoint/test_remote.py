@@ -139,7 +139,7 @@ def test_a_damaged_remote_checkpoint_is_skipped(memory, tmp_path, caplog):
     other = tmp_path / "other"
     fetch_if_needed(remote(other), other)
     assert committed_steps(other / "checkpoints") == [2]
-    assert "step-4: __0_0.distcp has another SHA-256" in caplog.text
+    assert "step-4: __0_0.distcp has a different SHA-256" in caplog.text
     memory.rm("/bucket/runs/base/step-2/__0_0.distcp")
     with pytest.raises(RunFailedError, match=r"no checkpoint in .* arrived whole"):
         remote(tmp_path / "third").fetch_newest()

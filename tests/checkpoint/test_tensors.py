@@ -146,7 +146,7 @@ def test_damage_is_found_before_anything_is_read(tmp_path):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match="another SHA-256"):
+    with pytest.raises(DamagedCheckpointError, match="different SHA-256"):
         CheckpointReader(checkpoint)
     CheckpointReader(checkpoint, look_at="sizes")
     shard.write_bytes(content[:-1])

@@ -312,6 +312,6 @@ def test_a_damaged_checkpoint_is_found_before_anything_is_written(tmp_path: Path
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(DamagedCheckpointError, match="another SHA-256"):
+    with pytest.raises(DamagedCheckpointError, match="different SHA-256"):
         upcycle_checkpoint(source, tmp_path / "child", Upcycling(4))
     assert not (tmp_path / "child").exists()

@@ -131,7 +131,7 @@ def test_checkpoints_of_an_older_version_are_converted_by_the_command_that_refus
 def test_ls_reads_the_files_only_when_asked(checkpoints, call):
     flip_a_bit(checkpoints / "step-4" / "__0_0.distcp")
     assert "damaged" not in call("ls", checkpoints.parent).out
-    assert "another SHA-256" in call("ls", checkpoints.parent, "--verify").out
+    assert "different SHA-256" in call("ls", checkpoints.parent, "--verify").out
 
 
 def test_verify_names_every_fault(checkpoints, call):
@@ -148,7 +148,7 @@ def test_verify_names_every_fault(checkpoints, call):
     assert "4 looked at, 2 damaged" in answer.out
     line = next(line for line in answer.out.splitlines() if line.startswith("step-2: damaged"))
     assert "tensors.json is missing" in line
-    assert "__0_0.distcp has another SHA-256" in line
+    assert "__0_0.distcp has a different SHA-256" in line
     assert call("verify", checkpoints / "step-6").code == 0
     assert call("verify", checkpoints / "step-4").code == 1
 
@@ -422,4 +422,4 @@ def test_mistakes(checkpoints, call, tmp_path):
     assert "has no checkpoints; give one of run in it" in call("ls", tmp_path).error
     assert "no manifest.json" in call("diff", checkpoints, checkpoints / "step-2").error
     flip_a_bit(checkpoints / "step-2" / "__0_0.distcp")
-    assert "another SHA-256" in call("diff", checkpoints / "step-2", checkpoints / "step-4").error
+    assert "different SHA-256" in call("diff", checkpoints / "step-2", checkpoints / "step-4").error

@@ -206,7 +206,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     data = bytearray(shard.read_bytes())
     data[-100] ^= 1
     shard.write_bytes(data)
-    assert "another SHA-256" in error_of(capfd, copy, *to_new, 4)
+    assert "different SHA-256" in error_of(capfd, copy, *to_new, 4)
     assert {path.name for path in tmp_path.iterdir()} == {"copy"}
 
 

@@ -26,8 +26,9 @@ class Chart(NamedTuple):
     """A plot of `metrics.jsonl` in `titan-loop plot` and `report`; families add their own.
 
     Attributes:
-        needs: Maps the names of all recorded metrics to whether there is something to draw.
-        draw: Writes the PNG of the records at a path, and returns the path.
+        text: Caption below the title in the report.
+        needs: Tells from the names of all recorded metrics whether there is something to draw.
+        draw: Writes a PNG of the records to a path, and returns the path.
     """
 
     title: str
@@ -39,7 +40,7 @@ class Chart(NamedTuple):
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "0.55"
 _NAME_POINTS = 11.0
-"""Least distance of two names beside the ends of lines."""
+"""Least vertical distance between two names of lines, in points."""
 
 
 def pyplot() -> Any:
@@ -73,7 +74,7 @@ def draw_panels(
     Args:
         names: Title of each panel, at least one.
         title: The conclusion that a reader should draw.
-        label: Label of the vertical axes, where all panels share one.
+        label: Label of the vertical axis, if all panels share it.
         inches: Width and height of a panel.
     """
     columns = min(len(names), columns)
@@ -89,8 +90,9 @@ def draw_panels(
         axes.set_title(name, fontsize="medium")
         draw(axes, name)
         name_lines(axes)
-    for row in grid if label else ():
-        row[0].set_ylabel(label)
+    if label:
+        for row in grid:
+            row[0].set_ylabel(label)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot().close(figure)
@@ -98,13 +100,13 @@ def draw_panels(
 
 
 def name_lines(axes: Axes) -> None:
-    """Write the label of every line right of the axes, near the height of its end; limits are kept.
+    """Name every line to the right of the axes, near the height of its last point.
 
-    Names are in the colour of their lines, and so far apart that they can be read.
+    A name has the colour of its line. Names never overlap, and the axis limits stay as they are.
     """
     handles, names = axes.get_legend_handles_labels()
     lines: Any = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
-    axes.get_xlim()  # settles the limits of both axes, which a transformation does not
+    axes.get_xlim()  # applies pending autoscaling; transforms alone would not
     ends = []
     for line, name in zip(lines, names, strict=True):
         points = line.get_xydata()
@@ -115,7 +117,7 @@ def name_lines(axes: Axes) -> None:
     height_points = 72 / axes.figure.dpi * axes.get_window_extent().height
     shifts = np.arange(len(ends)) * _NAME_POINTS / height_points
     free = np.array([end[1] for end, _, _ in ends]) - shifts
-    # Pushed up and pushed down, names are far enough apart; so they are half way between.
+    # Pushing names only up or only down separates them; so does the mean, nearer to the ends.
     places = (np.maximum.accumulate(free) + np.minimum.accumulate(free[::-1])[::-1]) / 2 + shifts
     for place, (end, name, color) in zip(places, ends, strict=True):
         arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.4}
@@ -126,26 +128,26 @@ def name_lines(axes: Axes) -> None:
 def draw_curve(
     axes: Axes, tokens: np.ndarray, values: np.ndarray, color: Any, label: str | None = None
 ) -> None:
-    """Draw a noisy series: faint as it is, and strong as its running mean."""
+    """Draw a noisy series faintly, and its running mean on top."""
     axes.plot(tokens, values, color=color, alpha=0.25, linewidth=0.8)
     mean, marker = smoothed(values), only_marker(tokens)
     axes.plot(tokens, mean, color=color, linewidth=1.6, label=label, marker=marker)
 
 
 def mark_trained_depth(axes: Axes, depths: Sequence[int], recurrent_steps: int) -> None:
-    """Let the horizontal axis count recurrent steps, with a grey bar at the trained R."""
+    """Label the horizontal axis with recurrent steps; a grey bar marks the trained R."""
     axes.axvline(recurrent_steps, color="0.8", linewidth=6, alpha=0.5, zorder=0)
     axes.set_xticks(list(depths))
     axes.set_xlabel("recurrent steps R")
 
 
 def only_marker(values: np.ndarray) -> str | None:
-    """Return the marker of a curve: a curve of one point would be invisible without one."""
+    """Return a marker for a single point, which is invisible without one; else None."""
     return "o" if len(values) == 1 else None
 
 
 def depth_colors(count: int) -> list[Any]:
-    """Return a colour for each recurrent step, light for shallow; of many, six have one."""
+    """Return a colour per recurrent step, light for shallow; beyond six steps, some are grey."""
     import matplotlib as mpl
 
     shown = np.linspace(0, count - 1, min(count, len(COLORS))).round()
@@ -154,12 +156,12 @@ def depth_colors(count: int) -> list[Any]:
 
 
 def series_colors(names: Sequence[str]) -> dict[str, str]:
-    """Return name → colour; from the seventh on they are grey."""
+    """Return name → colour; the seventh name and all later ones are grey."""
     return dict(zip(names, [*COLORS, *[GREY] * len(names)], strict=False))
 
 
 def steps_with(records: Records, prefix: str) -> list[int]:
-    """Return the recurrent steps that occur in any record under `prefix`."""
+    """Return the recurrent steps r, sorted, for which some record has the key `prefix` + r."""
     keys = {key for record in records for key in record if key.startswith(prefix)}
     return sorted(int(key.removeprefix(prefix)) for key in keys)
 
@@ -170,21 +172,21 @@ def series(records: Records, key: str) -> np.ndarray:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return a centred running mean over 5 % of the records that ignores gaps and keeps them."""
-    half = max(len(values) // 40, 0)
+    """Return a centred running mean over 5 % of the records; it skips NaN, which stays NaN."""
+    half = len(values) // 40
     windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
     means = [np.nan if np.isnan(w).all() else float(np.nanmean(w)) for w in windows]
     return np.where(np.isnan(values), np.nan, means)
 
 
 def last(values: np.ndarray) -> float:
-    """Return the end of the running mean, NaN without any value."""
+    """Return the last value of the running mean; NaN if there are no values."""
     seen = smoothed(values)[~np.isnan(values)]
     return float(seen[-1]) if len(seen) else np.nan
 
 
 def show_the_bulk(axes: Axes, values: np.ndarray) -> None:
-    """Cut the first steps' fall at the top, so that the differences between steps can be seen."""
+    """Cut off the steep fall early in training, so that later differences can be seen."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return
@@ -194,7 +196,7 @@ def show_the_bulk(axes: Axes, values: np.ndarray) -> None:
 
 
 def token_axis(axes: Axes, tokens: np.ndarray) -> None:
-    """Let the horizontal axis count tokens."""
+    """Label the horizontal axis with tokens read, such as 1.5M."""
     from matplotlib.ticker import FuncFormatter
 
     axes.set_xlabel("tokens read")
@@ -204,7 +206,7 @@ def token_axis(axes: Axes, tokens: np.ndarray) -> None:
 
 
 def short(count: float) -> str:
-    """Return a count with three digits and K, M, B or T."""
+    """Return a count with three significant digits and a suffix K, M, B or T."""
     for suffix in ("", "K", "M", "B"):
         if abs(count) < 1000:
             return f"{count:.3g}{suffix}"

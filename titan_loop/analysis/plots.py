@@ -1,4 +1,4 @@
-"""PNG plots over training: losses, exits, held-out text, mixture and throughput against tokens."""
+"""PNG plots against tokens read: losses, exits, held-out text, mixture and throughput."""
 
 import math
 from collections import Counter
@@ -21,19 +21,18 @@ def plot_step_losses(records: Records, path: Path) -> Path:
 
     def draw(axes: Axes) -> None:
         tokens = series(records, "tokens")
-        for (step, values), color in zip(
-            losses.items(), drawing.depth_colors(len(losses)), strict=True
-        ):
+        colors = drawing.depth_colors(len(losses))
+        for (step, values), color in zip(losses.items(), colors, strict=True):
             drawing.draw_curve(axes, tokens, values, color, label=f"step {step}")
         drawing.show_the_bulk(axes, np.concatenate([*losses.values()]))
-        axes.set_ylabel("cross entropy in training (nats per token)")
+        axes.set_ylabel("training cross entropy (nats per token)")
         drawing.token_axis(axes, tokens)
 
     ends = [
         f"{last(losses[s]):.3f} after step {s}"
         for s in drawing.steps_with(records[-1:], "ce/step_")
     ]
-    title = f"The loss of training ends at {', '.join(dict.fromkeys([*ends[-1:], *ends[:1]]))}"
+    title = f"Training loss ends at {', '.join(dict.fromkeys([*ends[-1:], *ends[:1]]))}"
     return drawing.draw_axes(draw, path, title=title)
 
 
@@ -46,13 +45,13 @@ def plot_exit_pmf(records: Records, path: Path) -> Path:
         shown = [*records, *records] if len(records) == 1 else records
         tokens = series(shown, "tokens")
         if len(records) == 1:
-            tokens = tokens * (0.98, 1.02)  # a bar: one record has no area
+            tokens = tokens * (0.98, 1.02)  # a bar, since one record has no area
         drawing.token_axis(axes, tokens)
         if panel == "mean exit step":
             axes.set_ylim(1, max(len(steps), 2))
             axes.plot(tokens, series(shown, "exit/mean_step"), color=COLORS[1])
             return
-        # A scheduled R may grow: steps that did not run yet have no mass.
+        # R may grow by a schedule: steps that do not run yet have no mass.
         shares = np.array([np.nan_to_num(series(shown, f"exit/pmf_{step}")) for step in steps])
         colors = drawing.depth_colors(len(steps))
         axes.stackplot(tokens, *shares, colors=colors, edgecolor="white")
@@ -60,7 +59,9 @@ def plot_exit_pmf(records: Records, path: Path) -> Path:
         axes.grid(visible=False)
         middles = shares[:, -1].cumsum() - shares[:, -1] / 2
         for middle, step, color in zip(middles, steps, colors, strict=True):
-            axes.plot(tokens[-1], middle, color=color, label=f"step {step}")  # its name alone
+            axes.plot(
+                tokens[-1], middle, color=color, label=f"step {step}"
+            )  # unseen: carries the name
 
     title = f"Tokens leave after {last(mean):.2f} steps at the end, averaged over the batch"
     return drawing.draw_panels(
@@ -87,13 +88,13 @@ def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
 
 
 def best_depth(best: Sequence[int]) -> str:
-    """Return the conclusion of panels by the R that is best in each."""
+    """Return a title from the best R of each panel: the one that is best most often."""
     steps = Counter(best).most_common(1)[0][0]
     return f"R = {steps} is best in {best.count(steps)} of {len(best)} panels"
 
 
 def plot_entropy(records: Records, path: Path) -> Path:
-    """Draw the mean entropy of the exit distribution, below a uniform one's."""
+    """Draw the mean entropy of the exit distribution, and its bound ln R."""
     entropy = series(records, "exit/entropy_nats")
     bound = np.log(series(records, "recurrent_steps"))
 
@@ -105,12 +106,12 @@ def plot_entropy(records: Records, path: Path) -> Path:
         axes.set_ylabel("entropy (nats)")
         drawing.token_axis(axes, tokens)
 
-    title = f"The exits' entropy ends at {last(entropy):.2f} of at most {last(bound):.2f} nats"
+    title = f"Exit entropy ends at {last(entropy):.2f} of at most {last(bound):.2f} nats"
     return drawing.draw_axes(draw, path, title=title)
 
 
 def plot_mixture(records: Records, mixture: Sequence[str], path: Path) -> Path:
-    """Draw each source's share of the tokens read so far, and dashed the share in the mixture."""
+    """Draw each source's share of the tokens read so far; dashed: its share in the mixture."""
     suffix = "/tokens"
     keys = {key for record in records for key in record if key.startswith("data/")}
     names = sorted(key[len("data/") : -len(suffix)] for key in keys if key.endswith(suffix))
@@ -123,7 +124,7 @@ def plot_mixture(records: Records, mixture: Sequence[str], path: Path) -> Path:
         for index, (name, color) in enumerate(drawing.series_colors(names).items()):
             # matplotlib leaves out labels with an underscore in front.
             label = f" {name}" if name.startswith("_") else name
-            # Thinner from line to line, and dashes one after another: equal shares stay visible.
+            # Each line is thinner than the last and dashes take turns: equal shares stay visible.
             style = {"color": color, "label": label, "marker": drawing.only_marker(tokens)}
             width = 1.5 + 1.5 * (len(names) - 1 - index)
             axes.plot(tokens, shares[name], linewidth=width, **style)
@@ -137,8 +138,7 @@ def plot_mixture(records: Records, mixture: Sequence[str], path: Path) -> Path:
     off = {name: abs(shares[name][-1] - asked.get(name, shares[name][-1])) for name in names}
     worst = max(names, key=off.__getitem__)
     title = f"{worst} is furthest from its share in the mixture, by {100 * off[worst]:.1f} points"
-    title = title if asked else "Shares of the sources"
-    return drawing.draw_axes(draw, path, title=title)
+    return drawing.draw_axes(draw, path, title=title if asked else "Shares of the sources")
 
 
 def _asked_shares(mixture: Sequence[str]) -> dict[str, float]:
@@ -172,7 +172,7 @@ def plot_throughput(records: Records, path: Path) -> Path:
 _CHARTS = {
     "loss_per_step": Chart(
         "Loss per recurrent step",
-        "Training cross entropy read out after each step; light is shallow, dark is deep. A step "
+        "Training cross entropy after each step; light is shallow, dark is deep. A step "
         "that is worth its compute lies below the one before it.",
         lambda keys: any(key.startswith("ce/step_") for key in keys),
         plot_step_losses,
@@ -185,7 +185,7 @@ _CHARTS = {
     ),
     "exit_entropy": Chart(
         "Entropy of the exit distribution",
-        "Near the dashed line the gate does not decide at all; at 0 it has collapsed to one step.",
+        "Near the dashed line the gate prefers no step; at 0 it is certain of one for every token.",
         lambda keys: "exit/entropy_nats" in keys,
         plot_entropy,
     ),
@@ -200,7 +200,7 @@ _CHARTS = {
 
 
 def charts(records: Records) -> dict[str, Chart]:
-    """Return the charts of training metrics that have something to draw; families' come last."""
+    """Return the charts of training metrics that have something to draw, the families' last."""
     keys = {key for record in records for key in record}
     found = {**_CHARTS, **{name: find("charts", name) for name in names("charts")}}
     return {name: chart for name, chart in found.items() if chart.needs(keys)}

@@ -88,7 +88,7 @@ def plot_recipe(
         axes.set_xlabel("tokens read since the first stage began")
 
     ends = [f"{last(_losses(branch[-1])):.3f} ({branch[-1].name})" for branch in branches]
-    return drawing.draw_axes(draw, path, title=f"The loss of training ends at {', '.join(ends)}")
+    return drawing.draw_axes(draw, path, title=f"Training loss ends at {', '.join(ends)}")
 
 
 def _losses(stage: StageCurve) -> np.ndarray:

@@ -7,9 +7,9 @@ Format version 2:
     data               the loader's `state_dict`: windows consumed, by source
     lineage            parent checkpoint, recipe hash, stage, library versions; after upcycling
                        `upcycled`: the source of every layer (`upcycling.upcycle_checkpoint`);
-                       of a mean `merged`: its parents (`merging.merge_checkpoints`)
+                       after merging `merged`: its parents (`merging.merge_checkpoints`)
     best               the best checkpoint so far of a run with `--best`, see `best.py`
-    stage_end          whether the stage ended here; such a checkpoint is kept for ever
+    stage_end          whether the stage ended here; such a checkpoint is kept forever
     files              name -> {"bytes", "sha256"} of every file the ranks wrote
     sha256             of all of the above
 
@@ -34,17 +34,17 @@ from titan_loop.storage.transient import ShortReadError, retried, unreadable
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 METADATA = ".metadata"
-"""DCP's own table of entries, a pickle: written for torch's tools, never read."""
+"""DCP's table of entries for torch's tools; a pickle can run code, so it is never read here."""
 
 TABLE = "tensors.json"
-"""Table of entries that is read instead, see `tensor_table.py`."""
+"""Table of entries that we read instead; see `tensor_table.py`."""
 
 
 class DamagedCheckpointError(UserError):
     """A file of a checkpoint is missing, truncated or altered."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(path, reason)  # both, so that it travels between ranks
+        super().__init__(path, reason)  # pickle rebuilds it on other ranks from these
         self.path = path
         self.reason = reason
 
@@ -74,7 +74,7 @@ def new_content(
     data: Mapping[str, Any],
     lineage: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the content of a manifest that is created now, without the files."""
+    """Return a manifest's content, created now; the caller adds `files`."""
     return {
         "step": step,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -92,7 +92,7 @@ def untrained(
     data: Mapping[str, Any],
     lineage: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return a manifest's content for a checkpoint of step 0, made of another model's weights."""
+    """Return a manifest's content for step 0 of a model made from another one's weights."""
     trainer = {
         "step": 0,
         "tokens": 0,
@@ -105,7 +105,6 @@ def untrained(
 def write_manifest(checkpoint: Path, content: dict[str, Any]) -> Reference:
     """Commit the checkpoint in folder `checkpoint`: temporary file, fsync, rename."""
     record = {**content, "format_version": FORMAT_VERSION}
-    record.pop("sha256", None)
     digest = _digest(record)
     write_json(checkpoint / MANIFEST, {**record, "sha256": digest})
     return {"path": str(checkpoint.resolve()), "manifest_sha256": digest}
@@ -116,7 +115,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: The manifest was altered, or is not one.
-        UserError: There is none, it may not be read, or another version of titan_loop wrote it.
+        UserError: It does not exist, may not be read, or another version of titan_loop wrote it.
         RunFailedError: The disk fails, which says nothing about the checkpoint.
     """
     path = checkpoint / MANIFEST
@@ -139,8 +138,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             f"{path} has format version {version}, this titan_loop reads {FORMAT_VERSION}; use the "
             "version that wrote it"
         )
-    if manifest.get("sha256") != _digest({k: v for k, v in manifest.items() if k != "sha256"}):
-        raise DamagedCheckpointError(path, "it has another SHA-256 than when it was written")
+    if manifest.get("sha256") != _digest(manifest):
+        raise DamagedCheckpointError(path, "it has a different SHA-256 than when it was written")
     if wrong := _wrong_content(manifest):
         raise DamagedCheckpointError(path, wrong)
     return manifest
@@ -166,7 +165,7 @@ def find_damage(
 ) -> dict[str, str]:
     """Compare files with their records; return damaged file → a phrase that names it.
 
-    A file that may not be read, or a failing disk, says nothing about the checkpoint and raises.
+    Raises if a file may not be read or the disk fails, which says nothing about the checkpoint.
     """
     damage: dict[str, str] = {}
     for name, record in records.items():
@@ -178,7 +177,7 @@ def find_damage(
             elif status.st_size != record["bytes"]:
                 damage[name] = f"{name} has {status.st_size} bytes instead of {record['bytes']}"
             elif hashes and _record(path)["sha256"] != record["sha256"]:
-                damage[name] = f"{name} has another SHA-256 than when it was written"
+                damage[name] = f"{name} has a different SHA-256 than when it was written"
         except FileNotFoundError:
             damage[name] = f"{name} is missing"
         except DamagedFileError as error:
@@ -197,7 +196,7 @@ def _wrong_content(manifest: Mapping[str, Any]) -> str:
     for name, least in smallest.items():
         value = nested(manifest, name)
         if type(value) is not int or not least <= value < 2**63:
-            return f"{name}={value!r} is not a number from {least} on"
+            return f"{name}={value!r} is not an integer of at least {least}"
     for name in ("parent", "origin"):
         source = manifest["lineage"].get(name)
         if source is not None and not _has(source, Reference.__annotations__):
@@ -220,8 +219,9 @@ def _has(record: Any, kinds: Mapping[str, type]) -> bool:
 
 
 def _digest(record: dict[str, Any]) -> str:
-    canonical = json.dumps(finite_or_null(record), sort_keys=True, ensure_ascii=False)
-    # Text that UTF-8 does not have, half a surrogate pair, hashes to something, too.
+    hashed = {name: value for name, value in record.items() if name != "sha256"}
+    canonical = json.dumps(finite_or_null(hashed), sort_keys=True, ensure_ascii=False)
+    # A name may hold half a surrogate pair, which UTF-8 cannot encode; it must hash, too.
     return hashlib.sha256(canonical.encode(errors="backslashreplace")).hexdigest()
 
 

@@ -62,7 +62,7 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
         content = read_regular(path, fix="use another checkpoint", most_bytes=_MOST_BYTES)
         table = json.loads(content)
         if table["sha256"] != _digest(table["entries"]):
-            raise ValueError("it has another SHA-256 than when it was written")
+            raise ValueError("it has a different SHA-256 than when it was written")
         return _parsed(table["entries"], path)
     except DamagedFileError as error:
         raise DamagedCheckpointError(path, error.reason) from error

@@ -1,4 +1,4 @@
-"""The interface of a trainer that the checkpoint manager uses."""
+"""The part of a trainer that the checkpoint manager uses."""
 
 from typing import Any, Protocol
 
@@ -13,22 +13,22 @@ class TrainState(Protocol):
 
     @property
     def held_back(self) -> bool:
-        """True while the newest step must not be saved: its weights may be why it was skipped."""
+        """True while the newest step must not be saved: it was skipped, maybe for bad weights."""
         ...
 
     def before_save(self) -> None:
         """Raise an error if the state is unfit to be resumed from."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON that continues the run on any number of ranks."""
+        """Return JSON from which any number of ranks can continue the run."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state; raise `UserError` if it is another model's."""
+        """Continue from a saved state; raise `UserError` if another model saved it."""
 
     def check_parent(self, state_dict: dict[str, Any]) -> None:
-        """Raise `UserError` if weights from such a state cannot be carried over."""
+        """Raise `UserError` if this model cannot start from the weights of a saved state."""
 
     def lineage(self) -> dict[str, Any]:
-        """Return the run's record beside its state: recipe hash, stage, versions."""
+        """Return the run's origin for the manifest: recipe hash, stage, library versions."""
         ...

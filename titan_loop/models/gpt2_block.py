@@ -3,8 +3,8 @@
     x ← x + attention(norm_1(x)) + b_1
     x ← x + W_2 gelu(W_1 norm_2(x) + b) + b_2
 
-Every projection has a bias. The biases b_1 and b_2 are parameters of the block: they are added
-after tensor-parallel ranks have summed a branch's output, so that each counts once.
+Every projection has a bias. The block, not the projection, adds b_1 and b_2: after the
+tensor-parallel ranks have summed a branch's output, since each rank would add them again.
 
 Source: Radford et al. 2019 (GPT-2), with GELU in its tanh form. Deviation: dropout acts on branch
 outputs, not on embeddings and attention weights.
@@ -137,7 +137,7 @@ class GPT2Decoder(LoopDecoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
-        """As in `LoopDecoder`, with layers of another kind."""
+        """As in `LoopDecoder`, with `GPT2Block` as layer."""
 
         def set_sharding(self, *, enable_sp: bool) -> None:
             """As in `LoopDecoder`; a norm's bias is placed like its gain."""
@@ -160,14 +160,14 @@ class GPT2Decoder(LoopDecoder):
 
 
 def layer_norm_sharding(enable_sp: bool) -> ShardingConfig:
-    """Return the placements of a norm with a bias."""
+    """Return a norm's placements, with the bias placed like the gain."""
     config = norm_config(enable_sp=enable_sp)
     config.state_shardings = {**config.state_shardings, "bias": config.state_shardings["weight"]}
     return config
 
 
 def matrix_init(dim: int, scale: float = 1.0) -> dict[str, Callable]:
-    """Return the initial weights of GPT-2's projections at width `dim`, times `scale`."""
+    """Return initialisers: GPT-2's std, 0.02 at width 768, times √(768/dim) and `scale`."""
     std = scale * _GPT2_STD * (_GPT2_DIM / dim) ** 0.5
     return {"weight": partial(normal_matrix, std=std), "bias": nn.init.zeros_}
 
@@ -180,7 +180,7 @@ def block_config(
     *,
     dropout: float = 0.0,
 ) -> GPT2Block.Config:
-    """Return the block of one layer; `output_init` initialises both output projections."""
+    """Return one layer's block; `output_init` initialises both output projections."""
     head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
 
     def linear(in_features: int, out_features: int) -> Linear.Config:
@@ -209,7 +209,7 @@ def block_config(
             ),
             wo=output(shape.dim),
             inner_attention=inner_attention_config(kernel),
-            rope=replace(rotation),
+            rope=replace(rotation),  # a copy, since `set_sharding` writes to it
         ),
         attention_bias=StateBias.Config(dim=shape.dim, param_init=ZERO),
         ffn_norm=norm(),

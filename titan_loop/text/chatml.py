@@ -3,7 +3,7 @@ r"""ChatML: conversations as text, and as token ids with a mask over the assista
     <|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|endoftext|>
                                                                      ^^^^^^^^^^^ targets
 
-Targets are the assistant's words and the `<|im_end|>` that ends its turn, after which a chat stops.
+Targets are the assistant's words and the `<|im_end|>` that ends its turn, where generation stops.
 `<|endoftext|>` ends the document as in every source; it belongs to no turn, so it is not a target.
 Control tokens come from the template alone: one that is spelt out in a message stays text.
 """
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = f"""\
 {{{{ '{TURN_START}{ASSISTANT}\\n' }}}}
 {{%- endif -%}}
 """
-"""`render` in Jinja for transformers, and the header of the answer that is asked for."""
+"""`render` as a Jinja template for transformers, which can also open the assistant's turn."""
 
 
 class Turn(NamedTuple):
@@ -40,9 +40,9 @@ class Turn(NamedTuple):
 def parse_turns(record: Mapping[str, Any]) -> list[Turn]:
     """Return the turns of a record with `messages`: objects with the strings `role` and `content`.
 
-    Without them, `question` becomes the user's turn and `answer` the assistant's. Raises `KeyError`
-    if the record has neither, `TypeError` if a part of it is not a string, and `ValueError` if the
-    assistant never speaks, so that there is nothing to learn.
+    Without `messages`, `question` becomes the user's turn and `answer` the assistant's. Raises
+    `KeyError` if the record has neither, `TypeError` if a part of it is not a string, and
+    `ValueError` if the assistant never speaks, so that there is nothing to learn.
     """
     messages = record.get("messages")
     if messages is not None:
@@ -68,7 +68,7 @@ def render(turns: Sequence[Turn]) -> str:
 def encode_chats(
     tokenizer: "Tokenizer", chats: Sequence[Sequence[Turn]], end_of_text: str
 ) -> "list[tuple[np.ndarray, np.ndarray]]":
-    """Tokenise conversations that each end in `end_of_text`; return ids, int64, and targets, bool.
+    """Tokenise conversations, each ended by `end_of_text`; return int64 ids and bool target masks.
 
     The assistant's text is encoded apart from the header before it, because a model fixes the
     tokens of the prompt before it chooses the first token of an answer.
@@ -98,7 +98,7 @@ def encode_chats(
 
 def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
     """Return the ids of a conversation up to the assistant's next answer, as in training."""
-    # The only target of an empty answer is the end of its turn; the prompt stands before that.
+    # An empty answer has one target, the end of its turn. The prompt is all ids before it.
     chat = [*turns, Turn(ASSISTANT, "")]
     ((ids, is_target),) = encode_chats(tokenizer, [chat], end_of_text=TURN_END)
     return ids[: is_target.nonzero()[0][-1]].tolist()
@@ -112,9 +112,9 @@ def control_tokens(tokenizer: "Tokenizer", end_of_text: str) -> tuple[int, int, 
 
 
 def _encode_as_text(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
-    """Encode texts in which a special token that is spelt out stays text."""
+    """Encode texts; a special token that is spelt out in one stays text."""
     before = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = True  # which means: as text
+    tokenizer.encode_special_tokens = True  # despite the name: encode them as text
     try:
         encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
     finally:

@@ -354,7 +354,7 @@ def test_runs_give_averages_over_stretches_without_warm_up(source: Path, tmp_pat
 def test_runs_of_different_data_are_named(source: Path, tmp_path: Path):
     one = write_run(source, tmp_path / "one", steps=2)
     other = write_run(source, tmp_path / "other", steps=4, contents="cd")
-    with pytest.raises(UserError, match=r"other was trained on other data than .*one"):
+    with pytest.raises(UserError, match=r"other and .*one were trained on different data"):
         read_runs([one, other])
 
 

@@ -1,8 +1,8 @@
 """Losses to fit a scaling law to, from run directories or from a CSV file.
 
-A run gives 20 points: its logged losses, averaged over equal stretches of tokens. The first is left
-out, since warm-up follows no law. `total` has the objective's loss at the R trained with; `by_step`
-has, for each R, the cross entropy after every step.
+A run's logged losses are averaged over 20 equal stretches of tokens. Each gives a point, except the
+first, since warm-up follows no law. `total` has the objective's loss at the trained R; `by_step`
+has, for each trained R, the cross entropy after every recurrent step.
 """
 
 import csv
@@ -40,7 +40,7 @@ ALIASES = {
     "N_total": "total_parameters",
     "U": "unique_tokens",
 }
-"""Other names of columns."""
+"""Other name of a CSV column → its name here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Point:
     """One measured loss; its fields are named like the columns of a CSV file.
 
     Attributes:
-        recurrent_steps: R trained with.
+        recurrent_steps: Trained R.
         step: Recurrent step after which the loss was read; None for the total loss.
     """
 
@@ -69,10 +69,10 @@ class ScalingData:
     """The losses that a study fits.
 
     Attributes:
-        total: Total losses; `steps` is the R trained with.
-        by_step: R trained with → losses after its steps, without the series that rise.
-        rising: Number of (run, step) series left out because the loss rises with tokens.
-        exit_pmf: R trained with → mean exit distribution over runs, where they logged one.
+        total: Total losses; `steps` is the trained R.
+        by_step: Trained R > 1 → losses after each of its steps.
+        rising: Number of (run, step) series left out of `by_step`: their loss rises with tokens.
+        exit_pmf: Trained R → exit distribution, averaged over the runs that logged one.
     """
 
     total: Losses
@@ -84,11 +84,11 @@ class ScalingData:
 def read_csv(path: Path) -> ScalingData:
     """Read points from a CSV file with a header.
 
-    Columns: `parameters` (or `N`), `tokens` (`D`), `recurrent_steps` (`R`) and `loss` in nats per
-    token; optionally `step` (the loss was read after this step; empty for the total loss),
+    Required: `parameters` (or `N`), `tokens` (`D`), `recurrent_steps` (`R`) and `loss` (`L`) in nats
+    per token. Optional: `step` (`loss` was read after it; empty for the total loss),
     `looped_parameters` (`N_looped`; all if absent), `experts` (`E`) with `total_parameters`
-    (`N_total`), `unique_tokens` (`U`, read for the first time), and `run` (a name; points of a run
-    share their noise). Other columns are ignored, and logged.
+    (`N_total`), `unique_tokens` (`U`; all if absent) and `run` (a name; points of one run share
+    their noise). Other columns are ignored with a warning.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -153,8 +153,8 @@ def read_runs(folders: Sequence[Path]) -> ScalingData:
             first = folder, data
         elif data != first[1]:
             raise UserError(
-                f"{folder} was trained on other data than {first[0]} ({data} and {first[1]}); one "
-                "fit needs one mixture and one tokenizer, so fit them separately"
+                f"{folder} and {first[0]} were trained on different data ({data} and {first[1]}); "
+                "one fit needs one mixture and one tokenizer, so fit them separately"
             )
         points += _points(folder, pmfs)
     return _data(points, {steps: np.mean(pmf, axis=0) for steps, pmf in pmfs.items()})
@@ -174,7 +174,7 @@ def _runs(folders: Sequence[Path]) -> Iterator[Path]:
 
 
 def _trained_on(run: SavedRun) -> str:
-    """Return the settings that two comparable losses share, as JSON."""
+    """Return as JSON the data settings in which runs must agree to be fitted together."""
     described = run.checkpoint().manifest["data"].get("data", {})
     kept = {name: value for name, value in described.items() if name not in ("seed", "seq_len")}
     if "sources" in kept:  # the same data may lie in another folder
@@ -186,23 +186,23 @@ def _trained_on(run: SavedRun) -> str:
 
 def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
     """Yield the points of one run and add its exit distribution to `pmfs`."""
-    from titan_loop.distributed.state_bytes import unit_sizes  # imports torchtitan: seconds
+    from titan_loop.distributed.state_bytes import unit_sizes  # slow: imports torchtitan
     from titan_loop.models.family import decoder_config
 
     run = SavedRun(folder)
     records = RunDirectory(folder).read_metrics()
     depths = {record["recurrent_steps"] for record in records}
-    if len(depths) != 1 or not all(isinstance(depth, int) for depth in depths):
-        raise UserError(
-            f"{folder} trained with R = {', '.join(map(str, sorted(depths))) or 'nothing'}; a "
-            "point of the fit needs one R, so give runs with a constant R"
-        )
-    (steps,) = depths
     if len(records) < 2 * STRETCHES:
         raise UserError(
             f"{folder} has {len(records)} records in metrics.jsonl; the fit averages them over "
             f"{STRETCHES} stretches of tokens, so log at least {2 * STRETCHES} times"
         )
+    if len(depths) != 1 or not all(isinstance(depth, int) for depth in depths):
+        raise UserError(
+            f"{folder} trained with R = {', '.join(map(str, sorted(depths)))}; a point of the fit "
+            "needs one R, so give runs with a constant R"
+        )
+    (steps,) = depths
     units = unit_sizes(decoder_config(run.model_options, max_seq_len=run.seq_len))
     size: dict[str, Any] = {
         "run": str(folder),
@@ -219,15 +219,10 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
         key = "loss" if step is None else f"ce/step_{step}"
         for stretch in stretches:
             losses = [records[index].get(key) for index in stretch]
-            if None not in losses:  # null stands for a loss that was not finite
-                mean = float(np.mean(tokens[stretch]))
-                yield Point(
-                    **size,
-                    tokens=mean,
-                    unique_tokens=read_once(mean),
-                    step=step,
-                    loss=float(np.mean(losses)),
-                )
+            if None in losses:  # null stands for a loss that was not finite
+                continue
+            mean, loss = float(np.mean(tokens[stretch])), float(np.mean(losses))
+            yield Point(**size, tokens=mean, unique_tokens=read_once(mean), step=step, loss=loss)
     last = [records[index] for index in stretches[-1]]
     pmf = [[record.get(f"exit/pmf_{r}") for record in last] for r in range(1, steps + 1)]
     if all(value is not None for values in pmf for value in values):
@@ -242,6 +237,7 @@ def _unique_tokens(run: SavedRun) -> Callable[[float], float]:
     most = data["data"].get("repeat_after_windows", math.inf) * run.seq_len
 
     def read_once(tokens: float) -> float:
+        # Windows of a source are new until its first epoch ends.
         share = tokens / (run.seq_len * sum(count for count, _ in pairs)) if pairs else 0.0
         found = sum(min(share * n, n / epoch) * run.seq_len for n, epoch in pairs) or tokens
         return min(found, most)
@@ -260,7 +256,7 @@ def _data(points: Sequence[Point], exit_pmf: dict[int, np.ndarray]) -> ScalingDa
         tokens = np.array([point.tokens for point in members])
         losses = np.array([point.loss for point in members])
         logs = np.log(tokens) - np.log(tokens).mean()
-        if np.sum(logs * losses) > 0:
+        if np.sum(logs * losses) > 0:  # the slope's sign
             rising += 1
         else:
             by_step.setdefault(round(steps), []).extend(members)

@@ -5,8 +5,8 @@
     bounded         L = E + A/N_eff^alpha + B/D^beta
     sparse          L = E + A·X^delta/N_eff^(alpha + gamma·ln X) + B·X^omega/D^(beta + zeta·ln X)
 
-N_eff is the number of parameters that an equally good model without loops would have: every further
-step adds a linear, a power-law or a bounded gain. `Law.formula` has the equations.
+N_eff is the size of an equally good model without loops. It grows with R: linearly, as a power, or
+up to a bound. `Law.formula` has the equations; X is in `log_experts`.
 
 Sources: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendices D and E (additive; they publish R² but
 no coefficients). Schwethelm et al. 2026, arXiv 2604.21106 (power). Chen et al. 2026, arXiv
@@ -22,17 +22,18 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """Measured losses, one entry per point.
+    """Measured losses; every array has shape (n,), one entry per point.
 
     Attributes:
-        parameters: N, parameters that act on a token, shared weights once, shape (n,).
-        looped: Parameters among N that are visited at every recurrent step, shape (n,).
-        total: Stored parameters, idle experts included, shape (n,).
-        experts: Number of experts E of a sparse layer; 1 without, shape (n,).
-        tokens: D, tokens trained on, shape (n,).
-        unique: Tokens among D that were read for the first time, shape (n,).
-        steps: R of the total loss, or the step after which a loss was read, shape (n,).
-        loss: Nats per token, shape (n,).
+        parameters: N, parameters that act on a token; shared weights count once.
+        looped: Part of N that runs at every recurrent step.
+        total: Stored parameters, idle experts included.
+        experts: E, number of experts in a sparse layer; 1 for a dense model.
+        tokens: D, tokens trained on.
+        unique: Part of D that was read for the first time.
+        steps: R of the total loss, or the step after which the loss was read.
+        loss: Nats per token.
+        run: Name of the run; its points share their noise.
     """
 
     parameters: np.ndarray
@@ -49,7 +50,7 @@ class Losses:
     def unmeasured(
         cls, parameters: Any, looped: Any, tokens: Any, steps: Any, total: Any, experts: Any = 1.0
     ) -> "Losses":
-        """Return points to predict; a number stands for all of them."""
+        """Return points to predict, all tokens unique; arguments are broadcast to one length."""
         columns = parameters, looped, total, experts, tokens, tokens, steps, 1.0, 0.0
         found = np.broadcast_arrays(*map(np.atleast_1d, columns))
         return cls(**{item.name: x for item, x in zip(fields(cls), found, strict=True)})
@@ -63,16 +64,16 @@ class Losses:
 
 
 Values: TypeAlias = Mapping[str, Any]
-"""Coefficient → value, a number or a column (k, 1), which gives k predictions at once."""
+"""Coefficient → value: a number, or a column (k, 1) to predict with k fits at once."""
 
 
 class Coefficient(NamedTuple):
     """A coefficient inside a term of a law.
 
     Attributes:
-        start: Lowest and highest value of a random start.
-        bounds: Lowest and highest value of a fit.
-        unit: "parameters" or "tokens", by whose geometric mean start and bounds are multiplied.
+        start: Range from which random starts are drawn.
+        bounds: Range that a fit may search.
+        unit: Both ranges are multiples of the points' mean "parameters" or "tokens"; "" for none.
     """
 
     start: tuple[float, float]
@@ -81,7 +82,7 @@ class Coefficient(NamedTuple):
 
     @property
     def is_positive(self) -> bool:
-        """Whether the logarithm of the coefficient is fitted."""
+        """Whether all allowed values are positive; then its logarithm is fitted."""
         return self.bounds[0] > 0
 
 
@@ -91,9 +92,9 @@ class Law:
 
     Attributes:
         name: Name on the command line and in files.
-        shape: Coefficients inside the terms.
+        shape: Coefficients inside the terms, by name.
         amplitudes: Names of the constant and of the factors of the terms; all are positive.
-        terms: Maps shape and points to the terms without their factors, each of shape (n,).
+        terms: Maps coefficients and points to the terms without factors, each of shape (n,).
     """
 
     name: str
@@ -115,7 +116,7 @@ class Law:
 
 
 def _sparsity_gain(values: Values, points: Losses) -> np.ndarray:
-    """Return m^−theta, m = N/total: sparser models gain more per step, and over more steps."""
+    """Return m^−theta, m = N/total: for theta > 0, sparser models reach a higher bound, later."""
     return (points.parameters / points.total) ** -values.get("theta", 0.0)
 
 
@@ -141,8 +142,8 @@ def effective_parameters(gain: np.ndarray, points: Losses) -> np.ndarray:
 def log_experts(values: Values, experts: np.ndarray) -> np.ndarray:
     """Return ln X, where 1/X = 1/(E − 1 + 1/(1/E_start − 1/E_max)) + 1/E_max.
 
-    Source: Clark et al. 2022, arXiv 2202.01169, Eq. 10: few experts count for more than one, and
-    many for no more than E_max.
+    Source: Clark et al. 2022, arXiv 2202.01169, Eq. 10: one expert counts as E_start, and many
+    count for at most E_max.
     """
     first = 1 / (1 / values["E_start"] - 1 / values["E_max"])
     return -np.log(1 / (experts - 1 + first) + 1 / values["E_max"])
@@ -209,8 +210,7 @@ BOUNDED = _dense("bounded", "kappa1·(1 − exp(−(R − 1)/kappa2))", _bounded
 
 
 def _sparse(dense: Law, gain: Callable[[Values, Losses], np.ndarray]) -> Law:
-    """Return a law with experts; A, B and the exponents are of N and D in units of 1e9."""
-    own = {name: dense.shape[name] for name in dense.shape if name not in ("alpha", "beta")}
+    """Return a law with experts; A, B, delta and omega are for N and D in units of 1e9."""
 
     def terms(values: Values, points: Losses) -> list[np.ndarray]:
         log_x = log_experts(values, points.experts)
@@ -236,7 +236,7 @@ def _sparse(dense: Law, gain: Callable[[Values, Losses], np.ndarray]) -> Law:
             **dict.fromkeys(("delta", "gamma", "omega", "zeta"), _SIGNED),
             "E_start": Coefficient((1.0, 2.0), (0.5, 10.0)),
             "E_max": Coefficient((20.0, 200.0), (11.0, 1e4)),
-            **own,
+            **dense.shape,
             **bounded,
         },
         dense.amplitudes,
@@ -245,7 +245,7 @@ def _sparse(dense: Law, gain: Callable[[Values, Losses], np.ndarray]) -> Law:
 
 
 def with_repeats(law: Law) -> Law:
-    """Return a law in which a token that is read again counts for less than a new one.
+    """Return a law in which a repeated token counts for less than a new one.
 
         D_eff = U + U·reuse·(1 − exp(−(D/U − 1)/reuse)),   U unique tokens
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titan_loop.ranks import warn_together
 from titan_loop.training.callback import Callback, Phase, TrainingState
@@ -27,7 +26,7 @@ _LEAST_WAIT = 0.02
 
 
 class RankTimes(NamedTuple):
-    """Seconds of one rank: a step on average, its wait for data, and fixed products now."""
+    """Seconds on one rank: a mean step, its wait for data, and the matrix products just timed."""
 
     step: float
     data: float
@@ -41,6 +40,7 @@ class Stragglers(Callback):
         self._factor, self._device = factor, device
         size = _SIZE.get(device.type, 1024)
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        # Powers of this matrix equal it: no product overflows.
         self._matrix = torch.full((size, size), 1 / size, dtype=dtype, device=device)
         self._began, self._steps = time.perf_counter(), 0
         self._hosts: list[str] = []
@@ -51,10 +51,10 @@ class Stragglers(Callback):
         self._steps += phase == "reading data"
 
     def record(self, trainer: TrainingState) -> Mapping[str, Any]:
-        """Return `ranks/…`, and warn of a straggler once."""
+        """Return `ranks/…`; warn when a rank becomes a straggler, not at every record."""
         record = self.gather(sum(trainer.metrics_processor.data_loading_times))
         found = record.get("straggler", "")
-        named = found.split(" ")[:2]  # rank N
+        named = found.split(" ")[:2]  # "rank N": the ratio differs in every record
         if found and named != self._named:
             warn_together(logger, "straggler: %s", found)
         self._named = named
@@ -92,22 +92,22 @@ class Stragglers(Callback):
 
     def _time_products(self) -> float:
         began = time.perf_counter()
-        product: Tensor = self._matrix
+        product = self._matrix
         for _ in range(_ROUNDS):
             product = product @ self._matrix
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the record waits for the device in any case
+            torch.cuda.synchronize(self._device)  # costs nothing: the record waits, too
         return time.perf_counter() - began
 
 
 def straggler(times: list[RankTimes], factor: float) -> tuple[int, str] | None:
-    """Return the rank furthest above the median, if by `factor` or more, and the reason."""
+    """Return the rank furthest above the median and the reason; None if it is below `factor`."""
     if len(times) < 2:
         return None
     found: list[tuple[float, int, str]] = []
     for name, said in (("products", "computes"), ("data", "waits for data")):
         values = [getattr(rank, name) for rank in times]
-        usual = statistics.median_low(values)  # of two ranks the faster one
+        usual = statistics.median_low(values)  # with two ranks, the faster one
         if name == "data":
             usual = max(usual, _LEAST_WAIT * statistics.median(rank.step for rank in times))
         rank = max(range(len(values)), key=values.__getitem__)
