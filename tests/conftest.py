@@ -36,6 +36,7 @@ settings.load_profile("any speed")
 MARKERS = (
     "effects",
     "engines",
+    "float8",
     "gpu",
     "hf4",
     "hf5",

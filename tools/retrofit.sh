@@ -68,8 +68,8 @@ print(*start_of(sys.argv[1]))" "$1")"
 parity() { # parity: the loops before any training, beside transformers and llama.cpp
     local gguf=$folder/plain.gguf
     source tools/engines.sh
-    source tools/transformers.sh
-    transformers_environment hf5
+    source tools/group_environment.sh
+    group_environment hf5
     start identity
     start plain
     stage "logits in transformers"

@@ -126,10 +126,10 @@ def test_whatever_is_wrong_with_a_manifest_an_older_checkpoint_is_used(tmp_path,
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"step": "4"}, "step='4' is not a number"),
+        ({"step": "4"}, "step='4' is not an integer of at least 0"),
         ({"trainer": 5}, "it has no trainer"),
-        ({"trainer": {**TRAINER, "tokens": 1e9}}, "trainer.tokens=1000000000.0 is not a number"),
-        ({"trainer": {**TRAINER, "recurrent_steps": -4}}, "recurrent_steps=-4 is not a number"),
+        ({"trainer": {**TRAINER, "tokens": 1e9}}, "trainer.tokens=1000000000.0 is not an integer"),
+        ({"trainer": {**TRAINER, "recurrent_steps": -4}}, "recurrent_steps=-4 is not an integer"),
         ({"trainer": {**TRAINER, "architecture": []}}, "it has no trainer.architecture"),
         ({"lineage": {"origin": ["step-2"]}}, "lineage.origin is not a path and a hash"),
         ({"files": None}, "it has no files"),

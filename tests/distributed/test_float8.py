@@ -41,6 +41,7 @@ def state_of(config: LoopDecoder.Config) -> tuple[LoopDecoder, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
+@pytest.mark.float8
 def test_layers_multiply_in_float8_and_everything_else_does_not(recipe):
     pytest.importorskip("torchao")
     from torchao.float8.float8_linear import Float8Linear
@@ -59,6 +60,7 @@ def test_layers_multiply_in_float8_and_everything_else_does_not(recipe):
     assert all(part.grad is not None for part in low.layers.parameters())
 
 
+@pytest.mark.float8
 def test_an_architecture_that_is_converted_stays_as_it_was():
     pytest.importorskip("torchao")
     config = config_of()
@@ -74,6 +76,7 @@ def test_routers_keep_their_precision():
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.float8
 def test_a_run_trains_in_emulated_float8(source: Path, tmp_path: Path):
     """With selective checkpointing, whose choice of operations sees float8's."""
     pytest.importorskip("torchao")

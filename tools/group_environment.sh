@@ -1,13 +1,14 @@
-# Sourced after setup.sh: transformers of a major version, in an environment beside the main one.
+# Sourced after setup.sh: a dependency group of pyproject.toml in an environment beside the main one,
+# such as a major version of transformers.
 #
 # It sees the main environment behind its own packages: torch is there already, and only packages
-# that this transformers needs in other versions are installed on top (datatrove then finds an older
+# that the group needs in other versions are installed on top (datatrove then finds an older
 # huggingface_hub than it asks for). Kept until pyproject changes. Releases are pinned there, as a
 # minor version of transformers 5 renames arguments.
 
 # What pip finds in the main environment it cannot replace: that lies outside of the environment it
 # installs into. The constraint keeps it from laying another torch on top.
-install_transformers() { # install_transformers MARKER FOLDER: pyproject's group of that name
+install_group() { # install_group GROUP FOLDER
     local -a group
     mapfile -t group < <(requirements "$1")
     layered_environment "$2"
@@ -16,11 +17,11 @@ install_transformers() { # install_transformers MARKER FOLDER: pyproject's group
         -c "$2/constraints.txt" "${group[@]}"
 }
 
-transformers_environment() { # transformers_environment MARKER: its folder is $VENV/MARKER
+group_environment() { # group_environment GROUP: its folder is $VENV/GROUP
     local folder=$VENV/$1 wanted
-    wanted="$(cat "$VENV/titan-loop-stamp") $(cksum <tools/transformers.sh)"
+    wanted="$(cat "$VENV/titan-loop-stamp") $(cksum <tools/group_environment.sh)"
     if [ ! -f "$folder/stamp" ] || [ "$(cat "$folder/stamp")" != "$wanted" ]; then
-        setup_stage "environment $1" install_transformers "$1" "$folder"
+        setup_stage "environment $1" install_group "$1" "$folder"
         echo "$wanted" >"$folder/stamp"
     fi
 }
