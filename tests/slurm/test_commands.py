@@ -1,5 +1,6 @@
 """SLURM's commands, stood in for by scripts on PATH, and their answers as Python values."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def test_a_failure_is_one_line(script, text, said):
 
 def test_a_command_gets_the_environment_it_is_given(script):
     script('echo "$ONLY$OTHER"')
-    assert slurm("scontrol", environment={"ONLY": "x"}) == "x\n"
+    environment = {"PATH": os.environ["PATH"], "ONLY": "x"}
+    assert slurm("scontrol", environment=environment) == "x\n"
 
 
 def test_a_command_that_hangs_or_is_not_there(script, monkeypatch):

@@ -79,7 +79,8 @@ class RemoteFolder:
         try:
             self._fs.pipe_file(self._full(name), content, mode="create")
         except Exception:  # each store has errors of its own for "exists" and "unsupported"
-            if name not in self.names(name.rpartition("/")[0]):
+            folder, _, last = name.rpartition("/")
+            if last not in self.names(folder):
                 self.write(name, content)
         return self.read(name)
 
