@@ -39,7 +39,8 @@ def test_a_parameters_group(name, shape, owner, group):
 
 
 def test_a_group_changes_nothing_by_default():
-    assert ParameterGroup(
-        decays=False, is_hidden_matrix=False, rate_factor=1.0, width_ratio=1.0
-    ) == VECTOR
+    assert (
+        ParameterGroup(decays=False, is_hidden_matrix=False, rate_factor=1.0, width_ratio=1.0)
+        == VECTOR
+    )
     assert default_group("w.weight", torch.empty(2, 2), LINEAR).width_ratio == 1.0
