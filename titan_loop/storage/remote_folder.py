@@ -79,8 +79,7 @@ class RemoteFolder:
         try:
             self._fs.pipe_file(self._full(name), content, mode="create")
         except Exception:  # each store has errors of its own for "exists" and "unsupported"
-            folder, _, last = name.rpartition("/")
-            if last not in self.names(folder):
+            if name.rpartition("/")[2] not in self.names(name.rpartition("/")[0]):
                 self.write(name, content)
         return self.read(name)
 
