@@ -72,7 +72,7 @@ def test_what_is_not_a_regular_file_is_damage(tmp_path: Path, name: str, reason:
         open_regular(tmp_path / name, fix="delete it")
     assert (caught.value.reason, caught.value.fix) == (reason, "delete it")
     assert str(caught.value) == f"{tmp_path / name} is damaged ({reason}); delete it"
-    assert len(os.listdir("/proc/self/fd")) == opened
+    assert len(os.listdir("/proc/self/fd")) <= opened
 
 
 def test_a_folder_is_not_appended_to(tmp_path: Path):
