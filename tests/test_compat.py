@@ -229,3 +229,21 @@ def test_torch_says_nothing_of_random_operators_on_a_cpu():
         torchs.manual_seed(1, SimpleNamespace(device_type="other"))
     assert len(found) == 2
     assert all("support on other device mesh" in str(one.message) for one in found)
+
+
+def test_a_reset_that_failed_is_not_tried_again(monkeypatch):
+    tried: list[str] = []
+
+    def refuse(path: str, mode: str = "r"):
+        tried.append(path)
+        raise PermissionError(path)
+
+    monkeypatch.setattr(compat, "open", refuse, raising=False)
+    device = compat.CpuDevice()
+    device.reset_peak_memory_stats()
+    device.reset_peak_memory_stats()
+    assert tried == ["/proc/self/clear_refs"]
+
+
+def test_torch_has_the_timeout_that_torchtitan_sets():
+    assert callable(vars(torch.distributed).get("set_timeout"))

@@ -314,3 +314,25 @@ def test_tensor_parallel_loss_on_two_ranks(gloo_pool):
 
 def _on_this_rank() -> None:
     check_tensor_parallel_loss(dist.get_rank(), dist.get_world_size())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prior": "geometric", "geometric_eta": 0.5},
+        {"prior": "geometric", "geometric_eta": 0.999},
+        {"prior": "uniform", "geometric_eta": 1.5},  # not read
+        {"z_loss": 0.0},
+        {"z_loss": 1e-4},
+    ],
+)
+def test_settings_that_define_a_loss_are_accepted(values: dict[str, Any]):
+    config = ExpectedExitLoss.Config(**values)
+    assert not [*config.refusals(trainable="all", exit_gate=True, fewest_steps=1)]
+
+
+@pytest.mark.parametrize("eta", [0.0, 1.0, math.nan])
+def test_the_ends_of_the_range_define_no_geometric_prior(eta: float):
+    config = ExpectedExitLoss.Config(prior="geometric", geometric_eta=eta)
+    (refusal,) = config.refusals(trainable="all", exit_gate=True, fewest_steps=1)
+    assert refusal.field == "loss.geometric_eta"

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import titan_loop.compat as compat  # before any torchtitan module
@@ -308,3 +309,9 @@ def test_the_meter_sees_the_most_that_is_held_at_once():
         del view
     assert meter.live_bytes == 0
     assert meter.peak_bytes == 1024
+
+
+@pytest.mark.parametrize(("most", "measured"), [(0.5, 1), (1, 1), (2, 2), (7, 2)])
+def test_two_micro_batches_are_measured_where_a_step_has_them(most: float, measured: int):
+    needs = SimpleNamespace(accumulation=(0.25, most))
+    assert rehearsal._micro_batches(needs) == measured  # pyright: ignore[reportArgumentType]

@@ -6,8 +6,7 @@ import pytest
 
 from titan_loop.cli.main import main
 from titan_loop.slurm import memory_check
-from titan_loop.slurm.commands import outside_of_a_job, parse_seconds
-from titan_loop.slurm.site import Site, find_site, source_site
+from titan_loop.slurm.site import Site, source_site
 
 RECIPE = "tests.slurm.recipes:two_stages"
 FLAGS = ("--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--time=1:00:00")
@@ -184,31 +183,3 @@ def test_a_site_file(tmp_path, capsys):
     assert "fails (no such module); fix it" in refused(capsys, RECIPE, *flags)
     site.write_text("export TITAN_LOOP_SRUN_FLAGS='\"half'\n")
     assert "No closing quotation" in refused(capsys, RECIPE, *flags)
-
-
-def test_the_default_site_file_is_optional(tmp_path):
-    assert find_site(None) is None
-    assert source_site(None, {"A": "b"}) == {"A": "b"}
-    (tmp_path / "slurm").mkdir()
-    (tmp_path / "slurm" / "site.sh").touch()
-    assert find_site(None) == tmp_path / "slurm" / "site.sh"
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("2:00:01", 7201),
-        ("1-0", 86_400),
-        ("1-2:30", 95_400),
-        ("1-02:30:05", 95_405),
-    ],
-)
-def test_time_limits_as_sbatch_reads_them(text, seconds):
-    assert parse_seconds(text) == seconds
-
-
-def test_a_new_job_is_not_told_it_is_this_one():
-    environment = {"SLURM_JOB_ID": "1", "SLURM_RESTART_COUNT": "2", "SLURM_CONF": "c", "HOME": "h"}
-    assert outside_of_a_job(environment) == {"SLURM_CONF": "c", "HOME": "h"}

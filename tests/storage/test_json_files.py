@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import (
     append_jsonl,
+    count,
+    finite_or_null,
+    nested,
+    number,
     read_json_object,
     read_jsonl,
     read_versioned_json,
@@ -122,3 +127,38 @@ def test_a_failing_disk_is_not_damage(tmp_path: Path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(FileNotFoundError):
         read_json_object(tmp_path / "missing.json", fix="")
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, sys.float_info.max, -sys.float_info.max])
+def test_a_number_is_kept_as_it_was_written(value: float):
+    assert number(value) == value
+    assert type(number(value)) is type(value)
+
+
+def test_null_is_a_number_that_was_not_finite():
+    assert math.isnan(number(None))
+
+
+@pytest.mark.parametrize("value", [True, "1", [1], math.inf, -math.inf, math.nan, 10**400])
+def test_anything_else_is_not_a_number(value: object):
+    with pytest.raises(TypeError, match=r"is not a number$"):
+        number(value)
+
+
+def test_counts_are_whole_and_fit_64_bits():
+    assert [count(value) for value in (0, 1, 2**63 - 1)] == [0, 1, 2**63 - 1]
+    for value in (-1, 2**63, 1.0, True, None, "1"):
+        with pytest.raises(TypeError, match=r"is not a number from 0 on$"):
+            count(value)
+
+
+def test_a_dotted_name_leads_into_nested_objects():
+    record = {"a": {"b": {"c": 1}}, "d": None}
+    assert [nested(record, name) for name in ("a.b.c", "a.b", "a.x.c", "d.c", "a.b.c.e")] == [
+        *(1, {"c": 1}, None, None, None),
+    ]
+
+
+def test_json_has_no_infinite_numbers():
+    value = {"a": [1.5, math.inf, (math.nan,)], "b": "inf", "c": {"d": -math.inf, "e": 1}}
+    assert finite_or_null(value) == {"a": [1.5, None, [None]], "b": "inf", "c": {"d": None, "e": 1}}

@@ -79,7 +79,7 @@ class RemoteFolder:
         try:
             self._fs.pipe_file(self._full(name), content, mode="create")
         except Exception:  # each store has errors of its own for "exists" and "unsupported"
-            if name not in self.names(name.rpartition("/")[0]):
+            if name.rpartition("/")[2] not in self.names(name.rpartition("/")[0]):
                 self.write(name, content)
         return self.read(name)
 

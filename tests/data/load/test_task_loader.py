@@ -152,3 +152,16 @@ def test_mistakes(options: dict, message: str):
     config = TaskLoader.Config(**{"task": TASK, **options})
     with pytest.raises(UserError, match=message):
         config.build(dp_world_size=1, dp_rank=0, seq_len=L, local_batch_size=1)
+
+
+def test_a_window_may_be_as_long_as_the_longest_example():
+    """An example of 7 tokens has 6 inputs, and the last token as their last label."""
+
+    def longest(seq_len: int) -> TaskLoader:
+        config = TaskLoader.Config(task=TASK)
+        return config.build(dp_world_size=1, dp_rank=0, seq_len=seq_len, local_batch_size=1)
+
+    assert TASK.longest_example == 7
+    longest(6)
+    with pytest.raises(UserError, match=r"seq_len 5 is too short for .*: set it to at least 6$"):
+        longest(5)

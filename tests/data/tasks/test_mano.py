@@ -161,6 +161,11 @@ def test_mistakes() -> None:
         Mano(5, 0)
 
 
+def test_the_smallest_task() -> None:
+    task = Mano(2, 1)
+    assert task.longest_example == len(task.encode(next(iter(task.questions(key=0)))).tokens)
+
+
 def test_a_task_too_small_for_an_exam_is_refused_instead_of_searching_for_ever():
     with pytest.raises(
         UserError, match=r"Mano\(modulus=2, max_operations=1\) has too few examples"

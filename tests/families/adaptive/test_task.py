@@ -36,6 +36,16 @@ def test_a_share_that_leaves_one_task_out_is_refused():
         ManoCapo(mano_share=1.0)
 
 
+@pytest.mark.parametrize("share", [1e-6, 0.999])
+def test_a_share_of_nearly_nothing_is_accepted(share: float):
+    assert ManoCapo(mano_share=share).mano_share == share
+
+
+def test_a_share_of_nothing_is_refused():
+    with pytest.raises(UserError, match=r"mano_share 0\.0 must be above 0 and below 1"):
+        ManoCapo(mano_share=0.0)
+
+
 def test_mano_and_capo_are_mixed_by_their_share_without_a_common_token():
     drawn = list(islice(BOTH.questions(key=1), 4000))
     manos = [question for question in drawn if question.task == "mano"]

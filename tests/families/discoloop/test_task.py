@@ -121,6 +121,14 @@ def test_parameters_that_leave_no_task_are_refused(change: dict, message: str):
         TwoGraph(**change)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"hops": 2}, {"hops": 3}, {"relations": 10}, {"inferred_ratio": 9.0}, {"inferred_ratio": 0.1}],
+)
+def test_bounds_are_accepted(change: dict):
+    TwoGraph(**change)
+
+
 def test_only_random_is_used():
     class OnlyRandom(random.Random):
         def getrandbits(self, k: int, /) -> int:

@@ -182,6 +182,23 @@ def test_a_mistake_is_one_line(changed, message):
         DagChainOfThought(**SMALL, thought="none")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"modulus": 2},
+        {"test_nodes": (3, 40)},
+        {"fewest_nodes": 12},
+        {"fewest_nodes": 3},
+        {"leaves": 1},
+        {"most_parents": 1},
+        {"most_depth": 2},
+        {"operations": "+"},
+    ],
+)
+def test_bounds_are_accepted(change: dict):
+    DagArithmetic(**{**SMALL, **change})
+
+
 def test_every_question_is_also_read_at_its_own_depth():
     task = DagArithmetic(modulus=3, nodes=5, leaves=2, names=6, test_nodes=(5,))
     exam = Exam(task, 20, vocab_size=task.vocab_size, room=64)

@@ -85,3 +85,16 @@ def test_the_paper_has_800_000_questions_of_which_3_000_can_be_held_out():
 def test_parameters_that_leave_no_task_are_refused(change: dict, message: str):
     with pytest.raises(UserError, match=message):
         LayeredQA(**change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hops": 2, "trained_questions": 39_999},
+        {"hops": 4},
+        {"trained_questions": 799_999},
+        {"trained_questions": 1},
+    ],
+)
+def test_bounds_are_accepted(change: dict):
+    LayeredQA(**change)

@@ -128,3 +128,14 @@ def test_one_loop_less_does_not_find_a_hidden_path(distance: int):
 def test_parameters_that_leave_no_task_are_refused(change: dict, message: str):
     with pytest.raises(UserError, match=message):
         Reachability(**change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nodes": 3, "hidden_edges": 1, "shown_edges": 0, "distance": 1},
+        {"distance": 1},
+    ],
+)
+def test_bounds_are_accepted(change: dict):
+    Reachability(**change)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torchtitan.config.configs import ParallelismConfig
 
 from titan_loop.errors import UserError, raise_first
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
@@ -64,3 +65,19 @@ def test_shares_that_are_none_are_refused(smoothing: float):
         UserError, match=r"loss\.label_smoothing=\S+ must be at least 0 and below 1"
     ):
         raise_first(config.refusals(trainable="all", exit_gate=False, fewest_steps=1))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.999])
+def test_shares_from_none_to_nearly_all_are_accepted(smoothing: float):
+    config = SmoothedLoss.Config(label_smoothing=smoothing)
+    assert not [*config.refusals(trainable="all", exit_gate=False, fewest_steps=1)]
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_degree", "context_parallel_degree"])
+def test_ranks_cannot_share_the_vocabulary_or_a_window(name: str):
+    config = SmoothedLoss.Config()
+    assert not [*config.parallelism_refusals(ParallelismConfig())]
+    (refusal,) = config.parallelism_refusals(ParallelismConfig(**{name: 2}))
+    assert (
+        str(refusal) == f"parallelism.{name}=2 does not work with loss=SmoothedLoss; leave it at 1"
+    )

@@ -117,3 +117,16 @@ def told_in_one(task: PermutationHops, question) -> tuple[list[int], int]:
 def test_parameters_that_leave_no_task_are_refused(change: dict, message: str):
     with pytest.raises(UserError, match=message):
         PermutationHops(**change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hops": 2},
+        {"hops": 40},
+        {"entities": 8, "relations": 4, "trained_questions": 1},
+        {"fact_weight": 1},
+    ],
+)
+def test_bounds_are_accepted(change: dict):
+    PermutationHops(**change)

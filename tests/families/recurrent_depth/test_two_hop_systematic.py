@@ -99,6 +99,8 @@ def test_a_checkpoint_brings_the_graph_back():
         ({"relations": 19}, "relations 19 must be at least its degree 20"),
         ({"entities": 1}, "entities 1 and degree 20 must be at least 2 and 1"),
         ({"ood_share": 0.0}, "ood_share 0.0 must lie between 0 and 1"),
+        ({"ood_share": 1.0}, "ood_share 1.0 must lie between 0 and 1"),
+        ({"inferred_ratio": 0.0}, "inferred_ratio 0 must be above 0 and at most 18"),
         ({"inferred_ratio": 19.0}, "inferred_ratio 19 must be above 0 and at most 18"),
         ({"entities": 5, "ood_share": 0.001}, "has no question for ood"),
     ],
@@ -129,3 +131,11 @@ def test_padding_lets_every_answer_be_read_at_the_third_token():
             assert answer == plain[1]
             assert prompt == (plain[0] if stratum != "atomic" else [*plain[0], 39])
     assert padded.level_examples(0) == 150 + 2 * 120
+
+
+def test_as_many_questions_may_be_trained_as_the_exam_leaves():
+    """95 % of degree 5 at an OOD share of 0.2 are 3.8 per fact."""
+    sizes = {"entities": 30, "relations": 9, "degree": 5, "ood_share": 0.2}
+    assert len(TwoHopSystematic(**sizes, inferred_ratio=3.8)._splits["train"]) == round(3.8 * 120)
+    with pytest.raises(UserError, match=r"must be above 0 and at most 3\.8"):
+        TwoHopSystematic(**sizes, inferred_ratio=3.81)

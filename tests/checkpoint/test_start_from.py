@@ -1,0 +1,92 @@
+"""The parent of a run: where it is, and the differences that may be carried."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_loop.checkpoint import start_from
+from titan_loop.checkpoint.start_from import StartFrom, check_moments, check_parent
+from titan_loop.errors import UserError
+
+SAVED = {"family": "ouro", "n_layers": 4, "dim": 64, "rope_theta": 1e4}
+
+
+def test_upcycling_is_off_unless_asked_for():
+    assert StartFrom().upcycling(8) is None
+    found = StartFrom(upcycle="interleaved", moments="reset").upcycling(8)
+    assert found is not None
+    assert (found.n_layers, found.mode, found.moments) == (8, "interleaved", "reset")
+
+
+def test_unknown_values_are_refused():
+    StartFrom(upcycle="stacked", moments="duplicate").check()
+    with pytest.raises(UserError, match=r"checkpoint\.carry\.upcycle=stack is unknown"):
+        StartFrom(upcycle="stack").check()  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=r"checkpoint\.carry\.moments=none is unknown"):
+        StartFrom(moments="none").check()  # pyright: ignore[reportArgumentType]
+
+
+def test_moments_and_initial_values_are_left_out_of_the_comparison():
+    policy = StartFrom(keep_initial=["gate.*"]).key_policy()
+    assert tuple(policy.ignore_saved) == ()
+    assert tuple(policy.keep_initial) == ("gate.*", "optimizer.*gate.*")
+    assert tuple(StartFrom(optimizer=False).key_policy().ignore_saved) == ("optimizer.*",)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "carry"),
+    [
+        ({}, StartFrom()),
+        ({"rope_theta": 1e6}, StartFrom()),
+        ({"n_layers": 8}, StartFrom(upcycle="stacked")),
+        ({"exit_gate": True}, StartFrom(keep_initial=["exit_gate.*"])),
+    ],
+)
+def test_differences_that_are_carried(monkeypatch, wanted, carry):
+    monkeypatch.setattr("titan_loop.checkpoint.model.completed_architecture", dict)
+    check_parent(SAVED, {**SAVED, **wanted}, carry)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "carry", "message"),
+    [
+        ({"dim": 65}, StartFrom(), r"model\.dim=65 \(checkpoint: 64\).* or another parent$"),
+        ({"n_layers": 8}, StartFrom(), r"n_layers=8 .* or checkpoint\.carry\.upcycle=stacked$"),
+        ({"n_layers": 6}, StartFrom(), r"n_layers=6 .* or another parent$"),
+        ({"n_layers": 8, "dim": 65}, StartFrom(), r"or another parent$"),
+        ({"exit_gate": True}, StartFrom(), r"model\.exit_gate=True \(checkpoint: unknown\)"),
+        ({"dim": 65}, StartFrom(keep_initial=["exit_gate.*"]), r"model\.dim=65"),
+        ({"n_layers": 6}, StartFrom(upcycle="stacked"), "layers=6 is not a multiple of"),
+    ],
+)
+def test_differences_that_are_not(monkeypatch, wanted, carry, message):
+    monkeypatch.setattr("titan_loop.checkpoint.model.completed_architecture", dict)
+    with pytest.raises(UserError, match=message):
+        check_parent(SAVED, {**SAVED, **wanted}, carry)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "has", "fails"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
+def test_moments_are_wanted_only_where_there_are_some(monkeypatch, optimizer, has, fails):
+    monkeypatch.setattr(start_from, "has_moments", lambda parent: has)
+    carry = StartFrom(optimizer=optimizer)
+    if fails:
+        with pytest.raises(UserError, match="parent has weights, but no optimizer moments; start"):
+            check_moments(Path("parent"), carry)
+    else:
+        check_moments(Path("parent"), carry)
+
+
+def test_a_parent_is_a_checkpoint_or_a_run_with_one(tmp_path: Path, monkeypatch):
+    newest = {tmp_path / "run" / "checkpoints": (7, {})}
+    monkeypatch.setattr(start_from, "newest_good", lambda folder, look_at: newest.get(folder))
+    monkeypatch.setattr(start_from, "is_committed", lambda path: path.name == "step-3")
+    found = StartFrom(parent=str(tmp_path / "step-3")).find_parent()
+    assert found == tmp_path / "step-3"
+    assert StartFrom(parent=str(tmp_path / "run")).find_parent() == (
+        tmp_path / "run" / "checkpoints" / "step-7"
+    )
+    with pytest.raises(UserError, match="is neither a checkpoint nor a run that has one"):
+        StartFrom(parent=str(tmp_path / "other")).find_parent()

@@ -1,0 +1,205 @@
+"""Verbs as functions: words become arguments, and a mistake becomes one line."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_loop.cli import arguments
+from titan_loop.cli.arguments import bind, command, group, one_line_errors, recipe_first
+from titan_loop.errors import UserError
+from titan_loop.plugins import Verb
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Fields that are flags.
+
+    Attributes:
+        limit: Most documents.
+    """
+
+    limit: int | None = None
+
+
+def verb(
+    run: Path,
+    options: Options,
+    *,
+    depths: tuple[int, ...] = (1,),
+    tags: tuple[str, ...] = ("a",),
+    mixture: list[str] | None = None,
+    prompt: str = "",
+    fast: bool = False,
+) -> Any:
+    """Do it.
+
+    Args:
+        run: Run directory, on a line that
+            goes on.
+        depths: Depths to score.
+    """
+    return run, options.limit, depths, tags, mixture, prompt, fast
+
+
+def call(*words: str) -> Any:
+    return bind("do", verb, words)()
+
+
+def test_words_become_arguments_with_their_types():
+    assert call("r") == (Path("r"), None, (1,), ("a",), None, "", False)
+    assert call("r", "--limit", "3", "--fast") == (Path("r"), 3, (1,), ("a",), None, "", True)
+
+
+def test_commas_separate_numbers_and_values_of_lists_but_not_texts():
+    assert call("r", "--depths", "1,2", "3")[2] == (1, 2, 3)
+    assert call("r", "--tags", "a,b", "c")[3] == ("a,b", "c")
+    assert call("r", "--mixture", "x=1,y=2")[4] == ["x=1", "y=2"]
+
+
+@pytest.mark.parametrize("words", [("--prompt", "--dashes"), ("--prompt=--dashes",)])
+def test_free_text_may_begin_with_dashes(words: tuple[str, ...]):
+    assert call("r", *words)[5] == "--dashes"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), r"do: .*; see titan-loop do --help$"),
+        (("r", "--limit", "x"), r"do: .*limit.*; see titan-loop do --help$"),
+        (("r", "--depths"), r"do: .*at least one value is needed"),
+        (("r", "--limits", "3"), r"do: .*--limits"),
+        (("r", "--prompt"), r"do: .*prompt"),
+    ],
+)
+def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, capsys):
+    with pytest.raises(UserError, match=message) as caught:
+        call(*words)
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_is_printed_with_the_arguments_texts(capsys):
+    with pytest.raises(SystemExit) as caught:
+        call("--help")
+    assert caught.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Run directory, on a line that goes on." in printed
+    assert "titan-loop do" in printed
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "printed"),
+    [
+        (None, 0, ""),
+        (3, 3, ""),
+        ("line", 0, "line\n"),
+        (Path("a/b"), 0, "a/b\n"),
+        (["a", Path("b")], 0, "a\nb\n"),
+        (iter("ab"), 0, "a\nb\n"),
+        ({"not": "lines"}, 0, ""),
+    ],
+)
+def test_a_verb_returns_a_code_or_lines(capsys, result: Any, code: int, printed: str):
+    def answer() -> Any:
+        """Answer."""
+        return result
+
+    assert command("answer")(answer)([]) == code
+    assert capsys.readouterr().out == printed
+
+
+def lines(name: str, *, times: int = 1) -> Iterator[str]:
+    """Say a name.
+
+    Args:
+        name: The name.
+    """
+    return iter([name] * times)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h", "say"]])
+def test_a_group_lists_its_verbs(capsys, words: list[str]):
+    run = group("data", {"say": lines, "far": Verb("nowhere:at_all", "Go far away.")})
+    assert run(words) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "usage: titan-loop data VERB [ARGUMENTS]"
+    assert printed[2:5] == ["verbs:", "  say  Say a name.", "  far  Go far away."]
+    assert printed[-1] == "titan-loop data VERB --help says more."
+
+
+def test_a_group_calls_its_verb_or_names_the_nearest(capsys):
+    run = group("data", {"say": lines, "stop": lines})
+    assert run(["say", "x", "--times", "2"]) == 0
+    assert capsys.readouterr().out == "x\nx\n"
+    with pytest.raises(UserError, match="unknown verb 'data sya'; nearest: say"):
+        run(["sya"])
+    with pytest.raises(UserError, match=r"data say: .*; see titan-loop data say --help"):
+        run(["say"])
+
+
+@recipe_first
+def train(recipe: str, *, folder: str = "", flags: list[str]) -> list[str]:
+    """Train.
+
+    Args:
+        recipe: Name.
+    """
+    return [recipe, folder, *flags]
+
+
+@pytest.mark.parametrize(
+    ("words", "result"),
+    [
+        (["quick"], ["quick", ""]),
+        (["quick", "--folder", "x", "--adamw.lr", "1"], ["quick", "x", "--adamw.lr", "1"]),
+        (["--config", "a.json", "--x"], ["a.json", "", "--x"]),
+        (["--config=a.json"], ["a.json", ""]),
+        (["quick", "--help"], ["quick", "", "--help"]),  # lists the recipe's fields
+    ],
+)
+def test_a_recipe_comes_first_and_its_flags_are_passed_on(words: list[str], result: list[str]):
+    assert bind("train", train, words)() == result
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--folder", "x", "quick"], "train: the recipe comes first, before --folder"),
+        (["--config"], "train: --config needs the config.json of a run"),
+        (["--config", "a.toml"], "train: --config needs the config.json of a run"),
+        (["--config="], "train: --config needs the config.json of a run"),
+    ],
+)
+def test_a_recipe_that_does_not_come_first(words: list[str], message: str):
+    with pytest.raises(UserError, match=message):
+        bind("train", train, words)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_a_recipe_verb_without_words_prints_its_help(words: list[str], capsys):
+    with pytest.raises(SystemExit) as caught:
+        bind("train", train, words)
+    assert caught.value.code == 0
+    assert "RECIPE" in capsys.readouterr().out.upper()
+
+
+@pytest.mark.parametrize("before", [None, "77"])
+def test_the_width_of_the_terminal_is_put_back(monkeypatch, before: str | None):
+    if before is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", before)
+    with one_line_errors([]):
+        assert arguments.os.environ["COLUMNS"] == "100000"
+    assert arguments.os.environ.get("COLUMNS") == before
+    with one_line_errors(["--help"]):
+        assert arguments.os.environ.get("COLUMNS") == before
+
+
+def test_a_page_that_is_no_mistake_is_shown(capsys):
+    with one_line_errors([]):
+        print("a remark")
+    assert capsys.readouterr().err == "a remark\n"

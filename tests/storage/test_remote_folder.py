@@ -1,0 +1,111 @@
+"""A folder of another file system: names, files, and one line for a wrong address."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from titan_loop.errors import UserError
+from titan_loop.storage.remote_folder import RemoteFolder, check_address
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+    yield "memory://bucket/runs" if request.param == "memory" else f"file://{tmp_path}/runs"
+    memory.store.clear()
+
+
+def test_files_are_written_listed_read_and_deleted(url: str, tmp_path: Path):
+    folder = RemoteFolder(f"{url}/", "field")
+    assert folder.url == url
+    assert folder.names() == folder.names("a") == []
+    assert folder.files() == {}
+    folder.write("a/b/x", b"four")
+    folder.write("a/y", b"")
+    assert folder.names() == ["a"]
+    assert folder.names("a") == ["b", "y"]
+    assert folder.files() == {"a/b/x": 4, "a/y": 0}
+    assert folder.read("a/b/x") == b"four"
+    with pytest.raises(FileNotFoundError):
+        folder.read("a/z")
+    folder.download("a/b/x", tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == b"four"
+    folder.delete("a/b")
+    folder.delete("a/nothing")
+    assert folder.files() == {"a/y": 0}
+
+
+def test_the_first_content_of_a_file_stays(url: str):
+    folder = RemoteFolder(url, "field")
+    assert folder.create("a/lock", b"first") == b"first"
+    assert folder.create("a/lock", b"second") == b"first"
+
+
+def test_another_process_files_are_seen(url: str):
+    one, other = RemoteFolder(url, "field"), RemoteFolder(url, "field")
+    one.write("a", b"")
+    assert other.names() == ["a"]
+    one.write("b", b"")
+    assert other.names() == ["a", "b"]
+    assert list(other.files()) == ["a", "b"]
+    # Stores of the network would answer from their cache of listings otherwise.
+    assert one._fs.storage_options["use_listings_cache"] is False
+
+
+def test_an_upload_that_does_not_arrive_whole_is_an_error(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = RemoteFolder(url, "field")
+    (tmp_path / "x").write_bytes(b"four")
+    folder.upload(tmp_path / "x", "a/x")
+    assert folder.files() == {"a/x": 4}
+    monkeypatch.setattr(
+        folder._fs, "put_file", lambda local, there: folder._fs.pipe_file(there, b"fou")
+    )
+    with pytest.raises(OSError, match=r"runs/a/x has 3 bytes instead of 4"):
+        folder.upload(tmp_path / "x", "a/x")
+
+
+@pytest.mark.parametrize("url", ["s3://b/f", "gs://b", "file:///f", "memory://f"])
+def test_an_address_has_a_known_scheme(url: str):
+    assert check_address(url, "field") == url.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s4://b/f", "field=s4://b/f is not a remote folder; nearest: s3, gs; write s3://BUCKET"),
+        ("/f", "field=/f is not a remote folder"),
+        ("s3://", "field=s3:// is not a remote folder"),
+        ("s3://key:secret@b/f", "field holds credentials, which would end up in logs"),
+        ("s4://key:secret@b/f", "field=… is not a remote folder"),
+    ],
+)
+def test_an_address_that_is_wrong(url: str, message: str):
+    with pytest.raises(UserError, match=message) as caught:
+        check_address(url, "field")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(), "field=memory://b: the credentials do not allow it; use others"),
+        (FileNotFoundError(), "the bucket is not there; create it, or correct the name"),
+        (type("NoCredentialsError", (Exception,), {})(), "there are no credentials; set AWS_"),
+        (TimeoutError(), r"cannot be reached \(TimeoutError\); check address and network"),
+    ],
+)
+def test_what_a_store_answers_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+):
+    def fail(folder: RemoteFolder, name: str = "") -> list[str]:
+        raise error
+
+    monkeypatch.setattr(RemoteFolder, "names", fail)
+    with pytest.raises(UserError, match=message):
+        RemoteFolder("memory://b", "field")
