@@ -16,8 +16,8 @@ from titan_loop.storage.staged_folder import staged_file
 def consolidate(reader: CheckpointReader, output: Path, *, optimizer: bool = False) -> list[str]:
     """Write full tensors to one file, whole or not at all, and return their keys.
 
-    The file's metadata hold the checkpoint's origin as JSON under `titan_loop.*`. Raises `UserError`
-    if `output` exists or a tensor has a type that safetensors does not know.
+    The file's metadata hold the checkpoint's origin as JSON under `titan_loop.*`. Raises
+    `UserError` if `output` exists or a tensor has a type that safetensors does not know.
     """
     keys = [
         key for key in reader.tensor_keys() if optimizer or not key.startswith(OPTIMIZER_PREFIX)

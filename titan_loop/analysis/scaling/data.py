@@ -84,8 +84,8 @@ class ScalingData:
 def read_csv(path: Path) -> ScalingData:
     """Read points from a CSV file with a header.
 
-    Required: `parameters` (or `N`), `tokens` (`D`), `recurrent_steps` (`R`) and `loss` (`L`) in nats
-    per token. Optional: `step` (`loss` was read after it; empty for the total loss),
+    Required: `parameters` (or `N`), `tokens` (`D`), `recurrent_steps` (`R`), `loss` (`L`, in nats
+    per token). Optional: `step` (`loss` was read after it; empty for the total loss),
     `looped_parameters` (`N_looped`; all if absent), `experts` (`E`) with `total_parameters`
     (`N_total`), `unique_tokens` (`U`; all if absent) and `run` (a name; points of one run share
     their noise). Other columns are ignored with a warning.
