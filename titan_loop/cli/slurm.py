@@ -113,7 +113,11 @@ def submit(
 
 
 def status(folder: Path) -> None:
-    """Show the jobs of a recipe's folder, and the progress of its stages."""
+    """Show the jobs of a recipe's folder, and the progress of its stages.
+
+    Args:
+        folder: Folder of the recipe, whose jobs `slurm submit` recorded.
+    """
     from titan_loop.slurm.chain import chain_lines, read_chain
 
     print("\n".join(chain_lines(read_chain(folder))))
@@ -129,6 +133,9 @@ def cancel(folder: Path) -> None:
     """Cancel the jobs of a recipe's folder.
 
     A job that is training saves first, within SLURM's KillWait.
+
+    Args:
+        folder: Folder of the recipe, whose jobs `slurm submit` recorded.
     """
     from titan_loop.slurm.chain import cancel_chain
 
