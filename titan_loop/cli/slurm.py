@@ -129,7 +129,7 @@ def status(folder: Path) -> None:
         print("\n" + "\n".join(status_lines(read_status(folder))))
 
 
-def cancel(folder: Path) -> None:
+def cancel(folder: Path) -> list[str]:
     """Cancel the jobs of a recipe's folder.
 
     A job that is training saves first, within SLURM's KillWait.
@@ -139,11 +139,8 @@ def cancel(folder: Path) -> None:
     """
     from titan_loop.slurm.chain import cancel_chain
 
-    cancelled = cancel_chain(folder)
-    for job in cancelled:
-        print(f"{job.stage}: cancelled job {job.job}")
-    if not cancelled:
-        print("no job is waiting or running")
+    cancelled = [f"{job.stage}: cancelled job {job.job}" for job in cancel_chain(folder)]
+    return cancelled or ["no job is waiting or running"]
 
 
 def run_in_job(

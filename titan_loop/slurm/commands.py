@@ -46,8 +46,7 @@ def host_names(node_list: str) -> list[str]:
 
 
 def outside_of_a_job(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment without the variables that SLURM set for the current job."""
-    # `sbatch` passes its environment on; a new job must not take this job's variables for its own.
+    """Return the environment without this job's variables: `sbatch` would pass them to a new job."""
     return {
         name: value
         for name, value in environment.items()

@@ -52,9 +52,8 @@ def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], li
         found.setdefault(report["node"], []).append(report)
     # Own faults first: good nodes fail, too, for want of the ranks on bad ones.
     own = {node: _own_fault(part, allocation.ranks_per_node) for node, part in found.items()}
-    if bad := {node: fault for node, fault in own.items() if fault}:
-        return bad, []
-    if bad := _apart(found) or _skewed(found):
+    bad = {node: fault for node, fault in own.items() if fault} or _apart(found) or _skewed(found)
+    if bad:
         return bad, []
     unfinished = [r for part in found.values() for r in part if r["clock"] is None or r["failure"]]
     return {}, sorted({r["failure"] or "the all-reduce of all nodes hung" for r in unfinished})

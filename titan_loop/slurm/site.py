@@ -99,11 +99,8 @@ def source_site(
         said = complaint.decode(errors="replace").strip().splitlines()
         last = said[-1] if said else f"code {done.returncode}"
         raise UserError(f"site file {path} fails ({last}); fix it")
-    sourced = dict(
-        entry.split("=", 1)
-        for entry in content.decode(errors="replace").split("\0")
-        if "=" in entry
-    )
+    entries = content.decode(errors="replace").split("\0")
+    sourced = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     for name in sourced.keys() - environment.keys() - _VARIABLES:
         if name.startswith("TITAN_LOOP_"):
             raise UserError(

@@ -188,12 +188,8 @@ def submit_jobs(request: Request, root: Path, jobs: list[Planned]) -> dict[str, 
 
 
 def _check_resources(resources: Resources) -> None:
-    counts = {
-        "--nodes": resources.nodes,
-        "--ranks-per-node": resources.ranks_per_node,
-        "--save-seconds": resources.save_seconds,
-    }
-    require_at_least(1, **counts)
+    counts = {"--nodes": resources.nodes, "--ranks-per-node": resources.ranks_per_node}
+    require_at_least(1, **counts, **{"--save-seconds": resources.save_seconds})
     if resources.gpus_per_node and resources.ranks_per_node > resources.gpus_per_node:
         raise UserError(
             f"--ranks-per-node={resources.ranks_per_node} is more than the "
