@@ -58,6 +58,5 @@ def predicted(
     experts: float = 1.0,
 ) -> float:
     """Return the loss of one model in nats per token; arguments as in `Losses`."""
-    whole = total or parameters
-    point = Losses.unmeasured(parameters, looped, float(tokens), steps, whole, experts)
-    return float(law.fit.predict(point)[0])
+    sizes = parameters, looped, float(tokens), steps, total or parameters, experts
+    return float(law.fit.predict(Losses.unmeasured(*sizes))[0])

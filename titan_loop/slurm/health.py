@@ -14,7 +14,6 @@ from titan_loop.slurm.allocation import Allocation
 from titan_loop.storage.json_files import read_json_object
 
 _CLOCK_SKEW_SECONDS = 5.0
-
 _Reports = dict[str, list[dict[str, Any]]]
 
 

@@ -25,8 +25,7 @@ def memory_remarks(
     kinds = [name for name in DEVICES if gpu and name.startswith(gpu.lower())]
     if not kinds:
         why = f"the GPU {gpu} is unknown" if gpu else "no kind of GPU is named"
-        see = f"look at titan-loop plan {recipe.name} --gpu NAME"
-        return [f"memory was not checked: {why}; {see}"]
+        return [f"memory was not checked: {why}; look at titan-loop plan {recipe.name} --gpu NAME"]
     device = max((DEVICES[name] for name in kinds), key=lambda known: known.memory_bytes)
     # The MFU does not matter: times are not used.
     cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, gpu=device, mfu=1.0)

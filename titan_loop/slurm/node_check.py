@@ -25,7 +25,6 @@ from titan_loop.storage.json_files import write_json
 # No shorter than the job waits (`job.py`): the job kills a check that hangs, and the reports then
 # show the ranks that hung.
 _TIMEOUT = timedelta(seconds=1200)
-
 _SENT_FLOATS = 2**20
 _ROUNDS = 3
 
