@@ -117,7 +117,7 @@ def test_a_job_that_would_get_one_cpu_is_remarked(capsys):
     ("flags", "complaint"),
     [
         (("--sbatch=-p gpu",), "has '-p'; write every flag of sbatch as --NAME or --NAME=VALUE"),
-        (("--sbatch=--time=1",), "has --time=1, which submit writes itself; use --time"),
+        (("--sbatch=--time=1",), "has --time=1, which submit sets itself; use --time"),
         (("--gpus-per-node=many",), "--gpus-per-node=many is not a number or TYPE:NUMBER"),
         (("--sbatch=--a='",), "No closing quotation"),
         (
@@ -149,7 +149,7 @@ def test_a_stage_that_fits_no_gpu_is_refused_and_one_that_hardly_does_is_remarke
 
     assert "memory was not checked: no kind of GPU is named" in said("1")
     assert "memory was not checked: the GPU rtx9 is unknown" in said("rtx9:1")
-    assert "peak memory is not known of first, second; titan-loop plan" in said("h100:1")
+    assert "peak memory is unknown for first, second; titan-loop plan" in said("h100:1")
     peaks = {"first": 75 * 2**30, "second": 20 * 2**30}
     monkeypatch.setattr(memory_check, "known_peak_bytes", lambda needs, _: peaks[needs.name])
     hardly = said("h100:1")

@@ -113,7 +113,11 @@ def submit(
 
 
 def status(folder: Path) -> None:
-    """Show the jobs of a recipe's folder, and the progress of its stages."""
+    """Show the jobs of a recipe's folder, and the progress of its stages.
+
+    Args:
+        folder: Folder of the recipe, whose jobs `slurm submit` recorded.
+    """
     from titan_loop.slurm.chain import chain_lines, read_chain
 
     print("\n".join(chain_lines(read_chain(folder))))
@@ -125,18 +129,18 @@ def status(folder: Path) -> None:
         print("\n" + "\n".join(status_lines(read_status(folder))))
 
 
-def cancel(folder: Path) -> None:
+def cancel(folder: Path) -> list[str]:
     """Cancel the jobs of a recipe's folder.
 
     A job that is training saves first, within SLURM's KillWait.
+
+    Args:
+        folder: Folder of the recipe, whose jobs `slurm submit` recorded.
     """
     from titan_loop.slurm.chain import cancel_chain
 
-    cancelled = cancel_chain(folder)
-    for job in cancelled:
-        print(f"{job.stage}: cancelled job {job.job}")
-    if not cancelled:
-        print("no job is waiting or running")
+    cancelled = [f"{job.stage}: cancelled job {job.job}" for job in cancel_chain(folder)]
+    return cancelled or ["no job is waiting or running"]
 
 
 def run_in_job(

@@ -1,1 +1,1 @@
-"""Planning: the needs of a recipe on a cluster that is not here."""
+"""Planning: a recipe's needs on a cluster that is not at hand."""

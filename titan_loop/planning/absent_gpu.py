@@ -58,7 +58,7 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
     ) -> Tensor:
         if weight is not None:
             return fused(input, normalized_shape, weight, eps)
-        wide = input.float()  # counted as several operations: never compared with a GPU
+        wide = input.float()  # several operations; their memory was not compared with a GPU's
         scale = wide.pow(2).mean(-1, keepdim=True).add_(eps or 0.0).rsqrt()
         return (wide * scale).type_as(input)
 
@@ -78,7 +78,7 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
         (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it reads values
         (initialisation, "keep_shard", lambda parameter, whole: None),  # it cuts a view per rank
         (muon, "layout", layout_of_meshes),
-        # Experts: every rank receives as many tokens as it sends, since loads are values.
+        # Experts: every rank receives as many tokens as it sends: fake loads have no values.
         (AllToAllTokenDispatcher, "_sync_token_count_exchange", _unread_counts),
         (AllToAllTokenDispatcher, "_dispatch_token_exchange", _even_exchange),
         (AllToAllTokenDispatcher, "_combine_token_exchange", _even_exchange),

@@ -46,14 +46,13 @@ class MadeUpWindows(GlobalBatchLoader):
         return 1
 
     def read(self, position: Position) -> BatchesRead:
-        """Return micro-batches, made where they are asked for: fake under a fake mode."""
+        """Return micro-batches made anew by every call, so that under a fake mode they are fake."""
         windows = position.windows // self._dp_world_size
         made = made_up(self._local_batch_size, self._seq_len, self.columns)
         own = {"input": made.input, "positions": made.positions, **made.columns}
         count = windows // self._local_batch_size
-        return BatchesRead(
-            [({**own}, made.labels.clone()) for _ in range(count)], position.data_hash
-        )
+        batches = [({**own}, made.labels.clone()) for _ in range(count)]
+        return BatchesRead(batches, position.data_hash)
 
 
 def made_up(count: int, seq_len: int, columns: tuple[Column, ...] = ()) -> HeldOutWindows:

@@ -25,9 +25,6 @@ from titan_loop.storage.json_files import read_versioned_json, write_json
 FORMAT_VERSION = 1
 CACHE_VARIABLE = "TITAN_LOOP_REHEARSAL_CACHE"  # names another folder than ~/.cache/titan_loop/…
 
-_WHOLE = ("activation_checkpoint.memory_budget",)
-"""Fractional numbers whose values decide, not only their signs."""
-
 _ONLY_VALUES = (
     "stage",
     "dump_folder",
@@ -69,7 +66,7 @@ class MeasuredStep:
         return plus(self.moved, self.moved_again, further)
 
     def continued(self, longer: "MeasuredStep", times: int) -> "MeasuredStep":
-        """Return the result of `times` more recurrent steps; `longer` has one more than this."""
+        """Extrapolate to `times` more recurrent steps; `longer` was measured with one more."""
 
         def further(one: Mapping[str, Moved], next_one: Mapping[str, Moved]) -> dict[str, Moved]:
             return plus(one, plus(next_one, one, -1), times)
@@ -116,7 +113,7 @@ def write_measured(key: str, measured: MeasuredStep) -> None:
 
 
 def traits(value: Any, name: str = "") -> Any:
-    """Return a config without its mere values; most fractional numbers become their sign."""
+    """Return a config without values that do not decide; most floats become their sign."""
     if is_dataclass(value):
         inside = {field.name: getattr(value, field.name, None) for field in fields(value)}
         return [type(value), traits(inside, name)]
@@ -127,7 +124,7 @@ def traits(value: Any, name: str = "") -> Any:
         }
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [traits(item, name) for item in value]
-    if isinstance(value, float) and name not in _WHOLE:
+    if isinstance(value, float) and name != "activation_checkpoint.memory_budget":
         return (value > 0) - (value < 0)
     return value
 

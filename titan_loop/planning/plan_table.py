@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from torchtitan.config import TORCH_DTYPE_MAP
-
 from titan_loop.distributed.activation_checkpointing import SelectiveAC, checkpointing_of
 from titan_loop.models.units import UnitSize
 from titan_loop.planning.cluster import Cluster
@@ -24,16 +22,17 @@ NOT_REHEARSED = (
     "values: data, losses, the exit of a curriculum; reading and writing files",
     "model.attention=varlen: its shapes depend on where documents end",
 )
-"""Facts that need a GPU, printed under `plan --rehearse`."""
+"""Aspects that only a GPU can show; `plan --rehearse` prints them."""
 
 _COLUMNS = 7  # stages beside each other
+_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
 T = TypeVar("T")
 
 
 def plan_lines(recipe: str, gpu: str, cluster: Cluster, needs: Sequence[StageNeeds]) -> list[str]:
     """Return a heading, a table with one column per stage, and the total."""
-    dtypes = _each(needs, lambda need: "bf16" if _compute_bytes(need) == 2 else "fp32")
+    dtypes = _each(needs, lambda need: _DTYPES[need.config.training.mixed_precision_param])
     optimizers = _each(needs, _optimizer)
     peaks = _each(needs, lambda need: f"{need.gpu_flops / 1e12:g}")
     lines = [
@@ -141,10 +140,6 @@ def _rehearsal_table(found: Sequence[Rehearsed]) -> list[str]:
 
 def _each(needs: Sequence[StageNeeds], cell: Callable[[StageNeeds], str]) -> str:
     return " or ".join(dict.fromkeys(map(cell, needs)))
-
-
-def _compute_bytes(need: StageNeeds) -> int:
-    return TORCH_DTYPE_MAP[need.config.training.mixed_precision_param].itemsize
 
 
 def _parameters(units: Sequence[UnitSize], name: str | None = None, less: int = 0) -> str:

@@ -4,7 +4,7 @@
     ─► a short step, which compiles and makes moments ─► a step that is measured
     ─► a short held-out pass ─► a checkpoint's plan ─► compiled code is forgotten: the next stage
 
-A failure here would be a failure in the queue. `measured_step.py` keeps the results.
+A failure here would be a failure on the cluster. `measured_step.py` keeps the results.
 """
 
 import gc
@@ -49,7 +49,6 @@ from titan_loop.training.trainer import LoopTrainer
 
 _FEW_STEPS = 2  # R of passes that are not measured; further steps run the same code
 _LONGEST_FAULT = 300
-
 KEPT = "measured before"
 
 
@@ -73,9 +72,9 @@ def rehearse(
 ) -> Iterator[Rehearsed]:
     """Assemble the planned stages one after the other in this process; yield them in order.
 
-    A stage takes the result of an earlier stage, or unless `anew` of an earlier command, if nothing
-    that a rehearsal sees differs. None of the stages may be refused; neither their
-    data nor their parents' checkpoints need to be there.
+    A stage reuses the result of an earlier stage, or of an earlier command unless `anew`, if their
+    rehearsals would be the same. The stages must have no refusals; their data and their parents'
+    checkpoints need not be here.
     """
     done: dict[str, Rehearsed] = {}
     for needs in planned:
@@ -102,7 +101,7 @@ def known_peak_bytes(needs: StageNeeds, cluster: Cluster) -> float | None:
 
 
 def gpu_peak_bytes(needs: StageNeeds, measured: MeasuredStep) -> float:
-    """Return the peak without the weights and moments that are in the host's memory."""
+    """Return the peak without the weights and moments that CPU offload keeps on the host."""
     if not needs.config.training.enable_cpu_offload:
         return measured.peak_bytes
     return measured.peak_bytes - needs.states.parameters - needs.states.optimizer
@@ -162,7 +161,7 @@ def _one_step(
     plan = replace(trainer.plan, windows=pass_windows, recurrent_steps=min(_FEW_STEPS, deepest))
     trainer.update(plan)
     reached = config.recurrence.most_backward_steps
-    # Beyond k + 2 steps, every step adds the same.
+    # Beyond `reached` + 2 recurrent steps, every further one adds the same.
     measured_steps = min(deepest, deepest if reached is None else reached + _FEW_STEPS)
     further = deepest - measured_steps
     if further:
@@ -185,7 +184,6 @@ def _one_step(
 
 
 def _hold_out(trainer: LoopTrainer, run: ResolvedRun, deepest: int) -> None:
-    """Read held-out windows of zeros, at few recurrent steps."""
     config = run.config
     few = min(_FEW_STEPS, run.model.most_steps or _FEW_STEPS)
     depths = sorted({min(few, depth) for depth in (*config.held_out.depths, deepest)})
@@ -234,7 +232,7 @@ def _measured(
 
 
 class _BeforeUpdate(Callback):
-    """Notes the all-to-alls of experts: those before a step's gradients, not Muon's after them."""
+    """Notes the all-to-alls of experts, which precede `on_gradients`; Muon's follow it."""
 
     def __init__(self, meter: StepMeter) -> None:
         self._meter, self.all_to_all = meter, Moved()

@@ -112,11 +112,10 @@ def stage_needs(
     refusals += unfit
     if not unfit:  # else the ranks' shares are undefined
         refusals += map(str, batch_refusals(config, cluster.ranks))
+        usable = USABLE_SHARE * cluster.gpu.memory_bytes
+        refusals += map(str, memory_refusals(config, model, cluster.ranks, usable))
     training, parallel, gpu = config.training, config.parallelism, cluster.gpu
     units, states = unit_sizes(model), run_states(config, model, cluster.ranks)
-    if not unfit:
-        usable = USABLE_SHARE * gpu.memory_bytes
-        refusals += map(str, memory_refusals(config, model, cluster.ranks, usable))
     compute_bytes = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
     fsdp, _ = config.fsdp.decided(
         units, parallel, compute_bytes=compute_bytes, device_bytes=gpu.memory_bytes
@@ -186,7 +185,6 @@ def _setting_refusals(
     *,
     has_data: bool,
 ) -> list[str]:
-    """Return settings that contradict each other or the parent's."""
     refusals: list[Refusal] = []
     stage = None if recipe is None else recipe.stage(name)
     parent = recipe.stage(stage.parent) if recipe and stage and stage.parent else None

@@ -49,23 +49,22 @@ class Moved:
 
 
 def plus(moved: Mapping[str, Moved], more: Mapping[str, Moved], times: int) -> dict[str, Moved]:
-    """Return the kinds of `moved` with `times` their collectives in `more` added."""
-    none = Moved()
+    """Return `moved` plus `times` the collectives of the same kinds in `more`."""
     return {
         kind: Moved(
             one.count + times * other.count,
             one.received_bytes + times * other.received_bytes,
         )
         for kind, one in moved.items()
-        for other in [more.get(kind, none)]
+        for other in [more.get(kind, Moved())]
     }
 
 
 class StepMeter(TorchDispatchMode):
     """Measures the operators of its block that run on fake tensors of `fake_mode`.
 
-    Tensors of other modes, such as a traced graph's, do not count. `live_bytes` are of all live
-    storages; `peak_bytes` and `moved`, collectives by kind, count since `reset`.
+    Tensors of other modes, such as a traced graph's, do not count. `live_bytes` is the size of all
+    live storages; `peak_bytes` and `moved` (collectives by kind) begin anew at `reset`.
     """
 
     supports_higher_order_operators = True
@@ -90,7 +89,7 @@ class StepMeter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the storages and collectives of the block."""
+        """Do not count the storages and collectives of the block."""
         self._paused, before = True, self._paused
         try:
             yield
@@ -116,7 +115,7 @@ class StepMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # come back with the local tensors
+            return NotImplemented  # DTensor then calls again with its local tensors
         result = func(*args, **(kwargs or {}))
         if self._paused or active_fake_mode() is not self._fake_mode:
             return result
@@ -142,8 +141,8 @@ class StepMeter(TorchDispatchMode):
     def _count(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         name = func._schema.name.split("::")[1]
         kind = KINDS.get(name)
-        if kind is None or (kind == "all-reduce" and not _in_backward()):
-            return
+        if kind is None or (kind == "all-reduce" and torch._C._current_graph_task_id() == -1):
+            return  # -1: not in the backward pass
         if kind == "all-reduce":
             (tensor,) = args[0]
             ranks = dist.ProcessGroup.unbox(args[1]).size()
@@ -160,7 +159,3 @@ class StepMeter(TorchDispatchMode):
             received = whole - min(side.nbytes for side in sides)
         self.moved[kind].count += 1
         self.moved[kind].received_bytes += received
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

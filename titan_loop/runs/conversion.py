@@ -62,7 +62,7 @@ def merge_runs(
     check_architecture(saved, decoder_config(first.model_options, max_seq_len=1).architecture())
     _check_vocabularies(runs)
     config = {
-        "total_tokens": 0,  # none are trained on here
+        "total_tokens": 0,  # merging trains on none
         "model": first.config["model"],
         "training": {"seq_len": first.seq_len},
         "dataloader": first.dataloader,

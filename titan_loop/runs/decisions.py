@@ -7,8 +7,9 @@ from typing import Any
 
 def decision_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a row for each record of `RunDirectory.read_decisions`, header first."""
-    bounds = ["loss (at most)", "gradient norm (at most)"]
-    rows = [["step", "windows", *bounds, "began in the", "then"]]
+    rows = [
+        ["step", "windows", "loss (at most)", "gradient norm (at most)", "began in the", "then"]
+    ]
     for record in records:
         then = {
             "skip": "update skipped",

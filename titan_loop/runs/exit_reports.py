@@ -1,7 +1,7 @@
-"""The exit code of every rank of a job, which srun's own code, the highest of them, hides.
+"""The exit codes of a job's ranks; srun itself returns only the highest one.
 
-A rank writes its code as it ends. One that a signal ends (an abort, the kernel's memory killer)
-writes nothing, so a missing report says so.
+A rank writes its code as it ends. A rank that a signal kills (an abort, the kernel's OOM killer)
+writes nothing, so a missing report points to a signal.
 """
 
 import os
@@ -34,8 +34,7 @@ def report_exit(code: int, environment: Mapping[str, str] = os.environ) -> None:
     if folder is None or task is None:
         return
     try:
-        report = {"code": code, "node": task.node}
-        write_json(Path(folder) / f"rank-{task.rank}.json", report)
+        write_json(Path(folder) / f"rank-{task.rank}.json", {"code": code, "node": task.node})
     except OSError as error:  # the code itself still reaches srun
         print(f"titan-loop: rank {task.rank} left no report: {error}", file=sys.stderr)
 

@@ -58,7 +58,7 @@ def heartbeat_file(run: Path, rank: int) -> Path:
 
 
 def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
-    """Replace a rank's heartbeat, without a wait for the disk: after a crash nobody reads it."""
+    """Replace a rank's heartbeat, without an fsync: nobody reads it after a crash of the host."""
     path = heartbeat_file(run, heartbeat.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
@@ -116,9 +116,8 @@ def silent_ranks(
 
 
 def _stuck_ranks(heartbeats: list[Heartbeat], now: float) -> list[str]:
-    """Return a line for each rank that keeps the others waiting inside a step."""
     ranks_in = Counter(beat.collective for beat in heartbeats)
-    if len(ranks_in) < 2:  # nobody differs: the network, or all wait for the same disk
+    if len(ranks_in) < 2:  # no rank differs: all wait for the network or a disk
         return [f"all {len(heartbeats)} ranks are {beat.where(now)}" for beat in heartbeats[:1]]
     waited_for = "" if "" in ranks_in else min(ranks_in, key=lambda name: ranks_in[name])
     del ranks_in[waited_for]

@@ -1,9 +1,8 @@
 """`log.txt` of a run: rank 0's log, all starts one after another."""
 
-import contextlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titan_loop.storage.transient import retried
@@ -16,7 +15,7 @@ class _LogFile(logging.FileHandler):
     lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record; one of a thread that outlives the run must not open the file again."""
+        """Write a record unless closed: a thread that outlives the run must not reopen the file."""
         if not self.is_closed:
             super().emit(record)
 
@@ -45,7 +44,7 @@ def kept_log(path: Path) -> Iterator[None]:
         raise
     finally:
         root.removeHandler(file)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             file.close()
         if file.lost:
             logging.getLogger(__name__).warning("%s lacks up to %d lines", path, file.lost)

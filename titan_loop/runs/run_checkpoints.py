@@ -1,4 +1,4 @@
-"""Checkpoints by the paths that people give: found, verified, converted and deleted."""
+"""Finds, verifies, converts and deletes checkpoints by the paths that a user gives."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[
         for path in checkpoints:
             run = path.absolute().parent.parent
             if not look_at(path).committed and run not in locked and (run / LOCK).exists():
-                # Refuses if a job may be writing this one now, and keeps another from beginning to.
+                # Fails if a job may be writing this one now, and keeps new jobs from starting.
                 locks.enter_context(RunDirectory(run).lock())
                 locked.add(run)
             reasons = [] if force else why_not_delete(path, _keep_policy(run))

@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 COMPILE_CACHE = "compile_cache"
 LOCK = "run.lock"
+REPAIR = "repair it, or move it away and start the run once more to write it"
 
 
 class RunDirectory:
@@ -93,7 +94,7 @@ class RunDirectory:
                 keeps the old as `config-before-restart-K.json`.
 
         Raises:
-            UserError: The folder may not be written, or a file of it cannot be read.
+            UserError: The folder cannot be written, or a file in it cannot be read.
             RunFailedError: The disk fails.
         """
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -163,11 +164,10 @@ class RunDirectory:
         return Path(start["working_directory"]) if "working_directory" in start else None
 
     def read_config(self, path: Path | None = None) -> dict[str, Any]:
-        """Return the content of `config.json`, or of a kept config; a missing one is an error."""
+        """Return the content of `config.json` or a kept config; `UserError` if it is missing."""
         path = path or self.config_json
-        fix = "repair it, or move it away and start the run once more to write it"
         try:
-            return read_json_object(path, fix=fix)
+            return read_json_object(path, fix=REPAIR)
         except FileNotFoundError as error:
             raise UserError(
                 f"{str(self.path)!r} has no {path.name}; start the run once more to write it"
@@ -179,9 +179,8 @@ class RunDirectory:
         A record whose step is not larger than the one before it comes from a restart; it supersedes
         every earlier record of its step or later, so the series never mixes two attempts.
         """
-        return _one_series(
-            read_jsonl(self.metrics_jsonl, {"step": int, "tokens": int}), itemgetter("step")
-        )
+        records = read_jsonl(self.metrics_jsonl, {"step": int, "tokens": int})
+        return _one_series(records, itemgetter("step"))
 
     def read_norms(self) -> list[dict[str, Any]]:
         """Return the records of `norms.jsonl` as one series, as `read_metrics` does."""
@@ -245,7 +244,7 @@ def _one_series(
 
 def source_commit() -> str | None:
     """Return the commit of this code's checkout, with "-dirty" if its code was changed."""
-    # Results of an arm that was trained again change no number of the next one.
+    # Results and documents change between runs, but affect no number of the next one.
     outputs = ":!train_configs/results", ":!train_configs/plots", ":!*.md"
     changed = _git("diff", "--name-only", "HEAD", "--", ".", *outputs)
     commit = _git("describe", "--always", "--exclude=*")
@@ -253,7 +252,7 @@ def source_commit() -> str | None:
 
 
 def is_clean(commit: str | None) -> bool:
-    """Whether `source_commit` named a commit that is in the history of this code's checkout."""
+    """Return whether a `source_commit` is not dirty and in the history of this checkout."""
     return _git("merge-base", "--is-ancestor", commit or "none", "HEAD") is not None
 
 
@@ -263,9 +262,8 @@ def _git(*words: str) -> str | None:
         return None
     command = ["git", "-C", str(checkout), *words]
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -22,7 +22,7 @@ from titan_loop.data.source_card import (
     text_format,
 )
 from titan_loop.errors import UserError, seen_from
-from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.run_directory import REPAIR, RunDirectory
 from titan_loop.storage.json_files import nested
 from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from titan_loop.data.load.mixture import MixtureEntry
     from titan_loop.data.tasks.task import Task
     from titan_loop.models.family import ModelOptions  # imports torchtitan, which takes seconds
-
-
-_REPAIR = "repair it, or move it away and start the run once more to write it"
 
 T = TypeVar("T")
 
@@ -127,8 +124,6 @@ class SavedRun:
             "config.json; give a checkpoint inside its run"
         )
 
-    # Its options
-
     @property
     def model_options(self) -> "ModelOptions":
         """Options of the model, of its family's class."""
@@ -183,11 +178,9 @@ class SavedRun:
         if type(value) is not kind:
             raise UserError(
                 f"{self.directory.config_json} has {name}={value!r:.40}, which must be of type "
-                f"{kind.__name__}; {_REPAIR}"
+                f"{kind.__name__}; {REPAIR}"
             )
         return value
-
-    # Its data
 
     @property
     def dataloader(self) -> Mapping[str, Any]:
@@ -202,7 +195,7 @@ class SavedRun:
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise UserError(
                 f"{self.directory.config_json} has dataloader.mixture={texts!r:.40}, which must be "
-                f"a list of texts; {_REPAIR}"
+                f"a list of texts; {REPAIR}"
             )
         return [
             f"{self.found(entry.path)}{text.removeprefix(entry.path)}"
@@ -215,7 +208,7 @@ class SavedRun:
         return [Path(entry.path) for entry in _parsed(self.mixture)]
 
     def found(self, path: str) -> Path:
-        """Return the place that a path recorded by the run leads to from here.
+        """Return the present place of a path that the run recorded.
 
         A relative path is looked for in the working directory of the run's last start, in the
         folders above the run, and in the current one.
@@ -290,8 +283,6 @@ class SavedRun:
         there = (source for source in self.sources if (source / CARD_NAME).is_file())
         return {source: SourceCard.read(source) for source in there}
 
-    # Its checkpoints
-
     def steps(self) -> list[int]:
         """Return the steps of all committed checkpoints, in increasing order."""
         return committed_steps(self.directory.checkpoints)
@@ -351,17 +342,14 @@ def vocabulary_of(state: Mapping[str, Any]) -> str | None:
     return None if sha256 is None else f"tokenizer {sha256[:SHORT_DIGEST]}"
 
 
-# Both import numpy, which `status` and `checkpoint ls` do without.
-
-
 def _parsed(mixture: Sequence[str]) -> "tuple[MixtureEntry, ...]":
-    from titan_loop.data.load.mixture import parse_mixture
+    from titan_loop.data.load.mixture import parse_mixture  # numpy, which `status` does without
 
     return parse_mixture(mixture) if mixture else ()
 
 
 def _recorded_task(state: Mapping[str, Any]) -> "Task | None":
-    from titan_loop.data.tasks.recorded_task import recorded_task
+    from titan_loop.data.tasks.recorded_task import recorded_task  # numpy, too
 
     return recorded_task(state)
 

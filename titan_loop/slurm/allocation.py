@@ -1,4 +1,4 @@
-"""The job that this process runs in, as SLURM's variables describe it, and its `srun` commands."""
+"""The current job, as SLURM's variables describe it, and its `srun` commands."""
 
 import os
 import sys
@@ -14,12 +14,13 @@ WAIT_SECONDS = 40
 """Time from the end of a step's first task until the others are killed: they may be waiting for a
 rank that died. At a regular end ranks wait for each other and leave together."""
 
-_FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50  # below Linux's ephemeral ports
+PORTS_A_JOB = 50
+_FIRST_PORT, _PORTS = 20_000, 12_000  # these stay below Linux's ephemeral ports
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """A job's nodes, the first one with the batch step, its tasks, and SLURM's restarts of it."""
+    """The nodes and ranks of a job; its batch step runs on the first node."""
 
     job: str
     restarts: int
@@ -42,7 +43,7 @@ class Allocation:
                 "the batch script sets no number of ranks for a node; add --ntasks-per-node, one "
                 "for each GPU"
             )
-        # TYPE:COUNT; with --gres there is only the count on the batch step's node.
+        # The first is COUNT or TYPE:COUNT; --gres sets only the second, for the batch step's node.
         gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE", "0")
         gpus = gpus.rpartition(":")[2]
         return cls(
@@ -55,28 +56,35 @@ class Allocation:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in all."""
+        """Number of ranks on all nodes."""
         return len(self.nodes) * self.ranks_per_node
 
     def port(self, offset: int = 0) -> int:
-        """Return a port that differs from other jobs' ports and from the job's last start."""
+        """Return a port; neighbouring jobs, and a job's successive starts, get different ones."""
         block = int(self.job) * 7 + self.restarts
         return _FIRST_PORT + (block * PORTS_A_JOB) % _PORTS + offset
 
     def srun(self, site: Site, *command: str, wait: int = WAIT_SECONDS) -> list[str]:
         """Return the command that starts `titan-loop` on every rank; `wait` as `WAIT_SECONDS`."""
-        here = [sys.executable, "-m", "titan_loop"]
-        program = [*site.container, "titan-loop"] if site.container else here
-        ranks = f"--ntasks={self.ranks}", f"--ntasks-per-node={self.ranks_per_node}"
-        # A rank that exits with code 75 must not have the others killed while they exit.
-        end = "--kill-on-bad-exit=0", f"--wait={wait}"
-        flags = f"--nodes={len(self.nodes)}", *ranks, *end, *site.srun_flags
-        return ["srun", *flags, *program, *command]
+        program = [sys.executable, "-m", "titan_loop"]
+        if site.container:
+            program = [*site.container, "titan-loop"]
+        return [
+            "srun",
+            f"--nodes={len(self.nodes)}",
+            f"--ntasks={self.ranks}",
+            f"--ntasks-per-node={self.ranks_per_node}",
+            "--kill-on-bad-exit=0",  # while one rank exits with code 75, others may still save
+            f"--wait={wait}",
+            *site.srun_flags,
+            *program,
+            *command,
+        ]
 
     def rank_environment(
         self, site: Site, *, port: int, environment: Mapping[str, str] = os.environ
     ) -> dict[str, str]:
-        """Return the environment of a step: the address where ranks meet, and the network."""
+        """Return the environment of a step, with the address where ranks meet and the network."""
         variables = {
             **environment,
             "MASTER_ADDR": site.rendezvous_host or self.nodes[0],

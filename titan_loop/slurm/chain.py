@@ -1,4 +1,4 @@
-"""The jobs of a recipe together: their states, and their cancellation."""
+"""Reads the states of a recipe's jobs, and cancels them."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -23,12 +23,12 @@ class JobStatus(NamedTuple):
 
     @property
     def active(self) -> bool:
-        """Whether the job waits or runs."""
+        """Whether the job is waiting or running."""
         return self.state in ACTIVE
 
 
 def read_chain(folder: Path) -> list[JobStatus]:
-    """Return the jobs submitted for a recipe's folder, of which there must be one, in order."""
+    """Return the jobs of a recipe's folder in submission order; `UserError` if there are none."""
     return [_status(stage, job) for stage, job in read_jobs(folder).items()]
 
 
@@ -54,9 +54,9 @@ def chain_lines(jobs: list[JobStatus]) -> list[str]:
 
 
 def cancel_chain(folder: Path) -> list[JobStatus]:
-    """Cancel the jobs of a recipe's folder that wait or run, and return them."""
+    """Cancel and return the jobs of a recipe's folder that are waiting or running."""
     active = [job for job in read_chain(folder) if job.active]
-    # The last one first, so that no job begins because its parent has ended.
+    # Children first: a parent that completes meanwhile must not start one.
     for job in reversed(active):
         slurm("scancel", job.job)
     return active

@@ -46,8 +46,7 @@ def host_names(node_list: str) -> list[str]:
 
 
 def outside_of_a_job(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment without the variables that SLURM set for the present job."""
-    # `sbatch` passes its environment on; a new job must not take this job's variables for its own.
+    """Return the environment without this job's variables, which `sbatch` would pass to new jobs."""
     return {
         name: value
         for name, value in environment.items()
@@ -56,7 +55,7 @@ def outside_of_a_job(environment: Mapping[str, str] = os.environ) -> dict[str, s
 
 
 def parse_seconds(time: str) -> int:
-    """Return the seconds of M, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as `sbatch --time` takes it."""
+    """Convert a time of `sbatch --time` (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S) to seconds."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         raise UserError(f"--time={time} is not a time limit; write H:M:S or D-H:M:S")

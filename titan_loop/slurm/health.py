@@ -1,4 +1,4 @@
-"""The verdict of the node check: the bad nodes, by the reports of their ranks.
+"""Finds the bad nodes in the reports that the node check's ranks wrote.
 
 A rank rewrites its report when it begins a phase (`titan_loop.slurm.node_check`): its own checks
 ("start"), the all-reduce on its node ("node"), meeting all ranks ("meet"), the all-reduce across
@@ -14,16 +14,16 @@ from titan_loop.slurm.allocation import Allocation
 from titan_loop.storage.json_files import read_json_object
 
 _CLOCK_SKEW_SECONDS = 5.0
-
 _Reports = dict[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCheck:
-    """Requirements on every node: free share of every GPU's memory, and free space.
+    """Requirements of every node.
 
     Attributes:
         free_disk_gigabytes: Free space in the recipe's folder and in TMPDIR, in 10⁹ bytes.
+        free_memory_share: Free share of the memory of every GPU, from 0 to 1.
     """
 
     free_disk_gigabytes: float = 1.0
@@ -31,11 +31,16 @@ class NodeCheck:
 
     def command(self, reports: Path, allocation: Allocation, folder: Path) -> list[str]:
         """Return the arguments of `titan-loop` on every rank."""
-        places = f"--reports={reports}", f"--folder={folder}"
-        node = f"--gpus={allocation.gpus_per_node}", f"--node-port={allocation.port(2)}"
-        disk = f"--free-disk-gigabytes={self.free_disk_gigabytes}"
-        memory = f"--free-memory-share={self.free_memory_share}"
-        return ["slurm", "check-node", *places, *node, disk, memory]
+        return [
+            "slurm",
+            "check-node",
+            f"--reports={reports}",
+            f"--folder={folder}",
+            f"--gpus={allocation.gpus_per_node}",
+            f"--node-port={allocation.port(2)}",
+            f"--free-disk-gigabytes={self.free_disk_gigabytes}",
+            f"--free-memory-share={self.free_memory_share}",
+        ]
 
 
 def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], list[str]]:
@@ -44,11 +49,10 @@ def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], li
     for path in sorted(reports.glob("rank-*.json")):
         report = read_json_object(path, fix="start the job again")
         found.setdefault(report["node"], []).append(report)
-    # In this order: ranks of good nodes complain of missing ranks on bad ones.
+    # Own faults first: good nodes fail, too, for want of the ranks on bad ones.
     own = {node: _own_fault(part, allocation.ranks_per_node) for node, part in found.items()}
-    if bad := {node: fault for node, fault in own.items() if fault}:
-        return bad, []
-    if bad := _apart(found) or _skewed(found):
+    bad = {node: fault for node, fault in own.items() if fault} or _apart(found) or _skewed(found)
+    if bad:
         return bad, []
     unfinished = [r for part in found.values() for r in part if r["clock"] is None or r["failure"]]
     return {}, sorted({r["failure"] or "the all-reduce of all nodes hung" for r in unfinished})
@@ -79,7 +83,7 @@ def _apart(found: _Reports) -> dict[str, str]:
 
 
 def _skewed(found: _Reports) -> dict[str, str]:
-    """Return the nodes whose clock is off; if only two nodes differ, the second one."""
+    """Return the nodes whose clock is off the median, or off the first one's if there are two."""
     clocks = {
         node: min(report["clock"] for report in reports)
         for node, reports in found.items()

@@ -1,10 +1,10 @@
-"""A training job: it checks its nodes, trains, and has itself started again.
+"""A training job: it checks its nodes, trains, and has SLURM start it again.
 
     SIGUSR1 from SLURM ─► srun ─► ranks save and exit with code 75; late ones are killed
     code 0 ─► the next stage's job begins
-    a rank's 2, 3, 4 or 130 (mistake, non-finite, unstable, interrupt) ─► failed, and the chain ends
-    2 on one node without rank 0 ─► that node is bad
-    any other code, or a bad node ─► requeued, until three starts in a row leave no new checkpoint
+    code 2, 3, 4 or 130 (mistake, non-finite, unstable, interrupt) of a rank ─► the chain ends
+    code 2 on one node only, and not on rank 0 ─► that node is bad
+    any other code, or a bad node ─► requeued, until three starts in a row save no new checkpoint
 
 The process replaces the shell of the batch step, so that `--signal=B:USR1@…` reaches it.
 """
@@ -45,12 +45,12 @@ from titan_loop.training.stop_request import GRACE_VARIABLE
 
 FRUITLESS_STARTS = 3
 RANKS_SHARE, STEP_SHARE = 0.8, 0.9
-"""Shares of `save_seconds` after which ranks give up, and after which they are killed. The rest is
-left for requeueing."""
+"""Shares of `save_seconds` after which ranks give up saving, and after which they are killed. The
+rest is left for requeueing."""
 
-_START_SECONDS = 900  # for all ranks to import torch, from a cold network disk
-_CHECK_SECONDS = 300  # for the check once they have
-_CHECK_WAIT_SECONDS = 60  # from the first rank's end, good or bad, to the end of the check
+_START_SECONDS = 900  # all ranks may import torch from a cold network disk
+_CHECK_SECONDS = 300  # for the check itself, once all ranks have started
+_CHECK_WAIT_SECONDS = 60  # for the other ranks, once the first has left the check
 _POLL_SECONDS = 1.0
 
 
@@ -86,7 +86,7 @@ def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
     restarts.begin(newest_checkpoints(job.folder, job.stage), is_restart=is_restart)
     write_restarts(job.folder, job.name, restarts)
     _say(f"job {allocation.job}, start {allocation.restarts + 1}, on {', '.join(allocation.nodes)}")
-    if restarts.fruitless >= FRUITLESS_STARTS:  # SLURM's own requeues come here unasked
+    if restarts.fruitless >= FRUITLESS_STARTS:  # SLURM requeues after node failures, too
         return _stop_restarting()
     with _Steps(job, allocation) as steps:
         return _Start(job, allocation, site, steps, restarts).run()
@@ -171,8 +171,8 @@ class _Start:
         fruitless = not is_newer(now, self.restarts.checkpoints)
         if fruitless and self.restarts.fruitless + 1 >= FRUITLESS_STARTS:
             return _stop_restarting()
-        # SLURM ends this process with SIGTERM as soon as it has requeued the job, but the commands
-        # after that, which leave out bad nodes, must still run.
+        # SLURM sends SIGTERM as soon as it has requeued the job, but this process must still tell
+        # it to exclude bad nodes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _say(start_again(number, exclude=exclude, folder=job.folder, name=job.name))
         return EXIT_STOPPED
@@ -196,7 +196,7 @@ class _Steps:
 
     def __enter__(self) -> "_Steps":
         signal.signal(signal.SIGUSR1, self._warn)
-        # SIGTERM cancels the job: SLURM tells the ranks, too, and this process waits for them.
+        # SIGTERM means cancelled: SLURM signals the ranks, too, and this process waits for them.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         return self
 
@@ -213,8 +213,8 @@ class _Steps:
     ) -> int:
         """Run one step and return its exit code as a shell gives it.
 
-        With a `limit`, kill it if it has not started in `_START_SECONDS`, or runs `limit` seconds
-        from then on.
+        With a `limit`, kill the step if `started` is not true within `_START_SECONDS`, or if it
+        runs for more than `limit` seconds after that.
         """
         with subprocess.Popen(command, env=dict(environment)) as step:
             self._step = step

@@ -1,6 +1,6 @@
 """A check that a recipe's stages fit the GPUs that a job asks for.
 
-The peak of a step counts if `titan-loop plan` has measured it; else weights, gradients and moments.
+The need is a step's peak if `titan-loop plan` has measured it, else weights, gradients and moments.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,16 @@ from titan_loop.recipes.recipe import Recipe, Stage
 def memory_remarks(
     recipe: Recipe, stages: Sequence[Stage], *, nodes: int, gpus_per_node: int, gpu: str
 ) -> list[str]:
-    """Return a line for each stage that hardly fits, or one that says why nothing was checked.
+    """Return lines about stages that barely fit or were not measured, or about an unknown GPU.
 
     Raises `UserError` if a stage needs more than the whole memory of a GPU.
     """
     kinds = [name for name in DEVICES if gpu and name.startswith(gpu.lower())]
     if not kinds:
         why = f"the GPU {gpu} is unknown" if gpu else "no kind of GPU is named"
-        see = f"look at titan-loop plan {recipe.name} --gpu NAME"
-        return [f"memory was not checked: {why}; {see}"]
+        return [f"memory was not checked: {why}; look at titan-loop plan {recipe.name} --gpu NAME"]
     device = max((DEVICES[name] for name in kinds), key=lambda known: known.memory_bytes)
-    # Times are not looked at, so any share of the peak FLOPs will do.
+    # The MFU does not matter: times are not used.
     cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, gpu=device, mfu=1.0)
     found: list[str] = []
     unmeasured: list[str] = []
@@ -53,7 +52,7 @@ def memory_remarks(
         found.append(line)
     if unmeasured:
         found.append(
-            f"peak memory is not known of {', '.join(unmeasured)}; titan-loop plan {recipe.name} "
+            f"peak memory is unknown for {', '.join(unmeasured)}; titan-loop plan {recipe.name} "
             f"--nodes {nodes} --gpus-per-node {gpus_per_node} measures it"
         )
     return found

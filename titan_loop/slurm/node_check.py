@@ -1,7 +1,7 @@
 """The node check on every rank: GPU, disk, and all-reduces on the node and across nodes.
 
-Each phase begins with a report on the shared disk, so that ranks that hang or die can be told from
-healthy ones. Sums are compared exactly, so a link that alters data fails, too.
+Ranks begin each phase with a report on the shared disk, which shows where a rank hung or died. Sums
+are compared exactly, so a link that alters data fails, too.
 """
 
 import os
@@ -22,10 +22,9 @@ from titan_loop.launcher import slurm_task
 from titan_loop.slurm.allocation import PORTS_A_JOB
 from titan_loop.storage.json_files import write_json
 
-# More than the slowest rank needs to import torch: the job ends a check that hangs (see `job.py`),
-# and learns from the reports who hung.
+# No shorter than the job waits (`job.py`): the job kills a check that hangs, and the reports then
+# show the ranks that hung.
 _TIMEOUT = timedelta(seconds=1200)
-
 _SENT_FLOATS = 2**20
 _ROUNDS = 3
 
@@ -71,7 +70,7 @@ def check_node(
             begin("all")
             _all_reduce()
             report["clock"] = time.time()  # all ranks are here at the same time
-    except Exception as error:  # of any kind: it belongs in the report
+    except Exception as error:  # of any kind: the report shows it
         report["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
     begin(report["phase"])
 

@@ -1,6 +1,6 @@
 """The files that the jobs of a recipe leave in `FOLDER/slurm/`.
 
-STAGE.sbatch   the script that was submitted
+STAGE.sbatch   the script that was submitted; STAGE.next is its copy for a successor job
 STAGE.log      output of all starts of the stage's job
 jobs.json      stage → its latest job
 STAGE.json     number of restarts without a new checkpoint, and the bad nodes
@@ -56,7 +56,7 @@ class Restarts:
     """The history of one job's starts.
 
     Attributes:
-        fruitless: Number of restarts in a row without a new checkpoint before them.
+        fruitless: Number of restarts in a row that found no checkpoint since the start before.
         checkpoints: Run → newest step with a checkpoint at the job's latest start.
         bad_nodes: Node → its fault.
     """
@@ -66,7 +66,7 @@ class Restarts:
     bad_nodes: dict[str, str] = field(default_factory=dict)
 
     def begin(self, checkpoints: Mapping[str, int], *, is_restart: bool) -> None:
-        """Count a start; it is a restart if the job, or its predecessor, was started before."""
+        """Count a start; it is a restart if the job or its predecessor has run before."""
         if not is_restart:
             self.bad_nodes = {}
         progress = not is_restart or is_newer(checkpoints, self.checkpoints)

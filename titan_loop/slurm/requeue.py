@@ -32,8 +32,8 @@ _UPDATE_ATTEMPTS = 5
 def final_code(code: int, exits: Sequence[RankExit]) -> int | None:
     """Return the exit code of a job whose step ended with `code`; None to start it again.
 
-    A wrong loss on one rank decides, whatever ended the others, and so does a user's mistake,
-    unless only `lone_node` reports it.
+    One rank with a final code decides, whatever ended the others. A user's mistake that only
+    `lone_node` reports does not count: the node is to blame.
     """
     if code == EXIT_OK:
         return EXIT_OK
@@ -59,8 +59,10 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
     Raises `CommandFailedError` if SLURM accepts neither a requeue nor a successor.
     """
     before = show("job", job)
-    earlier = before.get("ExcNodeList", "(null)")
-    excluded = ",".join([*([] if earlier == "(null)" else [earlier]), *exclude]) if exclude else ""
+    excluded = ""
+    if exclude:
+        earlier = before.get("ExcNodeList", "(null)")
+        excluded = ",".join([*exclude] if earlier == "(null)" else [earlier, *exclude])
     try:
         slurm("scontrol", "requeue", job)
     except CommandFailedError as refusal:
@@ -69,7 +71,7 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
         replace_job(folder, job, successor)
         waiting = f"; {', '.join(moved)} wait for it now" if moved else ""
         return f"{refusal}; job {successor} goes on in its place{waiting}"
-    # Only a pending job can be changed so; this process lives until KillWait has passed.
+    # Only a pending job can exclude nodes; this process lives until KillWait has passed.
     if excluded:
         _exclude(job, excluded)
     return f"job {job} requeued" + (f" without {excluded}" if excluded else "")
@@ -86,7 +88,7 @@ def _exclude(job: str, nodes: str) -> None:
 
 def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Path) -> str:
     slurm("scontrol", "write", "batch_script", job, str(script))
-    flags = {
+    flags = {  # without the directives, which the script itself repeats
         "job-name": fields["JobName"],
         "nodes": fields["NumNodes"].partition("-")[0],
         "time": fields["TimeLimit"],
@@ -96,12 +98,19 @@ def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Pa
         "output": fields["StdOut"],
         "chdir": fields["WorkDir"],
         "exclude": exclude,
-    }  # the script repeats its own directives
-    command = shlex.split(fields.get("Command", ""))
+    }
+    arguments = shlex.split(fields.get("Command", ""))[1:]
     kept = [f"--{flag}={value}" for flag, value in flags.items() if value not in ("", "(null)")]
-    words = "--parsable", "--open-mode=append", f"--dependency=afterany:{job}", *kept
-    environment = {**outside_of_a_job(), SUCCESSOR_VARIABLE: job}
-    answer = slurm("sbatch", *words, str(script), *command[1:], environment=environment)
+    answer = slurm(
+        "sbatch",
+        "--parsable",
+        "--open-mode=append",
+        f"--dependency=afterany:{job}",
+        *kept,
+        str(script),
+        *arguments,
+        environment={**outside_of_a_job(), SUCCESSOR_VARIABLE: job},
+    )
     return answer.strip().partition(";")[0]
 
 
@@ -121,5 +130,5 @@ def end_steps(job: str) -> None:
     """Kill the tasks of a job's steps, but not its batch step."""
     for line in slurm("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i").split():
         if line.rpartition(".")[2].isdigit():
-            with suppress(CommandFailedError):  # if it has just ended
+            with suppress(CommandFailedError):  # it may just have ended
                 slurm("scancel", "--signal=KILL", line)

@@ -1,4 +1,4 @@
-"""The settings that differ from cluster to cluster: variables of the user's site file.
+"""The settings of a cluster: variables that the user's site file sets.
 
 The file is a shell script, since loading modules and activating an environment must come before any
 Python. Every job sources it; `submit` sources it, too, to know the jobs' environment.
@@ -78,10 +78,10 @@ def find_site(given: str | None) -> Path | None:
 def source_site(
     path: Path | None, environment: Mapping[str, str] = os.environ
 ) -> Mapping[str, str]:
-    """Return the environment of a job after sourcing its site file, which must work."""
+    """Return a job's environment; `UserError` if sourcing its site file fails."""
     if path is None:
         return environment
-    # `env -0` writes to a channel of its own, because modules may print anything.
+    # `env -0` writes to its own file descriptor, since `module load` may print anything.
     program = 'set -e; source "$0" >/dev/null; env -0 >&3'
     read, write = os.pipe()
     with os.fdopen(read, "rb") as reader:
@@ -99,11 +99,8 @@ def source_site(
         said = complaint.decode(errors="replace").strip().splitlines()
         last = said[-1] if said else f"code {done.returncode}"
         raise UserError(f"site file {path} fails ({last}); fix it")
-    sourced = dict(
-        entry.split("=", 1)
-        for entry in content.decode(errors="replace").split("\0")
-        if "=" in entry
-    )
+    entries = content.decode(errors="replace").split("\0")
+    sourced = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     for name in sourced.keys() - environment.keys() - _VARIABLES:
         if name.startswith("TITAN_LOOP_"):
             raise UserError(

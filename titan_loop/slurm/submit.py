@@ -1,6 +1,6 @@
 """Submits a recipe: one batch script and one job for each stage that is not complete.
 
-Each job waits for its parent's. Every mistake that can be found is found before the first job is
+A stage's job waits for the job of its parent. Mistakes are looked for before the first job is
 submitted. A script has directives, the site file and one command; the command has all the logic.
 """
 
@@ -29,23 +29,23 @@ _OWN_DIRECTIVES = {
     "--signal": "--save-seconds",
     "--job-name": "the recipe's name",
     "--output": "the folder's slurm/STAGE.log",
-    "--open-mode": "append, which restarts need",
-    "--requeue": "no flag, it is always on",
-    "--no-requeue": "--requeue, which restarts need",
+    "--open-mode": "no flag: restarts append to the log",
+    "--requeue": "no flag: it is always on",
+    "--no-requeue": "no flag: restarts need requeueing",
     "--dependency": "the recipe's parents",
     "--array": "titan-loop slurm submit once for each run",
     "--partition": "SBATCH_PARTITION",
     "--account": "SBATCH_ACCOUNT",
 }
-"""Flag of sbatch → the setting that writes it."""
+"""Flag of sbatch → the setting to use instead."""
 
 EARLY_SECONDS = 60
-"""SLURM checks time limits once in a while, so its warning may come up to a minute early."""
+"""SLURM checks time limits only now and then, so its warning may come up to a minute early."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """Resources that every job of a chain asks for; `titan-loop slurm submit` has the flags."""
+    """Resources that every job of a chain asks for; `slurm submit --help` explains them."""
 
     nodes: int
     ranks_per_node: int
@@ -64,7 +64,7 @@ class Request:
         train: Stage → arguments of `titan-loop train`: the recipe's name and the stage's flags.
         only: Stage to submit alone; None for all that are not complete.
         folder: Folder for the stages' run directories; empty for the recipe's own.
-        environment: Variables of `sbatch`, which the jobs get.
+        environment: Environment of `sbatch`, and so of the jobs.
     """
 
     recipe: Recipe
@@ -88,7 +88,7 @@ class Planned:
 
 
 def plan_jobs(request: Request) -> tuple[Path, list[Planned]]:
-    """Return the recipe's folder and the jobs that remain; nothing is written or submitted."""
+    """Return the recipe's folder and the jobs still to do; nothing is written or submitted."""
     resources = request.resources
     _check_resources(resources)
     _check_sbatch_flags((*request.site.sbatch_flags, *resources.sbatch_flags))
@@ -107,10 +107,12 @@ def plan_jobs(request: Request) -> tuple[Path, list[Planned]]:
 
 def _script(request: Request, stage: str, root: Path) -> str:
     alone = len(request.recipe.stages) == 1
-    place = [f"--dump-folder={root}", *([] if alone else [f"--stage={stage}"])]
-    rest = [f"--save-seconds={request.resources.save_seconds}"]
-    rest += [] if request.check_nodes else ["--no-node-check"]
-    command = ["slurm", "run", *request.train[stage], *place, *rest]
+    command = ["slurm", "run", *request.train[stage], f"--dump-folder={root}"]
+    if not alone:
+        command.append(f"--stage={stage}")
+    command.append(f"--save-seconds={request.resources.save_seconds}")
+    if not request.check_nodes:
+        command.append("--no-node-check")
     name = request.recipe.name if alone else f"{request.recipe.name}-{stage}"
     log = slurm_folder(root) / f"{stage}.log"
     return render_script(name, command, log, request.resources, request.site, request.site_file)
@@ -126,7 +128,9 @@ def render_script(
 ) -> str:
     """Return the batch script of a training job, whose starts all append to `log`."""
     extra = (*site.sbatch_flags, *resources.sbatch_flags)
-    gpus = f"{resources.gpu_type}:" * bool(resources.gpu_type) + str(resources.gpus_per_node)
+    gpus = str(resources.gpus_per_node)
+    if resources.gpu_type:
+        gpus = f"{resources.gpu_type}:{gpus}"
     asks_for_gpus = resources.gpus_per_node and not any(flag.startswith("--gres") for flag in extra)
     directives = [
         f"--job-name={name}",
@@ -138,7 +142,7 @@ def render_script(
         *([f"--account={shlex.quote(site.account)}"] if site.account else []),
         f"--output={shlex.quote(str(log))}",
         "--open-mode=append",
-        # B: sends it to the batch step alone, which must know of it and passes it on.
+        # B: signals the batch step alone, which passes the signal on to the ranks.
         f"--signal=B:USR1@{resources.save_seconds}",
         "--requeue",
         "--kill-on-invalid-dep=yes",
@@ -210,16 +214,16 @@ def _check_sbatch_flags(flags: Sequence[str]) -> None:
             )
         if name in _OWN_DIRECTIVES:
             raise UserError(
-                f"TITAN_LOOP_SBATCH_FLAGS or --sbatch has {flag}, which submit writes itself; use "
+                f"TITAN_LOOP_SBATCH_FLAGS or --sbatch has {flag}, which submit sets itself; use "
                 f"{_OWN_DIRECTIVES[name]}"
             )
 
 
 def remarks(request: Request, jobs: Sequence[Planned]) -> list[str]:
-    """Return lines about resources that a job would probably lack; raises as `memory_remarks`."""
+    """Return lines about resources that the jobs probably lack; raises as `memory_remarks`."""
     site, resources = request.site, request.resources
     flags = (*site.sbatch_flags, *resources.sbatch_flags)
-    names = {name.partition("=")[0] for name in flags}
+    names = {flag.partition("=")[0] for flag in flags}
     found: list[str] = []
     if request.site_file is None:
         found.append(
@@ -250,9 +254,10 @@ def _check_cluster(resources: Resources, wanted: str) -> None:
     if wanted and wanted not in known:
         raise UserError(f"SBATCH_PARTITION={wanted} does not exist{nearest(wanted, known)}")
     if not wanted and not default:
-        choices = ", ".join(sorted(set(known)))
-        problem = "the cluster has no default partition"
-        raise UserError(f"{problem}; set SBATCH_PARTITION in the site file to one of {choices}")
+        raise UserError(
+            "the cluster has no default partition; set SBATCH_PARTITION in the site file to one of "
+            + ", ".join(sorted(set(known)))
+        )
     fields = show("partition", wanted or default)
     limits = [fields["TotalNodes"], fields["MaxNodes"]]  # a number, or UNLIMITED
     most = min((int(limit) for limit in limits if limit.isdigit()), default=resources.nodes)

@@ -1,16 +1,16 @@
-"""The best model for a budget, by a scaling law: size, tokens, recurrent steps and experts together.
+"""Finds the best size, tokens, recurrent steps and experts for a budget, by a scaling law.
 
     budget C, memory, tokens served T ─► every (N, E, R) that fits ─► D ─► the law's loss ─► ranking
 
     C = 6·V·D + 2·V·T,   V = N + (R − 1)·N_looped   parameters visited by a token
 
-Blocks are Llama's: a layer of width d has 4·d² parameters of attention and 8·d² of feed-forward,
-which every expert has again. The first two and the last two layers are not looped. The embedding is
-tied and counts in memory alone.
+Blocks are Llama's: a layer of width d has 4·d² parameters of attention and 8·d² of feed-forward; a
+further expert adds 8·d². The first two and the last two layers are not looped. The embedding is
+tied and counts only in memory.
 
-Sources: Hoffmann et al. 2022, arXiv 2203.15556 (6 FLOPs a parameter and token). Sardana et al. 2023,
-arXiv 2401.00448 (tokens served). Chen et al. 2026, arXiv 2609.40316, Appendix C (joint optimum).
-"""  # noqa: E501  (the equation's line)
+Sources: Hoffmann et al. 2022, arXiv 2203.15556 (6 FLOPs a parameter and token). Sardana et al.
+2023, arXiv 2401.00448 (tokens served). Chen et al. 2026, arXiv 2609.40316, App. C (joint optimum).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ class Shape:
         return _OUTSIDE_LAYERS if self.layers > 2 * _OUTSIDE_LAYERS else 0
 
     def cache_bytes(self, steps: int, tokens: int) -> float:
-        """Return the bytes of keys and values of every visit."""
+        """Return the bytes of all visits' keys and values."""
         visits = self.outside + steps * (self.layers - self.outside)
         return 2.0 * 2.0 * visits * self.dim * tokens
 
@@ -211,11 +211,18 @@ def budget_lines(law: NamedLaw, budget: Budget, found: Sequence[Choice]) -> list
     rows = [["", "parameters", "experts", "R", "tokens", "memory", "serving", "loss", "gives up"]]
     for number, choice in enumerate(found[:_SHOWN], start=1):
         served = 2 * choice.visited * budget.inference_tokens / budget.flops
-        sizes = f"{choice.parameters / 1e9:.3g}B", str(choice.experts), str(choice.steps)
-        costs = f"{choice.tokens / 1e9:,.4g}B", f"{choice.memory_bytes / 1e9:.2f} GB"
-        losses = f"{choice.loss:.4f}", f"{choice.loss - found[0].loss:.4f}"
-        mark = f"{number}{'*' * bool(choice.extrapolated)}"
-        rows.append([mark, *sizes, *costs, f"{served:.0%}", *losses])
+        row = [
+            f"{number}*" if choice.extrapolated else f"{number}",
+            f"{choice.parameters / 1e9:.3g}B",
+            f"{choice.experts}",
+            f"{choice.steps}",
+            f"{choice.tokens / 1e9:,.4g}B",
+            f"{choice.memory_bytes / 1e9:.2f} GB",
+            f"{served:.0%}",
+            f"{choice.loss:.4f}",
+            f"{choice.loss - found[0].loss:.4f}",
+        ]
+        rows.append(row)
     lines = [
         f"{law.name}: {law.fit.law.formula}",
         f"source: {law.source}",
