@@ -96,9 +96,7 @@ def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> No
     refuse_output(output, overwrite)  # it may have been finished meanwhile
     unfinished = output / SETTINGS_NAME
     if overwrite and _is_source(output):
-        (output / CARD_NAME).unlink(
-            missing_ok=True
-        )  # first: the card marks it as complete
+        (output / CARD_NAME).unlink(missing_ok=True)  # first: the card marks it as complete
         for name in _FOLDERS:
             shutil.rmtree(output / name, ignore_errors=True)
         unfinished.unlink(missing_ok=True)

@@ -135,10 +135,8 @@ def tokenize_source(
             pipelines = build_pipelines(preparation)
             steps = {pipeline.name: [*pipeline.steps] for pipeline in pipelines}
             if executor == "slurm":  # this process does not wait, so a last job writes the card
-                last, logs = (
-                    {"card": partial(_finish, preparation, steps)},
-                    preparation.logs("card"),
-                )
+                last = {"card": partial(_finish, preparation, steps)}
+                logs = preparation.logs("card")
                 pipelines.append(Pipeline(name="card", steps=last, tasks=1, logs=logs))
             options = {"slurm": settings.slurm, "ray": settings.ray}.get(executor, {})
             if not run_pipelines(pipelines, executor, workers, options):
