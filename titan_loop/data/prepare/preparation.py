@@ -60,10 +60,8 @@ class Preparation:
         try:
             return {"titan_loop": __version__, **{name: version(name) for name in names}}
         except PackageNotFoundError as error:
-            fix = "pip install 'titan-loop[clean]'"
-            raise UserError(
-                f"cleaning needs {error.name}, which is not installed: {fix}"
-            ) from error
+            problem = f"cleaning needs {error.name}, which is not installed"
+            raise UserError(f"{problem}: pip install 'titan-loop[clean]'") from error
 
 
 def _is_source(output: Path) -> bool:
