@@ -12,7 +12,7 @@ OWN_NAMES = ("input", "positions", "labels")
 """Names in every batch, which no column may have."""
 
 LABELLED = "labelled"
-"""Indices of the tokens with a label among all of a batch, where few have one."""
+"""Indices into the flattened batch of the tokens with a label; present where few have one."""
 
 _Value = TypeVar("_Value")
 

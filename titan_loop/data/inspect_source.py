@@ -16,7 +16,7 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
 
 class StoredDocument(NamedTuple):
-    """`tokens` tokens of a split from `first_token` on; `targets` of them train (None: no mask)."""
+    """A document of a split; `targets` counts its trained tokens, None without a loss mask."""
 
     number: int
     first_token: int
@@ -97,7 +97,7 @@ def _shard(
     sound = True
     for file, sha256 in hashes.items():
         for fault in _file(file, sizes[f"{path.parent.name}/{file.name}"], sha256):
-            sound = sound and "SHA-256" in fault  # contents can still be looked at
+            sound = sound and "SHA-256" in fault  # a wrong checksum leaves the contents readable
             yield fault
     if sound:
         yield from _contents(path, mask, shard, card)

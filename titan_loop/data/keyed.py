@@ -15,13 +15,13 @@ _SHIFT = np.uint64(33)
 
 
 def keyed_integer(*parts: object) -> int:
-    """Return an integer in [0, 2**64) that depends on the `repr` of all `parts` alone."""
+    """Return an integer in [0, 2**64) that depends only on the `repr` of all `parts`."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def keyed_uniform(*parts: object) -> float:
-    """Return a float in [0, 1) that depends on all `parts` alone."""
+    """Return a float in [0, 1) that depends only on all `parts`."""
     return (keyed_integer(*parts) >> 11) / 2**53
 
 

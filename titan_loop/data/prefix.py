@@ -1,7 +1,8 @@
-"""The prompt of every document as a column of the batch, for models that read it both ways.
+"""The prompt of every document as a batch column, for models that read it in both directions.
 
-A document's prefix is its tokens before the first answer: up to the one whose label is the
-document's first. A document that is all answer has a prefix of one token, which changes nothing.
+A document's prefix is its tokens before the first answer, up to and including the token that
+predicts the answer's first. A document that is all answer has a prefix of one token, which changes
+nothing: that token has only itself to read.
 """
 
 from torch import Tensor

@@ -57,9 +57,9 @@ def local_folder(address: str) -> str:
 
 
 def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iterable[str]]) -> None:
-    """Copy a source here if `folder` is from `local_folder` and this process has not looked yet.
+    """Copy a source here if `folder` is from `local_folder` and this process has not done so yet.
 
-    Only the files that `files_of` returns for its card are copied; the card gets its name last.
+    Only the files that `files_of` returns for its card are copied; the card is put in place last.
     Raises `UserError` for a source that was changed since it was copied, and `RunFailedError` if
     the store fails.
     """
@@ -123,7 +123,7 @@ def _copy(remote: RemoteFolder, name: str, place: Path, size: int) -> int:
 
 
 def _arriving(place: Path) -> Path:
-    """Return a name beside a file, of this process alone: its file system may lack locks."""
+    """Return a name beside a file, unique to this process: the file system may lack locks."""
     return place.with_name(f"{_ARRIVING}{socket.gethostname()}-{os.getpid()}-{place.name}")
 
 
@@ -148,7 +148,7 @@ def _size(path: Path) -> int | None:
 
 
 def _tried(read: Callable[[], T]) -> T:
-    """Call `read`, again after any error, since every store raises errors of its own."""
+    """Call `read`, and retry after any error: every store's client raises its own kinds."""
     try:
         return retried(read, is_transient=lambda error: True)
     except Exception as error:

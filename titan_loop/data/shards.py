@@ -63,7 +63,7 @@ class TokenShards:
         self._dtype = np.dtype(f"<u{self.card.token_bytes}")
         self._paths = [f"{self.folder / split}/{shard.file}" for shard in self.split.shards]
         self._index_paths = [path + INDEX_SUFFIX for path in self._paths]
-        # Compact: with thousands of shards a window finds none of their cards in the CPU's caches.
+        # Arrays, because the card objects of thousands of shards do not stay in the CPU's caches.
         self._starts = array("q", [0, *accumulate(shard.tokens for shard in self.split.shards)])
         self._documents = array("q", [shard.documents for shard in self.split.shards])
         self._index_is_checked = bytearray(len(self._documents))
@@ -98,7 +98,7 @@ class TokenShards:
             for path, shard in zip(self._paths, self.split.shards, strict=True)
             if shard.tokens
         )
-        # With files of its own: those that windows are read from are opened when first touched.
+        # Not `self.files`: it opens a shard only when a window is read from it.
         last = int(OpenFiles(most=1).read(path, self._dtype, tokens - 1, 1)[0])
         if last != self.card.eos_id:
             raise UserError(

@@ -1,6 +1,7 @@
 """`source.json`: the description of a prepared source, written last and atomically.
 
-A folder without it was interrupted. The loader checks its sizes instead of opening every shard.
+A folder without it holds an interrupted preparation. The loader compares the files' sizes with it
+instead of opening every shard.
 """
 
 import hashlib

@@ -2,8 +2,8 @@
 
 Which window has number k is a pure function, so a global batch holds the same windows for every
 split into ranks, local batches and accumulation steps. The state is the number of windows consumed,
-a hash of them, and a readable description of the data. A resume in other data is refused because
-the descriptions differ, or accepted with a record of the differences.
+a hash of them, and a readable description of the data. A checkpoint with another description is
+refused, or accepted with a record of the differences.
 """
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -86,8 +86,8 @@ class GlobalBatchLoader(BaseDataLoader):
         micro-batch m = (k - s) // (dp b),   rank r = (k - s) % (dp b) // b,   row (k - s) % b
 
     While a step trains, a thread reads the next global batch; it counts as consumed only when the
-    training loop takes it. `description` has everything the data and its order depend on, in
-    readable JSON fields; a saved position is only valid where it is the same.
+    training loop takes it. `description` lists everything the data and its order depend on, as
+    readable JSON fields; a saved position is only valid where it is the same, paths aside.
 
     Attributes:
         windows_consumed: Windows read or jumped over by all ranks together since the job's start.
@@ -99,7 +99,7 @@ class GlobalBatchLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """Options of every loader, and answers that need no loader."""
+        """Options of every loader, and facts about its data that are known before it is built."""
 
         prefetch: bool = True
         """Read the next global batch in a thread while this one trains."""

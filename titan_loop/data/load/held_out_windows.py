@@ -49,7 +49,7 @@ class HeldOutWindows(NamedTuple):
         return columns or None
 
     def rows(self, chosen: Sequence[int], device: torch.device) -> "HeldOutWindows":
-        """Return the `chosen` windows, on a device."""
+        """Return the `chosen` windows on a device, without their `documents`."""
         rows = [*chosen]
         return HeldOutWindows(
             *(values[rows].to(device) for values in self[:4]),

@@ -157,7 +157,7 @@ class WindowLoader(GlobalBatchLoader):
         self.sources[source].read_into(epoch, number, window)
 
     def read_step(self, global_batch_windows: int) -> list[Batch]:
-        """As in the base class; says once when a source begins to repeat or is exhausted."""
+        """As in the base class; warns once when a source begins to repeat or is exhausted."""
         batches = super().read_step(global_batch_windows)
         self._warn_of_milestones()
         return batches
@@ -211,9 +211,9 @@ class WindowLoader(GlobalBatchLoader):
                 f"source {name}: {100 * share:.2f} % of windows, {source.shards.tokens} tokens, "
                 f"{source.describe_epoch()}"
             )
-        starts = [stretch.first_window for stretch in stretches[1:]] + (
-            [] if end is None else [end]
-        )
+        starts = [stretch.first_window for stretch in stretches[1:]]
+        if end is not None:
+            starts.append(end)
         for number, start in enumerate(starts, start=1):
             if start < windows:
                 logger.info("%s", self._exhaustion(number))

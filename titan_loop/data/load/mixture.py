@@ -161,8 +161,7 @@ def _lay_out(shares: np.ndarray, period: int) -> np.ndarray:
     source = np.repeat(active, shares[active])
     number = np.concatenate([np.arange(count) for count in shares[active].tolist()])
     share = slack * shares[source]
-    # The first step at which a source's window is due, and the last at which it may still wait:
-    # beyond it the bound would break.
+    # The first step that may serve each window, and the last that does so within the bound.
     release = -(-(period * (slack * number + 1)) // share)
     deadline = -(-(period * (slack * (number + 1) - 1)) // share)
     order = np.argsort(release, kind="stable")
@@ -200,7 +199,7 @@ class CappedMixture:
         repeat_after: Number of windows after which the same ones come again; None for never.
 
     Attributes:
-        end: Number of windows; None if they never end.
+        end: First window after the mixture's last; None if it never ends.
         exhausted: Sources that have reached their caps at the end of each stretch.
     """
 

@@ -37,7 +37,7 @@ def open_source(
 ) -> SourceWindows:
     """Open the training split of a source as windows of `seq_len` tokens."""
     shards = TokenShards(entry.path, "train", card=card, files=files)
-    # Keyed by its contents: the order within a source outlives changes of the others.
+    # Keyed by its contents, so that a change of another source leaves this one's order alone.
     key = keyed_integer("source", seed, shards.contents())
     return (PackedWindows if entry.packed else CutWindows)(shards, seq_len, key)
 

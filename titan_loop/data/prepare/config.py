@@ -29,7 +29,7 @@ class Decontamination:
     """The evaluations that a document must not share n-grams with.
 
     Attributes:
-        query_ngrams: Whether to remove documents with a question alone, without its answer, too.
+        query_ngrams: Whether a question without its answer is enough to remove a document.
         include_path: Folder with tasks of your own.
     """
 
@@ -135,7 +135,7 @@ def _require_known(
 def _require_types(
     path: str | Path, prefix: str, table: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Refuse values of another kind than the default; None says nothing about the kind."""
+    """Refuse values of another kind than the default; a default of None allows any."""
     kinds = {bool: "true or false", int: "a number", float: "a number", str: "a string"}
     for name, value in table.items():
         default = defaults.get(name)

@@ -31,7 +31,7 @@ def ngram_config(settings: Decontamination) -> NGramsDecontConfig:
 def build_ngram_index(settings: Decontamination, folder: Path, language: str) -> dict[str, int]:
     """Write one `TASK.index.hashes` file per task; return the number of n-grams of each.
 
-    The folder appears when it is complete.
+    The folder gets its name once all tasks are in it.
     """
     unfinished = folder.with_name(folder.name + ".unfinished")
     indexer = _LmEvalIndexer(str(unfinished), config=ngram_config(settings), language=language)
@@ -91,7 +91,7 @@ def _questions(task: Any) -> Iterator[tuple[str, str]]:
     """Yield (question, right answer) of every document the task is scored on."""
     for document in task.eval_docs:
         query, target = task.doc_to_text(document), task.doc_to_target(document)
-        if isinstance(query, int):  # multiple inputs: the number of the right one, and the options
+        if isinstance(query, int):  # several inputs, one answer: the right input's number
             yield "", task.doc_to_choice(document)[query]
             continue
         targets = target if isinstance(target, list) else [target]

@@ -71,9 +71,9 @@ def find_documents(
 ) -> Documents:
     """Resolve the inputs of `tokenize_source` to files.
 
-    A folder is searched for JSONL or Parquet files, and if it has neither, all its files are
-    documents; with a format and patterns, the matching ones are. `ours` are files and folders
-    written by an earlier run, to be skipped.
+    A folder gives its JSONL or Parquet files; if it has neither, each of its files is a document.
+    With a format and patterns, it gives every file that matches a pattern. `ours` are files and
+    folders written by an earlier run, to be skipped.
 
     Raises:
         UserError: For inputs that are missing, mixed or ambiguous, or options without effect.

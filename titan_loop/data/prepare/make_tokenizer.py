@@ -215,7 +215,7 @@ def _require_agreement(
 ) -> None:
     import tiktoken
 
-    # The two regular expression engines differ in corners.
+    # The two regular expression engines differ in corner cases.
     original = tiktoken.Encoding(
         "imported", pat_str=split_pattern, mergeable_ranks=dict(ranks), special_tokens={}
     )

@@ -215,7 +215,7 @@ def _write(
         except OSError as error:
             raise UserError(
                 f"packed index {path} cannot be written ({error.strerror}): free space or "
-                "choose another path"
+                "correct the folder's permissions"
             ) from error
     return PackedCard(
         seq_len=seq_len,

@@ -1,7 +1,7 @@
 """The steps that we hand to datatrove: readers that count, a split by hash, and two tokenizers.
 
-datatrove's own readers drop records without text without a count and leave a file at its first
-invalid byte; its tokenizer encodes a special token that is spelt out in a text as that token.
+datatrove's own readers drop records without text without a count and abandon a file at its
+first invalid byte; its tokenizer encodes a special token that is spelt out in a text as that token.
 """
 
 import codecs
@@ -40,7 +40,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# A banner and a pipeline drawing per task, also in worker processes, which import this module too.
+# datatrove logs a banner and a drawing per task. Worker processes import this module, too.
 datatrove_logger.disable("datatrove")
 # Ray does not pass its tasks' exceptions to the caller; this log is the only place they appear.
 datatrove_logger.enable("datatrove.executor.ray")
@@ -49,6 +49,9 @@ SHOWN_EXAMPLES = 3
 _LONGEST_LINE = 1 << 28  # a sparse file would be one endless line
 DROPPED_BY_READERS = ("malformed", "missing_text", "empty")
 """Lines that are not records, records without the field, and records without text."""
+
+Records = Generator[tuple[int, dict[str, Any] | str], None, None]
+"""The number of every record of a file, and its fields, or its fault if it is malformed."""
 
 
 class CountingReader(BaseReader):
@@ -72,13 +75,11 @@ class CountingReader(BaseReader):
         """Read this task's documents."""
         self.rank = rank
         if self.examples is not None:
-            self._examples_file().unlink(missing_ok=True)  # of a task that was interrupted
+            self._examples_file().unlink(missing_ok=True)  # left by an interrupted attempt
         yield from super().run(data, rank, world_size)  # pyright: ignore[reportAbstractUsage]
 
-    def read_records(
-        self, filepath: str
-    ) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
-        """Yield the number of every record of a file, and its fields, or its fault if malformed."""
+    def read_records(self, filepath: str) -> Records:
+        """Yield the records of one file."""
         raise NotImplementedError
 
     def read_file(self, filepath: str) -> Generator[Document, None, None]:
@@ -143,9 +144,7 @@ def dropped_examples(folder: Path) -> list[str]:
 class CountingJsonlReader(CountingReader, JsonlReader):
     """Reads JSONL line by line, plain or compressed; a bad line costs that line only."""
 
-    def read_records(
-        self, filepath: str
-    ) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
+    def read_records(self, filepath: str) -> Records:
         """Yield the records of one file; lines are numbered from 1."""
         with _open(self, filepath, compression=self.compression) as file:
             for number, line in enumerate(_whole(file, filepath), start=1):
@@ -164,9 +163,7 @@ class CountingJsonlReader(CountingReader, JsonlReader):
 class CountingParquetReader(CountingReader, ParquetReader):
     """Reads the columns it needs of Parquet files."""
 
-    def read_records(
-        self, filepath: str
-    ) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
+    def read_records(self, filepath: str) -> Records:
         """Yield the records of one file; rows are numbered from 1."""
         import pyarrow
         import pyarrow.parquet
@@ -196,9 +193,7 @@ class TextFileReader(CountingReader, BaseDiskReader):
 
     name = "📄 Text file"
 
-    def read_records(
-        self, filepath: str
-    ) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
+    def read_records(self, filepath: str) -> Records:
         """Yield the file as one record."""
         with _open(self, filepath) as file:
             content = b"".join(_whole(file, filepath))
@@ -278,7 +273,7 @@ class PlainTextTokenizer(DocumentTokenizer):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return datatrove's tokenizer, which appends EOS, without special tokens in texts."""
+        """Return datatrove's tokenizer, which appends EOS, set to encode the rest as plain text."""
         # `func` is the function behind datatrove's cached property.
         tokenizer = DocumentTokenizer.tokenizer.func(self)
         keep_whole(tokenizer)

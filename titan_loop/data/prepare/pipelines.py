@@ -33,7 +33,7 @@ from titan_loop.data.prepare.preparation import Preparation
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 READ, HOLD_OUT, TOKENIZE = "read", "hold_out", "tokenize"
-"""Names of steps; filters are named for the documents that they drop."""
+"""Names of steps. A filter's name counts its drops on the card, unless it gives reasons itself."""
 
 
 def build_pipelines(preparation: Preparation) -> list[Pipeline]:

@@ -60,10 +60,8 @@ class Preparation:
         try:
             return {"titan_loop": __version__, **{name: version(name) for name in names}}
         except PackageNotFoundError as error:
-            fix = "pip install 'titan-loop[clean]'"
-            raise UserError(
-                f"cleaning needs {error.name}, which is not installed: {fix}"
-            ) from error
+            problem = f"cleaning needs {error.name}, which is not installed"
+            raise UserError(f"{problem}: pip install 'titan-loop[clean]'") from error
 
 
 def _is_source(output: Path) -> bool:
@@ -89,14 +87,14 @@ def refuse_output(output: Path, overwrite: bool) -> None:
 
 
 def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> None:
-    """Make the output ready: new, or with the tasks that the same settings finished before."""
+    """Make the output ready: empty, or with the tasks finished earlier under the same settings."""
     output = preparation.output
     settings = _settings(preparation, tokenizer_path)
     tokenizer = tokenizer_path.read_bytes()  # it may lie in the folder removed below
     refuse_output(output, overwrite)  # it may have been finished meanwhile
     unfinished = output / SETTINGS_NAME
     if overwrite and _is_source(output):
-        (output / CARD_NAME).unlink(missing_ok=True)  # first, because it makes the source count
+        (output / CARD_NAME).unlink(missing_ok=True)  # first: the card marks it as complete
         for name in _FOLDERS:
             shutil.rmtree(output / name, ignore_errors=True)
         unfinished.unlink(missing_ok=True)
@@ -138,4 +136,4 @@ def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
         **{name: getattr(preparation, name) for name in names},
         "versions": preparation.versions(),
     }
-    return json.loads(json.dumps(settings))
+    return json.loads(json.dumps(settings))  # as the file gives them back: without tuples

@@ -1,10 +1,7 @@
 """Prepare a source: datatrove cleans, splits, tokenises and shuffles; titan_loop writes the card.
 
-    reader ─► quality ─► MinHash ─► decontamination ─┬─► tokenizer ─► train/*.ds ───┬─► source.json
-              filters    filter     filter           └─► held-out text ─► tokenizer ┘
-
-With MinHash three pipelines come first: signatures, buckets and clusters. Documents are shuffled
-once, within each task's output. A restart skips finished tasks.
+`pipelines.py` draws the steps. Documents are shuffled once, within each task's output. A restart
+skips finished tasks.
 """
 
 import logging
@@ -70,7 +67,7 @@ def tokenize_source(
         dataset_config: Configuration of a Hugging Face dataset.
         dataset_split: Split of a Hugging Face dataset.
         eos_token: Token that ends every document.
-        config: TOML file with deduplication, quality filters, decontamination and cluster.
+        config: TOML file that sets quality filters, deduplication, decontamination and the cluster.
         executor: datatrove's executor.
         tasks: Number of parts the work is cut into; at most one per file has work.
         workers: Number of tasks that run at the same time.
@@ -138,11 +135,9 @@ def tokenize_source(
             pipelines = build_pipelines(preparation)
             steps = {pipeline.name: [*pipeline.steps] for pipeline in pipelines}
             if executor == "slurm":  # this process does not wait, so a last job writes the card
-                card, logs = (
-                    {"card": partial(_finish, preparation, steps)},
-                    preparation.logs("card"),
-                )
-                pipelines.append(Pipeline(name="card", steps=card, tasks=1, logs=logs))
+                last = {"card": partial(_finish, preparation, steps)}
+                logs = preparation.logs("card")
+                pipelines.append(Pipeline(name="card", steps=last, tasks=1, logs=logs))
             options = {"slurm": settings.slurm, "ray": settings.ray}.get(executor, {})
             if not run_pipelines(pipelines, executor, workers, options):
                 logger.info("%s: submitted; the last job writes %s", output, CARD_NAME)
