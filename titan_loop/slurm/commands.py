@@ -46,7 +46,7 @@ def host_names(node_list: str) -> list[str]:
 
 
 def outside_of_a_job(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment without this job's variables, which `sbatch` would pass to new jobs."""
+    """Return the environment without this job's variables; `sbatch` would pass them to new jobs."""
     return {
         name: value
         for name, value in environment.items()
