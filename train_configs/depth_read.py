@@ -68,6 +68,8 @@ TEXT: dict[str, dict[str, Any]] = {
     },
     "rank32_distilled_late": {**RANK_32, "every_step": _late(0.5)},
     "rank32_distilled_half": {**RANK_32, "every_step": _late(0.5, HALF)},
+    "rank32_half": {**RANK_32, "distillation": 0.0, "every_step": _late(0.5, HALF)},
+    "rank64_distilled_half": {**RANK_32, "readout_rank": 64, "every_step": _late(0.5, HALF)},
     "rank32_distilled_ramp": {**RANK_32, "every_step": RAMP},
     "rank32_distilled_tenth": {**RANK_32, "every_step": Schedule.constant(0.1)},
     "rank32_distilled": {**RANK_32, "every_step": Schedule.constant(0.5)},
