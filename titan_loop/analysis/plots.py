@@ -59,9 +59,8 @@ def plot_exit_pmf(records: Records, path: Path) -> Path:
         axes.grid(visible=False)
         middles = shares[:, -1].cumsum() - shares[:, -1] / 2
         for middle, step, color in zip(middles, steps, colors, strict=True):
-            axes.plot(
-                tokens[-1], middle, color=color, label=f"step {step}"
-            )  # unseen: carries the name
+            # A point without a marker is invisible; it carries the name.
+            axes.plot(tokens[-1], middle, color=color, label=f"step {step}")
 
     title = f"Tokens leave after {last(mean):.2f} steps at the end, averaged over the batch"
     return drawing.draw_panels(
@@ -88,7 +87,7 @@ def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
 
 
 def best_depth(best: Sequence[int]) -> str:
-    """Return a title from the best R of each panel: the one that is best most often."""
+    """Return a title that names the most frequent of the panels' best R."""
     steps = Counter(best).most_common(1)[0][0]
     return f"R = {steps} is best in {best.count(steps)} of {len(best)} panels"
 
@@ -111,7 +110,7 @@ def plot_entropy(records: Records, path: Path) -> Path:
 
 
 def plot_mixture(records: Records, mixture: Sequence[str], path: Path) -> Path:
-    """Draw each source's share of the tokens read so far; dashed: its share in the mixture."""
+    """Draw each source's share of the tokens read so far, and its share in the mixture, dashed."""
     suffix = "/tokens"
     keys = {key for record in records for key in record if key.startswith("data/")}
     names = sorted(key[len("data/") : -len(suffix)] for key in keys if key.endswith(suffix))

@@ -221,7 +221,7 @@ def _has(record: Any, kinds: Mapping[str, type]) -> bool:
 def _digest(record: dict[str, Any]) -> str:
     hashed = {name: value for name, value in record.items() if name != "sha256"}
     canonical = json.dumps(finite_or_null(hashed), sort_keys=True, ensure_ascii=False)
-    # A name may hold half a surrogate pair, which UTF-8 cannot encode; it must hash, too.
+    # Text may hold half a surrogate pair, which UTF-8 cannot encode; it must hash, too.
     return hashlib.sha256(canonical.encode(errors="backslashreplace")).hexdigest()
 
 

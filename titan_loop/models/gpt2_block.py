@@ -3,8 +3,8 @@
     x ← x + attention(norm_1(x)) + b_1
     x ← x + W_2 gelu(W_1 norm_2(x) + b) + b_2
 
-Every projection has a bias. The block, not the projection, adds b_1 and b_2: after the
-tensor-parallel ranks have summed a branch's output, since each rank would add them again.
+Every projection has a bias. The block, not the projection, adds b_1 and b_2, after tensor-parallel
+ranks have summed a branch's output. In the projection, every rank would add them.
 
 Source: Radford et al. 2019 (GPT-2), with GELU in its tanh form. Deviation: dropout acts on branch
 outputs, not on embeddings and attention weights.

@@ -256,7 +256,7 @@ def _data(points: Sequence[Point], exit_pmf: dict[int, np.ndarray]) -> ScalingDa
         tokens = np.array([point.tokens for point in members])
         losses = np.array([point.loss for point in members])
         logs = np.log(tokens) - np.log(tokens).mean()
-        if np.sum(logs * losses) > 0:  # the slope's sign
+        if np.sum(logs * losses) > 0:  # a rising slope
             rising += 1
         else:
             by_step.setdefault(round(steps), []).extend(members)

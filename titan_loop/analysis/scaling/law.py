@@ -73,7 +73,7 @@ class Coefficient(NamedTuple):
     Attributes:
         start: Range from which random starts are drawn.
         bounds: Range that a fit may search.
-        unit: Both ranges are multiples of the points' mean "parameters" or "tokens"; "" for none.
+        unit: "parameters" or "tokens" if both ranges are in units of its geometric mean, else "".
     """
 
     start: tuple[float, float]
