@@ -76,16 +76,17 @@ def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> 
 
 def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> dict[str, int]:
     reader = counted[READ]
-    dropped = {kind: reader[kind] for kind in DROPPED_BY_READERS if reader[kind]}
+    dropped = Counter({kind: reader[kind] for kind in DROPPED_BY_READERS if reader[kind]})
     for name, counts in counted.items():
         if name in (READ, HOLD_OUT, TOKENIZE):
             continue
         reasons = {key: count for key, count in counts.items() if key.startswith("dropped_")}
         if not reasons and counts["dropped"]:
             reasons = {name: counts["dropped"]}
+        # Adds: a filter's reason may have the name of a reader's, such as "empty".
         dropped.update({key.removeprefix("dropped_"): n for key, n in reasons.items()})
     if not dropped:
-        return dropped
+        return {}
     examples = dropped_examples(preparation.logs("dropped"))
     bad = reader["malformed"] + reader["missing_text"]
     if bad > preparation.max_malformed * reader["records"]:
@@ -97,7 +98,7 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
     logger.warning("%s: dropped %s of %d records", preparation.output, summary, reader["records"])
     for example in examples:
         logger.warning("dropped %s", example)
-    return dropped
+    return dict(dropped)
 
 
 def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) -> SplitCard:
