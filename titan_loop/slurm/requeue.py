@@ -59,10 +59,8 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
     Raises `CommandFailedError` if SLURM accepts neither a requeue nor a successor.
     """
     before = show("job", job)
-    excluded = ""
-    if exclude:
-        earlier = before.get("ExcNodeList", "(null)")
-        excluded = ",".join([*exclude] if earlier == "(null)" else [earlier, *exclude])
+    earlier = before.get("ExcNodeList", "(null)")
+    excluded = ",".join([*exclude] if earlier == "(null)" else [earlier, *exclude])
     try:
         slurm("scontrol", "requeue", job)
     except CommandFailedError as refusal:
@@ -72,9 +70,9 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
         waiting = f"; {', '.join(moved)} wait for it now" if moved else ""
         return f"{refusal}; job {successor} goes on in its place{waiting}"
     # Only a pending job can exclude nodes; this process lives until KillWait has passed.
-    if excluded:
+    if exclude:
         _exclude(job, excluded)
-    return f"job {job} requeued" + (f" without {excluded}" if excluded else "")
+    return f"job {job} requeued" + (f" without {excluded}" if exclude else "")
 
 
 def _exclude(job: str, nodes: str) -> None:
