@@ -167,8 +167,8 @@ def test_a_successor_without_dependents(install, tmp_path):
 def test_a_successor_stays_off_nodes_that_were_left_out_before(install, tmp_path):
     slurm = install({**JOB, "ExcNodeList": "n5"}, requeue=refused, sbatch="8")
     start_again("7", exclude=(), folder=tmp_path, name="1a")
-    assert ["--exclude=n5"] == [
-        word for said in slurm.said for word in said if word.startswith("--exclude")
+    assert [word for said in slurm.said for word in said if word.startswith("--exclude")] == [
+        "--exclude=n5"
     ]
 
 
