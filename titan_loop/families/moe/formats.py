@@ -58,7 +58,7 @@ class MoEShape(UnrolledShape):
     family: ClassVar[str] = "moe"
     gguf_architecture: ClassVar[str | None] = None
     fixed_options: ClassVar[Mapping[str, Any]]
-    """Options of the family that the format holds with one value alone."""
+    """Options of the family that the format supports with one value only."""
     class_name: ClassVar[str]
     """Class in transformers."""
     part: ClassVar[str] = "mlp."
@@ -90,8 +90,8 @@ class MoEShape(UnrolledShape):
         """Return the shape with a layer for every visit.
 
         Raises:
-            UserError: As in the base class; an option has another value than the format computes
-                with, or a layer is dense where the format has none.
+            UserError: As in the base class; an option has a value that the format does not support,
+                or a layer is dense where the format has none.
         """
         whole = completed_architecture(architecture)
         wanted = cls.fixed_options if whole["family"] == cls.family else {}
