@@ -285,7 +285,7 @@ class GlmShape(MoEShape):
     def check_dense(self, dense: list[bool]) -> None:
         """Refuse dense layers after sparse ones."""
         if any(dense[dense.index(False) :]):
-            raise _misplaced(self, "the first ones")
+            raise _misplaced(self, "only the first")
 
     def mixture_config(self) -> dict[str, Any]:
         """As in the base class."""
@@ -324,7 +324,7 @@ class ErnieShape(MoEShape):
     def check_dense(self, dense: list[bool]) -> None:
         """Refuse dense layers between sparse ones."""
         if any(dense[slice(*_sparse_span(dense))]):
-            raise _misplaced(self, "the first and the last ones")
+            raise _misplaced(self, "only the first and the last")
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
         """As in the base class; neighbouring elements of a head are rotated."""
@@ -359,8 +359,8 @@ def _sparse_span(dense: list[bool]) -> tuple[int, int]:
 
 def _misplaced(shape: MoEShape, place: str) -> UserError:
     return UserError(
-        f"model.dense_layers={[*shape.dense_layers]}: of the {shape.n_layers} unrolled layers "
-        f"{shape.title} can have {place} without experts; titan-loop convert export --list names "
+        f"model.dense_layers={[*shape.dense_layers]}: {shape.title} allows {place} of the "
+        f"{shape.n_layers} unrolled layers to be dense; titan-loop convert export --list names "
         "the formats of this model"
     )
 
