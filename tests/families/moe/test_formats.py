@@ -100,7 +100,11 @@ def test_the_list_says_why_not(make_moe: MakeMoE, capsys):
             {"router": "softmax", "score_scale": 2.0},
             "model.score_scale=2.0: the Ernie 4.5 MoE format has model.score_scale=1.0 alone",
         ),
-        ("glm4_moe", {"dense_layers": (2,)}, "model.dense_layers=[2]: GLM-4 MoE allows only the first of the 6 unrolled layers"),
+        (
+            "glm4_moe",
+            {"dense_layers": (2,)},
+            "model.dense_layers=[2]: GLM-4 MoE allows only the first of the 6 unrolled layers",
+        ),
         (
             "ernie4_5_moe",
             {"router": "softmax", "dense_layers": (1,)},
