@@ -46,5 +46,5 @@ def test_the_verb_writes_a_row_for_every_step(text_run: Path, capsys):  # noqa: 
     results = json.loads(record.read_text())["results"]
     bits = {name: value for name, value in results.items() if "bits_per_byte" in name}
     assert [name.rpartition(":")[2] for name in bits] == ["1", "2", "3", "4"]
-    assert "more than all steps" in capsys.readouterr().out
+    assert "above all steps" in capsys.readouterr().out
     assert (text_run / "plots" / "prefill.png").exists()

@@ -176,7 +176,7 @@ def test_bad_settings_are_one_line():
     (line,) = complaints(distillation=1.0, every_step=Schedule.constant(0))
     assert "has no effect with loss.every_step=0" in line
     (line,) = complaints(every_step=Schedule.parse("0:0 linear 1M:2"))
-    assert line == "loss.every_step='0:0 linear 1M:2' rises above 1; 1 is all"
+    assert line == "loss.every_step='0:0 linear 1M:2' rises above 1; 1 is Stage I"
     (line,) = complaints(weights="evenly")
     assert line.startswith("loss.weights=evenly is unknown")
     near = ReadableStepsLoss.Config(state_distance=Schedule.constant(0.1))

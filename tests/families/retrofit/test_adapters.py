@@ -127,7 +127,7 @@ def test_flops_count_what_is_added_and_leave_out_what_is_frozen():
         ({"adapter_rank": -1}, "model.adapter_rank=-1 must be from 0"),
         ({"adapter_sets": 2}, "no effect with model.adapter_rank=0"),
         ({"adapter_rank": 1, "adapter_sets": 0}, "model.adapter_sets=0 must be at least 1"),
-        ({"trained": "new"}, "there is neither bridge nor adapter"),
+        ({"trained": "new"}, "there is neither bridge nor mixer nor adapter"),
         ({"trained": "cores"}, "model.trained=cores is unknown; nearest: core"),
         ({"mixer": True, "bridge": True}, "model.mixer=True reads the prelude at every step"),
         ({"damping": 0}, "model.damping=0 must be at least 1"),

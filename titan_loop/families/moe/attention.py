@@ -66,6 +66,7 @@ class StepAttention(LoopAttention):
         each: list[Any] = [super().forward, *self.later]
         project = [super()._projected, *(later._projected for later in self.later)]
         uncached = context._replace(cache=None)
+        # The cache takes each row's own keys and values first; then every attention reads it.
         _, keys, values = zip(*(one(x_BLD, uncached, slot) for one in project), strict=True)
         stored = _Stored(*context.cache.update(slot, own([*keys]), own([*values])))
         seeing = context._replace(cache=stored)

@@ -39,8 +39,10 @@ class Budget:
         memory_bytes: Bytes of weights and cache; None for no limit.
         tokens: Training tokens; None lets the budget decide.
         inference_tokens: Tokens served over the model's life.
+        weight_bits: Bits of a stored weight.
         context_tokens: Tokens in the cache of keys and values, two bytes per number.
         vocabulary: Rows of the embedding.
+        most_experts: Largest number of experts to consider.
     """
 
     flops: float
@@ -120,7 +122,7 @@ class Shape:
 
     @property
     def outside(self) -> int:
-        """Layers before and after the loop; 0 where they would be most of the model."""
+        """Layers before and after the loop; 0 where they would be half of the model or more."""
         return _OUTSIDE_LAYERS if self.layers > 2 * _OUTSIDE_LAYERS else 0
 
     def cache_bytes(self, steps: int, tokens: int) -> float:

@@ -23,7 +23,7 @@ def moe(
 ) -> None:
     """Give a dense model experts, or loop the layers of a mixture, in a new run directory.
 
-    A dense model, looped or not, keeps its loop unless --recurrent-steps makes one. See
+    A model that loops keeps its loop; --recurrent-steps makes one of a model that does not. See
     titan_loop/families/moe/README.md.
 
     Args:

@@ -2,9 +2,9 @@
 
     layer:  x ← x + attention(n1(x)),   x ← x + experts(n2(x))
 
-Loads are counted in the forward pass of training, once per visit: what checkpointing computes again
-is not collected. The bias that balances them moves once per optimiser update, by the loads of all
-its visits, micro-batches and ranks.
+Loads are counted in the forward pass of training, once per visit: layers that activation
+checkpointing computes again are not counted again. The bias that balances the loads moves once per
+optimiser update, by the loads of all its visits, micro-batches and ranks.
 """
 
 from collections import defaultdict
@@ -82,7 +82,7 @@ class MoEBlock(PreNormBlock):
 
 
 class SparseConfig(LlamaDecoder.Config):
-    """The parts of a config that every decoder with experts has; a mix-in without own slots.
+    """The parts of a config that every decoder with experts has; a mix-in without slots.
 
     Attributes:
         dense_hidden_dim: Width F of a dense feed-forward, whether there is one or not.
@@ -195,8 +195,8 @@ class MoEDecoder(LlamaDecoder):
     """The looped decoder whose layers may have experts.
 
     Attributes:
-        loads: Tokens of the last training step that chose each expert, by (layer, step), all of
-            them together; layers count from 0, and the step is None outside the loop.
+        loads: Number of tokens, over all ranks, that chose each expert in the last training step,
+            by (layer, step); layers count from 0, and the step is None outside the loop.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -214,7 +214,7 @@ class MoEDecoder(LlamaDecoder):
             return attention.attentions if isinstance(attention, StepAttention.Config) else 1
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
-            """As in the base class; of a token's experts the chosen ones alone count."""
+            """As in the base class; only the experts that a token chooses count."""
             prelude, looped, coda = self.visits_by_place(recurrent_steps, reached)
             places = [
                 *[prelude] * self.prelude_layers,
@@ -313,7 +313,7 @@ class MoEDecoder(LlamaDecoder):
             mixture.balance(stacked_SE, self.config.bias_rate * updated)
 
     def record(self) -> Mapping[str, Any]:
-        """Return loads by layer and step, from 1, as shares of a layer's mean load.
+        """Return loads by layer and step, numbered from 1, each over the mean load of its visit.
 
         | key | meaning |
         |---|---|

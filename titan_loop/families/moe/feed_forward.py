@@ -51,7 +51,7 @@ class Routing(NamedTuple):
 
 
 class Experts(GroupedExperts):
-    """torchtitan's experts in the dtype of their weights, where upstream's always are bf16."""
+    """torchtitan's experts, computed in the dtype of their weights; upstream's are always bf16."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):

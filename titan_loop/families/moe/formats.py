@@ -58,7 +58,7 @@ class MoEShape(UnrolledShape):
     family: ClassVar[str] = "moe"
     gguf_architecture: ClassVar[str | None] = None
     fixed_options: ClassVar[Mapping[str, Any]]
-    """Options of the family that the format holds with one value alone."""
+    """Options of the family that the format supports with one value only."""
     class_name: ClassVar[str]
     """Class in transformers."""
     part: ClassVar[str] = "mlp."
@@ -90,8 +90,8 @@ class MoEShape(UnrolledShape):
         """Return the shape with a layer for every visit.
 
         Raises:
-            UserError: As in the base class; an option has another value than the format computes
-                with, or a layer is dense where the format has none.
+            UserError: As in the base class; an option has a value that the format does not support,
+                or a layer is dense where the format has none.
         """
         whole = completed_architecture(architecture)
         wanted = cls.fixed_options if whole["family"] == cls.family else {}
@@ -285,7 +285,7 @@ class GlmShape(MoEShape):
     def check_dense(self, dense: list[bool]) -> None:
         """Refuse dense layers after sparse ones."""
         if any(dense[dense.index(False) :]):
-            raise _misplaced(self, "the first ones")
+            raise _misplaced(self, "only the first")
 
     def mixture_config(self) -> dict[str, Any]:
         """As in the base class."""
@@ -324,7 +324,7 @@ class ErnieShape(MoEShape):
     def check_dense(self, dense: list[bool]) -> None:
         """Refuse dense layers between sparse ones."""
         if any(dense[slice(*_sparse_span(dense))]):
-            raise _misplaced(self, "the first and the last ones")
+            raise _misplaced(self, "only the first and the last")
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
         """As in the base class; neighbouring elements of a head are rotated."""
@@ -359,8 +359,8 @@ def _sparse_span(dense: list[bool]) -> tuple[int, int]:
 
 def _misplaced(shape: MoEShape, place: str) -> UserError:
     return UserError(
-        f"model.dense_layers={[*shape.dense_layers]}: of the {shape.n_layers} unrolled layers "
-        f"{shape.title} can have {place} without experts; titan-loop convert export --list names "
+        f"model.dense_layers={[*shape.dense_layers]}: {shape.title} allows {place} of the "
+        f"{shape.n_layers} unrolled layers to be dense; titan-loop convert export --list names "
         "the formats of this model"
     )
 

@@ -4,7 +4,8 @@
 
 Every cost is computed from a candidate's config, or its model on the meta device, as in training,
 `plan` and the inference engine. FLOPs and parameters grow linearly with the width of an expert,
-so two answers give the width. A cache does not depend on experts: with `kv` FLOPs give the width.
+so two trial widths give the answer. A cache does not depend on experts: with `kv` the width is the
+one at which FLOPs match.
 """
 
 from collections.abc import Iterator, Sequence
@@ -123,7 +124,7 @@ def matched(config: LoopTrainer.Config, cost: str) -> list[str]:
 
 
 def costs_of(config: LoopTrainer.Config, model: LoopDecoder.Config) -> Costs:
-    """Return the costs of a run's model at the run's R; a cache keeps the largest."""
+    """Return the costs of a run's model at the run's R; the cache is the largest R's."""
     with torch.device("meta"):
         built = model.build()
     parameters = sum(parameter.numel() for parameter in built.parameters())

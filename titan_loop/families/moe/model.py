@@ -34,7 +34,7 @@ from titan_loop.models.loop_config import residual_gain, width_ratio
 
 SIZES = {
     **{name: LLAMA_SIZES[name] for name in ("debugmodel", "quickstart")},
-    # 28 layers of the looped models of arXiv 2610.06833, Part I; feed-forwards of its dense ones.
+    # Layers of the looped models of arXiv 2610.06833, Part I; its dense models' feed-forward width.
     "xllm": ModelSize(1536, 28, 24, 4352, 250_624, recurrent_steps=4, n_kv_heads=6),
 }
 
@@ -147,7 +147,8 @@ def check_experts(options: ExpertOptions, shape: ModelSize) -> None:
     for name in ("score_scale", "bias_rate"):
         value = getattr(options, name)
         if not 0 <= value < math.inf or (name == "score_scale" and not value):
-            raise UserError(f"model.{name}={value} must be a number above 0")
+            least = "above 0" if name == "score_scale" else "of 0 or more"
+            raise UserError(f"model.{name}={value} must be a number {least}")
 
 
 def mixture_config(

@@ -83,8 +83,8 @@ class MoEUpcycling:
             new = self._of_dense(run, parent)
         else:
             raise UserError(
-                f"{run.path} is of family {parent.family}; experts are copies of Llama's "
-                "feed-forwards, of family nanbeige, or a loop is made of family moe"
+                f"{run.path} is of family {parent.family}; give a model of family "
+                "nanbeige, whose feed-forwards become experts, or one of moe, which becomes a loop"
             )
         loop = {"recurrent_steps": recurrent_steps, **self._loop(run, recurrent_steps)}
         options = replace(new, **loop)
@@ -112,7 +112,7 @@ class MoEUpcycling:
             if getattr(self, name) is not None:
                 raise UserError(
                     f"--{name.replace('_', '-')}={getattr(self, name)} is for a dense model; "
-                    f"{run.path} has experts, of which --recurrent-steps makes a loop"
+                    f"{run.path} has experts already, so it can only become a loop"
                 )
         if self.recurrent_steps is None:
             raise UserError(

@@ -82,7 +82,7 @@ class XllmMoEShape(XllmShape):
         }
 
     def options(self) -> ModelOptions:
-        """As in the base class; a token's only expert has its score as it is."""
+        """As in the base class; the score of a token's only expert is not normalised."""
         experts: dict[str, Any] = {
             "experts": self.experts,
             "top_k": self.top_k,

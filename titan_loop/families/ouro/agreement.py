@@ -70,7 +70,7 @@ def analyse_agreement(
     }
     figure = Figure(
         "Agreement of steps",
-        "Items that two steps answer alike, as a share.",
+        "Share of the items that two steps answer alike.",
         partial(_draw, matrix, steps),
     )
     return Findings(

@@ -21,7 +21,7 @@ def principal_components(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         states: Shape (items, R, D), of one layer.
 
     Returns:
-        Shape (items, R, 2), and the (2,) shares of the variance; axes are common to all steps.
+        Shape (items, R, 2), and the (2,) shares of the variance; all steps share the two axes.
     """
     flat = states.reshape(-1, states.shape[-1]).astype(np.float64)
     centred = flat - flat.mean(axis=0)
@@ -54,7 +54,7 @@ def analyse_components(
     }
     figure = Figure(
         "States of the last token",
-        "After every step, on two principal components common to all; one colour per answer.",
+        "After every step, on two principal components common to all steps; one colour per answer.",
         partial(_draw, points, kinds, shares),
     )
     return Findings(name="pca", loaded=loaded, record=record, figures={"pca.png": figure})
@@ -68,8 +68,8 @@ def _draw(points: np.ndarray, kinds: np.ndarray, shares: np.ndarray, path: Path)
         for kind, color in colors.items():
             chosen = points[kinds == kind, names[name]]
             axes.plot(*chosen.T, "o", color=color, markersize=3)
-            axes.plot(*chosen.mean(axis=0), color=color, label=f"answer {kind}")  # its name alone
+            axes.plot(*chosen.mean(axis=0), color=color, label=f"answer {kind}")  # a label
         axes.set_xlabel("first component")
 
-    title = f"Two components have {shares[:2].sum():.0%} of the variance of all steps' states"
+    title = f"Two components explain {shares[:2].sum():.0%} of the variance of all steps' states"
     return draw_panels(list(names), draw, path, title=title, label="second component")

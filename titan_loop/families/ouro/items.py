@@ -23,7 +23,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.storage.json_files import read_jsonl
 
 ITEMS = "mmlu_dev"
-"""Items that the analyses ask unless told otherwise."""
+"""Default items of the analyses."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def read_items(name: str, limit: int | None = None) -> list[Item]:
         limit: Number of items to use, from the first; None for all.
 
     Raises:
-        UserError: There is no such task or file, a line is not an item, or items differ in their
-            number of choices.
+        UserError: There is no such task or file, it has no items, a line is not an item, or items
+            differ in their number of choices.
     """
     path = Path(name)
     if name in OFFLINE_TASKS:
@@ -92,7 +92,7 @@ def nats_of_choices(
     """Return the negative log likelihood of every choice after every depth.
 
     Args:
-        items: With equally many choices; a prompt that is too long loses its beginning.
+        items: Items with the same number of choices; a prompt that is too long loses its beginning.
         depths: Recurrent steps to read, all from one pass.
 
     Returns:

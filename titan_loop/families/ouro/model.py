@@ -40,12 +40,12 @@ class OuroOptions(LoopOptions):
     family: FamilyName = field(default="ouro", init=False)
 
     readout_rank: int | None = None
-    """Rank of a separate map for every step, before head and gate; 0 for a scale per dimension
-    alone, None for no such map."""
+    """Rank of the map that each step has in front of head and gate; 0 for a scale per dimension
+    only, None for no map."""
 
     early_states: EarlyStates = "trained"
-    """Whether losses of steps before the last train the layers (trained), or head, gate and steps'
-    readouts alone (detached)."""
+    """Whether the losses of steps before the last also train the layers (trained), or only head,
+    gate and the steps' readouts (detached)."""
 
 
 def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> OuroDecoder.Config:

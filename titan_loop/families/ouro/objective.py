@@ -149,7 +149,7 @@ class AdaptiveGateLoss(StreamedLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
-        """Definition of an improvement, and the gate that learns from it."""
+        """Constants of the gate's target, and the step whose improvement sets it."""
 
         slope: float = 50.0
         """k, the sharpness of the target's turn from exit to continue, per nat."""
@@ -203,7 +203,7 @@ class AdaptiveGateLoss(StreamedLoss):
 
     def warning(self, metrics: Mapping[str, Any]) -> str | None:
         """Return one line if the gate has collapsed onto one step, else None."""
-        fix = "see in improvement/step_r whether later steps pay, and change the loss's threshold"
+        fix = "see in improvement/step_r whether later steps help, and change loss.threshold"
         return collapse_warning(metrics, fix=fix)
 
     def compute(
@@ -213,7 +213,7 @@ class AdaptiveGateLoss(StreamedLoss):
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         assert output.exit_logit_RBL, "the model has no exit gate"
         exit_logit_RBL = stack_exit_logits(output.exit_logit_RBL)
-        with torch.no_grad():  # the head then makes no gradients either
+        with torch.no_grad():  # else the head computes gradients in its forward pass
             _, ce_RBL = readout(
                 output.hidden_RBLD,
                 labels_BL=labels_BL,

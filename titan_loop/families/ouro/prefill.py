@@ -49,7 +49,7 @@ def analyse_prefill(
     loaded = load_checkpoint(run, use="generate")
     steps = chosen_steps(recurrent_steps, loaded)
     stack = Stack(loaded.model)
-    rows = [["source", "prefill steps", "bits per byte", "more than all steps", "first token, ms"]]
+    rows = [["source", "prefill steps", "bits per byte", "above all steps", "first token, ms"]]
     results: dict[str, float] = {}
     curves: dict[str, list[Interval]] = {}
     for source, found in open_run(loaded.run, count=windows).items():
@@ -90,7 +90,7 @@ def continuation_nats(
     """Return the nats of each window's labels from the prompt's last token on, (W,).
 
     Args:
-        prompt: Tokens of a prompt, at least 1.
+        prompt: Length of a prompt in tokens, at least 1.
         prefill: P, at most `steps`.
         steps: R.
     """
@@ -162,5 +162,5 @@ def _draw(curves: dict[str, list[Interval]], path: Path) -> Path:
         axes.set_xlabel("recurrent steps of the prompt")
 
     most = max(values[0].value for values in curves.values())
-    title = f"After a prompt of one step continuations cost at most {most:.3f} bits per byte more"
-    return draw_panels([*curves], draw, path, title=title, label="bits per byte, more")
+    title = f"After prompts at one step, continuations cost at most {most:.3f} bits per byte more"
+    return draw_panels([*curves], draw, path, title=title, label="increase in bits per byte")

@@ -3,7 +3,8 @@
     layer l of step i ─► linear classifier ─► the answer of step j
 
 If a late step's answer can be read off the states of an early step, the later steps only rehearse a
-decision already taken. Ouro reports that step i's answer is predictable within step i alone.
+decision already taken. Ouro reports that step i's answer can be predicted from the states of step i
+alone.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §7 (ROC AUC of linear probes).
 """
@@ -38,8 +39,8 @@ class ProbeScore:
         state_step: Step of the states, from 1.
         layer: Layer within the step, from 1.
         answer_step: Step whose answer is predicted, from 1.
-        auc: Area under the ROC curve on items the probe did not see; one-against-rest, macro, where
-            there are several choices.
+        auc: Area under the ROC curve on items the probe did not see; with more than two choices,
+            the mean of one-against-rest areas.
         low: 2.5 % quantile over resampled items.
         high: 97.5 % quantile.
     """
@@ -57,17 +58,18 @@ def probe(
 ) -> list[ProbeScore]:
     """Fit a linear probe for every layer of every step and every answer step.
 
-    Items are split by question into five folds; each is scored by a probe fitted to the others.
+    Items are split into five folds, stratified by answer; each fold is scored by a probe fitted to
+    the others. Items whose answer fewer than five items have are left out.
 
     Args:
         states: float32, shape (items, R, layers, D).
         answers: Shape (items, R), from `agreement`.
-        answer_steps: Steps whose answers are predicted, from 1. One whose answer is almost always
-            the same (fewer than five of a second choice) is left out.
+        answer_steps: Steps whose answers are predicted, from 1. A step is left out if it gives only
+            one answer to five or more items.
         seed: Seed of folds and resamplings.
 
     Raises:
-        UserError: scikit-learn is not installed, or every step answers all items alike.
+        UserError: scikit-learn is not installed, or every step answers almost all items alike.
     """
     try:
         from sklearn.linear_model import LogisticRegression
@@ -129,8 +131,8 @@ def analyse_probes(
 ) -> Findings:
     """Predict each step's answer from the states of every layer and step with linear probes.
 
-    Items are split by question; intervals are bootstrapped over items. Needs scikit-learn: pip
-    install 'titan-loop[analyse]'.
+    A probe is scored on items it was not fitted to; intervals are bootstrapped over items. Needs
+    scikit-learn: pip install 'titan-loop[analyse]'.
 
     Args:
         run: Run (its newest checkpoint is taken) or its checkpoints/step-N.

@@ -10,12 +10,12 @@
 | δ | `distillation` |
 | P_r | the distribution of the next token after step r |
 
-P_R and h_R are constants where an early step learns from them, and p is one in front of KL(P_R ‖
-P_r): a KL is smaller than any CE, so a gate that saw it would always leave early. With the defaults
-this is Ouro's Stage I, bit for bit. While s is 0 nothing but the last step is read out.
+P_R and h_R are constants where an early step learns from them. The gate learns from CE_r in place
+of C_r: a KL is usually smaller than a CE, so a gate that saw it would exit early. With the defaults
+this is Ouro's Stage I, bit for bit. While s is 0, only the last step is read out.
 
-Source: the objective that it changes: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.3 Eq. 4. Early
-steps that learn from the last: Zhang et al. 2019, arXiv 1905.08094, §3, for layers of a network.
+Sources: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.3 Eq. 4 (the objective that it extends); Zhang
+et al. 2019, arXiv 1905.08094, §3 (early layers of a network that learn from the last).
 
 Shape suffixes: R recurrent steps, P = R − 1 early ones, B batch, L sequence, D width.
 """
@@ -52,7 +52,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
     """Ouro's Stage I with options for its early steps, as a torchtitan loss.
 
     Its metrics are as in `ExpectedExitLoss`, with these means over the valid tokens of the global
-    batch; while s is 0 there is `ce/step_R` alone.
+    batch. While s is 0, `ce/step_R` stands in place of the base class's.
 
     | key | meaning |
     |---|---|
@@ -67,18 +67,19 @@ class ReadableStepsLoss(ExpectedExitLoss):
         schedules: ClassVar[tuple[str, ...]] = ("entropy_weight", "every_step", "state_distance")
 
         every_step: Schedule = field(default_factory=lambda: Schedule.constant(1.0))
-        """s against global tokens, from 0, the loss of the last step alone, to 1, Stage I."""
+        """s against global tokens: 0 is the loss of the last step alone, 1 is Stage I."""
 
         weights: StepWeights = "gate"
-        """Weights of the steps' losses: gate, or even, which leaves the gate to Stage II."""
+        """Weights of the steps' losses: gate (the gate's p), or even (1/R each, which leaves the
+        gate to Stage II)."""
 
         distillation: float = 0.0
-        """δ in [0, 1], the weight of an early step's distance to the last step's distribution; its
-        cross entropy has 1 − δ."""
+        """δ in [0, 1], the weight of the KL divergence from the last step's distribution in an
+        early step's loss; its cross entropy has 1 − δ."""
 
         state_distance: Schedule = field(default_factory=lambda: Schedule.constant(0.0))
         """μ against global tokens, the weight of the squared distance of early states to the last,
-        relative to its norm. It needs no readout."""
+        divided by its squared norm. It needs no logits."""
 
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
@@ -95,8 +96,8 @@ class ReadableStepsLoss(ExpectedExitLoss):
                 hint = nearest(self.weights, get_args(StepWeights))
                 yield Refusal("loss.weights", f"loss.weights={self.weights} is unknown{hint}")
             if self.every_step.largest > 1:
-                problem = "rises above 1"
-                yield Refusal.of("loss.every_step", repr(str(self.every_step)), problem, "1 is all")
+                problem, fix = "rises above 1", "1 is Stage I"
+                yield Refusal.of("loss.every_step", repr(str(self.every_step)), problem, fix)
             if not 0 <= self.distillation <= 1:
                 yield Refusal.of("loss.distillation", self.distillation, "must be from 0 to 1")
             elif self.distillation and not self.every_step.largest:
@@ -130,7 +131,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         exit_logit_RBL = stack_exit_logits(output.exit_logit_RBL)
         loss, metrics = self._read_out(readout, output.hidden_RBLD, exit_logit_RBL, batch)
-        # Never left out: a gate needs a gradient, if only of zero, to stay in the graph.
+        # Added even with weight 0: a gate without any gradient would drop out of the graph.
         gate_learns = self.every_step if self.weights == "gate" else 0.0
         penalty = exit_penalty(
             exit_logit_RBL, labels_BL, valid_tokens=valid_tokens, geometric_eta=self.geometric_eta
@@ -178,6 +179,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
             early = distilled_loss(
                 readout, hidden_RBLD[:-1], hidden_RBLD[-1], targets, early_weight_PBL.detach()
             )
+            # Zero in the loss; gives p the gradient of the cross entropies, without the KL.
             for_gate = (early_weight_PBL * early.ce_SBL).sum()
             loss = loss + early.loss + (for_gate - for_gate.detach())
             ce_RBL = torch.cat([early.ce_SBL, ce_RBL])

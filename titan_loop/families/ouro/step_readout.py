@@ -14,7 +14,7 @@ With `early_states=detached` the losses of steps before R train head, gate and r
 layers learn from the last step alone.
 
 Source: Belrose et al. 2023 (tuned lens), arXiv 2303.08112, §2: one affine map per layer in front of
-a shared head. There the maps have full rank and are trained afterwards.
+a shared head. There the maps have full rank and are trained after the model.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Suites of Ouro's evaluation: `ouro_base` is Appendix C, `depth` the tables over R = 1 … 8.
 
-`scaling` has the benchmarks of Appendix D. All three need the hub or a filled cache.
+`scaling` has the benchmarks of Appendix D. All three need the Hugging Face hub or a filled cache.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 16, §5.3 and Appendix D.1.
 
@@ -14,7 +14,7 @@ Deviations:
 - The authors graded MATH500 with 5 examples and code of their own, HumanEval(+) and MBPP(+) with
   evalplus. Here it is the harness' `minerva_math500`, which has 4 examples, and its own tasks on
   evalplus' data.
-- Appendix D states no number of examples: `scaling` asks with none. LAMBADA is OpenAI's version.
+- Appendix D states no number of examples; `scaling` uses none. LAMBADA is OpenAI's version.
 """
 
 from titan_loop.evaluation.suites import SuiteTask

@@ -4,13 +4,13 @@
     mixer    x_r = A [h_{r−1}; e],   h_0 = e, or noise of N(0, σ²)
 
 The bridge's W starts at zero, so that a model with an untrained bridge is the bare loop, and with
-one step it is the dense model whatever W is. The mixer's A (D × 2D) starts as [1, 0], with noise as
-[0, 1], so that the first pass reads the prelude as the layers after it did.
+one step it is the dense model whatever W is. The mixer's A (D × 2D) starts as [1, 0], or with noise
+as [0, 1], so that the first pass reads the prelude as the layers after it did.
 
 Sources: bridge: Shapiro 2026, arXiv 2608.11233, §3; mixer: McLeish et al. 2025, arXiv 2511.07384,
 and Geiping et al. 2025, arXiv 2502.05171, §3.1. Deviations: the bridge has an RMSNorm, like the
 rest of Llama, in place of LayerNorm; the mixer's state starts as the prelude's output unless asked
-for noise; noise is drawn in training alone, and is at its mean, 0, everywhere else.
+for noise; noise is drawn in training alone; everywhere else the state starts at 0, its mean.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Bridge(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """The norm, which has the width."""
+        """Norm of the prelude's output; its width is the bridge's."""
 
         norm: FinalNorm.Config
 
@@ -87,7 +87,7 @@ class Noise(Drawing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Drawing.Config):
-        """σ."""
+        """Standard deviation σ of the noise."""
 
         std: float
 

@@ -35,18 +35,21 @@ def retrofit(
     Args:
         model: A LlamaForCausalLM folder, a run of Llama's blocks at R = 1, or a checkpoint of one.
         output: New run directory; with --scan a JSON file for the table, if wanted.
-        mode: identity adds a bridge that starts at zero; plain adds nothing; damped makes a step a
-            part of a pass; dropped leaves out layers before the looped ones and mixes state and
+        mode: identity adds a bridge that starts at zero; plain adds nothing; damped makes each
+            step 1/R of a pass; dropped leaves out layers before the looped ones and mixes state and
             prelude; tied makes one looped layer of several.
         prelude: Number of layers before the loop.
         core: Number of looped layers.
         coda: Number of layers after the loop.
         recurrent_steps: R that the model is used at; with damped also the steps of one pass, with
             tied the number of layers that one looped layer stands for.
-        rank: Rank of adapters; with tied one set per step, the best of that rank.
-        tie: With tied, average the layers of a looped layer, or copy layers at equal distances.
-        noise: With dropped, σ of the state's initial noise in training; 0 starts without.
-        scan: Measure spans instead.
+        rank: Rank of adapters; 0 for none. With tied each step has a set, which approximates the
+            differences from the dense layers.
+        tie: With tied, average the layers that a looped layer stands for, or (stepwise) copy layers
+            at equal distances.
+        noise: With dropped, σ of the state's initial noise in training; 0 starts at the prelude's
+            output.
+        scan: Measure the cost of looping each span of layers, and write no run.
         lengths: Numbers of layers of the measured spans; 4, 8 and 12 by default.
         sources: Prepared sources whose held-out text is read; the run's by default.
         windows: Held-out windows per source.

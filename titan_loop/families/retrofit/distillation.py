@@ -10,10 +10,10 @@
 | α | `share` |
 | N | valid tokens of the global batch |
 
-The teacher is a frozen dense model from a run, or the model itself at R = 1, whose state is then a
-constant. `titan_loop/objectives/streamed_distillation.py` streams the loss.
+The teacher is a frozen model from a run, at its own R, or the model itself at R = 1, whose state is
+then a constant. `titan_loop/objectives/streamed_distillation.py` streams the loss.
 
-Source: for tied layers Bae et al. 2024, arXiv 2410.20672, §2.5.
+Source: Bae et al. 2024, arXiv 2410.20672, §2.5 (for tied layers).
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ from titan_loop.runs.saved_run import SavedRun
 
 
 class DistillationLoss(StreamedLoss):
-    """Cross entropy of the last step, and its distance to a teacher's distribution."""
+    """Cross entropy of the last step, and its KL divergence from a teacher's distribution."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
@@ -54,7 +54,7 @@ class DistillationLoss(StreamedLoss):
         itself at R = 1."""
 
         share: float = 1.0
-        """α, the weight of the teacher; the labels have 1 − α."""
+        """α, the weight of the KL divergence from the teacher; the cross entropy has 1 − α."""
 
         def collect(self, *, exit_gate: bool) -> Collect:
             """Return the last step, or all where the first one is the teacher."""
@@ -99,7 +99,7 @@ class DistillationLoss(StreamedLoss):
             """Return the architecture of a teacher that can be opened."""
             if not self.teacher:
                 return None
-            with suppress(UserError):  # `refusals` says it
+            with suppress(UserError):  # `refusals` reports it
                 return decoder_config(SavedRun.open(self.teacher).model_options, max_seq_len=1)
             return None
 

@@ -12,8 +12,9 @@
 | A [h; e] in place of x | `Mixer` (`bridge.py`), with `model.mixer`; h_0 with `model.start_noise` |
 | adapters of g | `adapters.py`, with `model.adapter_rank` |
 
-With K = 1 and R = 1 this is the dense model that it was made from. With neither bridge nor damping
-it is family `nanbeige`, which `plain` retrofits become.
+With K = 1 and R = 1 this is the dense model that it was made from, unless layers were dropped or
+tied. Without bridge, mixer, damping and adapters it is family `nanbeige`, which `plain` retrofits
+become.
 
 Sources: Shapiro 2026, arXiv 2608.11233 (bridge); arXiv 2605.23872 (damped steps of a trained
 model).
@@ -71,7 +72,7 @@ class RetrofitOptions(LlamaOptions):
     """σ of the noise in which the mixer's state starts; 0 starts at the prelude's output."""
 
     damping: int = 1
-    """K, the number of steps that make one pass through the looped layers: each moves the state by
+    """K, the number of steps that make one pass through the looped layers: each moves the state
     1/K of the way."""
 
     adapter_rank: int = 0
@@ -84,10 +85,10 @@ class RetrofitOptions(LlamaOptions):
     """The first step with adapters; earlier ones run the layers as they are."""
 
     trained: Trained = "all"
-    """Parameters that train: all, core (looped layers and new parameters), or the new ones."""
+    """Parameters that train: all, core (looped layers and new parameters), or new (those alone)."""
 
     new_rate_factor: float = 1.0
-    """Learning rate of the parameters that the dense model lacks over the scheduled one."""
+    """Factor on the scheduled learning rate for parameters that the dense model does not have."""
 
 
 class RetrofitDecoder(LlamaDecoder):
@@ -113,7 +114,7 @@ class RetrofitDecoder(LlamaDecoder):
                     linear.place_adapters()
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """Declare placements, the added parts' too."""
+            """Declare placements, also for the added parts."""
             LlamaDecoder.Config.set_sharding(self, enable_sp=enable_sp)
             for part in (self.bridge, self.mixer):
                 if part is not None:
@@ -188,7 +189,7 @@ class RetrofitDecoder(LlamaDecoder):
                 parameter.requires_grad_(trains)
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1: the prelude's output, after a state where steps read it."""
+        """Return the prelude's output; where steps read it, the initial state and that output."""
         prelude_BLD = super().start(tokens, context)
         if not self.config.keeps_prelude:
             return prelude_BLD
@@ -201,7 +202,7 @@ class RetrofitDecoder(LlamaDecoder):
         return carry if self.bridge is None else carry.hidden_BLD
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
-        """Return the state after a step, which may go a part of the way only."""
+        """Return the state after a step; with damping it goes 1/K of the way through the core."""
         passed_BLD = super().step(carry, step, context)
         if self.config.damping == 1:
             return passed_BLD
@@ -267,7 +268,9 @@ def decoder_config(
         )
     parts = (adapters is not None, options.bridge, options.mixer)
     if options.trained == "new" and not any(parts):
-        raise UserError("model.trained=new: there is neither bridge nor adapter; use core or all")
+        raise UserError(
+            "model.trained=new: there is neither bridge nor mixer nor adapter; use core or all"
+        )
     noise = Noise.Config(std=options.start_noise) if options.start_noise else None
     config = llama_config(
         RetrofitDecoder.Config,

@@ -55,7 +55,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanCost:
-    """Bits per byte more than the dense model's, with 95 % intervals over documents.
+    """Increase in bits per byte over the dense model.
+
+    Each cost is a value with the low and high end of its 95 % interval over documents.
 
     Attributes:
         start: First layer of the span.

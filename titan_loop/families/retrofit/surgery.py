@@ -11,8 +11,9 @@
 | dropped | the first P, the last C + K | a mixer that keeps the state | the layers that are left |
 | tied | C for R·C of them (`tying.py`) | adapters of each step | the first of R passes |
 
-`rank` gives the first three modes adapters that start at zero and act from the second step on. One
-tensor is in memory at a time. The dense model's optimiser state is not carried over.
+`rank` gives every mode but tied adapters that start at zero and act from the second step on; plain
+is then of family `retrofit`. One tensor is in memory at a time. The dense model's optimiser state
+is not carried over.
 """
 
 import shutil
@@ -323,7 +324,7 @@ def _without_middle(old: dict[str, LazyTensor], surgery: Surgery) -> dict[str, L
 
 
 def _initial(name: str, shape: tuple[int, ...], noise: bool, dtype: torch.dtype) -> Tensor:
-    """Return a new parameter's start: bridge and U are zeros, V random, the mixer reads one."""
+    """Return a new parameter's initial value: zeros for bridge and U, random for V."""
     if name == "mixer.weight":
         mixer = torch.empty(shape, dtype=dtype)
         read_one(mixer, prelude=noise)

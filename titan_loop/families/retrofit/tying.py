@@ -4,8 +4,8 @@
     W_i = mean over s of W_{P+sC+i} (average), or one of S·C layers at equal distances (stepwise)
     U_s V_s = the best approximation of W_{P+sC+i} − W_i of rank k,   from its singular values
 
-The gain of a norm is first folded into the matrices that read it, W ← W diag(γ), and becomes one:
-the adapters then stand for it, too, and at full rank the loop is the dense model.
+The gain of a norm is first folded into the matrices that read it, W ← W diag(γ), and is then set
+to 1: the adapters then cover it, too, and at full rank the loop is the dense model.
 
 Source: Bae et al. 2024 (Relaxed Recursive Transformers), arXiv 2410.20672, §2.2 (average,
 stepwise), §2.3 (singular values). Deviation: gains are folded; the paper ties norms as they are.
@@ -58,7 +58,7 @@ class TiedSpan:
         return [self.prelude + step * self.core + layer for step in range(self.passes)]
 
     def outside(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of every layer outside the loop, in the dense model and in the new."""
+        """Yield the numbers of every layer outside the loop: in the dense model, in the new one."""
         for layer in range(self.prelude):
             yield layer, layer
         first = self.prelude + self.passes * self.core
