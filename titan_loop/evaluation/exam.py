@@ -118,7 +118,7 @@ class Exam:
 
         Args:
             sums: Counts right labels; collective where the ranks share the model or the windows.
-            nats: Sums their negative log likelihood, likewise; None measures no knowledge.
+            nats: Sums the labels' negative log likelihood, likewise; None skips the knowledge.
             sizes: As `model_sizes` returns them.
         """
         results: Results = {}
