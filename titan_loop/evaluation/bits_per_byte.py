@@ -2,7 +2,7 @@
 
     bits per byte = Σ_i nats_i / (ln 2 · Σ_i bytes_i)
 
-A unit i is a document or a window, which count as drawn independently; tokens cannot, since
+A unit i is a document or a window. Units are treated as independent draws; tokens cannot be, since
 neighbours share their context. Bits per byte compare models with different vocabularies.
 Shapes: R depths, W units.
 """
@@ -48,7 +48,7 @@ def bootstrap_bits_per_byte(
 def paired_difference(nats: ArrayLike, other_nats: ArrayLike, bytes_W: ArrayLike) -> Interval:
     """Return bits per byte of the first minus the second, both on the same units.
 
-    One pair has a percentile bootstrap over units; with a row for each seed the interval covers
+    For one pair the interval is a percentile bootstrap over units; with one row per seed it covers
     seeds and units (`of_seeds`).
 
     Args:

@@ -35,7 +35,7 @@ class SourceDepths:
     Attributes:
         depths: Recurrent steps → bits per byte with its interval.
         baselines: Name ("unigram", "bigram") → bits per byte.
-        changes: Recurrent steps → bits per byte less the first depth's, over the same units.
+        changes: Recurrent steps → bits per byte minus the shallowest depth's, on the same units.
     """
 
     depths: dict[int, Interval]
@@ -63,7 +63,7 @@ class DepthReport:
     ema: bool = False
 
     def save(self, run_directory: RunDirectory) -> Path:
-        """Write `evals/depth-step-N.json` and return its path."""
+        """Write `evals/depth-step-N.json`, or `depth-ema-step-N.json`, and return its path."""
         kind = "depth-ema" if self.ema else "depth"
         path = run_directory.evaluations / f"{kind}-step-{self.step}.json"
         write_json(path, asdict(self))
@@ -96,7 +96,7 @@ class DepthReport:
 
     @classmethod
     def latest(cls, run_directory: RunDirectory) -> "DepthReport":
-        """Return the report of the largest step; raise `UserError` if there is none."""
+        """Return the last step's report, never an EMA one; raise `UserError` if there is none."""
         paths = {
             int(path.stem.rpartition("-")[2]): path
             for path in run_directory.evaluations.glob("depth-step-*.json")
@@ -128,9 +128,9 @@ def _unit_sums(recorded: Mapping[str, Any]) -> UnitSums:
 
 
 def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram") -> None:
-    """Raise `RunFailedError` unless a model saves a share of a baseline's bits per byte.
+    """Raise `RunFailedError` unless bits per byte are at least `share` below a baseline's.
 
-    The report's last source, all text together, is judged at the trained number of steps.
+    The report's last source, which is all text together, is judged at the trained R.
     """
     name, source = list(report.sources.items())[-1]
     depth = report.trained_recurrent_steps

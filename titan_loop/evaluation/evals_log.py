@@ -1,8 +1,8 @@
 """`evals.jsonl` of a run: one line per evaluation, by the trainer or a watcher.
 
-- `step`, `tokens`: number of training steps and tokens behind the model.
+- `step`, `tokens`: number of steps and tokens that the model was trained for.
 - `manifest_sha256`: hash of its manifest; null for a model in training, which is not saved yet.
-- `asked`: a hash of a watcher's questions, "while training", or "promotion" for a curriculum's.
+- `asked`: hash of a watcher's tasks and options, "while training", or "promotion" (curriculum).
 - `finished`, `seconds`: end and duration of the evaluation.
 - `failures`: task → reason for having no result.
 - `results`: task/metric/reading → value, named as in `TaskReport.flat`.
@@ -47,7 +47,7 @@ def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seco
             fcntl.lockf(lock, fcntl.LOCK_EX)
             append_jsonl(path, record)
 
-    # A failing disk costs training the line at most; a watcher must know that its line is there.
+    # A failing disk must not stop training; a watcher must know that its line was written.
     if asked in (WHILE_TRAINING, PROMOTION):
         append_or_keep(run.evals_jsonl, record, append)
     else:
@@ -62,7 +62,7 @@ class HeldOutRecord(NamedTuple):
 
 
 def held_out_while_training(run: RunDirectory) -> list[HeldOutRecord]:
-    """Return the newest evaluation of held-out text while training at each step, in order."""
+    """Return evaluations of held-out text while training, by step; the newest if repeated."""
     by_step: dict[int, HeldOutRecord] = {}
     for record in read_jsonl(run.evals_jsonl, EVALS_FIELDS):
         if record["asked"] != WHILE_TRAINING:
@@ -77,7 +77,7 @@ def held_out_while_training(run: RunDirectory) -> list[HeldOutRecord]:
 
 
 def lock_file(run: RunDirectory, name: str) -> IO[str]:
-    """Open a file that may be locked; closing it, or the end of the process, frees the lock."""
+    """Open a file to be locked; closing it, or the end of the process, frees the lock."""
     folder = run.evaluations / LOCKS
     folder.mkdir(parents=True, exist_ok=True)
     return (folder / f"{name}.lock").open("a+", encoding="utf-8")

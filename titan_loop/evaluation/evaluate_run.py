@@ -118,7 +118,7 @@ def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int)
 def sample_windows(consumed: int, most: int) -> np.ndarray:
     """Return all window numbers below `consumed`, or one drawn from each of `most` equal parts.
 
-    Equal distances could hit the same source of a periodic mixture every time.
+    Evenly spaced windows could all come from the same source of a periodic mixture.
     """
     if consumed <= most:
         return np.arange(consumed)

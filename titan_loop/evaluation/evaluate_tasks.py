@@ -59,7 +59,7 @@ def evaluate_tasks(
 ) -> TaskReport:
     """Evaluate a checkpoint; collective.
 
-    Rank 0 also writes the report, after each task, into the run's `evals/`. The report has the
+    Rank 0 also writes the report, after each task, into the run's `evals/`. The report records the
     failures of single tasks; mistakes in the options raise `UserError`.
 
     Args:
@@ -221,7 +221,7 @@ class _Evaluation:
             require_exit_policy(self._model, reading.policy)
             self._model.exit_policy = reading.policy
             return [reading]
-        # Thresholds of policies are quantiles over the states of a small sample.
+        # Some thresholds are quantiles over the states of a small sample (`frontier_readings`).
         if self._generated is not None:
             sample, count = [*self._exam.windows.values()][-1], _SAMPLE_QUESTIONS
         else:

@@ -6,8 +6,8 @@ An example is right if every label of its answer is the most likely of all token
 decoding would have produced it. The same windows are asked of a model in training
 (`right_in_training`), which ranks may share, and of a checkpoint (`right_at_readings`).
 
-An exam of facts (`Task.knowledge`) also measures the bits that the model knows: the information of
-a uniform guess less the loss on the answers.
+An exam of facts (`Task.knowledge`) also measures the bits that the model knows: the loss of a
+uniform guess minus the model's loss on the answers.
 """
 
 import logging
@@ -41,10 +41,10 @@ LABELS = "labels_acc,none"
 """Share of single labels that are right, where an example has several."""
 
 KNOWLEDGE = "knowledge"
-"""Name, after the task's, of the result for all strata of an exam of facts together."""
+"""The result TASK/knowledge of an exam of facts covers all of its strata together."""
 
 OWN_DEPTH = "depth"
-"""Reading of every question after as many recurrent steps as it needs."""
+"""Name of the reading that takes every question after as many recurrent steps as it needs."""
 
 
 class Exam:
@@ -53,17 +53,17 @@ class Exam:
     Args:
         count: Largest number of examples of a stratum.
         room: Longest window in tokens.
-        multiple: Number of tokens that windows are rounded up to a multiple of.
+        multiple: Unit, in tokens, to which the length of windows is rounded up.
         strata: Strata to ask; None for all.
-        leave_out: Whether to leave out strata after the first that do not fit into the room, with
-            a warning.
+        leave_out: Whether to skip strata that do not fit into the room, with a warning; the first
+            stratum must fit.
 
     Attributes:
         windows: Windows by the name of the result: TASK, or TASK/STRATUM where there are several.
         steps: Recurrent steps that each window's question needs, by the same name; 0 if unknown.
 
-    Source: grading one answer token at ℓ = L: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and
-        Appendix B.2.
+    Source: grading one answer token, at the largest number of operations (Mano): Zhu et al. 2025
+        (Ouro), arXiv 2510.25741, §6 and Appendix B.2.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Exam:
     ) -> Results:
         """Return name → reading → accuracy and mean steps.
 
-        If the questions have numbers of steps, and all those depths are among the readings, the
-        reading `OWN_DEPTH` has every question after its own number of steps.
+        If the number of steps that each question needs is known, and all those depths are among the
+        readings, the reading `OWN_DEPTH` takes every question after its own number of steps.
 
         Args:
             sums: Counts right labels; collective where the ranks share the model or the windows.
-            nats: Negative log likelihood of the labels, likewise; None measures no knowledge.
+            nats: Sums the labels' negative log likelihood, likewise; None skips the knowledge.
             sizes: As `model_sizes` returns them.
         """
         results: Results = {}

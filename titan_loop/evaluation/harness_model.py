@@ -4,11 +4,11 @@
                                  └─► Engine (generate_until) ────────────────────────┴─► lm_eval
 
 A log-likelihood takes one pass over the prompt, in which each step sees its own step's keys, as in
-the engine's prefill; `kv_cache` matters for generated tokens only. All readings are scored at once:
+the engine's prefill; `kv_cache` matters for generated tokens only. That pass scores all readings:
 `reading` chooses the one that answers, and changing it costs no further pass.
 
-Every rank builds and answers all requests, having computed its share of them, so the harness need
-not know about ranks.
+Every rank builds all requests, computes its share of them and gets the other ranks' results, so the
+harness need not know about ranks.
 """
 
 import logging
@@ -69,8 +69,8 @@ class LoopLM(TemplateLM):
         recurrent_steps: R; None takes the trained R.
         exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
         exit: An exit policy as in `titan-loop generate`; None for full depth.
-        prefill_steps: Number of recurrent steps of prompts that tokens are generated from; None
-            for the reading's own number, which is also the largest allowed.
+        prefill_steps: Number of recurrent steps that prompts run before generation; None for the
+            reading's own number, which is also the largest allowed.
         max_batch_size: Same as `batch_size`, or None; the harness passes it.
         device: Name of the device; None or "cuda:0" takes this rank's.
         max_length: Context in tokens; None takes the trained window.
@@ -79,7 +79,7 @@ class LoopLM(TemplateLM):
 
     Attributes:
         reading: Index of the reading that answers.
-        count: Steps and tokens behind the answers since this record was last replaced.
+        count: Steps and tokens behind the answers; the caller puts a new record here to start over.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class LoopLM(TemplateLM):
     ) -> list[dict[str, Any]]:
         prompts = [self.tok_encode(asked[i].prompt) or [self.eot_token_id] for i in batch]
         first, generator = asked[batch[0]], torch.Generator().manual_seed(batch[0])
-        # A long answer must not push the whole prompt out; it ends where the context does.
+        # A long answer must not push the whole prompt out; the answer ends where the context does.
         room = max(self.max_length - first.max_new_tokens, self.max_length // 2)
         requests = text_requests(
             self._text_tokenizer,

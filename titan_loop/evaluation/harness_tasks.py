@@ -66,7 +66,7 @@ class HarnessTasks:
 
     @contextmanager
     def _own_code_only(self, name: str) -> Iterator[None]:
-        """Refuse code that `!function` names in a file outside the harness, without consent."""
+        """Without consent, refuse code that a file outside the harness names by `!function`."""
         from lm_eval.tasks import _yaml_loader as loader
 
         own, home = loader._import_func_in_yml, self._home.resolve()
@@ -102,7 +102,7 @@ class HarnessTasks:
         return dict(loaded)
 
     def find(self, name: str) -> "TaskManager":
-        """Return a manager that knows the task; raise `UserError` if there is none."""
+        """Return a manager that knows the task; raise `UserError` if no task has the name."""
         for folder in (None, self._likely_folder(name), self._home):
             manager = self._manager(folder)
             if name in manager.all_tasks:
@@ -132,9 +132,9 @@ def run_task(
     limit: int | None = None,
     confirm_run_unsafe_code: bool = False,
 ) -> Results:
-    """Return task → reading → result of a loaded task, or of a group and its members.
+    """Return task → reading → result of a loaded task, or of a group and its members; collective.
 
-    Log-likelihoods of all readings come from one pass; text is generated for each reading. All
+    One pass gives the log-likelihoods of all readings; text is generated anew for each reading. All
     ranks get all results.
     """
     from lm_eval.evaluator import evaluate

@@ -1,9 +1,9 @@
 """95 % intervals of measured numbers: over questions, and over seeds.
 
 Sources: Wilson 1927, J. Am. Stat. Assoc. 22 (questions); Student 1908, Biometrika 6 (seeds). Where
-seeds share documents, the half widths of both add in quadrature. Rejected: a bootstrap of seeds,
-whose 95 % interval covers about 75 % for three seeds, and Satterthwaite's degrees of freedom, by
-which a second source of noise can narrow an interval.
+seeds share documents, the half widths for seeds and for documents add in quadrature. Rejected: a
+bootstrap of seeds, whose 95 % interval covers about 75 % for three seeds, and Satterthwaite's
+degrees of freedom, by which a second source of noise can narrow an interval.
 """
 
 import math
@@ -35,7 +35,7 @@ def of_questions(share: float, questions: int) -> Interval:
 def of_seeds(values: Sequence[float], shared_variance: float = 0.0) -> Interval:
     """Return the mean of seeds with Student's interval; a single seed has only the shared part.
 
-    All seeds share a variance of the mean where they share a sample, such as held-out documents.
+    `shared_variance` of the mean comes from a sample that all seeds share, such as documents.
     """
     from scipy.stats import t
 

@@ -26,8 +26,8 @@ class TokenCounts:
     """Counts of tokens and of pairs, filled chunk by chunk.
 
     Given the model's own (input, label) arrays, it counts no pair across a document boundary and
-    none without loss. `pairs_VV` has a row for each input and a column for each label. Memory is 12
-    bytes per distinct pair, twice that while a chunk is added.
+    none whose label is ignored. `pairs_VV` has a row for each input and a column for each label.
+    Memory is 12 bytes per distinct pair, twice that while a chunk is added.
     """
 
     def __init__(self, vocab_size: int) -> None:

@@ -52,7 +52,7 @@ _TIMED_TOKENS = 16
 
 @dataclass(frozen=True)
 class Reading:
-    """An exit policy, its name in `--exit` and the R that it runs in; depth r is `static:r`."""
+    """An exit policy, its name in `--exit` and the R it runs with; depth r is `static:r`."""
 
     name: str
     policy: ExitPolicy
@@ -125,10 +125,10 @@ def states_at(
 def frontier_readings(
     model: LoopDecoder, hidden_RTD: Sequence[Tensor], recurrent_steps: int
 ) -> list[Reading]:
-    """Return static depths 1 … R, and every policy from its shallowest to its deepest setting.
+    """Return static depths 1 … R, and the model's core exit policies at many settings each.
 
     Distances and divergences have no scale of their own, so their thresholds are quantiles over the
-    states of a sample after each of at least R steps.
+    states of a sample after each of at least R steps. Policies that plugins register are left out.
     """
 
     def quantiles(measure: Callable[[Tensor, Tensor], Tensor], after: list[Tensor]) -> list[str]:
@@ -233,7 +233,7 @@ def seconds_per_token(
 ) -> dict[str, float]:
     """Return the name of each reading → seconds per generated token in the engine.
 
-    All prompts run side by side: this is the batch's time per token, less the prompts' own time.
+    The prompts run as one batch: the time after its first tokens, divided by all later ones.
     """
     requests = [Request(prompt=prompt, max_new_tokens=_TIMED_TOKENS) for prompt in prompts]
     seconds: dict[str, float] = {}

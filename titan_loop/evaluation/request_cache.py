@@ -49,7 +49,7 @@ class RequestCache:
 
         Args:
             work: Returns the JSON-like results of some items, in order.
-            kept: Returns whether the result of an item may answer for it again.
+            kept: Returns whether an item's result may be reused; a sampled text may not.
         """
         items_by_key = dict(zip(keys, items, strict=True))
         missing = [key for key in items_by_key if key not in self._known]

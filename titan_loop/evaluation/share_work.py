@@ -39,7 +39,7 @@ def rank_device() -> torch.device:
 def share_work(
     items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]
 ) -> list[Result]:
-    """Return `work(items)`, each rank having done every world-size-th item; collective.
+    """Return `work(items)`, of which each rank does every world-size-th item; collective.
 
     Args:
         items: The same on all ranks; neighbours should cost alike.

@@ -21,7 +21,7 @@ class SuiteTask:
         name: Name of a task, group or tag of the harness, or of an offline task.
         num_fewshot: Number of examples before each question; None keeps the task's own.
         metric: Metric that the suite reports, as the harness names it: metric, comma, filter.
-        optional: Whether a run that cannot be asked the task skips it, since only a suite named it.
+        optional: True if only a suite named the task: a run that cannot be asked it skips it.
     """
 
     name: str
@@ -56,12 +56,12 @@ def expand_tasks(asked: list[str], num_fewshot: int | None = None) -> list[Suite
 
 
 def task_names(suite: "SuiteConfig") -> list[str]:
-    """Return the tasks that a suite while training asks, each once."""
+    """Return the names of the tasks that a suite asks while training, each once."""
     return [task.name for task in expand_tasks(suite.tasks)]
 
 
 def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
-    """Refuse tasks of `suite` that a run cannot be asked while it trains."""
+    """Yield a refusal for each task of `suite` that the run cannot be asked while it trains."""
     suite, field = config.suite, "suite.tasks"
     if not suite.enabled:
         return

@@ -23,7 +23,7 @@ class TaskOptions:
     """Depths, tasks and settings of an evaluation.
 
     Attributes:
-        depths: Recurrent steps to score, all in one pass; by default 1 to 6 for held-out text.
+        depths: Recurrent steps to score, all in one pass; by default 1 to 6 in eval without tasks.
         windows: Held-out windows per source, always the same ones.
         sources: Names of the run's sources, or folders of others; by default all of the run's.
         seq_len: Tokens of a held-out window; by default as in training.
@@ -34,9 +34,9 @@ class TaskOptions:
         recurrent_steps: Number of recurrent steps R; by default the trained one.
         exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
             confidence:P, q:THRESHOLD, kl:KL,NATS or contrast:STEP,STRENGTH,SHARE.
-        kv_cache: Key-value cache of generated tokens.
-        prefill_steps: Number of recurrent steps of prompts that tokens are generated from.
-        batch_size: Rows at a time.
+        kv_cache: Key-value cache of generated tokens: full, last, first or averaged.
+        prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
+        batch_size: Number of rows that a task of the harness runs at a time.
         max_length: Context in tokens; by default the trained window.
         dtype: Type of the weights.
         tokenizer: A tokenizer.json; by default the source's.
@@ -91,7 +91,7 @@ class TaskOptions:
         self.suite_tasks()
         if self.depths:
             depth_readings(self.depths)
-        policy_reading(self.exit, self.recurrent_steps or 10**6)
+        policy_reading(self.exit, self.recurrent_steps or 10**6)  # the trained R is not known yet
         require_at_least(1, limit=self.limit, windows=self.windows, batch_size=self.batch_size)
         require_at_least(1, recurrent_steps=self.recurrent_steps, prefill_steps=self.prefill_steps)
         require_at_least(2, seq_len=self.seq_len, max_length=self.max_length)
@@ -113,7 +113,7 @@ class TaskOptions:
             raise UserError(f"include_path={self.include_path} is not a folder")
 
     def refuse_flags_of_tasks(self) -> None:
-        """Raise `UserError` for flags that change nothing in held-out text by depth."""
+        """Raise `UserError` for a flag that has no effect without --tasks."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in _OF_HELD_OUT_TEXT and value != field.default:

@@ -11,7 +11,7 @@
 Metrics have the harness' names, such as `acc,none`; the 95 % interval of a metric m is `m_low` to
 `m_high`, its standard error `m_stderr,…`. `answer_bits_per_byte` is the mean over the questions of
 (nats of the right answer) / (ln 2 · its UTF-8 bytes). Writing again adds tasks and readings to the
-file; a task that was asked with other settings is replaced.
+file; a task asked with other settings is replaced, and with another manifest or K-V cache all are.
 """
 
 import math
@@ -98,7 +98,7 @@ class TaskReport:
         return run_directory.evaluations / f"{kind}-step-{self.step}.json"
 
     def save(self, run_directory: RunDirectory) -> Path:
-        """Write the file, keeping other tasks and readings of the same checkpoint."""
+        """Write the file, keeping other tasks and readings of the same checkpoint and cache."""
         path = self.path(run_directory)
         merged = self
         if path.exists():

@@ -64,7 +64,7 @@ def sums_in_training(trainer: TrainingState, windows: HeldOutWindows, forward: F
 
 
 def window_multiple(trainer: TrainingState) -> int:
-    """Return a divisor of every window's length."""
+    """Return the number of tokens that every window's length must be a multiple of."""
     if trainer.window_share is not None:  # context parallelism splits the training window
         return trainer.config.training.seq_len
     return _ROW_MULTIPLE * trainer.parallel_dims.tp
@@ -73,7 +73,7 @@ def window_multiple(trainer: TrainingState) -> int:
 def _divide(
     trainer: TrainingState, rows: Sequence[int], work: Callable[[Sequence[int]], list[Sums]]
 ) -> list[Sums]:
-    """Let a rank work on every dp-th row; some repeat the last row, so that numbers are equal."""
+    """Give a rank every dp-th row; some repeat the last row, so that all have equally many."""
     degree, rank = 1, 0
     if trainer.parallel_dims.dp_enabled:
         mesh = trainer.parallel_dims.get_mesh("batch")
@@ -94,7 +94,7 @@ def _divide(
 
 
 Ask: TypeAlias = Callable[[TrainingState, Sequence[int]], Results]
-"""Returns the results of a task, whose windows are read, at each depth; equal on all ranks."""
+"""A task whose windows have been read: returns its results at each depth, equal on all ranks."""
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def ask_tasks(trainer: TrainingState, tasks: Sequence[Ask], depths: Sequence[int
 
 
 def held_out_text(trainer: TrainingState, sources: Sequence[str], count: int) -> Ask:
-    """Return the task of bits per byte of every source."""
+    """Return a task that measures the bits per byte of every source."""
     opened = open_sources(sources, seq_len=trainer.config.training.seq_len, count=count)
 
     def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
@@ -131,7 +131,7 @@ def held_out_text(trainer: TrainingState, sources: Sequence[str], count: int) ->
 
 
 def questions(trainer: TrainingState, name: str, count: int) -> Ask:
-    """Return the task of the first multiple-choice questions of an offline task.
+    """Return a task of the first `count` multiple-choice questions of an offline task.
 
     Every answer is a window whose labels are the answer's; the most likely one counts as given, as
     in the harness.
@@ -174,7 +174,7 @@ def task_exam(
     strata: Sequence[str] | None = None,
     policy: str = "",
 ) -> Ask:
-    """Return the exam of the generated task that the run trains on; a policy may halt answers."""
+    """Return the exam of the run's generated task; an exit `policy` replaces reading each depth."""
     exam = Exam(
         task,
         count,

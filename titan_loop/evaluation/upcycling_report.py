@@ -31,7 +31,7 @@ class SourceJump:
     Attributes:
         before: The parent's loss after 1 … R steps; `after` is the new model's.
         same_steps: `after` − `before` at each of these steps, with 95 % intervals.
-        same_visits: Loss of the new model after R/k steps less the parent's after R; None if k
+        same_visits: Loss of the new model after R/k steps minus the parent's after R; None if k
             does not divide R.
     """
 

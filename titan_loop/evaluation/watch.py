@@ -4,7 +4,7 @@
 
 - A checkpoint is known by its manifest's hash, so one that a restarted run wrote again is new.
 - `evals.jsonl` gets its line after the evaluation. A killed watcher repeats at most the checkpoint
-  it was at, and only the requests that its cache lacks.
+  it was at, and of the harness' requests only the ones that its cache lacks.
 - The keep policy may delete a checkpoint at any time, the oldest first, so the oldest is evaluated
   first. One that disappears before it is read is skipped.
 - Several watchers (a SLURM array) share the work: each claims a checkpoint with a file lock that
@@ -70,7 +70,7 @@ class Watcher:
     def run(self, *, once: bool = False, interval_seconds: float = 60.0) -> int:
         """Evaluate until the run is complete and nothing waits; return the number of evaluations.
 
-        With `once`, only until nothing waits; then the run must exist.
+        With `once`, evaluate only until nothing waits; the run must already exist.
         """
         if not interval_seconds > 0:
             raise UserError(f"interval={interval_seconds} must be a positive number of seconds")

@@ -1,8 +1,8 @@
 """Evaluates a model while it trains, without a checkpoint in between.
 
 The numbers go to `evals.jsonl`, and to TensorBoard and W&B as `held_out/SOURCE/METRIC/step_R` and
-`suite/…`; `titan-loop eval --tasks … --depths …` gives the same for a checkpoint. Training is not
-touched: no random number is drawn and no state is left behind.
+`suite/…`; `titan-loop eval --tasks … --depths …` gives the same for a checkpoint. Training goes on
+as if nothing had happened: no random number is drawn, and the model's state does not change.
 """
 
 import math
@@ -83,11 +83,11 @@ def _suite_task(trainer: TrainingState, suite: SuiteConfig, name: str) -> Ask:
 class HeldOutLoss:
     """The number by which `--best` chooses, at the R that is being trained.
 
-    loss = Σ_s w_s · (nats per token of source s) / Σ_s w_s, which is the cross entropy of training
-    on text that was not trained on.
+    loss = Σ_s w_s · (nats per token of source s) / Σ_s w_s, which is the cross entropy of the
+    training mixture, measured on held-out text.
 
     Attributes:
-        weights: w by the sources' names: the mixture's, or equal ones if another source is scored.
+        weights: w by the sources' names: the mixture's, or equal ones if it lacks a scored source.
     """
 
     recurrence: RecurrenceConfig
@@ -106,7 +106,7 @@ class HeldOutLoss:
         return cls(config.recurrence, weights, f"{config.held_out.windows} windows of {parts}")
 
     def depth(self, trainer: TrainingState) -> int:
-        """Return the scheduled R of the newest step."""
+        """Return the scheduled R of the newest step; where R is drawn, its rounded mean."""
         return typical_recurrent_steps(self.recurrence, trainer.tokens - 1)
 
     def value(self, report: TaskReport, depth: int) -> float:
@@ -123,7 +123,7 @@ class WhileTraining(Callback):
 
     Args:
         prefix: Prefix of the names in TensorBoard and W&B.
-        loss: Held-out loss to report to the run; its depth is added to the depths.
+        loss: Loss by which the run keeps its best checkpoint; its depth is added to the depths.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ def at_depths(
     share: WindowShare | None = None,
     value: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None,
 ) -> Forward:
-    """Read out the states of one pass at several depths.
+    """Return a function that reads out the states of one pass at several depths.
 
     Args:
         model: May be distributed; every rank of its mesh then calls the function together.
@@ -174,7 +174,7 @@ def at_readings(
     readings: Sequence[Reading],
     value: Callable[[Scores], Tensor] = lambda scores: scores.nats_PT,
 ) -> Forward:
-    """Sum a value over the labels, read from one pass at every reading of a model that is whole."""
+    """Return a function that sums a value over the labels at every reading, for a whole model."""
     deepest = max(reading.deepest_step for reading in readings)
 
     @torch.no_grad()
@@ -226,7 +226,7 @@ def sum_windows(
 
 
 def summarise(scores: WindowScores, readings: Sequence[str]) -> dict[str, ReadingResult]:
-    """Return reading → bits per byte with its 95 % bootstrap interval over documents, and more."""
+    """Return reading → bits per byte with its 95 % bootstrap interval, and nats per token."""
     tokens = int(scores.tokens_W.sum())
     intervals = bootstrap_bits_per_byte(*scores.by_unit())
     nats_P, steps_P = scores.nats_PW.sum(axis=1), scores.steps_PW.sum(axis=1)

@@ -8,8 +8,8 @@
 
 `SelfSpeculation` replaces the lower half: shallow steps draft, deep steps verify.
 
-Shape suffixes as in `models/`; in addition S counts the keys a query may see, and 2 stands for keys
-and values. L is 1 while decoding.
+Shape suffixes are as in `models/`; in addition, S is the number of keys that a query may see, and 2
+stands for keys and values. L is 1 while decoding, except in a verification.
 """
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)

@@ -152,13 +152,13 @@ class LoopCache(ABC):
         """Store a layer's keys and values of new tokens; return all to attend to, (B, S, N, H)."""
 
     def leave_prompt(self, first_row: int, length: int, step: int) -> None:
-        """Copy the last step that prompts ran to deeper steps, in the rows from `first_row` on."""
+        """Copy the entries of the prompts' last step to deeper ones, in rows from `first_row`."""
         prompts = self._kept[:, :, :, first_row:, :length]
-        prompts[:, step:] = prompts[:, step - 1 : step]  # a shared cache has no deeper step
+        prompts[:, step:] = prompts[:, step - 1 : step]  # empty in a shared cache
 
     @abstractmethod
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
-        """Settle the entries of E tokens that just left: rows, positions and last steps, (E,)."""
+        """Make final the entries of E tokens that just left: rows, positions, last steps, (E,)."""
 
 
 class FullCache(LoopCache):
@@ -188,7 +188,7 @@ class FullCache(LoopCache):
         for deeper in range(int(steps.min()) + 1, self.shape.steps + 1):
             early = steps < deeper
             row, position = rows[early], positions[early]
-            # (E, 2, layers, N, H): indices apart from each other put their dimension first
+            # (E, 2, layers, N, H): E comes first, since a slice separates the index tensors
             last = self._kept[:, steps[early] - 1, :, row, position]
             self._kept[:, deeper - 1, :, row, position] = last.movedim(0, 2)
 
@@ -205,11 +205,11 @@ class LastCache(LoopCache):
         return self._write_slot(0, layer, new, places)
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
-        """Nothing to settle."""
+        """Do nothing: the last step's entry is already in place."""
 
 
 class _PendingCache(LastCache):
-    """Holds the final entry of a running token beside its entry of the current step."""
+    """Keeps the final entry of a running token apart: the token itself sees the current step's."""
 
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype=dtype, device=device)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """The text of one row, cut before the first stop string, of which none may be empty."""
+    """The text of one row, cut before the first stop string; `UserError` for an empty one."""
 
     def __init__(self, tokenizer: "Tokenizer", stop: Sequence[str] = ()) -> None:
         from tokenizers.decoders import DecodeStream
@@ -37,7 +37,7 @@ class Detokenizer:
         return self._release(piece)
 
     def rest(self) -> str:
-        """Return the rest at the end: half a character, or an incomplete stop string."""
+        """Return the text held back at the end: half a character, or part of a stop string."""
         whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         return self._release(whole[self._decoded :], at_end=True)
 

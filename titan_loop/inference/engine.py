@@ -5,8 +5,8 @@
              └── until no row is left; finished rows free their places
 
 The prompt runs to the deepest step the policy can reach, because sharing or skipping there costs
-quality (Ouro §5.4.2). With `prefill_steps` it runs fewer, and later steps see its keys of the last
-one that ran.
+quality (Ouro §5.4.2). With `prefill_steps` it runs fewer, and a generated token's deeper steps see
+the keys of the last step that the prompt ran.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -66,12 +66,12 @@ class ExitDecider:
         return self.policy.fires(evidence) | (step_BL >= self.deepest_step)
 
     def reads(self, steps: Iterable[int]) -> bool:
-        """Return whether policy or head reads a state after one of `steps`; if not, none exits."""
+        """Return whether policy or head reads a state after `steps`; if not, no token leaves."""
         read = {self.deepest_step, self.policy.early_step}
         return self.policy.reads_states or not read.isdisjoint(steps)
 
     def logits(self, hidden_BLD: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Return the logits (B, L, V) of tokens that leave; `rows` are theirs among all rows."""
+        """Return logits (B, L, V) of tokens that leave; `rows` are their rows, None for all."""
         logits_BLV = self._readout(hidden_BLD)
         if self.policy.early_step is None:
             return logits_BLV

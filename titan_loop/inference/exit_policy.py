@@ -12,7 +12,7 @@
     contrast:A,STRENGTH,SHARE   after step R, from a contrast of its distribution with step A's
                       (`titan_loop/inference/measures.py`)
 
-A family may have policies of its own, of one number, such as survival:TAU
+A family may have policies of its own, which take one number, such as survival:TAU
 (`titan_loop/families/adaptive/exit_policy.py`).
 
 Whatever the rule says, a token leaves after step R. The rules that compare with the step before
@@ -74,7 +74,7 @@ class ExitPolicy(ABC):
 
     Attributes:
         reads_logits: Whether it looks at logits, which costs a readout after every step.
-        reads_states: Whether it looks at states, which costs a coda after every step. Without, all
+        reads_states: Whether it looks at states, which costs a coda after every step. If not, all
             tokens leave after the deepest step.
         early_step: Step whose logits are combined with the logits of the step that is read, if any.
     """
@@ -86,7 +86,7 @@ class ExitPolicy(ABC):
 
     @property
     def early_step(self) -> int | None:
-        """None."""
+        """None, unless a policy combines two steps' logits."""
         return None
 
     def combined(self, logits: Tensor, early_logits: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class HiddenDifference(ExitPolicy):
 
 @dataclass(frozen=True)
 class FixedPoint(HiddenDifference):
-    """Tokens leave when a step hardly moves the state for its size: ‖h_r − h_{r−1}‖₂ < ε ‖h_r‖₂."""
+    """Tokens leave when the state's relative change is small: ‖h_r − h_{r−1}‖₂ < ε ‖h_r‖₂."""
 
     name: ClassVar[str] = "fixed_point"
 
@@ -274,7 +274,7 @@ _POLICIES: dict[str, Callable[..., ExitPolicy]] = {kind.name: kind for kind in (
 """Policies that every recurrence over the stack has."""
 
 _ALIASES = {"full": "static", "relative": "fixed_point"}
-_NUMBERS = {"static": 1, "kl": 2, "contrast": 3}  # values after the colon, where not one
+_NUMBERS = {"static": 1, "kl": 2, "contrast": 3}  # values after the colon; others take one
 
 
 def parse_exit_policy(text: str) -> ExitPolicy:

@@ -39,13 +39,13 @@ def load_checkpoint(
     dtype: torch.dtype = torch.float32,
     ema: bool = False,
 ) -> Loaded:
-    """Load a committed checkpoint for generation on one device.
+    """Load a committed checkpoint for generation or scoring on one device.
 
     Args:
         path: A checkpoint, or a run (its newest whole checkpoint is taken).
-        use: Purpose, if not every family serves it.
+        use: Purpose that the family must support; `UserError` if it does not.
         context_tokens: Tokens that the rotary table covers; None for the trained window.
-        dtype: Type of the weights; the exit gate stays in fp32.
+        dtype: Type of the weights; the exit gate and tables of positions stay in fp32.
     """
     run = SavedRun.open(path)
     options = run.model_options

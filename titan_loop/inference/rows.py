@@ -49,7 +49,7 @@ def text_requests(
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
 ) -> list[Request]:
-    """Return requests whose completions come back as text; special tokens are recognised."""
+    """Return requests whose completions have text; prompts may contain special tokens as text."""
     return [
         Request(
             prompt=tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt,
@@ -66,8 +66,8 @@ class GeneratedToken(NamedTuple):
 
     Attributes:
         step: Recurrent step whose readout it was sampled from.
-        text: Text that is now certain; "" without a `Detokenizer`, inside a character, or while a
-            stop string may have begun.
+        text: Text that became certain; empty without a `Detokenizer`, inside a character, or while
+            a stop string may have begun.
         finish: Reason why the row ends with this token; None if it goes on.
     """
 
@@ -177,7 +177,7 @@ class Batch:
         state = self.stack.step(self.state, tokens_BL, steps, seen, reads=reads)
         before = state if self.state is None else self.state
         self.state = state
-        if not reads:  # so nothing leaves
+        if not reads:  # then no token can leave
             return
         step_BL = self.column(steps)
         leaves_BL = self.decider.decide(step_BL, state.read_BLD, before.read_BLD)
@@ -210,7 +210,7 @@ class Batch:
     def draw(self, weight_BV: Tensor, rows: list[Row]) -> list[int]:
         """Draw a token for each of `rows` from (B, V) weights."""
         if self.sampling.temperature == 0.0:
-            return weight_BV.argmax(-1).tolist()  # random numbers would change nothing
+            return weight_BV.argmax(-1).tolist()  # one-hot: a random number would change nothing
         uniform_B = torch.tensor(
             [row.uniform() for row in rows], dtype=torch.float64, device=weight_BV.device
         )

@@ -33,7 +33,7 @@ from titan_loop.inference.stack import LoopState
 
 @dataclass
 class SelfSpeculation:
-    """Depth and length of the drafts, and counts so far of rounds, each with one verification."""
+    """Depth and length of the drafts, and counts so far; a round has one verification."""
 
     draft_step: int = 1
     draft_tokens: int = 3
@@ -69,7 +69,7 @@ class SelfSpeculation:
         remainder_BLV = (prob_BLV - F.pad(draft_prob_BLV, (0, 0, 0, 1))).clamp_min(0.0)
         row_B = torch.arange(len(rows), device=accepted.device)
         last_BV, whole_BV = remainder_BLV[row_B, accepted], prob_BLV[row_B, accepted]
-        # A refusal leaves P above Q somewhere, but for rounding.
+        # After a refusal P exceeds Q somewhere, except when rounding hides it.
         last_BV = torch.where(last_BV.sum(-1, keepdim=True) > 0, last_BV, whole_BV)
         replacement = batch.draw(last_BV, rows)
         self.rounds += 1
@@ -85,7 +85,7 @@ class SelfSpeculation:
                     break
 
     def _draft(self, batch: Batch, count: int) -> tuple[Tensor, Tensor, LoopState]:
-        """Return (B, k) drafts, their (B, k, V) distributions, and k+1 tokens' state after s."""
+        """Return drafts (B, k), their distributions (B, k, V), and k + 1 states after step s."""
         stack, rows = batch.stack, batch.rows
         token_BL = batch.column(row.token for row in rows)
         drafts = [token_BL[:, :0]]

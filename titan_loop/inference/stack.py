@@ -22,7 +22,7 @@ from titan_loop.models.recurrence import Carry
 
 @dataclass
 class Work:
-    """Bytes allocated for caches, calls of the whole stack, and tokens in them with padding."""
+    """Bytes of caches, number of calls of the stack, and tokens in those calls with padding."""
 
     cache_bytes: int = 0
     applications: int = 0
@@ -88,7 +88,7 @@ class Stack:
         return self.model.make_context(tokens_BL, cache=cache, columns=columns)
 
     def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:
-        """Return the context that layer visits of new tokens share."""
+        """Return the context that the steps of new tokens share."""
         places = Places.of(positions_BL)
         key_S = torch.arange(places.seen, device=self.device)
         mask_B1LS = None  # rows in step see all their keys
