@@ -210,7 +210,7 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
-    """Refuse a loss, model, data and depths that do not provide what the others need."""
+    """Refuse a loss, model or data that lacks what another of them needs, and too many steps."""
     declared = config.dataloader.columns()
     for reader, wanted in (("loss", config.loss.columns), ("model", model.columns)):
         there = {column.name for column in declared if column.reader in (reader, "both")}
@@ -243,7 +243,7 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
 
 
 def remarks(config: RunConfig) -> Iterator[str]:
-    """Yield a remark on each setting that does less than it seems to; assumes no refusals."""
+    """Yield a remark on each setting that does less than it seems to, in a run without refusals."""
     yield from config.held_out.remarks(config.dataloader.source_paths(), config.training.seq_len)
     comm = config.comm
     shortest = min(comm.init_timeout_seconds, comm.train_timeout_seconds)

@@ -34,7 +34,7 @@ class StepPlan:
     depths: tuple[int, ...] = ()
 
     def recurrent_steps_of(self, number: int, micro_batches: int) -> int:
-        """Return R of micro-batch `number`, from 0, of the `micro_batches` of a rank.
+        """Return R of a rank's micro-batch `number`, counted from 0, of `micro_batches`.
 
         Raises:
             UserError: The parts of the global batch are not whole micro-batches.

@@ -72,7 +72,7 @@ class UnreadSteps:
         self._steps.append(trained)
 
     def read(self, *, newest: bool) -> bool:
-        """Read the verdicts on all steps, without `newest` on all but one; return whether to stop.
+        """Read the verdicts on all steps, or all but the newest; return whether to stop.
 
         If any rank was asked to stop, every verdict is read.
         """
