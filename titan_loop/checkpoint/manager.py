@@ -69,7 +69,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         Attributes:
             folder: Fixed: parents, reports and SLURM jobs look for checkpoints there.
             async_mode: disabled writes in the training thread. Else another thread writes a copy,
-                made before training goes on (async) or during its next step (…_with_pinned_mem).
+                made before training goes on (async) or during the next step (…_with_pinned_mem).
             keep_every: Keep steps that are multiples of this, besides the latest; 0 for none.
             verify_hashes: Whether loading compares every file's hash; sizes are always compared.
             save_attempts: Attempts to save before training goes on without this checkpoint.
