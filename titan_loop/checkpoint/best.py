@@ -32,7 +32,7 @@ def better(best: Best | None, measured: Best | None) -> Best | None:
 
 
 def best_with(best: Best | None, measured: Best | None, step: int) -> Best | None:
-    """Return the best checkpoint once `step` is saved; a loss of other weights does not count."""
+    """Return the best checkpoint once `step` is saved; `measured` counts only if of that step."""
     return better(best, measured) if measured is not None and measured["step"] == step else best
 
 
@@ -43,7 +43,7 @@ def best_step(manifest: Mapping[str, Any]) -> int | None:
 
 
 def newest_best_step(folder: Path) -> int | None:
-    """Return the step that the newest readable manifest in a folder of checkpoints names."""
+    """Return the best step that the newest readable manifest in a folder of checkpoints names."""
     for step in reversed(committed_steps(folder)):
         try:
             return best_step(read_manifest(step_folder(folder, step)))

@@ -32,7 +32,7 @@ SECOND_LOOK_SECONDS = 3.0
 """Time before a second look for damage, longer than network file systems cache attributes."""
 
 LookAt = Literal["manifest", "sizes", "hashes"]
-"""Depth of a look: the commit record, also the size of every file, or every byte."""
+"""Thoroughness of a check: the commit record alone, every file's size, too, or every byte."""
 
 
 def newest_good(
@@ -110,7 +110,7 @@ def inspect(
 def _seen_twice(
     checkpoint: Path, suspects: dict[str, FileRecord], *, hashes: bool, group: "dist.ProcessGroup"
 ) -> dict[str, str]:
-    """Look again after a while: rank 0 decides, and by then the other ranks must agree.
+    """Look again after a while: rank 0 decides, and must confirm the damage that others still see.
 
     `suspects` are, on rank 0, all files that any rank called damaged; on other ranks, their own.
     """

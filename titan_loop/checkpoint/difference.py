@@ -59,7 +59,7 @@ def largest_differences(a: Tensor, b: Tensor) -> tuple[float, float]:
         a.reshape(-1).split(CHUNK_ELEMENTS), b.reshape(-1).split(CHUNK_ELEMENTS), strict=True
     ):
         left, right = left.to(exact), right.to(exact)
-        # Equal infinities differ by NaN, and so do two NaN.
+        # Subtracting equal infinities, or two NaN, gives NaN.
         same = (left == right) | (left.isnan() & right.isnan())
         if same.all():  # also for an empty tensor
             continue

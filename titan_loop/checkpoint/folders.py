@@ -56,7 +56,7 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 def unfinished_steps(folder: Path) -> list[int]:
-    """Return the steps of saves in `folder` that were never committed, or are half deleted."""
+    """Return the steps of saves in `folder` that never finished or that are half deleted."""
     return [step for step, path in _step_folders(folder) if not is_committed(path)]
 
 
@@ -123,8 +123,8 @@ def remove_tag(checkpoint: Path, tag: str) -> None:
 
 def _step_folders(folder: Path) -> list[tuple[int, Path]]:
     def look() -> list[tuple[int, Path]]:
-        # Not `is_dir` of a path: from Python 3.13 on it calls a folder absent whose disk fails, and
-        # the run would start from scratch.
+        # Not `Path.is_dir`: from Python 3.13 on it reports a folder on a failing disk as absent,
+        # and the run would start from scratch.
         with os.scandir(folder) as entries:
             matches = [(_STEP.fullmatch(entry.name), entry) for entry in entries]
             return [

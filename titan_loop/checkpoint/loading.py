@@ -74,7 +74,7 @@ def load_checkpoint(
     metadata = from_rank_zero(group, lambda: read_table(checkpoint))
     try:
         with warnings.catch_warnings():
-            # A caller without a group wants one process.
+            # Without a group, this process loads alone.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(
                 state_dict,

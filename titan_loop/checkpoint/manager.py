@@ -1,4 +1,4 @@
-"""Saves, keeps, chooses and loads a run's checkpoints, which count only with their manifest.
+"""Saves, keeps, chooses and loads a run's checkpoints; one without a manifest does not count.
 
 The README draws the files of a checkpoint. A folder without a valid manifest is never loaded, never
 counted by the keep policy, and overwritten when its step comes again. Every checkpoint is full. The
@@ -64,19 +64,19 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """Interval and manner of saves, and the checkpoints to keep.
+        """When and how checkpoints are saved, and which ones are kept.
 
         Attributes:
             folder: Fixed: parents, reports and SLURM jobs look for checkpoints there.
-            async_mode: disabled writes in the training thread. Else a thread writes a copy, made
-                before training goes on (async) or beside the next step, pinned (…_pinned_mem).
+            async_mode: disabled writes in the training thread. Else another thread writes a copy,
+                made before training goes on (async) or during the next step (…_with_pinned_mem).
             keep_every: Keep steps that are multiples of this, besides the latest; 0 for none.
             verify_hashes: Whether loading compares every file's hash; sizes are always compared.
             save_attempts: Attempts to save before training goes on without this checkpoint.
-            remote: Folder in an object store that every checkpoint is copied to, s3://…, gs://… or
-                file://…; a start without a whole local one fetches the newest. Empty for none.
-            adopt_remote: Go on with the run whose checkpoints `remote` holds although this run
-                directory is new, as after the loss of a disk.
+            remote: Folder in an object store (s3://…, gs://… or file://…) for copies of all
+                checkpoints; a start without a whole local one fetches the newest. Empty for none.
+            adopt_remote: Let a new run directory go on with the run whose checkpoints `remote`
+                holds, as after the loss of a disk.
             retry_seconds: Wait before the second attempt; it doubles each time.
             carry: Start of a run that has no checkpoint of its own.
         """
@@ -91,7 +91,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         adopt_remote: bool = False
         retry_seconds: float = 10.0
         carry: StartFrom = field(default_factory=StartFrom)
-        # Upstream's defaults, True, would have it warn of settings without an effect.
+        # With upstream's default, True, it would warn of settings without an effect.
         last_save_model_only: bool = False
         initial_load_model_only: bool = False
 
@@ -100,7 +100,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             self.check()
 
         def check(self) -> None:
-            """Raise `UserError` for unusable values and for upstream's fields without a use."""
+            """Raise `UserError` for unusable values and for unsupported fields of upstream's."""
             unsupported = {
                 "create_seed_checkpoint": "ranks draw the same initial weights by themselves",
                 "initial_load_path": "checkpoint.carry.parent names the checkpoint to start from",
@@ -147,7 +147,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         base_folder: str = "",
         **unused: Any,
     ) -> None:
-        # Unused: the learning rate follows from the token count, formats are converted elsewhere.
+        # `unused`: schedulers (the rate follows from the token count) and an adapter of formats.
         self.enable = config.enable
         self.measured: Best | None = None  # newest held-out loss, set by an evaluation on all ranks
         if not self.enable:
@@ -162,7 +162,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.inherited: dict[str, Any] = {}
         self.best: Best | None = None
         self._best_before: Best | None = None  # to return to if the newest save fails
-        # A rank that dies is noticed at once; one that upcycles or writes may take its time.
+        # Long: upcycling and writing take time, and a rank that dies is noticed at once anyway.
         group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
@@ -207,12 +207,12 @@ class LoopCheckpointManager(BaseCheckpointManager):
         return True
 
     def _noted(self, saved: bool) -> bool:
-        if not saved:  # noticed in the training thread, so that all ranks do at the same step
+        if not saved:  # undone in the training thread: on all ranks at the same step
             self.best = self._best_before
         return saved
 
     def _stage(self, copies: DefaultStager) -> "Future[dict[str, Any]]":
-        """Copy the state; a failure is the save's, on all ranks, and reaches it in the future."""
+        """Copy the state; an error goes into the future, so that the save fails on all ranks."""
         done: Future[dict[str, Any]] = Future()
         try:
             if torch.cuda.is_available():
@@ -232,7 +232,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         first = step == 1 and self.config.enable_first_step_checkpoint
         if first or last_step or step % self.config.interval == 0:
             return True
-        # A save that still runs counts as done: training must not wait for it in every evaluation.
+        # A new best is due, too. A running save counts as done, so that evaluations need not wait.
         return best_with(self.best, self.measured, step) is not self.best
 
     def tensors(self) -> dict[str, Any]:
@@ -323,7 +323,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         step, manifest = found
         self._set_aside_newer(step)
         checkpoint = step_folder(self.path, step)
-        # First: they refuse a checkpoint of another architecture before any tensor is read.
+        # First: these two refuse a checkpoint that does not fit before any tensor is read.
         self.trainer.load_state_dict(manifest["trainer"])
         self.dataloader.load_state_dict(manifest["data"])
         self._read(checkpoint)
@@ -352,7 +352,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             lineage = from_rank_zero(self.group, lambda: read_manifest(parent)["lineage"])
             self.inherited["upcycled"] = lineage["upcycled"]
         self._read(parent, optimizer=carry.optimizer, policy=carry.key_policy())
-        self.optimizers.restart_average()  # the parent's is of its own steps
+        self.optimizers.restart_average()  # the parent's covers the parent's steps
         return True
 
     def _upcycle(self, parent: Path) -> Path:

@@ -47,10 +47,10 @@ OWN_RECORD = "remote.json"
 
 
 class RemoteCheckpoints:
-    """The checkpoints of one run in a remote folder; for rank 0.
+    """The checkpoints of one run in a remote folder; use it on rank 0 only.
 
-    A recipe's stages share the address. A folder of another run is refused, unless `adopt` lets a
-    run directory without checkpoints go on with that run.
+    A recipe's stages share `url`. A folder of another run is refused, unless `adopt` lets a run
+    directory without checkpoints go on with that run.
     """
 
     def __init__(self, url: str, *, stage: str, run: Path, adopt: bool = False) -> None:
@@ -66,7 +66,7 @@ class RemoteCheckpoints:
     def upload(self, checkpoint: Path) -> None:
         """Copy a committed checkpoint: its files, then its manifest, the commit record."""
         manifest, name = read_manifest(checkpoint), checkpoint.name
-        self._delete(name)  # the files of an older attempt at this step
+        self._delete(name)  # an older attempt at this step may have left files
         beside = [TAGS] if read_tags(checkpoint) else []
         beside += [TABLE] if (checkpoint / TABLE).exists() else []
         for file in dict.fromkeys([*manifest["files"], *beside]):
@@ -138,7 +138,7 @@ class RemoteCheckpoints:
         if not is_committed(local):
             return TAGS in self._names(step)
         tagged = bool(read_tags(local))
-        if tagged:  # perhaps since it was copied
+        if tagged:  # the tag may be newer than the copy
             self._folder.upload(local / TAGS, f"step-{step}/{TAGS}")
         return tagged
 
@@ -219,7 +219,7 @@ class Uploader:
             self.submit(step_folder(checkpoints, newest))
 
     def is_uploading(self, checkpoint: Path) -> bool:
-        """Return whether the copy of a checkpoint waits or runs: it must not be deleted yet."""
+        """Return whether a checkpoint still has to be copied, and must not be deleted yet."""
         future = self._pending.get(checkpoint.name)
         return future is not None and not future.done()
 

@@ -1,7 +1,7 @@
 """Rewinds of a run: the windows that each jumps over, and the checkpoints that it gives up.
 
     recorded in REMOTE/STAGE/rewinds.json, then in RUN/rewinds.json
-      ─► every start sets newer checkpoints from before the rewind aside (in the store: deletes)
+      ─► every start sets aside (in the store: deletes) older checkpoints of steps past `to_step`
       ─► the newest one left is loaded, without the recorded windows; its lineage lists the rewinds
 
 The record is the commit: a start completes the work of a killed one, here or in the store.
@@ -50,7 +50,7 @@ def record_rewind(run: Path, remote: RemoteCheckpoints | None, rewind: Rewind) -
 
 
 def take_up_rewinds(run: Path, checkpoints: Path, remote: RemoteCheckpoints | None) -> None:
-    """Give up the checkpoints that recorded rewinds left behind, here and in the store."""
+    """Complete the record of rewinds and give up the checkpoints it rules out, in both places."""
     here = read_rewinds(run)
     there = [] if remote is None else remote.read(REWINDS).get("rewinds", [])
     rewinds = max(here, there, key=len)

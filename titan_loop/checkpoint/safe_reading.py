@@ -26,7 +26,7 @@ from titan_loop.checkpoint.manifest import DamagedCheckpointError
 from titan_loop.errors import RunFailedError, UserError, first_line
 from titan_loop.storage.transient import count_retry, retried, unreadable
 
-_ARCHIVE = b"PK\x03\x04"  # how everything that torch.save writes begins
+_ARCHIVE = b"PK\x03\x04"  # the first bytes of everything that torch.save writes
 
 
 class SafeFileSystemReader(filesystem.FileSystemReader):
@@ -38,7 +38,7 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
         self.storage_data = metadata.storage_data
 
     def read_metadata(self) -> dcp.Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the description; without arguments, so that DCP asks for no rank's own."""
+        """Return the description; takes no rank, so that DCP does not ask for a rank's own."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -87,7 +87,7 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner with byte entries that hold plain data."""
+    """DCP's planner, which refuses byte entries that hold more than plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load an object that is plain data: numbers, strings, containers, tensors."""

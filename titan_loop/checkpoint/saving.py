@@ -87,7 +87,7 @@ def _attempt(
     content: dict[str, Any],
     group: dist.ProcessGroup,
 ) -> tuple[Reference | None, str | None]:
-    """Try once; return rank 0's reference, and on every rank the error of one of them.
+    """Try once; return the reference (None except on rank 0), and on every rank the first error.
 
     Each stage is collective and ends in `try_on_all`, so all ranks skip the later ones together.
     """

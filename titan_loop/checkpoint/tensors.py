@@ -51,9 +51,9 @@ from titan_loop.errors import UserError, nearest
 class CheckpointReader:
     """The entries of a committed checkpoint, one at a time.
 
-    Memory holds the tensor that is read and one of its shards. With `ema` a weight's name stands
-    for its average; frozen weights have none. Raises `UserError` for a checkpoint that was never
-    committed or has no average, `DamagedCheckpointError` for a damaged file.
+    Memory holds the tensor that is read and one of its shards. With `ema`, weights' averages are
+    read under their names; frozen weights have none. Raises `UserError` if the checkpoint was never
+    committed or `ema` finds no average, `DamagedCheckpointError` for a damaged file.
     """
 
     def __init__(self, checkpoint: Path, *, look_at: LookAt = "hashes", ema: bool = False) -> None:
@@ -150,7 +150,7 @@ def write_checkpoint(
     }
     try:
         with warnings.catch_warnings():
-            # One process is meant.
+            # This process saves alone.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             save(
                 announced,
@@ -168,7 +168,7 @@ def write_checkpoint(
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans with shapes; makes each tensor when it is written."""
+    """Plans with the announced shapes and produces each tensor only when it is written."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         super().__init__()

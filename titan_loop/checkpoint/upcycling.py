@@ -49,7 +49,7 @@ class Upcycling:
         require_known("upcycling moments", self.moments, get_args(Moments))
 
     def sources(self, architecture: Mapping[str, Any]) -> list[int]:
-        """Return the old layer of every new one; raise `UserError` unless k·N are looped, k ≥ 2."""
+        """Return each new layer's old one; raise `UserError` unless the loop grows k ≥ 2 times."""
         n_layers, looped = architecture["n_layers"], looped_layers(architecture)
         outside = n_layers - len(looped)
         copies, rest = divmod(self.n_layers - outside, len(looped))

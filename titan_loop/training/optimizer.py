@@ -1,4 +1,4 @@
-"""The optimisers of a run, in the groups that the model names, with torchtitan's container."""
+"""A run's optimisers: torchtitan's container, with parameter groups that the model defines."""
 
 import math
 import re
@@ -94,7 +94,7 @@ class MuonConfig:
     """Newton-Schulz iterations."""
 
     scale: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """Factor on a matrix's update: original, √(rows/columns), at least 1, or 0.2·√(larger side)."""
+    """Factor on an update: original max(1, √(rows/columns)), match_rms_adamw 0.2·√(larger side)."""
 
     rate_factor: float = 1.0
     """Factor on the scheduled learning rate for Muon."""
@@ -105,8 +105,8 @@ class MuonConfig:
     def settings(self, group: ParameterGroup) -> "GroupSettings":
         """Return the settings of one of the model's groups.
 
-        An orthogonal update of √(rows/columns) changes outputs alike at every width; 0.2·√(larger
-        side) is larger by √m at m times the width.
+        With the factor √(rows/columns), an orthogonal update changes outputs equally at every
+        width. 0.2·√(larger side) grows by √m at m times the width; the rate undoes that.
         """
         by_width = 1.0 if self.scale == "original" else group.width_ratio**-0.5
         return GroupSettings(
@@ -119,7 +119,7 @@ class MuonConfig:
                 "nesterov": self.nesterov,
                 "ns_steps": self.iterations,
                 "adjust_lr_fn": self.scale,
-                "fused": False,  # so that a skipped step is known before its update
+                "fused": False,  # Muon ignores `found_inf`; the host reads the verdict first
             },
             rate_factor=self.rate_factor * group.rate_factor * by_width,
         )
@@ -150,7 +150,7 @@ class MuonConfig:
 
 @dataclass(kw_only=True, slots=True)
 class GroupSettings(ParamGroupConfig):
-    """torchtitan's config of a group, whose pattern is filled in last, with its rate factor."""
+    """torchtitan's config of a parameter group, with a rate factor; `pattern` is filled in last."""
 
     rate_factor: float
 
@@ -162,7 +162,7 @@ _EMA = AVERAGE_PREFIX.removeprefix(OPTIMIZER_PREFIX)
 
 
 class LoopOptimizers(OptimizersContainer):
-    """The optimisers of a `LoopDecoder`, which sets the treatment of each of its parameters."""
+    """The optimisers of a `LoopDecoder`, which assigns each of its parameters to a group."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -224,7 +224,7 @@ class LoopOptimizers(OptimizersContainer):
                     equal[0].append(name)
                 else:
                     found.append((settings, [name]))
-        # In the order in which upstream makes optimisers and their groups.
+        # The order in which upstream makes optimisers and their groups; `_groups` relies on it.
         members: dict[str, list[GroupSettings]] = defaultdict(list)
         for settings, names in found:
             settings.pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
@@ -265,7 +265,7 @@ class LoopOptimizers(OptimizersContainer):
             group["lr"] = learning_rate * settings.rate_factor
 
     def own_rates(self, learning_rate: float) -> dict[str, float]:
-        """Return rates that differ from the scheduled one, as `lr/OPTIMIZER_xFACTOR`."""
+        """Return the rates that differ from the scheduled one, by names `lr/OPTIMIZER_xFACTOR`."""
         settings = [settings for _, settings in self._groups() if settings.rate_factor != 1]
         return {
             f"lr/{own.optimizer_name.lower()}_x{own.rate_factor:g}": learning_rate * own.rate_factor

@@ -81,7 +81,7 @@ def refusals(
 
 
 def value_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse values out of range, which upstream accepts and fails on in the middle of a run."""
+    """Refuse values out of range; upstream accepts them and fails in the middle of a run."""
 
     def refuse(field: str, problem: str, fix: str = "") -> Refusal:
         return Refusal.of(field, attrgetter(field)(config), problem, fix)
@@ -145,7 +145,7 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Ref
 
 
 def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
-    """Refuse numbers of steps that do not suit the data, or leave a part of the model untrained."""
+    """Refuse depths that do not suit the data, or that leave a part of the model untrained."""
     recurrence, task = config.recurrence, config.dataloader.generated_task()
     needed = None if task is None else task.most_steps
     if recurrence.from_data and not config.dataloader.knows_depth():
@@ -168,7 +168,7 @@ def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refu
 
 
 def device_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse settings that need another device than this machine has."""
+    """Refuse settings that need a device that this machine lacks."""
     if config.float8 != "off" and (missing := missing_for_float8()):
         yield Refusal.of("float8", config.float8, missing)
     if compat.device_type() != "cpu":
@@ -210,7 +210,7 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
-    """Refuse needs of loss, model or data that the others do not meet."""
+    """Refuse a loss, model or data that lacks what another of them needs, and too many steps."""
     declared = config.dataloader.columns()
     for reader, wanted in (("loss", config.loss.columns), ("model", model.columns)):
         there = {column.name for column in declared if column.reader in (reader, "both")}
@@ -243,7 +243,7 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
 
 
 def remarks(config: RunConfig) -> Iterator[str]:
-    """Yield settings of a run without refusals that do less than they seem to."""
+    """Yield a remark on each setting that does less than it seems to, in a run without refusals."""
     yield from config.held_out.remarks(config.dataloader.source_paths(), config.training.seq_len)
     comm = config.comm
     shortest = min(comm.init_timeout_seconds, comm.train_timeout_seconds)

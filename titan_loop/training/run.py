@@ -77,14 +77,14 @@ def run_training(
 ) -> int:
     """Train `config` in this process, one of the ranks that the launcher started; return `EXIT_OK`.
 
-    Continues from the newest good checkpoint of its run directory, if there is one; after too many
-    spikes it starts again from an older one. The process group stays for the next run of a recipe:
-    call `shutdown` after the last.
+    Continues from the newest good checkpoint of the run directory, if there is one. After too many
+    spikes, training starts again from an older checkpoint. The process group stays for the next run
+    of a recipe: call `shutdown` after the last.
 
     Args:
         command: Recorded in `run.json`; None takes this process' command line.
-        evaluations: Builds the callbacks of `held_out`, `suite` and a curriculum, which
-            training cannot import.
+        evaluations: Builds the callbacks of `held_out`, `suite` and a curriculum, since training
+            must not import them; None refuses a config that asks for one.
     """
     startup = startup or StartupClock()
     while True:
@@ -234,7 +234,7 @@ def fetch_checkpoints(config: RunConfig) -> bool:
 
 
 def copy_last_checkpoint(config: RunConfig) -> None:
-    """Copy a finished run's last checkpoint, unless that was done before it ended; on rank 0."""
+    """Copy a finished run's last checkpoint to its store, if it is not there yet; on rank 0."""
     if (remote := _remote(config)) is not None:
         copies = config.checkpoint.uploader(remote)
         copies.catch_up(RunDirectory(config.dump_folder).checkpoints)
@@ -242,7 +242,7 @@ def copy_last_checkpoint(config: RunConfig) -> None:
 
 
 def copy_sources(configs: Sequence[RunConfig]) -> None:
-    """Copy sources in object stores to every node's cache; all ranks call it before they meet."""
+    """Copy sources in object stores to every node's cache; call on all ranks before they meet."""
     loaders = [config.dataloader for config in configs]
     mixtures = [load.mixture for load in loaders if isinstance(load, WindowLoader.Config)]
     entries = dict.fromkeys(chain.from_iterable(mixtures))

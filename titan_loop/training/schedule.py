@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([KMBT]?)")
 
 @dataclass(frozen=True, slots=True)
 class Knot:
-    """A point of a schedule; `interpolation` leads to the next knot's value, "constant" jumps."""
+    """A point of a schedule; `interpolation` leads to the next knot ("constant" jumps there)."""
 
     tokens: int
     value: float
@@ -65,12 +65,12 @@ class Schedule:
                 known = nearest(str(knot.interpolation), _INTERPOLATIONS)
                 raise UserError(f"schedule interpolation={knot.interpolation!r} is unknown{known}")
             previous = knot.tokens
-        # Nothing follows the last knot: one spelling, so that equal schedules compare equal.
+        # The last knot's interpolation is never used: drop it, so equal schedules compare equal.
         last = self.knots[-1]
         object.__setattr__(self, "knots", (*self.knots[:-1], Knot(last.tokens, last.value)))
 
     def __call__(self, tokens: int) -> float:
-        """Return the value after `tokens` global tokens, exactly the knot's value on a knot."""
+        """Return the value after `tokens` global tokens; on a knot, exactly the knot's value."""
         index = self._knot_before(tokens)
         knot = self.knots[max(index, 0)]
         # The last knot is constant, too.
@@ -85,7 +85,7 @@ class Schedule:
     def constant_until(self, tokens: int) -> int | None:
         """Return the first token count after `tokens` where the value may differ, None for never.
 
-        The result is `tokens + 1` inside a stretch that moves.
+        While the value moves, the result is `tokens + 1`.
         """
         for knot, following in pairwise(self.knots[max(self._knot_before(tokens), 0) :]):
             if knot.value == following.value:
@@ -143,7 +143,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read `VALUE`, or `TOKENS:VALUE` knots with an interpolation between two.
+        """Read `VALUE`, or `TOKENS:VALUE` knots with an interpolation between each two.
 
         For example `3e-4` or `0:4M constant 3B:8M`; numbers may end with K, M, B or T.
         """

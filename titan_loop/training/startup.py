@@ -24,7 +24,7 @@ FIRST_STEP = "first_step"
 class StartupClock:
     """Measures the parts of one start, each from the end of the one before.
 
-    With `since_process_start` the first part begins with the process, if the system tells its age.
+    With `since_process_start` the first part begins with the process, if its age can be read.
     """
 
     def __init__(self, *, since_process_start: bool = False) -> None:
@@ -57,7 +57,7 @@ class StartupClock:
 
 
 def _process_age_seconds() -> float:
-    """Return the age of this process; 0 where `/proc` does not tell."""
+    """Return the age of this process; 0 where `/proc` does not have it."""
     try:
         with open("/proc/self/stat") as file:
             after_name = file.read().rpartition(")")[2].split()

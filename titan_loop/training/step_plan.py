@@ -17,11 +17,11 @@ class StepPlan:
     Attributes:
         tokens: Global tokens consumed before it.
         recurrent_steps: R; the rounded mean if there are `depths`.
-        backward_steps: k, the number of last steps that are trained through; None for all.
+        backward_steps: k, the number of last recurrent steps that gradients pass; None for all.
         schedules: Values of the objective's schedules, and 0 for `OBJECTIVE_SCHEDULES` that it does
             not use.
-        depths: R of each of as many equal parts of the global batch, in order of its windows; () if
-            all have `recurrent_steps`.
+        depths: R of each part of the global batch, which is cut into equal parts in the order of
+            its windows; () if all have `recurrent_steps`.
     """
 
     step: int
@@ -34,7 +34,7 @@ class StepPlan:
     depths: tuple[int, ...] = ()
 
     def recurrent_steps_of(self, number: int, micro_batches: int) -> int:
-        """Return R of the `number`-th, from 0, of a rank's micro-batches.
+        """Return R of a rank's micro-batch `number`, counted from 0, of `micro_batches`.
 
         Raises:
             UserError: The parts of the global batch are not whole micro-batches.
@@ -59,7 +59,7 @@ def step_flops(
 
 
 def regime(config: RecurrenceConfig, plan: StepPlan, *, level: int) -> list[Any]:
-    """Return the planned settings that move a step's loss, to one digit, for comparison."""
+    """Return the planned settings that move a step's loss, to compare steps; weights to 1 digit."""
     weights = [f"{name} {value:.1g}" for name, value in sorted(plan.schedules.items())]
     depth = typical_recurrent_steps(config, plan.tokens)
     return [depth, plan.backward_steps, level, *weights]
@@ -68,8 +68,8 @@ def regime(config: RecurrenceConfig, plan: StepPlan, *, level: int) -> list[Any]
 def trained_recurrence(config: RecurrenceConfig, plan: StepPlan) -> dict[str, Any]:
     """Return a checkpoint's record of R after its newest step.
 
-    `recurrent_steps` is the depth at which to use the model: that step's R, or its rounded mean
-    within the limits where R is drawn.
+    `recurrent_steps` is the depth at which to use the model: that step's R or, where R is drawn,
+    its mean, rounded and clipped to the limits.
     """
     return {
         "recurrent_steps": typical_recurrent_steps(config, plan.tokens),

@@ -9,8 +9,8 @@
 
 Ctrl-C waits for a boundary without a time limit; a second one ends the process at once, and so does
 the first before the first step. The signal handler writes into a pipe that a thread reads, so a
-rank inside a collective hears the signal, too. Nothing here imports torch: a process listens at
-once.
+rank inside a collective hears the signal, too. Nothing here imports torch, so a process can listen
+before that slow import.
 """
 
 import ctypes
@@ -34,8 +34,8 @@ GRACE_VARIABLE = "TITAN_LOOP_GRACE_SECONDS"
 
 GRACE_SECONDS = 240.0
 ECHO_SECONDS = 5.0
-"""Signals this soon after the first are the same request: a cancelled job's tasks hear SIGTERM from
-their node and once more through srun."""
+"""Signals this soon after the first are the same request: a cancelled job's tasks get SIGTERM once
+from their node and once through srun."""
 
 LEAVE_SECONDS = 15.0
 """Time that a rank has to close its files after an error of its own. Closing may wait in a
@@ -64,8 +64,8 @@ def grace_seconds(environment: Mapping[str, str]) -> float:
 class StopListener:
     """Listens for `SIGNALS` inside its context; enter it in the main thread.
 
-    All arguments are seconds: `grace` from the first signal to the end of the process, `echo` in
-    which a further signal counts as the same, `leave` from `leave()` to the end of the process.
+    All arguments are in seconds: `grace` from the first signal to the end of the process, `echo`
+    during which further signals count as the first, `leave` from `leave()` to the process's end.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StopListener:
         return None if self._heard is None else self._heard[0].name
 
     def watch(self, hang_seconds: float, dump: Callable[[], object]) -> None:
-        """End this process if `progress` is not called for `hang_seconds`, 0 for never."""
+        """Call `dump` and end this process if `hang_seconds` (0: never) pass without `progress`."""
         self._dump = dump
         self._trains = True
         self._hang_seconds = hang_seconds
@@ -108,7 +108,7 @@ class StopListener:
         self._wake()
 
     def leave(self, error: BaseException) -> None:
-        """End this process soon with `error`, whatever it waits for."""
+        """End this process soon with the exit code of `error`, even if it waits in a collective."""
         self._leaving = error, time.monotonic()
         self._wake()
 
@@ -124,7 +124,7 @@ class StopListener:
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # in the background of a shell
+                continue  # a shell's background job ignores Ctrl-C
             self._handlers[number] = signal.signal(number, self._leave_it_to_the_thread)
         _hear_the_end_of_torchrun()
         return self
@@ -134,7 +134,7 @@ class StopListener:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
         signal.set_wakeup_fd(self._wakeup)
         if self._leaving is not None:
-            return  # keep watching: the interpreter waits for threads, and those for other ranks
+            return  # keep watching: exiting joins threads, which may wait for other ranks
         assert self._thread is not None
         os.write(self._writer, bytes([_CLOSE]))
         self._thread.join()
@@ -197,7 +197,7 @@ class StopListener:
             raise KeyboardInterrupt
 
     def _give_up(self, reason: str) -> None:
-        """End this process without a save; every thread's stack goes to stderr."""
+        """Print every thread's stack to stderr and end this process without a save."""
         rank = os.environ.get("RANK", "0")
         _say(f"error: rank {rank}: {reason}; ended without a new checkpoint")
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
@@ -219,6 +219,6 @@ def _say(text: str) -> None:
 
 
 def _hear_the_end_of_torchrun() -> None:
-    """Have Linux send SIGTERM when torchrun is killed: its ranks would train on with the lock."""
+    """Have Linux send SIGTERM if torchrun is killed; else its ranks train on and hold the lock."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))

@@ -4,11 +4,11 @@ One training step:
 
     plan_step(tokens) ─► R, β, learning rate, windows
     loader.read_step ─► micro-batches ─► forward, backward ─► gradients ─► clip
-    finite on every rank, no callback against it? ─► update, or skip ─► metrics, callbacks
+    finite and no callback's objection on any rank? ─► update, else skip ─► metrics, callbacks
     any rank asked to stop? ─► save and leave
 
 Every schedule is a pure function of the global token count, which does not depend on the number of
-ranks. Upstream builds meshes and model and runs the outer loop; all else is a `Callback`.
+ranks. Upstream builds meshes and model and runs the outer loop; other features are callbacks.
 """
 
 import contextlib
@@ -104,12 +104,12 @@ class LoopTrainer(Trainer):
 
     @property
     def at_stage_end(self) -> bool:
-        """Whether the run has consumed all its tokens; `training.steps` may end it earlier."""
+        """Whether the run has consumed all its tokens; `training.steps` may end a start earlier."""
         return self.tokens >= self.config.total_tokens
 
     @property
     def at_last_step(self) -> bool:
-        """Whether no further step follows in this start."""
+        """Whether no step follows the current one in this start."""
         return self.step >= self.config.training.steps
 
     @property
@@ -147,10 +147,10 @@ class LoopTrainer(Trainer):
             callback.on_train_end(self)
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        """Start all that needs the loaded checkpoint; yields nothing, since steps read data."""
+        """Start all that needs the loaded checkpoint; yields nothing: `update` reads the data."""
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
-        self.optimizers.apply_settings()  # a checkpoint brings the settings of its own start
+        self.optimizers.apply_settings()  # loading restored the settings of an earlier start
         self._folder_watch.start()
         if agree_to_stop(self.asked_to_stop, self.device):
             self._stop("before its first step")
@@ -191,7 +191,7 @@ class LoopTrainer(Trainer):
             self._stop(f"after step {self.step} of {self.config.training.steps}")
 
     def update(self, plan: StepPlan) -> TrainedStep:
-        """Compute a step's gradients and update the weights, without waiting for the device."""
+        """Compute gradients and update the weights; waits for the device only if optimisers do."""
         self.plan = plan
         self._enter("reading data")
         self.loss_fn.set_schedules(plan.schedules)
@@ -296,9 +296,9 @@ class LoopTrainer(Trainer):
         compat.dump_flight_recorder(folder / comm.save_traces_folder / name)
 
     def before_save(self) -> None:
-        """Refuse to save weights that are not finite, or in another run's folder; collective."""
+        """Refuse to save non-finite weights, and follow a folder that moved; collective."""
         self._follow_folder()
-        write_kept()  # a later start does not repeat the steps before a checkpoint
+        write_kept()  # records of steps before a checkpoint: no later start repeats them
         self._unread.read(newest=True)  # the saved state includes every skipped step
         name = first_non_finite_parameter(self.model_parts)
         if name is not None:
@@ -321,7 +321,7 @@ class LoopTrainer(Trainer):
         """Finish a save that is being written, and release the run directory.
 
         Everything is closed even if closing some of it fails. Ranks that close `together` leave at
-        the same time: a launcher may kill ranks that outlive the first one by much.
+        the same time: a launcher may kill ranks that live much longer than the first one.
         """
         self.checkpointer.ends_together = together
         with contextlib.ExitStack() as closing:  # in reverse order, so the lock comes last
@@ -339,7 +339,7 @@ class LoopTrainer(Trainer):
         return self.run.lineage()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON from which any number of ranks can continue."""
+        """Return the trainer's state as JSON, from which any number of ranks can continue."""
         state: dict[str, Any] = {
             "step": self.step,
             "tokens": self.tokens,

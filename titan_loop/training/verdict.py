@@ -4,7 +4,7 @@
                                                      └─► read a step later: `Callback.on_verdict`
 
 All ranks decide alike, so none waits in a collective that others left. The host reads a verdict
-when the next step's kernels are queued, so the device never waits for the host.
+only when the next step's kernels are queued, so the device need not wait for the host.
 """
 
 from collections import deque
@@ -23,9 +23,9 @@ from titan_loop.storage.transient import retries
 class StepVerdict:
     """Common decision of all ranks about one step; on the device until it is read.
 
-    `flags` are (3,) int32, the same on all ranks: 1 to update the weights, 1 to go on with
-    training, and minus the largest number of repeated reads of a rank, which is `io_retries` once
-    the verdict is read. `skip` is an fp32 scalar: 1 if the update must be skipped, else 0.
+    `flags`, (3,) int32 and the same on all ranks, are: 1 to update the weights, 1 to go on with
+    training, and minus the most repeated reads and writes of any rank, from which `read` sets
+    `io_retries`. `skip` is an fp32 scalar: 1 if the update must be skipped, else 0.
     """
 
     def __init__(self, flags: Tensor) -> None:
@@ -60,7 +60,7 @@ class TrainedStep(NamedTuple):
 class UnreadSteps:
     """Training steps whose verdict the host has not read yet.
 
-    `tell` is called with every step that is read, in order, and whether it updated the weights.
+    Each step that is read is passed to `tell`, in order, with whether it updated the weights.
     """
 
     def __init__(self, tell: Callable[[TrainedStep, bool], None]) -> None:
@@ -88,7 +88,7 @@ class UnreadSteps:
 def agree_on_step(
     loss: Tensor, grad_norm: Tensor, *, stop: bool = False, calm: Tensor | None = None
 ) -> StepVerdict:
-    """Return the common decision of all ranks about a step; collective, and no wait.
+    """Return the common decision of all ranks about a step; collective, without a device wait.
 
     The weights are updated if loss and gradient norm are finite and `calm`, a scalar bool or None,
     holds on every rank. Training stops if any rank was asked to `stop`.
@@ -105,8 +105,8 @@ def agree_on_step(
 def update_unless_skipped(optimizers: OptimizersContainer, verdict: StepVerdict) -> None:
     """Update the weights unless the verdict is to skip the step.
 
-    torch's fused optimisers read the verdict on the device, as under a gradient scaler. Others wait
-    for it, and so do offloaded weights, whose optimiser would read a copy still on its way.
+    torch's fused optimisers read the verdict on the device, as under a gradient scaler. The host
+    waits before others, and before offloaded weights: a CPU optimiser could read it too early.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     devices = {parameter.device.type for group in groups for parameter in group["params"]}

@@ -59,7 +59,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, *, step: int, tokens: int) -> None:
-        """Take in the weights after a step at which `tokens` global tokens are consumed."""
+        """Take in the weights after a step, when `tokens` global tokens have been consumed."""
         if step % self._config.interval or tokens <= self._config.start_tokens:
             return
         if self.updates == 0:
@@ -72,7 +72,7 @@ class WeightAverage:
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average itself, not a copy, for any number of ranks."""
+        """Return the average's own tensors, not copies; any number of ranks can load them."""
         if self.updates == 0:
             self._restart()
         return {"updates": self.updates, **self._average}

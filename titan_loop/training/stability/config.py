@@ -13,9 +13,8 @@ class StabilityConfig:
     """Spikes, norms, stragglers and heartbeats; see `titan_loop/training/stability/README.md`."""
 
     skip_spikes: bool = False
-    """Leave out the update of a step whose loss or gradient norm is far above recent ones, or not
-    finite, and rewind to a checkpoint where that does not help. max_skipped_steps then has no
-    effect."""
+    """Skip the update of a step whose loss or gradient norm is not finite or far above recent ones,
+    and rewind to a checkpoint if too many are skipped. max_skipped_steps then has no effect."""
 
     window: int = 64
     """Steps in the rolling median; judging starts once this many steps were accepted."""
@@ -24,11 +23,11 @@ class StabilityConfig:
     """Robust standard deviations above the median at which loss or log gradient norm is a spike."""
 
     skips: int = 3
-    """Spikes within `window` steps after which the run rewinds to the last good checkpoint and
-    jumps over their windows."""
+    """Spikes within `window` steps after which the run rewinds to a checkpoint from before them and
+    jumps over their data."""
 
     rewinds: int = 2
-    """Most rewinds of a run, which then ends with exit code 4."""
+    """Most rewinds of a run; where it would need one more, it ends with exit code 4."""
 
     norms_interval: int = 0
     """Steps between two measurements of state, gradient and update norms, by layer and recurrent
@@ -36,17 +35,17 @@ class StabilityConfig:
     rank's weights."""
 
     straggler: float = 0.0
-    """Ratio to the others' time of matrix products, or of waits for data, above which a rank is
-    named in the log and in `titan-loop status`, such as 1.5; 0 gathers no times. Measured on
-    logging steps."""
+    """Name a rank in the log and in `titan-loop status` if its matrix products, or its waits for
+    data, take at least this many times the ranks' median, such as 1.5; 0 gathers no times. Measured
+    on logging steps."""
 
     heartbeat_seconds: float = 0.0
-    """Seconds between two writings of each rank's RUN/heartbeats/rank-N.json, from which the
+    """Seconds between two writes of each rank's RUN/heartbeats/rank-N.json, from which the
     watchdog and `titan-loop status` name silent ranks, such as 30; 0 writes none."""
 
     @property
     def most_jumped_steps(self) -> int:
-        """Most training steps whose windows are jumped over."""
+        """Most training steps whose data rewinds can jump over."""
         return self.skips * self.rewinds if self.skip_spikes else 0
 
     def unused(self) -> str:
@@ -76,7 +75,7 @@ class StabilityConfig:
         )
 
     def setting_refusals(self, *, checkpoint: LoopCheckpointManager.Config) -> Iterator[Refusal]:
-        """Refuse settings of checkpoints with which a run cannot rewind."""
+        """Refuse checkpoint settings under which a run could not rewind."""
         if not self.skip_spikes:
             return
         saves = checkpoint.enable and not checkpoint.load_only

@@ -23,7 +23,7 @@ from titan_loop.training.callback import Callback, Phase, TrainingState
 logger = logging.getLogger(__name__)
 
 _MOST_SECONDS_TO_END = 10.0
-"""Longest wait, at the end of a run, for a disk that holds up the last heartbeat."""
+"""Longest wait at the end of a run for a heartbeat that a slow disk holds up."""
 
 
 class Pulse(Callback):
@@ -41,14 +41,14 @@ class Pulse(Callback):
         self.enter(trainer.step, phase)
 
     def enter(self, step: int, phase: Phase) -> None:
-        """Report from now on that this part of this step began now."""
+        """Let heartbeats report that `phase` of `step` began now; the first call starts them."""
         self._step, self._phase, self._progress = step, phase, time.time()
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
             self._thread.start()
 
     def on_hang(self) -> None:
-        """Print on rank 0 the ranks that the others wait for; may wait for the disk."""
+        """Print on rank 0 the ranks that the others wait for; may block on the disk."""
         if self._rank == 0:
             for line in silent_ranks(read_heartbeats(self._run), hung=True):
                 print(f"titan-loop: {line}", file=sys.stderr, flush=True)

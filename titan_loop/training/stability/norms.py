@@ -1,4 +1,4 @@
-"""The report of a measured step: a record of `norms.jsonl`, a line of the log, warnings.
+"""The report of a measured step: a record in `norms.jsonl`, a line in the log, and warnings.
 
 A record has, besides `step` and `tokens`,
 
@@ -9,7 +9,7 @@ A record has, besides `step` and `tokens`,
                       by layer or module: norms of the weights, of their gradient before clipping,
                       and of the step's change of them
 
-Numbers that are not finite, or of visits that never happened, are null.
+null stands for a number that is not finite, or for a layer that the row's step does not visit.
 """
 
 import logging
@@ -38,12 +38,12 @@ from titan_loop.training.verdict import StepVerdict
 logger = logging.getLogger(__name__)
 
 GROWTH = 10.0
-"""Growth of a layer's state from the first recurrent step to the last that causes a warning. With a
-norm after every step the ratio is near 1; without one it grows with R."""
+"""Ratio of a layer's state in the last recurrent step to the first above which a warning is logged.
+With a norm after every step the ratio is near 1; without one it grows with R."""
 
 
 class WeightNorms:
-    """Norms by part of the model: "0", "1", … for layers, or the name of another module.
+    """Norms by part of the model: "0", "1", … for layers, else a top-level module's name.
 
     Create it before clipping and `finish` it after the update: meanwhile it holds one more copy of
     this rank's weights. Collective; the values stay on the device. A gradient that did not arrive
@@ -88,7 +88,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 class NormsLog(Callback):
     """Measures every `interval`-th step, and writes it to `norms.jsonl` and the log.
 
-    `states` measures these steps, too; `window_elements` is the size of one window's state, L x D.
+    `states` must measure these steps, too. `window_elements` is L x D, one window's state.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class NormsLog(Callback):
             self._weights = WeightNorms(trainer.model)
 
     def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
-        """Measure the update's change."""
+        """Measure the update."""
         if self._weights is not None:
             self._weights.finish()
 

@@ -7,12 +7,12 @@
 One record per decision:
 
     decision         skip, rewind or stop
-    step             the training step that it is about
+    step             the skipped step; of a rewind or stop, the last spike
     rewound          number of earlier rewinds
-    windows          [first, stop) ranges of global windows: of the step, or of the jump
+    windows          [first, stop) ranges of global windows: of the step, or of all the spikes
     loss, loss_bound, grad_norm, grad_norm_bound      of a skip: its values and their bounds
     began            of a skip: layer and recurrent step where it began, if one stands out
-    to_step          of a rewind: the checkpoint
+    to_step          of a rewind: step of the checkpoint that training goes on from
 """
 
 import logging
@@ -52,7 +52,7 @@ class SkippedStep(NamedTuple):
 
 
 class SpikesError(Exception):
-    """Too many steps were skipped: the run must start again from before these `spikes`."""
+    """Too many steps were skipped: the run must rewind to before these `spikes`."""
 
     def __init__(self, spikes: list[SkippedStep]) -> None:
         super().__init__(f"{len(spikes)} spikes, the last at step {spikes[-1].step}")
@@ -116,7 +116,7 @@ class SpikeSkipping(Callback):
             raise SpikesError(self.skipped)
 
     def may_save(self) -> bool:
-        """Return False after a skipped step, which the weights may have caused."""
+        """Return False right after a skipped step: bad weights may have caused the spike."""
         return not self._newest_was_skipped
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class SpikeSkipping(Callback):
         return {"stability": {"history": self._judge.state_dict(), "ladder": {"skipped": skipped}}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore both, so that a resumed run decides alike."""
+        """Restore both, so that a resumed run decides as an uninterrupted one."""
         if "stability" in state:
             self._judge.load_state_dict(state["stability"]["history"])
             skipped = state["stability"]["ladder"]["skipped"]
@@ -151,8 +151,8 @@ def rewind(
 ) -> str:
     """Record on rank 0 that the next start continues from before the spikes, without their windows.
 
-    Nothing of the run may be saving or copying; `remote` has its copies in an object store. Returns
-    the reason why the run cannot go on, empty if it can.
+    No save or copy of a checkpoint may be under way. `remote` has the run's copies in an object
+    store. Returns the reason why the run cannot go on, or an empty string if it can.
     """
     first, last = spikes[0].step, spikes[-1].step
     before = read_rewinds(run.path)
@@ -169,7 +169,7 @@ def rewind(
         _record(run, "stop", spikes)
         problem = f"there is no good checkpoint from before step {first} to go back to"
         return f"stopped after {said}: {problem}; lower checkpoint.interval"
-    # Before `record_rewind`: a start that finds no rewind decides, and writes this, again.
+    # Before `record_rewind`: if only this is written, a later start decides and writes again.
     _record(run, "rewind", spikes, to_step=step)
     record_rewind(run.path, remote, {"step": last, "windows": windows, "to_step": step})
     counted = f"rewind {number + 1} of {config.rewinds}"
@@ -181,7 +181,7 @@ def rewind(
 def _last_before(
     first: int, checkpoints: Path, remote: RemoteCheckpoints | None, *, avoid: Collection[int]
 ) -> int | None:
-    """Return the newest step before `first` with a checkpoint; avoid some if there are others."""
+    """Return the newest checkpoint's step before `first`; one of `avoid` only if no other is."""
     for shunned in ({*avoid}, set[int]()):
 
         def wanted(step: int, shunned: set[int] = shunned) -> bool:

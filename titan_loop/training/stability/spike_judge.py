@@ -1,4 +1,4 @@
-"""Judges a step's loss and gradient norm against recent steps; all on the device.
+"""Judges a step's loss and gradient norm against recent steps, without leaving the device.
 
     loss of all ranks, log gradient norm ─► above `RollingMedian`'s bounds on some rank? ─┐
     flags of all ranks ◄──────────────────────────────────────────────────────────────────┘
@@ -18,26 +18,26 @@ from titan_loop.training.stability.outliers import RollingMedian
 from titan_loop.training.stability.states import OUTSIDE, gradient_norm, root_mean_square
 
 LOSS_FLOOR_NATS = 0.02
-"""Smallest spread of the loss: at a threshold of 8, a rise by 0.16 nats is not a spike."""
+"""Lower limit of the loss's spread: at threshold 8, a rise by 0.16 nats is not a spike."""
 
 LOG_NORM_FLOOR = 0.05
-"""Smallest spread of the log gradient norm: at a threshold of 8, a factor of 1.5 is not one."""
+"""Lower limit of the log gradient norm's spread: at threshold 8, a factor of 1.49 is not one."""
 
 LOG_STATE_FLOOR = 0.02
-"""Smallest usual distance of a state's log norm from its mean."""
+"""Lower limit of the usual distance of a state's log norm from its mean."""
 
 STANDS_OUT = 6.0
-"""Usual distances from the mean at which a state or gradient stands out."""
+"""A state or gradient stands out if it is more usual distances than this above its mean."""
 
 _BASELINE_STEPS = 16
 _LEAST_STEPS = 4
 
 
 class Evidence(NamedTuple):
-    """The numbers that decide about a step, on the device.
+    """The numbers that decide about a step or explain it, on the device.
 
-    `values` are loss and log gradient norm of the global batch; `states`, (2, R + 1, N), norms of
-    states and gradients; `places` their scores and ratios from `Baseline.compare`.
+    `values`, (2,), are loss and log gradient norm of the global batch, `bounds` their limits.
+    `states`, (2, R + 1, N), are norms of states and gradients, `places` is `Baseline.compare`'s.
     """
 
     values: Tensor
@@ -47,7 +47,7 @@ class Evidence(NamedTuple):
 
     def calm(self) -> Tensor:
         """Return a scalar bool, False for a spike."""
-        return (self.values <= self.bounds).all()  # NaN is not
+        return (self.values <= self.bounds).all()  # False for NaN
 
 
 class SpikeJudge:
@@ -61,7 +61,7 @@ class SpikeJudge:
         self._regime: list[Any] | None = None
 
     def begin(self, regime: list[Any]) -> None:
-        """Restart the window at another `step_plan.regime`, where the loss moves by plan."""
+        """Forget earlier steps if `step_plan.regime` changed: then the loss moves by plan."""
         if self._regime is not None and regime != self._regime:
             self._recent.restart()
             self._baseline.restart()
@@ -84,7 +84,7 @@ class SpikeJudge:
         return Evidence(values, self._recent.bounds(), states, places)
 
     def take(self, evidence: Evidence, accept: Tensor) -> None:
-        """Remember a step if it is accepted, a scalar bool on the device."""
+        """Remember a step if `accept`, a scalar bool on the device, holds."""
         self._baseline.take(evidence.states, accept)
         self._recent.take(evidence.values, accept)
 
@@ -138,7 +138,7 @@ class Baseline:
 
 
 class Place(NamedTuple):
-    """The beginning of a spike: step 0 is outside the loop; `ratio` is to the usual norm."""
+    """The place where a spike began; step 0 is outside the loop, `ratio` is to the usual norm."""
 
     kind: str
     step: int
@@ -152,7 +152,7 @@ class Place(NamedTuple):
 
 
 def where_it_began(places: Tensor, looped: range) -> Place | None:
-    """Return the first visit whose state stands out, else the first gradient's; None without one.
+    """Return the first visit whose state stands out, else whose gradient does; None if none does.
 
     States are in the order of the forward pass, gradients in the order of the backward pass.
     """

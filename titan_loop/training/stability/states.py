@@ -1,10 +1,10 @@
-"""Norms of the state after every layer of every recurrent step, and of the gradient there.
+"""Norms of the state after each layer of each recurrent step, and of the gradient there.
 
     forward   h after layer l in step r ─► Σ h², number of elements ┐
     backward  ∂L/∂h at the same place   ─► Σ g², number of elements ┴─ added up on the device
 
 Ranks that hold the same part of a state count it equally often in the sum and in the number of
-elements, so the mean square is right under every layout.
+elements, so the mean square is the same in every layout.
 """
 
 import torch
@@ -16,7 +16,7 @@ from titan_loop.models.initialisation import local_part
 from titan_loop.training.callback import Callback, Phase, TrainingState
 
 OUTSIDE = 0
-"""Row of the layers that stand outside the loop; recurrent step r has row r."""
+"""Row of the layers outside the loop; recurrent step r has row r."""
 
 
 class StateNorms(Callback):
@@ -88,7 +88,7 @@ def _add(place: Tensor, values: Tensor) -> None:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    """Add a gradient's parts over tensor-parallel ranks, if it still consists of parts."""
+    """Sum a gradient over tensor-parallel ranks if each still holds only a partial sum."""
     if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
         return gradient
     places = [Replicate() if place.is_partial() else place for place in gradient.placements]
