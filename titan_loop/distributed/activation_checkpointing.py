@@ -141,7 +141,7 @@ class FullOffloadAC(FullAC):
     """Recompute a layer at a time, from inputs kept in the host's memory.
 
     The copies use pinned memory and do not block the host, but they run in the compute stream and
-    delay it. Weights, rotations and masks stay on the GPU. Not yet run on a GPU.
+    delay it. Weights, rotations and masks stay on the GPU. This policy has not run on one yet.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 from titan_loop.models.decoder import LoopDecoder
 
 Float8 = Literal["off", "rowwise", "rowwise_with_gw_hp", "tensorwise"]
-"""torchao's recipes: a scale for each row or tensor; gw_hp has bf16 products for weight gradients."""
+"""torchao's recipes: a scale per row or tensor; gw_hp computes gradients of weights in bf16."""
 
 
 def float8_linears(model: LoopDecoder.Config) -> dict[str, Linear.Config]:

@@ -122,7 +122,7 @@ class Muon(torch.optim.Muon):
 def orthogonalise(
     matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float
 ) -> Tensor:
-    """Return NS of a (rows, columns) matrix in its dtype; the norm in it is at least `eps`."""
+    """Return NS of a (rows, columns) matrix in its dtype; a norm below `eps` counts as `eps`."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
