@@ -82,7 +82,7 @@ def write(export: Export, output: Path) -> None:
             writer.write_ti_data_to_file()
         finally:
             writer.close()
-        # Not by the writer: its `tofile` does not notice that a full disk cuts a small tensor.
+        # Not by the writer: numpy's `tofile` does not notice if a full disk cuts a small tensor.
         with path.open("ab") as file:
             for produce in tensors:
                 file.write(bytes(-file.tell() % writer.data_alignment))
