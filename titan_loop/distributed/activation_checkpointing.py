@@ -4,13 +4,13 @@
 |---|---|---|
 | `selective` | every second matrix product, attention; or as `save` says | the rest |
 | `full` | the input of every layer visit: R·N states | a layer at a time |
-| `full-offload` | the same, in pinned memory of the host | a layer at a time |
+| `full-offload` | the same states, in the host's pinned memory | a layer at a time |
 | `recurrent-step` | the state after every recurrent step: R states | N layers at a time |
 | `recurrent-step` with `layers=full` | R states | N inputs of layers, then a layer at a time |
 
-The first two are torchtitan's, `save` is ours. `layers=full` keeps R + N states, for one more
-forward pass of the stack than `full`. `full-offload` keeps none on the GPU, for a copy of each to
-the host and back.
+The stack has N layers and runs R steps. `selective` and `full` are torchtitan's; the field `save`
+is ours. `layers=full` keeps R + N states at the cost of one more forward pass of the stack than
+`full`. `full-offload` keeps no state on the GPU at the cost of copying each to the host and back.
 """
 
 from collections.abc import Callable, Collection
@@ -65,9 +65,9 @@ class SelectiveAC(upstream.SelectiveAC):
 
         save: list[str] | None = None
         """Operations whose results are kept: attention, communication, experts (grouped products),
-        mm (matrix products, but for layers of force_recompute_mm_shapes_by_fqns), every-second-mm.
-        None is torchtitan's choice: attention of a GPU, communication and every-second-mm. Choices
-        of experts and maxima for float8 are kept in any case."""
+        mm (matrix products, but for force_recompute_mm_shapes_by_fqns), every-second-mm. None is
+        torchtitan's choice: attention on a GPU, communication and every-second-mm. The router's
+        choices of experts and the maxima for float8 are always kept."""
 
     config: Config
 
@@ -94,7 +94,7 @@ def _keep_all_products(contexts: Callable[[], tuple[Any, Any]]) -> Any:
     def asked_twice(context: Any, op: Any, *args: Any, **kwargs: Any) -> Keep:
         keep = policy(context, op, *args, **kwargs)
         if keep is Keep.PREFER_RECOMPUTE and op in (_aten.mm.default, _aten.linear.default):
-            # torchtitan keeps every second one: its next answer differs unless a name forces it.
+            # torchtitan keeps every second product: asked again, it keeps all but forced shapes.
             return policy(context, op, *args, **kwargs)
         return keep
 
@@ -140,8 +140,8 @@ def _recompute(part: Part, *, random: bool) -> Part:
 class FullOffloadAC(FullAC):
     """Recompute a layer at a time, from inputs kept in the host's memory.
 
-    The copies are asynchronous, to and from pinned memory, but in the compute stream, so each
-    delays it. Weights, rotations and masks stay. Never run on a GPU here.
+    The copies use pinned memory and do not block the host, but they run in the compute stream and
+    delay it. Weights, rotations and masks stay on the GPU. This policy has not run on one yet.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -154,7 +154,7 @@ class FullOffloadAC(FullAC):
 
 class _OffloadedLayer(OffloadWrapper):
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        # The layer inside, not the checkpoint: a compiled graph would save weights, too.
+        # Compile the layer inside the checkpoint: a compiled checkpoint would offload weights, too.
         checkpointed = self._checkpoint_wrapped_module
         checkpointed.get_submodule("_checkpoint_wrapped_module").compile(*args, **kwargs)
 
@@ -166,7 +166,7 @@ def check_recomputation(
     draws: bool = False,
     linears: Collection[str] = (),
 ) -> None:
-    """Refuse a policy that splits states, draws other numbers again, or names nothing there is."""
+    """Raise `UserError` if a policy does not fit the layout, dropout (`draws`) or the `linears`."""
     if isinstance(config, SelectiveAC.Config):
         _check_names(config, linears)
     if draws and config is not None and not config.preserve_rng_state:
@@ -188,7 +188,7 @@ def _check_names(config: SelectiveAC.Config, linears: Collection[str]) -> None:
     linears = [linear.replace("wkv", name) for linear in linears for name in ("wk", "wv")]
     own = {linear.split(".", 2)[-1] for linear in linears if linear.startswith("layers.")}
     for name in config.force_recompute_mm_shapes_by_fqns:
-        # torchtitan takes any part of a name, and fails if other modules have it, too.
+        # torchtitan matches any part of a name, and fails if another kind of module matches, too.
         alone = not any(name in linear.rpartition(".")[0] for linear in linears)
         if name != "moe.router.gate" and not (alone and any(name in linear for linear in own)):
             problem = f"{name} does not name linear layers{nearest(name, own)}"
@@ -207,7 +207,7 @@ ActivationCheckpointingConfig = (
 
 
 def checkpointing_of(config: ActivationCheckpointing.Config | None) -> str:
-    """Return the name of a policy in `plan`."""
+    """Return the policy's name in messages and in the table of `plan`."""
     if isinstance(config, RecurrentStepAC.Config):
         return "recurrent-step+full" if config.layers == "full" else "recurrent-step"
     names = {

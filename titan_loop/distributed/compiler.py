@@ -10,7 +10,7 @@ def missing_compiler(device_type: str) -> str | None:
     """Return the compiler that `torch.compile` lacks, as the end of a message; None if it is found.
 
     Inductor (`config.cpp.cxx`) needs a C++ compiler, Triton (`triton.runtime.build`) a C compiler;
-    CXX and CC name other compilers than the usual ones.
+    the variables CXX and CC override the usual ones.
     """
     if device_type == "cpu":
         variable, language = "CXX", "C++"
@@ -26,10 +26,10 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Let a later start reuse compiled code, unless TORCHINDUCTOR_CACHE_DIR is set.
+    """Keep compiled code in `folder` for later starts, unless TORCHINDUCTOR_CACHE_DIR is set.
 
-    torch keeps it in the temporary folder, which a reboot empties. A run on several nodes leaves it
-    there: thousands of small files of hundreds of ranks would slow down a shared disk.
+    torch's default is the temporary folder, which a reboot empties. A run on several nodes stays
+    with it, because thousands of small files from hundreds of ranks would slow down a shared disk.
     """
     if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute()))

@@ -7,8 +7,8 @@
 
 Only attention needs other tokens: the rotated keys and values of all ranks are gathered before it,
 in the order of the ranks, and the backward pass reduces their gradients back. The mask is built
-from the positions of the whole window. SDPA is tested against one process on gloo; Flex, CUDA's
-kernel, never ran on a GPU here, and only its mask is tested.
+from the positions of the whole window. SDPA is tested on gloo against a single process. Flex, the
+kernel for CUDA, has not run on a GPU yet; only its mask is tested.
 
 Source: Llama 3, arXiv 2407.21783, §3.3.2 (all-gathered keys and values).
 """
@@ -57,7 +57,7 @@ def check_context_parallelism(
 def window_share(
     seq_len: int, *, degree: int, rank: int, device: torch.device | str = "cpu"
 ) -> WindowShare:
-    """Return the queries of `rank`, one of `degree`, and all keys in the order of arrival."""
+    """Return the positions of the rank's queries, and of all keys in the order of the gather."""
     chunks = torch.arange(seq_len, device=device).chunk(2 * degree)
     shares = [torch.cat([chunks[r], chunks[-1 - r]]) for r in range(degree)]
     return WindowShare(queries_L=shares[rank], keys_L=torch.cat(shares))
@@ -74,7 +74,7 @@ def share_of_rank(parallel_dims: ParallelDims, seq_len: int, device: Any) -> Win
 def cut_columns(
     columns: Mapping[str, Tensor], share: WindowShare, *, whole: Container[str] = ()
 ) -> dict[str, Tensor]:
-    """Return this rank's part of columns (B, L, …) by name; those in `whole` have no axis L."""
+    """Return this rank's part of columns (B, L, …); names in `whole` lack the axis L and stay."""
     return {
         name: values if name in whole else values[:, share.queries_L]
         for name, values in columns.items()
@@ -86,7 +86,7 @@ class SharedWindowAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """The wrapper has the placements: heads are split before the gather."""
+        """Takes over the kernel's placements, so that heads are split before the gather."""
 
         kernel: Module.Config
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from titan_loop.errors import UserError, nearest
 
 USABLE_SHARE = 0.9
-"""Share of a device's memory that a step may take; the rest is fragmentation, NCCL and context."""
+"""Share of a GPU's memory that a step may take; fragmentation, NCCL and CUDA take the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU: dense bf16 FLOP/s, and FLOP/s in fp32, where torch uses TF32 only if told to."""
+    """One GPU: `peak_flops` is for dense bf16, `fp32_peak_flops` for fp32 without TF32."""
 
     memory_bytes: float
     peak_flops: float

@@ -2,7 +2,7 @@
 
 Embedding, head, exit gate, norms, routers and experts keep their precision; weights, moments and
 checkpoints do, too. Without a GPU it is emulated: operands are rounded to float8 and multiplied in
-the precision of training. Never run on a GPU here.
+the precision of training. Not yet run on a GPU.
 """
 
 from copy import deepcopy
@@ -18,7 +18,7 @@ from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 from titan_loop.models.decoder import LoopDecoder
 
 Float8 = Literal["off", "rowwise", "rowwise_with_gw_hp", "tensorwise"]
-"""torchao's recipes: a scale for each row or tensor; gw_hp leaves gradients of weights in bf16."""
+"""torchao's recipes: a scale per row or tensor; gw_hp computes gradients of weights in bf16."""
 
 
 def float8_linears(model: LoopDecoder.Config) -> dict[str, Linear.Config]:
@@ -40,14 +40,14 @@ def in_float8(model: LoopDecoder.Config, recipe: Float8) -> LoopDecoder.Config:
     chosen = float8_linears(model)
     left_out = [name for name, *_ in model.traverse(Linear.Config) if name not in chosen]
     converter = Float8LinearConverter.Config(filter_fqns=left_out, emulate=True).build()
-    # With emulate=True torchtitan asks for no GPU, and forgets the recipe.
+    # With emulate=True torchtitan does not require a GPU, but ignores the recipe: set it here.
     scaling = Float8LinearConfig.from_recipe_name(recipe)
     converter.torchao_config = replace(scaling, emulate=compat.device_type() == "cpu")
     return converter.convert(model)
 
 
 def missing_for_float8() -> str:
-    """Return the part that this machine lacks for float8, and a fix; empty if it has all."""
+    """Return the reason why this machine cannot run float8, and a fix; empty if it can."""
     if find_spec("torchao") is None:
         return "needs torchao; pip install titan-loop[float8]"
     if torch.cuda.is_available() and not (has_cuda_capability(8, 9) or has_rocm_capability(9, 4)):

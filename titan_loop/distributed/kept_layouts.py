@@ -1,7 +1,7 @@
 """Meshes that the stages of a recipe share, with their process groups.
 
 A stage makes a dozen groups, which keep buffers on GPUs. They cannot be destroyed at its end: torch
-caches the specs of DTensors and takes equal meshes for the same mesh.
+caches the specs of DTensors, so an equal mesh of a later stage could use the destroyed groups.
 """
 
 from datetime import timedelta

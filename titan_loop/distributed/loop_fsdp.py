@@ -1,7 +1,7 @@
 """FSDP2 for a stack that is visited R times: when units are gathered and freed.
 
     per_visit   every visit gathers a layer, forward and backward: 2·R all-gathers a micro-batch
-    per_step    the first visit of a training step gathers it, the end of the step frees it: one
+    per_step    the first visit of a step gathers it, the end of the step frees it: one a step
 
 Either way gradients are reduced once per unit and micro-batch, since autograd adds the R
 contributions first. README.md beside this file follows a layer's weights through a step.
@@ -94,7 +94,7 @@ def shard_units(
     parallelism: ParallelismConfig,
     fsdp: FSDPConfig,
 ) -> None:
-    """Apply FSDP2 to the units of a decoder, in place; `fsdp.policy` is decided."""
+    """Apply FSDP2 to the units of a decoder, in place; `fsdp.policy` must not be auto."""
     mesh_dims, replicate = None, ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
     if parallelism.spmd_backend == "spmd_types":
         mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
@@ -104,7 +104,7 @@ def shard_units(
     if parallel_dims.ep_enabled:
         spread_mesh = parallel_dims.get_mesh([*replicate, "efsdp"])
     offload = OffloadPolicy()
-    if training.enable_cpu_offload:  # there is nothing to pin memory for without a GPU
+    if training.enable_cpu_offload:  # pinned memory needs a GPU
         offload = CPUOffloadPolicy(pin_memory=compat.device_type() == "cuda")
     # The loss weights handed to the head must stay fp32, hence no casting of inputs.
     mixed_precision = MixedPrecisionPolicy(
@@ -142,7 +142,7 @@ def shard_units(
     shard(model, reshard=None, spread=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is already divided by the global token count. gloo cannot pre-multiply sums.
+            # The loss is already divided by the global token count. gloo only has plain sums.
             module.set_gradient_divide_factor(1.0)
             if compat.device_type() == "cpu":
                 module.set_force_sum_reduction_for_comms(True)

@@ -1,4 +1,4 @@
-"""Muon on sharded matrices: each is gathered on one rank, updated there and sent back in parts.
+"""Muon on sharded matrices: one rank gathers each, orthogonalises it and sends its parts back.
 
     B ← μ·B + (1 − μ)·G                   on every rank's part; μ momentum
     U = (1 − μ)·G + μ·B, or B             with Nesterov momentum, or without
@@ -39,11 +39,11 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from titan_loop.models.initialisation import local_part
 
 RankTable = tuple[tuple[int, ...], ...]
-"""Ranks in rows; the ranks of a row hold the parts of a matrix, every row all of it."""
+"""Ranks in rows: the ranks of one row hold the parts of a matrix, and every row is a replica."""
 
 
 class Matrix(NamedTuple):
-    """A matrix, or the `number`-th of a stack, of which this rank holds `held`."""
+    """A matrix, or number `number` of a stack; this rank holds the numbers `held`."""
 
     parameter: Tensor
     number: int
@@ -68,14 +68,14 @@ class Muon(torch.optim.Muon):
     def __init__(self, params: Iterable[dict[str, Any]], *, dtype: torch.dtype) -> None:
         settings = inspect.signature(torch.optim.Muon).parameters
         defaults = {name: each.default for name, each in settings.items() if name != "params"}
-        # Not torch.optim.Muon's, which refuses stacks.
+        # Not torch.optim.Muon.__init__, which refuses stacks.
         torch.optim.Optimizer.__init__(self, params, defaults)
         self.dtype = dtype
         layouts: dict[Any, Layout] = {}
         sharing: dict[RankTable, list[tuple[Matrix, list[_Region]]]] = defaultdict(list)
         for group in self.param_groups:
             for parameter in group["params"]:
-                # Shape, mesh and placements.
+                # A DTensor's spec has shape, mesh and placements.
                 alike = getattr(parameter, "_spec", parameter.shape)
                 if alike not in layouts:
                     layouts[alike] = layout(parameter)
@@ -122,7 +122,7 @@ class Muon(torch.optim.Muon):
 def orthogonalise(
     matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float
 ) -> Tensor:
-    """Return NS of a (rows, columns) matrix in its dtype; its norm counts as at least `eps`."""
+    """Return NS of a (rows, columns) matrix in its dtype; a norm below `eps` counts as `eps`."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -151,9 +151,9 @@ _NOTHING = _Region(0, 0, 0, 0)
 
 
 class Layout(NamedTuple):
-    """Ranks that hold a matrix or a stack together, and the parts of each rank of a row.
+    """Ranks that hold a matrix or a stack together, and each rank's share.
 
-    `regions` are parts of every matrix; `held` are places in the stack, 0 alone for a matrix.
+    For each rank of a row: `regions` has its part of a matrix, `held` its matrices in the stack.
     """
 
     table: RankTable
@@ -193,14 +193,14 @@ def _place(table: RankTable) -> int:
 class MatrixOwners:
     """The owner of every matrix, and the exchanges of parts with it.
 
-    `held` has the matrices, in the same order on every rank, and their parts on the ranks of a row.
+    `held` pairs each matrix with its parts on the ranks of a row, in one order on all ranks.
     """
 
     def __init__(self, held: Sequence[tuple[Matrix, list[_Region]]], table: RankTable) -> None:
         self._matrices = [matrix for matrix, _ in held]
         self._shapes = [tuple(matrix.parameter.shape[-2:]) for matrix in self._matrices]
         size = len(table[0])
-        self._group: Any = None  # of all ranks
+        self._group: Any = None  # the group of all ranks
         assert all(row == tuple(sorted(row)) for row in table), "groups number ranks in order"
         self._rank = _place(table)
         if size > 1 and len(table) > 1:
@@ -210,7 +210,7 @@ class MatrixOwners:
             elements = sum(region.size for region in regions)
             assert elements == math.prod(shape), f"ranks hold {elements} of {shape}"
             assert regions[self._rank].size == matrix.part(matrix.parameter).numel()
-        # The iteration's products in units of 2·steps FLOPs.
+        # The cost of the iteration's products, in units of 2·steps FLOPs.
         sides = [sorted(shape) for shape in self._shapes]
         owners = pack([short * short * (2 * long + short) for short, long in sides], size)
         self._owned = [
@@ -223,7 +223,7 @@ class MatrixOwners:
         function: Callable[[Matrix, Tensor], Tensor],
         dtype: torch.dtype,
     ) -> list[tuple[Matrix, Tensor]]:
-        """Apply a function of whole matrices to matrices in parts; return their parts; collective.
+        """Apply a function of whole matrices to sharded ones; return this rank's parts; collective.
 
         `write` fills this rank's part of each matrix that has a gradient. `function` maps each
         whole matrix that this rank owns to one of the same shape.
@@ -283,11 +283,11 @@ class MatrixOwners:
 
 
 _groups: dict[RankTable, tuple[Any, Any]] = {}
-"""Groups of earlier stages: table → the group of all ranks at that time, and of this row."""
+"""Groups of earlier stages: table → the world at that time, and the group of this rank's row."""
 
 
 def _group_of(matrix: Tensor, table: RankTable) -> Any:
-    """Return the group of this rank's row: the mesh's if one of its dimensions cuts the matrix."""
+    """Return the group of this rank's row: the mesh's if just one dimension cuts the matrix."""
     assert isinstance(matrix, DTensor)
     cut = [axis for axis, place in enumerate(matrix.placements) if not place.is_replicate()]
     if len(cut) == 1:

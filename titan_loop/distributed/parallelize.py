@@ -1,8 +1,8 @@
 """Applies context and tensor parallelism, checkpointing, compilation and FSDP2, in this order.
 
-Every unique layer stands once in `model.layers`, so each of these sees a weight once, although it
-is visited R times. The decoder lists its FSDP units, and `loop_fsdp.py` decides when each is
-gathered. If only the gate trains, the rest is frozen first, so FSDP never reduces its gradients.
+Every unique layer stands once in `model.layers`, so each of these steps sees a weight once,
+although it is visited R times. The decoder lists its FSDP units, and `loop_fsdp.py` decides when
+each is gathered. If only the exit gate trains, the rest is frozen first: FSDP reduces nothing else.
 """
 
 import os
@@ -108,9 +108,9 @@ def parallelize_loop_decoder(
     fsdp: FSDPConfig | None = None,
     trainable: Trainable = "all",
 ) -> LoopDecoder:
-    """Spread `model` (best on the meta device) in place; torchtitan's `parallelize_fn`.
+    """Parallelize `model` in place, best on the meta device; torchtitan's `parallelize_fn`.
 
-    Under a policy that holds layers, call `reshard_units` after the last backward pass of a step.
+    Call `reshard_units` after the last backward pass of a step: FSDP may hold layers until then.
     """
     sizes = unit_sizes_of(model, model.units())  # asserts that every parameter belongs to one
     if parallel_dims.cp_enabled:

@@ -18,7 +18,7 @@ _VALUE_BYTES = 4  # of parameters, gradients and each moment
 
 
 class StateBytes(NamedTuple):
-    """Bytes that one rank holds from step to step, in fp32; `optimizer` has an average, too."""
+    """Bytes that one rank holds from step to step, in fp32; `optimizer` includes the average."""
 
     parameters: float
     gradients: float

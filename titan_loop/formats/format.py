@@ -37,7 +37,7 @@ class Export:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type of the weights, for formats that know torch's types alone."""
+        """The weights' dtype, for formats that only have torch's dtypes."""
         return getattr(torch, self.dtype)
 
 
@@ -47,10 +47,10 @@ class Format:
 
     Attributes:
         summary: A line for `convert export --list`.
-        shape: Function that returns a checkpoint's shape, called as `LlamaShape.from_architecture`;
+        shape: Returns a checkpoint's shape, called like `LlamaShape.from_architecture`;
             it raises `UserError` if the format cannot hold the model.
         folder: Shape class of folders that `convert import` reads; None if it reads none.
-        gguf: Shape class that GGUF files of the family have; None takes `folder`.
+        gguf: Shape class for the family's GGUF files; None means `folder`.
     """
 
     summary: str

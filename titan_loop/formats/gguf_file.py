@@ -4,8 +4,8 @@
     tokenizer.json ─► tokens, merges ───────┼─► header
     checkpoint ─► one tensor at a time ─────┴─► quantised, written
 
-For most architectures llama.cpp rotates neighbouring elements of a head, where Llama's checkpoints
-and this project rotate halves: the rows of query and key matrices are put into llama.cpp's order.
+For most architectures llama.cpp rotates neighbouring elements of a head, while Llama's checkpoints
+and this project rotate halves, so the rows of query and key matrices are put in llama.cpp's order.
 
 Source: the GGUF specification of ggml, and the tensor names of the `gguf` package.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 UNROLLED = "llama"
-"""`general.architecture` of a model whose visits are layers of their own."""
+"""`general.architecture` of a file in which every visit is a layer of its own."""
 
 _TYPES = {
     "float32": ("F32", "ALL_F32"),
@@ -54,7 +54,7 @@ def neighbours(weight: Tensor, heads: int) -> Tensor:
 def write(export: Export, output: Path) -> None:
     """Write a file, which appears under its name when it is complete.
 
-    Memory is the largest tensor, in the checkpoint's type and in the file's.
+    Only one tensor is in memory at a time.
     """
     import gguf
 
@@ -82,7 +82,7 @@ def write(export: Export, output: Path) -> None:
             writer.write_ti_data_to_file()
         finally:
             writer.close()
-        # Not by the writer: numpy's `tofile` does not notice that a full disk cuts a small tensor.
+        # Not by the writer: numpy's `tofile` does not notice if a full disk cuts a small tensor.
         with path.open("ab") as file:
             for produce in tensors:
                 file.write(bytes(-file.tell() % writer.data_alignment))

@@ -1,4 +1,4 @@
-"""A byte-level BPE `tokenizer.json` as keys of GGUF.
+"""Writes a byte-level BPE `tokenizer.json` as keys of a GGUF file.
 
 llama.cpp knows pre-tokenizers by name, not by pattern, so only these can be exported:
 

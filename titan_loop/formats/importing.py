@@ -53,7 +53,7 @@ def _shape_of(config: dict[str, Any]) -> LlamaShape:
 class ModelFolder:
     """A checked folder of a known format: config.json, safetensors, perhaps a tokenizer.json.
 
-    `text` has ends of documents and rendering of conversations; None without a tokenizer.
+    `text` defines the end of a document and the rendering of chats; None without a tokenizer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,7 +155,7 @@ def import_run(
 ) -> Path:
     """Write a folder's weights as a new run with one checkpoint, of step 0; return the checkpoint.
 
-    Memory is one shard of the folder and one tensor. `dtype` is float32, which training needs and
+    Needs memory for one shard and one tensor. `dtype` is float32, which training needs and
     which holds every other type exactly, or bfloat16.
     """
     config = {
@@ -171,7 +171,7 @@ def import_run(
 
 
 def _refuse_links_outside(folder: Path) -> None:
-    """Refuse links out of the folder: a template's link would copy any file of this machine."""
+    """Refuse links out of the folder: through one, an import could copy any file here."""
     inside = folder.resolve()
     # The cache of the Hugging Face Hub links to its own blobs.
     blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
@@ -185,7 +185,7 @@ def _refuse_links_outside(folder: Path) -> None:
 
 
 def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> TextFormat:
-    # Ends of documents by config.json, ends of turns by the tokenizer's config: they may differ.
+    # config.json names the end of a document, the tokenizer's config the end of a turn.
     try:
         settings = read_json_object(path / TOKENIZER_CONFIG, fix=_AGAIN)
     except FileNotFoundError:

@@ -46,7 +46,7 @@ _MOST_ROWS = 1 << 31
 class LlamaShape:
     """The properties of a model that determine its tensors and its computation.
 
-    A format has a subclass: it adds fields, tensors and the layout of `config.json`.
+    Each format is a subclass that adds fields, tensors and its layout of `config.json`.
 
     Attributes:
         n_layers: Layers that the format stores.
@@ -76,7 +76,7 @@ class LlamaShape:
     steps_field: ClassVar[str | None] = None
     """Field of `config.json` that holds R; None where R is 1."""
     tokenizer_folder: ClassVar[str] = ""
-    """Folder inside the folder that holds the tokenizer."""
+    """Sub-folder with the tokenizer; empty if it lies beside `config.json`."""
     of_model: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens.": "tok_embeddings.",
         "model.norm.": "norm.",
@@ -110,7 +110,7 @@ class LlamaShape:
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """Return the shape of a checkpoint's model, if the format has a place for all of it."""
+        """Return the shape of a checkpoint's model; `UserError` if the format cannot hold it."""
         architecture = completed_architecture(architecture)
         family = architecture["family"]
         get_family(family).require("export")
@@ -186,7 +186,7 @@ class LlamaShape:
         raise NotImplementedError
 
     def shared_options(self, sizes: Mapping[str, ModelSize], default: str) -> dict[str, Any]:
-        """Return the options that every format has; the size is the named one of this shape."""
+        """Return the options of all families; `size` is `default` if none of `sizes` fits."""
         own = attrgetter("dim", "n_layers", "n_heads", "hidden_dim")
         named = (name for name, known in sizes.items() if own(known) == own(self))
         names = {option.name for option in fields(ModelSize)} | {"rope_theta", "tie_weights"}
@@ -271,23 +271,23 @@ class LlamaShape:
         return tensor
 
     def file_shape(self, tensor: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in a folder's files of a tensor with this `shape` in a checkpoint."""
+        """Return the shape in a folder's files; `shape` is the tensor's shape in a checkpoint."""
         return shape
 
     def loaded(self, tensor: str, stored: Tensor) -> Tensor:
-        """Return a tensor of a folder's files as a checkpoint has it."""
+        """Convert a tensor of a folder's files to the layout of a checkpoint."""
         return stored
 
     def zeros(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of a checkpoint's tensors that an imported folder leaves at 0."""
+        """Return names and shapes of tensors that a folder lacks and an import sets to 0."""
         return {}
 
     def stored_layer(self, index: int) -> int:
-        """Return the checkpoint's number of the format's layer `index`."""
+        """Return the number in the checkpoint of the format's layer `index`."""
         return index
 
     def fill(self, tensor: str) -> float | None:
-        """Return the value of every element of a tensor that no checkpoint has; None if one has."""
+        """Return the constant that fills a tensor that checkpoints lack; None for the others."""
         return None
 
     def shape_in(self, reader: CheckpointReader, tensor: str) -> tuple[int, ...]:
@@ -335,7 +335,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def unsupported(name: str, found: Any, wanted: Any) -> UserError:
-    """Return the refusal of a field of `config.json`."""
+    """Return the error for an unsupported value of a field in `config.json`."""
     return UserError(
         f"config.json: {name}={found!r:.80} is not supported by titan_loop; only {wanted!r:.80} "
         "can be imported"
@@ -343,7 +343,7 @@ def unsupported(name: str, found: Any, wanted: Any) -> UserError:
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Return the base: beside the other fields, or inside `rope_parameters` (transformers 5)."""
+    """Return the base, from the top level or from `rope_parameters` (transformers 5)."""
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         part = config.get(name)

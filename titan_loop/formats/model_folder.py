@@ -74,7 +74,7 @@ def write_model_folder(
     """Write a folder, one tensor at a time; it appears under its name when it is complete.
 
     Args:
-        remote_code: Packages of the Python files that transformers needs beside the weights.
+        remote_code: Packages whose Python files transformers needs beside the weights.
         note: Text after the first paragraph of the card.
         usage: Paragraphs about use, after the card's example.
     """
@@ -135,7 +135,7 @@ def _card(
 
 
 def _without_folders(value: Any) -> Any:
-    """Return JSON without the folders of this machine; a checkpoint keeps its run's name."""
+    """Shorten absolute paths to their last part, and paths of checkpoints to RUN/…/STEP."""
     if isinstance(value, Mapping):
         return {name: _without_folders(item) for name, item in value.items()}
     if isinstance(value, list):

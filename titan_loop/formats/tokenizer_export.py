@@ -1,7 +1,7 @@
-"""The tokenizer of an exported folder: the same `tokenizer.json`, and transformers' files.
+"""The tokenizer of an exported folder: the same `tokenizer.json`, and the files of transformers.
 
-The generic fast class loads `tokenizer.json`, because transformers 5 rebuilds the pre-tokenizer in
-the class of a model family and would lose the splitting of digits.
+Transformers is told to load it with the generic fast class: a model family's own class rebuilds the
+pre-tokenizer in transformers 5 and would lose the splitting of digits.
 """
 
 import shutil
@@ -36,7 +36,7 @@ class TokenizerExport:
 
     @property
     def eos_id(self) -> int:
-        """Id that ends an answer: of the turn in a chat, else of the document."""
+        """Id that ends an answer: the end of a turn in chats, else the end of a document."""
         return self.end_of_text_id if self.turn_end_id is None else self.turn_end_id
 
     def write(self, folder: Path, *, max_positions: int) -> None:

@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 _LOOK_AGAIN_SECONDS = 3.0  # a shared file system may lose a file for a moment
 
 LEASE_SECONDS = 120.0
-"""Time in which servers of network file systems forget the locks of a host that is gone."""
+"""Time after which servers of network file systems forget the locks of a host that is gone."""
 
 _FLOCK = "hhqqi"  # Linux' struct flock: type, whence, start, length, process
 
 
 class LostFolder(NamedTuple):
-    """The way in which a lock's holder lost its folder, and its new place; None if it is gone."""
+    """The reason why a folder was lost, and the folder to save in; None if there is none."""
 
     problem: str
     folder: Path | None
 
 
 def is_held(path: Path) -> bool | None:
-    """Return whether another process holds a lock file; None where the system does not tell."""
+    """Return whether another process holds a lock file; None if the system cannot tell."""
     try:
         with path.open("rb") as file:
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -55,7 +55,7 @@ def is_held(path: Path) -> bool | None:
 class FolderLock:
     """Holds a folder until `release`, the end of a `with` block, or the end of this process.
 
-    It does not keep out other threads. Take it once per process: releasing one releases all.
+    It does not keep out other threads. Take it once per process: one release frees all.
 
     Args:
         name: Name of the locked file in the folder.
@@ -98,11 +98,11 @@ class FolderLock:
 
     def release(self) -> None:
         """Let another process have the folder."""
-        with suppress(OSError):  # a full disk, which may have no room for the owner's name yet
+        with suppress(OSError):  # closing writes the owner's name, which a full disk may refuse
             self._file.close()
 
     def lost(self) -> LostFolder | None:
-        """Return the way in which the folder was lost since it was locked; None if it was not."""
+        """Return the reason why the folder was lost since it was locked; None if it was not."""
         # Deleting the lock's file, or renaming the folder, lets a second process lock the name.
         if self._is_where_it_was():
             return None
@@ -112,7 +112,7 @@ class FolderLock:
         folder = self._path.parent
         if self._path.exists():
             return LostFolder(f"{self._path} was replaced: another process may work there", None)
-        # Where Linux knows the open file; renamed by another machine, it does not.
+        # Linux knows the new path of the open file, unless another machine renamed it.
         moved = Path(f"/proc/self/fd/{self._file.fileno()}").resolve()
         if moved.exists() and os.path.samefile(moved, self._file.fileno()):
             return LostFolder(f"{folder} was renamed to {moved.parent}", moved.parent)

@@ -155,7 +155,7 @@ def nested(record: Mapping[str, Any], name: str) -> Any:
 
 
 def number(value: Any) -> float:
-    """Return a number as it was written: NaN for null; raise `TypeError` for anything else."""
+    """Return a number of a JSON file, NaN for null; raise `TypeError` for anything else."""
     if value is None:
         return math.nan
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:

@@ -1,4 +1,4 @@
-"""Reading of paths that may be anything: a FIFO never ends, a sparse file fills the memory."""
+"""Reads paths that may be anything: a FIFO never ends, and a sparse file fills the memory."""
 
 import errno
 import os
@@ -24,10 +24,10 @@ _NOT_THE_FILE = (
 
 
 class DamagedFileError(UserError):
-    """A file does not have the content that its name promises; `fix` is a phrase."""
+    """A file does not have the content that its name promises; `fix` ends the message."""
 
     def __init__(self, path: Path, reason: str, fix: str) -> None:
-        super().__init__(path, reason, fix)  # all of them, so that it travels between ranks
+        super().__init__(path, reason, fix)  # all three, so that ranks can pickle it
         self.path = path
         self.reason = reason
         self.fix = fix
@@ -55,7 +55,7 @@ def open_to_append(path: Path, *, fix: str) -> BufferedRandom:
 
 def _open(path: Path, flags: int, fix: str) -> int:
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)  # or a FIFO waits for a writer
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)  # else a FIFO waits for a writer
     except OSError as error:
         if error.errno in _NOT_THE_FILE:
             raise DamagedFileError(path, str(error.strerror), fix) from error
@@ -64,7 +64,7 @@ def _open(path: Path, flags: int, fix: str) -> int:
                 f"{path} cannot be read or written ({error.strerror}); change its permissions"
             ) from error
         raise
-    # Asked of the open file, since another one may have the name by now.
+    # Check the open file, since another one may have the name by now.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DamagedFileError(path, "not a regular file", fix)

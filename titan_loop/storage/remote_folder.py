@@ -19,7 +19,7 @@ _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCred
 
 
 class RemoteFolder:
-    """One folder, which need not exist; its bucket must exist, and the credentials suffice."""
+    """A folder that need not exist; its bucket must exist, and the credentials must suffice."""
 
     def __init__(self, url: str, field: str) -> None:
         self.url = url.rstrip("/")
@@ -72,8 +72,8 @@ class RemoteFolder:
     def create(self, name: str, content: bytes) -> bytes:
         """Write a small file unless there is one; return its content now.
 
-        If two processes create it at once, both get the first one's content in stores that can
-        write only where no file is (AWS, Google), and most likely the last one's in others.
+        If two processes create it at once, both get the first one's content in stores with
+        conditional writes (AWS, Google), and most likely the last one's in other stores.
         """
         self._make_parent(name)
         try:
@@ -84,7 +84,7 @@ class RemoteFolder:
         return self.read(name)
 
     def upload(self, local: Path, name: str) -> None:
-        """Copy a file there; raise `OSError` if it does not arrive whole."""
+        """Copy a local file to `name`; raise `OSError` if it does not arrive whole."""
         self._make_parent(name)
         self._fs.put_file(str(local), self._full(name))
         self._fs.invalidate_cache()
@@ -93,7 +93,7 @@ class RemoteFolder:
             raise OSError(f"{self.url}/{name} has {arrived} bytes instead of {size}")
 
     def download(self, name: str, local: Path) -> None:
-        """Copy a file from there."""
+        """Copy the file `name` to a local path."""
         self._fs.get_file(self._full(name), str(local))
 
     def delete(self, name: str) -> None:

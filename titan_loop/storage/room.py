@@ -1,4 +1,4 @@
-"""Checks that a folder can be written and that its disk has room; a full disk is waited for."""
+"""Checks that a folder can be written and its disk has room; waits while the disk is full."""
 
 import logging
 import os
@@ -12,14 +12,14 @@ from titan_loop.storage.transient import FULL_ERRNOS, retried, unwritable
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 600.0  # half the shortest time limit of a queue is left for training
-SMALL_FILES_BYTES = 1 << 20  # a run's files besides its checkpoints, until somebody looks
+WAIT_SECONDS = 600.0  # leaves half of a short queue's time limit for training
+SMALL_FILES_BYTES = 1 << 20  # for a run's files besides its checkpoints
 _LOOK_SECONDS = 5.0
 
 
 def require_writable(folder: Path, called: str) -> None:
-    """Try to create a file in a folder, or where it will be; a full disk passes."""
-    # A folder's permissions do not tell: some file systems let nobody create a file.
+    """Raise an error unless a file can be created in a folder or above it; a full disk passes."""
+    # Permissions are not enough: in some file systems nobody can create a file.
     try:
         retried(lambda: _write_nameless(folder, b""))
     except OSError as error:
@@ -62,7 +62,7 @@ def missing_bytes(folder: Path, needed_bytes: int) -> int:
 
 
 def _write_nameless(folder: Path, content: bytes) -> Path:
-    """Write a file without a name; return the folder or the nearest one above that exists."""
+    """Write a temporary file in the folder, or the nearest one above that exists; return that."""
     existing = folder.absolute()
     while not os.path.lexists(existing):
         existing = existing.parent

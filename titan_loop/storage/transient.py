@@ -1,7 +1,7 @@
 """Retries for a disk that fails for a moment, as when a shared file system fails over.
 
     read ─► EIO, ESTALE, …, or fewer bytes than the file has ─► wait, open again, read again
-         ─► `ATTEMPTS` in a row ─► the error, which is the machine's
+         ─► `ATTEMPTS` failures in a row ─► the error is raised
 
 Every retry is logged and counted; `metrics.jsonl` has the count as `io_retries`.
 """
@@ -53,7 +53,7 @@ def _is_transient(error: Exception) -> bool:
 def retried(act: Callable[[], T], is_transient: Callable[[Exception], bool] = _is_transient) -> T:
     """Call `act`, again after a transient error, and return its result.
 
-    `act` opens its file itself: a stale handle stays stale.
+    `act` must open its file itself, since a stale handle stays stale.
     """
     for attempt in range(1, ATTEMPTS):
         try:
@@ -95,5 +95,5 @@ def unwritable(called: str, error: OSError) -> UserError | RunFailedError:
 
 
 def disk_error(error: OSError, message: str) -> UserError | RunFailedError:
-    """Return a message as the user's error, or the machine's, which a chain of jobs survives."""
+    """Return a `UserError`, or a `RunFailedError`, after which a chain of jobs goes on."""
     return (UserError if error.errno in USER_ERRNOS else RunFailedError)(message)
