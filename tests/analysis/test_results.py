@@ -252,7 +252,7 @@ def test_a_result_of_changed_or_unknown_code_is_refused_or_marked(tmp_path, caps
     shown = capsys.readouterr().out
     assert "| looped † | - | 50.0 (1 seed) |" in shown
     assert f"| {commit or '-'} † |" in shown
-    assert "†: of changed code" in shown
+    assert "†: of uncommitted code" in shown
 
 
 def test_only_changed_code_makes_a_commit_unclean(tmp_path, monkeypatch):

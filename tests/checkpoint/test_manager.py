@@ -154,7 +154,7 @@ def test_with_every_checkpoint_damaged_nothing_starts(source, tmp_path):
     checkpoints = train(source, tmp_path / "run", steps=2)
     flip_a_bit(checkpoints / "step-2" / "tensors.json")
     with pytest.raises(
-        UserError, match=r"no checkpoint in .* is usable .*tensors\.json has another"
+        UserError, match=r"no checkpoint in .* is usable .*tensors\.json has a different"
     ):
         train(source, tmp_path / "run")
     assert committed_steps(checkpoints) == [2]

@@ -127,7 +127,7 @@ def test_a_group_lists_its_verbs(capsys, words: list[str]):
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "usage: titan-loop data VERB [ARGUMENTS]"
     assert printed[2:5] == ["verbs:", "  say  Say a name.", "  far  Go far away."]
-    assert printed[-1] == "titan-loop data VERB --help says more."
+    assert printed[-1] == "For details: titan-loop data VERB --help"
 
 
 def test_a_group_calls_its_verb_or_names_the_nearest(capsys):

@@ -121,7 +121,7 @@ def test_between_logging_steps_the_host_reads_the_verdict_on_the_step_before_and
     for step in steps[1:4]:  # 1, 5 and 6 are logged
         assert set(step) <= {"training/verdict.py:read"}, step
     assert read == [0, 1, 1, 1, 0, 0]
-    assert any(read == "training/trainer.py:_log" for read in steps[4])
+    assert any(read == "training/metrics.py:step_record" for read in steps[4])
 
 
 def test_the_counter_sees_a_read(monkeypatch: pytest.MonkeyPatch):
