@@ -218,11 +218,12 @@ def test_torchtitans_own_fields_have_no_effect_and_say_so() -> None:
 
 def test_mixture_on_the_command_line() -> None:
     import tyro
-    from torchtitan.config.manager import ConfigManager, custom_registry
+    from torchtitan.config.manager import ConfigManager
 
-    ConfigManager.register_tyro_rules(custom_registry)
+    registry = tyro.constructors.ConstructorRegistry()  # the shared one has our rules on top
+    ConfigManager.register_tyro_rules(registry)
     args = ["--mixture", "data/code=0.5,data/prose=0.3", "--seed", "3"]
-    config = tyro.cli(WindowLoader.Config, args=args, registry=custom_registry)
+    config = tyro.cli(WindowLoader.Config, args=args, registry=registry)
     assert config.mixture == ["data/code=0.5", "data/prose=0.3"]
     assert config.seed == 3
 
