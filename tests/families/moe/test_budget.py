@@ -114,6 +114,7 @@ def test_a_law_of_ones_own_is_searched_beyond_its_sizes(tmp_path):
     [
         ("--budget -1", "--budget -1 must be a positive number"),
         ("--budget 5e21 --memory 3xB", "--memory 3xB is not a number of bytes; write it as 3GB"),
+        ("--budget 1", "no model fits --budget 1 with the other limits"),
         ("--budget 5e21 --memory 1MB", "no model fits --budget 5e+21 with the other limits"),
         ("--budget 5e21 --tokens 6e21", "--tokens 6e+21 is not below --budget 5e+21: the budget"),
         ("--budget 5e21 --inference-tokens 1e14", "no model fits"),

@@ -176,7 +176,7 @@ def _choices(law: NamedLaw, budget: Budget) -> Iterator[Choice]:
                 if (
                     experts > budget.most_experts
                     or memory > (budget.memory_bytes or memory)
-                    or tokens <= 0
+                    or tokens < 1
                     or 6 * visited * tokens > left * (1 + 1e-9)
                 ):
                     continue
