@@ -81,7 +81,7 @@ def test_which_exits_have_a_job_started_again(code, exits, final):
         ([(2, "n2"), (3, "n2")], "n2"),
         ([(0, "n1"), (1, "n1")], ""),  # rank 0 says so
         ([(3, "n2"), (4, "n3")], ""),  # two nodes do
-        ([(3, "")], ""),  # nobody knows where it was
+        ([(3, "")], ""),  # its node is unknown
     ],
 )
 def test_a_mistake_of_one_node_without_rank_zero_is_the_node_s(mistaken, lone):

@@ -165,7 +165,7 @@ def best(
 
     rank = find("rankings", "budget")
     if rank is None:
-        raise UserError(f"--budget {budget:g}: no family here ranks models; name a plug-in's")
+        raise UserError(f"--budget {budget:g}: needs family moe, which ranks models, or a plug-in")
     limits = {
         "flops": budget,
         "memory_bytes": None if memory is None else _bytes(memory),

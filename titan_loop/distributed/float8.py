@@ -32,7 +32,7 @@ def float8_linears(model: LoopDecoder.Config) -> dict[str, Linear.Config]:
 
 def in_float8(model: LoopDecoder.Config, recipe: Float8) -> LoopDecoder.Config:
     """Return a copy of an architecture whose layers multiply in float8."""
-    # Importing torchao takes seconds.
+    # Only here: importing torchao slows every start.
     from torchao.float8 import Float8LinearConfig  # pyright: ignore[reportMissingImports]
     from torchtitan.components.quantization import Float8LinearConverter
 
