@@ -165,7 +165,7 @@ def best(
 
     rank = find("rankings", "budget")
     if rank is None:
-        raise UserError(f"--budget {budget:g}: no installed family or plug-in ranks models; install one")
+        raise UserError(f"--budget {budget:g}: no family or plug-in here ranks models")
     limits = {
         "flops": budget,
         "memory_bytes": None if memory is None else _bytes(memory),
