@@ -44,8 +44,10 @@ def _late(value: float, start: int = LATE_FROM) -> Schedule:
 
 HALF = TOTAL_TOKENS // 2
 RAMP = Schedule.parse(f"0:0 constant {HALF}:0 linear {TOTAL_TOKENS}:0.5")
+FALL = Schedule.parse(f"0:0.75 constant {HALF}:0.75 linear {TOTAL_TOKENS}:0.1")
 EVEN: dict[str, Any] = {"weights": "even"}
 RANK_32: dict[str, Any] = {**EVEN, "distillation": 1.0, "readout_rank": 32}
+RANK_64: dict[str, Any] = {**RANK_32, "readout_rank": 64}
 TEXT: dict[str, dict[str, Any]] = {
     "last_step": {"every_step": Schedule.constant(0)},
     "stage_one": {},
@@ -69,10 +71,13 @@ TEXT: dict[str, dict[str, Any]] = {
     "rank32_distilled_late": {**RANK_32, "every_step": _late(0.5)},
     "rank32_distilled_half": {**RANK_32, "every_step": _late(0.5, HALF)},
     "rank32_half": {**RANK_32, "distillation": 0.0, "every_step": _late(0.5, HALF)},
-    "rank64_distilled_half": {**RANK_32, "readout_rank": 64, "every_step": _late(0.5, HALF)},
+    "rank64_distilled_half": {**RANK_64, "every_step": _late(0.5, HALF)},
     "rank32_distilled_ramp": {**RANK_32, "every_step": RAMP},
     "rank32_distilled_tenth": {**RANK_32, "every_step": Schedule.constant(0.1)},
     "rank32_distilled": {**RANK_32, "every_step": Schedule.constant(0.5)},
+    "rank64_distilled": {**RANK_64, "every_step": Schedule.constant(0.5)},
+    "rank64_distilled_quarter": {**RANK_64, "every_step": Schedule.constant(0.25)},
+    "rank64_distilled_fall": {**RANK_64, "every_step": FALL},
     "scales_detached": {
         **EVEN,
         "every_step": Schedule.constant(0.5),
