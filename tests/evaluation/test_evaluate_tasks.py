@@ -9,7 +9,11 @@ from titan_loop.analysis.evaluation_tables import task_table
 from titan_loop.analysis.frontier import write_frontier
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
-from titan_loop.evaluation.harness_tasks import HarnessTasks, _answer_bits_per_byte
+from titan_loop.evaluation.harness_tasks import (
+    HarnessTasks,
+    _answer_bits_per_byte,
+    hub_offline_if_unreachable,
+)
 from titan_loop.evaluation.offline_tasks import (
     mano_documents,
     mmlu_dev_documents,
@@ -158,6 +162,11 @@ def test_tasks_that_need_the_network_say_so(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match="Hugging Face hub, which cannot be reached") as raised:
         HarnessTasks(home=home).load(SuiteTask("far_away"))
     assert "\n" not in str(raised.value)
+    with (
+        pytest.raises(FileNotFoundError),  # a file of the user's, not the hub's
+        hub_offline_if_unreachable("far_away"),
+    ):
+        (tmp_path / "missing.json").read_text()
     with pytest.raises(UserError, match="'far_awya' is unknown; nearest: far_away"):
         HarnessTasks(home=home).load(SuiteTask("far_awya"))
 

@@ -366,7 +366,7 @@ def test_a_stage_may_start_from_its_parent_s_layers_twice(source, tmp_path):
 @pytest.mark.parametrize(
     ("layers", "upcycle", "message"),
     [
-        (3, "stacked", "stage 1b: layers=3 is not a multiple of the checkpoint's 2 layers"),
+        (3, "stacked", "stage 1b: layers=3 does not repeat the checkpoint's 2 layers"),
         (
             4,
             "no",

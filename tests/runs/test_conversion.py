@@ -180,7 +180,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     to_new = ("--output", new, "--layers")
     for layers in (3, 2, 1):
         message = error_of(capfd, parent, *to_new, layers)
-        assert f"layers={layers} is not a multiple of the checkpoint's 2 layers; use 4" in message
+        assert f"layers={layers} does not repeat the checkpoint's 2 layers" in message
     assert "invalid choice 'stack' for argument '--mode'" in error_of(
         capfd, parent, *to_new, 4, "--mode", "stack"
     )

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,13 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path):
     with pytest.raises(TypeError):
         write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_killed_process_of_the_same_number_leaves_nothing_in_the_way(tmp_path: Path):
+    # In a container every start may have the same process id.
+    (tmp_path / f".x.json.{os.getpid()}-{threading.get_ident()}").write_text("half")
+    write_json(tmp_path / "x.json", {"a": 1})
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 

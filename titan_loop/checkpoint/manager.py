@@ -188,6 +188,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
         if not self._is_due(curr_step, last_step):
             return False
         self.trainer.before_save()
+        if self.trainer.held_back:  # as the newest step's verdict, read just now, says
+            return False
         self.maybe_wait_for_saving()
         content = new_content(
             curr_step,

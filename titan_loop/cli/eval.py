@@ -20,7 +20,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def evaluate(
     run: Path,
-    options: TaskOptions,
+    evaluation: TaskOptions,
     *,
     stage: str | None = None,
     frontier: bool = False,
@@ -37,7 +37,7 @@ def evaluate(
     Args:
         run: Run directory, a recipe's folder (its newest stage is taken), or a checkpoint;
             RUN/checkpoints/best is the one that train --best keeps.
-        options: Depths, tasks and settings.
+        evaluation: Depths, tasks and settings.
         stage: Stage to take instead, if a recipe's folder is given.
         frontier: Score every depth, and every exit policy at many settings.
         dense: Dense run to draw beside the frontier: of equal FLOPs, evaluated with these flags.
@@ -54,16 +54,16 @@ def evaluate(
             raise UserError(f"eval: --beats-{baseline} {share} must lie between 0 and 1")
     if dense is not None and not frontier:
         raise UserError(f"eval: --dense {dense} needs --frontier, which draws it")
-    if options.tasks or frontier:
+    if evaluation.tasks or frontier:
         for baseline in gains:
             raise UserError(
                 f"eval: --beats-{baseline} needs held-out text: leave out --tasks and --frontier"
             )
         if frontier and ema:
             raise UserError("eval: --frontier draws the weights of training; leave out --ema")
-        _tasks(run, stage, options, frontier=frontier, dense=dense, ema=ema)
+        _tasks(run, stage, evaluation, frontier=frontier, dense=dense, ema=ema)
         return
-    options.refuse_flags_of_tasks()
+    evaluation.refuse_flags_of_tasks()
 
     from titan_loop.analysis.evaluation_tables import depth_table
     from titan_loop.evaluation.depth_report import require_gain
@@ -76,10 +76,10 @@ def evaluate(
     path = chosen_run(run, stage)
     report = evaluate_run(
         path,
-        depths=options.depths or DEPTHS,
-        windows=options.windows,
-        sources=options.sources,
-        seq_len=options.seq_len,
+        depths=evaluation.depths or DEPTHS,
+        windows=evaluation.windows,
+        sources=evaluation.sources,
+        seq_len=evaluation.seq_len,
         ema=ema,
     )
     if join_ranks()[0] == 0:
@@ -127,7 +127,7 @@ def _tasks(
 
 def watch(
     run: Path,
-    options: TaskOptions,
+    evaluation: TaskOptions,
     *,
     once: bool = False,
     interval: float = 60.0,
@@ -140,7 +140,7 @@ def watch(
 
     Args:
         run: Run directory; it need not exist yet.
-        options: Depths, tasks and settings.
+        evaluation: Depths, tasks and settings.
         once: Stop when nothing is left to evaluate.
         interval: Seconds between two looks for new checkpoints.
         wandb: Also log to the W&B run of the training.
@@ -149,7 +149,7 @@ def watch(
     from titan_loop.evaluation.watch import Watcher
 
     _quiet_logs()
-    watcher = Watcher(run, options, wandb=wandb, retry=retry)
+    watcher = Watcher(run, evaluation, wandb=wandb, retry=retry)
     watcher.run(once=once, interval_seconds=interval)
     if watcher.incomplete:
         steps = ", ".join(str(step) for step in watcher.incomplete)

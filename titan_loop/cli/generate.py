@@ -42,7 +42,7 @@ class Generation:
         stop: String at which a completion ends; may be repeated.
         recurrent_steps: Number of recurrent steps R; by default the trained one.
         exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
-            confidence:P, q:THRESHOLD, kl:KL,NATS or contrast:STEP,STRENGTH,SHARE.
+            confidence:P, q:THRESHOLD, kl:KL,ENTROPY or contrast:STEP,STRENGTH,SHARE.
         kv_cache: Key-value cache: full, last, first or averaged.
         prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
         draft_step: Decode speculatively: draft tokens at this recurrent step, verify them at R.

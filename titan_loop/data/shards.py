@@ -68,7 +68,10 @@ class TokenShards:
         self._documents = array("q", [shard.documents for shard in self.split.shards])
         self._index_is_checked = bytearray(len(self._documents))
         if self._starts[-1] != self.tokens:
-            raise UserError(f"source {folder}: the shards of {split!r} lack tokens of its card")
+            raise UserError(
+                f"source {folder}: shards of {split!r} hold {self._starts[-1]} tokens, the card "
+                f"says {self.tokens}: prepare it again"
+            )
         self.files = OpenFiles() if files is None else files
         self.disk_bytes = self._require_sizes()
         if self.split.eos_only_at_ends:

@@ -206,7 +206,7 @@ class _Evaluation:
         assert self._generated is not None
         return Exam(
             self._generated,
-            min(_EXAM_QUESTIONS, self._options.limit or _EXAM_QUESTIONS),
+            self._options.limit or _EXAM_QUESTIONS,
             vocab_size=self._model.config.vocab_size,
             room=self._model.config.max_seq_len,
         )

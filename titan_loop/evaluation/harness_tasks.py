@@ -229,7 +229,11 @@ def _hub_is_reachable() -> bool:
 def _is_about_the_network(error: BaseException | None) -> bool:
     names = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "DatasetNotFoundError"}
     while error is not None:
-        if isinstance(error, ConnectionError | FileNotFoundError) or type(error).__name__ in names:
+        if isinstance(error, ConnectionError) or type(error).__name__ in names:
+            return True
+        if (
+            isinstance(error, FileNotFoundError) and error.errno is None
+        ):  # not the system's: a hub's
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -33,7 +33,7 @@ class TaskOptions:
         limit: Documents per task, for a first look.
         recurrent_steps: Number of recurrent steps R; by default the trained one.
         exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
-            confidence:P, q:THRESHOLD, kl:KL,NATS or contrast:STEP,STRENGTH,SHARE.
+            confidence:P, q:THRESHOLD, kl:KL,ENTROPY or contrast:STEP,STRENGTH,SHARE.
         kv_cache: Key-value cache of generated tokens: full, last, first or averaged.
         prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
         batch_size: Number of rows that a task of the harness runs at a time.

@@ -77,16 +77,18 @@ class Watcher:
         if once and self._agreed(lambda: not self._run.run_json.exists()):
             self._run.read_run()
         evaluated = 0
-        while True:
-            chosen = self._agreed(self._choose)
-            if chosen is not None:
-                evaluated += self._evaluate(chosen)
-            elif once or self._agreed(self._is_complete):
-                break
-            else:
-                time.sleep(interval_seconds)
-        if self._wandb is not None:
-            self._wandb.close()
+        try:
+            while True:
+                chosen = self._agreed(self._choose)
+                if chosen is not None:
+                    evaluated += self._evaluate(chosen)
+                elif once or self._agreed(self._is_complete):
+                    break
+                else:
+                    time.sleep(interval_seconds)
+        finally:
+            if self._wandb is not None:
+                self._wandb.close()
         logger.info("%s: nothing left to evaluate (%d now)", self._run.path, evaluated)
         return evaluated
 

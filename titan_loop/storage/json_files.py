@@ -41,6 +41,7 @@ def write_text(path: Path, text: str) -> None:
 def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    temporary.unlink(missing_ok=True)  # of a killed process with the same number, as in containers
     try:
         # Not mkstemp, whose files are private to the user: these follow the umask.
         with temporary.open("x", encoding="utf-8") as file:

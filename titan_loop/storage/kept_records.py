@@ -28,6 +28,7 @@ class _Kept:
     append: Append
     records: deque[Mapping[str, Any]] = field(default_factory=deque)
     dropped: int = 0
+    failed: bool = False
 
 
 _files: dict[Path, _Kept] = {}
@@ -63,19 +64,19 @@ def give_up_kept() -> None:
 
 
 def _write(path: Path, kept: _Kept) -> OSError | None:
-    failed_before = len(kept.records) > 1 or kept.dropped > 0
     written = 0
     while kept.records:
         try:
             kept.append(path, kept.records[0])
         except OSError as error:
+            kept.failed = True
             return error
         except UserError:
             del _files[path]  # waiting does not repair the file
             raise
         kept.records.popleft()
         written += 1
-    if failed_before:
+    if kept.failed:
         logger.warning("%s: %d kept records are written, %d lost", path, written, kept.dropped)
     del _files[path]
     return None

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -45,8 +45,9 @@ def _staged(output: Path, make: Callable[[Path], None]) -> Iterator[Path]:
         raise unwritable(f"output={output}", error) from error
     try:
         yield staging
-        _sync(staging)  # before the new name marks it complete
+        _sync([*staging.rglob("*"), staging])  # before the new name marks it complete
         os.rename(staging, output)
+        _sync([staging.parent])
     except OSError as error:
         _remove(staging)
         raise disk_error(
@@ -65,8 +66,8 @@ def _remove(staging: Path) -> None:
         staging.unlink()
 
 
-def _sync(staging: Path) -> None:
-    for path in [*staging.rglob("*"), staging]:
+def _sync(paths: Iterable[Path]) -> None:
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

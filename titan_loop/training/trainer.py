@@ -301,7 +301,7 @@ class LoopTrainer(Trainer):
         write_kept()  # records of steps before a checkpoint: no later start repeats them
         self._unread.read(newest=True)  # the saved state includes every skipped step
         name = first_non_finite_parameter(self.model_parts)
-        if name is not None:
+        if name is not None and not self.held_back:
             raise NonFiniteError(
                 f"parameter {name} is not finite at step {self.step}; nothing was saved, restart "
                 "from the last checkpoint"
