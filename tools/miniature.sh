@@ -2,8 +2,9 @@
 # Ouro's whole recipe in miniature: data, all stages and the fork, plots, depths, exit policies and a
 # report. On a fresh machine with only Python 3.11 or later.
 #
-#   bash tools/miniature.sh          24 minutes on two cores, see train_configs/LOG.md
-#   bash tools/miniature.sh --short  1/32 of the tokens, to see that all of it works
+#   bash tools/miniature.sh             24 minutes on two cores, see train_configs/LOG.md
+#   bash tools/miniature.sh --short     1/32 of the tokens, to see that all of it works
+#   bash tools/miniature.sh --readable  without the fork, with an objective that reads every step
 #
 # What is complete is skipped and an interrupted stage continues; to start over, remove the folders
 # printed at the end.
@@ -18,6 +19,7 @@ chat_mb=0.8
 windows=16
 case "${1:-}" in
 "") ;;
+--readable) name=miniature_readable ;;
 --short)
     name=miniature_short
     corpus=$SHORT_CORPUS
@@ -26,7 +28,7 @@ case "${1:-}" in
     windows=4
     ;;
 *)
-    echo "titan-loop: error: unknown flag $1 for miniature.sh; known: --short" >&2
+    echo "titan-loop: error: unknown flag $1 for miniature.sh; known: --short, --readable" >&2
     exit 2
     ;;
 esac
@@ -36,7 +38,7 @@ SECONDS=0
 stage "1/5 corpus: code, prose, mathematics and chats; tokenizer, token shards, packed windows"
 miniature_corpus "$corpus" $chat_mb "${text_flags[@]}"
 
-stage "2/5 training: 1a, then five stages of each branch"
+stage "2/5 training: 1a, then the stages of each branch"
 titan_loop train $name
 
 stage "3/5 what duplicating the layers alone does to the loss"

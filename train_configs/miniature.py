@@ -11,11 +11,12 @@ learning rates of a small model; see LOG.md.
 `bash tools/miniature.sh` prepares the data and runs the recipe.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
+from titan_loop.families.ouro.readable_steps import ReadableStepsLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -27,6 +28,7 @@ BATCH_TOKENS = 1024
 WINDOW, ANNEALING_WINDOW, LONG_WINDOW = 256, 512, 1024
 PEAK_RATE, ANNEALED_RATE, FINAL_RATE = 4e-3, 4e-4, 1e-4
 LAYERS, UPCYCLED_LAYERS = 4, 8
+UPCYCLED = "_upcycled"
 HELD_OUT_TOKENS = 4096  # of each source, as many at every window length
 LAST_STEP_ONLY = 10**9
 
@@ -44,6 +46,22 @@ def miniature() -> Recipe:
 def miniature_short() -> Recipe:
     """The miniature on 1/32 of its tokens: shows that all stages run, not that they learn."""
     return _recipe("miniature_short", corpus="corpora/short", share=1 / 32)
+
+
+def miniature_readable() -> Recipe:
+    """The kept branch; readouts of each step learn from the last step, so every depth reads well.
+
+    Its loss is `rank32_distilled` of `depth_read` in place of Ouro's Stage I.
+    """
+    recipe = _recipe("miniature_readable", corpus="corpora/miniature", share=1.0)
+    recipe.stages = [stage for stage in recipe.stages if not stage.name.endswith(UPCYCLED)]
+    for stage in recipe.stages:
+        stage.config.model = replace(stage.config.model, readout_rank=32)
+        if stage.config.trainable == "all":
+            stage.config.loss = ReadableStepsLoss.Config(
+                every_step=Schedule.constant(0.5), weights="even", distillation=1.0
+            )
+    return recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +82,7 @@ class _Scale:
 
 def _recipe(name: str, *, corpus: str, share: float) -> Recipe:
     scale = _Scale(corpus, share)
-    branches = [*_branch(scale), *_branch(scale, "_upcycled", layers=UPCYCLED_LAYERS)]
+    branches = [*_branch(scale), *_branch(scale, UPCYCLED, layers=UPCYCLED_LAYERS)]
     return Recipe(name=name, stages=[_stage_1a(scale), *branches])
 
 
@@ -185,7 +203,7 @@ def _config(
         held_out=HeldOutConfig(
             interval=LAST_STEP_ONLY,
             sources=[f"{scale.corpus}/{name}" for name in MID_TRAINING],
-            depths=[1, 2, 4],
+            depths=[1, 2, 3, 4],
             windows=max(1, round(scale.share * HELD_OUT_TOKENS / window)),
         ),
     )
