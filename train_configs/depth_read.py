@@ -47,6 +47,7 @@ RAMP = Schedule.parse(f"0:0 constant {HALF}:0 linear {TOTAL_TOKENS}:0.5")
 FALL = Schedule.parse(f"0:0.75 constant {HALF}:0.75 linear {TOTAL_TOKENS}:0.1")
 EVEN: dict[str, Any] = {"weights": "even"}
 RANK_32: dict[str, Any] = {**EVEN, "distillation": 1.0, "readout_rank": 32}
+FIRST: dict[str, Any] = {**RANK_32, "weights": "first"}
 RANK_64: dict[str, Any] = {**RANK_32, "readout_rank": 64}
 TEXT: dict[str, dict[str, Any]] = {
     "last_step": {"every_step": Schedule.constant(0)},
@@ -78,6 +79,13 @@ TEXT: dict[str, dict[str, Any]] = {
     "rank64_distilled": {**RANK_64, "every_step": Schedule.constant(0.5)},
     "rank64_distilled_quarter": {**RANK_64, "every_step": Schedule.constant(0.25)},
     "rank64_distilled_fall": {**RANK_64, "every_step": FALL},
+    "rank32_distilled_first": {**FIRST, "every_step": Schedule.constant(0.5)},
+    "rank32_distilled_first_more": {**FIRST, "every_step": Schedule.constant(0.7)},
+    "rank32_half_distilled_first": {
+        **FIRST,
+        "distillation": 0.5,
+        "every_step": Schedule.constant(0.5),
+    },
     "scales_detached": {
         **EVEN,
         "every_step": Schedule.constant(0.5),

@@ -24,6 +24,11 @@ from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.training.schedule import Schedule
 
 BETA = 0.1
+_EARLY = [1 / r**2 for r in range(1, STEPS)]
+CONSTANT = {
+    "even": [1 / STEPS] * STEPS,
+    "first": [*(x / sum(_EARLY) * (1 - 1 / STEPS) for x in _EARLY), 1 / STEPS],
+}
 
 
 def build(head: LMHead, *, every_step: float = 1.0, distance: float = 0.0, **options: Any):
@@ -54,7 +59,8 @@ def definition(
             rate = torch.sigmoid(pred.exit_logit_RBL[r][b, i])
             p = survival * rate if r < STEPS - 1 else survival
             survival = survival * (1 - rate)
-            weight = p if weights == "gate" else torch.tensor(1 / STEPS, dtype=torch.float64)
+            constant = CONSTANT[weights][r] if weights != "gate" else 0.0
+            weight = p if weights == "gate" else torch.tensor(constant, dtype=torch.float64)
             log_p = F.log_softmax(head_weight @ pred.hidden_RBLD[r][b, i], dim=0)
             ce = -log_p[labels[b, i]]
             if r == STEPS - 1:
@@ -82,6 +88,7 @@ def definition(
         {"every_step": 0.3},
         {"every_step": 0.3, "weights": "even"},
         {"every_step": 0.7, "distillation": 1.0},
+        {"every_step": 0.6, "weights": "first", "distillation": 0.5},
         {"every_step": 1.0, "distillation": 0.4},
         {"every_step": 0.5, "distillation": 0.4, "weights": "even", "distance": 2.0},
         {"every_step": 0.0, "distance": 0.5},

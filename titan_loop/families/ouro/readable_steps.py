@@ -6,7 +6,7 @@
 | symbol | code |
 |---|---|
 | s, μ | `every_step`, `state_distance`: schedules over training |
-| p_r | the gate's, or 1/R with `weights=even`, which trains no gate |
+| p_r | `weights`: the gate's, or constants, which train no gate |
 | δ | `distillation` |
 | P_r | the distribution of the next token after step r |
 
@@ -44,8 +44,9 @@ from titan_loop.objectives.streamed_loss import (
 )
 from titan_loop.training.schedule import Schedule
 
-StepWeights: TypeAlias = Literal["gate", "even"]
-"""Weights p_r of the steps' losses: the exit gate's p, or 1/R each."""
+StepWeights: TypeAlias = Literal["gate", "even", "first"]
+"""Weights p_r of the steps' losses: the exit gate's p, 1/R each, or 1/R for the last step and the
+rest in proportion to 1/r²: step 1, the hardest to read without harm to the last, has most of it."""
 
 
 class ReadableStepsLoss(ExpectedExitLoss):
@@ -70,8 +71,8 @@ class ReadableStepsLoss(ExpectedExitLoss):
         """s against global tokens: 0 is the loss of the last step alone, 1 is Stage I."""
 
         weights: StepWeights = "gate"
-        """Weights of the steps' losses: gate (the gate's p), or even (1/R each, which leaves the
-        gate to Stage II)."""
+        """Weights of the steps' losses: gate (the gate's p), even (1/R each), or first (1/R for the
+        last step, the rest in proportion to 1/r²). Only gate trains the gate before Stage II."""
 
         distillation: float = 0.0
         """δ in [0, 1], the weight of the KL divergence from the last step's distribution in an
@@ -116,7 +117,8 @@ class ReadableStepsLoss(ExpectedExitLoss):
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)
-        self.weights, self.distillation = config.weights, config.distillation
+        self.weights: StepWeights = config.weights
+        self.distillation = config.distillation
         self.every_step, self.state_distance = 1.0, 0.0
 
     def set_schedules(self, values: Mapping[str, float]) -> None:
@@ -155,8 +157,9 @@ class ReadableStepsLoss(ExpectedExitLoss):
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         steps = len(hidden_RBLD)
         pmf_RBL = exit_pmf(exit_logit_RBL)
-        if self.weights == "even":
-            pmf_RBL = torch.full_like(pmf_RBL, 1 / steps)
+        if self.weights != "gate":
+            constant_R11 = constant_weights(self.weights, steps).to(pmf_RBL)[:, None, None]
+            pmf_RBL = constant_R11.expand_as(pmf_RBL)
         weight_RBL = self.every_step * pmf_RBL
         weight_RBL[-1] += 1 - self.every_step
         weight_RBL = weight_RBL / valid_tokens
@@ -186,6 +189,16 @@ class ReadableStepsLoss(ExpectedExitLoss):
             kl_P = token_mean(early.kl_SBL, labels_BL, valid_tokens)
         metrics = exit_metrics(ce_RBL, exit_logit_RBL.detach(), labels_BL, valid_tokens)
         return loss, metrics | _by_step("kl", kl_P)
+
+
+def constant_weights(kind: StepWeights, steps: int) -> Tensor:
+    """Return p (R,), float64, of the kinds that do not ask the gate; they sum to 1."""
+    if kind == "even" or steps == 1:
+        return torch.full((steps,), 1 / steps, dtype=torch.float64)
+    weight_R = torch.arange(1, steps + 1, dtype=torch.float64) ** -2
+    weight_R[:-1] *= (1 - 1 / steps) / weight_R[:-1].sum()
+    weight_R[-1] = 1 / steps
+    return weight_R
 
 
 def relative_square_distance(hidden_RBLD: Sequence[Tensor]) -> Tensor:
