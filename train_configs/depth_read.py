@@ -81,6 +81,8 @@ TEXT: dict[str, dict[str, Any]] = {
     "rank64_distilled_fall": {**RANK_64, "every_step": FALL},
     "rank32_distilled_first": {**FIRST, "every_step": Schedule.constant(0.5)},
     "rank32_distilled_first_more": {**FIRST, "every_step": Schedule.constant(0.7)},
+    "rank32_distilled_first_half": {**FIRST, "every_step": _late(0.5, HALF)},
+    "rank32_distilled_first_third": {**FIRST, "every_step": Schedule.constant(0.3)},
     "rank32_half_distilled_first": {
         **FIRST,
         "distillation": 0.5,
@@ -114,7 +116,7 @@ TASKS = {
 }
 """Name → stage of `physics_exams`, and the result of its exam."""
 
-TASK_ARMS = ("last_step", "stage_one", "even_late", "distilled_late", "rank8_late")
+TASK_ARMS = ("last_step", "stage_one", "rank8_late", "rank32_distilled_first")
 MODEL_OPTIONS = ("readout_rank", "early_states", "norm_placement")
 DEPTHS = (*range(1, STEPS + 1), 2 * STEPS)
 
