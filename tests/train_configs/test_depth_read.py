@@ -32,10 +32,10 @@ def test_text_arms_are_the_last_step_model_of_depth_pays_with_a_gate():
 
 
 def test_late_schedules_begin_late_and_are_stretched_with_a_tasks_tokens():
-    every_step = RECIPE.stage("even_late").config.loss.every_step
+    every_step = RECIPE.stage("rank8_late").config.loss.every_step
     assert [every_step(tokens) for tokens in (0, LATE_FROM - 1, LATE_FROM)] == [0, 0, 0.5]
     for task in TASKS:
-        config = RECIPE.stage(f"{task}_even_late").config
+        config = RECIPE.stage(f"{task}_rank8_late").config
         begin = LATE_FROM * config.total_tokens // TOTAL_TOKENS
         assert config.total_tokens > TOTAL_TOKENS
         assert [config.loss.every_step(tokens) for tokens in (begin - 1, begin)] == [0, 0.5]
