@@ -2,9 +2,9 @@
 
     h ← layer_ℓ(h, banks),   ℓ = 1 … N,   read(h) = norm(h)
 
-The recurrence is in `adaptive_layer.py`, so the stack is applied once. A cache has a slot for every
-layer and iteration. Loops, router, gates and banks run outside of compiled graphs; the bank that
-all layers share is a unit of its own, gathered once and read N times.
+The recurrence is in `layer.py`, so the stack is applied once. A cache has a slot for every layer
+and iteration. Only blocks are compiled; loops, routers, gates and banks are not. The bank that all
+layers share is a unit of its own, gathered once and read by every layer.
 """
 
 from collections.abc import Iterable
@@ -52,11 +52,11 @@ class AdaptiveDecoder(GPT2Decoder):
 
         @property
         def aux(self) -> tuple[str, ...]:
-            """The layers' iterations, if there is more than one."""
+            """The layers' iterations, if a layer may run more than one."""
             return ("iterations",) if self.layers[0].iterations > 1 else ()
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """Shard blocks as GPT-2's; everything else acts on tokens where they are."""
+            """Shard blocks like GPT-2's; loops, memory and gates do not move tokens."""
             GPT2Decoder.Config.set_sharding(self, enable_sp=enable_sp)
             self.report_gather.sharding_config = gathered_state(enable_sp=enable_sp)
             if self.bank is not None:
@@ -95,7 +95,7 @@ class AdaptiveDecoder(GPT2Decoder):
             return LayerVisits(*(self.layers[0].iterations * count for count in visits))
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
-            """As in the base class; reads of memory are products of matrices."""
+            """As in the base class, with the matrix products of memory, forward and backward."""
             memory = 6 * sum(layer.memory_elements for layer in self.layers)
             return flops._replace(matrices=flops.matrices + memory)
 
@@ -132,9 +132,9 @@ class AdaptiveDecoder(GPT2Decoder):
         """Run all layers over whole windows; arguments as in the base class, with R = 1.
 
         Returns:
-            The state. Aux holds, for the parts the model has: `iterations`, each layer's E[n] (N,
-            B, L), with a gradient; `scales`, its softplus(α_t) (N, N_max); `local_gates` and
-            `global_gates`, (N, B, L).
+            The last state. For the parts that the model has, `aux` holds each layer's E[n] as
+            `iterations`, (N, B, L), with a gradient; its softplus(α_t) as `scales`, (N, N_max); and
+            its mean gates as `local_gates` and `global_gates`, (N, B, L).
         """
         self._check_steps(self.recurrent_steps if recurrent_steps is None else recurrent_steps)
         context = self.make_context(tokens, positions, attention_masks, columns=columns)
@@ -150,7 +150,7 @@ class AdaptiveDecoder(GPT2Decoder):
     def _through_layers(
         self, hidden_BLD: Tensor, context: LoopContext
     ) -> tuple[Tensor, tuple[LayerReport, ...]]:
-        """Return the state after the last layer, in its first dtype, and each layer's report."""
+        """Return the state after the last layer, in the input's dtype, and each layer's report."""
         dtype, iterations = hidden_BLD.dtype, self.config.layers[0].iterations
         policy = self.exit_policy
         survival = policy.threshold if isinstance(policy, Survival) else None
@@ -202,7 +202,7 @@ class AdaptiveDecoder(GPT2Decoder):
         return units
 
     def compiled_parts(self) -> nn.Module:
-        """Return the blocks: loops, router and banks run outside of compiled graphs."""
+        """Return the blocks, the only compiled parts."""
         parts, layers = nn.Module(), dict[str, Any](self.layers.items())
         parts.layers = ModuleDict({name: layer.block for name, layer in layers.items()})
         return parts
@@ -213,7 +213,7 @@ class AdaptiveDecoder(GPT2Decoder):
         return 1, sum(layer.iterations for layer in self.config.layers), 0
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
-        """Return how an optimiser treats a parameter: banks are tables, α may have its own rate."""
+        """As in the base class; banks are tables, not Muon's matrices; α may have its own rate."""
         if any(part in name for part in _CONTROLS):
             is_scale = name.endswith(".control.scale")
             return ParameterGroup(

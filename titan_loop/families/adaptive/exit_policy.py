@@ -1,4 +1,4 @@
-"""Halting inside layers that loop: each token on its own, instead of a mixture of iterations."""
+"""The policy `survival`, which halts each token inside layers that loop."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,9 +9,10 @@ from titan_loop.inference.exit_policy import ExitPolicy
 
 @dataclass(frozen=True)
 class Survival(ExitPolicy):
-    """Layers that loop by themselves do not mix their iterations: each token halts on its own.
+    """Halt each token at one iteration of a looping layer, instead of mixing all iterations.
 
-    It approximates the trained mixture; `titan-loop analyse survival` measures its error.
+    A token halts once its probability of going on, Π (1 − p_i), falls below `threshold`. The result
+    approximates the trained mixture; `titan-loop analyse survival` measures the error.
     """
 
     threshold: float

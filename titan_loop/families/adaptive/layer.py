@@ -5,18 +5,19 @@
     p_halt⁽ᵗ⁾ = p_t Π_{i<t} (1 − p_i),   h_out = Σ_t p_halt⁽ᵗ⁾ h⁽ᵗ⁾,   E[n] = Σ_t t · p_halt⁽ᵗ⁾
 
 With `remainder` the last iteration takes the mass that is left, so that Σ p_halt = 1; `literal`
-follows the printed equation, and shrinks the state. A *survival* threshold τ replaces the mixture
-where no gradient is wanted: a token keeps h⁽ᵗ⁾ of the first t with Π_{i≤t} (1 − p_i) < τ.
+follows the printed equation, and shrinks the state. After training a *survival* threshold τ may
+replace the mixture: a token keeps h⁽ᵗ⁾ of the first t with Π_{i≤t} (1 − p_i) < τ, or of N_max if
+there is none.
 
 | symbol | code |
 |---|---|
-| Block | `block`, with its own norms and residual sums; alone where the layer does not loop |
+| Block | `block`, with its own norms and residual sums; the whole layer if it does not loop |
 | LN | `loop_norm` |
 | α_t; W_h, b_h | `LoopControl`, in fp32 |
 | banks | `memory_bank.py`; read before the loop, after it, or in each iteration after its p_t |
 
-Inside the loop the state is fp32, also with a bf16 block: at the start softplus(α) = 9e-4, which
-bf16 would round away.
+Inside the loop the state is fp32 even with a bf16 block. At the start softplus(α) = 9e-4, and bf16
+would round the update away.
 
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers", §2.1, Eq. 3–5; halting after
 Banino et al. 2021 (PonderNet).
@@ -46,10 +47,10 @@ class LayerReport(NamedTuple):
     """Measurements of one layer's forward pass.
 
     Attributes:
-        iterations_BL1: E[n], or the iterations that ran under a survival threshold; None without
-            loops.
-        scales: softplus(α_t), N_max detached scalars.
-        gates: Mean gate of every bank, (B, L, 1) each, detached.
+        iterations_BL1: E[n], or the number of iterations that ran under a survival threshold; None
+            without loops.
+        scales: softplus(α_t), N_max detached tensors (1,); empty under a survival threshold.
+        gates: Mean gate of every bank at its last read, (B, L, 1) each, detached.
     """
 
     iterations_BL1: Tensor | None = None
@@ -97,7 +98,7 @@ class AdaptiveLayer(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Parts of the layer; `readers` read its own bank and the shared one."""
+        """Parts of the layer; `readers` has one for each bank, its own before the shared one."""
 
         block: GPT2Block.Config
         loop_norm: LayerNorm.Config | None = None
@@ -175,10 +176,10 @@ class AdaptiveLayer(Module):
         """Return the state after the layer, and its report.
 
         Args:
-            hidden_BLD: State before it.
+            hidden_BLD: State before the layer.
             context: As in `LoopAttention.forward`.
             slots: Addresses in the cache, one for each iteration.
-            shared_bank: The bank of all layers.
+            shared_bank: The bank that all layers share.
             survival: τ; None mixes the iterations.
         """
         gates: tuple[Tensor, ...] = ()
@@ -245,8 +246,8 @@ class AdaptiveLayer(Module):
     ) -> tuple[Tensor, LayerReport]:
         """Return each token's state after the iteration at which it halts.
 
-        A token that has halted keeps its state, and others attend to that state's keys and values.
-        Once every token has halted, nothing but keys and values is computed.
+        A token that has halted keeps its state. In later iterations other tokens attend to keys and
+        values of that state, so with a cache they are computed even after every token has halted.
         """
         assert self.control is not None
         left_BL1 = torch.ones_like(hidden_BLD[..., :1])

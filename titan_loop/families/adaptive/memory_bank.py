@@ -7,7 +7,7 @@
 |---|---|
 | K, V, LN_k | `MemoryBank`: a layer's own (L), or one that all layers share (G) |
 | LN_q, W_L, W_G | `BankReader`, one per layer and bank |
-| g | `MemoryGates`, in fp32: one number per token and bank, or one for each of its D values |
+| g | `MemoryGates`, in fp32: one number per token and bank, or one for each of its D dimensions |
 
 A bank is a parameter, not a cache: nothing of a text is stored in it. Its norms have a gain and no
 bias.
@@ -36,7 +36,7 @@ class MemoryBank(Module):
 
         @property
         def matrix_elements(self) -> int:
-            """Number of weights that one read multiplies, including its reader's."""
+            """Number of weights that one read multiplies, including the reader's W."""
             return 2 * self.slots * self.dim + self.dim**2
 
     def __init__(self, config: Config) -> None:
@@ -55,7 +55,7 @@ class MemoryBank(Module):
 
 
 class BankReader(Module):
-    """One layer's way to read a bank: the norm of its queries, and W."""
+    """One layer's query norm and output projection W for one bank."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -80,7 +80,7 @@ class MemoryGates(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """K, D and the values a gate has: 1, or D."""
+        """K banks, width D, and the number of values in a gate: 1 or D."""
 
         banks: int
         dim: int
@@ -92,7 +92,7 @@ class MemoryGates(Module):
         self.weight = nn.Parameter(torch.empty(config.banks * config.width, config.dim))
         self.bias = nn.Parameter(torch.empty(config.banks * config.width))
 
-    # One argument: torchtitan's `Module.parallelize` drops positional arguments without a name.
+    # Not *read_KBLD: torchtitan's `Module.parallelize` drops positional arguments without a name.
     def forward(
         self, hidden_BLD: Tensor, read_KBLD: Sequence[Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:

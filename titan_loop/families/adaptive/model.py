@@ -3,19 +3,20 @@
     h ← layer_ℓ(h, banks),   ℓ = 1 … N,   logits = W_head norm(h)
 
 The recurrence is inside the layers (`layer.py`), so R is 1. Blocks are GPT-2's with rotary
-positions. With `max_iterations=None` layers are plain blocks, h ← Block(h): the paper's baselines,
-wider (`hidden_dim`) or deeper (`n_layers`). A cache has a slot for each layer and iteration.
+positions. With `max_iterations=None` layers are plain blocks, h ← Block(h). They are the paper's
+baselines, made wider (`hidden_dim`) or deeper (`n_layers`). A cache has a slot for each layer and
+iteration.
 
-Initialisation is GPT-2's (see `gpt2_block.py`), with output projections scaled by
-1/√(2·layers). α starts at `scale_init`; router and gates (except b_g) start at 0, so that p_t =
-1/2; keys and values at the standard deviation of a matrix.
+Initialisation is GPT-2's (`titan_loop/models/gpt2_block.py`), with output projections scaled by
+1/√(2·layers). α starts at `scale_init`. Router and gates start at 0, except b_g, so that p_t = 1/2
+at first. Keys and values start with the standard deviation of a matrix.
 
-Source: Frey et al. 2026, "Adaptive loops and memory in transformers". The printed 332M of 36 layers
-follow from a two-matrix feed-forward part and an untied head; the base model then has 162M, not
-"200M". Deviations, and choices that the paper leaves open: the last iteration takes the remaining
-mass (`halting`); gates are one number per token and bank (`gate`), as in its Figure 1; memory is
-read once, after the loop (`memory_read`); Eq. 5–10 taken literally give 34M parameters of memory
-instead of about 10M.
+Source: Frey et al. 2026, "Adaptive loops and memory in transformers". Its 332M parameters of 36
+layers imply a feed-forward part of two matrices and an untied head; its base model then has 162M
+parameters, not "200M". Eq. 5–10, taken literally, give 34M parameters of memory, not about 10M.
+Deviations, and choices that the paper leaves open: the last iteration takes the remaining mass
+(`halting`); a gate is one number per token and bank (`gate`), as in its Figure 1; memory is read
+once, after the loop (`memory_read`).
 """
 
 from dataclasses import dataclass, field
@@ -75,11 +76,11 @@ class AdaptiveOptions(ModelOptions):
     """Must be False: every layer has a halting router instead."""
 
     max_iterations: int | None = 3
-    """N_max, the most iterations of a layer; None applies each layer once and as it is."""
+    """N_max, the most iterations of a layer; None makes every layer a plain block, run once."""
 
     halting: Halting = "remainder"
-    """Weight of the last iteration: remainder, so that the weights add up to 1, or literal, its own
-    halting probability, as printed."""
+    """Weight of the last iteration: remainder, so that all weights add up to 1; or literal, its
+    halting probability as the paper prints it."""
 
     scale_init: float = -7.0
     """Initial α of the loop scales softplus(α)."""

@@ -2,8 +2,8 @@
 
     L = CE + λ ñ,   ñ = (n̄ − 1) / (N_max − 1),   n̄ = 1/N Σ_ℓ E[n_ℓ]
 
-With the remainder at the last iteration ñ is in [0, 1]; with the literal halting, whose weights do
-not add up to 1, it may fall below 0.
+With `model.halting=remainder` ñ is in [0, 1]. With `literal` it may fall below 0, since the weights
+of the iterations then add up to less than 1.
 
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers", Eq. 11–12; λ = 0 in most of
 its runs. Deviation: E[n_ℓ] is the mean over tokens with a label, like the cross entropy.
@@ -46,7 +46,7 @@ class PonderCostLoss(ExpectedExitLoss):
         """λ, the price of all iterations beyond the first; 0 only measures them."""
 
         def aux(self) -> Mapping[str, str]:
-            """Return the iterations, if they cost anything."""
+            """As in the base class: the iterations, if they have a price."""
             weight = self.ponder_weight
             return {"iterations": f"loss.ponder_weight={weight}"} if weight else {}
 

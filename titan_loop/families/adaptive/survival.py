@@ -91,7 +91,8 @@ def survival(
 ) -> Findings:
     """Replace each layer's mixture of iterations by halting at a threshold; show the cost.
 
-    Asks the exam of the run's generated task. Writes evals/survival-step-N.json.
+    The questions come from the exam of the run's generated task. Writes
+    evals/survival-step-N.json.
 
     Args:
         run: Run of the family adaptive, or its checkpoints/step-N.

@@ -2,8 +2,8 @@
 
     <bos> len_2  + * 3 5 7  <ans> 22   |   <bos> Anya Bo Cid was born on …
 
-Examples of both tasks share windows, drawn one by one with fixed probabilities. The tasks share no
-token: Capo's ids follow Mano's.
+Each example is Mano's with a fixed probability, else Capo's, and a window holds examples of both.
+The tasks share no token: Capo's ids follow Mano's.
 
 Source: after Frey et al. 2026 (adaptive loops and memory), which compares mathematics and
 commonsense; tasks of Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6.
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class ManoCapo(Task):
-    """Both tasks; Mano's ids come first.
+    """Examples of Mano and of Capo in one vocabulary.
 
     Raises:
         UserError: `mano_share` is not between 0 and 1, or leaves a task out.

@@ -2,8 +2,8 @@
 
 Between two steps `decode` maps the state to Φ, the mean embedding of the tokens it decodes to.
 `model.py` adds Φ to the state, `ponder.py` to a sum of embeddings. Head and embedding are one unit,
-visited R − 1 more times than without; Φ computes its logits again in the backward pass, so it needs
-no recomputation by steps.
+which `decode` visits R − 1 more times. Φ recomputes its logits in its own backward pass, so it need
+not be part of a recomputed step.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class DecodingDecoder(LoopDecoder):
         decoded_state: Identity.Config = field(default_factory=Identity.Config)
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """Declare placements; Φ is a sum over ranks until it is scattered like a state."""
+            """Declare placements; Φ is a partial sum on each rank until it is placed like a state."""
             LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
             self.decoded_state.sharding_config = ShardingConfig(
                 in_src_shardings={"input": dense_activation_placement(tp=spmd.P)},
@@ -74,7 +74,7 @@ class DecodingDecoder(LoopDecoder):
         return self.decoded_state(decoded_BLD).to(hidden_BLD.dtype)
 
     def units(self) -> list[Unit]:
-        """List the units; the head finds the embeddings gathered, tied or not."""
+        """List the units; head and embedding are one, tied or not, as `decode` needs both."""
         tables = (self.tok_embeddings, *self.positions.tables(), self.lm_head)
         return [
             Unit(TABLES, tables, place="after", between=True, kept=True),

@@ -2,8 +2,8 @@
 
     h ← (1 − α) h + α RMSNorm(W[argmax W h])      at one position, after one step
 
-If a model answers more questions with it than without, it had found the token that the position
-stands for but could not use the state that says so.
+If a model answers more questions with it than without, its state already said which token the
+position stands for, but the next step could not use it in that form.
 
 Source: DiscoLoop, arXiv 2607.00341, §3.2 Eq. 3; the norm has no gain.
 """
@@ -45,18 +45,20 @@ def intervention(
     after: int = 1,
     batch_rows: int = 256,
 ) -> list[float]:
-    """Return the share of questions of a stratum that are right at every strength α.
+    """Return, for each strength α, the share of a stratum's questions that are answered right.
 
     Args:
         task: The task that the model was trained on.
         stratum: Name of a stratum, whose questions have the same waypoints.
         strengths: α, each from 0 to 1.
-        count: Most different questions.
+        steps: R.
+        count: Largest number of different questions.
         waypoint: The waypoint at whose position the state is replaced; None for the first.
         after: Step after which the state is changed, below R.
 
     Raises:
-        UserError: There is no such waypoint, or no step after the intervention.
+        UserError: There is no such waypoint or no step after the intervention, or a strength is out
+            of range.
     """
     if not 1 <= after < steps:
         raise UserError(f"after={after} must be at least 1 and below the {steps} recurrent steps")
@@ -122,16 +124,17 @@ def analyse_intervention(
     recurrent_steps: int | None = None,
     questions: int = 256,
 ) -> Findings:
-    """Replace a state by the embedding of its decoded token, and ask the exam (DiscoLoop).
+    """Replace a state by the embedding of its decoded token, and grade the answers (DiscoLoop).
 
-    For runs on a generated task. The state at a waypoint, such as the bridge of two hops, is mixed
-    between two steps with the normed embedding of its likeliest token. Writes
-    evals/intervention-step-N.json and a plot that `report` shows.
+    For runs on a generated task, whose exam gives the questions. Between two steps the state at a
+    waypoint, such as the bridge of two hops, is mixed with the normed embedding of its likeliest
+    token. Writes evals/intervention-step-N.json and a plot that `report` shows.
 
     Args:
         run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         strengths: Shares of the embedding in the mixture, from 0 to 1.
-        strata: Strata of the task's exam; default all whose questions have more than one waypoint.
+        strata: Strata of the task's exam; default every stratum whose questions have more than one
+            waypoint.
         waypoint: Waypoint of the task whose state is replaced; default the first.
         after: Step after which the state is changed.
         recurrent_steps: R; default as in training.

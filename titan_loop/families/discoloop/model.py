@@ -2,7 +2,7 @@
 
     h_{r+1} = f(h̃_r)      h̃_r = h_r + α_r ⊙ RMSNorm(Φ(h_r)),  r = 1 … R − 1      h̃_0 = W[x]
     Φ(h) = Σ_v p_v W[v]    p = softmax(W h / τ)
-    α fixed, or σ(⟨w_α, Φ(h)⟩ + b_α) per token, shared by all steps
+    α = α*, a constant, or σ(⟨w_α, Φ(h)⟩ + b_α) for each token, with weights that all steps share
 
 | symbol | code |
 |---|---|
@@ -10,11 +10,11 @@
 | Φ, τ | `DecodingDecoder.decode`, `model.temperature` |
 | RMSNorm, α | `DecodedChannel` |
 | α* | `model.channel_strength` |
-| K | `model.top_k`; the paper keeps 128 tokens in language models, all in the others |
+| K, the tokens that Φ keeps | `model.top_k`; the paper keeps 128 in language models, else all |
 
-The paper leaves open whether RMSNorm has a gain: here it has one that starts at 1. It also leaves
-open the gate and τ of its language models. The learned gate starts at α = 1/2. The loss is the
-last step's cross entropy, unless there is an exit gate.
+The paper leaves open whether RMSNorm has a gain; here it has one, which starts at 1. The paper also
+leaves open the gate and τ of its language models. The learned gate starts at α = 1/2. Without an
+exit gate the loss is the last step's cross entropy.
 
 Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §4 Eq. 4–6, Appendix B.
 """
@@ -56,14 +56,14 @@ class DecodingOptions(LoopOptions):
     """Whether embedding and head share one matrix."""
 
     temperature: float = 1.0
-    """τ, the divisor of logits before they become probabilities between two steps."""
+    """τ, by which logits are divided before the softmax between two steps."""
 
     top_k: int | None = None
     """Number of tokens whose embeddings are mixed between two steps; None for all of them."""
 
     normalised_over: NormalisedOver = "top_k"
-    """Tokens over which the probabilities of the kept ones add up to 1: themselves, or the whole
-    vocabulary."""
+    """Tokens whose probabilities add up to 1: top_k, the kept tokens alone; or vocabulary, so
+    that the kept ones add up to less."""
 
     def decoding(self, vocab_size: int) -> Decoding:
         """Return the decoding options of Φ; raises `UserError` for options that cannot work."""
@@ -84,7 +84,7 @@ class DiscoLoopOptions(DecodingOptions):
     family: FamilyName = field(default="discoloop", init=False)
 
     channel_gate: ChannelGate = "fixed"
-    """Strength of the decoded embedding: fixed, or learned, a gate for each token."""
+    """Strength of the decoded embedding: fixed; or learned, computed for each token."""
 
     channel_strength: float = 1.0
     """α* of the fixed gate."""
@@ -95,7 +95,7 @@ class DecodedChannel(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """The norm, and the gate's width or constant."""
+        """The norm of Φ, and α*; None for the learned gate."""
 
         norm: FinalNorm.Config
         strength: float | None

@@ -11,10 +11,10 @@ may be one matrix.
 | s | √D with `model.scale_embeddings`, else 1 | √D |
 | p | `model.top_k`, `model.temperature` | all tokens, τ = 1 |
 
-Source: Zeng et al. 2025 (PonderLM), arXiv 2505.20674, and their code: the sum is cumulative, and
-the softmax of their option for top_k = 100, which no script uses, runs over these tokens alone.
-Deviations: k is a number of the model, since R may change at evaluation and differ between tokens;
-theirs follows the number of ponder steps.
+Source: Zeng et al. 2025 (PonderLM), arXiv 2505.20674, and their code. There the sum is cumulative,
+and with their option top_k = 100, which no script uses, the softmax runs over these 100 tokens
+alone. Deviation: k is a fixed option of the model, since R may change at evaluation and differ
+between tokens; theirs follows the number of ponder steps.
 """
 
 import math
@@ -40,7 +40,7 @@ class PonderOptions(DecodingOptions):
     family: FamilyName = field(default="ponder", init=False)
 
     start_factor: float = 1.0
-    """k, the factor of the first step's input; above 1, words outweigh the decoded sum."""
+    """k, the factor on the first step's input; above 1 it gives words more weight in the sum."""
 
 
 class PonderDecoder(DecodingDecoder):

@@ -2,18 +2,19 @@
 
     z_v = w_v · h / τ      p = softmax(z)      Φ(h) = Σ_v p_v e_v
 
-chunk by chunk: no more logits than a chunk's ever exist, forward or backward. With `top_k` the sum
-runs over the k tokens of the largest logits, with ties going to the smaller id, and p is normalised
-over these alone or over the whole vocabulary. Where g is the gradient of Φ and s_v is g · e_v:
+Forward and backward run chunk by chunk, so logits exist for one chunk of tokens at a time. With
+`top_k` the sum runs over the k tokens of the largest logits, with ties going to the smaller id, and
+p is normalised over these alone or over the whole vocabulary. With the gradient g of Φ and
+s_v = g · e_v, the other gradients are
 
     de_v = p_v g     dz_v = p_v (s_v − Σ_u p_u s_u)     dh = Σ_v dz_v w_v / τ     dw_v = dz_v h / τ
 
-so the backward pass needs the normaliser of p, or the k tokens and their p, and one sum over the
-vocabulary. Ranks that share the vocabulary never see each other's logits: they exchange maxima and
-sums of a chunk, and the k largest logits of each; every rank returns the part of Φ that its own
-rows make.
+For them the forward pass saves the normaliser of p if it sums over the vocabulary, and with `top_k`
+the kept tokens and their p; the backward pass adds one sum over tokens. Ranks that share the
+vocabulary exchange the maxima and sums of a chunk, and with `top_k` the k largest logits of each
+rank, but no others. Every rank returns the part of Φ that its own rows contribute.
 
-Shape suffixes as in `titan_loop/models/readout.py`, and K the tokens kept.
+Shape suffixes as in `titan_loop/models/readout.py`; K is the number of tokens kept.
 
 Source: DiscoLoop, arXiv 2607.00341, §4 Eq. 5 and Appendix B; the streaming is ours.
 """
@@ -77,8 +78,8 @@ class Decoding:
     def training_flops(self, dim: int, vocab_size: int) -> tuple[int, int]:
         """Return FLOPs per token, forward and backward, without recomputation.
 
-        Forward all logits, then a sum of V or K embeddings; backward twice as much for each part,
-        or for the logits of K tokens only, where the others have no gradient.
+        The forward pass computes all logits, then a sum of V or K embeddings. The backward pass
+        costs twice as much, except that logits without a gradient cost it nothing.
         """
         every, kept = 2 * dim * vocab_size, 2 * dim * (self.top_k or vocab_size)
         return every + kept, 2 * (kept if self.is_sparse else every) + 2 * kept
@@ -245,7 +246,7 @@ class _KeptTokens(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of states and tables, added up in at least fp32; one table where both are one."""
+    """Gradients of states, and of tables in at least fp32; a tied table has one for both uses."""
 
     def __init__(self, hidden_TD: Tensor, decoder_VD: Tensor, encoder_VD: Tensor | None) -> None:
         self.decode_VD, self.tied = decoder_VD, encoder_VD is None
@@ -297,17 +298,21 @@ def _wide(weight: Tensor) -> torch.dtype:
 
 
 def _chunks(tokens: int, chunk_tokens: int, parts: float = 1) -> list[slice]:
-    """Return the slices of T tokens that need `parts` times a chunk's logits at a time."""
+    """Return slices of T tokens, for work whose memory is `parts` times a slice's logits."""
     size = max(1, int(chunk_tokens / parts))
     return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
 def kept_chunks(kept: int, tokens: int, chunk_tokens: int, shape: tuple[int, ...]) -> list[slice]:
-    """Return the slices in which K tokens are chosen: logits, their order, and K embeddings.
+    """Return slices of T tokens for choosing K tokens at each.
+
+    A slice's logits, the buffers that order them and its K embeddings need no more memory than the
+    logits of a chunk.
 
     Args:
         kept: K.
         tokens: T.
+        chunk_tokens: Tokens of a chunk.
         shape: Rows of the table on this rank, and D.
     """
     return _chunks(tokens, chunk_tokens, 3 + kept * shape[1] / shape[0])
@@ -349,7 +354,7 @@ def _gather_kept(
     ranks = dist.get_world_size(vocabulary.group)
     missing = min(kept, -(-vocabulary.rows // ranks)) - id_CK.shape[-1]
     value_CK = F.pad(value_CK, (0, missing), value=-torch.inf)
-    id_CK = F.pad(id_CK, (0, missing)).to(value_CK.dtype)  # 24 bits of a float hold an id
+    id_CK = F.pad(id_CK, (0, missing)).to(value_CK.dtype)  # fp32 holds ids below 2^24 exactly
     pair_C2K = torch.stack((value_CK, id_CK), dim=1)
     parts_C2K = [torch.empty_like(pair_C2K) for _ in range(ranks)]
     dist.all_gather(parts_C2K, pair_C2K, group=vocabulary.group)
@@ -358,8 +363,8 @@ def _gather_kept(
 
 
 def _top_places(value_CN: Tensor, kept: int) -> Tensor:
-    """Return the places of the K largest values, ascending; of equal ones the first, always."""
-    top = value_CN.topk(kept, dim=-1)  # which of equal values it takes is not defined
+    """Return the places of the K largest values, ascending; ties always go to the first places."""
+    top = value_CN.topk(kept, dim=-1)  # its choice among equal values is undefined
     smallest_C1 = top.values[:, -1:]
     larger_C1 = (top.values > smallest_C1).sum(dim=-1, keepdim=True)
     seen_CN = (value_CN == smallest_C1).cumsum(dim=-1, dtype=torch.int32)
@@ -372,7 +377,7 @@ def _top_places(value_CN: Tensor, kept: int) -> Tensor:
 def _here(
     id_CK: Tensor, prob_CK: Tensor, encoder_VD: Tensor, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
-    """Return rows of this rank's table and p, which is 0 where a token is another rank's."""
+    """Return rows of this rank's table, and p, with 0 for tokens of other ranks."""
     row_CK = id_CK.long() - vocabulary.start
     here_CK = (row_CK >= 0) & (row_CK < len(encoder_VD))
     return torch.where(here_CK, row_CK, 0), torch.where(here_CK, prob_CK, 0.0)

@@ -1,19 +1,19 @@
 """Questions of several hops over two knowledge graphs whose facts are learned, not shown.
 
-    a r1 b            atomic fact: the edge r1 leads from entity a to b; all of A and B are trained
-    a r1 r2 c         two hops, a → b → c; part of A's chains is trained, none of B's
+    a r1 b            atomic fact: the edge r1 leads from entity a to b; all facts are trained
+    a r1 r2 c         two hops, a → b → c; some chains of graph A are trained, none of graph B
     a r1 r2 r3 d      three hops, likewise
 
-A and B have the same relations and no entity in common. `id_K` asks chains of A that were not
-trained, `ood_K` asks chains of B, whose facts were never composed in training. Results depend on φ,
-the number of trained chains per fact of A: report it with every result.
+A and B have the same relations and no entity in common. Stratum `id_K` asks chains of K hops in A
+that were not trained; `ood_K` asks chains in B, whose facts were never composed in training.
+Results depend on φ, the number of trained chains per fact of A: report it with every result.
 
 Written as words, a fact reads `Ada 's r3 is Bo` and a question `Ada 's r3 's r1 is Cy` (direct) or
 `Who is the r1 of the r3 of Ada ? Answer : Cy` (reverse); every name is one token.
 
 Source: DiscoLoop, arXiv 2607.00341, sections 2, 3.1 and 5 and Appendix (three hops). The paper does
-not publish its template of tokens; here the symbolic form has no marks at all. Deviation: trained
-chains are chosen by hash, so their number is φ times the facts up to chance.
+not publish its template of tokens; here the symbolic form has no separators. Deviation: trained
+chains are chosen by hash, so φ times the facts is only their expected number.
 """
 
 import random
@@ -49,7 +49,7 @@ class Split(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """The entities along a path, one more than relations; the last is the answer."""
+    """A path: its relations and its entities, one more than relations; the last is the answer."""
 
     graph: int
     entities: tuple[int, ...]
@@ -63,7 +63,8 @@ class TwoGraph(Task):
     Token ids: entities of A, entities of B, relations, then the words of the English forms.
 
     Raises:
-        UserError: If relations do not fit the degree, or φ leaves no chain for the exam.
+        UserError: A value is out of range, relations do not fit the degree, or φ leaves too few
+            chains for the exam.
     """
 
     name: ClassVar[str] = "two_graph"
@@ -78,7 +79,7 @@ class TwoGraph(Task):
     """Edges that leave every entity, each with another relation."""
 
     hops: int = 2
-    """Longest chains, 2 or 3; shorter ones of at least 2 hops are trained as often."""
+    """Hops of the longest chains, 2 or 3; with 3, chains of 2 are trained as often as chains of 3."""
 
     inferred_ratio: float = 2.0
     """φ: trained chains of A, of all lengths, per fact of A."""
@@ -128,7 +129,7 @@ class TwoGraph(Task):
         }
 
     def choose(self, generator: random.Random, level: int) -> Split:
-        """Choose as if training examples were drawn uniformly: 2 facts to φ chains."""
+        """Choose facts and chains at 2 : φ, as if examples were drawn uniformly from A and B."""
         if generator.random() * (2 + self.inferred_ratio) < 2:
             return Split(0, 1, trained=True)
         return Split(0, 2 + int(generator.random() * (self.hops - 1)), trained=True)
@@ -203,7 +204,10 @@ class TwoGraph(Task):
         return Example.of_sequence(asked, [answer])
 
     def waypoints(self, question: Chain) -> Mapping[str, tuple[int, int]]:
-        """Return the entities on the way at their relations, unless these are in reverse order."""
+        """As in the base class; a bridge is an entity on the way, at the relation that leads to it.
+
+        The reverse form asks the last relation first, so it has no bridges.
+        """
         target = Task.waypoints(self, question)
         if self.form == "reverse":
             return target

@@ -6,8 +6,8 @@
         z_H ← n(H(z_H + z_L))
 
 A high cycle is a recurrent step, so R may differ from batch to batch. With
-`recurrence.backward_steps` = k the gradient passes through the last min(R, k − 1) passes of H and
-as many of the last low cycles as are left of k; everything before is a constant.
+`recurrence.backward_steps` = k, only k passes have a gradient: the last min(R, k − 1) passes of H,
+at least one, and the last passes of L. The results of all earlier passes are constants.
 
 Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released code.
 """
@@ -36,7 +36,7 @@ class Streams(NamedTuple):
 
 
 class HrmDecoder(LoopDecoder):
-    """A decoder of two stacks, for text of prompts and answers."""
+    """A decoder of two stacks; with PrefixLM a prompt's tokens see each other both ways."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
@@ -49,11 +49,11 @@ class HrmDecoder(LoopDecoder):
 
         @property
         def columns(self) -> tuple[str, ...]:
-            """The prompts' tokens, which see each other, with PrefixLM."""
+            """With PrefixLM, the column that marks the tokens of prompts."""
             return (PREFIX,) if self.prefix_lm else ()
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """As in the base class; both streams are where the state is."""
+            """As in the base class; both streams are placed like a state."""
             LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
             self.low_start.sharding_config = norm_config(enable_sp=enable_sp)
 
@@ -139,5 +139,5 @@ class HrmDecoder(LoopDecoder):
         return [start, *super().units()]
 
     def cache_slots(self, recurrent_steps: int) -> tuple[int, int, int]:
-        """Return a slot for every pass of a cycle and layer of its stack."""
+        """Return R, and a slot for each layer in every pass of its stack in a high cycle."""
         return recurrent_steps, (self.config.low_cycles + 1) * len(self.layers) // 2, 0

@@ -1,10 +1,10 @@
-"""Folders of `HrmTextForCausalLM`, which transformers 5 has, and the same in GGUF for llama.cpp.
+"""Folders for transformers 5's own `HrmTextForCausalLM`, and the same model as GGUF for llama.cpp.
 
     config.json: H_cycles, L_cycles, num_layers_per_stack, embedding_scale, prefix_lm
     GGUF: hrm.h_cycles, hrm.l_cycles, hrm.layers_per_stack, hrm.prefix_lm, embedding_scale
 
-Both count the slots of the cache, one for every pass and layer, as layers. llama.cpp keeps
-`hrm.prefix_lm` but reads prompts causally (at its release b11549).
+Where other formats have the number of layers, both have the number of cache slots: one for each
+layer in every pass. llama.cpp keeps `hrm.prefix_lm` but reads prompts causally (release b11549).
 """
 
 import re
@@ -51,7 +51,7 @@ class HrmTextShape(LlamaShape):
 
     @property
     def slots(self) -> int:
-        """Number of slots of a cache: one for every pass and layer of its stack."""
+        """Number of slots of a cache: one for each layer in every pass of its stack."""
         return self.recurrent_steps * (self.low_cycles + 1) * self.n_layers // 2
 
     @classmethod
@@ -64,7 +64,8 @@ class HrmTextShape(LlamaShape):
         if not isinstance(prefix_lm, bool):
             raise UserError(f"config.json: prefix_lm={prefix_lm!r} must be true or false")
         low_cycles, layers = integer(config, "L_cycles"), known["n_layers"]
-        # A first config has the layers of a stack where a saved one has the slots of a cache.
+        # num_hidden_layers: layers of a stack in a config written by hand, which lacks
+        # num_layers_per_stack; slots of the cache in one that transformers saved.
         stack = integer(config, "num_layers_per_stack", layers)
         known |= {
             "n_layers": 2 * stack,
@@ -92,7 +93,7 @@ class HrmTextShape(LlamaShape):
         )
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As in the base class; in further training, gradients reach the last high cycle."""
+        """As in the base class; `L_bp_cycles` gives L gradients in the last high cycle only."""
         inherited = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         del inherited["num_key_value_heads"]
         return inherited | {
@@ -122,7 +123,7 @@ class HrmTextShape(LlamaShape):
         return "hrm.z_l_init" if tensor == _START else super().gguf_name(self._canonical(tensor))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As in the base class: matrices alone, with the gates and the start."""
+        """As in the base class, without norms, which have no gain; with gates and l_0."""
         gate = {"self_attn.gate_proj.weight": (self.dim, self.dim)}
         matrices = {name: shape for name, shape in self.layer_shapes() if len(shape) > 1} | gate
         return {
@@ -144,7 +145,7 @@ class HrmTextShape(LlamaShape):
         return super().parameter_name(self._canonical(tensor))
 
     def _canonical(self, tensor: str) -> str:
-        """Return a tensor's name in a folder of one stack, in which H follows L."""
+        """Return a tensor's name as if both stacks were one, in which H follows L."""
         return _STACK.sub(
             lambda found: f"model.layers.{int(found[2]) + (found[1] == 'H') * self.n_layers // 2}",
             tensor,
@@ -152,13 +153,13 @@ class HrmTextShape(LlamaShape):
 
 
 HRM_TEXT_FOLDER = Format(
-    summary="folder for transformers 5, whose own code it needs, SGLang and MLX",
+    summary="folder for transformers 5, SGLang and MLX, which have code of their own for it",
     shape=HrmTextShape.from_architecture,
     write=partial(
         write_model_folder,
         about="HRM-Text: two stacks of layers that take turns.",
         tags=("looped-language-model", "hrm_text"),
-        usage="With `prefix_lm`, prompts are read both ways where `token_type_ids` are 1.\n\n",
+        usage="With `prefix_lm`, tokens whose `token_type_ids` are 1 see each other both ways.\n\n",
     ),
     dtypes=("float32", "bfloat16", "float16"),
     folder=HrmTextShape,

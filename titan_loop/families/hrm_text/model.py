@@ -1,7 +1,8 @@
 """HRM-Text: named sizes, options and initial weights; `decoder.py` has the equations.
 
-Initial weights are the released code's: matrices truncated normal with standard deviation
-1/√(inputs), the embedding with 1/s where it is scaled by s = √D, l_0 with 1.
+Initial weights are the released code's, drawn from truncated normal distributions. The standard
+deviation is 1/√(inputs) for matrices, 1/s for the embedding, which is scaled by s = √D, and 1 for
+l_0.
 
 Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released code, whose sizes B, L, XL,
 XXL and XXL_wide are listed below, with a vocabulary of 65,536; `1b` is XL, the released model.
@@ -35,12 +36,12 @@ SIZES = {
 
 @dataclass(kw_only=True, slots=True)
 class HrmTextOptions(ModelOptions):
-    """Options of HRM-Text: `recurrent_steps` are its high cycles, `n_layers` is of both stacks."""
+    """Options of HRM-Text; `recurrent_steps` counts high cycles, `n_layers` both stacks' layers."""
 
     family: FamilyName = field(default="hrm_text", init=False)
 
     exit_gate: bool = False
-    """Whether there is an exit gate; no engine's format can hold one."""
+    """Whether there is an exit gate; every export of this family refuses one."""
 
     low_cycles: int = 3
     """Passes of the low stack in every high cycle."""
@@ -49,10 +50,10 @@ class HrmTextOptions(ModelOptions):
     """Whether a prompt's tokens see each other both ways; dataloader.prefix marks them."""
 
     embedding_scale: float | None = None
-    """Factor on embeddings; None takes the parent's, √D for initial weights."""
+    """Factor s on embeddings; None takes the factor of the starting weights, else √D."""
 
     rope_theta: float | None = None
-    """Base of the rotary embedding; None takes the parent's, 10,000 for initial weights."""
+    """Base of the rotary embedding; None takes the base of the starting weights, else 10,000."""
 
     norm_eps: float = 1e-6
     """Added to the mean square in every norm."""
@@ -107,7 +108,7 @@ def decoder_config(
 
 
 def _gated(layer: SandwichBlock.Config, norm: RMSNorm.Config) -> PreNormBlock.Config:
-    """Return a layer with a gate at its heads, and two norms without gains."""
+    """Return a layer whose heads are gated and whose two norms have no gain."""
     attention, branch = layer.attention, layer.feed_forward
     assert isinstance(attention, LoopAttention.Config)
     assert branch is not None

@@ -51,8 +51,8 @@ class _BlockShape(LlamaShape):
         """As in the base class; raises `UserError` for an exit gate, too."""
         if architecture.get("exit_gate"):
             raise UserError(
-                f"model.exit_gate=True: the {cls.title} format has no place for a gate, and every "
-                "engine runs all steps; train without one"
+                f"model.exit_gate=True: the {cls.title} format has no place for a gate, and its "
+                "engines run all steps; train without one"
             )
         return super().from_architecture(
             architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
@@ -78,7 +78,7 @@ class NanbeigeShape(_BlockShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in the base class, with the norm between steps; other extensions must be off."""
+        """As in the base class, with the norm between steps; refuses all other extensions."""
         for name in _OFF:
             if config.get(name):
                 raise unsupported(name, config[name], False)
@@ -112,12 +112,12 @@ class NanbeigeShape(_BlockShape):
 
 @dataclass(frozen=True, kw_only=True)
 class UnrolledShape(_BlockShape):
-    """Llama: a dense model, or a loop whose visits are layers of their own.
+    """Llama: a dense model, or a loop in which every visit becomes a layer of its own.
 
     Attributes:
         prelude_layers: First layers of the checkpoint, which are not looped.
         coda_layers: Last layers of the checkpoint, which are not looped.
-        visits: The checkpoint's layer behind each layer of the format; empty if they are the same.
+        visits: For each layer of the format, its layer in the checkpoint; empty if they are equal.
     """
 
     title: ClassVar[str] = "Llama"

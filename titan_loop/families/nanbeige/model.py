@@ -3,8 +3,8 @@
     h_r = n(block_N(… block_1(h_{r−1}) …)),   n = final norm, or the identity
     block:  x ← x + attention(n1(x)),   x ← x + SwiGLU(n2(x))
 
-With `prelude_layers` or `coda_layers` only the layers between them are looped. Where the norm
-stands at the readout alone, R visits equal a dense Llama of P + R·C + K layers; R = 1 is Llama.
+With P `prelude_layers` or K `coda_layers` only the C layers between them are looped. With the norm
+at the readout alone, R steps equal a dense Llama of P + R·C + K layers; R = 1 is Llama.
 
 Sources: Nanbeige4.2 (released config and code, keys `num_loops`, `skip_loop_final_norm`); Touvron
 et al. 2023 (Llama), arXiv 2302.13971. Initial weights: `titan_loop/models/llama.py`.
@@ -18,7 +18,7 @@ from titan_loop.models.llama import LLAMA_SIZES, LlamaDecoder, LlamaOptions, lla
 
 @dataclass(kw_only=True, slots=True)
 class NanbeigeOptions(LlamaOptions):
-    """Options of models of Llama blocks; every field is a flag."""
+    """Options of Nanbeige models."""
 
     family: FamilyName = field(default="nanbeige", init=False)
 

@@ -3,9 +3,9 @@
     h_r = n(layer_N(... layer_1(h_{r-1}) ...)),   r = 1 ... R = `config.num_loops`
     n = final norm, or the identity where `skip_loop_final_norm` is set and r < R
 
-Blocks, norms and rotations are transformers' own. Every visit of a layer has a module without
-parameters, whose `layer_idx` addresses the cache: any registered attention function, or one that an
-engine puts in its place, sees R·N layers that share N layers' weights.
+Feed-forward parts, norms and rotations are transformers' own. Every visit of a layer has a module
+without parameters, whose `layer_idx` addresses the cache: any registered attention function, or one
+that an engine puts in its place, sees R·N layers that share N layers' weights.
 """
 
 import copy
@@ -204,14 +204,14 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         return hidden
 
     def _add_visits(self) -> int:
-        """Have one module per visit, and return their number, which may change with R."""
+        """Add modules until every visit has one; return the number of visits, which R changes."""
         visits = self.config.num_hidden_layers
         missing = range(len(self.visits), visits)
         self.visits.extend(NanbeigeVisit(self.config, index) for index in missing)
         return visits
 
     def _grow(self, cache, visits: int) -> None:
-        """Give a cache that was made for the layers one slot per visit."""
+        """Extend a cache with one slot per layer to one slot per visit."""
         layers = cache.layers
         if getattr(cache, "layer_class_to_replicate", None) is None and layers:
             layers.extend(copy.deepcopy(layers[0]) for _ in range(len(layers), visits))
