@@ -55,6 +55,35 @@ def test_the_fix_of_an_uneven_batch_depends_on_the_schedule(batches, fix):
     assert str(refusal).endswith(fix)
 
 
+@pytest.mark.parametrize(
+    ("windows", "local_batch", "ranks", "tensor_parallel", "fix"),
+    [
+        (6, 4, 1, 1, "use --training.local-batch-size 3, or --batch.global-batch-tokens 512"),
+        (6, 4, 2, 1, "use --training.local-batch-size 3, or --batch.global-batch-tokens 512"),
+        (6, 4, 3, 1, "use --training.local-batch-size 2, or --batch.global-batch-tokens 768"),
+        (6, 1, 8, 2, "use --batch.global-batch-tokens 512"),
+        (3, 2, 1, 2, "use --training.local-batch-size 1, or --batch.global-batch-tokens 256"),
+    ],
+)
+def test_the_largest_local_batch_that_divides_is_offered(
+    windows, local_batch, ranks, tensor_parallel, fix
+):
+    config = config_of(windows)
+    config.training.local_batch_size = local_batch
+    config.parallelism.tensor_parallel_degree = tensor_parallel
+    (refusal,) = batch_refusals(config, world_size=ranks)
+    assert str(refusal).endswith(fix)
+
+
+def test_all_ranks_may_share_a_window():
+    config = config_of(1, window=8192)
+    config.training.local_batch_size = 1
+    (refusal,) = batch_refusals(config, world_size=2)
+    assert str(refusal).endswith("or --parallelism.context-parallel-degree 2")
+    config.parallelism.context_parallel_degree = 2
+    assert not [*batch_refusals(config, world_size=2)]
+
+
 @pytest.mark.parametrize(("replicas", "offered"), [(3, True), (5, False)])
 def test_context_parallelism_is_offered_where_it_factors(replicas, offered):
     config = config_of(6, window=8192)
@@ -128,6 +157,7 @@ def test_moments_are_split_over_shards_and_added_by_an_average():
     [
         ({}, []),
         ({"float8": "rowwise"}, []),
+        ({"float8": "rowwise", "training.local_batch_size": 1, "training.seq_len": 16}, []),
         ({"float8": "rowwise", "training.local_batch_size": 1, "training.seq_len": 24}, ["float8"]),
         (
             {
@@ -140,7 +170,9 @@ def test_moments_are_split_over_shards_and_added_by_an_average():
         ),
         ({"float8": "rowwise", "compile.enable": True}, ["float8"]),
         ({"float8": "rowwise", "parallelism.tensor_parallel_degree": 2}, ["float8"]),
+        ({"parallelism.tensor_parallel_degree": 4}, []),
         ({"parallelism.tensor_parallel_degree": 8}, ["parallelism"]),
+        ({"parallelism.tensor_parallel_degree": 4, "model.n_kv_heads": 2}, ["parallelism"]),
     ],
 )
 def test_a_layout_is_refused_by_its_field(changed, refused):
