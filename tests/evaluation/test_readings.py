@@ -101,7 +101,7 @@ def test_thresholds_of_a_frontier():
     model = make_model()
     states, _ = states_and_labels(model, 4)
     names = [reading.name for reading in frontier_readings(model, states, 3)]
-    shares = "0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 0.95 1".split()
+    shares = ["0", "0.1", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "0.95", "1"]
     assert names[:15] == [
         *(f"static:{step}" for step in (1, 2, 3)),
         *(f"q:{share}" for share in shares),

@@ -261,5 +261,5 @@ def test_a_model_without_a_gate_or_a_family_without_a_policy():
     model.exit_gate = object()
     require_exit_policy(model, QExit(0.5))
     model.config.family = "adaptive"
-    with pytest.raises(UserError, match="exit=kl is an exit policy that model.family=adaptive do"):
+    with pytest.raises(UserError, match=r"exit=kl is an exit policy that model\.family=adaptive"):
         require_exit_policy(model, KLAndEntropy())

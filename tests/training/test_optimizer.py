@@ -10,7 +10,6 @@ from torch import Tensor
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig
 
 from titan_loop import compat
-
 from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import freeze_all_but_the_exit_gate

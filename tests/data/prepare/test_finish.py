@@ -76,7 +76,7 @@ class Written:
         folder, written = self.output / split, 0
         folder.mkdir()
         for number, documents in enumerate(shards):
-            ids = np.array(sum(documents, []), dtype="<u2")
+            ids = np.concatenate(documents).astype("<u2")
             path = folder / f"0000{number}_doc_shuffled.ds"
             ids.tofile(path)
             np.cumsum([len(each) for each in documents]).astype("<u8").tofile(f"{path}.index")
@@ -91,7 +91,7 @@ class Written:
 
         monkeypatch.setattr(finish, "statistics", counted)
         itself: Any = self
-        return write_card(itself, dict.fromkeys(self.counts, []))
+        return write_card(itself, {name: [] for name in self.counts})
 
 
 def test_a_card_counts_every_shard(tmp_path, small_tokenizer, monkeypatch, caplog):

@@ -9,7 +9,14 @@ import pytest
 from titan_loop.analysis.scaling.published import read_law
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
-from titan_loop.families.moe.budget import Budget, Choice, Shape, budget_lines, ranking, recipe_flags
+from titan_loop.families.moe.budget import (
+    Budget,
+    Choice,
+    Shape,
+    budget_lines,
+    ranking,
+    recipe_flags,
+)
 
 
 def published_loss(n, looped, total, tokens, steps, experts):
@@ -130,8 +137,8 @@ def test_a_row_of_the_table():
     lines = budget_lines(law, Budget(flops=1e21, inference_tokens=1e11), found)
     assert lines[2] == "11 models fit 1e+21 FLOPs at 4 bits per weight; the best:"
     first, second, *_, last, note = lines[4:]
-    assert first.split() == "1 1B 2 2 3B 0.50 GB 30% 2.2500 0.0000".split()
-    assert second.split() == "2* 1B 2 2 3B 0.50 GB 30% 2.5000 0.2500".split()
+    assert first.split() == ["1", "1B", "2", "2", "3B", "0.50", "GB", "30%", "2.2500", "0.0000"]
+    assert second.split() == ["2*", "1B", "2", "2", "3B", "0.50", "GB", "30%", "2.5000", "0.2500"]
     assert last.startswith("10*")
     assert note == "* extrapolated: the law was fitted to R 1 to 2, tokens 1 to 2"
     assert not budget_lines(law, Budget(flops=1e21), found[:1])[-1].startswith("*")
