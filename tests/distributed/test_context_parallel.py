@@ -1,5 +1,8 @@
 """What context parallelism refuses, and shares of a window; `test_parity.py` runs it on ranks."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
@@ -8,6 +11,7 @@ from torchtitan.config import ParallelismConfig
 from titan_loop.distributed.context_parallel import (
     check_context_parallelism,
     cut_columns,
+    share_of_rank,
     window_share,
 )
 from titan_loop.errors import UserError
@@ -27,8 +31,9 @@ def test_what_context_parallelism_cannot_do_is_refused(changes, attention, seq_l
     parallelism = ParallelismConfig(
         **{"context_parallel_degree": 2, "spmd_backend": "partial_dtensor", **changes}
     )
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as raised:
         check_context_parallelism(parallelism, seq_len=seq_len, attention=attention)
+    assert ("tensor_parallel" in str(raised.value)) == ("tensor_parallel_degree" in changes)
     parallelism.context_parallel_degree = 1
     check_context_parallelism(parallelism, seq_len=seq_len, attention=attention)
 
@@ -63,3 +68,15 @@ def test_ranks_take_a_chunk_from_the_front_and_one_from_the_back():
     cut = cut_columns(columns, second, whole={"depth"})
     assert cut["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert cut["depth"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_rank_has_the_share_of_its_place_in_the_mesh(enabled):
+    mesh = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 1)
+    dims: Any = SimpleNamespace(cp_enabled=enabled, get_mesh={"cp": mesh}.get)
+    share = share_of_rank(dims, 8, "cpu")
+    if enabled:
+        assert share is not None
+        assert share.queries_L.tolist() == [2, 3, 4, 5]
+    else:
+        assert share is None
