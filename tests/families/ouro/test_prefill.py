@@ -79,7 +79,5 @@ def test_windows_are_scored_alike_in_any_batch():
     together = continuation_nats(Stack(model), tokens, labels, 4, 2, 3)
     assert together.shape == (9,)
     for row in (0, 7, 8):
-        one = continuation_nats(
-            Stack(model), tokens[row : row + 1], labels[row : row + 1], 4, 2, 3
-        )
+        one = continuation_nats(Stack(model), tokens[row : row + 1], labels[row : row + 1], 4, 2, 3)
         assert together[row] == pytest.approx(one[0], abs=1e-4)
