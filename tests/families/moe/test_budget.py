@@ -166,6 +166,10 @@ def test_a_limit_holds_where_it_is_just_met():
     assert ranking(law, exact)[0] == best
     less = Budget(flops=1e20, weight_bits=8, most_experts=4, memory_bytes=best.memory_bytes - 1)
     assert ranking(law, less)[0] != best
+    smallest = min(c.parameters for c in ranking(law, Budget(flops=1e20)))
+    assert {c.tokens for c in ranking(law, Budget(flops=6 * smallest))} == {1}
+    with pytest.raises(UserError, match="no model fits"):
+        ranking(law, Budget(flops=5.9 * smallest))
     spent = Budget(flops=1e20, weight_bits=8, most_experts=4, tokens=best.tokens)
     assert ranking(law, spent)[0].parameters == best.parameters
 
