@@ -1,9 +1,12 @@
 """Points of a frontier: intervals, times, and a dense model beside them."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from titan_loop.analysis import frontier
 from titan_loop.analysis.frontier import (
     dense_points,
     frontier_points,
@@ -79,3 +82,68 @@ def test_a_dense_run_is_read_at_its_own_r_where_it_was_asked_the_same(tmp_path: 
         dense_points(asked, tmp_path / "dense")
     with pytest.raises(UserError, match="nowhere was not evaluated on tasks; run titan-loop"):
         dense_points(asked, tmp_path / "nowhere")
+
+
+def test_points_are_ordered_by_task_policy_and_steps_and_lone_policies_left_out():
+    readings = {
+        "static:4": bits(2.0),
+        "own:1": bits(2.0, steps=2.0),
+        "kl:0.2": bits(2.0, steps=3.0),
+        "kl:0.1": bits(2.0, steps=1.5),
+        "static:1": bits(3.0, steps=1.0),
+        "margin:1": ReadingResult(metrics={}, mean_steps=1.0),
+        "margin:2": ReadingResult(metrics={"acc": 1.0}, mean_steps=None),
+    }
+    alone = {"static:1": bits(1.0), "static:2": bits(1.0)}
+    points = frontier_points(report_of({"b": readings, "a": readings, "alone": alone}))
+    order = ["static:1", "static:4", "kl:0.1", "kl:0.2", "own:1"]
+    assert [(p.task, p.reading) for p in points] == [(task, r) for task in "ab" for r in order]
+
+
+def test_a_row_of_the_table_leaves_out_what_was_not_measured():
+    exact = ReadingResult(metrics={"acc,none": 0.5}, mean_steps=1.25)
+    points = frontier_points(
+        report_of({"t": {"static:1": exact, "q:0.5": bits(2.0, seconds=0.0125)}})
+    )
+    first, second = frontier_table(points).splitlines()[2:]
+    assert " ".join(first.split()) == "t static:1 1.25 0.5000 acc,none"
+    assert " ".join(second.split()) == ("t q:0.5 4.00 12.50 2.0000 1.9000 to 2.2000 bits_per_byte")
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "steps"), [("bits_per_byte", "q:1", "3.00"), ("acc", "static:4", "4.00")]
+)
+def test_the_best_reading_is_the_title_and_of_equals_the_one_with_fewer_steps(
+    metric, best, steps, tmp_path: Path, monkeypatch
+):
+    values = {"static:4": (2.0, 4.0), "q:1": (1.0, 3.0), "q:2": (1.0, 3.5), "q:3": (2.0, 4.5)}
+    readings = {
+        name: ReadingResult(metrics={metric: value}, mean_steps=mean)
+        for name, (value, mean) in values.items()
+    }
+    other = {name: replace(result, mean_steps=1.0) for name, result in readings.items()}
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(
+        frontier, "plot_frontier", lambda points, path, **given: drawn.update(given) or path
+    )
+    written = write_frontier(report_of({"t": readings, "u": other}), RunDirectory(tmp_path))
+    assert written is not None
+    assert drawn == {"title": f"t: {best} is best, with {steps} steps on average", "dense": None}
+    header, *rows = written.csv.read_text().splitlines()
+    assert header == "task,metric,policy,reading,mean_steps,value,low,high,seconds"
+    assert len(rows) == 8
+    assert rows[0] == f"t,{metric},static,static:4,4.0,2.0,2.0,2.0,"
+    lone = report_of({"t": {"static:4": bits(1.0)}})
+    assert write_frontier(lone, RunDirectory(tmp_path)) is None
+
+
+def test_the_newest_evaluation_of_a_dense_run_counts(tmp_path: Path):
+    for step, value in ((7, 2.2), (8, 2.1)):
+        readings = {"held_out/code": {"static:1": bits(value)}}
+        replace(report_of(readings, steps=1), step=step).save(RunDirectory(tmp_path))
+    (point,) = dense_points(text_report(), tmp_path).values()
+    assert point.value == 2.1
+    unread = report_of({"held_out/code": {"static:2": bits(1.0)}}, steps=1)
+    replace(unread, step=9).save(RunDirectory(tmp_path))
+    with pytest.raises(UserError, match="evaluated on none of held_out/code"):
+        dense_points(text_report(), tmp_path)

@@ -1,6 +1,7 @@
 """Largest differences, against loops over the elements in plain Python."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_loop.checkpoint import difference
-from titan_loop.checkpoint.difference import largest_differences, manifest_differences
+from titan_loop.checkpoint.difference import (
+    differences,
+    largest_differences,
+    manifest_differences,
+)
 
 numbers = st.one_of(
     st.floats(width=32), st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0])
@@ -59,3 +64,58 @@ def test_fields_of_manifests():
         "manifest old: only in A",
         "manifest new: only in B",
     }
+
+
+class Checkpoint:
+    """What a reader gives of a checkpoint in memory."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.manifest = {"step": 1}
+        self.entries = entries
+
+    def keys(self):
+        return self.entries.keys()
+
+    def tensor_keys(self):
+        return [key for key, value in self.entries.items() if isinstance(value, torch.Tensor)]
+
+    def shape(self, key):
+        return self.entries[key].shape
+
+    def dtype(self, key):
+        return self.entries[key].dtype
+
+    def read(self, key):
+        return self.entries[key]
+
+    def read_object(self, key):
+        return self.entries[key]
+
+
+def test_every_difference_of_two_checkpoints_is_a_line():
+    same = {"equal": torch.ones(2), "note": {"a": 1}}
+    a: Any = Checkpoint(
+        **same, added=1, kind=2, shape=torch.ones(2, 3), dtype=torch.ones(2), value=3,
+        moved=torch.tensor([1.0, 4.0]),
+    )  # fmt: skip
+    b: Any = Checkpoint(
+        **same, kind=torch.ones(1), shape=torch.ones(3, 2), dtype=torch.ones(2).double(),
+        value=4, moved=torch.tensor([1.0, 5.0]), extra=torch.ones(1),
+    )  # fmt: skip
+    assert [*differences(a, b)] == [
+        "added: only in A",
+        "dtype: torch.float32 | torch.float64",
+        "extra: only in B",
+        "kind: a tensor only in B",
+        "moved: largest difference 1, relative 0.2",
+        "shape: shape [2, 3] | [3, 2]",
+        "value: 3 | 4",
+    ]
+    assert "kind: a tensor only in A" in [*differences(b, a)]
+    b.manifest = {"step": 2}
+    assert next(iter(differences(a, b))) == "manifest step: 1 | 2"
+
+
+def test_a_nested_field_may_have_the_name_of_one_that_is_not_compared():
+    a, b = ({"data": {"files": number}, "files": number} for number in (1, 2))
+    assert [*manifest_differences(a, b)] == ["manifest data.files: 1 | 2"]

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_loop.data.keyed import KeyedPermutation
+from titan_loop.data.keyed import KeyedPermutation, keyed_integer, keyed_uniform
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 4096, 4097, 65_537])
@@ -54,3 +54,9 @@ def test_a_trillion_windows_need_no_table() -> None:
 def test_the_order_is_that_of_runs_made_before(size: int, key: int, image: list[int]) -> None:
     """A checkpoint finds its position by this order, so no version may change it."""
     assert KeyedPermutation(size, key)(np.arange(size)).tolist() == image
+
+
+def test_draws_are_those_of_runs_made_before() -> None:
+    assert keyed_integer("a", 1) == 12444202034427101082
+    assert keyed_uniform("a", 1) == 0.6746015440287197  # its upper 53 bits over 2**53
+    assert keyed_uniform("order", 0, 3) == 0.6377498047023874

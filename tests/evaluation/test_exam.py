@@ -4,6 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
@@ -12,9 +13,15 @@ from tests.data.tasks.toy_run import TASK, toy_config
 from tests.evaluation.runs import ask_untrained
 from tests.inference.reference import make_model
 from titan_loop.cli.main import main
+from titan_loop.data.tasks.task import Knowledge
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
-from titan_loop.evaluation.exam import Exam, right_at_readings, right_in_training
+from titan_loop.evaluation.exam import (
+    Exam,
+    model_sizes,
+    right_at_readings,
+    right_in_training,
+)
 from titan_loop.evaluation.intervals import of_questions
 from titan_loop.evaluation.readings import depth_readings, policy_reading
 from titan_loop.evaluation.task_options import TaskOptions
@@ -93,6 +100,71 @@ def test_windows_end_with_the_last_label_and_grade_the_answer_alone():
     assert ((windows.labels != IGNORE_INDEX).sum(dim=1) == 2).all()
     assert windows.positions.tolist() == [[0, 1, 2, 3]] * 5
     assert windows.columns["left"].tolist() == [[4, 3, 2, 1]] * 5
+
+
+@pytest.mark.parametrize(("room", "length"), [(6, 6), (7, 7), (8, 8), (9, 8)])
+def test_windows_are_rounded_up_within_the_room(room: int, length: int):
+    """Three letters have six positions."""
+    exam = Exam(TASK, 5, vocab_size=TASK.vocab_size, room=room, multiple=4, strata=["3_letters"])
+    (windows,) = exam.windows.values()
+    assert windows.input.shape[1] == length
+
+
+def test_a_question_is_also_graded_at_the_depth_it_needs():
+    exam = Exam(TASK, 4, vocab_size=TASK.vocab_size, room=ROOM, strata=["2_letters"])
+    (name,) = exam.windows
+    right = np.array([[2.0, 1, 0, 2], [0, 2, 2, 1]])  # of two labels each
+    steps = np.array([[2.0] * 4, [6.0] * 4])
+    names = ["static:1", "static:3"]
+    for needed, share, mean in (([1, 3, 3, 1], 1.0, 2.0), ([3, 1, 1, 3], 0.0, 2.0)):
+        exam.steps[name] = needed
+        found = exam.grade(names, lambda windows: (right, steps))[name]
+        assert found["depth"].metrics["acc,none"] == share
+        assert found["depth"].mean_steps == mean
+    assert found["depth"].metrics["labels_acc,none"] == 0.25
+    assert found["static:1"].metrics["acc,none"] == 0.5
+    assert found["static:1"].metrics["labels_acc,none"] == 5 / 8
+    assert (found["static:1"].mean_steps, found["static:3"].mean_steps) == (1, 3)
+    exam.steps[name] = [1, 2, 3, 1]
+    assert list(exam.grade(names, lambda windows: (right, steps))[name]) == names
+
+
+class Facts(type(TASK)):
+    """The same words as facts: 5 bits of one letter, 7 bits of two, and ten items."""
+
+    knowledge = Knowledge(10, {"1_letters": 5.0, "2_letters": 7.0})
+
+
+def test_known_bits_are_those_of_a_guess_less_the_loss():
+    exam = Exam(Facts(), 4, vocab_size=TASK.vocab_size, room=ROOM)
+    one = exam.windows["backwards/1_letters"]
+    zeros = np.zeros((2, 4))
+
+    def nats(windows):
+        bits = [[1.0, 3], [2, 4]] if windows is one else [[3.0, 3], [7, 9]]
+        return np.array(bits) * np.log(2), zeros
+
+    names = ["static:1", "static:3"]
+    graded = exam.grade(
+        names, lambda w: (zeros[:, : len(w.labels)],) * 2, nats=nats, sizes=(100, 40)
+    )
+    known = graded["backwards/knowledge"]
+    first, last = (known[name].metrics for name in names)
+    assert first == pytest.approx({
+        "bits": 7, "1_letters_bits": 3, "2_letters_bits": 4, "bits_per_parameter": 0.7,
+        "bits_per_inner_parameter": 1.75,
+    })  # fmt: skip
+    assert (last["1_letters_bits"], last["2_letters_bits"]) == pytest.approx((2, -1))
+    part = Exam(Facts(), 4, vocab_size=TASK.vocab_size, room=ROOM, strata=["1_letters"])
+    graded = part.grade(names, lambda w: (zeros[:, : len(w.labels)],) * 2, nats=nats)
+    assert list(graded) == ["backwards/1_letters"]
+
+
+def test_inner_parameters_are_those_without_embedding_and_head():
+    model = make_model()
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    tables = model.tok_embeddings.weight.numel() + model.lm_head.weight.numel()
+    assert model_sizes(model) == (sum(sizes), sum(sizes) - tables)
 
 
 def test_a_model_without_its_vocabulary_or_room_is_refused():

@@ -1,19 +1,24 @@
 """Readings: all depths from one pass equal separate passes, and policies end at static depths."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from tests.inference.reference import CONTEXT, VOCABULARY, make_model
 from titan_loop.errors import UserError
+from titan_loop.evaluation import readings as module
 from titan_loop.evaluation.readings import (
     depth_readings,
     frontier_readings,
     policy_reading,
     score_states,
+    seconds_per_token,
+    states_at,
 )
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
+from titan_loop.inference.measures import contrasted
 
 ROWS = 3
 
@@ -89,6 +94,85 @@ def test_a_frontier_without_a_gate_or_without_a_loop():
     assert "hidden:0" in names
     alone = frontier_readings(make_model(exit_gate=False), states[:1], 1)
     assert [reading.name for reading in alone] == ["static:1"]
+
+
+@torch.no_grad()
+def test_thresholds_of_a_frontier():
+    model = make_model()
+    states, _ = states_and_labels(model, 4)
+    names = [reading.name for reading in frontier_readings(model, states, 3)]
+    shares = ["0", "0.1", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "0.95", "1"]
+    assert names[:15] == [
+        *(f"static:{step}" for step in (1, 2, 3)),
+        *(f"q:{share}" for share in shares),
+    ]
+    assert [name for name in names if "confidence" in name] == [f"confidence:{x}" for x in shares]
+    # The states of steps 1 to 3 make two steps' distances.
+    moved = torch.cat([(states[step] - states[step - 1]).norm(dim=-1) for step in (1, 2)])
+    ranked = moved.double().sort().values
+    kept = [ranked[int(q * (len(ranked) - 1))] for q in (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)]
+    assert [name for name in names if "hidden" in name] == [
+        "hidden:0",
+        *(f"hidden:{float(x):.4g}" for x in kept),
+        "hidden:inf",
+    ]
+    assert [name for name in names if "contrast" in name] == [
+        f"contrast:{early},{x},0.1" for early in (1, 2) for x in (0.1, 0.25, 0.5, "1")
+    ]
+    for start in ("margin", "kl", "fixed_point"):
+        mine = [name for name in names if name.startswith(start)]
+        assert len(mine) == 9
+        assert start != "kl" or all(name.endswith(",3") for name in mine[1:-1])
+    two = [reading.name for reading in frontier_readings(model, states, 2)]
+    assert sum("contrast" in name for name in two) == 4
+
+
+@torch.no_grad()
+def test_a_contrast_grades_the_combined_logits():
+    model = make_model()
+    states, labels = states_and_labels(model, 3)
+    readings = [policy_reading("contrast:2,0.5,0.1", 3)]
+    scores = score_states(model, states, labels, readings)
+    last, early = (model.lm_head(states[step][None])[0] for step in (2, 1))
+    log_prob = contrasted(last, early, strength=0.5, share=0.1)
+    want = -log_prob.gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(scores.nats_PT[0], want, atol=2e-5, rtol=0)
+    assert (scores.right_PT[0] == (log_prob.argmax(-1) == labels)).all()
+    assert (scores.step_PT == 3).all()
+
+
+@torch.no_grad()
+def test_no_label_is_no_score_and_a_long_window_is_refused():
+    model = make_model()
+    states, labels = states_and_labels(model, 2)
+    scores = score_states(model, states, labels[:0], depth_readings((1, 2)))
+    assert [part.shape for part in scores] == [(2, 0)] * 3
+    assert [part.dtype for part in scores] == [torch.float32, torch.bool, torch.int64]
+    longer = torch.zeros(1, CONTEXT + 1, dtype=torch.int64)
+    with pytest.raises(UserError, match=f"max_length={CONTEXT} is shorter than the {CONTEXT + 1}"):
+        states_at(model, longer, longer == 0, 1)
+    (state,) = states_at(model, longer[:, :-1], longer[:, :-1] == 0, 1)
+    assert state.shape == (CONTEXT, model.config.dim)
+
+
+def test_seconds_are_of_the_tokens_after_the_first_of_each_prompt(monkeypatch):
+    asked: list[Any] = []
+
+    class Generates:
+        def __init__(self, model, **settings):
+            pass
+
+        def stream(self, requests):
+            asked.append(requests)
+            return iter(range(len(requests) + 6))
+
+    clock = iter([10.0, 13.0, 20.0, 26.0])
+    monkeypatch.setattr(module, "Engine", Generates)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    model: Any = None
+    seconds = seconds_per_token(model, depth_readings((1, 2)), [[1, 2], [3]])
+    assert seconds == {"static:1": 0.5, "static:2": 1.0}
+    assert [(each.prompt, each.max_new_tokens) for each in asked[0]] == [([1, 2], 16), ([3], 16)]
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch):

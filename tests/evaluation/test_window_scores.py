@@ -11,12 +11,15 @@ from torchtitan.components.loss import IGNORE_INDEX
 from tests.inference.reference import make_model
 from tests.support.tiny import SEQ_LEN
 from titan_loop.data.source_card import SourceCard
+from titan_loop.errors import UserError
 from titan_loop.evaluation.readings import depth_readings
+from titan_loop.evaluation.suites import NotAskedError
 from titan_loop.evaluation.window_scores import (
     WindowScores,
     at_depths,
     at_readings,
     name_of_total,
+    open_run,
     open_sources,
     score_windows,
     sum_windows,
@@ -24,6 +27,7 @@ from titan_loop.evaluation.window_scores import (
     with_total,
 )
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.runs.saved_run import SavedRun
 
 DEPTHS = [1, 3, 6]
 CPU = torch.device("cpu")
@@ -95,3 +99,25 @@ def test_the_total_never_replaces_a_source():
     assert name_of_total(["code", "prose"]) == "all"
     assert name_of_total(["code", "all"]) == "(all)"
     assert name_of_total(["all", "(all)"]) == "((all))"
+
+
+def test_the_held_out_text_of_a_run_or_of_sources_that_are_named(
+    text_run: Path, source: Path, little_held_out: Path, caplog, monkeypatch
+):
+    run = SavedRun.open(text_run)
+    (own,) = open_run(run, count=3).items()
+    assert own[0] == source.name
+    assert own[1].input.shape == (3, SEQ_LEN)
+    (named,) = open_run(run, count=2, sources=(source.name,), seq_len=SEQ_LEN // 2).values()
+    assert named.input.shape == (2, SEQ_LEN // 2)
+    both = open_run(run, count=2, sources=(source.name, str(little_held_out)))
+    assert list(both) == [source.name]
+    assert "not scored: " in caplog.text
+    with pytest.raises(UserError, match="held"):
+        open_run(run, count=2, sources=(str(little_held_out),))
+    with pytest.raises(UserError, match="windows=0 must be at least 1"):
+        open_run(run, count=0)
+    monkeypatch.setattr(SavedRun, "sources", property(lambda run: []))
+    with pytest.raises(NotAskedError, match="it has no held-out text; name prepared sources"):
+        open_run(run, count=2)
+    assert open_run(run, count=1, sources=(str(source),))[source.name].input.shape[0] == 1

@@ -3,6 +3,8 @@
 import itertools
 import math
 import operator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from titan_loop.inference.exit_decider import ExitDecider, exit_steps
 from titan_loop.inference.exit_policy import (
     Confidence,
     Contrast,
+    Evidence,
+    ExitPolicy,
     FixedPoint,
     HiddenDifference,
     KLAndEntropy,
@@ -23,6 +27,7 @@ from titan_loop.inference.exit_policy import (
     QExit,
     StaticStep,
     parse_exit_policy,
+    require_exit_policy,
 )
 
 
@@ -171,3 +176,90 @@ def test_mistakes_in_a_policy_are_one_line(text, message):
 
 def test_infinite_bounds_are_allowed():
     assert parse_exit_policy("hidden:inf") == HiddenDifference(math.inf)
+
+
+@pytest.mark.parametrize(
+    "text", ["q:0", "q:1", "confidence:0", "confidence:1", "hidden:0", "kl:0,0", "contrast:1,0,0"]
+)
+def test_values_at_the_ends_of_their_ranges_are_policies(text):
+    assert isinstance(parse_exit_policy(text), ExitPolicy)
+    assert parse_exit_policy("contrast:1,0.5,1") == Contrast(1, 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fires"),
+    [
+        (HiddenDifference(0.3), [False, False]),  # the states differ by 3/8
+        (HiddenDifference(0.375), [False, False]),
+        (HiddenDifference(0.376), [False, True]),
+        (FixedPoint(0.25), [False, False]),  # 3/8 of a state of length 3/2
+        (FixedPoint(0.26), [False, True]),
+        (Margin(0.99), [False, False]),  # the lead was log 1 and is log 2
+        (Margin(1.01), [False, True]),
+        (Confidence(0.49), [True, True]),
+        (Confidence(0.51), [False, False]),
+        (KLAndEntropy(math.inf, math.inf), [False, True]),
+        # KL is 0.5·log(0.5/0.4) + 0.25·log(0.25/0.4) + 0.25·log(0.25/0.2) = 0.0499
+        (KLAndEntropy(0.049, math.inf), [False, False]),
+        (KLAndEntropy(0.051, math.inf), [False, True]),
+        # The entropy of 1/2, 1/4, 1/4 is 1.5·log 2 = 1.0397
+        (KLAndEntropy(0.051, 1.03), [False, False]),
+        (KLAndEntropy(0.051, 1.04), [False, True]),
+        (StaticStep(2), [False, True]),
+        (StaticStep(1), [True, True]),
+        (StaticStep(), [False, False]),
+        (Contrast(1), [False, False]),
+    ],
+    ids=str,
+)
+def test_a_token_at_steps_1_and_2(policy, fires):
+    now, before = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.4, 0.4, 0.2])
+    evidence = Evidence(
+        step_BL=torch.tensor([[1, 2]]),
+        hidden_BLD=torch.tensor([1.5, 0.0]).expand(1, 2, 2),
+        before_BLD=torch.tensor([1.125, 0.0]).expand(1, 2, 2),
+        log_prob_BLV=now.log().expand(1, 2, 3),
+        log_prob_before_BLV=before.log().expand(1, 2, 3),
+    )
+    assert policy.fires(evidence).tolist() == [fires]
+
+
+@pytest.mark.parametrize(
+    ("policy", "reads"),
+    [
+        (StaticStep(1), (False, False, False)),
+        (HiddenDifference(0.1), (False, False, True)),
+        (FixedPoint(0.1), (False, False, True)),
+        (Margin(0.1), (False, True, True)),
+        (Confidence(0.1), (False, True, True)),
+        (QExit(0.1), (True, False, True)),
+        (KLAndEntropy(), (False, True, True)),
+        (Contrast(2), (False, False, False)),
+    ],
+    ids=str,
+)
+def test_a_policy_reads_what_it_needs(policy, reads):
+    assert (policy.reads_gate, policy.reads_logits, policy.reads_states) == reads
+    assert policy.early_step == (2 if isinstance(policy, Contrast) else None)
+
+
+def test_the_deepest_step_is_r_or_the_step_that_was_asked_for():
+    assert [policy.deepest_step(4) for policy in (StaticStep(), StaticStep(4), QExit(0))] == [4] * 3
+    assert StaticStep(1).deepest_step(4) == 1
+    assert Contrast(3).deepest_step(4) == 4
+    with pytest.raises(UserError, match="exit=static:5 is beyond recurrent_steps=4; raise R"):
+        StaticStep(5).deepest_step(4)
+    with pytest.raises(UserError, match="exit=contrast:4 needs a later step to contrast with"):
+        Contrast(4).deepest_step(4)
+
+
+def test_a_model_without_a_gate_or_a_family_without_a_policy():
+    model: Any = SimpleNamespace(config=SimpleNamespace(family="ouro"), exit_gate=None)
+    require_exit_policy(model, Margin(0.1))
+    with pytest.raises(UserError, match="exit=q needs an exit gate, which this model does not ha"):
+        require_exit_policy(model, QExit(0.5))
+    model.exit_gate = object()
+    require_exit_policy(model, QExit(0.5))
+    model.config.family = "adaptive"
+    with pytest.raises(UserError, match=r"exit=kl is an exit policy that model\.family=adaptive"):
+        require_exit_policy(model, KLAndEntropy())

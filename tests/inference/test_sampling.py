@@ -72,6 +72,7 @@ def test_the_largest_random_number_never_draws_a_token_of_weight_zero():
     [
         ({"temperature": -0.1}, "temperature=-0.1 must be 0"),
         ({"temperature": math.nan}, "temperature=nan must be 0"),
+        ({"temperature": math.inf}, "temperature=inf must be 0"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),

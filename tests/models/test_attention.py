@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention as titan_attention
-from torchtitan.models.common.attention import FlexAttention, create_varlen_metadata_for_document
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    VarlenAttention,
+    create_varlen_metadata_for_document,
+)
 
 from titan_loop import compat
 from titan_loop.distributed.context_parallel import window_share
@@ -127,3 +131,59 @@ def test_auto_takes_sdpa_without_cuda():
     assert isinstance(inner_attention_config("auto"), DocumentAttention.Config)
     with pytest.raises(UserError, match="varlen needs CUDA"):
         inner_attention_config("varlen")
+
+
+def test_a_prefix_is_seen_whole_in_its_own_document(monkeypatch):
+    monkeypatch.setattr(titan_attention, "_compiled_create_block_mask", create_block_mask)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    prefix = torch.tensor([[True, True, False, True, True, False]])
+    want = torch.tensor([
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1, 1],
+    ]).bool()  # fmt: skip
+    assert torch.equal(document_mask(positions, prefix_BL=prefix)[0, 0], want)
+    flex = document_block_mask(positions, None, 128, prefix)
+    zero, places = torch.tensor(0), torch.arange(6)
+    got = flex.mask_mod(zero, zero, places[:, None].expand(6, 6), places.expand(6, 6))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("added", [True, False])
+def test_the_kernel_is_causal_and_scales_products_and_added_scores(scale, added):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 5, 4, 9, generator=generator).double() for _ in range(3))
+    k, v = k[:, :, :2], v[:, :, :2]  # two heads of queries a head of keys
+    scores = torch.randn(2, 4, 5, 5, generator=generator).double()
+    kernel = DocumentAttention(DocumentAttention.Config())
+    more = {"scores_BNLS": scores} if added else {"enable_gqa": True}
+    got = kernel(q, k, v, scale=scale, **more)
+    for row, head, query in ((0, 0, 0), (0, 1, 2), (1, 2, 3), (1, 3, 4)):
+        products = k[row, : query + 1, head // 2] @ q[row, query, head]
+        if added:
+            products = products + scores[row, head, query, : query + 1]
+        weights = (products * (1 / 3 if scale is None else scale)).softmax(0)
+        want = weights @ v[row, : query + 1, head // 2]
+        torch.testing.assert_close(got[row, query, head], want)
+
+
+def test_widths_are_heads_times_their_width():
+    options = OuroOptions(size="debugmodel", n_kv_heads=2)
+    attention = decoder_config(options, max_seq_len=8).layers[0].attention
+    assert attention.widths == (64, 32)
+    attention = decoder_config(OuroOptions(size="debugmodel"), max_seq_len=8).layers[0].attention
+    attention.n_kv_heads = attention.head_dim = None
+    assert attention.widths == (64, 64)
+
+
+def test_the_kernel_of_a_name(monkeypatch):
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
+    assert isinstance(inner_attention_config("auto", scores=True), DocumentAttention.Config)
+    assert isinstance(inner_attention_config("sdpa"), DocumentAttention.Config)
+    assert isinstance(inner_attention_config("varlen"), VarlenAttention.Config)
+    with pytest.raises(UserError, match=r"model\.attention=flx is not an attention backend"):
+        inner_attention_config("flx")

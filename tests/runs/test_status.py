@@ -13,7 +13,13 @@ from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.cli import main
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.runs.status import PlannedStage, read_status, status_lines, write_plan
+from titan_loop.runs.status import (
+    PlannedStage,
+    StageStatus,
+    read_status,
+    status_lines,
+    write_plan,
+)
 from titan_loop.storage.json_files import append_jsonl
 
 
@@ -111,6 +117,67 @@ def test_what_is_next_follows_the_recipe_and_not_the_tree(tmp_path):
         run(tmp_path / name, 1000, saved=1000)
     lines = status_lines(read_status(tmp_path))
     assert lines[-1] == "next: 2.6b"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"saved_tokens": 1000}, "complete, 1,000 tokens, loss 2.0000"),
+        ({"saved_tokens": 1000, "loss": None}, "complete, 1,000 tokens"),
+        ({"saved_tokens": 999, "runs": False}, "40.0% of 1,000 tokens, loss 2.0000, not running"),
+        ({"runs": None}, "40.0% of 1,000 tokens, loss 2.0000"),
+        ({"loss": None, "parent": "1a"}, "not begun from 1a, 1,000 tokens"),
+        ({"loss": None}, "not begun, 1,000 tokens"),
+        (
+            {"decisions": "2 spikes skipped", "planned": False},
+            "40.0% of 1,000 tokens, loss 2.0000, 2 spikes skipped, not of the recipe",
+        ),
+        ({"damage": "torn", "planned": False, "saved_tokens": 1000}, "torn, not of the recipe"),
+    ],
+)
+def test_a_stage_in_words(fields, text):
+    line, _ = status_lines([StageStatus("a", 1000, **{"tokens": 400, "loss": 2.0, **fields})])
+    assert line == f"a  {text}"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (172_800, "2.0 days"),
+        (172_799, "48.0 hours"),
+        (7200, "2.0 hours"),
+        (7199, "120.0 minutes"),
+        (120, "2.0 minutes"),
+        (119, "119 seconds"),
+        (-5, "0 seconds"),
+    ],
+)
+def test_time_left_has_a_unit_of_which_there_are_two(seconds, text):
+    total = 10**6
+    status = StageStatus(
+        "a", total, tokens=total - seconds, loss=2.0, tokens_per_second=1.0, runs=True
+    )
+    assert status_lines([status])[0].endswith(f", about {text} left")
+
+
+def test_what_is_next_is_the_first_open_stage_of_the_recipe():
+    done = StageStatus("done", 10, saved_tokens=10)
+    fork = StageStatus("fork", 10, planned=False)
+    later, first = StageStatus("later", 10, position=2), StageStatus("first", 10, position=1)
+    below = StageStatus("below", 10, position=3, troubles=["rank 3 is silent"])
+    done.children, first.children = [fork, first], [later, below]
+    lines = status_lines([done])
+    assert [line.partition("  ")[0].rstrip() for line in lines[:5]] == [
+        "done",
+        "├─ fork",
+        "└─ first",
+        "",
+        "",
+    ]
+    assert lines[3].startswith("   ├─ later")
+    assert lines[4].startswith("   └─ below")
+    assert lines[5:] == ["below: rank 3 is silent", "next: first"]
+    assert status_lines([StageStatus("a", 10, planned=False)])[-1] == "everything is trained"
 
 
 def test_what_is_neither_run_nor_recipe_is_refused(tmp_path, recipe_folder):

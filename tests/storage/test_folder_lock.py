@@ -1,5 +1,12 @@
-"""A lock left behind: by a start of the same job on a host that is gone, or by anybody else."""
+"""A lock left behind: by a start of the same job on a host that is gone, or by anybody else.
 
+Folders that are lost while they are locked, and systems without locks.
+"""
+
+import errno
+import os
+import shutil
+import socket
 import subprocess
 import sys
 
@@ -7,7 +14,7 @@ import pytest
 
 from titan_loop.errors import UserError
 from titan_loop.storage import folder_lock
-from titan_loop.storage.folder_lock import FolderLock
+from titan_loop.storage.folder_lock import FolderLock, LostFolder, is_held
 
 HOLDER = """
 import socket, sys
@@ -42,6 +49,81 @@ def test_only_another_start_of_the_same_job_takes_over_the_lock_of_another_host(
         else:
             with pytest.raises(UserError, match=r"in use by another run \(process \d+ on gone"):
                 FolderLock(tmp_path, "run.lock", called="x", user="run")
+            assert is_held(tmp_path / "run.lock") is True
+
+
+def test_a_host_that_gives_its_lock_back_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    slept: list[float] = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        before = (tmp_path / "run.lock").stat().st_ino
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 2:
+                holder.communicate()
+
+        monkeypatch.setattr(folder_lock.time, "sleep", sleep)
+        with FolderLock(tmp_path, "run.lock", called="x", user="run"):
+            assert slept == [5.0, 5.0]
+            assert (tmp_path / "run.lock").stat().st_ino == before
+            owner = (tmp_path / "run.lock").read_text()
+    assert owner.startswith(f"process {os.getpid()} on {socket.gethostname()}, SLURM job 7, since ")
+    assert owner.count("\n") == 1
+
+
+def test_a_lock_that_nobody_has_is_not_held(tmp_path):
+    assert is_held(tmp_path / "run.lock") is False
+    FolderLock(tmp_path, "run.lock", called="x", user="run").release()
+    assert is_held(tmp_path / "run.lock") is False
+    assert is_held(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("lose", "problem", "saved_in"),
+    [
+        (lambda folder: None, None, None),
+        (lambda folder: (folder / "run.lock").unlink(), "was deleted while it was in use", "run"),
+        (lambda folder: folder.rename(folder.with_name("new")), "was renamed to ", "new"),
+        (shutil.rmtree, "was renamed or deleted while it was in use", None),
+        (
+            lambda folder: ((folder / "run.lock").unlink(), (folder / "run.lock").touch()),
+            "was replaced: another process may work there",
+            None,
+        ),
+    ],
+)
+def test_a_lost_folder_says_where_to_save(tmp_path, monkeypatch, lose, problem, saved_in):
+    monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: None)
+    with FolderLock(tmp_path / "run", "run.lock", called="x", user="run") as lock:
+        lose(tmp_path / "run")
+        lost = lock.lost()
+    if problem is None:
+        assert lost is None
+    else:
+        assert isinstance(lost, LostFolder)
+        assert problem in lost.problem
+        assert lost.folder == (None if saved_in is None else tmp_path / saved_in)
+
+
+def test_a_file_that_is_gone_for_a_moment_is_not_lost(tmp_path, monkeypatch):
+    with FolderLock(tmp_path, "run.lock", called="x", user="run") as lock:
+        (tmp_path / "run.lock").rename(tmp_path / "away")
+        back = lambda seconds: (tmp_path / "away").rename(tmp_path / "run.lock")  # noqa: E731
+        monkeypatch.setattr(folder_lock.time, "sleep", back)
+        assert lock.lost() is None
+
+
+def test_a_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(file: object, flags: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder_lock.fcntl, "lockf", refuse)
+    with FolderLock(tmp_path, "run.lock", called="x", user="run"):
+        assert "a second run there will not be noticed" in caplog.text
 
 
 def subprocess_lock(folder):

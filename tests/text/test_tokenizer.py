@@ -1,11 +1,98 @@
-"""Which vocabularies a model accepts."""
+"""Tokenizers as they are loaded, the sizes of their ids, and vocabularies that a model accepts."""
 
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 
 from titan_loop.errors import UserError
-from titan_loop.text.tokenizer import check_vocabulary, load_tokenizer, vocab_size
+from titan_loop.text.tokenizer import (
+    byte_symbols,
+    check_vocabulary,
+    load_tokenizer,
+    require_token,
+    token_byte_lengths,
+    token_bytes,
+    vocab_size,
+)
+
+
+def of_ids(**ids: int) -> Tokenizer:
+    """Return a tokenizer whose tokens have these ids."""
+    return Tokenizer(WordLevel(ids, unk_token=next(iter(ids))))
+
+
+def saved(tokenizer: Tokenizer, folder: Path) -> Path:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_the_largest_id_has_24_bits(tmp_path: Path) -> None:
+    largest = saved(of_ids(a=2**24 - 1), tmp_path)
+    assert vocab_size(load_tokenizer(largest)) == 2**24
+    with pytest.raises(UserError, match="has the id 16777216; the limit is 16777215"):
+        load_tokenizer(saved(of_ids(a=2**24), tmp_path))
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+    tokenizer = of_ids(a=0, b=1)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=4, pad_token="b", pad_id=1)
+    path = saved(tokenizer, tmp_path)
+    assert load_tokenizer(path).encode("a").ids == [0]
+    assert load_tokenizer(path).encode("a a a a a").ids == [0] * 5
+
+
+class PanicException(BaseException):
+    """Named as the panics of the Rust library, which cannot be imported."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"), [(PanicException, UserError), (KeyboardInterrupt, KeyboardInterrupt)]
+)
+def test_a_panic_is_a_damaged_file_and_an_interrupt_is_not(
+    raised, seen, tmp_path: Path, monkeypatch
+) -> None:
+    def fail(tokenizer):
+        raise raised
+
+    monkeypatch.setattr("titan_loop.text.tokenizer.vocab_size", fail)
+    with pytest.raises(seen):
+        load_tokenizer(saved(of_ids(a=0), tmp_path))
+
+
+def test_ids_have_two_bytes_up_to_65536_tokens() -> None:
+    words = {str(number): number for number in range(2**16)}
+    assert token_bytes(of_ids(**words)) == 2
+    assert token_bytes(of_ids(**words, one_more=2**16)) == 4
+    assert token_bytes(of_ids(a=2**16 - 1)) == 2
+    with pytest.raises(UserError, match="has an id of 65536 among 1 tokens"):
+        token_bytes(of_ids(a=2**16))
+    assert vocab_size(Tokenizer(WordLevel({}, unk_token="a"))) == 0
+
+
+def test_bytes_behind_a_token(tmp_path: Path) -> None:
+    symbols = byte_symbols()
+    assert sorted(symbols) == [*range(256)]
+    assert {*symbols.values()} == {*pre_tokenizers.ByteLevel.alphabet()}
+    # GPT-2's own table: a space is Ġ, a line feed Ċ, a soft hyphen the last of those moved.
+    assert (symbols[0x20], symbols[0x0A], symbols[0xAD]) == ("Ġ", "Ċ", "Ń")
+    tokenizer = of_ids(a=0, Ġab=1)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.add_tokens([AddedToken("é", special=False)])
+    assert token_byte_lengths(saved(tokenizer, tmp_path)).tolist() == [1, 3, 0, 2]
+    with pytest.raises(UserError, match="is not byte-level: token '漢' has no bytes"):
+        token_byte_lengths(saved(of_ids(a=0, 漢=1), tmp_path))
+
+
+def test_a_required_token_may_have_id_0() -> None:
+    tokenizer = of_ids(a=1)
+    tokenizer.add_special_tokens(["<|end|>"])
+    assert require_token(of_ids(a=0), "a", "eos_token") == 0
+    with pytest.raises(UserError, match=r"eos_token '<\|ends\|>' is not in the tok.*: <\|end\|>"):
+        require_token(tokenizer, "<|ends|>", "eos_token")
 
 
 def test_spare_rows_of_a_padded_vocabulary_are_allowed(small_tokenizer: Path) -> None:

@@ -61,6 +61,18 @@ def test_a_multiple_below_one_is_refused():
     assert str(refusal).startswith("batch.multiple_of_windows=0 is below 1; ")
 
 
+def test_the_smallest_batch_is_a_window():
+    for config in (
+        BatchConfig(global_batch_tokens=Schedule.constant(32)),
+        BatchConfig(global_batch_tokens=Schedule.constant(32), multiple_of_windows=1),
+        BatchConfig(global_batch_tokens=Schedule.parse("0:64 linear 9:128")),
+    ):
+        assert not [*config.refusals(32)]
+    ramp = Schedule.parse("0:20 linear 9:40")
+    assert BatchConfig(global_batch_tokens=ramp).multiple(32) == 1  # refused, but never 0
+    assert BatchConfig(global_batch_tokens=ramp, multiple_of_windows=3).multiple(32) == 3
+
+
 def test_batch_sizes():
     ramp = BatchConfig(
         global_batch_tokens=Schedule.parse("10:64 linear 100:256 constant 200:512"),

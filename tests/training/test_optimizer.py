@@ -1,17 +1,21 @@
 """Which parameters share a group, which decay, and what a family may change."""
 
+import math
 import re
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torchtitan.config.configs import ParallelismConfig, TrainingConfig
 
+from titan_loop import compat
 from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import freeze_all_but_the_exit_gate
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.models.parameter_groups import ParameterGroup
-from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers
+from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
 
 DECAYED_BEFORE_GROUPS = re.compile(r"norm\.weight$|^exit_gate\.")
 """What Ouro's optimiser excluded from decay when names decided, not shapes."""
@@ -105,3 +109,124 @@ def test_a_family_s_rate_factor_and_decay_reach_the_update():
     # AdamW's first step moves by the rate, after decay by the rate times 0.1.
     torch.testing.assert_close(moved["exit_gate.bias"], torch.tensor([1e-2 * 1.1]))
     torch.testing.assert_close(moved["norm.weight"], torch.full((64,), 1e-3), rtol=1e-4, atol=1e-7)
+
+
+def test_values_at_the_ends_of_their_ranges_are_accepted():
+    least = AdamWConfig(beta1=0, beta2=0, weight_decay=0, eps=1e-30)
+    for config in (least, MuonConfig(momentum=0, weight_decay=0, iterations=1)):
+        assert not [*config.refusals()]
+    most: dict[str, Any] = {"iterations": 99, "scale": "original", "dtype": "float32"}
+    assert not [*MuonConfig(**most).refusals()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "problem"),
+    [
+        (AdamWConfig, {"beta1": (-0.1, 1.0)}, "must be at least 0 and below 1; AdamW decays by it"),
+        (AdamWConfig, {"beta2": (-0.1, 1.0)}, "must be at least 0 and below 1; AdamW decays by it"),
+        (AdamWConfig, {"weight_decay": (-0.1, math.inf)}, "must be 0 or more"),
+        (AdamWConfig, {"eps": (0.0, math.inf)}, "must be above 0; 1e-8 is usual"),
+        (MuonConfig, {"momentum": (-0.1, 1.0)}, "must be at least 0 and below 1"),
+        (MuonConfig, {"weight_decay": (-0.1, math.inf)}, "must be 0 or more"),
+        (MuonConfig, {"iterations": (0, 100)}, "must be from 1 to 99; 5 is usual"),
+        (MuonConfig, {"rate_factor": (0.0, math.inf)}, "must be above 0"),
+        (MuonConfig, {"scale": ("new",)}, "is unknown; use original or match_rms_adamw"),
+        (MuonConfig, {"dtype": ("float16",)}, "is unknown; use auto or float32 or bfloat16"),
+    ],
+)
+def test_values_out_of_range_are_refused(kind, values, problem):
+    ((name, wrong),) = values.items()
+    for value in wrong:
+        (refusal,) = kind(**{name: value}).refusals()
+        assert refusal.field.endswith(f".{name}")
+        assert str(refusal).endswith(f"={value} {problem}")
+
+
+def test_rates_follow_the_width():
+    """Four times the width: AdamW's rate falls by 4, Muon's by 2, unless its scale is original."""
+    wide = ParameterGroup(decays=True, is_hidden_matrix=True, rate_factor=3.0, width_ratio=4.0)
+    assert AdamWConfig().settings(wide).rate_factor == 0.75
+    assert MuonConfig(rate_factor=5.0).settings(wide).rate_factor == 7.5
+    assert MuonConfig(rate_factor=5.0, scale="original").settings(wide).rate_factor == 15.0
+    assert MuonConfig(weight_decay=0.2).settings(wide).optimizer_kwargs == {
+        "lr": 0.0,
+        "weight_decay": 0.2,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "adjust_lr_fn": "match_rms_adamw",
+        "fused": False,
+    }
+    plain = ParameterGroup(decays=False)
+    assert MuonConfig().settings(plain).optimizer_kwargs["weight_decay"] == 0.0
+    assert AdamWConfig().settings(plain).optimizer_kwargs["weight_decay"] == 0.0
+
+
+def test_muon_iterates_in_bfloat16_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
+    assert MuonConfig().torch_dtype == torch.bfloat16
+    assert MuonConfig(dtype="float32").torch_dtype == torch.float32
+    monkeypatch.setattr(compat, "device_type", lambda: "cpu")
+    assert MuonConfig().torch_dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "trainable", "offload", "backend", "refused"),
+    [
+        ("muon", "all", False, "partial_dtensor", []),
+        ("muon", "exit_gate", False, "partial_dtensor", ["optimizer.name"]),
+        ("muon", "all", True, "partial_dtensor", ["training.enable_cpu_offload"]),
+        ("muon", "all", False, "spmd_types", ["parallelism.spmd_backend"]),
+        ("adamw", "exit_gate", True, "spmd_types", []),
+    ],
+)
+def test_muon_has_settings_that_it_cannot_work_with(name, trainable, offload, backend, refused):
+    config = LoopOptimizers.Config(name=name)
+    assert not [*config.refusals()]
+    refusals = config.setting_refusals(
+        trainable=trainable,
+        training=TrainingConfig(enable_cpu_offload=offload),
+        parallelism=ParallelismConfig(spmd_backend=backend),
+    )
+    assert [refusal.field for refusal in refusals] == refused
+    unknown: Any = LoopOptimizers.Config(name="sgd")  # type: ignore[arg-type]
+    (refusal,) = unknown.refusals()
+    assert str(refusal) == "optimizer.name=sgd is unknown; use adamw or muon"
+
+
+def test_muon_updates_the_matrices_of_the_layers_alone():
+    model = build_decoder(OuroOptions(size="debugmodel"), max_seq_len=32)
+    optimizers = LoopOptimizers.Config(name="muon").build(model_parts=[model])
+    updated = {
+        type(optimizer).__name__: {
+            name for group in optimizer.param_groups for name in group["param_names"]
+        }
+        for optimizer in optimizers
+    }
+    matrices = {
+        name
+        for name, parameter in model.named_parameters()
+        if name.startswith("layers.") and parameter.ndim == 2
+    }
+    assert updated["Muon"] == matrices
+    assert updated["AdamW"] == {name for name, _ in model.named_parameters()} - matrices
+
+
+def test_moments_restart_and_parameters_without_a_gradient_have_some():
+    model = build_decoder(OuroOptions(size="debugmodel"), max_seq_len=32)
+    optimizers = LoopOptimizers.Config().build(model_parts=[model])
+    for name, parameter in model.named_parameters():
+        if name != "tok_embeddings.weight":
+            parameter.grad = torch.ones_like(parameter)
+    optimizers.step()
+    state = optimizers.state_dict()
+    key = next(key for key in state if "tok_embeddings.weight" in key and "exp_avg" in key)
+    assert state[key].shape == model.tok_embeddings.weight.shape
+    assert not state[key].any()
+    (optimizer,) = optimizers
+    norm = optimizer.state[model.norm.weight]
+    assert norm["exp_avg"].all()
+    assert norm["step"] == 1
+    optimizers.restart()
+    assert not norm["exp_avg"].any()
+    assert norm["step"] == 0

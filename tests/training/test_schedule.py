@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from titan_loop.errors import UserError
 from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.schedule import Interpolation, Knot, Schedule, register_tyro_rule
+from titan_loop.training.schedule import (
+    Interpolation,
+    Knot,
+    Schedule,
+    parse_tokens,
+    register_tyro_rule,
+)
 
 TEXT = "0:0 linear 2M:0.0003 constant 90M:0.0003 cosine 100M:3e-05"
 
@@ -67,6 +73,49 @@ def test_constant_until_promises_a_constant_stretch(schedule: Schedule, tokens: 
         assert schedule(tokens + ahead) == schedule(tokens)
 
 
+def test_constant_until_is_no_earlier_than_the_next_change():
+    schedule = Schedule.parse("5:1 constant 10:2 linear 20:3 cosine 30:3 constant 40:3")
+    until = [schedule.constant_until(tokens) for tokens in (0, 5, 9, 10, 15, 19, 20, 35, 99)]
+    assert until == [10, 10, 10, 11, 16, 20, None, None, None]
+    assert Schedule.parse("5:1 linear 6:2").constant_until(0) == 6
+    assert Schedule.parse("0:1 linear 6:1 linear 9:2").constant_until(0) == 7
+
+
+def test_a_stretched_schedule_has_its_knots_at_rounded_tokens():
+    assert Schedule.parse("0:1 linear 5:2 cosine 8:3").stretched(0.5) == Schedule.parse(
+        "0:1 linear 2:2 cosine 4:3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1.5K", 1500), ("0.0005K", 0.5), ("-2K", -2000), (".5", 0.5), ("+3", 3), ("7e0", 7)],
+)
+def test_numbers_with_suffixes(text: str, value: float):
+    assert Schedule.parse(text) == Schedule.constant(value)
+
+
+def test_tokens_are_whole():
+    assert parse_tokens("1.4T") == 1_400_000_000_000
+    assert type(parse_tokens("2e3")) is int
+    with pytest.raises(UserError, match=r"tokens=1.5 is not a whole number of tokens"):
+        parse_tokens("1.5")
+
+
+@pytest.mark.parametrize(
+    ("knots", "complaint"),
+    [
+        ([], "schedule has no knots"),
+        ([Knot(0, math.inf)], "schedule value=inf at 0 is not finite"),
+        ([Knot(0, 1.0, "liner")], "interpolation='liner' is unknown; nearest: linear"),
+        ([Knot(5, 1.0), Knot(5, 2.0)], "tokens=5 does not increase .the one before is 5"),
+    ],
+)
+def test_knots_that_make_no_schedule(knots: list[Knot], complaint: str):
+    with pytest.raises(UserError, match=complaint):
+        Schedule(tuple(knots))
+
+
 @pytest.mark.parametrize(
     ("text", "canonical"),
     [
@@ -110,6 +159,10 @@ def test_constructors():
     assert Schedule.warmup_constant(3e-4, warmup_tokens=10) == Schedule.parse("0:0 linear 10:3e-4")
     cosine = Schedule.warmup_cosine(1.0, warmup_tokens=10, total_tokens=110, final=0.1)
     assert str(cosine) == "0:0 linear 10:1 cosine 110:0.1"
+    assert str(Schedule.warmup_constant(1.0, warmup_tokens=1, start=0.5)) == "0:0.5 linear 1:1"
+    assert str(Schedule.warmup_cosine(1.0, warmup_tokens=0, total_tokens=9)) == "0:1 cosine 9:0"
+    with pytest.raises(UserError, match="warmup_tokens=-1 is negative; use 0 for no warm-up"):
+        Schedule.warmup_constant(1.0, warmup_tokens=-1)
 
 
 def test_command_line_field():

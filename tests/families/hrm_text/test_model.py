@@ -105,9 +105,18 @@ def test_costs_count_passes():
 def test_the_released_sizes(size, millions):
     model = build_decoder(HrmTextOptions(size=size), max_seq_len=8, device="meta")
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
-    shape = SIZES[size]
-    # The released code rounds 8/3 of the width up to 256.
-    assert shape.hidden_dim == -(-round(shape.dim * 8 / 3) // 256) * 256
+
+
+def test_heads_of_every_size_have_128_elements():
+    layers = {"b": 12, "l": 24, "1b": 32, "xxl": 72, "xxl-wide": 32}
+    widths = {"b": 1024, "l": 1280, "1b": 1536, "xxl": 1792, "xxl-wide": 2560}
+    for size, number in layers.items():
+        shape = SIZES[size]
+        assert (shape.n_layers, shape.dim) == (number, widths[size])
+        assert shape.dim == 128 * shape.n_heads
+        # The released code rounds 8/3 of the width up to 256.
+        assert shape.hidden_dim == -(-round(shape.dim * 8 / 3) // 256) * 256
+        assert (shape.vocab_size, shape.recurrent_steps) == (65_536, 2)
 
 
 def test_initial_weights():

@@ -8,8 +8,15 @@ import pytest
 
 from titan_loop.analysis.scaling.published import read_law
 from titan_loop.cli.main import main
-from titan_loop.errors import EXIT_USER_ERROR
-from titan_loop.families.moe.budget import Budget, Shape, ranking, recipe_flags
+from titan_loop.errors import EXIT_USER_ERROR, UserError
+from titan_loop.families.moe.budget import (
+    Budget,
+    Choice,
+    Shape,
+    budget_lines,
+    ranking,
+    recipe_flags,
+)
 
 
 def published_loss(n, looped, total, tokens, steps, experts):
@@ -78,6 +85,93 @@ def test_shapes_have_about_the_parameters_that_were_asked_for(parameters):
     assert 12 * shape.dim**2 * shape.layers == pytest.approx(parameters, rel=0.35)
     assert shape.dim % 128 == 0
     assert shape.layers > 2 * shape.outside
+
+
+def test_a_loop_takes_more_than_half_of_the_layers():
+    assert [Shape(dim=128, layers=layers).outside for layers in (1, 8, 9)] == [0, 0, 4]
+    assert Shape(dim=256, layers=10).cache_bytes(3, 100) == 4 * (4 + 3 * 6) * 256 * 100
+    assert Shape.of(1) == Shape(dim=128, layers=1)
+
+
+def test_the_flags_of_a_shape():
+    choice = Choice(
+        parameters=1e9,
+        looped=1e9,
+        experts=1,
+        steps=3,
+        tokens=2e10 + 0.4,
+        memory_bytes=1e9,
+        loss=2.0,
+        extrapolated=[],
+    )
+    shape = Shape.of(1e9)  # (1e9 · 85 / 12)^(1/3) = 1920.6, and 1e9 / (12 · 1920²) = 22.6
+    assert shape == Shape(dim=1920, layers=23)
+    words = recipe_flags(choice, 1000)
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    assert flags == {
+        "--model.dim": "1920",
+        "--model.n-layers": "23",
+        "--model.n-heads": "15",
+        "--model.n-kv-heads": "15",
+        "--model.hidden-dim": "5120",
+        "--model.prelude-layers": "2",
+        "--model.coda-layers": "2",
+        "--model.vocab-size": "1000",
+        "--recurrence.steps": "3",
+        "--training.seq-len": "4096",
+        "--training.local-batch-size": "1",
+        "--batch.global-batch-tokens": "2097152",
+        "--total-tokens": "20000000000",
+    }
+
+
+def test_a_row_of_the_table():
+    """A model that visits 1.5e9 parameters twice a token served, of a budget of 1e21 FLOPs."""
+    law = read_law("loop-moe")
+    sizes = {"parameters": 1e9, "looped": 0.5e9, "experts": 2, "steps": 2, "tokens": 3e9}
+    found = [
+        Choice(**sizes, memory_bytes=5e8, loss=2.25, extrapolated=[]),
+        Choice(**sizes, memory_bytes=5e8, loss=2.5, extrapolated=["tokens 1 to 2"]),
+        *[Choice(**sizes, memory_bytes=5e8, loss=3.0, extrapolated=["R 1 to 2"])] * 9,
+    ]
+    lines = budget_lines(law, Budget(flops=1e21, inference_tokens=1e11), found)
+    assert lines[2] == "11 models fit 1e+21 FLOPs at 4 bits per weight; the best:"
+    first, second, *_, last, note = lines[4:]
+    assert first.split() == ["1", "1B", "2", "2", "3B", "0.50", "GB", "30%", "2.2500", "0.0000"]
+    assert second.split() == ["2*", "1B", "2", "2", "3B", "0.50", "GB", "30%", "2.5000", "0.2500"]
+    assert last.startswith("10*")
+    assert note == "* extrapolated: the law was fitted to R 1 to 2, tokens 1 to 2"
+    assert not budget_lines(law, Budget(flops=1e21), found[:1])[-1].startswith("*")
+
+
+def test_nothing_served_and_a_whole_budget_are_limits_that_can_be_met():
+    Budget(flops=1e21, inference_tokens=0, context_tokens=0, tokens=9e20, most_experts=1).check()
+    for wrong, message in (
+        ({"inference_tokens": -1}, "--inference-tokens and --context-tokens must be at least 0"),
+        ({"context_tokens": -1}, "--inference-tokens and --context-tokens must be at least 0"),
+        ({"tokens": 1e21}, "--tokens 1e.21 is not below --budget 1e.21"),
+        ({"inference_tokens": 1e21}, "--inference-tokens 1e.21 is not below"),
+        ({"memory_bytes": 0.0}, "--memory 0 must be a positive number"),
+        ({"weight_bits": math.inf}, "--weight-bits inf must be a positive number"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Budget(flops=1e21, **wrong).check()
+
+
+def test_a_limit_holds_where_it_is_just_met():
+    law = read_law("loop-moe")
+    best = ranking(law, Budget(flops=1e20, weight_bits=8, most_experts=4))[0]
+    assert max(c.experts for c in ranking(law, Budget(flops=1e20, most_experts=4))) == 4
+    exact = Budget(flops=1e20, weight_bits=8, most_experts=4, memory_bytes=best.memory_bytes)
+    assert ranking(law, exact)[0] == best
+    less = Budget(flops=1e20, weight_bits=8, most_experts=4, memory_bytes=best.memory_bytes - 1)
+    assert ranking(law, less)[0] != best
+    smallest = min(c.parameters for c in ranking(law, Budget(flops=1e20)))
+    assert {c.tokens for c in ranking(law, Budget(flops=6 * smallest))} == {1}
+    with pytest.raises(UserError, match="no model fits"):
+        ranking(law, Budget(flops=5.9 * smallest))
+    spent = Budget(flops=1e20, weight_bits=8, most_experts=4, tokens=best.tokens)
+    assert ranking(law, spent)[0].parameters == best.parameters
 
 
 def test_the_recipe_of_the_best_dense_model_is_planned(capsys):

@@ -106,7 +106,32 @@ def test_the_manifest_names_parent_and_new_parts(make_run: Make, tmp_path):
         ("dense", {}, (), "--experts is missing; "),
         ("dense", {}, ("--experts", 1), "model.experts=1 must be at least 2"),
         ("dense", {}, ("--experts", 4, "--noise", 1.5), "--noise=1.5 must be 0 or more"),
+        ("dense", {}, ("--experts", 4, "--noise", 1), "--noise=1.0 must be 0 or more and below 1"),
         ("dense", {}, ("--experts", 4, "--coda", 1), "--coda=1 needs --recurrent-steps"),
+        (
+            "dense",
+            {"recurrent_steps": 1},
+            ("--experts", 4, "--recurrent-steps", 0),
+            "--prelude=0 --coda=0 --recurrent-steps=0 do not loop one of the 2 layers",
+        ),
+        (
+            "dense",
+            {"recurrent_steps": 1},
+            ("--experts", 4, "--recurrent-steps", 2, "--prelude", 1, "--coda", 1),
+            "--prelude=1 --coda=1 --recurrent-steps=2 do not loop one of the 2 layers",
+        ),
+        (
+            "dense",
+            {"recurrent_steps": 1},
+            ("--experts", 4, "--recurrent-steps", 2, "--coda=-1"),
+            "--prelude=0 --coda=-1 --recurrent-steps=2 do not loop one of the 2 layers",
+        ),
+        (
+            "moe",
+            {"recurrent_steps": 1, "routers": 2},
+            ("--recurrent-steps", 2, "--routers", 2),
+            "--routers=2 is for a mixture with one router per layer",
+        ),
         (
             "dense",
             {"recurrent_steps": 3},

@@ -1,6 +1,7 @@
 """Short prefills: exact at all steps, the engine's own rule below, and the verb on a run."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import torch.nn.functional as F
 
 from tests.evaluation.conftest import text_run  # noqa: F401
 from tests.inference.reference import Reference, make_model, prompts
+from tests.support.tiny import SEQ_LEN
 from titan_loop.cli.main import main
 from titan_loop.data.labels import IGNORED
+from titan_loop.evaluation.window_scores import open_run
 from titan_loop.families.ouro.prefill import continuation_nats
+from titan_loop.inference.loading import load_checkpoint
 from titan_loop.inference.stack import Stack
 
 STEPS, PROMPT = 3, 6
@@ -48,3 +52,32 @@ def test_the_verb_writes_a_row_for_every_step(text_run: Path, capsys):  # noqa: 
     assert [name.rpartition(":")[2] for name in bits] == ["1", "2", "3", "4"]
     assert "above all steps" in capsys.readouterr().out
     assert (text_run / "plots" / "prefill.png").exists()
+    # After a prompt at all steps the continuation, from the prompt's last token on, is as usual.
+    loaded = load_checkpoint(text_run)
+    (found,) = open_run(loaded.run, count=2).values()
+    with torch.no_grad():
+        output = loaded.model(found.input, torch.arange(SEQ_LEN)[None], recurrent_steps=4)
+        logits = loaded.model.readout(output.hidden_RBLD[-1])[:, SEQ_LEN // 2 - 1 :]
+    labels = found.labels[:, SEQ_LEN // 2 - 1 :]
+    nats = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    n_bytes = int(found.label_bytes[:, SEQ_LEN // 2 - 1 :].sum())
+    want = nats.item() / math.log(2) / n_bytes
+    (name,) = (name for name in bits if name.endswith(":4"))
+    assert bits[name] == pytest.approx(want, rel=1e-5)
+    seconds = [value for name, value in results.items() if "seconds" in name]
+    assert len(seconds) == 4
+    assert min(seconds) > 0
+
+
+@torch.no_grad()
+def test_windows_are_scored_alike_in_any_batch():
+    model = make_model()
+    tokens = torch.randint(128, (9, 10), generator=torch.Generator().manual_seed(2))
+    labels = tokens.roll(-1, 1)
+    together = continuation_nats(Stack(model), tokens, labels, 4, 2, 3)
+    assert together.shape == (9,)
+    for row in (0, 7, 8):
+        one = continuation_nats(Stack(model), tokens[row : row + 1], labels[row : row + 1], 4, 2, 3)
+        assert together[row] == pytest.approx(one[0], abs=1e-4)

@@ -10,7 +10,9 @@ from titan_loop.families.ouro.step_readout import OuroDecoder
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import StaticStep
 from titan_loop.inference.rows import Request
+from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.family import build_decoder
+from titan_loop.models.units import NORM_AND_GATE
 
 TOKENS = torch.randint(128, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -109,3 +111,26 @@ def test_bad_options_are_one_line():
     config = made(readout_rank=0).config
     with pytest.raises(UserError, match=r"tensor_parallel_degree=2 does not work with model.read"):
         config.check_spreading(tensor_parallel=2, context_parallel=1, expert_parallel=1)
+
+
+def test_a_readout_costs_two_thin_products_a_step():
+    """Forward 2, backward 4 FLOPs an element; with a frozen model the forward pass is left."""
+    config = made(readout_rank=2).config
+    flops = Flops(matrices=1, attention=2, readouts=3, gate=4)
+    assert config.own_flops(flops, 5, 5) == flops._replace(readouts=3 + 6 * 2 * 5 * 2 * 64)
+    assert config.own_flops(flops, 5, 0) == flops._replace(readouts=3 + 2 * 2 * 5 * 2 * 64)
+    plain = made().config
+    assert plain.own_flops(flops, 5, 5) == flops
+    for spread in (plain, config):
+        spread.check_spreading(
+            tensor_parallel=2 if spread is plain else 1, context_parallel=1, expert_parallel=1
+        )
+    assert plain.architecture()["readout_rank"] is None
+    assert config.architecture()["readout_rank"] == 2
+
+
+def test_readouts_are_gathered_with_norm_and_gate():
+    model = made(readout_rank=2)
+    holders = [unit.name for unit in model.units() if model.step_readout in unit.modules]
+    assert holders == [NORM_AND_GATE]
+    assert len(model.units()) == len(made().units())

@@ -11,8 +11,9 @@ from tests.families.xllm.reference import fields, logits, random_weights
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.formats import XllmShape
+from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.start_state import fixed_noise
-from titan_loop.models.family import build_decoder
+from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.runs.saved_run import SavedRun
 
 TOKENS = torch.arange(12) * 5 % 64
@@ -99,6 +100,124 @@ def test_export_writes_their_layout_again(name, write_released, tmp_path):
     digest = manifest.pop("manifest_sha256")
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     assert digest == hashlib.sha256(text.encode()).hexdigest()
+
+
+def read(**changed):
+    """Return the fields of the shape that a config describes."""
+    return XllmShape.from_config({"model": fields(**changed)})
+
+
+def test_defaults_of_fields_that_a_config_leaves_out():
+    config = fields()
+    for name in ("huginn_input_injection", "huginn_state_init", "rmsnorm_eps", "num_kv_heads"):
+        del config[name]
+    shape = XllmShape.from_config({"model": config})
+    assert (shape.injection, shape.start_state, shape.norm_eps) == ("none", "normal", 1e-6)
+    assert (shape.n_heads, shape.n_kv_heads, shape.max_positions) == (4, 4, 8192)
+    assert (shape.prelude_norm, shape.state_norm, shape.recurrent_steps) == (False, False, 3)
+
+
+def test_the_loops_of_a_stack_and_of_a_hierarchy():
+    span = read(
+        arch="transformer", num_layers=6, loop_times=3, loop_start_layer=1, loop_end_layers=4
+    )
+    assert (span.prelude_layers, span.coda_layers, span.recurrent_steps) == (1, 2, 3)
+    once = read(arch="transformer", loop_times=1, loop_start_layer=1, loop_end_layers=2)
+    assert (once.prelude_layers, once.coda_layers, once.is_plain) == (0, 0, True)
+    whole = read(arch="transformer", loop_times=2, loop_start_layer=0, loop_end_layers=4)
+    assert (whole.prelude_layers, whole.coda_layers) == (0, 0)
+    split = read(**SPLIT, huginn_split_module_repeats=2)
+    assert (split.recurrent_steps, split.low_cycles, split.core_passes) == (2, 3, 2)
+    assert (split.states, split.is_plain) == ("split", False)
+    shared = {**SPLIT, "huginn_hierarchical_state": "shared_hl"}
+    del shared["huginn_hierarchical_l_cycles"]
+    shape = read(**shared)
+    assert (shape.low_cycles, shape.core_passes) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("places", "layers", "source", "found"),
+    [
+        ("2,4", 8, 1, (2, 2, 2)),
+        ("2,4", 6, 1, (2, 0, 2)),
+        ("1,2,3", 4, 0, (1, 0, 3)),
+        ("3", 8, 2, (3, 0, 1)),
+        ("2,4", 5, 1, None),
+        ("2,4", 8, 2, None),
+        ("2,5", 7, 1, None),
+    ],
+)
+def test_untied_steps_are_equal_parts_after_the_source(places, layers, source, found):
+    given = {
+        "num_layers": layers,
+        "dense_prelude_input_layers": places,
+        "dense_prelude_source_layer": source,
+    }
+    config = {"model": MODELS["unrolled"] | given}
+    if found is None:
+        with pytest.raises(UserError, match=r"dense_prelude_input_layers=.*equal parts after"):
+            XllmShape.from_config(config)
+        return
+    shape = XllmShape.from_config(config)
+    assert (shape.prelude_layers, shape.coda_layers, shape.untied_steps) == found
+
+
+def test_a_span_with_an_injection_is_refused():
+    for span in ({"loop_start_layer": 1}, {"loop_end_layers": 3}):
+        with pytest.raises(UserError, match="the whole stack with an injection"):
+            read(**WHOLE, loop_times=2, **span)
+
+
+def test_the_section_of_a_hierarchy_is_complete_for_their_code():
+    shape = read(**SPLIT, huginn_split_module_repeats=2, huginn_prelude_norm="rms")
+    written = shape.to_config(dtype="bfloat16", bos_id=None, eos_id=None)
+    assert written["loop_times"] == 8  # two high cycles of three low ones and one more
+    assert written["huginn_depth_control"] is True
+    assert (written["huginn_recurrent_layers"], written["head_dim"]) == (2, 8)
+    assert (written["huginn_prelude_norm"], written["huginn_recurrent_exit_norm"]) == (
+        "rms",
+        "none",
+    )
+    assert (written["apply_bias_term"], written["huginn_prelude_orthogonal"]) == (True, False)
+    plain = read().to_config(dtype="bfloat16", bos_id=None, eos_id=None)
+    assert (plain["loop_times"], plain["huginn_depth_control"]) == (3, False)
+    linear = read(huginn_input_injection="linear")
+    assert linear.to_config(dtype="", bos_id=None, eos_id=None)["huginn_depth_control"] is True
+    orthogonal = read(huginn_prelude_orthogonal=True)
+    written = orthogonal.to_config(dtype="", bos_id=None, eos_id=None)
+    assert (written["huginn_input_injection"], written["huginn_prelude_orthogonal"]) == (
+        "diagonal",
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "described"),
+    [
+        ({"model": fields()}, True),
+        ({"model": fields(num_experts=4)}, False),
+        ({"model": "ouro"}, False),
+        ({"model": {"model_dim": 4}}, False),
+        ({}, False),
+    ],
+)
+def test_a_config_with_a_section_on_the_model_is_theirs(config, described):
+    assert XllmShape.describes(config) == described
+
+
+def test_combinations_that_their_classes_lack_are_refused():
+    def shape_of(steps: int, **changed):
+        options = XllmOptions(size="debugmodel", **changed)
+        architecture = decoder_config(options, max_seq_len=16).architecture()
+        return XllmShape.from_architecture(architecture, recurrent_steps=steps, max_positions=8192)
+
+    whole = {"n_layers": 2, "prelude_layers": 0, "coda_layers": 0}
+    plain = {"injection": "diagonal", "start_state": "input"}
+    assert shape_of(2, **whole, **plain).recurrent_steps == 2
+    for wrong in ({"injection": "linear"}, {"start_state": "zero"}, {"state_norm": True}):
+        with pytest.raises(UserError, match="no place for a loop over the whole stack"):
+            shape_of(2, **whole, **plain | wrong)
+        assert shape_of(2, **plain | wrong).prelude_layers
 
 
 @pytest.mark.parametrize(

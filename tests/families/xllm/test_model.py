@@ -9,7 +9,7 @@ from tests.inference.generation import check_generation
 from titan_loop.analysis.coordinates import looked_at
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.depth import capped_depths
-from titan_loop.families.xllm.model import XllmOptions
+from titan_loop.families.xllm.model import SIZES, XllmOptions
 from titan_loop.inference.exit_policy import Confidence
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, decoder_config
@@ -50,6 +50,24 @@ def test_a_coordinate_check_of_an_unchanged_model_moves_nothing():
         assert torch.equal(first, second)
     assert model.training
     assert not torch.equal(*(model(tokens).hidden_RBLD[-1] for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [
+        # Layers, width, heads, heads of keys, width of the feed-forward, vocabulary, R.
+        ("s", (4, 1536, 24, 6, 4352, 64_256, 5)),
+        ("m", (4, 3072, 48, 12, 8704, 64_256, 5)),
+        ("l", (4, 6144, 96, 24, 17_408, 64_256, 5)),
+        ("730m", (28, 1536, 24, 6, 4352, 250_624, 8)),
+    ],
+)
+def test_sizes_are_as_published(size, shape):
+    own = SIZES[size]
+    assert shape == (
+        *(own.n_layers, own.dim, own.n_heads, own.n_kv_heads),
+        *(own.hidden_dim, own.vocab_size, own.recurrent_steps),
+    )
 
 
 @pytest.mark.parametrize("name", STOPS)
@@ -147,7 +165,19 @@ def test_initial_weights():
         ({"start_state": "noise"}, "model.start_state=noise is unknown"),
         ({"injection": "none"}, "model.injection=none with model.start_state=normal"),
         ({"low_cycles": 0}, "model.low_cycles=0 must be at least 1"),
+        ({"core_passes": 0}, "model.core_passes=0 must be at least 1"),
         ({"injection_step": 0.0}, "model.injection_step=0.0 must be above 0"),
+        ({"injection_step": 100.0}, "model.injection_step=100.0 must be above 0 and below 100"),
+        (
+            {"injection": "none", "start_state": "input", "prelude_norm": True},
+            "model.injection=none with model.start_state=input and model.prelude_norm=True",
+        ),
+        ({"student": -1}, "model.student=-1 must be 0 or more"),
+        ({"student": 1, "states": "shared"}, "model.student=1 predicts the one state"),
+        (
+            {"student": 1, "injection": "none", "start_state": "input"},
+            "model.student=1 predicts the one state",
+        ),
         ({"states": "split", "n_layers": 5}, "model.states=split needs an even number of looped"),
         ({"untied_steps": 3}, "model.untied_steps=3 must divide the 2 looped layers"),
         ({"untied_steps": 2, "states": "shared"}, "model.untied_steps=2 must divide"),
@@ -156,3 +186,20 @@ def test_initial_weights():
 def test_mistakes_are_one_line(options, message):
     with pytest.raises(UserError, match=f"^{message}"):
         build_decoder(XllmOptions(**options), max_seq_len=8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"injection_step": 99.0},
+        {"injection_step": 0.01},
+        {"low_cycles": 1, "states": "shared"},
+        {"core_passes": 1, "untied_steps": 1},
+        {"untied_steps": 2},
+        {"states": "split"},
+        {"injection": "none", "start_state": "input"},
+        {"student": 1},
+    ],
+)
+def test_bounds_are_accepted(options):
+    assert decoder_config(XllmOptions(**options), max_seq_len=8).dim == 64

@@ -45,6 +45,34 @@ def test_a_record_has_the_norms_of_the_whole_batch():
     )
 
 
+def test_norms_of_weights_by_part():
+    """Two layers of which one is frozen, and a head that no gradient reached."""
+    model = torch.nn.ModuleDict(
+        {
+            "layers": torch.nn.ModuleList([torch.nn.Linear(1, 2), torch.nn.Linear(1, 1)]),
+            "head": torch.nn.Linear(2, 1, bias=False),
+        }
+    )
+    model["layers"][1].requires_grad_(False)
+    layer, head = model["layers"][0], model["head"]
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0], [2.0]]))
+        layer.bias.copy_(torch.tensor([2.0, 4.0]))
+        head.weight.copy_(torch.tensor([[3.0, 4.0]]))
+    layer.weight.grad, layer.bias.grad = torch.full((2, 1), 2.0), torch.tensor([0.0, 1.0])
+    norms = WeightNorms(model)
+    with torch.no_grad():
+        layer.weight.sub_(0.5)
+        layer.bias.add_(0.5)
+    norms.finish()
+    for found, want in (
+        (norms.weight, {"0": 5, "head": 5}),
+        (norms.gradient, {"0": 3, "head": 0}),
+        (norms.update, {"0": 1, "head": 0}),
+    ):
+        assert {name: value.item() for name, value in found.items()} == pytest.approx(want)
+
+
 def test_growth_with_depth_is_warned_of():
     rows = [[NAN, NAN], [1.0, 2.0], [1.0, 2.0 * GROWTH]]
     assert growth_warning(rows) is None
@@ -52,6 +80,8 @@ def test_growth_with_depth_is_warned_of():
     assert "layer 1 returns 2 in recurrent step 1 and 20.2 in step 2" in str(growth_warning(rows))
     assert growth_warning(rows[:2]) is None  # R = 1 has no depth
     assert growth_warning([[NAN], [NAN], [NAN]]) is None
+    assert growth_warning([[NAN] * 2, [0.0, 1.0], [5.0, 1.0]]) is None  # no ratio to 0
+    assert "layer 0 returns" in str(growth_warning([[NAN] * 2, [1.0, 1.0], [99.0, 50.0]]))
 
 
 def test_a_run_writes_its_norms_and_warns_once(

@@ -19,6 +19,7 @@ def test_the_rank_whose_own_time_is_furthest_off_is_named():
     assert straggler(EVEN, 1.5) is None
     slow = [*EVEN[:2], EVEN[0]._replace(products=0.02), EVEN[0]]
     assert straggler(slow, 1.5) == (2, "computes 2.0 times as long as the others")
+    assert straggler(slow, 2.0) is not None
     assert straggler(slow, 2.5) is None
     waits = [EVEN[0], EVEN[0]._replace(data=0.5), *slow[2:]]
     assert straggler(waits, 1.5) == (1, "waits for data 25.0 times as long as the others")
@@ -95,3 +96,16 @@ def test_times_are_of_a_step_since_the_last_record(monkeypatch: pytest.MonkeyPat
     times.on_phase(trainer, "reading data")
     assert times.gather(0.0)["ranks/step_seconds_median"] == pytest.approx(2.0)
     assert "straggler" not in record
+
+
+def test_a_straggler_is_warned_of_when_it_becomes_one(monkeypatch, caplog):
+    found = iter(["", "rank 1 waits 2.0 times", "rank 1 waits 3.0 times", "", "rank 1 waits", ""])
+    monkeypatch.setattr(Stragglers, "gather", lambda self, seconds: {"straggler": next(found)})
+    waits = SimpleNamespace(data_loading_times=[1.0, 2.0])
+    trainer: Any = SimpleNamespace(metrics_processor=waits)
+    times = Stragglers(1.5, torch.device("cpu"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            times.record(trainer)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["straggler: rank 1 waits 2.0 times", "straggler: rank 1 waits"]
