@@ -34,7 +34,7 @@ class DecodingDecoder(LoopDecoder):
         decoded_state: Identity.Config = field(default_factory=Identity.Config)
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """Declare placements; Φ is a partial sum on each rank until it is placed like a state."""
+            """Declare placements; Φ is a partial sum by rank until it is placed like a state."""
             LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
             self.decoded_state.sharding_config = ShardingConfig(
                 in_src_shardings={"input": dense_activation_placement(tp=spmd.P)},

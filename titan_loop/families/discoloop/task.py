@@ -79,7 +79,7 @@ class TwoGraph(Task):
     """Edges that leave every entity, each with another relation."""
 
     hops: int = 2
-    """Hops of the longest chains, 2 or 3; with 3, chains of 2 are trained as often as chains of 3."""
+    """Hops of the longest chains, 2 or 3; with 3, chains of both lengths are equally frequent."""
 
     inferred_ratio: float = 2.0
     """φ: trained chains of A, of all lengths, per fact of A."""
