@@ -48,7 +48,7 @@ def kept(strategy: str, row: int, position: int, last: int, step: int, layer: in
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tokens_see_what_the_strategy_keeps_of_earlier_ones(strategy: str):
-    """Rows are named 0, 1, 2; prompts of different lengths, rows at different steps, early exits."""
+    """Prompts of different lengths, rows at different steps, early exits, and new rows."""
     cache = cache_strategy(strategy)(SHAPE, dtype=torch.float64, device=torch.device("cpu"))
     left: dict[tuple[int, int], int] = {}  # row and position → last step
     rows: list[int] = []
