@@ -294,14 +294,13 @@ def test_the_hub_is_asked_where_it_can_be_reached(monkeypatch: pytest.MonkeyPatc
     with hub_offline_if_unreachable("x"):
         assert offline() == (True, True)
     assert offline() == (True, False)
+    caused = ValueError("no data")
+    caused.__cause__ = ConnectionError()
     with (
         pytest.raises(UserError, match="x reads its data from the Hugging Face hub"),
         hub_offline_if_unreachable("x"),
     ):
-        try:
-            raise ConnectionError
-        except ConnectionError as error:
-            raise ValueError("no data") from error
+        raise caused
     with pytest.raises(ValueError, match="no data"), hub_offline_if_unreachable("x"):
         raise ValueError("no data")
 
