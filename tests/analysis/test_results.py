@@ -239,6 +239,7 @@ def test_points_stand_at_their_means_with_bars_and_one_seed_is_hollow(figures, t
         (("0", "1", "9"), [0, 1, 9], "linear"),
         (("1e-4", "1e-3", "1e-2"), [1e-4, 1e-3, 1e-2], "log"),
         (("few", "2 of them"), [0, 1], "linear"),
+        (("1 a", "1 b", "8"), [1, 1, 8], "linear"),
     ],
 )
 def test_columns_whose_numbers_grow_have_a_logarithmic_axis(

@@ -66,7 +66,13 @@ def test_rows_at_different_steps_go_on_as_each_alone():
         carry = torch.utils._pytree.tree_unflatten(leaves, spec)
         return LoopState(carry, *(torch.cat(part) for part in list(zip(*states, strict=True))[1:]))
 
-    stack = Stack(model)
+    stack, done, advance = Stack(model), [], model.advance
+
+    def told(carry, hidden, step, context):
+        done.append(torch.as_tensor(step).tolist())
+        return advance(carry, hidden, step, context)
+
+    model.advance = told  # type: ignore[method-assign]
     cache = stack.make_cache(FullCache, steps=3, rows=3, capacity=1)
     cache.admit(3)
     context = stack.token_context(torch.zeros(3, 1, dtype=torch.int64), cache)
@@ -80,6 +86,9 @@ def test_rows_at_different_steps_go_on_as_each_alone():
     # Rows that share a step beyond the first go on, although tokens are given.
     step = stack.step(rows([at(0, 1)[0]] * 3), tokens[:1].expand(3, 1), [2, 2, 2], context)
     torch.testing.assert_close(step.hidden_BLD[0], at(0, 2)[1].hidden_BLD[0], rtol=1e-5, atol=1e-6)
+    stack.step(rows([at(0, 1)[0]] * 3), None, [2, 3, 2], context)
+    assert [step for step in done if isinstance(step, list)] == [[2, 1, 1], [1, 2, 1]]
+    assert done[-2] == 1
     unread = stack.step(rows(before), tokens, [3, 1, 2], context, reads=False)
     assert torch.equal(unread.read_BLD, unread.hidden_BLD)
     assert not torch.equal(state.read_BLD, state.hidden_BLD)
