@@ -23,7 +23,7 @@ from titan_loop.evaluation.evals_log import (
 from titan_loop.evaluation.intervals import Interval
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import append_jsonl
+from titan_loop.storage.json_files import append_jsonl, read_jsonl
 
 PNG_MAGIC = b"\x89PNG\r\n"
 
@@ -137,6 +137,29 @@ def test_held_out_text_while_training_is_read_from_the_log(tmp_path: Path):
         (2000, {"a/b": {4: 1.5}}),
         (3000, {"a/b": {4: 1.5}}),
     ]
+
+
+def test_an_evaluation_is_recorded_with_its_checkpoint_and_duration(tmp_path: Path, monkeypatch):
+    run = RunDirectory(tmp_path)
+    for digest, asked in (("", WHILE_TRAINING), ("ab", "a watcher's questions")):
+        report = TaskReport(step=9, tokens=8, trained_recurrent_steps=4, manifest_sha256=digest)
+        report.failures["mano"] = "no room"
+        append_evaluation(run, report, asked=asked, seconds=1.2345)
+    first, second = read_jsonl(run.evals_jsonl)
+    assert (first["manifest_sha256"], second["manifest_sha256"]) == (None, "ab")
+    assert (first["step"], first["tokens"], first["seconds"]) == (9, 8, 1.23)
+    assert first["failures"] == {"mano": "no room"}
+
+    def full(*_: Any) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("titan_loop.evaluation.evals_log.append_jsonl", full)
+        append_evaluation(run, report, asked=WHILE_TRAINING, seconds=3)  # training goes on
+        with pytest.raises(OSError, match="no space"):
+            append_evaluation(run, report, asked="a watcher's questions", seconds=4)
+    append_evaluation(run, report, asked=WHILE_TRAINING, seconds=5)
+    assert [record["seconds"] for record in read_jsonl(run.evals_jsonl)[2:]] == [3, 5]
 
 
 def test_every_plot_is_drawn(tmp_path: Path):

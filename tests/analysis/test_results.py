@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 from titan_loop.analysis.results import ResultTable, RunResult, differences_text, table_text
-from titan_loop.analysis.results_plots import conclusion, draw_table
+from titan_loop.analysis.results_plots import (
+    conclusion,
+    draw_against_flops,
+    draw_curves,
+    draw_table,
+)
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
@@ -177,6 +182,105 @@ def test_columns_with_numbers_stand_at_them_and_others_have_panels(tmp_path, mon
     draw_table(replace(TABLE, columns_are=""), results_of(looped={1: 0.5}), tmp_path / "x.png")
     assert [axes.get_title() for axes in figures[1].axes] == ["2", "8"]
     assert [text.get_text() for text in figures[1].axes[0].get_yticklabels()] == ["looped"]
+
+
+@pytest.fixture
+def figures(monkeypatch) -> list:
+    """The figures that would be written."""
+    drawn: list = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_: drawn.append(figure))
+    return drawn
+
+
+def bars_of(axes) -> list[tuple[list[float], list[float], list[list[float]], object]]:
+    """Return x, y, the ends of the bars and the marker's face of everything with bars."""
+    return [
+        (
+            [*line.get_xdata()],
+            [*line.get_ydata()],
+            [sorted(end for point in segment for end in point) for segment in bars.get_segments()],
+            line.get_markerfacecolor(),
+        )
+        for line, _, (bars,) in (container.lines for container in axes.containers)
+    ]
+
+
+def test_points_stand_at_their_means_with_bars_and_one_seed_is_hollow(figures, tmp_path):
+    found = results_of(looped={1: 0.5, 2: 0.51}, not_looped={1: 0.25})
+    mean, _ = TABLE.mean(found, "looped", "8") or (None, 0)
+    assert mean is not None
+    draw_table(TABLE, found, tmp_path / "x.png")
+    (axes,) = figures[0].axes
+    (x, y, (bar,), face), (_, once, _, hollow) = bars_of(axes)
+    assert (x, y, once) == ([8.0], [50.5], [25.0])
+    assert bar == pytest.approx(sorted([8, 8, mean.low, mean.high]))
+    assert hollow == "white" != face
+    (paper,) = [
+        line for line in axes.lines if line.get_linestyle() == "--" and len(line.get_xdata())
+    ]
+    assert ([*paper.get_xdata()], [*paper.get_ydata()]) == ([2, 8], [100, 97.62])
+    assert axes.get_xlabel() == "operations; dashed: the paper"
+    assert axes.get_xscale() == "linear"
+    draw_table(replace(TABLE, columns_are="", paper={"looped": {"8": 97.62}}), found, tmp_path)
+    panel = figures[1].axes[1]
+    assert [(x, y) for x, y, *_ in bars_of(panel)] == [([50.5], [0]), ([25.0], [1])]
+    assert [*panel.lines[1].get_xdata()] == [97.62]
+    assert panel.get_xlabel() == "% solved; diamonds: the paper"
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["", ""]
+    low, high = panel.get_ylim()
+    assert low > high  # the first row is on top
+
+
+@pytest.mark.parametrize(
+    ("columns", "places", "scale"),
+    [
+        (("1", "2", "4", "8"), [1, 2, 4, 8], "log"),
+        (("1", "2", "4"), [1, 2, 4], "linear"),
+        (("0", "1", "9"), [0, 1, 9], "linear"),
+        (("1e-4", "1e-3", "1e-2"), [1e-4, 1e-3, 1e-2], "log"),
+        (("few", "2 of them"), [0, 1], "linear"),
+        (("1 a", "1 b", "8"), [1, 1, 8], "linear"),
+    ],
+)
+def test_columns_whose_numbers_grow_have_a_logarithmic_axis(
+    figures, tmp_path, columns, places, scale
+):
+    table = replace(TABLE, columns={name: {"stratum": "8"} for name in columns}, paper={})
+    draw_table(table, results_of(looped={1: 0.5}), tmp_path / "x.png")
+    (axes,) = figures[0].axes
+    assert [*axes.get_xticks()] == places
+    assert axes.get_xscale() == scale
+    assert axes.get_xlabel() == "operations"
+
+
+def test_curves_and_costs_are_means_over_seeds(figures, tmp_path):
+    found = results_of(looped={1: 0.5, 2: 0.75}, not_looped={1: 0.25})
+    name = "mano/8/acc,none/static:4"
+    for seed, flops in enumerate((1e9, 3e9)):
+        logged = [(10, {name: 0.25 + seed / 2}), (20, {name: 0.5 + seed / 4})]
+        found[seed] = replace(found[seed], flops=flops, evaluations=logged)
+    draw_curves(TABLE, found, tmp_path / "x.png")
+    lines = [(*map(list, line.get_data()), line.get_alpha()) for line in figures[0].axes[1].lines]
+    drawn = [line for line in lines if line[0]]
+    assert drawn == [
+        ([10, 20], [25, 50], 0.4), ([10, 20], [75, 75], 0.4), ([10, 20], [50, 62.5], None),
+    ]  # fmt: skip
+    draw_against_flops(TABLE, found, tmp_path / "x.png")
+    (axes,) = figures[1].axes
+    assert [(x, y) for x, y, *_ in bars_of(axes)] == [([2e9], [62.5])]  # the other has no costs
+    assert axes.get_xscale() == "log"
+    assert axes.get_ylabel() == "% solved, 8"
+
+
+def test_rows_that_are_level_are_named_or_counted():
+    rows = {name: {"stage": name} for name in "abcdef"}
+    table = replace(TABLE, rows=rows, paper={})
+    level = results_of(**{name: {1: 0.5, 2: 0.6 + at / 100} for at, name in enumerate("abcdef")})
+    assert conclusion(table, level[:8]).endswith("do not separate it from a, b, c")
+    assert conclusion(table, level[:10]).endswith("do not separate it from 4 others")
+    assert conclusion(replace(table, factor=1.0), level[:2]) == "8 operations: a is best, 0.6"
+    assert conclusion(table, []) == "% solved"
+    assert conclusion(replace(table, headline="2"), level, "8").startswith("8 operations: f is")
 
 
 def test_rows_are_compared_on_the_same_documents():

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.checkpoint.test_choosing import committed
 from titan_loop.checkpoint import folders
 from titan_loop.checkpoint.folders import (
     add_tag,
@@ -13,7 +14,7 @@ from titan_loop.checkpoint.folders import (
     remove_tag,
     unfinished_steps,
 )
-from titan_loop.checkpoint.keep_policy import KeepPolicy
+from titan_loop.checkpoint.keep_policy import KeepPolicy, delete_stale
 from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.errors import UserError
 
@@ -24,6 +25,26 @@ def test_the_newest_and_those_with_a_reason_stay():
     assert KeepPolicy(latest=2, every=30).stale(manifests, tags) == [10, 40]
     assert KeepPolicy(latest=3).stale(manifests, {}) == [10, 20, 30]
     assert KeepPolicy(latest=0).stale(manifests, {}) == []
+
+
+def test_only_what_the_newest_commit_is_older_than_is_deleted(tmp_path, caplog):
+    """Later checkpoints are of another attempt, and a damaged one is for the user to look at."""
+    for step in (1, 2, 3, 4, 5, 6, 8):
+        committed(tmp_path, step)
+    (tmp_path / "step-3" / MANIFEST).write_text("{}")
+    for step in (0, 7, 9):
+        (tmp_path / f"step-{step}").mkdir()
+    add_tag(tmp_path / "step-1", "paper")
+    delete_stale(
+        tmp_path, KeepPolicy(latest=2), newest=6, in_use=lambda path: path.name == "step-2"
+    )
+    assert committed_steps(tmp_path) == [1, 2, 3, 5, 6, 8]
+    assert unfinished_steps(tmp_path) == [7, 9]
+    assert "step-3 is neither counted nor deleted" in caplog.text
+    (tmp_path / "step-5" / MANIFEST).unlink()
+    delete_stale(tmp_path, KeepPolicy(latest=2), newest=5)
+    assert unfinished_steps(tmp_path) == [5, 7, 9]
+    assert committed_steps(tmp_path) == [1, 2, 3, 6, 8]
 
 
 def test_every_reason_is_named():

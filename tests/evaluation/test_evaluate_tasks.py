@@ -1,8 +1,13 @@
 """Tasks on one checkpoint: offline suites, failures that cost nothing else, and merged reports."""
 
+import hashlib
+import json
 import re
+import socket
 from pathlib import Path
 
+import datasets.config
+import huggingface_hub.constants
 import pytest
 
 from titan_loop.analysis.evaluation_tables import task_table
@@ -18,6 +23,7 @@ from titan_loop.evaluation.offline_tasks import (
     mano_documents,
     mmlu_dev_documents,
     multi_hop_documents,
+    offline_config,
 )
 from titan_loop.evaluation.suites import SuiteTask, expand_tasks
 from titan_loop.evaluation.task_options import TaskOptions
@@ -40,6 +46,28 @@ def test_generated_questions_are_the_same_every_time_and_solvable():
         for relation in reversed(outer):
             person = knows[relation.removeprefix("the "), person]
         assert document["choices"][document["answer"]] == person
+
+
+def test_generated_questions_never_change():
+    """Or scores of two versions could not be compared."""
+    mano, hops = mano_documents(), multi_hop_documents()
+    assert len(mano) == len(hops) == 200
+    digests = [hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in (mano, hops)]
+    assert digests == [
+        "342280308f1102d6f1a61f622210d9fa6607b1bed77f9449b330e7fd47073a4d",
+        "bd7e6fe4264e29aab7b680c260398076f003408042f2e1a0b4583e48c3683009",
+    ]
+    head, *shown, asked = mano[0]["text"].splitlines()
+    assert "modulo 23" in head
+    assert [line.split(" = ")[0].split()[0] for line in shown] == 4 * ["len_3"]
+    assert asked.endswith(" =")
+    assert mano[0]["choices"] == [str(value) for value in range(23)]
+    # Two facts of the chain and four of others; three people of the chain and two a distractor.
+    assert (hops[0]["text"].count("\n"), len(hops[0]["choices"])) == (6 + 1, 3 + 2 * 4)
+    config = offline_config("mano")
+    assert config["num_fewshot"] == 0
+    assert config["metadata"] == {"version": 1}
+    assert all(metric["higher_is_better"] for metric in config["metric_list"])
 
 
 def test_the_dev_questions_that_the_harness_ships():
@@ -216,6 +244,67 @@ def test_the_only_filter_of_a_strict_task_accepts_nothing_but_the_phrase(suite_t
     assert not re.search(pattern, "The last letter is (A).")
 
 
+def test_examples_are_those_asked_for_unless_a_task_has_none(tmp_path: Path):
+    (tmp_path / "items.jsonl").write_text('{"a": "b"}\n' * 6)
+    for name, own in (("open", ""), ("two", "num_fewshot: 2\n"), ("none", "num_fewshot: 0\n")):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files: {tmp_path}/"
+            f"items.jsonl\n  cache_dir: {tmp_path / 'cache'}\ntest_split: train\n{own}"
+            "output_type: loglikelihood\ndoc_to_text: ''\ndoc_to_target: b\n"
+        )
+    tasks = HarnessTasks(tmp_path)
+
+    def shots(name: str, asked: int | None) -> int:
+        (loaded,) = tasks.load(SuiteTask(name, num_fewshot=asked))["tasks"].values()
+        return loaded.get_config("num_fewshot")
+
+    assert [shots("open", asked) for asked in (None, 0, 5)] == [0, 0, 5]
+    assert [shots("two", asked) for asked in (None, 0, 5)] == [2, 0, 5]
+    assert [shots("none", asked) for asked in (None, 5)] == [0, 0]
+
+
+def test_the_hub_is_asked_where_it_can_be_reached(monkeypatch: pytest.MonkeyPatch):
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+
+    def offline() -> tuple[bool, bool]:
+        return huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        with hub_offline_if_unreachable("x"):
+            assert offline() == (False, False)
+    with hub_offline_if_unreachable("x"):
+        assert offline() == (True, True)
+    assert offline() == (False, False)
+    tried = []
+    monkeypatch.setattr(socket, "create_connection", lambda at, **_: tried.append(at) or server)
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
+    with hub_offline_if_unreachable("x"):
+        assert tried == [("hub.example", 443)]
+    monkeypatch.setenv("ALL_PROXY", "socks5://there")
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    with hub_offline_if_unreachable("x"):
+        assert offline() == (False, False)
+        assert len(tried) == 1
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as the user set it
+    with hub_offline_if_unreachable("x"):
+        assert offline() == (True, True)
+    assert offline() == (True, False)
+    caused = ValueError("no data")
+    caused.__cause__ = ConnectionError()
+    with (
+        pytest.raises(UserError, match="x reads its data from the Hugging Face hub"),
+        hub_offline_if_unreachable("x"),
+    ):
+        raise caused
+    with pytest.raises(ValueError, match="no data"), hub_offline_if_unreachable("x"):
+        raise ValueError("no data")
+
+
 def test_the_bits_of_an_answer_are_those_of_its_string():
     import math
 
@@ -225,7 +314,22 @@ def test_the_bits_of_an_answer_are_those_of_its_string():
         "filtered_resps": [(-9.0, False), (-4.0 * math.log(2), True)],
     }
     assert _answer_bits_per_byte([sample, {**sample, "target": "1"}]) == pytest.approx(1.0)
-    assert _answer_bits_per_byte([{**sample, "arguments": [("q", {"until": []})]}]) is None
+    generated = ("q", {"until": []})
+    for changed in (
+        {"arguments": [generated]},
+        {"arguments": [generated, generated]},
+        {"arguments": [("q", " ab")], "target": 0},
+        {"arguments": [("q", " ab", "c"), ("q", " ab", "c")]},
+        {"target": 2},
+        {"target": -1},
+        {"target": "b"},
+    ):
+        assert _answer_bits_per_byte([{**sample, **changed}]) is None
+    first = {**sample, "target": 0}  # 9 nats for 3 bytes
+    assert _answer_bits_per_byte([first]) == pytest.approx(3 / math.log(2))
+    empty = {**sample, "arguments": [("q", " ab"), ("q", "")]}
+    assert _answer_bits_per_byte([sample, empty]) == pytest.approx(1.0)
+    assert _answer_bits_per_byte([empty]) is None
 
 
 def test_names_and_options_are_checked_before_anything_is_loaded(tmp_path: Path):

@@ -8,10 +8,10 @@ import torch
 from tests.inference.generation import check_generation
 from titan_loop.analysis.coordinates import looked_at
 from titan_loop.errors import UserError
+from titan_loop.families.xllm.decoder import XllmDecoder
 from titan_loop.families.xllm.depth import capped_depths
 from titan_loop.families.xllm.model import SIZES, XllmOptions
 from titan_loop.inference.exit_policy import Confidence
-from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.training.depth_schedule import RecurrenceConfig, depths_over
 from titan_loop.training.schedule import Schedule
@@ -33,10 +33,11 @@ STOPS = {
 """Updates at 20 tokens a parameter, as their guide to Part I prints them."""
 
 
-def make(**options) -> LoopDecoder:
+def make(**options) -> XllmDecoder:
     """Return a model in float64 whose every weight matters."""
     torch.manual_seed(3)
     model = build_decoder(XllmOptions(**options), max_seq_len=64).double().eval()
+    assert isinstance(model, XllmDecoder)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
     return model
@@ -123,6 +124,40 @@ def test_expected_flops_are_the_published_ones_less_their_element_wise_work(name
 )
 def test_generation_is_the_full_forward_pass_at_every_exit(options):
     check_generation(make(exit_gate=False, **options), leaves=Confidence(0.08))
+
+
+@pytest.mark.parametrize(
+    ("options", "updates", "visits"),
+    [
+        ({"core_passes": 3}, [([1, 2], False)], 6),
+        ({"n_layers": 6, "untied_steps": 2}, [([1, 2], False), ([3, 4], False)], 4),
+        ({"states": "shared", "low_cycles": 2}, 2 * [([1, 2], True)] + [([1, 2], False)], 6),
+        ({"states": "split", "low_cycles": 2}, 2 * [([2], True)] + [([1], False)], 3),
+    ],
+)
+def test_a_step_updates_its_states_in_order(options, updates, visits):
+    model = make(**options)
+    config = model.config
+    assert [([*layers], is_low) for layers, is_low in config.updates] == updates
+    assert config.visits == visits
+    assert model.cache_slots(5) == (5, visits, 2)
+    assert config.layer_visits(5) == (5 * visits + 2, 5 * visits + 2)
+    assert config.layer_visits(5, 3) == (5 * visits + 2, 3 * visits + 2)
+    assert config.layer_visits(5, 9) == config.layer_visits(5)
+
+
+def test_what_is_computed_stands_in_the_record():
+    plain = make(start_state="zero").config
+    record = plain.architecture()
+    chosen = ("states", "low_cycles", "core_passes", "untied_steps", "start_state")
+    assert [record[name] for name in chosen] == ["one", 3, 1, 1, "zero"]
+    others = ("prelude_norm", "state_norm", "student")
+    assert [record[name] for name in others] == [False, False, 0]
+    changed = make(start_state="zero", prelude_norm=True, state_norm=True, student=2).config
+    assert [changed.architecture()[name] for name in others] == [True, True, 2]
+    assert not plain.draws
+    assert make(start_state="normal").config.draws
+    assert make(start_state="zero", dropout=0.1).config.draws
 
 
 def test_noise_repeats_in_evaluation_alone():

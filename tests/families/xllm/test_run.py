@@ -135,6 +135,40 @@ def test_parts_of_a_batch_have_the_same_depths_on_two_ranks(gloo_pool, tmp_path:
 
 
 @pytest.mark.usefixtures("alone")
+def test_the_learned_distribution_is_shown_as_it_was_at_each_checkpoint(tmp_path: Path):
+    train(tmp_path / "run", 1)
+    recorded = records(tmp_path / "run")
+    whole, early = (
+        learned_depths(path) for path in (tmp_path / "run", tmp_path / "run/checkpoints/step-6")
+    )
+    assert [*whole.record["probabilities"]] == ["2", "4", "6", "8"]
+    assert [*early.record["probabilities"]] == ["2", "4", "6"]
+    for step, probabilities in whole.record["probabilities"].items():
+        depths = np.arange(1, 7)
+        mean = recorded[int(step)]["depth_prior/mean"]
+        entropy = recorded[int(step)]["depth_prior/entropy"]
+        assert probabilities @ depths == pytest.approx(mean)
+        assert -sum(p * np.log(p) for p in probabilities) == pytest.approx(entropy)
+    # The quarter and the half of eight records, counted from the first.
+    for moment, step in (("start", 1), ("quarter", 3), ("half", 5), ("end", 8)):
+        for name in ("mean", "entropy"):
+            value = recorded[step][f"depth_prior/{name}"]
+            assert whole.results[f"learned_depths/{name}/{moment}"] == value
+    assert early.results["learned_depths/mean/end"] == recorded[6]["depth_prior/mean"]
+    moved, shown = whole.tables.values()
+    assert [row[:2] for row in moved[1:]] == [
+        ["start", "1"],
+        ["quarter", "3"],
+        ["half", "5"],
+        ["end", "8"],
+    ]
+    assert shown[0] == ["step", *(f"R {depth}" for depth in range(1, 7))]
+    assert shown[-1][1] == f"{whole.record['probabilities']['8'][0]:.3f}"
+    assert len({record["depth_prior/mean"] for record in recorded.values()}) > STEPS - 3
+    assert all(path.is_file() for path in whole.save())
+
+
+@pytest.mark.usefixtures("alone")
 def test_depths_that_micro_batches_cannot_share_are_refused(tmp_path: Path):
     config = config_of(tmp_path / "run", replace(halves(), per_step=3))
     with pytest.raises(UserError, match="4 micro-batches cannot have 3 depths: draw fewer, or set"):

@@ -179,6 +179,20 @@ def test_two_ranks_train_the_student_of_one(gloo_pool, tmp_path: Path):
     assert losses[1][-1] < losses[1][0]
 
 
+def test_training_costs_the_frozen_passes_and_the_students():
+    """Forward passes 2 a weight; the student 6, the coda behind it 4 more, with no gradient."""
+    model = make()
+    layer, dim = model.config.layers[0].matrix_elements, model.config.dim
+    found = model.config.training_flops(32, STEPS)
+    frozen, injection = 2 * (1 + 2 * STEPS + 1), 2 * STEPS * dim**2
+    trained = 6 * 2 + 4 * 1
+    assert found.matrices == (frozen + trained) * layer + 4 * dim**2 + injection
+    assert model.config.aux == (*make(student=0).config.aux, "student_error", "taught")
+    with pytest.raises(UserError, match="does not work with tensor or context parallelism"):
+        model.config.check_spreading(tensor_parallel=1, context_parallel=2, expert_parallel=1)
+    model.config.check_spreading(tensor_parallel=1, context_parallel=1, expert_parallel=1)
+
+
 def test_mistakes():
     with pytest.raises(UserError, match=r"model.student=2 predicts the one state"):
         build_decoder(XllmOptions(states="shared", student=2), max_seq_len=8)

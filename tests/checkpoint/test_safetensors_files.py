@@ -1,0 +1,125 @@
+"""Safetensors as the library reads them, their shards, and folders that are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from titan_loop.checkpoint.safetensors_files import (
+    INDEX,
+    SINGLE,
+    SafetensorsFolder,
+    write_folder,
+    write_safetensors,
+)
+from titan_loop.errors import UserError
+
+TENSORS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.arange(4.0),
+    "c": torch.tensor(7.0),
+    "d": torch.arange(12.0).view(3, 4).T,
+}
+SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+
+
+def write(folder: Path, most: int, **options: bool) -> dict[str, list[str]]:
+    """Write the tensors in fp32; return the names in each file."""
+    folder.mkdir()
+    write_folder(
+        folder, SHAPES, torch.float32, TENSORS.__getitem__, max_shard_bytes=most, **options
+    )
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            found[path.name] = sorted(file.keys())
+    return found
+
+
+def test_every_type_is_written_as_the_library_writes_it(tmp_path: Path):
+    dtypes = (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+        torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+        torch.bool,
+    )  # fmt: skip
+    tensors = {str(dtype): torch.arange(3).to(dtype) for dtype in dtypes}
+    announced = {name: ((3,), tensor.dtype) for name, tensor in tensors.items()}
+    path = tmp_path / "x.safetensors"
+    write_safetensors(path, announced, tensors.__getitem__, {"format": "pt"})
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0  # so the tensors are aligned
+    with safe_open(path, "pt") as file:
+        for name, tensor in tensors.items():
+            read = file.get_tensor(name)
+            assert read.dtype == tensor.dtype
+            assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
+    with pytest.raises(UserError, match=r"x has type torch.complex64, which safetensors does not"):
+        write_safetensors(path, {"x": ((), torch.complex64)}, tensors.__getitem__, {})
+
+
+def test_a_file_takes_tensors_up_to_its_limit(tmp_path: Path):
+    """They have 24, 16, 4 and 48 bytes."""
+    assert write(tmp_path / "one", 92) == {SINGLE: ["a", "b", "c", "d"]}
+    assert not (tmp_path / "one" / INDEX).exists()
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert [*write(tmp_path / "three", 40).items()] == [
+        (names[0], ["a", "b"]),
+        (names[1], ["c"]),
+        (names[2], ["d"]),  # more than the limit by itself
+    ]
+    index = json.loads((tmp_path / "three" / INDEX).read_text())
+    assert index["metadata"] == {"total_size": 92}
+    assert index["weight_map"] == {"a": names[0], "b": names[0], "c": names[1], "d": names[2]}
+    assert [*write(tmp_path / "less", 39).values()] == [["a"], ["b", "c"], ["d"]]
+    listed = write(tmp_path / "listed", 92, index=True)
+    assert [*listed] == ["model-00001-of-00001.safetensors"]
+    for name in ("one", "three", "listed"):
+        folder = SafetensorsFolder(tmp_path / name)
+        assert folder.names == [*TENSORS]
+        assert folder.shapes == SHAPES
+        for tensor in ("d", "a", "b"):
+            assert torch.equal(folder.read(tensor), TENSORS[tensor])
+
+
+def test_wider_numbers_are_rounded_and_other_shapes_refused(tmp_path: Path):
+    value = torch.tensor([1 + 2**-8 + 2**-20], dtype=torch.float64)
+    shapes: dict[str, tuple[int, ...]] = {"x": (1,)}
+    write_folder(tmp_path, shapes, torch.bfloat16, lambda _: value, max_shard_bytes=9)
+    assert SafetensorsFolder(tmp_path).read("x").item() == 1 + 2**-7
+    with pytest.raises(ValueError, match=r"x has shape \(1,\), not \(2,\)"):
+        write_folder(tmp_path, {"x": (2,)}, torch.float32, lambda _: value, max_shard_bytes=9)
+
+
+def change_index(folder: Path, **changed: object) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= changed
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_folders_that_cannot_be_read_are_one_line(tmp_path: Path):
+    with pytest.raises(UserError, match=f"has neither {SINGLE} nor {INDEX}"):
+        SafetensorsFolder(tmp_path)
+    first, *_, last = write(tmp_path / "x", 40)
+    change_index(tmp_path / "x", e=first)
+    with pytest.raises(UserError, match=rf"{INDEX} and {first} disagree about e; download"):
+        SafetensorsFolder(tmp_path / "x")
+    change_index(tmp_path / "x", f=first, g=first)
+    with pytest.raises(UserError, match=r"disagree about e and 2 more; download"):
+        SafetensorsFolder(tmp_path / "x")
+    (tmp_path / "x" / last).write_bytes((tmp_path / "x" / last).read_bytes()[:-1])
+    change_index(tmp_path / "x", e=last, f=last, g=last)
+    with pytest.raises(UserError, match=rf"{last} is damaged or incomplete"):
+        SafetensorsFolder(tmp_path / "x")
+    (tmp_path / "x" / last).unlink()
+    with pytest.raises(UserError, match=rf"{last} is missing; download it, or export again"):
+        SafetensorsFolder(tmp_path / "x")
+    for content in ('{"weight_map": {"a": 1}}', '{"weight_map": []}', "{}"):
+        (tmp_path / "x" / INDEX).write_text(content)
+        with pytest.raises(UserError, match="it has no weight_map with file names"):
+            SafetensorsFolder(tmp_path / "x")
+    save_file({"n": torch.arange(3)}, tmp_path / SINGLE)
+    with pytest.raises(UserError, match=rf"{SINGLE}: n is I64; only F32, BF16 and F16 weights"):
+        SafetensorsFolder(tmp_path)

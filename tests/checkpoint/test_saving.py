@@ -1,0 +1,118 @@
+"""One save in a world of one: what is written, tried again, and left behind."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.small_checkpoint import state
+from titan_loop.checkpoint import saving
+from titan_loop.checkpoint.folders import committed_steps, unfinished_steps
+from titan_loop.checkpoint.manifest import read_manifest, reference
+from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint, stager
+from titan_loop.checkpoint.tensors import CheckpointReader
+
+CONTENT = {
+    "step": 7,
+    "trainer": {"step": 7, "tokens": 0, "recurrent_steps": 2, "architecture": {}},
+    "data": {},
+    "lineage": {},
+}
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that were waited for."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    return waited
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_each_wait_is_twice_the_one_before(waits: list[float]):
+    assert [*RetryPolicy(4, 1.5).each()] == [f"attempt {n} of 4" for n in (1, 2, 3, 4)]
+    assert waits == [1.5, 3.0, 6.0]
+    assert [*RetryPolicy(1, 1.5).each()] == ["attempt 1 of 1"]
+    assert len(waits) == 3
+
+
+def saved(
+    folder: Path,
+    group: dist.ProcessGroup,
+    content: Callable[[], dict[str, Any]],
+    on_commit: Callable[[], None] = lambda: None,
+) -> Any:
+    path, retry = folder / "step-7", RetryPolicy(3, 2.0)
+    return save_checkpoint(path, content, CONTENT, group=group, retry=retry, on_commit=on_commit)
+
+
+def test_a_save_that_fails_is_tried_again(tmp_path: Path, group, waits, caplog):
+    tried: list[int] = []
+
+    def content() -> dict[str, Any]:
+        tried.append(len(tried) + 1)
+        if len(tried) < 3:
+            raise OSError(f"the disk\nis gone ({len(tried)})")
+        return state()
+
+    committed: list[list[int]] = []
+    found = saved(tmp_path, group, content, lambda: committed.append(committed_steps(tmp_path)))
+    assert committed == [[7]]  # afterwards, and once
+    assert found == reference(tmp_path / "step-7")
+    assert read_manifest(tmp_path / "step-7")["step"] == 7
+    assert torch.equal(CheckpointReader(tmp_path / "step-7").read("weight"), state()["weight"])
+    assert (tried, waits) == ([1, 2, 3], [2.0, 4.0])
+    for number in (1, 2):
+        said = f"failed (attempt {number} of 3): OSError: the disk is gone ({number}) (rank 0)"
+        assert said in caplog.text
+
+
+@pytest.mark.parametrize("stage", ["state", "write", "commit"])
+def test_a_save_that_keeps_failing_leaves_nothing(tmp_path, group, waits, monkeypatch, stage):
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("no space")
+
+    if stage != "state":
+        name = {"write": "file_records", "commit": "write_manifest"}[stage]
+        monkeypatch.setattr(saving, name, fail)
+    with pytest.raises(SaveFailedError, match=r"step-7 was not saved: OSError: no space \(rank 0"):
+        saved(tmp_path, group, fail if stage == "state" else state)
+    assert committed_steps(tmp_path) == unfinished_steps(tmp_path) == []
+    assert len(waits) == 2
+
+
+def test_what_an_older_attempt_left_is_gone_and_a_late_failure_undoes_nothing(
+    tmp_path: Path, group, waits, caplog
+):
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / "rank-9.bin").write_text("of another world size")
+
+    def late() -> None:
+        raise OSError("the webhook is gone")
+
+    assert saved(tmp_path, group, state, late) == reference(tmp_path / "step-7")
+    assert not (tmp_path / "step-7" / "rank-9.bin").exists()
+    assert committed_steps(tmp_path) == [7]
+    assert "is saved, but the work after it failed" in caplog.text
+    assert waits == []
+
+
+def test_only_the_pinned_mode_copies_while_training_goes_on():
+    for mode, overlapped in (("async", False), ("async_with_pinned_mem", True)):
+        options = stager(mode)._config
+        assert options.use_async_staging == overlapped
+        assert options.use_pinned_memory == options.use_non_blocking_copy
+        assert options.use_pinned_memory == (overlapped and torch.cuda.is_available())
+        assert not options.use_shared_memory
