@@ -1,4 +1,4 @@
-"""`titan-loop analyse circuits | repair | solved RUN`: a model that reasons in a latent space."""
+"""`titan-loop analyse circuits | repair | solved RUN`, for runs of the family latent."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -27,16 +27,16 @@ def circuits(
 ) -> Findings:
     """Find the heads that copy names and values, the form of the sums, and the sources of errors.
 
-    Head groups by relative variance, norm amplification of their OV matrices, the DFT of the last
-    layer's feed-forward activations over all values of the operands, and errors by their source.
-    Writes evals/circuits-step-N.json and plots.
+    Groups heads by relative variance, measures the norm amplification of the groups' OV matrices
+    and the DFT of the last layer's feed-forward activations and the logits over all values of the
+    operands, and counts errors by source. Writes evals/circuits-step-N.json and plots.
 
     Args:
         run: Run of the family latent, or its checkpoints/step-N.
         nodes: Number of nodes of the graphs; by default as in training.
-        samples: Number of other names that replace an operand's.
+        samples: Number of names tried at each place of the probe's equation.
         graphs: Number of graphs whose errors are counted.
-        seed: Seed of the probe's graph and names.
+        seed: Seed of the probe's graph and names; the next seed draws the graphs of the errors.
     """
     loaded, model, task = _open(run, nodes)
     nodes = nodes or task.nodes
@@ -81,7 +81,7 @@ def repair(
         run: Run of the family latent, or its checkpoints/step-N.
         strata: Sizes of graphs, such as 16_nodes; default all of the task's.
         questions: Number of graphs of each size.
-        seed: Seed of steps and values.
+        seed: Seed of the corrupted steps and values.
     """
     loaded, model, task = _open(run, None)
 
@@ -95,8 +95,8 @@ def repair(
 def solved(run: Path, *, strata: tuple[str, ...] = (), questions: int = 128) -> Findings:
     """Count graphs of which every factor at every position is right, the paper's metric.
 
-    Runs one step more than the deepest graph of a size needs. The shares are kept with the results
-    of the checkpoint's tasks, as the task `solved` and the reading `deepest`.
+    Runs one step more than the deepest of the graphs of a size needs. The shares are kept with the
+    results of the checkpoint's tasks, as the task `solved` and the reading `deepest`.
 
     Args:
         run: Run of the family latent, or its checkpoints/step-N.

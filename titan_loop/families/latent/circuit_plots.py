@@ -36,7 +36,7 @@ def draw_variance(circuits: Circuits, path: Path) -> Path:
 
 
 def draw_frequencies(circuits: Circuits, path: Path) -> Path:
-    """Draw the mean norm of the DFT by pattern of frequencies, a panel a site; write a PNG."""
+    """Draw the mean norm of the DFT by pattern of frequencies, one panel per site; write a PNG."""
     sites = list(circuits.frequencies)
 
     def draw(axes: "Axes", site: str) -> None:

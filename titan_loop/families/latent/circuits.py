@@ -1,4 +1,4 @@
-"""Circuits of a latent-space model: its layers at the name after an equals sign.
+"""Circuits of a latent-space model, read from its layers at the name after an equals sign.
 
     probe x1 + x2 + x3 = y ─► heads of the first layer, names changed ─► relative variance ─► groups
                            ─► heads of the last layer, values changed ─► the same
@@ -6,16 +6,16 @@
     all m³ values ─► MLP before and after its gate, its output, logits ─► 3-D DFT, by frequencies
     equations of test graphs at the step that should solve them ─► the part that went wrong
 
-The model is given the values before the step, so that a single step is examined: all values of the
-probe's graph, and the values of a test graph that are worked out by then. Where a task has fewer
-parents per node, probes have as few operands, and the DFT has as few dimensions.
+Every analysis runs a single step from given values: for a probe, the values of all nodes before its
+equation; for a test graph, the values that are worked out by then. If a task's nodes have at most
+two parents, a probe has fewer operands, and the DFT fewer dimensions.
 
 Source: arXiv 2510.14095, section 5 and Appendix C (Eq. 11, 12 and the groups of C.4.2; error
 classes of C.5).
 Deviations: a head belongs to the name or value that moves it most, if its relative variance is
-above `_MOVED`; amplification includes the gain of the norm before the attention; the reference of a
-copy is the mean over the equations that come out right, not an embedding after the OV matrix,
-because the state here also holds the first layer's output.
+above `_MOVED`; amplification includes the gain of the norm before the attention; a copied value is
+compared with the mean output for it over equations that come out right, not with its embedding
+after the OV matrix, because the state here also holds the first layer's output.
 """
 
 import random
@@ -44,8 +44,8 @@ _MOVED = 0.3
 """Relative variance above which a head counts as moved."""
 
 _ATTENDED, _COPIED = 0.5, 0.9
-"""Attention of a group on its name, and cosine of its output with the value's, below which an error
-is theirs."""
+"""Thresholds of `classify_errors`: an error is the first layer's if a group's mean attention on its
+name is lower, and the copy's if the cosine of a group's output with the usual one is lower."""
 
 
 def relative_variance(outputs_MD: Tensor) -> float:
@@ -90,12 +90,12 @@ def _pattern(frequencies: Sequence[int]) -> str:
 
 
 class Probe(NamedTuple):
-    """A graph whose last equation is looked at.
+    """A graph whose last equation is examined.
 
     Attributes:
-        factors: (L, 4) of the graph before the step.
+        factors: Factors of the graph before the step, (L, 4).
         operands: Positions of the names on the left of the last equation.
-        solved_at: Positions after the equals signs of the nodes they name.
+        solved_at: Positions after the equals signs of the nodes that the operands name.
         result: Position of the last name.
         sources: Positions after the equals signs of all nodes but the last.
     """
@@ -246,7 +246,7 @@ class Circuits:
         value_groups: Heads of the last layer that belong to each value.
         amplification: Group → factor → norm amplification of its OV matrix.
         frequencies: Site → pattern → mean norm of the DFT.
-        right: Share of solved probes, over all values.
+        right: Share of the probe's combinations of values that the step solves.
     """
 
     name_variance: list[list[float]]
@@ -261,13 +261,13 @@ class Circuits:
 def find_circuits(
     model: LatentDecoder, task: DagArithmetic, *, nodes: int, samples: int = 128, seed: int = 0
 ) -> Circuits:
-    """Look at a probe equation after one held-out graph.
+    """Measure the circuits with a probe equation that follows one held-out graph.
 
     Args:
-        model: In evaluation mode, whole.
+        model: Model in evaluation mode, not sharded.
         task: Its training task.
-        nodes: Number of nodes of the graph, more than operands.
-        samples: Number of changed names, and of changed values, per probe.
+        nodes: Number of nodes of the graph; at least as many as the probe has operands.
+        samples: Number of names tried at each place of the equation; of values, all m are tried.
         seed: Seed that chooses the graph and the changes.
     """
     (graph,) = task.held_out_questions(1, Size(nodes, None), seed=seed)
@@ -371,17 +371,17 @@ def classify_errors(
 ) -> Mapping[str, int]:
     """Count equations by result: solved at their step, or the part of the model that failed.
 
-    The first layer failed if a group attends to its name less than `_ATTENDED`. Otherwise the copy
-    failed if the last layer's group returns another vector than for the same value in a solved
-    equation. Otherwise the feed-forward layer failed. Only equations with as many operands as the
-    probe are counted, because the groups belong to them.
-
+    The first layer failed if the attention of a group on its name is below `_ATTENDED`. Otherwise
+    the copy failed if the output of a group of the last layer has a cosine below `_COPIED` with its
+    mean output for the same value in solved equations. Otherwise the feed-forward layer failed.
+    Only equations with as many operands as the probe are counted, because the groups belong to its
+    operands.
 
     Args:
-        model: In evaluation mode, whole.
+        model: Model in evaluation mode, not sharded.
         task: Its training task.
         circuits: Result of `find_circuits` for this model.
-
+        graphs: Graphs whose equations are counted.
     """
     last = len(model.layers) - 1
     looked: list[_Solving] = []
@@ -400,7 +400,7 @@ def classify_errors(
 
 
 class _Solving(NamedTuple):
-    """An equation at the step that should solve it: its value, and its operands' values."""
+    """An equation at the step that should solve it, with its value and its operands' values."""
 
     seen: Seen
     probe: Probe

@@ -14,26 +14,25 @@
 | T | `recurrent_steps`, at least the depth of the deepest node |
 
 The value of a variable is EMPTY (the last but one of the value factor) until its node's turn comes.
-Since argmax stops gradients, the steps of a discrete model are independent problems once each is
-given the correct result of the step before. Training therefore folds them into the batch
-(`forward`):
+Argmax stops gradients, so the steps of a discrete model are independent problems once each is given
+the correct result of the step before. Training therefore folds them into the batch (`forward`):
 
     z^{t-1} = solved where depth ≤ t-1, else EMPTY      rows (t, b) of one step, t = 1 … T
 
-*Self-correction*: with a small probability, values that were worked out just before a step are
+*Self-correction*: with a small probability, values that were worked out in the step before are
 replaced at random; the labels stay. (The authors' code replaces values that the step has yet to
-work out: `corrupted=due`.) A baseline without recursion has R = 1, one trained end to end has
-a continuous state and the loss of the last step (`ExpectedExitLoss`); `LatentSupervision` is the
-loss of every step.
+work out: `corrupted=due`.) `LatentSupervision` is the loss of every step. Two baselines have a
+continuous state and the loss of the last step alone (`ExpectedExitLoss`): one without recursion,
+with R = 1, and one trained end to end.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
 Reasoning" (arXiv 2510.14095), section 4.1, Eq. 2 and 4, Appendix B; corruption as in the authors'
 code (0.05, then 0.5 per value).
-Deviations: layers and norms are Ouro's, theirs pre-norm with biases, ReLU and one table of
-distances for all layers; readouts have no bias; corruption is decided for every graph and step,
-not for a batch. `initial_weights` and `scale_scores_by_terms` choose between Ouro's
-initialisation, where the embedding of a token, a sum of four, has unit scale as every H^t, and
-theirs.
+Deviations: layers and norms are Ouro's, whereas the authors' layers are pre-norm, with biases, ReLU
+and one table of distances for all layers; readouts have no bias; corruption is decided for every
+graph and step, not for a whole batch. By default the sum of a token's four embeddings starts at
+unit scale, like every H^t; `initial_weights` and `scale_scores_by_terms` choose the initial weights
+and the scale of attention scores that the authors have.
 """
 
 from collections.abc import Mapping
@@ -75,7 +74,7 @@ _ABSENT = (
     "injection",
     "prelude_layers",
 )
-"""Options of Ouro's that the recurrence above has no place for."""
+"""Ouro's options that this recurrence does not have; they must keep their defaults."""
 
 SIZES = {
     "debugmodel": ModelSize(64, 2, 4, 192, vocab_size=9),
@@ -93,39 +92,40 @@ class LatentOptions(LoopOptions):
     family: FamilyName = field(default="latent", init=False)
 
     state: State = "discrete"
-    """Start of a step: discrete, the factors that the previous step predicts; continuous, the
-    previous step's hidden state."""
+    """Input of a step: discrete, the embedded factors that the previous step predicts; continuous,
+    the previous step's hidden state."""
 
     factors: tuple[int, int, int] | None = None
-    """Number of syntax symbols, variables and operations; None takes the data's."""
+    """Numbers of syntax symbols, variables and operations; None takes the data's."""
 
     corruption: float = 0.0
-    """Probability, in training, that values are corrupted before a step of a discrete model; the
-    paper's self-correction has 0.05."""
+    """Probability, in training, that some values of a graph are corrupted before a step of a
+    discrete model; the paper's self-correction has 0.05."""
 
     corrupted_share: float = 0.5
-    """Share of the chosen values that are then replaced."""
+    """Probability that each value that `corrupted` chooses is then replaced."""
 
     corrupted: Corrupted = "told"
-    """Values that are chosen: told, worked out in the step before; or due, yet to be worked out in
-    this one, as in the authors' code."""
+    """Values that corruption may replace: told, worked out in the step before; or due, to be worked
+    out in this step, as in the authors' code."""
 
     initial_weights: InitialWeights = "ouro"
     """Initial weights: ouro; or torch, as `nn.Linear` and `nn.Embedding` draw them in the authors'
-    code, with distances on the scale of keys."""
+    code, with the vectors of distances on the scale of keys."""
 
     scale_scores_by_terms: bool = False
-    """Whether scores are divided by √(3·H), as DeBERTa's sums of three products, and not by √H."""
+    """Whether attention scores are divided by √(3·H) instead of √H, as in DeBERTa, where a score is
+    the sum of three products."""
 
     exit_gate: bool = False
     """Must be False: the number of steps follows from the graph."""
 
     positions: PositionKind = "deberta"
-    """Kind of positions: deberta adds to the scores by distance, for queries and for keys; or one
-    of Ouro's."""
+    """Kind of positions: deberta adds two terms to a score, the query and the key each times a
+    vector of their distance; or any other kind that Ouro has."""
 
     relative_window: int | None = 64
-    """Largest distance that relative positions tell from larger ones."""
+    """Largest distance with a position of its own; all larger distances count as this one."""
 
 
 class FactorEmbedding(Embedding):
@@ -133,7 +133,7 @@ class FactorEmbedding(Embedding):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
-        """Rows of all factors, and the number of rows per factor."""
+        """Number of rows in total, width, and number of rows per factor."""
 
         sizes: tuple[int, ...]
 
@@ -169,7 +169,10 @@ class FactorHead(LMHead):
         self.vocabulary = _ValueRows(config.sizes[0])
 
     def forward(self, input: Any, *, factors: bool = False, **loss: Any) -> Any:
-        """Return as `LMHead`, or logits (B, L, V_f) of every factor of a state (B, L, D)."""
+        """Return the same as `LMHead`; with `factors`, logits (B, L, V_f) of every factor.
+
+        With `factors`, the input is one state, (B, L, D).
+        """
         if factors:
             return F.linear(input, self.weight).split(self.sizes, dim=-1)
         if isinstance(input, Tensor):
@@ -182,7 +185,7 @@ class Corruption(Drawing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Drawing.Config):
-        """Probability per graph and step, share of the chosen values, and number of values."""
+        """Fields as in `LatentOptions`; `values` is the size of the value factor."""
 
         probability: float
         share: float
@@ -198,7 +201,7 @@ class Corruption(Drawing):
 
         Args:
             value_TBL: Value factor before each step.
-            chosen_TBL: Whether it may be replaced.
+            chosen_TBL: Whether each value may be replaced.
         """
         device = value_TBL.device
         coin_TB1 = torch.rand(*value_TBL.shape[:2], 1, device=device) < self.config.probability
@@ -294,7 +297,7 @@ class LatentDecoder(LoopDecoder):
         collect: Collect = "all",
         columns: Mapping[str, Tensor] | None = None,
     ) -> LoopOutput:
-        """Run T steps, in training of a discrete model all at once: arguments as in the base."""
+        """Run T steps, all at once if a discrete model trains; arguments as in the base class."""
         steps = self.recurrent_steps if recurrent_steps is None else recurrent_steps
         if not (self.training and self.discrete):
             return super().forward(
@@ -318,7 +321,7 @@ class LatentDecoder(LoopDecoder):
         return LoopOutput(tuple(states[first_step - 1 :]), (), first_step)
 
     def told(self, columns: Mapping[str, Tensor], steps: int) -> Tensor:
-        """Return the value factor before each of T steps, (T, B, L), in training corrupted."""
+        """Return the value factor before each of T steps, (T, B, L), corrupted in training."""
         depth_BL, solved_BL = columns["depth"], columns["solved"]
         before_T11 = torch.arange(steps, device=depth_BL.device).view(-1, 1, 1)
         value_TBL = torch.where(depth_BL <= before_T11, solved_BL, self.config.vocab_size - 2)
@@ -395,7 +398,7 @@ def decoder_config(
 def _start_as_in_torch(config: LatentDecoder.Config) -> None:
     """Give every weight the distribution that it has in the authors' code.
 
-    Their table of distances is normed, then projected like keys: elements have variance 1/3.
+    Their table of distances is normed, then projected like keys, so its elements have variance 1/3.
     """
     linear = {"weight": partial(draw, fill=_as_linear)}
     for layer in config.layers:

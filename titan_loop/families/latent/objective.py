@@ -3,10 +3,11 @@
     L = 1/N Σ_t Σ_i Σ_f CE(W_f H_i^t, y_{f,i}^t)
     y_value,i^t = solved value where depth(i) ≤ t, else EMPTY
 
-over the positions i that have a label; syntax, variable and operation do not change. Where the
-loader labels only the answers (`all_targets=False`), `masked` leaves out answers that are not due.
-As in Eq. 6 the loss is a sum over steps, so that deep graphs have larger gradients; the authors'
-code takes the mean for discrete models (`mean_over_steps`) and the sum for continuous ones.
+over the N positions i that have a label: all of them, or the answers alone if the loader has
+`all_targets=False`. Labels of syntax, variable and operation are the same in every step. With
+`masked`, a value that is not due has no label instead of EMPTY. As in Eq. 6 the loss is a sum over
+steps, so that deep graphs have larger gradients; the authors' code takes the mean for discrete
+models (`mean_over_steps`) and the sum for continuous ones.
 """
 
 from collections.abc import Callable
@@ -32,12 +33,12 @@ class LatentSupervision(StreamedLoss):
 
     Source: arXiv 2510.14095, Eq. 3, 5 and 6, Appendix B.2. Deviation, after the authors' code: a
     value that is not due has the label EMPTY, where Eq. 5 leaves it out (`masked`): a discrete
-    model must predict something at every position, and it was trained to read EMPTY there.
+    model must predict something at every position, and in training the next step reads EMPTY there.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
-        """Labels of values that are not due, and the weight of a step."""
+        """Treatment of values that are not due, and sum or mean over steps."""
 
         columns: ClassVar[tuple[str, ...]] = ("factors", "depth")
         labels_every_step: ClassVar[bool] = True

@@ -1,10 +1,12 @@
-"""Repair by a latent-space model of values that were corrupted before a step.
+"""Corrupts values before a step of a latent-space model, and counts graphs that the step repairs.
 
     told state before step t+1 ─► some values of depth t replaced ─► one step ─► right again?
 
-Source: arXiv 2510.14095, section 4.1 (mechanism 4) and Appendix B.4; the corruption is the same as
-in training: values worked out in the step before, each with the same probability, here at least one
-of them.
+As in training with `model.corrupted=told`, values that were worked out in the step before are
+replaced, each with the same probability. Unlike there, at least one is, and always by another
+number.
+
+Source: arXiv 2510.14095, section 4.1 (mechanism 4) and Appendix B.4.
 """
 
 import random
@@ -32,7 +34,7 @@ def share_repaired(
     """Return the share of held-out graphs whose corrupted values are all right after one step.
 
     Args:
-        model: In evaluation mode, whole.
+        model: Model in evaluation mode, not sharded.
         task: Its training task.
         stratum: Stratum of the graphs.
         count: Number of graphs; each is corrupted at one random step up to its depth.

@@ -1,4 +1,4 @@
-"""Graphs that are fully solved in the paper's sense: every factor at every position, deep enough.
+"""Share of graphs that are fully solved in the paper's sense: every factor at every position.
 
 Source: arXiv 2510.14095, "% fully solved", as in the authors' code: all four factors agree with the
 solved graph at all positions but padding, after one step more than the deepest graph of the set
@@ -21,10 +21,10 @@ def share_solved(
     """Return the share of held-out graphs that are fully solved, and the number of steps.
 
     Args:
-        model: In evaluation mode, whole; supervised at every step.
+        model: Model in evaluation mode, not sharded; trained with a loss on every step.
         task: Its training task.
         stratum: Stratum of the graphs.
-        count: Number of graphs, the exam's first ones.
+        count: Number of graphs: the first that the exam draws, repetitions included.
     """
     questions = task.held_out_questions(count, task.strata[stratum])
     examples = [task.encode(question) for question in questions]

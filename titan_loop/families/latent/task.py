@@ -2,15 +2,15 @@
 
     20 = x3 , 7 = x0 , x3 + x0 = x5 , x5 × x3 + x0 = x1
 
-A leaf is a number; every other node combines earlier nodes, from left to right, mod m. The value of
-every node is asked. A leaf has depth 1, another node one more than its deepest parent: a model that
-works out one layer of the graph per step needs as many steps as the deepest node has layers. (The
-authors' code counts a leaf as depth 0: its depth of 6 is 7 here.)
+A leaf is a number; every other node combines earlier nodes, from left to right, mod m. The model is
+asked for the value of every node. A leaf has depth 1, any other node one more than its deepest
+parent, so a model that works out one layer of the graph per step needs as many steps as the deepest
+node's depth. (The authors' code counts a leaf as depth 0: its depth of 6 is 7 here.)
 
-`DagArithmetic` writes a token as four factors, syntax, variable, operation and value, of which the
-value is the token id. The value of a variable is EMPTY until it is worked out; it belongs to the
-name after the equals sign. `DagChainOfThought` writes the same graphs as plain text, followed by
-the solution, node by node.
+`DagArithmetic` writes a token as four factors: syntax, variable, operation and value. The value is
+the token id. The value of a node appears at its name after the equals sign, and is EMPTY there
+until it is worked out; at names before an equals sign the value is always EMPTY.
+`DagChainOfThought` writes the same graphs as plain text, followed by the solution, node by node.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
 Reasoning" (arXiv 2510.14095), section 3.1, Appendices A.2 and B.1. Choices that the paper leaves
@@ -42,9 +42,9 @@ class Node(NamedTuple):
     Attributes:
         name: Number of its variable.
         parents: Indices of earlier nodes, from left to right; none for a leaf.
-        operations: Between the parents, one less than these.
+        operations: Operations between the parents, one fewer than parents; none for a leaf.
         value: Value of its expression.
-        depth: 1 for a leaf, else one more than its deepest parent's.
+        depth: 1 for a leaf, else one more than the depth of its deepest parent.
     """
 
     name: int
@@ -55,7 +55,7 @@ class Node(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Size of a random graph: its nodes, and its largest depth, if any."""
+    """Size of a random graph: its number of nodes, and the largest depth allowed, None for any."""
 
     nodes: int
     most_depth: int | None
@@ -103,31 +103,31 @@ class DagArithmetic(Task):
     """m; values are 0 … m - 1."""
 
     operations: str = "+"
-    """Characters of +-* that occur."""
+    """Operations that occur: some of the characters `+-*`."""
 
     nodes: int = 32
-    """Nodes of a training graph, or of the largest."""
+    """Number of nodes of a training graph; of the largest if `fewest_nodes` is set."""
 
     fewest_nodes: int | None = None
     """Fewest nodes of a training graph (None: `nodes`); sizes up to `nodes` are equally likely."""
 
     leaves: int = 6
-    """Nodes of any graph that are numbers."""
+    """Number of leaves of every graph, in training and in the exam."""
 
     most_parents: int = 3
     """Largest number of parents of a node."""
 
     names: int = 128
-    """Variable names to draw from, in training, too, so that all of them are trained."""
+    """Number of variable names to draw from; training draws from all, so that none is untrained."""
 
     most_depth: int | None = 6
     """Largest depth of a training graph's node; None for any."""
 
     by_depth: bool = False
-    """Whether equations stand in order of their depth, as in the authors' code, or as drawn."""
+    """Whether equations are sorted by depth, as in the authors' code, or stay as drawn."""
 
     test_nodes: tuple[int, ...] = (8, 16, 32, 40, 48, 64, 96, 128)
-    """Nodes of the exam's graphs."""
+    """Numbers of nodes of the exam's graphs, one stratum each."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "test_nodes", (*self.test_nodes,))  # a list from JSON
@@ -177,7 +177,7 @@ class DagArithmetic(Task):
 
     @property
     def model_options(self) -> dict[str, tuple[int, ...]]:
-        """The sizes of the factors beside the value."""
+        """The sizes of the factors other than the value."""
         return {"factors": self.factor_sizes}
 
     @property
@@ -191,13 +191,13 @@ class DagArithmetic(Task):
 
     @property
     def most_steps(self) -> int:
-        """Largest depth of a training graph: a chain of all nodes that are not leaves, or less."""
+        """Largest depth of a training graph: `most_depth`, or less if nodes are too few."""
         chain = self.nodes - self.leaves + 1
         return chain if self.most_depth is None else min(self.most_depth, chain)
 
     @property
     def strata(self) -> Mapping[str, Size]:
-        """Graphs of any depth by their size."""
+        """Sizes of the exam's graphs, by name; their depth has no limit."""
         return {f"{nodes}_nodes": Size(nodes, None) for nodes in self.test_nodes}
 
     def choose(self, generator: random.Random, level: int) -> Size:
@@ -207,7 +207,7 @@ class DagArithmetic(Task):
         return Size(nodes, self.most_depth)
 
     def draw(self, generator: random.Random, stratum: Size) -> Graph:
-        """Draw names, then leaves and nodes in order, each from earlier nodes."""
+        """Draw names, then leaves, then the other nodes, each with earlier nodes as parents."""
         names = _sample(generator, range(self.names), stratum.nodes)
         graph: list[Node] = []
         shallow: list[int] = []  # nodes that may have children
@@ -230,7 +230,7 @@ class DagArithmetic(Task):
         return tuple(graph)
 
     def identity(self, question: Graph) -> tuple[object, ...]:
-        """Return every field of the nodes except the values that follow from them."""
+        """Return the nodes' fields without values and depths that follow from the others."""
         return tuple(
             (node.name, node.parents, "".join(node.operations) if node.parents else node.value)
             for node in question
@@ -245,7 +245,7 @@ class DagArithmetic(Task):
         return sorted(question, key=lambda node: node.depth) if self.by_depth else question
 
     def encode(self, question: Graph) -> Example:
-        """Return the equations one after another, each with a separator after it."""
+        """Return the equations one after another, each followed by a separator."""
         no_variable, no_operation = self.names, len(self.operations)
         blank = self.modulus + 1
         rows: list[tuple[int, int, int, int, int, int]] = []  # value, factors, depth, solved
@@ -272,7 +272,7 @@ class DagChainOfThought(DagArithmetic):
     """The same graphs as plain text; the answer is the whole solution, one node after another.
 
     Written as `x5 = 4 ,` (values), `x5 = x3 + x0 = 4 ,` (bare_equations, the authors' `eq-val`) or
-    `x5 = x3 + x0 = 1 + 3 = 4 ,` (equations), in the order of the graph.
+    `x5 = x3 + x0 = 1 + 3 = 4 ,` (equations), in the order of the question's equations.
     Token ids: values, variables, operations, then = , <cot>.
     """
 
@@ -296,7 +296,7 @@ class DagChainOfThought(DagArithmetic):
 
     @property
     def model_options(self) -> dict[str, tuple[int, ...]]:
-        """None: tokens are plain."""
+        """No options: the tokens have no factors."""
         return {}
 
     @property
@@ -340,6 +340,9 @@ class DagChainOfThought(DagArithmetic):
 
 
 def _sample(generator: random.Random, items: "range | list[int]", count: int) -> list[int]:
-    """Draw distinct items in a random order, by `random()` alone."""
+    """Draw distinct items in a random order.
+
+    Uses `random()` alone, whose sequence for a seed is the same in every Python version.
+    """
     left = list(items)
     return [left.pop(int(generator.random() * len(left))) for _ in range(count)]
