@@ -56,7 +56,7 @@ def test_differences_that_are_carried(monkeypatch, wanted, carry):
         ({"n_layers": 8, "dim": 65}, StartFrom(), r"or another parent$"),
         ({"exit_gate": True}, StartFrom(), r"model\.exit_gate=True \(checkpoint: unknown\)"),
         ({"dim": 65}, StartFrom(keep_initial=["exit_gate.*"]), r"model\.dim=65"),
-        ({"n_layers": 6}, StartFrom(upcycle="stacked"), "layers=6 is not a multiple of"),
+        ({"n_layers": 6}, StartFrom(upcycle="stacked"), "layers=6 does not repeat"),
     ],
 )
 def test_differences_that_are_not(monkeypatch, wanted, carry, message):

@@ -203,7 +203,7 @@ def test_more_steps_than_a_gpu_can_hold_a_state_of_are_refused_without_a_rehears
         ),
         (["--stage", "gate", "--trainable", "all"], "gate: trainable=all with loss=AdaptiveGate"),
         (["--stages.1b.model.n-layers", "36"], "1b: the parent"),
-        (["--stages.1b.checkpoint.carry.upcycle", "stacked"], "1b: layers=24 is not a multiple"),
+        (["--stages.1b.checkpoint.carry.upcycle", "stacked"], "1b: layers=24 does not repeat"),
         (
             ["--stages.gate.checkpoint.carry.optimizer"],
             "gate: checkpoint.carry.optimizer=True, but",

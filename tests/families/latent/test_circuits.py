@@ -86,10 +86,13 @@ def test_a_probe_tells_what_is_worked_out_before_its_step():
     assert int(told.factors[told.result, 0]) == TASK.empty
 
 
-def test_a_probe_points_at_its_names():
-    (graph,) = TASK.held_out_questions(1, NODES)
+@pytest.mark.parametrize("by_depth", [False, True])
+@pytest.mark.parametrize("number", range(4))
+def test_a_probe_points_at_its_names(number: int, by_depth: bool):
+    task = replace(TASK, by_depth=by_depth)
+    graph = TASK.held_out_questions(4, NODES)[number]
     unused = next(n for n in range(16) if all(n != node.name for node in graph))
-    probe = probe_of(TASK, graph, (5, 0, 6), unused)
+    probe = probe_of(task, graph, (5, 0, 6), unused)
     names = probe.factors[:, 2].tolist()
     assert [names[at] for at in probe.operands] == [graph[p].name for p in (5, 0, 6)]
     assert [names[at] for at in probe.solved_at] == [graph[p].name for p in (5, 0, 6)]
@@ -98,7 +101,8 @@ def test_a_probe_points_at_its_names():
     ]
     assert names[probe.result] == unused
     assert int(probe.factors[probe.result, 0]) == TASK.empty
-    assert len(probe.sources) == 8
+    assert [names[at] for at in probe.sources] == [node.name for node in graph]
+    assert [int(probe.factors[at, 0]) for at in probe.sources] == [node.value for node in graph]
 
 
 def test_a_look_shows_the_step_and_its_attention():

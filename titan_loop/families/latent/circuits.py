@@ -130,10 +130,13 @@ def probe_of(
     operations = operations or (task.operations[0],) * (len(parents) - 1)
     value = combined(operations, [graph[p].value for p in parents], task.modulus)
     depth = 1 + max(graph[parent].depth for parent in parents)
-    example = task.encode((*graph, Node(name, (*parents,), operations, value, depth)))
+    question = (*graph, Node(name, (*parents,), operations, value, depth))
+    example = task.encode(question)
     depths = example.columns["depth"]
-    results = np.flatnonzero(depths).tolist()
-    told = depths < depth if at_its_step else np.arange(len(depths)) < results[-1]
+    written = [node.name for node in task.in_order(question)]
+    results_in_order = dict(zip(written, np.flatnonzero(depths).tolist(), strict=True))
+    results = [results_in_order[node.name] for node in question]
+    told = depths < depth if at_its_step else np.arange(len(depths)) != results[-1]
     told = np.where(told, example.labels, example.tokens)
     factors = np.concatenate([told[:, None], example.columns["factors"]], axis=1)
     end = results[-1] - 1  # the equals sign
