@@ -1,9 +1,9 @@
-"""`PermutationHops` in English, in the words of a tokenizer: for models that were trained on text.
+"""`PermutationHops` in English words, with any tokenizer: for models that were trained on text.
 
     The guide of Anna is Peter                    fact
-    The rival of the guide of Anna is Mark        two hops; the relation followed first stands last
+    The rival of the guide of Anna is Mark        two hops: first `guide`, then `rival`
 
-Every name is one token, and so is every answer.
+Every name must be one token, so that every answer is one.
 """
 
 from collections.abc import Mapping
@@ -28,17 +28,18 @@ _WORDS = ("The", "the", "of", "is", *RELATIONS, *NAMES)
 
 @dataclass(frozen=True)
 class EnglishHops(PermutationHops):
-    """The task in the tokens of `tokenizer`, which is read when the first example is made.
+    """The task in the tokens of `tokenizer`, whose file is read on first use.
 
     Raises:
-        UserError: As in the base class; there are fewer names or relations than asked for.
+        UserError: As in the base class, or if there are fewer names or relations than asked for. On
+            first use: the tokenizer splits a name.
     """
 
     name: ClassVar[str] = "english_hops"
 
     tokenizer: str = ""
-    """A tokenizer.json, in which every name with the space before it is one token; empty for ids of
-    the words themselves."""
+    """A tokenizer.json in which every name, with the space before it, is one token; empty: every
+    word of the task is a token of its own."""
 
     entities: int = 12
     relations: int = 4
@@ -79,7 +80,7 @@ class EnglishHops(PermutationHops):
 
     @property
     def vocab_size(self) -> int:
-        """Number of the tokenizer's ids."""
+        """Size of the tokenizer's vocabulary; without a tokenizer, the number of words."""
         return self._tokenizer.get_vocab_size() if self.tokenizer else len(_WORDS)
 
     @property
@@ -99,5 +100,5 @@ class EnglishHops(PermutationHops):
         return Example.of_sequence(self._ids(self.text(question)), [answer])
 
     def waypoints(self, question: Path) -> Mapping[str, tuple[int, int]]:
-        """Return the answer alone: names between the hops are never written."""
+        """Return the target only: the text does not name the entities between the hops."""
         return Task.waypoints(self, question)

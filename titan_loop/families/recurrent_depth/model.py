@@ -1,21 +1,21 @@
-"""Recurrent depth: GPT-2's blocks applied R times, each pass near the identity at the start.
+"""Recurrent depth: GPT-2's blocks applied R times; by default a pass starts as the identity.
 
     h_0 = E[x] + P[position],   h_r = block_N(… block_1(h_{r−1}) …),   logits = E norm(h_R)
 
 Blocks are GPT-2's (`models/gpt2_block.py`). There is no norm between steps; final norm and tied
-head stand at the readout only. Positions are learned (P), as for systematic generalisation, or
-none, as for depth extrapolation.
+head are applied at the readout only. The paper has learned positions (P) for systematic
+generalisation, and none for depth extrapolation.
 
-Initialisation: both output projections of a block are zero, with their biases, so that R steps are
-the identity for any R. The rest is GPT-2's at its width: normal with standard deviation 0.02 at
-D = 768 and 0.02 √(768/D) elsewhere, so that projections have the same gain at every width; it is
-truncated at three deviations. The authors' code draws embeddings and positions from N(0, 1)
-(`initial_tables=unit`), and in its experiments on systematic generalisation starts the output
-projections like the others (`initial_outputs=matrix`).
+Initialisation: by default a block's two output projections, with their biases, are zero, so that R
+steps are the identity for any R. The other matrices are normal with standard deviation
+0.02 √(768/D), which is GPT-2's 0.02 at its width of 768 and gives projections the same gain at
+every width; they are truncated at three standard deviations. The authors' code draws embeddings and
+positions from N(0, 1) (`initial_tables=unit`). In its experiments on systematic generalisation it
+initialises the output projections like the other matrices (`initial_outputs=matrix`).
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §4, and its authors' code. Deviations: the
-truncation; their dropout of 0.1 acts in the first epoch of a run, or of a level, alone, since their
-exams leave the model in evaluation mode: none here unless `dropout` is set.
+truncation; no dropout unless `dropout` is set. Theirs is 0.1, but acts only in the first epoch of a
+run or level, because their exams leave the model in evaluation mode.
 """
 
 from collections.abc import Callable
@@ -83,10 +83,12 @@ class RecurrentDepthOptions(ModelOptions):
     """Rows of the table of learned positions, at least the tokens of a window."""
 
     initial_tables: InitialTables = "matrix"
-    """Initial embedding, tied head and learned positions: like matrices, or unit, N(0, 1)."""
+    """Initial embedding, tied head and learned positions: matrix draws them like other matrices,
+    unit from N(0, 1)."""
 
     initial_outputs: InitialOutputs = "zero"
-    """Initial output projections: zero, so that steps are the identity, or like the matrices."""
+    """Initial output projections: zero, so that a step is the identity; matrix draws them like the
+    other matrices."""
 
     dropout: float = 0.0
     """Share of the outputs of attention and feed-forward that is zeroed in training, before they
@@ -137,7 +139,7 @@ def decoder_config(
     outputs = ZERO if options.initial_outputs == "zero" else matrix_init(shape.dim)
 
     rotation = NoRotation.Config(dim=head_dim, max_seq_len=max_seq_len)
-    # A tied head starts as the embedding does, whichever of them is initialised last.
+    # A tied matrix is initialised twice, as embedding and as head: both must draw alike.
     head_init = table if options.tie_weights else matrix_init(shape.dim)
     head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=head_init)
     if options.readout_chunk_tokens is not None:

@@ -2,11 +2,11 @@
 
     L = 1/N Σ_i [ (1 − ε) CE_i − ε/V Σ_v log p_i(v) ]
 
-over the N labels i. Logits are not streamed: where a window holds one example, few positions have a
-label, and logits exist for these alone.
+over the N labels i. Logits are not computed in chunks: in windows with one example each few
+positions have a label, and only these get logits.
 
-Source: the code of recurrent-depth transformers (arXiv 2604.07822) smooths labels by 0.1 for
-systematic generalisation; the paper does not say so.
+Source: the code of recurrent-depth transformers (arXiv 2604.07822), which smooths labels by 0.1 for
+systematic generalisation; the paper does not mention it.
 """
 
 from collections.abc import Iterator
@@ -35,16 +35,16 @@ class SmoothedLoss(StreamedLoss):
         """The degree of smoothing."""
 
         label_smoothing: float = 0.1
-        """ε, the share of the target that all tokens divide evenly."""
+        """ε, the share of the target that is spread evenly over all tokens."""
 
         def collect(self, *, exit_gate: bool) -> Collect:
-            """Return the last step."""
+            """Ask for the last state only."""
             return "last"
 
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Refuse a share out of range, after the refusals of `StreamedLoss`."""
+            """Refuse an ε out of range, after the refusals of `StreamedLoss`."""
             yield from StreamedLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )
@@ -53,7 +53,7 @@ class SmoothedLoss(StreamedLoss):
                 yield Refusal.of("loss.label_smoothing", self.label_smoothing, problem)
 
         def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
-            """Refuse ranks that share the vocabulary, or a window's labels."""
+            """Refuse to split the vocabulary, or a window's labels, over ranks."""
             for name in ("tensor_parallel_degree", "context_parallel_degree"):
                 if (degree := getattr(parallelism, name)) > 1:
                     problem = "does not work with loss=SmoothedLoss"

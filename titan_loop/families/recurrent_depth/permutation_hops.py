@@ -1,16 +1,18 @@
 """Questions of many hops over a graph whose relations are permutations of the entities.
 
     a r1 b                  atomic fact: relation r1 leads from entity a to b; all are trained
-    a r1 r2 … rk c          k hops; one in `held_out_one_in` is asked and never trained
+    a r1 r2 … rk c          k hops; one in `held_out_one_in` is asked in exams and never trained
 
-Since every relation is a bijection, no suffix of the relations says where the path ends: all hops
-must be followed. A curriculum's first level has facts and two hops, each later one a hop more;
-the exam of a level is its newest number of hops. The exam also asks more hops than were trained.
+Since every relation is a bijection, no suffix of the relations tells where the path ends: all hops
+must be followed. A curriculum's first level has facts and questions of two hops; each later level
+adds one hop. A level's exam asks questions with its largest number of hops. The exam of a trained
+model may also ask more hops than were trained (`asked_hops`).
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 and Appendix B (200 entities, 10
 relations, 15,000 questions of each number of hops up to 40). Deviations: questions are held out by
-hash before the trained ones are drawn; questions of few hops then repeat, where the paper's differ.
-Examples are drawn with repetition, so an epoch is as many examples and need not have all of them.
+hash, and the trained ones are drawn independently from the rest, so that questions of few hops can
+repeat; the paper's are distinct. An epoch draws its examples with replacement: it has as many as
+there are trained questions and facts, but need not contain all of them.
 """
 
 import random
@@ -26,11 +28,11 @@ from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
 
 _FEWEST_ASKED = 8
-"""Number of different questions of two hops that must be held out, up to chance."""
+"""Smallest expected number of held-out questions of two hops."""
 
 
 class Hops(NamedTuple):
-    """A pool of questions: their number of hops, and whether they are trained ones."""
+    """A stratum: its questions' number of hops, and whether they are trained ones."""
 
     hops: int
     trained: bool
@@ -48,7 +50,8 @@ class PermutationHops(Task):
     """The task with `entities` · `relations` facts; token ids: entities, then relations.
 
     Raises:
-        UserError: If there is nothing to ask, or too little to hold out.
+        UserError: A size is too small, `hops` is above `asked_hops`, or too few questions of two
+            hops would be held out.
     """
 
     name: ClassVar[str] = "permutation_hops"
@@ -61,16 +64,16 @@ class PermutationHops(Task):
     """Relations, each a random permutation of the entities."""
 
     hops: int = 40
-    """Largest number of hops that is trained, by a curriculum at its last level."""
+    """Largest number of trained hops; a curriculum reaches it at its last level."""
 
     asked_hops: int = 40
     """Largest number of hops in the exam."""
 
     trained_questions: int = 15_000
-    """Questions to train on of each number of hops."""
+    """Number of trained questions for each number of hops from 2 on."""
 
     fact_weight: int = 1
-    """Frequency of a fact, relative to any question of several hops."""
+    """Frequency of a fact in training, relative to one question of several hops."""
 
     graph_seed: int = 0
     """Seed of the permutations and of the choice of trained questions."""
@@ -102,16 +105,16 @@ class PermutationHops(Task):
 
     @property
     def strata(self) -> Mapping[str, Hops]:
-        """Facts, all of them trained, then every number of hops."""
+        """Facts, which are all trained, then held-out questions of 2, 3, … hops."""
         return {f"{hops}_hops": Hops(hops, hops == 1) for hops in range(1, self.asked_hops + 1)}
 
     @property
     def levels(self) -> int:
-        """One for each number of hops from 2 on."""
+        """Number of levels: one for each number of hops from 2 to `hops`."""
         return self.hops - 1
 
     def level_strata(self, level: int) -> Sequence[str]:
-        """Return the newest number of hops."""
+        """Return the stratum with the level's largest number of hops."""
         return [f"{level + 2}_hops"]
 
     @cached_property
@@ -134,12 +137,12 @@ class PermutationHops(Task):
         return self.fact_weight * self.entities * self.relations
 
     def choose(self, generator: random.Random, level: int) -> Hops:
-        """Choose as if uniformly among the level's questions and `fact_weight` copies of a fact."""
+        """Choose a stratum, weighted by its questions; every fact counts `fact_weight` times."""
         drawn = generator.random() * self.level_examples(level) - self._facts
         return Hops(1 if drawn < 0 else 2 + int(drawn / self.trained_questions), True)
 
     def draw(self, generator: random.Random, stratum: Hops) -> Path:
-        """Draw one of the trained questions, or any path, uniformly."""
+        """Draw a trained question, or, for facts and untrained strata, any path; uniformly."""
         hops, trained = stratum
         if hops == 1 or not trained:
             return self._path(generator, hops)
@@ -192,9 +195,9 @@ class PermutationHops(Task):
 class PaddedHops(PermutationHops):
     """The task as the authors' code reads it: the answer follows a token of padding.
 
-    Their questions are padded to 50 tokens, of which the last is read. A padding token attends to
-    the question alone, and without positions all are equal: one stands for them. Deviation: it also
-    attends to itself.
+    They pad questions to 50 tokens and read the answer at the last. Their padding tokens attend to
+    the question only, and there are no positions, so all of them have the same state: one is enough
+    here. Deviation: it also attends to itself.
     """
 
     name: ClassVar[str] = "padded_hops"

@@ -1,13 +1,13 @@
-"""A task's exam after every recurrent step: accuracy, logit margins, and exit policies' steps.
+"""A task's exam after every recurrent step: accuracy, logit margins, and where policies halt.
 
     exam ─► one pass to step R ─► accuracy and margin after 1 … R, accuracy and steps of each policy
 
-With hops or sizes as strata this shows the steps that a question needs, the gain from more steps
-than were trained, and *overthinking*: a margin that falls again with further steps.
+With hops or sizes as strata this shows the number of steps that a question needs, the gain from
+more steps than were trained, and *overthinking*: a margin that falls again with further steps.
 
-*Learned* has two readings. The paper's is the last number of hops whose exam the curriculum passed
-while training. Ours is an exam at the end of training, read at the best step: it sees
-whether the model forgot after a promotion, and whether it learned after the last one.
+*Learned* has two definitions. The paper counts hops up to the last exam that the curriculum passed
+in training. We give an exam to the analysed checkpoint, and take the best of the trained steps:
+this also shows forgetting after a promotion, and learning after the last one.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 (learnable depth), §6.3 (Figures 5, 8
 and 9) and Appendix F (generalisation ratio).
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Halting:
-    """Results of an exit policy on the questions of a stratum."""
+    """Share of right answers and mean halting step of an exit policy on one stratum."""
 
     accuracy: float
     mean_steps: float
@@ -50,12 +50,12 @@ class Halting:
 
 @dataclass(frozen=True)
 class StepExam:
-    """One stratum.
+    """Results on one stratum.
 
     Attributes:
         accuracy: Share of right answers after each of R steps, (R,).
-        margin: Mean logit of the answer less the strongest other token's, (R,).
-        halting: Policy → its results; it decides for each question on its own.
+        margin: Mean of the answer's logit minus the largest other logit, (R,).
+        halting: Exit policy → its results; a policy halts each question separately.
     """
 
     accuracy: np.ndarray
@@ -76,8 +76,9 @@ def step_exam(
 
     Args:
         task: The task that the model was trained on.
-        steps: R, which may exceed the trained one.
-        policies: Exit policies as `--exit` takes them, of at most R steps.
+        steps: R, which may exceed the trained R.
+        count: Number of questions of each stratum.
+        policies: Exit policies in the notation of `--exit`; they run at most R steps.
 
     Raises:
         UserError: A policy is unknown, or the model does not have it.
@@ -146,9 +147,9 @@ class Reach:
     """A model's progress through a task's strata, from easy to hard.
 
     Attributes:
-        learned: Number of strata up to the first below 95 % accuracy within the trained steps.
-        reached: Number of strata up to the first below 60 % accuracy at its best step.
-        passed: Number of strata up to the last whose exam was passed while training, the paper's
+        learned: Number of strata before the first below 95 % accuracy at the best trained step.
+        reached: Number of strata before the first below 60 % accuracy at the best step.
+        passed: Number of strata up to the last whose exam was passed in training, the paper's
             `learned`; None without a curriculum.
     """
 
@@ -163,11 +164,11 @@ class Reach:
 
     @property
     def paper_ratio(self) -> float:
-        """The ratio over `passed`."""
+        """The paper's generalisation ratio, `reached` over `passed`; NaN without `passed`."""
         return self.reached / self.passed if self.passed else float("nan")
 
     def lines(self) -> list[str]:
-        """Return the paper's reading, if there is one, then ours."""
+        """Return a line with the paper's ratio, if there is one, then one with ours."""
         ours = f"learned {self.learned}, reached {self.reached}: generalisation ratio"
         passed = f"passed in training {self.passed}, reached {self.reached}: the paper's ratio"
         paper = [] if self.passed is None else [f"{passed} {self.paper_ratio:.2f}"]
@@ -178,11 +179,11 @@ def passed_in_training(task: Task, loader_state: Mapping[str, Any]) -> int | Non
     """Return the number of strata up to the last that a curriculum has passed.
 
     Args:
-        loader_state: State of the run's loader, as in a manifest's `data`. The last level has no
-            exam, so that it never counts as passed.
+        loader_state: State of the run's loader, as in a manifest's `data`.
 
     Returns:
-        0 before the first promotion; None for a run without a curriculum.
+        0 before the first promotion; None for a run without a curriculum. The last level never
+        counts: it has no exam.
     """
     promotions = loader_state.get("promotions")
     if promotions is None:
@@ -193,7 +194,7 @@ def passed_in_training(task: Task, loader_state: Mapping[str, Any]) -> int | Non
 
 
 def reach(found: Sequence[StepExam], trained_steps: int, passed: int | None = None) -> Reach:
-    """Count a task's strata, from easy to hard, before the first that misses the accuracy."""
+    """Return the progress through strata that are ordered from easy to hard."""
 
     def count(passes: list[bool]) -> int:
         return next((index for index, passed in enumerate(passes) if not passed), len(passes))
@@ -215,17 +216,18 @@ def analyse_steps(
 ) -> Findings:
     """Ask the exam after every step: accuracy, logit margin, and the steps of exit policies.
 
-    For runs on a generated task. With strata from easy to hard it also counts the learned (95 %
-    within the trained steps) and the reached ones (60 % after any number of steps); their ratio is
-    the generalisation ratio. After a curriculum it also gives the number passed in training, which
-    the paper calls learned. Writes evals/steps-step-N.json and plots that `report` shows.
+    For runs on a generated task. If the task has levels and all strata are asked, it also counts
+    the strata learned (95 % right within the trained steps) and reached (60 % right after any
+    number of steps), and prints reached/learned, the generalisation ratio. After a curriculum it
+    also counts the strata passed in training, which the paper calls learned. Writes
+    evals/steps-step-N.json and plots that `report` shows.
 
     Args:
         run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         strata: Strata of the task's exam; default all.
         recurrent_steps: R; default twice the trained R.
-        exit: Exit policies beside the fixed depths, such as kl:0.01,3; kl:0.01,inf looks at the
-            change alone.
+        exit: Exit policies to examine besides the fixed depths, such as kl:0.01,3; kl:0.01,inf
+            ignores the entropy.
         questions: Number of questions of each stratum.
     """
     loaded, task, names = open_task(run, strata, questions)
@@ -309,7 +311,7 @@ def _draw_margins(found: Mapping[str, StepExam], trained_steps: int, path: Path)
         axes.set_xlabel("recurrent steps")
         axes.set_ylabel("logit margin of the answer")
 
-    # A margin above zero says the right answer.
+    # A fall counts only where the mean margin was above 0, so that the right answer led.
     falls = [name for name, exam in found.items() if 0 < exam.margin.max() != exam.margin[-1]]
     title = f"The margin falls again after its peak in {len(falls)} of {len(found)} strata"
     return draw_axes(draw, path, title=title)

@@ -1,12 +1,13 @@
-"""Questions of two hops over one knowledge graph, a few of whose facts are never composed.
+"""Questions of two hops over one knowledge graph; training never composes a few of its facts.
 
     a r1 b            atomic fact: the edge r1 leads from entity a to b; all facts are trained
     a r1 r2 c         two hops, a → b → c
 
 A small share of the facts is out of distribution (OOD): trained by themselves, but in no trained
-question of two hops. `id_2` asks untrained questions over two other facts, `ood_2` questions over
-two OOD facts; questions that mix both kinds are neither trained nor asked. Results depend on φ, the
-number of trained two-hop questions per fact that is not OOD: report it with every result.
+question of two hops. Stratum `ood_2` asks questions over two OOD facts, `id_2` untrained questions
+over two facts that are not OOD. Questions that mix both kinds are neither trained nor asked.
+Results depend on φ, the number of trained two-hop questions per fact that is not OOD: report it
+with every result.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §3 and §5.1 (2,000 entities, 200 relations,
 out-degree 20, 5 % OOD facts, φ = 7.2). Deviation: every entity has exactly its out-degree.
@@ -27,10 +28,11 @@ from titan_loop.errors import UserError
 
 Split = Literal["atomic", "train", "id", "ood"]
 Facts = tuple[int, ...]
-"""A question: numbers of one or two facts, of which the second starts where the first ends."""
+"""A question: the numbers of one or two facts; the second starts at the entity where the first
+ends."""
 
 _MOST_TRAINED = 0.95
-"""Largest share of the questions of composable facts that may be trained; the rest is asked."""
+"""Largest trained share of the questions over two facts that are not OOD; `id_2` asks the rest."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,16 @@ class TwoHopSystematic(Task):
     """Relations of the graph."""
 
     degree: int = 20
-    """Edges that leave every entity, each with another relation."""
+    """Number of edges that leave every entity, each with a different relation."""
 
     ood_share: float = 0.05
     """Share of the facts that no trained question of two hops contains."""
 
     inferred_ratio: float = 7.2
-    """φ: trained questions of two hops per fact that is not OOD."""
+    """φ, the number of trained questions of two hops per fact that is not OOD."""
 
     graph_seed: int = 0
-    """Seed of edges and splits."""
+    """Seed of the edges and of the splits."""
 
     def __post_init__(self) -> None:
         check_graph(
@@ -93,7 +95,7 @@ class TwoHopSystematic(Task):
 
     @property
     def strata(self) -> Mapping[str, Split]:
-        """Facts, then trained, held-out and systematic questions of two hops."""
+        """Facts, then questions of two hops: trained, held out, and over OOD facts."""
         return {"atomic": "atomic", "train_2": "train", "id_2": "id", "ood_2": "ood"}
 
     @cached_property
@@ -131,7 +133,7 @@ class TwoHopSystematic(Task):
         return KeyedPermutation(count, key)(np.arange(count)).astype(np.int64)
 
     def _facts(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return both facts of questions of two hops."""
+        """Return the first and second facts of two-hop questions with these numbers."""
         first, edge = np.divmod(number, self.degree)
         return first, self.edges[1][first] * self.degree + edge
 
@@ -171,7 +173,7 @@ class TwoHopSystematic(Task):
         return not self._trained[first * self.degree + second % self.degree]
 
     def held_out_questions(self, count: int, stratum: Split, *, seed: int = 0) -> list[Facts]:
-        """Return `count` questions of a stratum; "atomic" and "train" were trained on."""
+        """Return `count` questions of a stratum; the model has trained on "atomic" and "train"."""
         generator = random.Random(self.exam_key(seed, stratum))
         return [self.draw(generator, stratum) for _ in range(count)]
 
@@ -192,9 +194,10 @@ class TwoHopSystematic(Task):
 
 @dataclass(frozen=True)
 class PaddedTwoHop(TwoHopSystematic):
-    """The task as the authors' code reads it: facts have padding where questions have a relation.
+    """The task as the authors' code reads it: a fact is padded to the length of a question.
 
-    So every answer is read at the third token. Deviation: padding also attends to itself.
+    The model thus predicts every answer at the third token. Deviation: padding also attends to
+    itself.
     """
 
     name: ClassVar[str] = "padded_two_hop"
@@ -205,7 +208,7 @@ class PaddedTwoHop(TwoHopSystematic):
         return super().vocab_size + 1
 
     def encode(self, question: Facts) -> Example:
-        """Return as many tokens for a fact as for a question of two hops."""
+        """Return the example, in which a fact has as many tokens as a question of two hops."""
         *prompt, answer = super().encode(question).tokens.tolist()
         padding = [self.vocab_size - 1] * (3 - len(prompt))
         return Example.of_sequence([*prompt, *padding], [answer])

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOMENTS = {"start": 0.0, "quarter": 0.25, "half": 0.5, "end": 1.0}
-_SHOWN = 16  # depths of the table and the plot
+_SHOWN = 16  # largest depth in the table and the plot
 
 
 def learned_depths(run: Path) -> Findings:
-    """Show mean and entropy of the learned distribution over training, and the distribution.
+    """Show the learned distribution at every checkpoint, with its mean and entropy over training.
 
     Args:
-        run: A run with `LearnedDepth` (its newest checkpoint), or its checkpoints/step-N.
+        run: A run with `LearnedDepth` (its newest checkpoint is taken), or its checkpoints/step-N.
     """
     loaded = load_checkpoint(run, use="generate")
     by_step = _distributions(loaded.run, loaded.manifest["step"])
@@ -63,7 +63,7 @@ def learned_depths(run: Path) -> Findings:
 
 
 def _distributions(run: SavedRun, last: int) -> dict[int, list[float]]:
-    """Return step → probabilities of 1, 2, … recurrent steps, of the run's checkpoints so far."""
+    """Return training step → probabilities of R = 1, 2, … for every checkpoint up to `last`."""
     found: dict[int, list[float]] = {}
     for step in run.steps():
         state = read_manifest(run.directory.checkpoint(step))["trainer"].get(KEY)

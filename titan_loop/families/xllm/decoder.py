@@ -7,9 +7,10 @@
                 z_H ← core_H(inject(z_H + z_L, e))
     logits = head(norm(coda(h_R or z_H)))
 
-core_H and core_L are the same layers (shared), or the first and the second half of them (split);
-an update may run them several times. With K untied steps the core's layers are K copies without
-shared weights, each after an injection: the unrolled control. A high cycle is a recurrent step.
+core_H and core_L are the same layers (shared), or the first and the second half of the looped
+layers (split); an update may run its layers several times. A high cycle is one recurrent step. With
+K untied steps the looped layers form K equal parts, each preceded by an injection: the paper's
+control without shared weights.
 
 Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833, and their code.
 """
@@ -41,7 +42,7 @@ from titan_loop.models.sharding import mixed_states
 from titan_loop.models.units import NORM_AND_GATE, Unit
 
 SHORTENED = "shortened"
-"""Name of the column by which an engine asks for the student's state."""
+"""Column in the context that makes a prompt start from the student's state."""
 
 States: TypeAlias = Literal["one", "shared", "split"]
 
@@ -54,14 +55,14 @@ class Hierarchy(NamedTuple):
 
 
 class Update(NamedTuple):
-    """An update of a state: the layers that it runs, and whether it is z_L's."""
+    """One update of a state: the layers that it runs, and whether it updates z_L."""
 
     layers: range
     is_low: bool
 
 
 class XllmDecoder(LlamaDecoder):
-    """A looped decoder of Llama's blocks that reads its prelude again at every update."""
+    """A looped decoder of Llama's blocks; every update can read the prelude's output again."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LlamaDecoder.Config):
@@ -78,7 +79,7 @@ class XllmDecoder(LlamaDecoder):
 
         @property
         def aux(self) -> tuple[str, ...]:
-            """As in the base class, with the parts of a student's loss."""
+            """As in the base class, with the two entries that a student's loss reads."""
             own = () if self.student is None else (ERROR, TAUGHT)
             return (*super(XllmDecoder.Config, self).aux, *own)
 
@@ -99,7 +100,7 @@ class XllmDecoder(LlamaDecoder):
 
         @property
         def updates(self) -> list[Update]:
-            """The updates of one recurrent step, in their order."""
+            """The updates of one recurrent step, in order."""
             core, half = self.looped, len(self.looped) // 2
             if self.states == "one":
                 part = len(core) // self.untied_steps
@@ -117,12 +118,12 @@ class XllmDecoder(LlamaDecoder):
 
         @property
         def draws(self) -> bool:
-            """As in the base class; a normal start is drawn."""
+            """As in the base class; a normal start state is drawn, too."""
             drawn = self.start_state.kind == "normal"
             return drawn or any(layer.dropout for layer in self.layers)
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """As in the base class, with injection and norms where the states are."""
+            """As in the base class; injection and norms get the placements of the states."""
             LlamaDecoder.Config.set_sharding(self, enable_sp=enable_sp)
             if self.injection is not None:
                 self.injection.sharding_config = mixed_states(
@@ -138,7 +139,7 @@ class XllmDecoder(LlamaDecoder):
         def layer_visits(
             self, recurrent_steps: float, backward_steps: float | None = None
         ) -> LayerVisits:
-            """As in the base class, where a step visits its layers as often as its updates do."""
+            """As in the base class, but a step visits a layer once per pass of every update."""
             visits = LlamaDecoder.Config.layer_visits(self, recurrent_steps, backward_steps)
             reached = recurrent_steps
             if backward_steps is not None:
@@ -151,7 +152,8 @@ class XllmDecoder(LlamaDecoder):
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class, with the injection's matrix at every update.
 
-            With a student everything else runs forward alone, but for the coda after it.
+            With a student the rest of the model runs forward only. The coda runs a second time, on
+            the student's state, with a backward pass to its input.
             """
             if self.student is not None:
                 reached, layer = 0, self.layers[0].matrix_elements
@@ -192,7 +194,7 @@ class XllmDecoder(LlamaDecoder):
             self.student = config.student.build()
 
     def forward(self, *args: Any, **named: Any) -> LoopOutput:
-        """As in the base class; with a student that trains, its states and its targets."""
+        """As in the base class; while a student trains, return its prediction and its targets."""
         if self.student is None or not (self.training and torch.is_grad_enabled()):
             return super().forward(*args, **named)
         return self._taught(*args, **named)
@@ -220,12 +222,12 @@ class XllmDecoder(LlamaDecoder):
         return LoopOutput((read_BLD,), (), steps, {ERROR: error_BL, TAUGHT: taught_BLD})
 
     def _prelude(self, tokens: Tensor, context: LoopContext) -> Tensor:
-        """Return e before its norm."""
+        """Return the prelude's output before its norm."""
         carry = super().start(tokens, context)
         return carry if self.injection is None else carry.embedding_BLD
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1: the start state or states, and e."""
+        """Return the carry of step 1: one or two start states, and e."""
         return self._started(self._prelude(tokens, context), context)
 
     def _started(self, prelude_BLD: Tensor, context: LoopContext) -> Carry:
@@ -242,9 +244,9 @@ class XllmDecoder(LlamaDecoder):
         return Injected(state, prelude_BLD)  # type: ignore[arg-type]  two states
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Any:
-        """Return the state after all updates of a step, z_H and z_L where there are two."""
+        """Return the state after all updates of a step; a `Hierarchy` where there are two."""
         state, prelude_BLD = carry
-        visited = 0  # a cache has a slot for each visit of a step, in their order
+        visited = 0  # the cache has one slot per layer visit of a step, in order
         for layers, is_low in self.config.updates:
             x_BLD = state.high_BLD + state.low_BLD if isinstance(state, Hierarchy) else state
             if self.injection is not None:
@@ -269,13 +271,16 @@ class XllmDecoder(LlamaDecoder):
     def read(
         self, hidden_BLD: Any, context: LoopContext, step: int | Tensor | None = None
     ) -> Tensor:
-        """As in the base class; of two states z_H is read."""
+        """As in the base class; reads z_H where there are two states."""
         if isinstance(hidden_BLD, Hierarchy):
             hidden_BLD = hidden_BLD.high_BLD
         return super().read(hidden_BLD, context, step)
 
     def units(self) -> list[Unit]:
-        """As in the base class, with a unit for the injection's matrix, in the compute dtype."""
+        """As in the base class, but the injection is a unit of its own.
+
+        Its matrix then runs in the compute dtype; the base class puts it in the fp32 unit of norms.
+        """
         units = []
         for unit in super().units():
             modules = tuple(part for part in unit.modules if part is not self.injection)
@@ -291,18 +296,18 @@ class XllmDecoder(LlamaDecoder):
     def prompt_columns(
         self, tokens_BL: Tensor, lengths_B: Tensor, *, shortened: bool
     ) -> Mapping[str, Tensor] | None:
-        """As in the base class; a student starts prompts that run fewer steps."""
+        """As in the base class; with a student, shortened prompts start from its state."""
         if self.student is None or not shortened:
             return None
         return {SHORTENED: lengths_B}
 
     def cache_slots(self, recurrent_steps: int) -> tuple[int, int, int]:
-        """As in the base class, with a slot for every visit of a step."""
+        """As in the base class, with one slot for every layer visit of a step."""
         steps, _, others = super().cache_slots(recurrent_steps)
         return steps, self.config.visits, others
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
-        """As in the base class; decay applies to all of an injection, as in the authors' code."""
+        """As in the base class; all parameters of an injection decay, as in the authors' code."""
         group = super().parameter_group(name, parameter)
         if name.startswith("injection."):
             return ParameterGroup(decays=True, is_hidden_matrix=group.is_hidden_matrix)

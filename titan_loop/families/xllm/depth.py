@@ -1,11 +1,11 @@
-"""xLLM-Loop's random depths, for each step or part of a batch: capped Poisson-lognormal numbers.
+"""xLLM-Loop's random depths: capped Poisson-lognormal draws for a step or parts of its batch.
 
     R = min(cap, 1 + Poisson(exp τ)),   τ ~ N(μ, σ²),   μ such that E[R] is the given mean
 
-A draw inverts the distribution at a uniform number that is keyed by the draw's number alone: all
-ranks agree without communication, and a resumed run repeats it. Antithetic draws come in pairs, at
-u and 1 − u. Equal parts of a global batch can have a depth each: they hold the same windows on
-every layout, so that each window keeps its depth.
+A draw inverts the cumulative distribution at a uniform number u, which depends on the seed and the
+draw's index only: all ranks agree without communication, and a resumed run repeats its draws.
+Antithetic draws come in pairs, at u and 1 − u. A global batch can be cut into equal parts with one
+draw each. A part holds the same windows on every parallel layout, so a window keeps its depth.
 
 Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833 II, and their code, which draws for every
 micro-batch.
@@ -34,8 +34,9 @@ def capped_depths(mean: float, sigma: float, most: int) -> NDArray[np.float64]:
     """Return the probabilities of 1 … `most` recurrent steps, (most,).
 
     Args:
-        mean: Mean of the capped number.
-        sigma: σ, above 0.
+        mean: E[R], after the cap.
+        sigma: σ, above 0 and below 3.
+        most: The cap.
 
     Raises:
         UserError: The mean is not between 1 and `most`, or σ is out of range.
@@ -58,9 +59,9 @@ class DrawnDepth(Callback):
     """Draws R of every training step, or of equal parts of its global batch.
 
     Attributes:
-        probabilities: Of 1, 2, … recurrent steps.
+        probabilities: Probabilities of 1, 2, … recurrent steps.
         antithetic: Whether consecutive draws form pairs, at u and 1 − u.
-        per_step: Draws per training step; must divide the number of a rank's micro-batches.
+        per_step: Draws per training step; must divide a rank's micro-batches per step.
         seed: Seed of the draws.
 
     Raises:
@@ -82,7 +83,7 @@ class DrawnDepth(Callback):
         return replace(plan, recurrent_steps=round(sum(depths) / self.per_step), depths=depths)
 
     def draw(self, index: int) -> int:
-        """Return the depth with number `index`, counted from 0."""
+        """Return draw `index`, counted from 0."""
         key = index // 2 if self.antithetic else index
         generator = torch.Generator().manual_seed(key + self.seed)
         uniform = float(torch.rand((), generator=generator))

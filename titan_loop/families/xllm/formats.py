@@ -1,12 +1,13 @@
-"""Folders in the layout of xLLM-Loop's released checkpoints, in and out.
+"""Import and export of folders in the layout of xLLM-Loop's released checkpoints.
 
     config.json {"model", "tokenizer"}, model-*.safetensors with an index, tokenizer/,
     artifact_manifest.json: size and SHA-256 of every file
 
-Their files keep the gain of a norm as an offset from 1, and rotate neighbouring elements of a head;
-checkpoints here keep the gain, and rotate halves. A model without an injection is one of family
-`nanbeige`, with every export of that family. `titan_loop/families/moe/xllm_formats.py` reads
-mixtures of experts.
+Their files store a norm's gain as an offset from 1, and their rotary embedding pairs neighbouring
+elements of a head. Checkpoints here store the gain itself, and pair the two halves of a head. A
+plain loop (no injection, one state, no norm in the loop) is imported as family `nanbeige`, so that
+every export of that family applies. `titan_loop/families/moe/xllm_formats.py` reads mixtures of
+experts.
 
 Source: the code of xLLM-Loop, `xllm/models` and `xllm/paper_part1/artifacts.py`.
 """
@@ -40,7 +41,7 @@ from titan_loop.storage.json_files import write_json
 from titan_loop.storage.staged_folder import staged_folder
 
 WINDOW = 8192
-"""Tokens of a window in all of their recipes; the config does not say it."""
+"""Tokens of a window in all of their recipes; their config does not record it."""
 
 _OF_LAYER = {
     "self_attn.q_proj.": "attention.wq.",
@@ -70,7 +71,7 @@ _STATES: dict[str, States] = {"none": "one", "shared_hl": "shared", "split_hl": 
 
 @dataclass(frozen=True, kw_only=True)
 class XllmShape(LlamaShape):
-    """The shape of a released model; fields as the options of the family."""
+    """The shape of a released model; its own fields are named as the options of family `xllm`."""
 
     title: ClassVar[str] = "xLLM"
     family: ClassVar[str] = "xllm"
@@ -90,7 +91,7 @@ class XllmShape(LlamaShape):
         "num_values": 0,
         "residual_func": "base",
     }
-    """Fields of the model section that must have one value where they are present."""
+    """Fields of the model section, with the only value that is supported; a field may be absent."""
     of_model: ClassVar[Mapping[str, str]] = {
         **LlamaShape.of_model,
         "model.injection.": "injection.",
@@ -110,7 +111,7 @@ class XllmShape(LlamaShape):
 
     @classmethod
     def describes(cls, config: Mapping[str, Any]) -> bool:
-        """As in the base class; the config has a section that describes the model."""
+        """As in the base class; a dense model's config has a `model` section with an `arch`."""
         model = config.get("model")
         return isinstance(model, dict) and "arch" in model and not model.get("num_experts")
 
@@ -155,11 +156,11 @@ class XllmShape(LlamaShape):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model is a plain loop of Llama's blocks."""
+        """Whether family `nanbeige` can run the model: a plain loop of Llama's blocks."""
         return self.injection == "none" and self.states == "one" and not self.state_norm
 
     def loop_options(self) -> dict[str, Any]:
-        """Return the options of size, prelude, core and coda."""
+        """Return the options that set the size and the loop, by name."""
         names = {each.name for each in fields(XllmShape)} & {
             each.name for each in fields(XllmOptions)
         }
@@ -194,7 +195,7 @@ class XllmShape(LlamaShape):
 
     @property
     def _module(self) -> str:
-        """Name of the injection's module in their three classes."""
+        """Name of the injection's module, which differs between their three classes."""
         if self.untied_steps > 1:
             return "dense_prelude_input_injection_module"
         of_loop = not (self.prelude_layers or self.coda_layers)
@@ -210,7 +211,7 @@ class XllmShape(LlamaShape):
         return stored.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """Return a tensor as their files have it."""
+        """Return a checkpoint's tensor in the form of their files: the inverse of `loaded`."""
         weight = super().read(reader, tensor)
         if tensor.endswith("norm.weight"):
             return weight - 1
@@ -218,12 +219,12 @@ class XllmShape(LlamaShape):
         return weight if heads is None else neighbours(weight, heads)
 
     def _rotated_heads(self, tensor: str) -> int | None:
-        """Return the number of heads of a query or key matrix; None for other tensors."""
+        """Return the heads of a query or key matrix, which rotation permutes; None for the rest."""
         of = {"self_attn.q_proj.weight": self.n_heads, "self_attn.k_proj.weight": self.n_kv_heads}
         return next((heads for name, heads in of.items() if tensor.endswith(name)), None)
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """Return the model section, complete for their `ModelConf`."""
+        """Return the `model` section of config.json, which their `ModelConf` reads."""
         return {
             **{name: value for name, value in self.fixed.items() if name != "residual_func"},
             "model_dim": self.dim,
@@ -284,7 +285,7 @@ class XllmShape(LlamaShape):
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """As in the base class; their classes have fewer combinations than the family."""
+        """As in the base class; refuse combinations of options that their classes lack."""
         shape = super().from_architecture(
             architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
         )
@@ -306,7 +307,7 @@ class XllmShape(LlamaShape):
 
 
 def _read_transformer(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loop of a `LoopedTransformer`: of a span of layers, or untied with injections."""
+    """Return the loop of their `LoopedTransformer`: over a span of layers, or untied steps."""
     layers, loops = integer(model, "num_layers"), integer(model, "loop_times", 1)
     first, stop = model.get("loop_start_layer", 0), model.get("loop_end_layers")
     for name, value in (("loop_start_layer", first), ("loop_end_layers", stop)):
@@ -340,7 +341,7 @@ def _read_transformer(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_huginn(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loop of a `Huginn` or a `DepthControlledHuginn`."""
+    """Return the loop of their `Huginn` or `DepthControlledHuginn`."""
     layers, prelude = integer(model, "num_layers"), integer(model, "huginn_prelude_layers")
     coda = integer(model, "huginn_coda_layers")
     core = model.get("huginn_recurrent_layers")
@@ -371,7 +372,7 @@ def _read_huginn(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_released(export: Export, output: Path) -> None:
-    """Write a folder with its manifest; the weights are rounded to bfloat16, as theirs."""
+    """Write a folder with its manifest; weights are rounded to bfloat16, as in the release."""
     shape = export.shape
     assert isinstance(shape, XllmShape)
     named = {shape.file_name(tensor): tensor for tensor in shape.tensor_shapes()}
@@ -396,7 +397,7 @@ def write_released(export: Export, output: Path) -> None:
 
 
 def _manifest(folder: Path, name: str, export: Export) -> dict[str, Any]:
-    """Return the list of files that their loader verifies before it reads a tensor."""
+    """Return the manifest; their loader verifies its files before it reads a tensor."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     shards = [file for file in files if file.suffix == ".safetensors"]
     manifest = {

@@ -1,12 +1,20 @@
-"""Injections: an update of the core reads the output e of the prelude again.
+"""Injections: every update of the core reads e, the prelude's output, again.
 
     diagonal     x = h' + u,                                h' = exp(−Δ a) ⊙ h,   u = Δ ⊙ W e
     orthogonal   x = h' − ⟨h', u⟩ / (⟨u, u⟩ + ε) u + u
     linear       x = A [h; e] + b
 
-Δ = softplus(δ) and a = exp(α) have a number for each dimension; W starts as the identity. The
-orthogonal form removes the decayed state's component along the update, so that reading e again and
-again cannot pile it up; products are taken over the width, in at least fp32.
+x is the core's input. Δ = softplus(δ) and a = exp(α) are vectors of width D; W starts as the
+identity. The orthogonal form removes the decayed state's component along the update u, so that
+repeated injections cannot accumulate along it; its inner products are over the width, in at least
+fp32.
+
+| symbol | code |
+|---|---|
+| W, A | `weight` |
+| b | `bias` |
+| α, δ | `log_decay`, `step_bias` |
+| ε | `_EPSILON` |
 
 Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and II), arXiv
 2610.06833, and their code.
@@ -31,7 +39,7 @@ _EPSILON = 1e-6
 
 
 class DiagonalInjection(AdditiveInjection):
-    """Decays the state and adds a projection of e, both at a learned rate for each dimension."""
+    """Decays the state and adds a projection of e, with learned rates for each dimension."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AdditiveInjection.Config):
@@ -102,10 +110,10 @@ class LinearInjection(AdditiveInjection):
 def injection_config(
     kind: Injection, dim: int, *, step: float, std: float
 ) -> AdditiveInjection.Config | None:
-    """Return the injection of a kind, None for none.
+    """Return the config of an injection of width `dim`; None for kind "none".
 
     Args:
-        step: Δ at the start, above 0; a starts at 1.
+        step: Δ before training, above 0; a starts at 1.
         std: Standard deviation of the initial A.
     """
     if kind == "none":

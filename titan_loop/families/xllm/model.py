@@ -1,8 +1,9 @@
 """xLLM-Loop: named sizes and options; `decoder.py` has the equations.
 
-Sizes `s`, `m` and `l` are from Part II (1 layer of prelude, 2 of core, 1 of coda), `730m` is from
-Part I (8, 12 and 8). Initial weights are the authors': matrices normal with standard deviation
-0.02, embedding and head with 1/√D, truncated at three standard deviations.
+Sizes `s`, `m` and `l` are from Part II (1 layer of prelude, 2 of core, 1 of coda: the defaults).
+`730m` is from Part I and needs `prelude_layers=8` and `coda_layers=8` for the paper's 8, 12 and 8.
+Initial weights follow the authors: normal with standard deviation 0.02 for matrices and 1/√D for
+embedding and head, truncated at three standard deviations.
 
 Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and II), arXiv
 2610.06833, and their code. Deviation: AdamW does not decay the gains of norms, which they keep as
@@ -50,17 +51,18 @@ class XllmOptions(LlamaOptions):
     family: FamilyName = field(default="xllm", init=False)
 
     prelude_layers: int = 1
-    """The first of the layers, which run once, before the loop."""
+    """Number of first layers, which run once before the loop."""
 
     coda_layers: int = 1
-    """The last of the layers, which run after the loop: once, but with an exit gate for each of the
-    R states that are read."""
+    """Number of last layers, which run after the loop: once, or, with an exit gate, for each
+    of the R states."""
 
     norm_eps: float = 1e-6
     """Added to the mean square in every norm."""
 
     residual_scale: ResidualScale = "none"
-    """Meaning of n in the initial scale of a layer's branches, 1/sqrt(2·n); with none it is 1."""
+    """n in the initial gain of a layer's branches, 1/sqrt(2·n): the number of layers, or of their
+    visits at the model's recurrent_steps; none makes the gain 1."""
 
     injection: Injection = "diagonal"  # type: ignore[assignment]  other kinds than the generic loop
     """Injection of the prelude's output into every update: none, diagonal, linear, orthogonal."""
@@ -72,26 +74,28 @@ class XllmOptions(LlamaOptions):
     """State before the first update: normal (noise), zero, or input (the prelude's output)."""
 
     states: States = "one"
-    """Recurrent states: one; or two, high and low, whose updates run all looped layers (shared) or
-    half of them each (split). A recurrent step is then a high cycle."""
+    """Recurrent states: one; or two, high and low, which are updated by the same looped layers
+    (shared) or by one half of them each (split). A recurrent step is then a high cycle."""
 
     low_cycles: int = 3
-    """Updates of the low state in every high cycle."""
+    """Updates of the low state in every high cycle; with one state it has no effect."""
 
     core_passes: int = 1
-    """Passes through the layers in one update."""
+    """Passes through an update's layers; the injection runs before the first pass only."""
 
     untied_steps: int = 1
-    """Equal parts of the looped layers, with weights of their own, each after an injection."""
+    """Number of equal parts of the looped layers, each preceded by an injection: with R = 1, an
+    unrolled loop whose steps do not share weights."""
 
     prelude_norm: bool = False
-    """Whether the injected output of the prelude is normed."""
+    """Whether the prelude's output is normed before it enters the loop."""
 
     state_norm: bool = False
-    """Whether every update ends with a norm without a gain."""
+    """Whether every update ends with an RMSNorm that has no learned gain."""
 
     student: int = 0
-    """Blocks of the student that predicts the state of prompts; with one, nothing else trains."""
+    """Number of blocks in the student, which predicts the state of prompts; 0 for no student. In a
+    model with a student only the student trains."""
 
 
 def _check(options: XllmOptions, shape: ModelSize) -> None:

@@ -2,15 +2,15 @@
 
     R ~ p = softmax(θ) over 1 … R_max
     after a step with loss L:   c = −exp(−L),   A = (c − mean c) · std L / std c
-    θ descends   A log p_R + λ_m (E[R] − m)² + λ_H Σ p log p
+    Adam minimises over θ:      A log p_R + λ_m (E[R] − m)² + λ_H Σ p log p
 
-A depth that lowers the perplexity more than others becomes likelier, unless the penalty on the mean
-prevents it; A is in units of the loss. Means and standard deviations are moving averages. The first
-`burn_in` steps only fill these.
+A depth whose perplexity is below average becomes more probable, unless the penalty on the mean
+prevents it. The factor std L / std c puts A in units of the loss. Means and standard deviations are
+moving averages; the first `burn_in` steps update these and leave θ as it is.
 
 Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833 II, Table 2 (learned), and their code, whose
-defaults are used here. Deviations: one draw for a training step, where they draw for every
-micro-batch; a step's draw is keyed by its number.
+defaults are used here. Deviations: one draw per training step, where they draw for every
+micro-batch; a draw is keyed by the seed and the number of the training step.
 """
 
 import math
@@ -38,12 +38,12 @@ class PriorSettings:
     """Settings of a learned distribution.
 
     Attributes:
-        entropy_weight: λ_H.
+        entropy_weight: λ_H; above 0 it favours a broad distribution.
         mean_weight: λ_m; 0 leaves the mean free.
-        mean: m.
+        mean: m, the mean number of steps that the penalty aims at.
         rate: Adam's learning rate.
         average_decay: Decay of the moving averages.
-        burn_in: Steps before the first update.
+        burn_in: Training steps before the first update of θ.
     """
 
     entropy_weight: float = 0.0
@@ -56,13 +56,13 @@ class PriorSettings:
 
 @dataclass
 class Moments:
-    """Moving mean and variance of a number."""
+    """Exponential moving mean and variance of a number."""
 
     mean: float = 0.0
     variance: float = 0.0
 
     def update(self, value: float, *, decay: float, first: bool) -> None:
-        """Take in a step's number."""
+        """Add a training step's value; the first one becomes the mean."""
         if first:
             self.mean = value
             return
@@ -95,13 +95,13 @@ class DepthPrior:
         return self.logits.detach().softmax(0)
 
     def draw(self, *key: int) -> int:
-        """Return a depth; equal keys and distributions draw equal ones."""
+        """Return a depth, which depends on the key and the distribution only."""
         seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
         generator = torch.Generator().manual_seed(seed)
         return int(torch.multinomial(self.probabilities, 1, generator=generator)) + 1
 
     def learn(self, depth: int, loss: float) -> None:
-        """Take in the mean loss, in nats per token, of a training step with R = `depth`."""
+        """Update from a training step with R = `depth` and mean loss `loss`, in nats per token."""
         settings, cost = self.settings, -math.exp(-loss)
         if self.updates >= settings.burn_in:
             scale = 1.0
@@ -131,7 +131,7 @@ class DepthPrior:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON that continues exactly."""
+        """Return state for JSON, from which training continues exactly."""
         moments = self._adam.state.get(self.logits, {})
         return {
             "logits": self.logits.tolist(),
@@ -142,7 +142,7 @@ class DepthPrior:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a distribution over equally many depths."""
+        """Continue from a saved state, which must have the same number of depths."""
         logits = torch.tensor(state["logits"], dtype=torch.float64)
         if logits.shape != self.logits.shape:
             raise UserError(
@@ -152,7 +152,7 @@ class DepthPrior:
         with torch.no_grad():
             self.logits.copy_(logits)
         if state["adam"]:
-            # The number of steps is fp32 in torch, the moments are as the logits.
+            # Adam keeps its step count in fp32, and its moments in the logits' dtype.
             self._adam.state[self.logits] = {
                 name: torch.tensor(value, dtype=torch.float32 if name == "step" else torch.float64)
                 for name, value in state["adam"].items()
@@ -164,11 +164,11 @@ class DepthPrior:
 class LearnedDepth(Callback):
     """Draws R of every training step from a distribution that learns from the step's loss.
 
-    Waits for the loss of every step: the next depth depends on it.
+    The host waits for the loss of every step, since the next draw depends on it.
 
     Args:
         probabilities: As in `DepthPrior`, such as `capped_depths(5, 0.5, 64)`.
-        settings: Settings of the distribution; None takes the published ones.
+        settings: Settings of the distribution; None takes the defaults of the authors' code.
         seed: Seed of the draws.
     """
 
@@ -184,7 +184,7 @@ class LearnedDepth(Callback):
         self._seed = seed
 
     def on_train_start(self, trainer: TrainingState) -> None:
-        """Forget an earlier start of this process, if this one begins anew."""
+        """Reset the distribution when training starts from step 0, in case it was used before."""
         if trainer.step == 0:
             self.prior = self._new()
 
@@ -208,6 +208,6 @@ class LearnedDepth(Callback):
         return {KEY: self.prior.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from it."""
+        """Continue from a saved state; keep the initial one if the checkpoint has none."""
         if KEY in state:
             self.prior.load_state_dict(state[KEY])

@@ -1,12 +1,12 @@
 """The state before the first recurrent update: zeros, the prelude's output, or noise.
 
-Noise is N(0, 1/D), drawn anew in every training pass. An evaluation must be repeatable, so it uses
-a fixed number for every position p of a document and dimension d:
+Noise is N(0, 1/D). Training draws it anew in every forward pass. An evaluation must be repeatable,
+so it computes a fixed value for every position p in a document and every dimension d:
 
     √(2/D) · erf⁻¹(2 frac(43758.5453123 sin(0.013579 d + 0.021713 p + 0.123457)) − 1)
 
-Source: the code of xLLM-Loop, whose number also depends on the row of the batch; here all rows have
-its first row's numbers, so that an answer does not depend on other rows.
+Source: the code of xLLM-Loop. Deviation: their value also depends on the row of the batch; here
+every row gets the first row's values, so that an answer does not depend on its place in a batch.
 """
 
 import math
@@ -22,7 +22,7 @@ Start: TypeAlias = Literal["normal", "zero", "input"]
 
 
 class StartState(Drawing):
-    """Returns the first state for the prelude's output."""
+    """Makes the first state from the prelude's output."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Drawing.Config):
@@ -35,7 +35,7 @@ class StartState(Drawing):
         self.kind = config.kind
 
     def forward(self, prelude_BLD: Tensor, positions_BL: Tensor) -> Tensor:
-        """Return the state, of the prelude's shape, dtype and placements."""
+        """Return the state, with the shape, dtype and placements of the prelude's output."""
         if self.kind == "input":
             return prelude_BLD
         if self.kind == "zero":
@@ -49,7 +49,7 @@ class StartState(Drawing):
 
 
 def fixed_noise(positions_BL: Tensor, dim: int) -> Tensor:
-    """Return (B or 1, L, D) fp32 numbers, about normal with variance 1/D, that repeat."""
+    """Return repeatable, roughly normal fp32 noise of variance 1/D, (B or 1, L, D)."""
     place_D = torch.arange(dim, device=positions_BL.device, dtype=torch.float32)
     phase_BLD = place_D * 0.013579 + positions_BL.unsqueeze(-1).float() * 0.021713
     hashed_BLD = (phase_BLD + 0.123457).sin() * 43758.5453123

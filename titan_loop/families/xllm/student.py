@@ -1,4 +1,4 @@
-"""Distilled prefill: a student predicts the state of a prompt, so that one recurrence is enough.
+"""Distilled prefill: a student predicts a prompt's last state, so that one recurrence is enough.
 
     s = blocks(W e)                       e = the prelude's output, before any norm
     L = 1/N Σ_i [ |s_i − h_i|² / E + KL(head(coda(h_i)) || head(coda(s_i))) ]
@@ -7,11 +7,11 @@
 |---|---|
 | W, blocks | `Student`, `model.student` blocks of the model's own kind |
 | h | state after R steps of the frozen model |
-| E | mean square of h over a window |
+| E | mean square of h over a window; squares are means over the width, too |
 | N | valid tokens of the global batch |
 
-In a model with a student nothing else trains. A prompt that runs fewer steps than generated tokens
-(`--prefill-steps`) starts from s in place of the start state.
+In a model with a student only the student trains. A prompt that runs fewer steps than generated
+tokens do (`--prefill-steps`) starts from s instead of the start state.
 
 Source: Huang et al. 2026 ("Towards Looped Models Done Right", Part II), Table 4, and their code.
 Deviation: E there is one number, the mean over 64 windows; here every window has its own, which
@@ -54,7 +54,7 @@ class Student(Module):
         self.layers = ModuleList(layer.build() for layer in config.layers)
 
     def forward(self, prelude_BLD: Tensor, context: LoopContext) -> Tensor:
-        """Return the predicted state; a cache in the context is left alone."""
+        """Return the predicted state; never reads or writes a cache in the context."""
         state_BLD = self.input(prelude_BLD)
         for layer in self.layers:
             state_BLD = layer(state_BLD, context._replace(cache=None))
@@ -82,11 +82,14 @@ def scaled_error(predicted_BLD: Tensor, state_BLD: Tensor) -> Tensor:
 
 @torch.no_grad()
 def start_from_teacher(student: Student, layers: Sequence[nn.Module], injection: nn.Module) -> None:
-    """Start a student as one recurrence from a zero state, whole or sharded.
+    """Set the student's weights so that it computes one recurrence from a zero state.
+
+    The model may be whole or sharded. Exact with one core pass, no untied steps, and neither
+    `prelude_norm` nor `state_norm`.
 
     Args:
         layers: Layers of the core, as many as the student has blocks.
-        injection: An injection with a Δ, which gives W = Δ ⊙ W_in.
+        injection: A diagonal or orthogonal injection; Δ and its matrix W_in give W = Δ ⊙ W_in.
     """
     for block, layer in zip(student.layers, layers, strict=True):
         for name, parameter in block.named_parameters():

@@ -1,4 +1,4 @@
-"""The objective of the prefill's student, and its first weights; `student.py` has the symbols.
+"""The objective of the prefill student, and its initial weights; `student.py` has the symbols.
 
 L = 1/N Σ_i [ |s_i − h_i|² / E + KL(head(coda(h_i)) || head(coda(s_i))) ]
 """
@@ -21,14 +21,14 @@ from titan_loop.training.callback import Callback, TrainingState
 
 
 class StudentLoss(StreamedLoss):
-    """The student's error in the state, and in the distribution of the next token."""
+    """The student's squared error in the state, plus its KL in the next token's distribution."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
         """Has no options of its own."""
 
         def collect(self, *, exit_gate: bool) -> Collect:
-            """Return the last step."""
+            """Ask for the last state only."""
             return "last"
 
         def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
@@ -66,10 +66,10 @@ class StudentLoss(StreamedLoss):
 
 
 class TeacherStart(Callback):
-    """Starts a new student with the weights of the core and of the injection."""
+    """Starts a new student from the weights of the core and of the injection."""
 
     def on_train_start(self, trainer: TrainingState) -> None:
-        """Copy the weights, unless the student has trained already."""
+        """Copy the weights at step 0; a resumed run keeps its student."""
         model = trainer.model
         if trainer.step == 0:
             assert isinstance(model, XllmDecoder)
