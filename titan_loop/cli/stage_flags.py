@@ -63,7 +63,7 @@ def apply_to_stages(
                 f"--stage {only}; leave one of them out"
             )
     for stage in recipe.stages if only is None else [recipe.stage(only)]:
-        stage.config.dump_folder = recipe.folder or f"runs/{recipe.name}"  # as --help shows it
+        stage.config.dump_folder = recipe.folder or f"runs/{recipe.name}"  # --help shows it
         stage.config = apply_overrides(stage.config, common, program)
         try:
             stage.config = apply_overrides(stage.config, own.get(stage.name, []), program)

@@ -35,7 +35,7 @@ def of_questions(share: float, questions: int) -> Interval:
 def of_seeds(values: Sequence[float], shared_variance: float = 0.0) -> Interval:
     """Return the mean of seeds with Student's interval; a single seed has only the shared part.
 
-    `shared_variance` of the mean comes from a sample that all seeds share, such as documents.
+    `shared_variance` is the mean's variance from a sample that all seeds share, such as documents.
     """
     from scipy.stats import t
 

@@ -44,7 +44,7 @@ def verified(path: Path) -> list[ListedCheckpoint]:
 
 
 def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Write missing tables of entries; yield each checkpoint, and whether it lacked its table."""
+    """Write missing `tensors.json` files; yield each checkpoint, and whether it lacked the file."""
     from titan_loop.checkpoint.tensor_table import convert_checkpoint  # imports torch
 
     for path in paths:

@@ -65,7 +65,7 @@ class Allocation:
         return _FIRST_PORT + (block * PORTS_A_JOB) % _PORTS + offset
 
     def srun(self, site: Site, *command: str, wait: int = WAIT_SECONDS) -> list[str]:
-        """Return the command that starts `titan-loop` on every rank; `wait` as `WAIT_SECONDS`."""
+        """Return the command that starts `titan-loop` on every rank; `wait` is its `--wait`."""
         program = [sys.executable, "-m", "titan_loop"]
         if site.container:
             program = [*site.container, "titan-loop"]

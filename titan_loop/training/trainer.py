@@ -4,7 +4,7 @@ One training step:
 
     plan_step(tokens) ─► R, β, learning rate, windows
     loader.read_step ─► micro-batches ─► forward, backward ─► gradients ─► clip
-    finite and no callback's objection on any rank? ─► update, else skip ─► metrics, callbacks
+    finite on all ranks, and no callback objects? ─► update, else skip ─► metrics, callbacks
     any rank asked to stop? ─► save and leave
 
 Every schedule is a pure function of the global token count, which does not depend on the number of
@@ -114,7 +114,7 @@ class LoopTrainer(Trainer):
 
     @property
     def held_back(self) -> bool:
-        """Whether the newest step must not be saved; the last step of a start always is."""
+        """Whether a callback forbids saving the newest step; none can forbid a start's last."""
         return not self.at_last_step and not all(each.may_save() for each in self.callbacks)
 
     @property

@@ -50,7 +50,7 @@ def survival_errors(
 
     Args:
         model: A model whose layers loop, whole on this device.
-        windows: At least one label.
+        windows: Windows with at least one label among them.
         thresholds: τ, each in (0, 1].
     """
     policies = [None, *map(Survival, thresholds)]
