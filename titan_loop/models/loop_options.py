@@ -34,7 +34,7 @@ class LoopOptions(ModelOptions):
     """Number of learned positions, at least as many as a window has tokens."""
 
     relative_window: int | None = None
-    """Largest distance with a position of its own; all larger distances count as this one."""
+    """Largest relative distance between positions; larger ones count as this one."""
 
     injection: InjectionKind = "none"
     """Injection of the embedding into every recurrent step: none, as in Ouro; additive; or
@@ -44,8 +44,7 @@ class LoopOptions(ModelOptions):
     """Number of first layers, which run once before the loop."""
 
     coda_layers: int = 0
-    """Number of last layers, which run after the loop: once, or, with an exit gate, for each
-    of the R states."""
+    """Number of last layers, which run after the loop on every state that is read."""
 
     residual_scale: ResidualScale = "layers"
     """n in the initial gain of a layer's branches, 1/sqrt(2·n): the number of layers, or of their

@@ -125,7 +125,7 @@ class LatentOptions(LoopOptions):
     vector of their distance; or any other kind that Ouro has."""
 
     relative_window: int | None = 64
-    """Largest distance with a position of its own; all larger distances count as this one."""
+    """Largest relative distance between positions; larger ones count as this one."""
 
 
 class FactorEmbedding(Embedding):

@@ -233,7 +233,7 @@ def analyse_steps(
     loaded, task, names = open_task(run, strata, questions)
     recurrence = loaded.manifest["trainer"].get("recurrence", {})
     trained = recurrence.get("max_steps") or loaded.recurrent_steps
-    depth = chosen_steps(recurrent_steps or 2 * trained, loaded)
+    depth = chosen_steps(2 * trained if recurrent_steps is None else recurrent_steps, loaded)
     found = step_exam(loaded.model, task, names, steps=depth, count=questions, policies=exit)
     shown = sorted({1, trained, depth, *(2**power for power in range(depth.bit_length()))})
     rows = [["stratum", *(f"R={step}" for step in shown), *exit]]

@@ -6,8 +6,8 @@ Initial weights follow the authors: normal with standard deviation 0.02 for matr
 embedding and head, truncated at three standard deviations.
 
 Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and II), arXiv
-2610.06833, and their code. Deviation: AdamW does not decay the gains of norms, which they keep as
-an offset from 1.
+2610.06833, and their code. Deviation: AdamW does not decay the gains of norms. The authors' does,
+since they keep a gain as its offset from 1.
 """
 
 from copy import deepcopy
@@ -54,8 +54,7 @@ class XllmOptions(LlamaOptions):
     """Number of first layers, which run once before the loop."""
 
     coda_layers: int = 1
-    """Number of last layers, which run after the loop: once, or, with an exit gate, for each
-    of the R states."""
+    """Number of last layers, which run after the loop on every state that is read."""
 
     norm_eps: float = 1e-6
     """Added to the mean square in every norm."""
