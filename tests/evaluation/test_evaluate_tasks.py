@@ -85,6 +85,7 @@ def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path):
         patch.setattr(HarnessTasks, "find", _nobody_knows)
         report = evaluate_tasks(own_run, options)
     assert list(report.tasks) == ["mano", "mmlu_dev", "multi_hop"]
+    assert "limit=4 num_fewshot=own" in report.settings["mano"]
     for readings in report.tasks.values():
         assert list(readings) == ["static:1", "static:4"]
         for reading, result in readings.items():

@@ -75,6 +75,13 @@ def test_half_a_character_at_the_end_is_not_swallowed():
     assert stream.rest() == "\ufffd"
 
 
+def test_special_tokens_are_not_shown():
+    stream = Detokenizer(TOKENIZER)
+    ids = [*TOKENIZER.encode("a").ids, TOKENIZER.token_to_id(END_OF_TEXT)]
+    assert [stream.push(token) for token in ids] == ["a", ""]
+    assert stream.rest() == ""
+
+
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(UserError, match="stop='' would end"):
         Detokenizer(TOKENIZER, ("",))

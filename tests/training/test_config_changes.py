@@ -84,7 +84,10 @@ def test_one_line_a_field(
 
 
 def test_other_moments_need_consent(config: LoopTrainer.Config):
-    config.adamw.beta2, config.adamw.weight_decay = 0.99, 100.0
+    config.adamw.weight_decay = 100.0
+    with pytest.raises(UserError, match=r"adamw\.weight_decay.*0\.1 → 100\.0; undo this"):
+        run_training(config, command=["test"])
+    config.adamw.beta2 = 0.99
     message = r"adamw\.weight_decay 0\.1 → 100\.0; adamw\.beta2 0\.95 → 0\.99; .*--accept-change"
     with pytest.raises(UserError, match=message):
         run_training(config, command=["test"])

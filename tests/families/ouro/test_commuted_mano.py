@@ -53,6 +53,9 @@ def test_settings_are_chosen_on_other_questions_than_are_reported() -> None:
     )
     assert reported.isdisjoint(tuning)
     assert min(len(reported), len(tuning)) > 100
+    # Most held-out questions are reported.
+    drawn = {task.identity(q) for q in Mano.held_out_questions(task, 400, Operations(3))}
+    assert len(drawn & reported) > 2 * len(drawn & tuning)
     for question in task.held_out_questions(50, Operations(3, tuning=True)):
         assert task.is_held_out(question)
         assert question.operations == 3
