@@ -48,14 +48,12 @@ def test_settings_are_chosen_on_other_questions_than_are_reported() -> None:
     task = CommutedMano(7, 3)
     assert list(task.strata) == ["3_operations", "tuning_3_operations"]
     reported, tuning = (
-        {task.identity(question) for question in task.held_out_questions(300, stratum)}
+        {task.identity(question) for question in task.held_out_questions(2000, stratum)}
         for stratum in task.strata.values()
     )
     assert reported.isdisjoint(tuning)
-    assert min(len(reported), len(tuning)) > 100
-    # Most held-out questions are reported.
-    drawn = {task.identity(q) for q in Mano.held_out_questions(task, 400, Operations(3))}
-    assert len(drawn & reported) > 2 * len(drawn & tuning)
+    assert len(tuning) > 300
+    assert len(reported) > 1.5 * len(tuning)  # most questions that are held out are reported
     for question in task.held_out_questions(50, Operations(3, tuning=True)):
         assert task.is_held_out(question)
         assert question.operations == 3
