@@ -82,6 +82,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "rank32_distilled_first": {**FIRST, "every_step": Schedule.constant(0.5)},
     "rank32_distilled_first_more": {**FIRST, "every_step": Schedule.constant(0.7)},
     "rank32_distilled_first_half": {**FIRST, "every_step": _late(0.5, HALF)},
+    "rank32_distilled_first_quarter": {**FIRST, "every_step": _late(0.5, TOTAL_TOKENS // 4)},
     "rank32_distilled_first_third": {**FIRST, "every_step": Schedule.constant(0.3)},
     "rank32_half_distilled_first": {
         **FIRST,

@@ -67,6 +67,13 @@ def test_a_prefix_is_its_documents_alone():
         torch.testing.assert_close(state[here], want, atol=CLOSE, rtol=0)
 
 
+def test_the_low_states_start_is_drawn_with_a_standard_deviation_of_1():
+    torch.manual_seed(3)
+    models = [build_decoder(HrmTextOptions(n_layers=2), max_seq_len=8) for _ in range(16)]
+    starts = torch.cat([model.state_dict()["low_start.weight"].flatten() for model in models])
+    assert starts.std().item() == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 7, 9, 12, None])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_gradient_passes_through_the_last_k_passes(k, checkpointed):
