@@ -49,7 +49,7 @@ def miniature_short() -> Recipe:
 
 
 def miniature_readable() -> Recipe:
-    """The kept branch with a readout for each step; three quarters of the loss are the last step alone."""
+    """The kept branch with a readout for each step; most of the loss is the last step's."""
     recipe = _recipe("miniature_readable", corpus="corpora/miniature", share=1.0)
     recipe.stages = [stage for stage in recipe.stages if not stage.name.endswith(UPCYCLED)]
     for stage in recipe.stages:
