@@ -26,7 +26,7 @@ class StartFrom:
 
     Attributes:
         parent: A checkpoint, or a run, to use its newest one; empty for initial weights. A parent
-            with damaged files is refused: falling back to an older one should be your decision.
+            whose files do not match its manifest is refused: falling back should be your decision.
         optimizer: Whether to take the optimiser's moments, too; otherwise they start at zero.
         keep_initial: Patterns of entries, such as "exit_gate.*", that keep their initial values if
             the parent lacks them; the model option before the first dot may then differ.
@@ -100,7 +100,7 @@ def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Sta
         may_differ.add("n_layers")
     may_differ |= {pattern.partition(".")[0] for pattern in carry.keep_initial}
     rest_fits = different_options(saved, wanted) <= {*may_differ, "n_layers"}
-    # Upcycling helps only if nothing else differs and the layers are a multiple.
+    # Upcycling helps only if nothing else differs and the number of looped layers is a multiple.
     deeper = rest_fits and len(looped_layers(wanted)) % len(looped_layers(saved)) == 0
     check_architecture(
         saved,

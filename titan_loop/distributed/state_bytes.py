@@ -39,7 +39,7 @@ def state_bytes(
     muon: bool = False,
     averaged: bool = False,
 ) -> StateBytes:
-    """Return the bytes of one rank's share; FSDP shards over `shards` ranks, without replicas."""
+    """Return the bytes of one rank's share; `shards` is FSDP's degree, not counting replicas."""
     sizes, hidden_elements = _measured(config)
     parameters, gradients = (
         _VALUE_BYTES * sum(_shard_elements(size, shards, tensor_parallel, kind) for size in sizes)

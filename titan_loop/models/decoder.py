@@ -129,7 +129,7 @@ class LoopDecoder(Decoder):
         def architecture(self) -> dict[str, Any]:
             """Return the family's name and every option that changes the model's output.
 
-            Two models must agree in them to share a checkpoint. A key that a checkpoint lacks has
+            Two models must agree on them to share a checkpoint. A key that a checkpoint lacks has
             the value of the family's default model, so the default of a new option must keep the
             old behaviour.
             """
@@ -268,7 +268,7 @@ class LoopDecoder(Decoder):
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
         """Apply every looped layer once, and the norm if it ends every step; return h_step.
 
-        All steps share their weights: `step`, from 1 or a (B,) tensor, only addresses the cache.
+        `step`, an int from 1 or a (B,) tensor, only addresses the cache unless `tells_step` is set.
         """
         looped = self.config.looped
         hidden_BLD = self._visit(looped, self.input(carry, context), context, step, -looped.start)
@@ -323,7 +323,7 @@ class LoopDecoder(Decoder):
         slot: CacheSlot | None,
         step: int | Tensor | None,
     ) -> Tensor:
-        """Apply a layer at `step`, None outside the loop; a family may keep its other results."""
+        """Apply a layer at `step`, None outside the loop; a family may keep other outputs of it."""
         return self.layers[str(index)](hidden_BLD, context, slot)
 
     def readout(self, read_BLD: Tensor) -> Tensor:

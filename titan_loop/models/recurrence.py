@@ -1,7 +1,7 @@
 """The repeated application of the stack, and the carry between two recurrent steps.
 
     carry_1 = start(tokens)
-    h_r     = step(carry_r) = norm(layers(input(carry_r)))
+    h_r     = step(carry_r) = norm(layers(input(carry_r))),   norm if it ends every step
     carry_{r+1} = advance(carry_r, h_r)
 
 The *carry* is the starting point of a step: the state alone in Ouro, state and embedding with input
@@ -30,7 +30,7 @@ class Recurrence(Module):
     """The loop over recurrent steps, with truncated gradients and recomputation.
 
     The backward pass reaches the last `backward_steps` steps; None for all. `recurrent_steps` is R
-    of the latest pass, for a family that truncates within its steps.
+    of the latest pass, for families whose step or readout depends on it.
     """
 
     @dataclass(kw_only=True, slots=True)

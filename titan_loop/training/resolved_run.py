@@ -31,7 +31,7 @@ from titan_loop.training.preflight import refusals
 class ResolvedRun:
     """A run that can be trained, from `resolve`; neither config nor architecture may be changed.
 
-    `config` is a copy of the user's in which the model's open options, `model_spec`, `optimizer`
+    `config` is a copy of the user's in which the model's unset options, `model_spec`, `optimizer`
     and `lr_scheduler` are filled in, and a budget in FLOPs has set the number of tokens.
     """
 

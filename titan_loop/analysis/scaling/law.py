@@ -10,7 +10,7 @@ up to a bound. `Law.formula` has the equations; X is in `log_experts`.
 
 Sources: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendices D and E (additive; they publish R² but
 no coefficients). Schwethelm et al. 2026, arXiv 2604.21106 (power). Chen et al. 2026, arXiv
-2609.40316 (bounded, sparse; their exponents have the opposite sign).
+2609.40316 (bounded, sparse; their exponents of N_eff and D have the opposite sign).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +73,7 @@ class Coefficient(NamedTuple):
     Attributes:
         start: Range from which random starts are drawn.
         bounds: Range that a fit may search.
-        unit: "parameters" or "tokens" if both ranges are in units of its geometric mean, else "".
+        unit: Column whose geometric mean is the ranges' unit, "parameters" or "tokens"; "" for 1.
     """
 
     start: tuple[float, float]
@@ -94,7 +94,7 @@ class Law:
         name: Name on the command line and in files.
         shape: Coefficients inside the terms, by name.
         amplitudes: Names of the constant and of the factors of the terms; all are positive.
-        terms: Maps coefficients and points to the terms without factors, each of shape (n,).
+        terms: Maps coefficients and points to the terms without factors, shaped as in `predict`.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Law:
         return (*self.amplitudes, *self.shape)
 
     def predict(self, values: Values, points: Losses) -> np.ndarray:
-        """Return the loss of every point, shape (n,), in nats per token."""
+        """Return the loss of every point in nats per token, (n,), or (k, n) for columns."""
         constant, *factors = (values[name] for name in self.amplitudes)
         terms = self.terms(values, points)
         return constant + sum(a * term for a, term in zip(factors, terms, strict=True))
@@ -135,7 +135,7 @@ def _bounded(values: Values, points: Losses) -> np.ndarray:
 
 
 def effective_parameters(gain: np.ndarray, points: Losses) -> np.ndarray:
-    """Return N_eff = N + N_looped·gain, shape (n,); gain 0 is a model without loops."""
+    """Return N_eff = N + N_looped·gain, shaped like `gain`; gain 0 is a model without loops."""
     return points.parameters + points.looped * gain
 
 

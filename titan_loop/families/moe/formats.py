@@ -1,19 +1,19 @@
-"""Folders of transformers with a layer for every visit: R steps are P + R·C + K layers of experts.
+"""Folders for transformers with a layer for every visit: R steps give P + R·C + K layers.
 
 | | `mixtral-unrolled` | `glm4_moe-unrolled` | `ernie4_5_moe-unrolled` |
 |---|---|---|---|
 | scores | softmax | sigmoid | softmax |
-| divided by their sum | yes | or not | yes |
+| divided by their sum | yes | yes or no | yes |
 | factor c | 1 | any | 1 |
-| bias b of the choice | 0 | any | any |
+| bias b on the choice of experts | 0 | any | any |
 | shared experts | none | any number | any number |
 | dense layers | none | the first visits | the first and the last visits |
 | rotation of a head | halves | halves | neighbours |
 
-Every visit has the router, bias and attention of its step. GLM's class always has a shared expert:
-a model without one gets one of zeros. Ernie's rows of queries and keys are put into its order.
-
-An expert is a slice of a checkpoint's stack of matrices: one stack is in memory at a time.
+P, C and K count prelude, looped and coda layers. Every visit has the router, bias and attention of
+its step. GLM's class always has a shared expert: a model without one gets one of zeros. Ernie
+rotates neighbours, so the rows of its queries and keys are reordered. An expert is a slice of a
+checkpoint's stack of matrices: one stack is in memory at a time.
 """
 
 import re
@@ -52,7 +52,7 @@ class MoEShape(UnrolledShape):
         score_scale: Factor c on the chosen scores.
         routers: Routers of a looped layer.
         attentions: Attentions of a looped layer.
-        dense_layers: The checkpoint's layers without experts, from 1.
+        dense_layers: The checkpoint's layers without experts, numbered from 1.
     """
 
     family: ClassVar[str] = "moe"
@@ -64,9 +64,9 @@ class MoEShape(UnrolledShape):
     part: ClassVar[str] = "mlp."
     """Prefix of the mixture's tensors inside a layer."""
     matrices: ClassVar[Mapping[str, str]] = _NAMED
-    """Matrix of an expert in the format → the checkpoint's letter for it."""
+    """An expert's matrix in the format → the checkpoint's name for it."""
     bias: ClassVar[str | None] = None
-    """Name of the bias of the choice after `part`; None where the format has none."""
+    """Name, after `part`, of the bias on the choice of experts; None where the format has none."""
     bias_is_row: ClassVar[bool] = False
     """Whether that bias is a matrix of one row."""
     shared_always: ClassVar[bool] = False
@@ -115,7 +115,7 @@ class MoEShape(UnrolledShape):
         return shape
 
     def check_dense(self, dense: list[bool]) -> None:
-        """Raise `UserError` unless the format can have its dense layers there.
+        """Raise `UserError` if the format does not allow a dense layer at a visit that has one.
 
         Args:
             dense: A flag for each visit, true if its layer has no experts.
@@ -126,7 +126,7 @@ class MoEShape(UnrolledShape):
         return self.visits[visit] + 1 in self.dense_layers
 
     def part_of(self, visit: int, parts: int) -> int:
-        """Return the index of the part that a visit uses, of `parts`; outside the loop it is 0."""
+        """Return the index of a visit's router or attention, of `parts`; 0 outside the loop."""
         looped = max(self.visits) + 1 - self.prelude_layers - self.coda_layers
         if not self.prelude_layers <= visit < self.n_layers - self.coda_layers:
             return 0
@@ -173,7 +173,7 @@ class MoEShape(UnrolledShape):
         return self._source(tensor)[0]
 
     def shape_in(self, reader: CheckpointReader, tensor: str) -> tuple[int, ...]:
-        """As in the base class; a slice of a stack has the stack's shape without its length."""
+        """As in the base class; a tensor cut from a stack has the shape of the cut."""
         stored, index = self._source(tensor)
         shape = tuple(reader.shape(stored))
         if index is None or shape[:1] != (self._length(stored),):
@@ -181,7 +181,7 @@ class MoEShape(UnrolledShape):
         return (1, *shape[1:]) if isinstance(index, slice) else shape[1:]
 
     def _length(self, stored: str) -> int:
-        """Return the length of a stack: of biases it is the number of routers."""
+        """Return the length of a stack: the number of experts or, for biases, of routers."""
         layer = int(stored.split(".")[1])
         last = max(self.visits) + 1 - self.coda_layers
         routers = self.routers if self.prelude_layers <= layer < last else 1
@@ -193,7 +193,7 @@ class MoEShape(UnrolledShape):
         return super().read(reader, tensor) if index is None else _stack(reader, stored)[index]
 
     def _source(self, tensor: str) -> tuple[str, int | slice | None]:
-        """Return the checkpoint's tensor, and the part of it that is meant; None for all of it."""
+        """Return the name of the checkpoint's tensor, and the index to read; None for all of it."""
         visit, inner = _place(tensor)
         if visit is None or not inner.startswith(self.part) or self.is_dense(visit):
             stored = super().parameter_name(tensor)
@@ -327,7 +327,7 @@ class ErnieShape(MoEShape):
             raise _misplaced(self, "only the first and the last")
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """As in the base class; neighbouring elements of a head are rotated."""
+        """As in the base class; query and key rows are reordered, as Ernie rotates neighbours."""
         weight = super().read(reader, tensor)
         for name, heads in {"q_proj": self.n_heads, "k_proj": self.n_kv_heads}.items():
             if tensor.endswith(f"self_attn.{name}.weight"):
@@ -366,7 +366,7 @@ def _misplaced(shape: MoEShape, place: str) -> UserError:
 
 
 def _place(tensor: str) -> tuple[int | None, str]:
-    """Return the layer of a tensor, None outside of them, and its name in it."""
+    """Return a tensor's layer and its name inside it, or None and the full name if outside."""
     found = _LAYER.fullmatch(tensor)
     return (None, tensor) if found is None else (int(found[1]), found[2])
 

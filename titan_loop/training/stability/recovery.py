@@ -181,7 +181,7 @@ def rewind(
 def _last_before(
     first: int, checkpoints: Path, remote: RemoteCheckpoints | None, *, avoid: Collection[int]
 ) -> int | None:
-    """Return the newest checkpoint's step before `first`; one of `avoid` only if no other is."""
+    """Return the step of the newest checkpoint before `first`; one of `avoid` as a last resort."""
     for shunned in ({*avoid}, set[int]()):
 
         def wanted(step: int, shunned: set[int] = shunned) -> bool:
