@@ -90,7 +90,7 @@ def help_text(flags: Mapping[str, Any], program: str, choices: Sequence[str]) ->
         lines.append("")
     if choices:
         lines += [f"choices, each with a --help of its own: {', '.join(choices)}", ""]
-    lines.append("Separate lists by spaces or commas; write token counts with K, M, B or T.")
+    lines.append("Separate items by spaces or commas; write token counts with K, M, B or T.")
     lines.append(f"{program} --help-all lists all {len(flags)} flags.")
     return "\n".join(lines)
 

@@ -75,7 +75,7 @@ def write_model_folder(
 
     Args:
         remote_code: Packages whose Python files transformers needs beside the weights.
-        note: Text after the first paragraph of the card.
+        note: End of the card's first paragraph.
         usage: Paragraphs about use, after the card's example.
     """
     shape, tokenizer = export.shape, export.tokenizer

@@ -84,7 +84,7 @@ class Allocation:
     def rank_environment(
         self, site: Site, *, port: int, environment: Mapping[str, str] = os.environ
     ) -> dict[str, str]:
-        """Return the environment of a step, with the address where ranks meet and the network."""
+        """Return a step's environment, with the ranks' meeting address and network interface."""
         variables = {
             **environment,
             "MASTER_ADDR": site.rendezvous_host or self.nodes[0],

@@ -1,6 +1,6 @@
 """One run from its config to its last checkpoint: check, build, train, clean up.
 
-Everything a user can get wrong is checked before a process group or a device is touched.
+Config, data and checkpoints are checked before a process group or a device is touched.
 """
 
 import gc
@@ -213,7 +213,7 @@ def _remote(config: RunConfig) -> RemoteCheckpoints | None:
 
 
 def fetch_checkpoints(config: RunConfig) -> bool:
-    """Take up rewinds, and fetch the remote checkpoint of a run that has none; on rank 0.
+    """Take up rewinds; fetch a remote checkpoint if no local one is whole; on rank 0.
 
     Returns True if the run's checkpoints may have changed.
     """

@@ -63,7 +63,7 @@ class LoopTrainer(Trainer):
     """Trains a `LoopDecoder`.
 
     Attributes:
-        config: The trainer's own copy of the run's config; `training.steps` follows the plan.
+        config: Own copy of the run's config; `training.steps` is this start's last step.
         callbacks: Callbacks that the config switches on, then the recipe's, then appended ones.
         window_share: The part of every window that this rank computes; None for all of it.
     """
@@ -298,7 +298,7 @@ class LoopTrainer(Trainer):
     def before_save(self) -> None:
         """Refuse to save non-finite weights, and follow a folder that moved; collective."""
         self._follow_folder()
-        write_kept()  # records of steps before a checkpoint: no later start repeats them
+        write_kept()  # a start from this checkpoint will not write these records again
         self._unread.read(newest=True)  # the saved state includes every skipped step
         name = first_non_finite_parameter(self.model_parts)
         if name is not None and not self.held_back:

@@ -1,4 +1,4 @@
-"""The cost of halting each token at a threshold, for a model trained on a mixture of iterations.
+"""The cost of halting each token at a threshold, for a model trained to mix its iterations.
 
 windows ─┬─ mixture ─────► P    } KL(P ‖ P_τ), nats and top tokens at the labels,
          └─ survival τ ──► P_τ  } iterations of each layer

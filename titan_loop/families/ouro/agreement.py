@@ -60,7 +60,7 @@ def analyse_agreement(
     if all(item.answer is not None for item in chosen):
         right = [[item.answer == a for a in row] for item, row in zip(chosen, answers, strict=True)]
         shares = (f"{sum(column) / len(chosen):.3f}" for column in zip(*right, strict=True))
-        lines.append(f"right: {', '.join(shares)} of {len(chosen)}")
+        lines.append(f"right of {len(chosen)}: {', '.join(shares)}")
     record = {
         "items": items,
         "depths": steps,
