@@ -75,7 +75,7 @@ def write_model_folder(
 
     Args:
         remote_code: Packages whose Python files transformers needs beside the weights.
-        note: Text after the first paragraph of the card.
+        note: Text at the end of the card's first paragraph.
         usage: Paragraphs about use, after the card's example.
     """
     shape, tokenizer = export.shape, export.tokenizer
@@ -135,7 +135,7 @@ def _card(
 
 
 def _without_folders(value: Any) -> Any:
-    """Shorten absolute paths to their last part, and paths of checkpoints to RUN/…/STEP."""
+    """Shorten absolute paths to their last part, or, for checkpoints, RUN/checkpoints/step-N."""
     if isinstance(value, Mapping):
         return {name: _without_folders(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -147,7 +147,7 @@ class LoopTrainer(Trainer):
             callback.on_train_end(self)
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        """Start all that needs the loaded checkpoint; yields nothing: `update` reads the data."""
+        """Start everything that needs the loaded checkpoint; yield nothing: `update` reads data."""
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
         self.optimizers.apply_settings()  # loading restored the settings of an earlier start
@@ -298,7 +298,7 @@ class LoopTrainer(Trainer):
     def before_save(self) -> None:
         """Refuse to save non-finite weights, and follow a folder that moved; collective."""
         self._follow_folder()
-        write_kept()  # records of steps before a checkpoint: no later start repeats them
+        write_kept()  # a start from this checkpoint will not write these records again
         self._unread.read(newest=True)  # the saved state includes every skipped step
         name = first_non_finite_parameter(self.model_parts)
         if name is not None and not self.held_back:
