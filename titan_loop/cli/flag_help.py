@@ -72,7 +72,7 @@ def flags_of(config: Any, prefix: str = "--") -> dict[str, Any]:
             continue
         value = getattr(config, field.name)
         if is_dataclass(value) and not isinstance(value, (type, Schedule)):
-            nameless = any(getattr(mark, "name", None) == "" for mark in marks)  # to tyro
+            nameless = any(getattr(mark, "name", None) == "" for mark in marks)  # no prefix
             flags |= flags_of(value, prefix if nameless else f"{name}.")
         else:
             flags[name] = value

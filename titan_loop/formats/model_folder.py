@@ -135,7 +135,7 @@ def _card(
 
 
 def _without_folders(value: Any) -> Any:
-    """Shorten absolute paths to their last part, and paths of checkpoints to RUN/…/STEP."""
+    """Shorten absolute paths to their last part, or, for checkpoints, RUN/checkpoints/step-N."""
     if isinstance(value, Mapping):
         return {name: _without_folders(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -287,7 +287,7 @@ def shutdown() -> None:
 
 
 def _checkpoint_bytes(config: RunConfig, newest: Newest) -> int:
-    """Return the size of the newest checkpoint, which the next one will have; 0 without one."""
+    """Return the size to expect of the next checkpoint: the newest one's, or 0 without one."""
     found = newest() if config.checkpoint.enable else None
     return sum(file["bytes"] for file in found[1]["files"].values()) if found else 0
 

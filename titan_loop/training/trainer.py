@@ -147,7 +147,7 @@ class LoopTrainer(Trainer):
             callback.on_train_end(self)
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        """Start all that needs the loaded checkpoint; yields nothing: `update` reads the data."""
+        """Start everything that needs the loaded checkpoint; yield nothing: `update` reads data."""
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
         self.optimizers.apply_settings()  # loading restored the settings of an earlier start
