@@ -12,7 +12,7 @@ FIRST = {
     "run": {
         "dump-folder": "folder of the run; each of several stages has a folder inside it",
         "total-tokens": "tokens to train on, all ranks together",
-        "training.steps": "stop at this step, 0 after the last token; a later start continues",
+        "training.steps": "stop at this step (0: after the last token); a later start continues",
         "accept-change": "continue a run although data or optimiser settings changed",
         "debug.seed": "seed of the initial weights and of random draws in training",
     },
