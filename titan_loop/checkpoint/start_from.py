@@ -25,7 +25,7 @@ class StartFrom:
     """The parent of a run that has no checkpoint of its own.
 
     Attributes:
-        parent: A checkpoint, or a run, to use its newest one; empty for initial weights. A parent
+        parent: A checkpoint, or a run (its newest is used); empty for initial weights. A parent
             whose files do not match its manifest is refused: falling back should be your decision.
         optimizer: Whether to take the optimiser's moments, too; otherwise they start at zero.
         keep_initial: Patterns of entries, such as "exit_gate.*", that keep their initial values if
@@ -93,7 +93,7 @@ def check_moments(parent: Path, carry: StartFrom) -> None:
 
 
 def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: StartFrom) -> None:
-    """Raise `UserError` naming every difference between parent and run that cannot be carried."""
+    """Raise `UserError` naming every difference between parent and run that is not allowed."""
     may_differ = {"rope_theta"}
     if upcycling := carry.upcycling(wanted["n_layers"]):
         upcycling.sources(saved)  # refuses a number that is not a multiple

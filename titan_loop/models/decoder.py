@@ -323,7 +323,7 @@ class LoopDecoder(Decoder):
         slot: CacheSlot | None,
         step: int | Tensor | None,
     ) -> Tensor:
-        """Apply a layer at `step`, None outside the loop; a family may keep other outputs of it."""
+        """Apply a layer at `step`, None outside the loop; a family may keep its other outputs."""
         return self.layers[str(index)](hidden_BLD, context, slot)
 
     def readout(self, read_BLD: Tensor) -> Tensor:

@@ -5,8 +5,8 @@
     carry_{r+1} = advance(carry_r, h_r)
 
 The *carry* is the starting point of a step: the state alone in Ouro, state and embedding with input
-injection. The decoder defines it in `start`, `input` and `advance`; recurrence and engine only pass
-it on.
+injection. The decoder defines it in `start`, `input` and `advance`; recurrence and engine do not
+know its structure.
 """
 
 from collections.abc import Callable, Iterator

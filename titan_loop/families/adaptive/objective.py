@@ -1,4 +1,4 @@
-"""The loss of models whose layers loop: cross entropy, and a price for every iteration.
+"""The loss of models whose layers loop: cross entropy, and a price for extra iterations.
 
     L = CE + λ ñ,   ñ = (n̄ − 1) / (N_max − 1),   n̄ = 1/N Σ_ℓ E[n_ℓ]
 

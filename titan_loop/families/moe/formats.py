@@ -230,7 +230,7 @@ class MoEShape(UnrolledShape):
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralShape(MoEShape):
-    """`MixtralForCausalLM`: softmax, and nothing but experts."""
+    """`MixtralForCausalLM`: softmax, no bias, no dense layer."""
 
     title: ClassVar[str] = "Mixtral"
     model_type: ClassVar[str] = "mixtral"

@@ -66,7 +66,7 @@ class Pulse(Callback):
                 write_heartbeat(self._run, self._now())
             except OSError as error:
                 if not failed:
-                    logger.warning("rank %d has no heartbeat file: %s", self._rank, error)
+                    logger.warning("rank %d cannot write its heartbeat file: %s", self._rank, error)
                 failed = True
             if self._ended.wait(self._seconds):
                 # Here, not in `close`: a write that a slow disk holds up would bring the file back.

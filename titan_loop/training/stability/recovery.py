@@ -190,7 +190,7 @@ def _last_before(
         try:
             found = newest_good(checkpoints, wanted=wanted)
         except UserError as error:
-            logger.warning("%s", error)  # all of them are damaged
+            logger.warning("%s", error)  # none of them is usable
             found = None
         if found is not None:
             return found[0]
