@@ -279,7 +279,9 @@ def test_bad_plans_are_one_line(tmp_path: Path):
     for n_layers in (6, 9, 4, 2, 0, -8):
         with pytest.raises(UserError, match=rf"layers={n_layers} .* 4 layers two or more .* 8, 12"):
             upcycle_checkpoint(source, tmp_path / "child", Upcycling(n_layers))
-    with pytest.raises(UserError, match=r"2 layers beside 2 outside the loop .* use 6, 8 or more"):
+    with pytest.raises(
+        UserError, match=r"2 layers two .* beside 2 outside the loop; use 6, 8 or more"
+    ):
         Upcycling(4).sources({"n_layers": 4, "prelude_layers": 1, "coda_layers": 1})
     with pytest.raises(UserError, match="mode=stack is unknown; nearest: stacked"):
         Upcycling(8, "stack")  # type: ignore[arg-type]

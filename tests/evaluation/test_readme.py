@@ -42,7 +42,7 @@ def eval_commands() -> list[list[str]]:
 @pytest.mark.parametrize("command", eval_commands(), ids=" ".join)
 def test_the_command_is_accepted(command: list[str]):
     given = bind("eval", evaluate, command).keywords
-    given["options"].check(frontier=given["frontier"])
+    given["evaluation"].check(frontier=given["frontier"])
 
 
 def test_commands_are_found():

@@ -56,8 +56,8 @@ class Upcycling:
         if rest or copies < 2:
             beside = f" beside {outside} outside the loop" if outside else ""
             raise UserError(
-                f"layers={self.n_layers} does not repeat the checkpoint's {len(looped)} "
-                f"layers{beside} two or more whole times; use {outside + 2 * len(looped)}, "
+                f"layers={self.n_layers} does not repeat the checkpoint's {len(looped)} layers "
+                f"two or more whole times{beside}; use {outside + 2 * len(looped)}, "
                 f"{outside + 3 * len(looped)} or more"
             )
         copied = [*looped] * copies
