@@ -11,8 +11,8 @@ from titan_loop.slurm.commands import host_names
 from titan_loop.slurm.site import Site
 
 WAIT_SECONDS = 40
-"""Time from the end of a step's first task until the others are killed: they may be waiting for a
-rank that died. At a regular end ranks wait for each other and leave together."""
+"""Time until a step's tasks are killed once one of them has ended: they may be waiting for a rank
+that died. At a regular end ranks wait for each other and leave together."""
 
 PORTS_A_JOB = 50
 _FIRST_PORT, _PORTS = 20_000, 12_000  # these stay below Linux's ephemeral ports

@@ -270,7 +270,7 @@ class LoopTrainer(Trainer):
         return record
 
     def _stop(self, where: str) -> None:
-        logger.info("Asked to stop: saving, and leaving %s", where)
+        logger.info("Asked to stop: ending %s", where)
         self._end_after_save(
             StoppedError(f"asked to stop, stopped {where}; the same command goes on from there")
         )

@@ -101,7 +101,9 @@ def survival(
     """
     loaded, task, strata = open_task(run, (), questions, use="generate")
     if "iterations" not in loaded.model.config.aux:
-        raise UserError(f"{run} has no layers that loop; this analysis needs family adaptive")
+        raise UserError(
+            f"{run} has no layers that loop; it needs family adaptive and model.max_iterations"
+        )
     exam = Exam(
         task,
         questions,
