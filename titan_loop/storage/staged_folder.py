@@ -47,7 +47,8 @@ def _staged(output: Path, make: Callable[[Path], None]) -> Iterator[Path]:
         yield staging
         _sync([*staging.rglob("*"), staging])  # before the new name marks it complete
         os.rename(staging, output)
-        _sync([staging.parent])
+        with suppress(OSError):  # the new name is there, whether or not it would outlive a crash
+            _sync([staging.parent])
     except OSError as error:
         _remove(staging)
         raise disk_error(
