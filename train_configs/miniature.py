@@ -49,14 +49,14 @@ def miniature_short() -> Recipe:
 
 
 def miniature_readable() -> Recipe:
-    """The kept branch with a readout for each step; most of the loss is the last step's."""
+    """The kept branch with a readout for each step; half of the loss is the last step's alone."""
     recipe = _recipe("miniature_readable", corpus="corpora/miniature", share=1.0)
     recipe.stages = [stage for stage in recipe.stages if not stage.name.endswith(UPCYCLED)]
     for stage in recipe.stages:
         stage.config.model = replace(stage.config.model, readout_rank=32)
         if stage.config.trainable == "all":
             stage.config.loss = ReadableStepsLoss.Config(
-                every_step=Schedule.constant(0.25), weights="even"
+                every_step=Schedule.constant(0.5), weights="even"
             )
     return recipe
 
