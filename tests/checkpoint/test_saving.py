@@ -1,4 +1,4 @@
-"""One save in a world of one: what is written, tried again, and left behind."""
+"""A save by one rank: the files it writes, its retries, and the remains of a failure."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -132,7 +132,7 @@ def test_the_verbs(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "verify", str(source)]) == EXIT_USER_ERROR
     captured = capsys.readouterr()
     assert captured.out.startswith(f"{shard(source, 0)}: SHA-256")
-    assert "is damaged (1 found): restore" in captured.err
+    assert "is damaged (faults: 1); restore" in captured.err
     change(shard(source, 0), 0, 1)
     assert main(["data", "show", str(source), "--count", "1"]) == EXIT_OK
     assert capsys.readouterr().out == (

@@ -39,7 +39,7 @@ def pair(rows: Sequence[int], positions: Tensor, steps: Sequence[int], layer: in
 
 
 def kept(strategy: str, row: int, position: int, last: int, step: int, layer: int) -> Tensor:
-    """Return what a later token sees at `step` of one that left after step `last`."""
+    """Return the key that later tokens see at `step` for a token that left after step `last`."""
     if strategy == "averaged":
         return torch.stack([entry(row, position, r, layer) for r in range(1, last + 1)]).mean(0)
     seen = {"full": min(step, last), "last": last, "first": 1}[strategy]

@@ -29,7 +29,7 @@ def verify(source: str) -> None:
         print(fault)
     if faults:
         raise UserError(
-            f"source {source} is damaged ({faults} found): restore its files or prepare it again"
+            f"source {source} is damaged (faults: {faults}); restore its files or prepare it again"
         )
     print(f"{source}: sound")
 
