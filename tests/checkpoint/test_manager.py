@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.checkpoint import keep_policy, saving
 from titan_loop.checkpoint.folders import add_tag, committed_steps
+from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
@@ -319,3 +321,15 @@ def test_a_second_run_in_one_directory_is_refused(source, tmp_path, holder):
     holder.wait(60)
     # Its file is still there, and means nothing.
     assert committed_steps(train(source, run)) == [2, 4, 6]
+
+
+def test_a_step_whose_verdict_comes_in_late_is_not_saved():
+    """`before_save` reads it; without the second look a skipped step could become the best."""
+    manager = object.__new__(LoopCheckpointManager)
+    trainer: Any = SimpleNamespace(held_back=False)
+    trainer.before_save = lambda: setattr(trainer, "held_back", True)
+    manager.trainer = trainer
+    manager.config = LoopCheckpointManager.Config(interval=1)
+    manager.enable = True
+    assert manager.save(1) is False
+    assert trainer.held_back
