@@ -238,7 +238,7 @@ def test_bad_settings_name_the_field():
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"prior": "geometric", "geometric_eta": 1.5}, "loss.geometric_eta=1.5: choose"),
         ({"prior": "poisson"}, "loss.prior='poisson': choose uniform or geometric"),
-        ({"z_loss": -1.0}, "loss.z_loss=-1.0 must be 0 or more; PaLM used 1e-4"),
+        ({"z_loss": -1.0}, "loss.z_loss=-1.0 must be finite and at least 0; PaLM used 1e-4"),
     ]
     for values, line in wrong:
         config = replace(ExpectedExitLoss.Config(), **values)

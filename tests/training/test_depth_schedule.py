@@ -144,8 +144,8 @@ def test_a_lognormal_rate_keeps_the_mean_and_widens_the_draw(mean: int):
         ({"from_data": True, "max_steps": 4, "poisson": True}, "no recurrence.poisson"),
         ({"min_steps": 3, "max_steps": 2}, "max_steps=2 is below min_steps=3"),
         ({"lognormal_sigma": 0.5}, "no effect without recurrence.poisson"),
-        ({"lognormal_sigma": -1.0, "poisson": True}, "must be 0 or more"),
-        ({"lognormal_sigma": math.inf, "poisson": True}, "must be 0 or more"),
+        ({"lognormal_sigma": -1.0, "poisson": True}, "must be finite and at least 0"),
+        ({"lognormal_sigma": math.inf, "poisson": True}, "must be finite and at least 0"),
         ({"backward_steps": 0}, "backward_steps=0 is below 1"),
     ],
 )

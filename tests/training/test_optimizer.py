@@ -124,10 +124,10 @@ def test_values_at_the_ends_of_their_ranges_are_accepted():
     [
         (AdamWConfig, {"beta1": (-0.1, 1.0)}, "must be at least 0 and below 1; AdamW decays by it"),
         (AdamWConfig, {"beta2": (-0.1, 1.0)}, "must be at least 0 and below 1; AdamW decays by it"),
-        (AdamWConfig, {"weight_decay": (-0.1, math.inf)}, "must be 0 or more"),
+        (AdamWConfig, {"weight_decay": (-0.1, math.inf)}, "must be finite and at least 0"),
         (AdamWConfig, {"eps": (0.0, math.inf)}, "must be above 0; 1e-8 is usual"),
         (MuonConfig, {"momentum": (-0.1, 1.0)}, "must be at least 0 and below 1"),
-        (MuonConfig, {"weight_decay": (-0.1, math.inf)}, "must be 0 or more"),
+        (MuonConfig, {"weight_decay": (-0.1, math.inf)}, "must be finite and at least 0"),
         (MuonConfig, {"iterations": (0, 100)}, "must be from 1 to 99; 5 is usual"),
         (MuonConfig, {"rate_factor": (0.0, math.inf)}, "must be above 0"),
         (MuonConfig, {"scale": ("new",)}, "is unknown; use original or match_rms_adamw"),

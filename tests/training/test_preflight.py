@@ -160,7 +160,11 @@ CASES: dict[str, tuple[Change, int, str]] = {
         1,
         r"muon\.momentum=1\.0 must be at least 0 and below",
     ),
-    "decay of Muon": (_set("muon.weight_decay", -1), 1, r"muon\.weight_decay=-1 must be 0 or more"),
+    "decay of Muon": (
+        _set("muon.weight_decay", -1),
+        1,
+        r"muon\.weight_decay=-1 must be finite and at least 0",
+    ),
     "iterations": (_set("muon.iterations", 0), 1, r"muon\.iterations=0 must be from 1 to 99"),
     "rate factor": (_set("muon.rate_factor", 0.0), 1, r"muon\.rate_factor=0\.0 must be above 0"),
     "scale": (_set("muon.scale", "rms"), 1, r"muon\.scale=rms is unknown; use original or match"),

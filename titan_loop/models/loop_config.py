@@ -160,7 +160,7 @@ def loop_config(
         problem = "model.initial_keys=queries needs as many key heads as query heads"
         raise UserError(f"{problem}: {heads}")
     if not 0 <= options.branch_scale < math.inf:
-        raise UserError(f"model.branch_scale={options.branch_scale} must be 0 or more")
+        raise UserError(f"model.branch_scale={options.branch_scale} must be finite and at least 0")
     matrix = _matrix(options, shape)
     branch_gain = {"weight": partial(nn.init.constant_, val=residual_gain(options, shape))}
 

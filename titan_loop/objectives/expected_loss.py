@@ -150,7 +150,9 @@ class ExpectedExitLoss(StreamedLoss):
             if prior not in ("uniform", "geometric"):
                 yield Refusal("loss.prior", f"loss.prior={prior!r}: choose uniform or geometric")
             if not 0 <= self.z_loss < math.inf:
-                yield Refusal.of("loss.z_loss", self.z_loss, "must be 0 or more", "PaLM used 1e-4")
+                yield Refusal.of(
+                    "loss.z_loss", self.z_loss, "must be finite and at least 0", "PaLM used 1e-4"
+                )
             if prior == "geometric" and not 0 < eta < 1:
                 problem = f"loss.geometric_eta={eta}: choose a value strictly between 0 and 1"
                 yield Refusal("loss.geometric_eta", problem)

@@ -82,7 +82,7 @@ class RecurrenceConfig:
             problem += "recurrence.poisson; set max_steps to the steps of the deepest example and "
             yield Refusal.of("recurrence.from_data", True, problem + "poisson to False")
         if not 0 <= sigma < math.inf or (sigma and not self.poisson):
-            problem = "must be 0 or more, and has no effect without recurrence.poisson"
+            problem = "must be finite and at least 0, and has no effect without recurrence.poisson"
             yield Refusal.of("recurrence.lognormal_sigma", sigma, problem, "0.5 is usual")
         if growth is not None and (growth.smallest < 1 or reached is not None):
             problem = f"falls below 1, or is set beside recurrence.backward_steps={reached}; use "

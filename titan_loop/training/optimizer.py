@@ -68,7 +68,7 @@ class AdamWConfig:
             self,
             ("beta1", 0 <= self.beta1 < 1, share),
             ("beta2", 0 <= self.beta2 < 1, share),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "must be 0 or more"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "must be finite and at least 0"),
             ("eps", 0 < self.eps < math.inf, "must be above 0; 1e-8 is usual"),
         )
 
@@ -137,7 +137,7 @@ class MuonConfig:
             "muon",
             self,
             ("momentum", 0 <= self.momentum < 1, "must be at least 0 and below 1"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "must be 0 or more"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "must be finite and at least 0"),
             ("iterations", 1 <= self.iterations < 100, "must be from 1 to 99; 5 is usual"),
             ("rate_factor", 0 < self.rate_factor < math.inf, "must be above 0"),
         )

@@ -105,7 +105,7 @@ def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
             ["--loss.ponder-weight", "0.1", "--model.max-iterations", "1"],
             "loss.ponder_weight=0.1 needs layers with iterations",
         ),
-        (["--loss.ponder-weight", "-1"], "loss.ponder_weight=-1.0 must be 0 or more"),
+        (["--loss.ponder-weight", "-1"], "loss.ponder_weight=-1.0 must be finite and at least 0"),
         (["--recurrence.steps", "4"], "model.family=adaptive has at most 1 recurrent step"),
         (["--suite.depths", "1", "4"], "suite.depths=4: model.family=adaptive has at most 1"),
         (["--dataloader.mano-share", "1"], "mano_share 1.0 must be above 0 and below 1"),

@@ -136,12 +136,12 @@ def test_the_list_says_why_not(make_moe: MakeMoE, capsys):
 
     lines = answers()
     assert lines["glm4_moe-unrolled"].startswith("yes")
-    assert lines["mixtral-unrolled"].startswith("no: model.router=sigmoid: the Mixtral format has")
+    assert lines["mixtral-unrolled"].startswith("no: model.router=sigmoid: the Mixtral format supports only")
     assert "family nanbeige alone" in lines["llama-unrolled"]
     assert lines["gguf-unrolled"] == "no: model.family=moe: llama.cpp cannot run it unrolled"
     lines = answers(router="softmax", dense_layers=(1,), n_layers=3, prelude_layers=1)
     assert lines["ernie4_5_moe-unrolled"].startswith("yes")
-    assert "Mixtral allows none of the" in lines["mixtral-unrolled"]
+    assert "Mixtral allows no layer of the" in lines["mixtral-unrolled"]
     assert lines["glm4_moe-unrolled"].startswith("no: model.router=softmax")
 
 
@@ -153,17 +153,17 @@ def test_the_list_says_why_not(make_moe: MakeMoE, capsys):
         (
             "ernie4_5_moe",
             {"router": "softmax", "score_scale": 2.0},
-            "model.score_scale=2.0: the Ernie 4.5 MoE format has model.score_scale=1.0 alone",
+            "model.score_scale=2.0: the Ernie 4.5 MoE format supports only model.score_scale=1.0",
         ),
         (
             "glm4_moe",
             {"dense_layers": (2,)},
-            "model.dense_layers=[2]: GLM-4 MoE allows only the first of the 6 unrolled layers",
+            "model.dense_layers=[2]: GLM-4 MoE allows only leading layers of the 6 unrolled ones",
         ),
         (
             "ernie4_5_moe",
             {"router": "softmax", "dense_layers": (1,)},
-            "Ernie 4.5 MoE allows only the first and the last of the",
+            "Ernie 4.5 MoE allows only leading and trailing layers of the",
         ),
         ("glm4_moe", {"exit_gate": True}, "model.exit_gate=True: the GLM-4 MoE format has no"),
         ("glm4_moe", {"injection": "additive"}, "model.injection=additive: the GLM-4 MoE format"),

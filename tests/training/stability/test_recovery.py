@@ -157,7 +157,9 @@ def always_bad(source: Path, folder: Path) -> LoopTrainer.Config:
 def test_spikes_that_go_on_end_the_run_with_a_code_of_its_own(source: Path, tmp_path: Path, capfd):
     config = always_bad(source, tmp_path)
     config.metrics.log_freq = 50  # verdicts are read a step later
-    with pytest.raises(UnstableError, match="went back 1 times already") as failure:
+    with pytest.raises(
+        UnstableError, match=r"no rewind is left \(stability.rewinds=1\)"
+    ) as failure:
         run_training(config)
     unstable = RankExit(0, "", EXIT_UNSTABLE)
     assert exit_code(failure.value) == EXIT_UNSTABLE == final_code(143, [unstable])

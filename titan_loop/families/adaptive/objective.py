@@ -60,7 +60,7 @@ class PonderCostLoss(ExpectedExitLoss):
             if not 0 <= self.ponder_weight < math.inf:
                 yield Refusal(
                     "loss.ponder_weight",
-                    f"loss.ponder_weight={self.ponder_weight} must be 0 or more",
+                    f"loss.ponder_weight={self.ponder_weight} must be finite and at least 0",
                     "the paper has 0 in most runs",
                 )
 

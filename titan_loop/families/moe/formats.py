@@ -98,14 +98,15 @@ class MoEShape(UnrolledShape):
         for name, value in wanted.items():
             if whole[name] != value:
                 raise UserError(
-                    f"model.{name}={whole[name]}: the {cls.title} format has model.{name}={value} "
-                    "alone; titan-loop convert export --list names the formats of this model"
+                    f"model.{name}={whole[name]}: the {cls.title} format supports only "
+                    f"model.{name}={value}; titan-loop convert export --list names the formats of "
+                    "this model"
                 )
         normed = whole.get("norm_placement") == "every_step"
         if normed and (recurrent_steps > 1 or whole["coda_layers"]):
             raise UserError(
                 f"model.norm_placement=every_step: {cls.title} has no norm between the steps of a "
-                "loop, or after it; train with model.norm_placement=readout"
+                "loop, or before a coda; train with model.norm_placement=readout"
             )
         shape = super().from_architecture(
             whole, recurrent_steps=recurrent_steps, max_positions=max_positions
@@ -247,7 +248,7 @@ class MixtralShape(MoEShape):
     def check_dense(self, dense: list[bool]) -> None:
         """Refuse every dense layer."""
         if any(dense):
-            raise _misplaced(self, "none")
+            raise _misplaced(self, "no layer")
 
     def check_biases(self, reader: CheckpointReader) -> None:
         """Raise `UserError` if a bias moves the choice of experts."""
@@ -285,7 +286,7 @@ class GlmShape(MoEShape):
     def check_dense(self, dense: list[bool]) -> None:
         """Refuse dense layers after sparse ones."""
         if any(dense[dense.index(False) :]):
-            raise _misplaced(self, "only the first")
+            raise _misplaced(self, "only leading layers")
 
     def mixture_config(self) -> dict[str, Any]:
         """As in the base class."""
@@ -324,7 +325,7 @@ class ErnieShape(MoEShape):
     def check_dense(self, dense: list[bool]) -> None:
         """Refuse dense layers between sparse ones."""
         if any(dense[slice(*_sparse_span(dense))]):
-            raise _misplaced(self, "only the first and the last")
+            raise _misplaced(self, "only leading and trailing layers")
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
         """As in the base class; query and key rows are reordered, as Ernie rotates neighbours."""
@@ -360,7 +361,7 @@ def _sparse_span(dense: list[bool]) -> tuple[int, int]:
 def _misplaced(shape: MoEShape, place: str) -> UserError:
     return UserError(
         f"model.dense_layers={[*shape.dense_layers]}: {shape.title} allows {place} of the "
-        f"{shape.n_layers} unrolled layers to be dense; titan-loop convert export --list names "
+        f"{shape.n_layers} unrolled ones to be dense; titan-loop convert export --list names "
         "the formats of this model"
     )
 

@@ -59,7 +59,9 @@ class MoELoss(ExpectedExitLoss):
             for name in ("balance_weight", "router_z_weight"):
                 value = getattr(self, name)
                 if not 0 <= value < math.inf:
-                    yield Refusal.of(f"loss.{name}", value, "must be 0 or more", "0 turns it off")
+                    yield Refusal.of(
+                        f"loss.{name}", value, "must be finite and at least 0", "0 turns it off"
+                    )
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)

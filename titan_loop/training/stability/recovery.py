@@ -161,8 +161,9 @@ def rewind(
     said += f"(windows {windows})"
     if number >= config.rewinds:
         _record(run, "stop", spikes)
-        fix = f"look at {run.decisions_jsonl}, then change the data, the learning rate or the "
-        return f"stopped after {said}: went back {number} times already; {fix}recurrent steps"
+        problem = f"no rewind is left (stability.rewinds={config.rewinds}); look at "
+        fix = f"{run.decisions_jsonl}, then change the data, the learning rate or recurrent steps"
+        return f"stopped after {said}: {problem}{fix}"
     went_to = {rewound["to_step"] for rewound in before}
     step = _last_before(first, run.checkpoints, remote, avoid=went_to)
     if step is None:
