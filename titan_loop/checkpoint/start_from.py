@@ -30,8 +30,8 @@ class StartFrom:
         optimizer: Whether to take the optimiser's moments, too; otherwise they start at zero.
         keep_initial: Patterns of entries, such as "exit_gate.*", that keep their initial values if
             the parent lacks them; the model option before the first dot may then differ.
-        upcycle: Whether and how to copy layers if this model has a multiple of the parent's:
-            stacked repeats the whole stack, interleaved puts each layer's copies side by side.
+        upcycle: Whether and how to copy looped layers if this model has a multiple of the parent's:
+            stacked repeats them all in order, interleaved puts each layer's copies side by side.
         moments: Whether copied layers get the parent's moments unchanged (duplicate), divided by
             the number of copies (scale), or zero (reset).
     """

@@ -127,7 +127,7 @@ class LoopDecoder(Decoder):
                     raise UserError(f"{field} does not work with {kind}; leave it at 1")
 
         def architecture(self) -> dict[str, Any]:
-            """Return the family's name and every option that changes the model's output.
+            """Return the family's name and every option but R that changes the model's output.
 
             Two models must agree on them to share a checkpoint. A key that a checkpoint lacks has
             the value of the family's default model, so the default of a new option must keep the
@@ -277,7 +277,7 @@ class LoopDecoder(Decoder):
     def read(
         self, hidden_BLD: Tensor, context: LoopContext, step: int | Tensor | None = None
     ) -> Tensor:
-        """Map the state after a step to the input of head, gate and distances between states.
+        """Map the state after a step to the input of head, gate and exit policies.
 
         `step`, a number or a (B,) tensor, is for families whose reading depends on it.
         """
@@ -337,7 +337,7 @@ class LoopDecoder(Decoder):
         return self.exit_gate(self.state_gather(read_BLD))
 
     def units(self) -> list[Unit]:
-        """List the modules that are gathered, freed and reduced together, in the order of use.
+        """List the modules that are gathered, freed and reduced together, roughly in order of use.
 
         Every parameter belongs to exactly one unit: a family lists its own modules here, too.
         """

@@ -1,4 +1,4 @@
-"""A run that passed every check, with the fields that training derives; it does not change.
+"""A run that passed the preflight, with the fields that training derives; it does not change.
 
 The user's config is never written to. torchtitan's trainer reads more fields than a user sets, and
 changes some, so it gets a copy of its own (`for_upstream`).

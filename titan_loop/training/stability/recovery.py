@@ -125,7 +125,7 @@ class SpikeSkipping(Callback):
         return {"stability": {"history": self._judge.state_dict(), "ladder": {"skipped": skipped}}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore both, so that a resumed run decides as an uninterrupted one."""
+        """Restore both, so that a resumed run decides as an uninterrupted one would."""
         if "stability" in state:
             self._judge.load_state_dict(state["stability"]["history"])
             skipped = state["stability"]["ladder"]["skipped"]
