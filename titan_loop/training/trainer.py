@@ -191,7 +191,7 @@ class LoopTrainer(Trainer):
             self._stop(f"after step {self.step} of {self.config.training.steps}")
 
     def update(self, plan: StepPlan) -> TrainedStep:
-        """Compute gradients and update the weights; waits for the device only if optimisers do."""
+        """Compute gradients and update the weights, usually without waiting for the device."""
         self.plan = plan
         self._enter("reading data")
         self.loss_fn.set_schedules(plan.schedules)
