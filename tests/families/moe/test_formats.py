@@ -136,7 +136,9 @@ def test_the_list_says_why_not(make_moe: MakeMoE, capsys):
 
     lines = answers()
     assert lines["glm4_moe-unrolled"].startswith("yes")
-    assert lines["mixtral-unrolled"].startswith("no: model.router=sigmoid: the Mixtral format supports only")
+    assert lines["mixtral-unrolled"].startswith(
+        "no: model.router=sigmoid: the Mixtral format supports only"
+    )
     assert "family nanbeige alone" in lines["llama-unrolled"]
     assert lines["gguf-unrolled"] == "no: model.family=moe: llama.cpp cannot run it unrolled"
     lines = answers(router="softmax", dense_layers=(1,), n_layers=3, prelude_layers=1)
