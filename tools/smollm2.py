@@ -23,7 +23,6 @@ from torch import Tensor
 
 from titan_loop.checkpoint.safetensors_files import write_folder
 from titan_loop.families.nanbeige.formats import UnrolledShape
-from titan_loop.formats.gguf_file import tensor_name
 from titan_loop.formats.importing import CONFIG
 from titan_loop.formats.tokenizer_export import TEMPLATE, TOKENIZER_CONFIG
 from titan_loop.storage.json_files import write_json
@@ -83,7 +82,7 @@ def write(file: Path, output: Path) -> None:
     shape, tokenizer = shape_of(keys), tokenizer_of(keys)
 
     def read(name: str) -> Tensor:
-        stored = tensors[str(tensor_name(name))]
+        stored = tensors[str(shape.gguf_name(name))]
         weight = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).copy())
         if "q_proj" in name:
             return halves(weight, shape.n_heads)

@@ -24,6 +24,7 @@ from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import paired_difference
 from titan_loop.evaluation.intervals import Interval
+from titan_loop.evaluation.share_work import rank_device
 from titan_loop.evaluation.window_scores import (
     WindowScores,
     open_run,
@@ -168,7 +169,8 @@ def scan(
     with opened(path, command) as (dense, _):
         held_out = open_run(dense.run, count=windows, sources=sources, seq_len=seq_len)
         longest = max(text.input.shape[1] for text in held_out.values())
-        model = load_model(dense.checkpoint.path, dense.options, max_seq_len=longest)
+        device = rank_device()
+        model = load_model(dense.checkpoint.path, dense.options, max_seq_len=longest).to(device)
     n_layers = len(model.layers)
     for length in lengths:
         if not 1 <= length < n_layers:
@@ -177,7 +179,7 @@ def scan(
     scores: dict[str, WindowScores] = {}
     for name, text in held_out.items():
         logger.info("%s: %d windows, %d spans", name, len(text.labels), len(spans))
-        scores[name] = score_windows(text, _Spans(model, spans), device=torch.device("cpu"))
+        scores[name] = score_windows(text, _Spans(model, spans), device=device)
     total = [*with_total(scores).values()][-1]
     nats_PU, bytes_U = total.by_unit()
     dense_bits = summarise(
