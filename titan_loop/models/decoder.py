@@ -222,8 +222,8 @@ class LoopDecoder(Decoder):
 
         Args:
             positions: (B, L), restarting per document; None counts from 0.
-            attention_masks: None builds a document mask from `positions`, or plain causal
-                attention without them. With a cache, give a (B, 1, L, L_key) mask.
+            attention_masks: None builds one from `positions` and any prefix; with neither, or with
+                a cache and no prefix, attention is plain causal. With a cache: (B, 1, L, L_key).
             key_positions: (B or 1, S) of the cache's keys; None if only current tokens have keys.
         """
         prefix = None if columns is None else columns.get(PREFIX)
@@ -268,7 +268,7 @@ class LoopDecoder(Decoder):
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
         """Apply every looped layer once, and the norm if it ends every step; return h_step.
 
-        `step`, an int from 1 or a (B,) tensor, only addresses the cache unless `tells_step` is set.
+        `step`, an int from 1 or a (B,) tensor, reaches layers only with a cache or `tells_step`.
         """
         looped = self.config.looped
         hidden_BLD = self._visit(looped, self.input(carry, context), context, step, -looped.start)
