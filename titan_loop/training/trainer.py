@@ -186,7 +186,7 @@ class LoopTrainer(Trainer):
         if stop and self._follow_folder():
             return  # records and callbacks would write into a folder that is gone
         self._finish_step(trained)
-        # After the callbacks, which still take part in the last step.
+        # After the callbacks: `_stop` makes this step the last, at which they would evaluate.
         if stop and not self.at_last_step:
             self._stop(f"after step {self.step} of {self.config.training.steps}")
 
