@@ -12,7 +12,7 @@ from titan_loop.slurm.site import Site
 
 WAIT_SECONDS = 40
 """Time until a step's tasks are killed once one of them has ended: they may be waiting for a rank
-that died. At a regular end ranks wait for each other and leave together."""
+that died. When training ends normally, ranks wait for each other and leave together."""
 
 PORTS_A_JOB = 50
 _FIRST_PORT, _PORTS = 20_000, 12_000  # these stay below Linux's ephemeral ports
