@@ -39,6 +39,7 @@ import torch
 from tests.support.failing_disk import FailingDisk
 from tests.support.tiny import tiny_config, tiny_source
 from titan_loop.checkpoint.folders import committed_steps, step_folder, unfinished_steps
+from titan_loop.checkpoint.manager import AsyncMode
 from titan_loop.errors import EXIT_USER_ERROR, exit_code
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
@@ -64,7 +65,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int | str]]] = {
     "hsdp2x2": (4, {"replicate": 2}),
     "dp2-tp2": (4, {"tp": 2}),
 }
-MODES = ("disabled", "async", "async_with_pinned_mem")
+MODES: tuple[AsyncMode, ...] = ("disabled", "async", "async_with_pinned_mem")
 KINDS = ("rank", "all", "agent", "term", "stop", "EIO", "ENOSPC")
 PASSING = ("stop", "EIO", "ENOSPC")
 """Faults that a start survives, or ends by itself."""
@@ -90,7 +91,7 @@ class Start:
 
     run: Path
     layout: str
-    mode: str
+    mode: AsyncMode
     remote: Path | None = None
     agent: int = 0
     ranks: list[int] = field(default_factory=list)
@@ -288,10 +289,10 @@ class Chaos:
             self.lives += 1
             print(f"life {self.lives}: {len(self.kills)} kills survived", flush=True)
 
-    def _draw(self) -> tuple[str, str]:
+    def _draw(self) -> tuple[str, AsyncMode]:
         return self.random.choice(list(LAYOUTS)), self.random.choice(MODES)
 
-    def _launch(self, run: Path, layout: str, mode: str, remote: Path | None = None) -> Start:
+    def _launch(self, run: Path, layout: str, mode: AsyncMode, remote: Path | None = None) -> Start:
         start = Start(run, layout, mode, remote)
         self.starts += 1
         start.launch(self.source, self.folder / f"{run.name}.log")
@@ -444,7 +445,7 @@ class Chaos:
 
 def main() -> None:
     """Survive, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=8, help="number of kills to survive")
     parser.add_argument("--seed", type=int, default=0, help="for kinds, moments and layouts")
     parser.add_argument("--folder", type=Path, required=True, help="folder for everything")

@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import xllamacpp
+import xllamacpp  # pyright: ignore[reportMissingImports]
 
 
 def ask(server: Any, path: str, content: dict[str, Any]) -> dict[str, Any]:

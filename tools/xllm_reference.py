@@ -103,9 +103,9 @@ def injection_error(kind: Injection, theirs: Any) -> float:
     for module, parameters in ((own, names), (other, names.values())):
         leaves = [each.clone().requires_grad_() for each in inputs]
         output = module(*leaves)
-        output.square().sum().backward()
-        gradients = [module.get_parameter(each).grad for each in parameters]
-        found.append([output.detach(), *(leaf.grad for leaf in leaves), *gradients])
+        reached = [*leaves, *(module.get_parameter(each) for each in parameters)]
+        gradients = torch.autograd.grad(output.square().sum(), reached)
+        found.append([output.detach(), *gradients])
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 

@@ -30,7 +30,7 @@ from torchtitan.tools import utils as titan_utils
 from training_step import device, start
 
 from titan_loop.checkpoint.loading import load_checkpoint
-from titan_loop.checkpoint.manager import LoopCheckpointManager
+from titan_loop.checkpoint.manager import AsyncMode, LoopCheckpointManager
 from titan_loop.checkpoint.manifest import file_records, find_damage, read_manifest
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
@@ -38,7 +38,7 @@ from titan_loop.models.family import build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.training.optimizer import LoopOptimizers
 
-MODES = ("disabled", "async", "async_with_pinned_mem")
+MODES: tuple[AsyncMode, ...] = ("disabled", "async", "async_with_pinned_mem")
 
 
 def main() -> int:
@@ -98,7 +98,7 @@ class _Training:
         """Return what a checkpoint holds."""
         return {**self.model.state_dict(), OPTIMIZER: self.optimizers.state_dict()}
 
-    def manager(self, folder: Path, mode: str) -> LoopCheckpointManager:
+    def manager(self, folder: Path, mode: AsyncMode) -> LoopCheckpointManager:
         """Return a manager of this state that saves whenever it is told to."""
         config = LoopCheckpointManager.Config(async_mode=mode, interval=1)
         return LoopCheckpointManager(
@@ -118,7 +118,7 @@ class _Training:
 
 
 class _NothingElse:
-    """A trainer and a loader without state."""
+    """A trainer and a loader with nothing but what a manifest must hold."""
 
     at_stage_end = held_back = False
 
@@ -126,7 +126,7 @@ class _NothingElse:
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"step": 0, "tokens": 0, "recurrent_steps": 1, "architecture": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass

@@ -53,7 +53,7 @@ from conditions import begin, parser_of
 from timing import ratios, spread
 
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.load.windows import SourceWindows
+from titan_loop.data.load.windows import SourceWindows, empty_batch
 from titan_loop.data.open_files import open_file_limit
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
 
@@ -290,7 +290,8 @@ def _read_every_shard(loader: WindowLoader) -> float:
     random.shuffle(windows)
     began = time.perf_counter()
     for source, number in windows:
-        source.read(0, number)
+        _, (window,) = empty_batch(1, source.seq_len)
+        source.read_into(0, number, window)
     return (time.perf_counter() - began) / len(windows) * 1e6
 
 

@@ -41,7 +41,7 @@ def main() -> int:
         "tie_weights": True,
     }
     every = DiscoLoopOptions(**shared)
-    models: dict[str, OuroOptions] = {
+    models: dict[str, OuroOptions | DiscoLoopOptions] = {
         "plain loop": OuroOptions(**shared),
         "whole vocabulary": every,
         f"top {options.top_k}": replace(every, top_k=options.top_k),

@@ -36,6 +36,8 @@ from titan_loop.inference.exit_policy import Evidence, ExitPolicy
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
 from titan_loop.inference.rows import Request
 from titan_loop.inference.speculative import SelfSpeculation
+from titan_loop.models.attention import LoopAttention
+from titan_loop.models.block import SandwichBlock
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 
@@ -83,17 +85,18 @@ class PlainDecoder:
         x = model.tok_embeddings(tokens_BL)
         for step in range(RECURRENT_STEPS):
             for index, layer in enumerate(model.layers.values()):
+                assert isinstance(layer, SandwichBlock)
                 attention = layer.attention
+                assert isinstance(attention, LoopAttention)
                 q, k, v = attention.qkv_linear(layer.attention_norm(x))
                 q, k = attention.rope(q, k, rope_BLH=rope_BLH)
                 if start:
                     past_k, past_v = self.slots[step, index]
                     k, v = torch.cat((past_k, k), 1), torch.cat((past_v, v), 1)
                 self.slots[step, index] = (k, v)
+                q, k, v = (part.transpose(1, 2) for part in (q, k, v))
                 out = F.scaled_dot_product_attention(
-                    *(t.transpose(1, 2) for t in (q, k, v)),
-                    is_causal=not start,
-                    enable_gqa=attention.enable_gqa,
+                    q, k, v, is_causal=not start, enable_gqa=attention.enable_gqa
                 )
                 out = attention.wo(out.transpose(1, 2).flatten(2))
                 x = x + layer.attention_post_norm(out)

@@ -93,7 +93,7 @@ def _readouts(job: Job, model: LoopDecoder, count: int) -> Callable[[], None]:
     """Return a function that computes loss and gradients of `count` states, without layers."""
     _, labels = batch(job)
     dtype = torch.bfloat16 if device().type == "cuda" else torch.float32
-    shape = (job.windows, job.seq_len, job.model.dim)
+    shape = (job.windows, job.seq_len, model.config.dim)
     states = tuple(
         torch.randn(shape, device=device(), dtype=dtype).requires_grad_() for _ in range(count)
     )

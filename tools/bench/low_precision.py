@@ -104,9 +104,9 @@ def error_of(low: Tensor, expected: Tensor) -> np.ndarray:
 
 
 class _BF16Linear(Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.bfloat16()
-        return F.linear(x.bfloat16(), self.weight.bfloat16(), bias).to(x.dtype)
+        return F.linear(input.bfloat16(), self.weight.bfloat16(), bias).to(input.dtype)
 
 
 def _in_bf16(model: LoopDecoder) -> LoopDecoder:
@@ -117,7 +117,10 @@ def _in_bf16(model: LoopDecoder) -> LoopDecoder:
 
 
 def _in_float8(recipe: str, model: LoopDecoder) -> LoopDecoder:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
 
     config = replace(
         Float8LinearConfig.from_recipe_name(recipe), emulate=not torch.cuda.is_available()

@@ -11,6 +11,7 @@ medians over the rounds. State is what the optimisers keep; extra is the peak of
 import argparse
 import statistics
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,9 @@ from tests.support.multiprocess import GlooPool
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.initialisation import local_part
-from titan_loop.training.optimizer import LoopOptimizers, MuonConfig
+from titan_loop.training.optimizer import LoopOptimizers, MuonConfig, OptimizerName
 
-NAMES = ("adamw", "muon")
+NAMES: tuple[OptimizerName, ...] = ("adamw", "muon")
 MB = 1e6
 
 
@@ -78,7 +79,9 @@ def measure(options: argparse.Namespace) -> list[str]:
     return [*rows, f"muon over adamw | {slower[0]:.2f} | {slower[1]:.2f} | |"]
 
 
-def _optimizers(name: str, dtype: str, model: LoopDecoder) -> LoopOptimizers:
+def _optimizers(
+    name: OptimizerName, dtype: Literal["auto", "float32", "bfloat16"], model: LoopDecoder
+) -> LoopOptimizers:
     config = LoopOptimizers.Config(muon=MuonConfig(dtype=dtype))
     config.name = name
     optimizers = config.build(model_parts=[model])

@@ -139,7 +139,9 @@ class PlainLoop(nn.Module):
         self.gate = nn.Linear(self.embedding.shape[1], 1)
         gate = source.exit_gate.state_dict()
         self.gate.load_state_dict({name: whole(value) for name, value in gate.items()})
-        rows = source.positions.table.rows(torch.arange(seq_len, device=device()).unsqueeze(0))
+        positions = torch.arange(seq_len, device=device()).unsqueeze(0)
+        rows = source.positions.shared(positions, positions)
+        assert rows is not None
         cos, sin = rows.transpose(1, 2).chunk(2, dim=-1)
         self.register_buffer("cos", cos.clone())
         self.register_buffer("sin", sin.clone())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from timing import seconds_of
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile
 from torchtitan.tools import utils as titan_utils
 from training_step import device, matmul_flops

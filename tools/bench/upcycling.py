@@ -1,6 +1,6 @@
 """Gradients of a layer's copies, and training after upcycling under every moments policy.
 
-    python tools/bench/upcycling.py runs/quickstart --layers 8 --recurrent-steps 2
+    python tools/bench/upcycling.py runs/miniature/1a --layers 8 --recurrent-steps 2
 
 First: per tensor of a layer, E[g_c²] of a copy over E[g²] of the shared layer, and E[g_c] projected
 on E[g], medians; the old model runs R steps, the new one those asked for, on the same batches. Then
@@ -34,8 +34,8 @@ SPANS = ((0, 1), (1, 5), (5, 10), (10, 20), (20, 40))
 
 def main() -> int:
     """Measure one mode and print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", help="a run, or one of its checkpoints")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("run", help="a run with exit gate and AdamW, or a checkpoint of it")
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--recurrent-steps", type=int, required=True, help="of the new model")
     parser.add_argument("--mode", choices=get_args(Mode), default="stacked")
@@ -64,7 +64,7 @@ def main() -> int:
             model = load_model(child, deeper, max_seq_len=run.seq_len)
             model.recurrent_steps = options.recurrent_steps
             if not losses:
-                layers = upcycling.sources(len(parent.layers))
+                layers = upcycling.sources(checkpoint.manifest["trainer"]["architecture"])
                 _print_gradients(options, parent, model, layers, batches)
             losses[moments] = _train(options, model, CheckpointReader(child), batches)
     _print_losses(losses)
