@@ -14,6 +14,7 @@ from titan_loop import compat
 from titan_loop.distributed.context_parallel import window_share
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.models import attention
 from titan_loop.models import loop_config as ouro
 from titan_loop.models.attention import (
     DocumentAttention,
@@ -131,6 +132,15 @@ def test_auto_takes_sdpa_without_cuda():
     assert isinstance(inner_attention_config("auto"), DocumentAttention.Config)
     with pytest.raises(UserError, match="varlen needs CUDA"):
         inner_attention_config("varlen")
+
+
+def test_varlen_says_which_package_a_gpu_needs(monkeypatch):
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
+    monkeypatch.setattr(attention, "get_cuda_flash_attention_impl", lambda: "FA3")
+    with pytest.raises(UserError, match="needs FA3 on this GPU: flash_attn_interface is"):
+        inner_attention_config("varlen")
+    monkeypatch.setattr(attention, "get_cuda_flash_attention_impl", lambda: None)  # Ampere
+    assert isinstance(inner_attention_config("varlen"), VarlenAttention.Config)
 
 
 def test_a_prefix_is_seen_whole_in_its_own_document(monkeypatch):

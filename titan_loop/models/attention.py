@@ -7,6 +7,7 @@ FlexAttention.
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
@@ -17,12 +18,15 @@ from torchtitan.models.common import attention as titan_attention
 from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
+from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.context import CacheSlot, LoopContext, WindowShare
 from titan_loop.models.positions import DistanceScores, every_head
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
+_FLASH_PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}
+"""Version of FlashAttention that torchtitan chooses on Hopper, on Blackwell → Python package."""
 
 
 def document_mask(
@@ -150,8 +154,8 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
 
     "auto" is Flex on CUDA, and SDPA elsewhere or with `scores`, terms that positions add to the
     products of queries and keys: only SDPA's module takes them. Flex and varlen are torchtitan's
-    modules. Their masks and Flex's wiring are tested on CPU with the uncompiled kernel; this
-    project has not run either on a GPU yet.
+    modules. Their masks and Flex's wiring are tested on CPU with the uncompiled kernel. Flex last
+    trained on a GPU on 2026-11-26 (H200, fp32, torch 2.11); varlen has not run on one yet.
     """
     if backend not in ATTENTION_BACKENDS:
         known = nearest(backend, ATTENTION_BACKENDS)
@@ -162,6 +166,10 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
     if backend != "sdpa" and not on_cuda:
         problem = f"model.attention={backend} needs CUDA, which this machine lacks"
         raise UserError(f"{problem}; use sdpa or auto")
+    flash = get_cuda_flash_attention_impl() if backend == "varlen" else None
+    if flash is not None and find_spec(_FLASH_PACKAGES[flash]) is None:
+        problem = f"model.attention=varlen needs {flash} on this GPU: {_FLASH_PACKAGES[flash]}"
+        raise UserError(f"{problem} is not installed; install it, or use flex or auto")
     kernels = {"flex": FlexAttention, "varlen": VarlenAttention, "sdpa": DocumentAttention}
     return kernels[backend].Config()
 

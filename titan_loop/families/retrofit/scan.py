@@ -245,6 +245,6 @@ class _Spans:
 
     def _nats(self, hidden_BLD: Tensor, labels_BL: Tensor) -> Tensor:
         read_BLD = self._model.norm(hidden_BLD)
-        weight_1BL = torch.zeros(1, *labels_BL.shape)
+        weight_1BL = read_BLD.new_zeros(1, *labels_BL.shape)
         _, ce_1BL = self._model.lm_head((read_BLD,), labels_BL=labels_BL, weight_RBL=weight_1BL)
         return ce_1BL[0].double().sum(dim=1)
