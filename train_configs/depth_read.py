@@ -6,7 +6,8 @@ Model, text and optimiser are as in `last_step_muon` of `depth_pays`.
 |---|---|
 | the names in TEXT | ways to make steps 1 … 4 readable; the last step's loss; Stage I |
 | `r1`, `r2`, `r3` | the same layer trained for that R alone |
-| `ARM_gate`, `ARM_ahead` | Stage II after it: as published, and with the next improvement |
+| `ARM_gate`, `ARM_long` | Stage II after it, in 200 and in 1,000 updates |
+| `ARM_ahead` | the same with the next step's improvement, in 200 |
 | `mano_ARM`, `hops_ARM` | arithmetic and three hops of `physics_exams`, and their Stage II |
 
     titan-loop train depth_read --stage even_late --debug.seed 1
@@ -33,9 +34,9 @@ from titan_loop.training.trainer import LoopTrainer
 from train_configs.depth_pays import BATCH_TOKENS, LATE_FROM, STEPS, TOTAL_TOKENS, depth_pays
 from train_configs.physics_exams import REPORTED, physics_exams
 
-GATE_TOKENS = 200 * BATCH_TOKENS
-GATES = {"gate": False, "ahead": True}
-"""Name of a Stage II → whether gate r learns the improvement of step r + 1 instead of its own."""
+GATES = {"gate": (False, 200), "ahead": (True, 200), "long": (False, 1000)}
+"""Name of a Stage II → whether gate r learns the improvement of step r + 1 instead of its own, and
+number of updates."""
 
 
 def _late(value: float, start: int = LATE_FROM) -> Schedule:
@@ -173,8 +174,8 @@ def _with_gates(arms: Mapping[str, Mapping[str, Any]], known: str) -> list[Stage
         for stage in (
             Stage(name=name, config=_arm(known, options)),
             *(
-                Stage(name=f"{name}_{kind}", parent=name, config=_gate(_arm(known, options), ahead))
-                for kind, ahead in GATES.items()
+                Stage(name=f"{name}_{kind}", parent=name, config=_gate(_arm(known, options), *gate))
+                for kind, gate in GATES.items()
             ),
         )
     ]
@@ -207,9 +208,9 @@ def _alone(steps: int) -> LoopTrainer.Config:
     return config
 
 
-def _gate(config: LoopTrainer.Config, look_ahead: bool) -> LoopTrainer.Config:
+def _gate(config: LoopTrainer.Config, look_ahead: bool, updates: int) -> LoopTrainer.Config:
     """Return Stage II after a run: its model is frozen, and its gate learns on other text."""
-    config.total_tokens = GATE_TOKENS
+    config.total_tokens = updates * BATCH_TOKENS
     config.learning_rate = Schedule.constant(1e-2)
     config.trainable, config.optimizer.name = "exit_gate", "adamw"
     config.loss = AdaptiveGateLoss.Config(look_ahead=look_ahead)

@@ -9,6 +9,7 @@ from titan_loop.families.ouro.readable_steps import ReadableStepsLoss
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.preflight import setting_refusals, value_refusals
 from train_configs.depth_pays import LATE_FROM, TOTAL_TOKENS, depth_pays
+from train_configs.depth_pays import BATCH_TOKENS
 from train_configs.depth_read import GATES, TASK_ARMS, TASKS, TEXT, depth_read
 
 RECIPE = depth_read()
@@ -44,12 +45,13 @@ def test_late_schedules_begin_late_and_are_stretched_with_a_tasks_tokens():
 @pytest.mark.parametrize("name", [*TEXT, *(f"{t}_{a}" for t in TASKS for a in TASK_ARMS)])
 def test_stage_two_starts_from_its_arm_and_trains_the_gate_alone(name: str):
     before = RECIPE.stage(name)
-    for kind, look_ahead in GATES.items():
+    for kind, (look_ahead, updates) in GATES.items():
         stage = RECIPE.stage(f"{name}_{kind}")
         assert stage.parent == name
         assert stage.config.trainable == "exit_gate"
         assert isinstance(stage.config.loss, AdaptiveGateLoss.Config)
         assert stage.config.loss.look_ahead is look_ahead
+        assert stage.config.total_tokens == updates * BATCH_TOKENS
         assert stage_architecture(stage.config) == stage_architecture(before.config)
         assert stage.config.dataloader.seed != before.config.dataloader.seed
 
