@@ -8,8 +8,7 @@ from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.families.ouro.readable_steps import ReadableStepsLoss
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.preflight import setting_refusals, value_refusals
-from train_configs.depth_pays import LATE_FROM, TOTAL_TOKENS, depth_pays
-from train_configs.depth_pays import BATCH_TOKENS
+from train_configs.depth_pays import BATCH_TOKENS, LATE_FROM, TOTAL_TOKENS, depth_pays
 from train_configs.depth_read import GATES, TASK_ARMS, TASKS, TEXT, depth_read
 
 RECIPE = depth_read()
