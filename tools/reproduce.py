@@ -26,11 +26,15 @@ Written by `python -m tools.reproduce` from `train_configs/claims.py` and `resul
 Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops; –
 are claims of this project. Everything here is small: models of 10^4 to 10^6 parameters, SmolLM2 of
 10^8, on a CPU.
-Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none for one seed).
+Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none for one seed). A
+claim with two arms subtracts arms of the same seed. Intervals over questions and documents are in
+`results/` and are not added here. Aims are ours and were set before the runs; theirs is the paper's
+number, which may be of another measure (see the remark). Minutes are those of the clock for all of
+a claim's runs, on shared cores.
 *Shown*: three seeds or more, whose whole interval meets the aim. *Partly*: the mean meets it.
 † marks runs of changed code, or of a commit that is not in the history.
 
-| paper | claim | theirs | aim | ours | seeds | verdict | command | CPU minutes | remark |
+| paper | claim | theirs | aim | ours | seeds | verdict | command | minutes | remark |
 |---|---|---|---|---|---|---|---|---|---|
 """
 
@@ -54,7 +58,9 @@ def _number(first: float, second: float | None = None, third: float | None = Non
 
 
 def verdict(claim: Claim, values: Sequence[float]) -> str:
-    """Return shown, partly or not."""
+    """Return shown, partly, not, or no test."""
+    if not claim.is_test:
+        return "no test"
     mean, low, high = of_seeds(values)
     least = -math.inf if claim.at_least is None else claim.at_least
     most = math.inf if claim.at_most is None else claim.at_most
