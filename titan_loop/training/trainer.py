@@ -34,7 +34,7 @@ from titan_loop.errors import NonFiniteError, StoppedError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.ranks import all_ranks, meeting, on_rank_zero, require_equal, warn_together
-from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory, library_versions
 from titan_loop.storage.kept_records import give_up_kept, write_kept
 from titan_loop.training.built_in import built_in_callbacks
 from titan_loop.training.callback import Phase
@@ -336,7 +336,8 @@ class LoopTrainer(Trainer):
 
     def lineage(self) -> dict[str, Any]:
         """Return a checkpoint's record of its run: recipe hash, stage, versions."""
-        return self.run.lineage()
+        versions, stage = library_versions(), self.config.stage
+        return {"recipe_sha256": self.run.recipe_sha256(), "stage": stage, "versions": versions}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's state as JSON, from which any number of ranks can continue."""
