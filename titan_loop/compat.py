@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -112,10 +111,6 @@ def assuming(device: DeviceType) -> Iterator[None]:
         _assumed_device = before
 
 
-def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
 def _profile_outside_of_checkpointing() -> None:
     # Selective checkpointing looks for every operation of a recomputed layer among those of its
     # forward pass. FSDP's hooks of a unit inside a layer record one profiler range more then.
@@ -136,7 +131,7 @@ if not torch.cuda.is_available():
     warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype is not supported")
 if "set_timeout" not in vars(dist):
     # torchtitan calls it after the first step. Delete when torch < 2.14 is no longer supported.
-    dist.set_timeout = _set_timeout  # type: ignore[attr-defined]
+    dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 _profile_outside_of_checkpointing()
 import_lightly(compiler=torch.cuda.is_available())
 

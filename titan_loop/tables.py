@@ -1,4 +1,4 @@
-"""Aligned columns for the terminal: the one table printer."""
+"""Text for the terminal: aligned columns, short counts, durations."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -23,3 +23,24 @@ def text_table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -
     """Return `columns` as one text with a rule below the first row, the header."""
     lines = columns(rows, left=left)
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def short(count: float) -> str:
+    """Return a count with three significant digits and a suffix K, M, B or T."""
+    for suffix in ("", "K", "M", "B"):
+        if abs(count) < 999.5:
+            return f"{count:.3g}{suffix}"
+        count /= 1000
+    return f"{count:.3g}T"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration with its two largest units: 45s, 12m30s, 3h05m, 2d04h."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d{hour:02}h"
+    if hours:
+        return f"{hours}h{minute:02}m"
+    return f"{minutes}m{second:02}s" if minutes else f"{second}s"

@@ -92,6 +92,29 @@ def test_a_run_trains_in_emulated_float8(source: Path, tmp_path: Path):
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.float8
+def test_a_start_warns_of_a_large_error_and_trains_as_without_the_measurement(
+    source: Path, tmp_path: Path
+):
+    pytest.importorskip("torchao")
+    losses, warnings = [], []
+    for most in (0, SMALLEST_SIGNAL, LARGEST_ERROR):
+        run = RunDirectory(tmp_path / str(most))
+        config = replace(tiny_config(source, run.path, steps=2), float8="rowwise")
+        config.model = replace(config.model, dropout=0.2)  # training's, not the measurement's
+        run_training(replace(config, float8_error=most), command=["test"])
+        losses.append([record["loss"] for record in run.read_metrics()])
+        lines = run.log_txt.read_text().splitlines()
+        warnings.append([line for line in lines if "float8 changes the state" in line])
+    assert losses[0] == losses[1] == losses[2]
+    assert not warnings[0] + warnings[2]
+    (line,) = warnings[1]
+    assert line.endswith("above float8_error=0.001: use fewer recurrent steps, or --float8 off")
+    percent = float(line.partition("after step 4 by ")[2].partition(" %")[0])
+    assert 100 * SMALLEST_SIGNAL < percent < 100 * LARGEST_ERROR
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

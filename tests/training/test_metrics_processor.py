@@ -256,11 +256,3 @@ def test_peak_flops_only_for_known_devices(monkeypatch: pytest.MonkeyPatch):
         assert metrics_processor.known_peak_flops(name, "float32") == fp32
     monkeypatch.setattr(titan_utils, "get_peak_flops", lambda device_name: float("nan"))
     assert metrics_processor.known_peak_flops("CPU") is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0s"), (59.6, "1m00s"), (750, "12m30s"), (11_100, "3h05m"), (187_200, "2d04h")],
-)
-def test_durations(seconds: float, text: str):
-    assert metrics_processor.format_duration(seconds) == text

@@ -42,6 +42,7 @@ def _set(path: str, value: Any) -> Change:
 CASES: dict[str, tuple[Change, int, str]] = {
     "unknown size": (_set("model.size", "quikstart"), 1, r"model\.size=quikstart.*quickstart"),
     "unknown attention": (_set("model.attention", "flx"), 1, r"model\.attention=flx.*flex"),
+    "float8_error": (_set("float8_error", -0.1), 1, r"float8_error=-0\.1 must be 0 "),
     "attention needs CUDA": (_set("model.attention", "flex"), 1, "attention=flex needs CUDA"),
     "heads by TP": (
         _set("parallelism.tensor_parallel_degree", 8),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_loop.analysis.drawing import COLORS, Axes, draw_panels, mark_trained_depth, short
+from titan_loop.analysis.drawing import COLORS, Axes, draw_panels, mark_trained_depth
 from titan_loop.analysis.plots import best_depth
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.task_report import (
@@ -15,6 +15,7 @@ from titan_loop.evaluation.task_report import (
     interval,
     lower_is_better,
 )
+from titan_loop.tables import short
 
 _POINTS = {"color": COLORS[0], "marker": "o", "markersize": 5, "capsize": 4}
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from titan_loop.tables import short
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 else:
@@ -203,12 +205,3 @@ def token_axis(axes: Axes, tokens: np.ndarray) -> None:
     if tokens[0] < tokens[-1]:
         axes.set_xlim(tokens[0], tokens[-1] + 0.02 * (tokens[-1] - tokens[0]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-
-
-def short(count: float) -> str:
-    """Return a count with three significant digits and a suffix K, M, B or T."""
-    for suffix in ("", "K", "M", "B"):
-        if abs(count) < 1000:
-            return f"{count:.3g}{suffix}"
-        count /= 1000
-    return f"{count:.3g}T"

@@ -13,6 +13,7 @@ from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.evaluation.evals_log import HeldOutRecord
 from titan_loop.plugins import find, names
+from titan_loop.tables import short
 
 
 def plot_step_losses(records: Records, path: Path) -> Path:
@@ -163,7 +164,7 @@ def plot_throughput(records: Records, path: Path) -> Path:
             axes.set_ylim(0, 1)
         drawing.token_axis(axes, tokens)
 
-    title = f"All ranks together read {drawing.short(last(speed))} tokens per second at the end"
+    title = f"All ranks together read {short(last(speed))} tokens per second at the end"
     panels = ["tokens per second", "share of the time waiting for data"]
     return drawing.draw_panels(panels, draw, path, title=title, columns=1, inches=(8, 2.8))
 

@@ -5,7 +5,6 @@ instead of opening every shard.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from titan_loop.data.remote_source import copy_if_remote
 from titan_loop.errors import UserError, seen_from
 from titan_loop.storage.file_names import require_file_name
 from titan_loop.storage.folder_lock import FolderLock
-from titan_loop.storage.json_files import finite_or_null, read_json_object, write_json
+from titan_loop.storage.json_files import json_sha256, read_json_object, write_json
 from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
@@ -122,7 +121,7 @@ class SourceCard:
     def write(self, folder: Path) -> None:
         """Write the card and its hash to `folder`, atomically: temporary file, fsync, rename."""
         record = asdict(self)
-        write_json(folder / CARD_NAME, {**record, _OWN_HASH: _record_sha256(record)})
+        write_json(folder / CARD_NAME, {**record, _OWN_HASH: json_sha256(record)})
 
     def shard_files(self, split: str) -> dict[str, int]:
         """Return the size in bytes of every file of a split's shards, by its name in the source."""
@@ -173,7 +172,7 @@ class SourceCard:
                     f"{FORMAT_VERSION}: prepare it again"
                 )
             own_hash = raw.pop(_OWN_HASH, None)
-            if own_hash is not None and own_hash != _record_sha256(raw):
+            if own_hash is not None and own_hash != json_sha256(raw):
                 raise UserError(
                     f"source card {path} was changed after it was written: restore it or prepare "
                     "the source again"
@@ -202,12 +201,6 @@ def _typed(kind: type[Card], record: Mapping[str, Any]) -> Card:
         if each.type in (int, str, bool) and type(value) is not each.type:
             raise TypeError(f"{each.name}={value!r:.40}")
     return card
-
-
-def _record_sha256(record: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a card's contents, however the JSON file spells them."""
-    text = json.dumps(finite_or_null(record), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextFormat:

@@ -6,22 +6,20 @@
 manifest and the readings. Rank 0 alone reads and writes the file; the others get its content.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from titan_loop.evaluation.share_work import join_ranks
 from titan_loop.ranks import all_ranks, from_rank_zero
-from titan_loop.storage.json_files import append_jsonl, read_jsonl
+from titan_loop.storage.json_files import append_jsonl, json_sha256, read_jsonl
 
 _REQUESTS_AT_A_TIME = 512  # computed between two writes
 
 
 def digest(value: Any) -> str:
     """Return a hash of JSON-like data."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+    return json_sha256(value)[:32]
 
 
 class RequestCache:

@@ -16,7 +16,7 @@ from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.folder_lock import is_held
 from titan_loop.storage.json_files import read_versioned_json, write_json
-from titan_loop.tables import columns
+from titan_loop.tables import columns, format_duration
 
 RECIPE_JSON = "recipe.json"
 FORMAT_VERSION = 1
@@ -143,15 +143,8 @@ def _describe(status: StageStatus) -> str:
         left = ", not running"
     elif status.tokens_per_second:
         seconds = max(0, status.total_tokens - status.tokens) / status.tokens_per_second
-        left = f", about {_duration(seconds)} left"
+        left = f", about {format_duration(seconds)} left"
     return f"{share:.1%} of {status.total_tokens:,} tokens{loss}{left}{fork}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 def _measure(status: StageStatus, run: SavedRun) -> None:

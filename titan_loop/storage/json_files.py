@@ -1,5 +1,6 @@
 """Small files that survive the death of their writer: atomic JSON and text, append-only lines."""
 
+import hashlib
 import json
 import logging
 import math
@@ -180,6 +181,12 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite_or_null(item) for item in value]
     return value
+
+
+def json_sha256(value: Any) -> str:
+    """Return the SHA-256 of a JSON value, however a file spells it."""
+    text = json.dumps(finite_or_null(value), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _parse(content: bytes) -> Any:

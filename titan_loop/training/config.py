@@ -191,6 +191,9 @@ class RunConfig(Trainer.Config):
     """Recipe for the layers' matrix products in float8; needs torchao, and is emulated without a
     GPU. Embedding, head, exit gate, norms, routers and experts keep their precision."""
 
+    float8_error: float = 0.2
+    """Share of the last state's norm by which float8 may change it without a warning; 0 is off."""
+
     debug: DebugConfig = field(
         default_factory=lambda: DebugConfig(seed=DEFAULT_SEED, enable_structured_logging=False)
     )

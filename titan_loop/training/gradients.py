@@ -14,13 +14,15 @@ from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.observability import structured_logger
+from torchtitan.tools.logging import logger
 
 from titan_loop.data.columns import LABELLED, columns_for
-from titan_loop.data.load.batches import Batch
+from titan_loop.data.load.batches import Batch, Position
 from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.distributed.loop_fsdp import reshard_units
 from titan_loop.models.context import PREFIX
 from titan_loop.models.dropout import seed_dropout
+from titan_loop.ranks import warn_together
 from titan_loop.training.callback import TrainingState
 
 
@@ -66,7 +68,7 @@ def forward_backward(
 
 @structured_logger.log_trace_span("fwd_bwd")
 def _one_micro_batch(
-    trainer: TrainingState, batch: Batch, valid: Tensor, recurrent_steps: int
+    trainer: TrainingState, batch: Batch, valid: Tensor, steps: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Follow upstream's `forward_backward_step`, which would drop the objective's metrics."""
     model = trainer.model
@@ -75,9 +77,7 @@ def _one_micro_batch(
     with trainer.train_context():
         for callback in trainer.callbacks:
             callback.before_forward(trainer)
-        output = model(
-            own.inputs, **own.for_model, recurrent_steps=recurrent_steps, collect=collect
-        )
+        output = model(own.inputs, **own.for_model, recurrent_steps=steps, collect=collect)
         for callback in trainer.callbacks:
             callback.after_forward(trainer)
         loss, metrics = trainer.loss_fn(output, own.labels, valid, **own.for_loss)
@@ -85,6 +85,38 @@ def _one_micro_batch(
         with spmd.no_typecheck():  # as upstream: checking the forward pass suffices
             loss.backward()
     return loss.detach(), metrics
+
+
+@torch.no_grad()
+def warn_of_float8(trainer: TrainingState, most: float) -> None:
+    """Warn if float8 changes the last step's state by more than `most` of its norm; collective.
+
+    It is measured on this rank's next windows, which stay unread.
+    """
+    from torchtitan.components.quantization.float8 import Float8Linear  # imports torchao
+
+    model, loader, steps = trainer.model, trainer.dataloader, trainer.plan.recurrent_steps
+    ahead = Position(loader.windows_consumed, trainer.plan.windows, loader.data_hash)
+    own = _split(trainer, loader.read(ahead).batches[0])
+    linears = [part for part in model.modules() if isinstance(part, Float8Linear)]
+    states: list[Tensor] = []
+    model.eval()  # draws nothing
+    for kind in (torch.nn.Linear, Float8Linear):  # in this order: float8 stays
+        for part in linears:
+            part.__class__ = kind  # has the same weights
+        with trainer.train_context():
+            output = model(own.inputs, **own.for_model, recurrent_steps=steps, collect="last")
+        states.append(output.hidden_RBLD[-1].float())
+    model.train()
+    sums = torch.stack([(states[1] - states[0]).square().sum(), states[0].square().sum()])
+    torch.distributed.all_reduce(sums)
+    error = float((sums[0] / sums[1]).sqrt())
+    if not error <= most:  # not a number, too
+        text = (
+            "float8 changes the state after step %d by %.1f %% of its norm, above float8_error=%g"
+        )
+        text += ": use fewer recurrent steps, or --float8 off"
+        warn_together(logger, text, steps, 100 * error, most)
 
 
 def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:

@@ -68,19 +68,15 @@ def _float8_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[R
     if config.compile.enable and compat.device_type() == "cpu":
         problem = "is emulated without a GPU, which cannot be compiled"
         yield refuse(problem, "set --compile.no-enable")
-    tokens = (
-        training.local_batch_size * training.seq_len // max(1, parallel.context_parallel_degree)
-    )
+    tokens = training.local_batch_size * training.seq_len
+    tokens //= max(1, parallel.context_parallel_degree)
     sides = {"the tokens of a rank's pass": tokens}
     for name, linear in float8_linears(model).items():
         sides |= {f"the inputs of {name}": linear.in_features}
         sides |= {f"the outputs of {name}": linear.out_features}
-    for name, size in sides.items():
-        if size % 16:  # what tensor cores take
-            yield refuse(
-                f"needs multiples of 16, and {name} are {size}", "change it, or leave it off"
-            )
-            return
+    # Tensor cores need it.
+    if uneven := [f"{name} are {size}" for name, size in sides.items() if size % 16]:
+        yield refuse(f"needs multiples of 16, and {uneven[0]}", "change it, or leave it off")
 
 
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:

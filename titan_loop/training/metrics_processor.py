@@ -28,6 +28,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import finite_or_null, write_text
 from titan_loop.storage.kept_records import append_or_keep
 from titan_loop.storage.regular_file import read_regular
+from titan_loop.tables import format_duration, short
 
 _A100_PEAK_FLOPS = 312e12
 """Upstream's answer for an A100, and for every device that it does not know."""
@@ -241,13 +242,13 @@ def progress_line(
     step = metrics["step"]
     parts = [
         f"step {step:>{len(str(total_steps))}}/{total_steps} {step / total_steps:4.0%}",
-        f"{_with_suffix(metrics['tokens'])} tokens",
+        f"{short(metrics['tokens'])} tokens",
         f"{color.green}loss {_number(metrics['loss'], '.4f')}{color.reset}",
         *summary,
         f"R {metrics['recurrent_steps']}",
         f"grad {_number(metrics['grad_norm'], '.2f')}",
         f"lr {metrics['lr']:.2e}",
-        f"{color.blue}{_with_suffix(metrics['tokens_per_second'])} tok/s{color.reset}",
+        f"{color.blue}{short(metrics['tokens_per_second'])} tok/s{color.reset}",
         f"{metrics['peak_memory_bytes'] / 2**30:.2f} GiB",
         "MFU -" if metrics["mfu"] is None else f"MFU {metrics['mfu']:.1%}",
         f"ETA {format_duration(remaining_seconds)}",
@@ -255,26 +256,5 @@ def progress_line(
     return " | ".join(parts)
 
 
-def format_duration(seconds: float) -> str:
-    """Return a duration with its two largest units: 45s, 12m30s, 3h05m, 2d04h."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d{hour:02}h"
-    if hours:
-        return f"{hours}h{minute:02}m"
-    return f"{minutes}m{second:02}s" if minutes else f"{second}s"
-
-
 def _number(value: float | None, spec: str) -> str:
     return "not finite" if value is None else format(value, spec)
-
-
-def _with_suffix(value: float) -> str:
-    for suffix in ("", "K", "M", "B"):
-        if value < 999.5:
-            digits = ".0f" if value >= 99.95 or not suffix else ".3g"
-            return f"{value:{digits}}{suffix}"
-        value /= 1000
-    return f"{value:.3g}T"

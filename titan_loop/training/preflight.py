@@ -97,8 +97,9 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
         yield from section.refusals()
     if not config.training.max_norm > 0:
         yield refuse("training.max_norm", "must be above 0", "inf clips no gradient, 1 is usual")
-    if not 0 <= config.hang_seconds < math.inf:
-        yield refuse("hang_seconds", "must be 0 (never) or more")
+    for name in ("hang_seconds", "float8_error"):
+        if not 0 <= getattr(config, name) < math.inf:
+            yield refuse(name, "must be 0 (off) or more")
     if config.training.steps < 0:
         yield refuse("training.steps", "is negative", "0 means no limit")
     if config.debug.seed is not None and not 0 <= config.debug.seed <= LARGEST_SEED:

@@ -4,8 +4,6 @@ The user's config is never written to. torchtitan's trainer reads more fields th
 changes some, so it gets a copy of its own (`for_upstream`).
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -19,8 +17,7 @@ from titan_loop.distributed.float8 import in_float8
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import raise_first
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.runs.run_directory import library_versions
-from titan_loop.storage.json_files import finite_or_null
+from titan_loop.storage.json_files import json_sha256
 from titan_loop.training.chosen_model import chosen_model, saved_architecture
 from titan_loop.training.config import RunConfig, TokenLearningRate
 from titan_loop.training.flop_budget import within_budget
@@ -49,19 +46,11 @@ class ResolvedRun:
         del record["dump_folder"], record["accept_change"], record["dataloader"]["accept_change"]
         del record["checkpoint"]["carry"]["parent"], record["checkpoint"]["load_step"]
         del record["training"]["steps"]
-        return _sha256(record)
+        return json_sha256(record)
 
     def sha256(self) -> str:
         """Return the SHA-256 of the whole config and the architecture."""
-        return _sha256({"config": self.config.to_dict(), "model": self.architecture})
-
-    def lineage(self) -> dict[str, Any]:
-        """Return a checkpoint's record of its run: recipe hash, stage, versions."""
-        return {
-            "recipe_sha256": self.recipe_sha256(),
-            "stage": self.config.stage,
-            "versions": library_versions(),
-        }
+        return json_sha256({"config": self.config.to_dict(), "model": self.architecture})
 
     def for_upstream(self) -> RunConfig:
         """Return a copy for torchtitan's trainer, which writes placements into the model."""
@@ -92,11 +81,6 @@ def resolve(
     config.optimizer = replace(config.optimizer, **derived)
     config.lr_scheduler = TokenLearningRate(schedule=config.learning_rate)
     return ResolvedRun(config=config, model=model)
-
-
-def _sha256(record: dict[str, Any]) -> str:
-    text = json.dumps(finite_or_null(record), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _copied(config: RunConfig) -> RunConfig:

@@ -34,12 +34,12 @@ from titan_loop.errors import NonFiniteError, StoppedError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.ranks import all_ranks, meeting, on_rank_zero, require_equal, warn_together
-from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory, library_versions
 from titan_loop.storage.kept_records import give_up_kept, write_kept
 from titan_loop.training.built_in import built_in_callbacks
 from titan_loop.training.callback import Phase
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
-from titan_loop.training.gradients import clip, forward_backward
+from titan_loop.training.gradients import clip, forward_backward, warn_of_float8
 from titan_loop.training.lost_folder import FolderWatch
 from titan_loop.training.metrics import global_means, step_record
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
@@ -160,6 +160,8 @@ class LoopTrainer(Trainer):
             logger.info("Nothing left to train: the run ended at step %d", self.step)
         for callback in self.callbacks:
             callback.on_train_start(self)
+        if self.config.float8 != "off" and self.config.float8_error and not self.at_last_step:
+            warn_of_float8(self, self.config.float8_error)
         self.dataloader.log_sources(self.config.windows_of_the_run())
         self.metrics_processor.start(
             step=self.step,
@@ -336,7 +338,8 @@ class LoopTrainer(Trainer):
 
     def lineage(self) -> dict[str, Any]:
         """Return a checkpoint's record of its run: recipe hash, stage, versions."""
-        return self.run.lineage()
+        versions, stage = library_versions(), self.config.stage
+        return {"recipe_sha256": self.run.recipe_sha256(), "stage": stage, "versions": versions}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's state as JSON, from which any number of ranks can continue."""

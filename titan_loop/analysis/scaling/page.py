@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_loop.analysis.drawing import Axes, depth_colors, draw_axes, draw_panels, short
+from titan_loop.analysis.drawing import Axes, depth_colors, draw_axes, draw_panels
 from titan_loop.analysis.page import Section, page
 from titan_loop.analysis.scaling.law import Losses
 from titan_loop.analysis.scaling.study import FittedLaw, ScalingStudy, sizes_of
 from titan_loop.storage.json_files import write_json, write_text
+from titan_loop.tables import short
 
 PAPER = {
     "total loss": (
