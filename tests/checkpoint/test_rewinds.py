@@ -131,7 +131,9 @@ def test_an_older_checkpoint_is_fetched_when_none_here_fits(tmp_path: Path):
     # There is no other, neither here nor there: the same one is taken again.
     assert rewind(RunDirectory(run), store(tmp_path, run), SPIKES, STABILITY) == ""
     assert start(run, tmp_path) == 8
-    assert "went back 2 times" in rewind(RunDirectory(run), None, SPIKES, STABILITY)
+    assert "no rewind is left (stability.rewinds=2)" in rewind(
+        RunDirectory(run), None, SPIKES, STABILITY
+    )
 
 
 def test_a_second_rewind_prefers_a_checkpoint_that_none_went_to(tmp_path: Path):

@@ -153,7 +153,11 @@ CASES: dict[str, tuple[Change, int, str]] = {
     "no logging": (_set("metrics.log_freq", 0), 1, r"metrics\.log_freq=0 must be at least 1"),
     "no garbage collection": (_set("training.gc_freq", 0), 1, r"training\.gc_freq=0 must be"),
     "beta": (_set("adamw.beta2", 1.5), 1, r"adamw\.beta2=1\.5 must be at least 0 and below 1"),
-    "weight decay": (_set("adamw.weight_decay", -0.1), 1, r"adamw\.weight_decay=-0\.1 must be 0"),
+    "weight decay": (
+        _set("adamw.weight_decay", -0.1),
+        1,
+        r"adamw\.weight_decay=-0\.1 must be finite",
+    ),
     "eps": (_set("adamw.eps", 0.0), 1, r"adamw\.eps=0\.0 must be above 0"),
     "optimiser": (_set("optimizer.name", "lion"), 1, r"optimizer\.name=lion is unknown.*or muon"),
     "momentum": (
