@@ -29,8 +29,8 @@ are claims of this project. Everything here is small: models of 10^4 to 10^6 par
 Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none for one seed). A
 claim with two arms subtracts arms of the same seed. Intervals over questions and documents are in
 `results/` and are not added here. Aims are ours and were set before the runs; theirs is the paper's
-number, which may be of another measure (see the remark). Minutes are those of the clock for all of
-a claim's runs, on shared cores.
+number, sometimes in another measure (see the remark). Minutes are wall-clock time of all runs of
+a claim, on shared cores.
 *Shown*: three seeds or more, whose whole interval meets the aim. *Partly*: the mean meets it.
 † marks runs of changed code, or of a commit that is not in the history.
 

@@ -118,7 +118,7 @@ class _Training:
 
 
 class _NothingElse:
-    """A trainer and a loader with nothing but what a manifest must hold."""
+    """A trainer and a loader with the least state that a manifest accepts."""
 
     at_stage_end = held_back = False
 
