@@ -1,6 +1,8 @@
 """Scaling laws: planted coefficients come back, and input that cannot be fitted is refused."""
 
+import contextlib
 import csv
+import io
 import itertools
 import json
 from dataclasses import replace
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
-from titan_loop.analysis.scaling.data import STRETCHES, ScalingData, read_csv, read_runs
+from titan_loop.analysis.scaling.data import STRETCHES, read_csv, read_runs
 from titan_loop.analysis.scaling.fit import Fit, bootstrap, fit
 from titan_loop.analysis.scaling.law import (
     ADDITIVE,
@@ -22,7 +24,7 @@ from titan_loop.analysis.scaling.law import (
     with_repeats,
 )
 from titan_loop.analysis.scaling.published import PUBLISHED
-from titan_loop.analysis.scaling.study import _subsets, sizes_of, study
+from titan_loop.analysis.scaling.study import _chosen, _composed, _fitted, _subsets, sizes_of, study
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
 from titan_loop.runs.run_directory import RunDirectory
@@ -159,7 +161,7 @@ def test_tokens_read_again_count_for_less():
 def test_held_out_error_chooses_the_form_that_made_the_losses(form: str):
     """Noise of 0.005 nats; tools/bench/law_choice.py has twenty seeds."""
     points = losses(by_gain(form), noise=0.005, seed=1, tokens=TOKENS[::3])
-    laws = study(ScalingData(points, {}, 0, {}), samples=0).laws
+    laws = _chosen([_fitted(name, law, points, samples=0, seed=0) for name, law in DENSE.items()])
     (chosen,) = (law for law in laws if law.chosen)
     assert chosen.fit.law.name == form
     kinds = [hold_out.kind for hold_out in chosen.hold_outs]
@@ -194,7 +196,7 @@ def test_a_gate_makes_no_size_of_its_own():
     assert np.array_equal(
         sizes_of(gated), sizes_of(losses(additive, steps=(1, 2, 4), tokens=TOKENS[::4]))
     )
-    by_size, *_ = study(ScalingData(gated, {}, 0, {}), samples=0).laws[0].hold_outs
+    by_size, *_ = _fitted("total loss", ADDITIVE, gated, samples=0, seed=0).hold_outs
     assert (by_size.kind, len(by_size.r_squared)) == ("3 of 5 sizes", 10)
 
 
@@ -222,21 +224,6 @@ def write_csv(path: Path, *, rising: bool = False) -> Path:
     return path
 
 
-def test_a_study_composes_the_total_loss_from_the_steps(tmp_path: Path):
-    data = read_csv(write_csv(tmp_path / "losses.csv"))
-    result = study(data, samples=0, exit_pmf=(0.1, 0.2, 0.3, 0.4))
-    (composed,) = result.compositions
-    assert composed.r_squared == pytest.approx(1, abs=1e-6)
-    uniform = study(data, samples=0, exit_pmf=(0.25,) * 4).compositions[0]
-    assert uniform.r_squared < composed.r_squared - 1e-3
-    (step_law,) = (law for law in result.laws if law.name == "steps of R = 4")
-    assert {h.kind for h in step_law.hold_outs} == {
-        "2 of 4 sizes", "first 25% of the tokens", "first 50% of the tokens",
-        "first 75% of the tokens", "3 of 4 values of R",
-    }  # fmt: skip
-    assert any("2 values of R" in remark for law in result.laws for remark in law.remarks)
-
-
 def test_series_that_rise_with_tokens_are_left_out_and_counted(tmp_path: Path):
     whole = read_csv(write_csv(tmp_path / "whole.csv"))
     cut = read_csv(write_csv(tmp_path / "cut.csv", rising=True))
@@ -244,11 +231,19 @@ def test_series_that_rise_with_tokens_are_left_out_and_counted(tmp_path: Path):
     assert len(whole.by_step[4]) - len(cut.by_step[4]) == len(TOKENS[::4])
 
 
-def test_the_command_writes_table_page_and_record(tmp_path: Path, capsys):
-    path, output = write_csv(tmp_path / "losses.csv"), tmp_path / "out"
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[Path, Path, str]:
+    """A table of losses, the output of the command on it, and what it printed."""
+    folder = tmp_path_factory.mktemp("study")
+    path, output, printed = write_csv(folder / "losses.csv"), folder / "out", io.StringIO()
     words = ["scaling", "--csv", str(path), "--output", str(output), "--bootstrap", "2"]
-    assert main([*words, "--exit-pmf", "0.1", "0.2", "0.3", "0.4"]) == 0
-    printed = capsys.readouterr().out
+    with contextlib.redirect_stdout(printed):
+        assert main([*words, "--exit-pmf", "0.1", "0.2", "0.3", "0.4"]) == 0
+    return path, output, printed.getvalue()
+
+
+def test_the_command_writes_table_page_and_record(written):
+    _, output, printed = written
     assert "total loss: L = E + A/(N + t1)^alpha" in printed
     assert "phi" in printed
     page = (output / "scaling.html").read_text()
@@ -257,6 +252,22 @@ def test_the_command_writes_table_page_and_record(tmp_path: Path, capsys):
     record = json.loads((output / "scaling.json").read_text())
     (total,) = (law for law in record["laws"] if law["name"] == "total loss")
     assert set(total["coefficients"]) == set(PLANTED) == set(total["intervals"])
+
+
+def test_a_study_composes_the_total_loss_from_the_steps(written):
+    path, output, _ = written
+    record = json.loads((output / "scaling.json").read_text())
+    (composed,) = record["compositions"]
+    assert composed["r_squared"] == pytest.approx(1, abs=1e-6)
+    data = read_csv(path)
+    by_step, total = fit(ADDITIVE, data.by_step[4]), data.total[data.total.steps == 4]
+    assert _composed(by_step, np.full(4, 0.25), total) < composed["r_squared"] - 1e-3
+    (step_law,) = (law for law in record["laws"] if law["name"] == "steps of R = 4")
+    assert set(step_law["hold_outs"]) == {
+        "2 of 4 sizes", "first 25% of the tokens", "first 50% of the tokens",
+        "first 75% of the tokens", "3 of 4 values of R",
+    }  # fmt: skip
+    assert any("2 values of R" in remark for law in record["laws"] for remark in law["remarks"])
 
 
 @pytest.mark.parametrize(
