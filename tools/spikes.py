@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for tests.support
 import titan_loop.compat as compat  # before any torchtitan module
 
 from tests.support.spikes import Spikes
-from tests.support.tiny import BATCH_TOKENS, tiny_config, tiny_source
+from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config, tiny_source
 from titan_loop.runs.decisions import decision_rows
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.run import run_training, shutdown
@@ -37,6 +37,7 @@ def demonstration(source: Path, folder: Path) -> LoopTrainer.Config:
     )
     config.entropy_weight = Schedule.constant(0.05)
     config.recurrence.steps = Schedule.constant(4)
+    config.training.local_batch_size = BATCH_WINDOWS // 2
     config.checkpoint.interval = 4
     config.stability.skip_spikes = True
     config.stability.window = 8
