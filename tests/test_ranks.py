@@ -2,20 +2,27 @@
 
 import os
 import socket
-import subprocess
-import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import titan_loop.ranks
+from tests.support.multiprocess import free_port, preloaded_context
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.ranks import (
     all_ranks,
+    decided_by_rank_zero,
     from_all_ranks,
     from_rank_zero,
     meeting,
     on_rank_zero,
+    once_per_node,
     try_on_all,
 )
 from titan_loop.runs.run_directory import RunDirectory
@@ -115,96 +122,77 @@ def test_a_port_in_use_is_one_line(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-DECIDE = """
-import os
-import torch
-import torch.distributed as dist
-from titan_loop.errors import UserError
-from titan_loop.ranks import decided_by_rank_zero
+def meet(rank: int, world: int, port: int) -> None:
+    """Set what a launcher sets, in a process of its own."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
 
-def refuse():
+
+def launched(call: Callable[..., None], arguments: list[tuple[Any, ...]]) -> list[Any]:
+    """Return what ranks without a process group send to a queue, by rank; then end them."""
+    context, port = preloaded_context(), free_port()
+    queue = context.Queue()
+    ranks = [
+        context.Process(target=call, args=(queue, rank, len(arguments), port, *own))
+        for rank, own in enumerate(arguments)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        return [found for _, found in sorted(queue.get(timeout=120) for _ in ranks)]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def work_per_node(queue: Any, rank: int, world: int, port: int, folder: Path) -> None:
+    meet(rank, world, port)
+    titan_loop.ranks._LONGEST_LOOK = timedelta(seconds=0.5)
+    titan_loop.ranks._LOOK_SECONDS = 0.01
+
+    def work() -> None:
+        if rank == 2:  # as long as it takes until the node of rank 0 is done
+            while not (folder / "0").exists():
+                pass
+            time.sleep(1.0)  # longer than any wait for rank 0's decision
+        (folder / str(rank)).touch()
+
+    once_per_node(work)
+    found = sorted(path.name for path in folder.iterdir())
+    found.append(said(lambda: once_per_node(refuse)))
+    queue.put((rank, found))
+    threading.Event().wait()  # nobody leaves before all have heard
+
+
+def refuse() -> None:
     raise UserError("x=1 is wrong")
-
-view = os.environ["VIEW"]
-found = [decided_by_rank_zero(lambda: view)]
-try:
-    decided_by_rank_zero(refuse if view == "old" else lambda: None)
-except UserError as error:
-    found.append(str(error))
-assert not dist.is_initialized()
-dist.init_process_group("gloo")  # at the same address
-found.append(decided_by_rank_zero(lambda: view))
-print(found)
-dist.destroy_process_group()
-"""
-
-
-PER_NODE = """
-import os
-from pathlib import Path
-import titan_loop.ranks as ranks
-from titan_loop.errors import UserError
-
-ranks._LONGEST_LOOK, ranks._LOOK_SECONDS = ranks.timedelta(seconds=0.5), 0.01
-folder, rank = Path(os.environ["FOLDER"]), os.environ["RANK"]
-
-def work():
-    if rank == "2":  # as long as it takes until the node of rank 0 is done
-        while not (folder / "0").exists():
-            pass
-        ranks.time.sleep(1.0)  # longer than any wait for rank 0's decision
-    (folder / rank).touch()
-
-ranks.once_per_node(work)
-found = sorted(path.name for path in folder.iterdir())
-try:
-    ranks.once_per_node(lambda: (_ for _ in ()).throw(UserError("x=1 is wrong")))
-except UserError as error:
-    found.append(str(error))
-print(found)
-ranks.once_per_node(lambda: None)  # nobody leaves before all have heard
-"""
 
 
 @pytest.mark.multiprocess
 def test_one_rank_of_every_node_works_and_all_wait_without_a_limit(tmp_path):
     """Two nodes of two ranks; the second node takes longer than a wait for a decision may."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PER_NODE],
-            env={
-                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": str(tmp_path),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    answers = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert answers == ["['0', '2', 'x=1 is wrong']\n"] * 4
+    found = launched(work_per_node, [(tmp_path,)] * 4)
+    assert found == [["0", "2", "UserError: x=1 is wrong"]] * 4
+
+
+def decide(queue: Any, rank: int, world: int, port: int, view: str) -> None:
+    meet(rank, world, port)
+    found = [
+        decided_by_rank_zero(lambda: view),
+        said(lambda: decided_by_rank_zero(refuse if view == "old" else lambda: None)),
+    ]
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")  # at the same address
+    found.append(decided_by_rank_zero(lambda: view))
+    queue.put((rank, found))
+    dist.destroy_process_group()
 
 
 @pytest.mark.multiprocess
 def test_before_they_have_a_group_ranks_take_rank_zeros_view():
     """With a stale listing of its own, one would leave while the others wait for it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", DECIDE],
-            env={
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "VIEW": view,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, view in enumerate(("old", "new"))
-    ]  # fmt: skip
-    answers = [rank.communicate()[0] for rank in ranks]
-    assert answers == ["['old', 'x=1 is wrong', 'old']\n"] * 2
+    found = launched(decide, [("old",), ("new",)])
+    assert found == [["old", "UserError: x=1 is wrong", "old"]] * 2
