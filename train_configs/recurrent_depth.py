@@ -353,6 +353,29 @@ def _two_hops(rows: Mapping[str, Where]) -> ResultTable:
     )
 
 
+def _lens(split: str, words: str) -> ResultTable:
+    """Return Figure 4: bridge and target by effective depth, a loop beside as many layers.
+
+    The paper has R = 2 of four layers beside eight layers; here R = 4 of two layers.
+    """
+    arms = {"R = 4": "r4", "eight layers": "layers8"}
+    ends = [f"{{{arm}: target|8}} % ({arm})" for arm in arms]
+    return ResultTable(
+        name=f"lens_{split}",
+        title=f"% of {words} questions whose token the head says",
+        rows={
+            f"{arm}: {waypoint}": {"stage": stage, "metric": f"lens_{waypoint}"}
+            for arm, stage in arms.items()
+            for waypoint in ("bridge", "target")
+        },
+        columns={str(visit): {"reading": f"visit:{visit}"} for visit in range(1, 9)},
+        everywhere={"task": f"two_hop_systematic/{split}"},
+        columns_are="layers visited",
+        message=f"After eight layer visits the head says the target of {words} questions in "
+        + " and ".join(ends),
+    )
+
+
 TABLES = {
     "recurrent_depth_ood": [
         _two_hops(
@@ -363,7 +386,11 @@ TABLES = {
                 },
                 "eight layers": {"stage": "layers8", "reading": "static:1"},
             }
-        )
+        ),
+        *(
+            _lens(split, words)
+            for split, words in (("train_2", "trained"), ("id_2", "held-out"), ("ood_2", "OOD"))
+        ),
     ],
     "recurrent_depth_small": [
         _two_hops(
