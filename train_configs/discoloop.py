@@ -323,6 +323,34 @@ TABLES = {
             columns_are="share of the embedding",
             headline="OOD",
         ),
+        ResultTable(
+            name="bridge",
+            title="the bridge after the first step (Table 1b)",
+            rows={"plain loop": {"stage": "plain"}, "DiscoLoop": {"stage": "discoloop"}},
+            columns={
+                f"{words}, {split}": {**where, "metric": f"bridge_{metric}"}
+                for words, metric in (
+                    ("P", "probability"),
+                    ("cosine", "cosine"),
+                    ("cosine of the next input", "entering"),
+                )
+                for split, where in _TESTS.items()
+            },
+            everywhere={"reading": "static:1"},
+            paper={
+                "plain loop": {
+                    "P, in distribution": 1.0,
+                    "P, OOD": 1.0,
+                    "cosine, in distribution": 0.327,
+                    "cosine, OOD": 0.266,
+                }
+            },
+            factor=1.0,
+            digits=3,
+            message="OOD, the plain loop's first step gives the bridge {plain loop|P, OOD}, at a "
+            "cosine of {plain loop|cosine, OOD}; DiscoLoop's second step reads "
+            "{DiscoLoop|cosine of the next input, OOD}",
+        ),
     ],
     "two_hop_strengths": [
         ResultTable(
