@@ -152,6 +152,7 @@ def _draw(lenses: Sequence[Lens], path: Path) -> Path:
             axes.plot(visits, values, "o-", markersize=3, color=color, label=lens.waypoint)
         axes.vlines(np.arange(layers, layers * steps, layers) + 0.5, -3, 103, "0.8", linewidth=0.8)
         axes.set_ylim(-3, 103)
+        axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("layers visited; a grey line ends a step")
 
     end = f"{lenses[-1].accuracy[-1, -1]:.0%} of {strata[-1]}"

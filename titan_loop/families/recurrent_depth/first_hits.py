@@ -53,7 +53,8 @@ def draw_first_hits(found: Mapping[str, FirstHits], trained_steps: int, path: Pa
         axes.text(0, trained_steps, "trained steps", va="bottom", color="0.4", fontsize=9)
         axes.set_xticks(range(len(found)), found, rotation=45, ha="right")
         axes.set_ylim(bottom=0)
-        axes.set_ylabel("steps until the answer is first right (bars: quartiles)")
+        axes.locator_params(axis="y", integer=True)
+        axes.set_ylabel("first step with a right answer")
 
     (first, easy), *_, (last, hard) = [*found.items()] * 2
     title = f"Half of the answers to {first} are right by step {easy.median:.0f}"
