@@ -192,7 +192,7 @@ TABLES = {
         ),
         ResultTable(
             name="loops",
-            title="expected iterations of the layer; training loss (nats)",
+            title="iterations, or nats",
             rows={name: where for name, where in _ROWS.items() if name.startswith("loop3")},
             columns={
                 **{

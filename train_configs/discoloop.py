@@ -325,31 +325,30 @@ TABLES = {
         ),
         ResultTable(
             name="bridge",
-            title="the bridge after the first step (Table 1b)",
-            rows={"plain loop": {"stage": "plain"}, "DiscoLoop": {"stage": "discoloop"}},
-            columns={
-                f"{words}, {split}": {**where, "metric": f"bridge_{metric}"}
-                for words, metric in (
-                    ("P", "probability"),
-                    ("cosine", "cosine"),
-                    ("cosine of the next input", "entering"),
-                )
+            title="step 1",
+            rows={
+                f"{arm}, {split}": {"stage": _ARMS[arm]["stage"], **where}
+                for arm in ("plain loop", "DiscoLoop")
                 for split, where in _TESTS.items()
+            },
+            columns={
+                "P(bridge)": {"metric": "bridge_probability"},
+                "cosine of state and bridge": {"metric": "bridge_cosine"},
+                "cosine of next input and bridge": {"metric": "bridge_entering"},
             },
             everywhere={"reading": "static:1"},
             paper={
-                "plain loop": {
-                    "P, in distribution": 1.0,
-                    "P, OOD": 1.0,
-                    "cosine, in distribution": 0.327,
-                    "cosine, OOD": 0.266,
-                }
+                "plain loop, in distribution": {
+                    "P(bridge)": 1.0,
+                    "cosine of state and bridge": 0.327,
+                },
+                "plain loop, OOD": {"P(bridge)": 1.0, "cosine of state and bridge": 0.266},
             },
             factor=1.0,
             digits=3,
-            message="OOD, the plain loop's first step gives the bridge {plain loop|P, OOD}, at a "
-            "cosine of {plain loop|cosine, OOD}; DiscoLoop's second step reads "
-            "{DiscoLoop|cosine of the next input, OOD}",
+            message="OOD, the plain loop says the bridge with P = {plain loop, OOD|P(bridge)}, and "
+            "hands on a state at a cosine of {plain loop, OOD|cosine of next input and bridge}; "
+            "DiscoLoop at {DiscoLoop, OOD|cosine of next input and bridge}",
         ),
     ],
     "two_hop_strengths": [
