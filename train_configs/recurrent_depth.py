@@ -353,6 +353,27 @@ def _two_hops(rows: Mapping[str, Where]) -> ResultTable:
     )
 
 
+def _by_hops(name: str, title: str, where: Where, message: str) -> ResultTable:
+    """Return numbers of `analyse steps` by number of hops, for each way to choose R."""
+    return ResultTable(
+        name=name,
+        title=title,
+        rows={
+            row: {"stage": f"depth_{stage}"}
+            for row, stage in (("R = 4", "r4"), ("R = 8", "r8"), ("R drawn", "dynamic"))
+        },
+        columns={
+            str(hops): {"task": f"permutation_hops/{hops}_hops"}
+            for hops in range(1, SMALL_DEPTH.asked_hops + 1)
+        },
+        everywhere=where,
+        columns_are="hops",
+        factor=1.0,
+        digits=0,
+        message=message,
+    )
+
+
 def _lens(split: str, words: str) -> ResultTable:
     """Return Figure 4: bridge and target by effective depth, a loop beside as many layers.
 
@@ -415,6 +436,20 @@ TABLES = {
                 in_color=[f"r = {steps}" for steps in (1, 2, 4, 6, 8, 12)],
             )
             for stage in ("depth_dynamic", "depth_r8", "depth_r4")
+        ),
+        _by_hops(
+            "first_hits",
+            "median first step with a right answer",
+            {"metric": "first_hit", "reading": "median"},
+            message="With R = 8 half of the answers to 4 hops are right by step {R = 8|4}, to 8 "
+            "hops by step {R = 8|8} (Figure 8)",
+        ),
+        _by_hops(
+            "updates",
+            "training steps until the exam is passed",
+            {"metric": "updates", "reading": "to_learn"},
+            message="With R = 8 two hops are learned after {R = 8|2} training steps, 4 hops after "
+            "{R = 8|4} (Figure 6)",
         ),
     ],
 }
