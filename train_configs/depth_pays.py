@@ -210,6 +210,14 @@ TABLES = {
             "of R = 4 more text at R = 1 reads {R = 1, more text|all}, four layers "
             "{four layers|all}",
         ),
+        _bits(  # the gap of Ouro's Table 18 at R = 4: layers of their own less looped ones
+            "layers",
+            "held-out bits per byte, trained with Muon",
+            arms={name: MUON[name] for name in ("last_step_muon", "dense_muon")},
+            less="R = 4",
+            message="Four layers read {four layers|all} bits per byte, one layer four times "
+            "{R = 4|all}",
+        ),
     ],
 }
 

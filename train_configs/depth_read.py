@@ -28,6 +28,7 @@ from titan_loop.families.ouro.commuted_mano import CommutedMano
 from titan_loop.families.ouro.layered_paths import LayeredPaths
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.families.ouro.readable_steps import ReadableStepsLoss
+from titan_loop.families.ouro.step_gains import StepGains
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -121,6 +122,63 @@ TASKS = {
 TASK_ARMS = ("last_step", "stage_one", "rank8_late", "rank32_distilled_first")
 MODEL_OPTIONS = ("readout_rank", "early_states", "norm_placement")
 DEPTHS = (*range(1, STEPS + 1), 2 * STEPS)
+READABLE = "rank32_distilled_first_quarter"
+
+
+def _changes() -> list[ResultTable]:
+    """Return changes over the step before by kind of text and of question, and gaps to step 4."""
+    steps: dict[str, Any] = {
+        "columns": {f"step {step}": {"reading": f"static:{step}"} for step in DEPTHS[:-1]},
+        "columns_are": "step that is read",
+    }
+    text: dict[str, Any] = {**steps, "factor": 1.0, "digits": 3}
+    return [
+        StepGains(
+            name="gains",
+            title="change of held-out bits per byte over the step before",
+            rows={source: {"task": f"{HELD_OUT}/{source}"} for source in ("code", "prose", "math")},
+            everywhere={"stage": READABLE, "metric": "bits_per_byte"},
+            message="Over the step before, step 2 changes math by {math|step 2} and prose by "
+            "{prose|step 2} bits per byte, step 4 by {math|step 4} and {prose|step 4}",
+            **text,
+        ),
+        StepGains(
+            name="gains_hops",
+            title="change of % right over the step before",
+            rows={
+                "facts": {"stratum": "facts"},
+                "three hops, trained": {"stratum": "trained_3_hops"},
+                "three hops, held out": {"stratum": "held_out_3_hops"},
+            },
+            everywhere={
+                "stage": "hops_rank32_distilled_first",
+                "task": LayeredPaths.name,
+                "metric": "acc,none",
+            },
+            message="Step 2 answers {facts|step 2} points more of the facts, {three hops, trained|"
+            "step 2} more of trained and {three hops, held out|step 2} of held-out three hops",
+            **steps,
+        ),
+        StepGains(
+            name="gaps",
+            title="held-out bits per byte above step 4",
+            rows={
+                words: {"stage": stage}
+                for words, stage in (
+                    ("last step alone", "last_step"),
+                    ("Stage I", "stage_one"),
+                    ("distilled early steps", READABLE),
+                )
+            },
+            everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+            over="last",
+            message="Step 1 stands {last step alone|step 1} bits per byte above step 4 after "
+            "training for the last step, {Stage I|step 1} after Stage I, and {distilled early "
+            "steps|step 1} with distilled early steps",
+            **text,
+        ),
+    ]
+
 
 TABLES = {
     "depth_read": [
@@ -146,6 +204,7 @@ TABLES = {
             )
             for name, (_, result) in TASKS.items()
         ),
+        *_changes(),
     ]
 }
 

@@ -323,6 +323,33 @@ TABLES = {
             columns_are="share of the embedding",
             headline="OOD",
         ),
+        ResultTable(
+            name="bridge",
+            title="step 1",
+            rows={
+                f"{arm}, {split}": {"stage": _ARMS[arm]["stage"], **where}
+                for arm in ("plain loop", "DiscoLoop")
+                for split, where in _TESTS.items()
+            },
+            columns={
+                "P(bridge)": {"metric": "bridge_probability"},
+                "cosine of state and bridge": {"metric": "bridge_cosine"},
+                "cosine of next input and bridge": {"metric": "bridge_entering"},
+            },
+            everywhere={"reading": "static:1"},
+            paper={
+                "plain loop, in distribution": {
+                    "P(bridge)": 1.0,
+                    "cosine of state and bridge": 0.327,
+                },
+                "plain loop, OOD": {"P(bridge)": 1.0, "cosine of state and bridge": 0.266},
+            },
+            factor=1.0,
+            digits=3,
+            message="OOD, the plain loop says the bridge with P = {plain loop, OOD|P(bridge)}, and "
+            "hands on a state at a cosine of {plain loop, OOD|cosine of next input and bridge}; "
+            "DiscoLoop at {DiscoLoop, OOD|cosine of next input and bridge}",
+        ),
     ],
     "two_hop_strengths": [
         ResultTable(

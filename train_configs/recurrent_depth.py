@@ -353,6 +353,50 @@ def _two_hops(rows: Mapping[str, Where]) -> ResultTable:
     )
 
 
+def _by_hops(name: str, title: str, where: Where, message: str) -> ResultTable:
+    """Return numbers of `analyse steps` by number of hops, for each way to choose R."""
+    return ResultTable(
+        name=name,
+        title=title,
+        rows={
+            row: {"stage": f"depth_{stage}"}
+            for row, stage in (("R = 4", "r4"), ("R = 8", "r8"), ("R drawn", "dynamic"))
+        },
+        columns={
+            str(hops): {"task": f"permutation_hops/{hops}_hops"}
+            for hops in range(1, SMALL_DEPTH.asked_hops + 1)
+        },
+        everywhere=where,
+        columns_are="hops",
+        factor=1.0,
+        digits=0,
+        message=message,
+    )
+
+
+def _lens(split: str, words: str) -> ResultTable:
+    """Return Figure 4: bridge and target by effective depth, a loop beside as many layers.
+
+    The paper has R = 2 of four layers beside eight layers; here R = 4 of two layers.
+    """
+    arms = {"R = 4": "r4", "eight layers": "layers8"}
+    ends = [f"{{{arm}: target|8}} % ({arm})" for arm in arms]
+    return ResultTable(
+        name=f"lens_{split}",
+        title=f"% of {words} questions whose token the head says",
+        rows={
+            f"{arm}: {waypoint}": {"stage": stage, "metric": f"lens_{waypoint}"}
+            for arm, stage in arms.items()
+            for waypoint in ("bridge", "target")
+        },
+        columns={str(visit): {"reading": f"visit:{visit}"} for visit in range(1, 9)},
+        everywhere={"task": f"two_hop_systematic/{split}"},
+        columns_are="layers visited",
+        message=f"After eight layer visits the head says the target of {words} questions in "
+        + " and ".join(ends),
+    )
+
+
 TABLES = {
     "recurrent_depth_ood": [
         _two_hops(
@@ -363,7 +407,11 @@ TABLES = {
                 },
                 "eight layers": {"stage": "layers8", "reading": "static:1"},
             }
-        )
+        ),
+        *(
+            _lens(split, words)
+            for split, words in (("train_2", "trained"), ("id_2", "held-out"), ("ood_2", "OOD"))
+        ),
     ],
     "recurrent_depth_small": [
         _two_hops(
@@ -388,6 +436,20 @@ TABLES = {
                 in_color=[f"r = {steps}" for steps in (1, 2, 4, 6, 8, 12)],
             )
             for stage in ("depth_dynamic", "depth_r8", "depth_r4")
+        ),
+        _by_hops(
+            "first_hits",
+            "median first step with a right answer",
+            {"metric": "first_hit", "reading": "median"},
+            message="With R = 8 half of the answers to 4 hops are right by step {R = 8|4}, to 8 "
+            "hops by step {R = 8|8} (Figure 8)",
+        ),
+        _by_hops(
+            "updates",
+            "training steps until the exam is passed",
+            {"metric": "updates", "reading": "to_learn"},
+            message="With R = 8 two hops are learned after {R = 8|2} training steps, 4 hops after "
+            "{R = 8|4} (Figure 6)",
         ),
     ],
 }

@@ -11,6 +11,7 @@ from tests.evaluation.task_run import MODELS, TASK, random_model, walk, write_ta
 from titan_loop.analysis.steps.lens import logit_lens, logit_margin
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
+from titan_loop.families.ouro.model import OuroOptions
 
 STEPS, COUNT = 3, 10
 
@@ -57,6 +58,8 @@ def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
         "hop_1", "target", "hop_1", "hop_2", "target",
     ]  # fmt: skip
     assert np.shape(record["strata"][0]["accuracy"]) == (2, 2)
+    bridge = record["strata"][2]["accuracy"]
+    assert record["results"]["hops/3_hops/lens_hop_1/visit:3"] == round(bridge[1][0], 5)
     assert (run / "plots" / "lens.png").is_file()
     for wrong, message in (
         (["--strata", "9_hops"], "strata=9_hops: hops has none"),
@@ -65,6 +68,16 @@ def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
     ):
         assert main([*words[:3], *wrong]) == EXIT_USER_ERROR
         assert message in capsys.readouterr().err
+
+
+def test_layers_of_a_model_without_loops_are_read_one_by_one(tmp_path: Path, capsys):
+    run = write_task_run(tmp_path / "run", OuroOptions(n_layers=8))
+    words = ["analyse", "lens", str(run), "--questions", "8", "--strata", "2_hops"]
+    assert main([*words, "--recurrent-steps", "1"]) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    assert head.split()[2:] == [f"1.{layer}" for layer in range(1, 9)]
+    record = json.loads((run / "evals" / "lens-step-3.json").read_text())
+    assert len([name for name in record["results"] if "lens_target" in name]) == 8
 
 
 def test_a_run_on_text_has_no_exam(own_run, capsys):

@@ -10,7 +10,9 @@ import torch
 from tests.evaluation.task_run import MODELS, TASK, random_model, write_task_run
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
+from titan_loop.evaluation.evals_log import PROMOTION, WHILE_TRAINING
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.families.recurrent_depth.first_hits import draw_first_hits, first_hits
 from titan_loop.families.recurrent_depth.permutation_hops import PermutationHops
 from titan_loop.families.recurrent_depth.step_exam import (
     StepExam,
@@ -18,10 +20,14 @@ from titan_loop.families.recurrent_depth.step_exam import (
     reach,
     step_exam,
 )
+from titan_loop.families.recurrent_depth.updates_to_learn import draw_updates, updates_to_learn
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl
 
 STEPS, COUNT = 5, 9
 KL_NATS, ENTROPY_NATS = 0.1, 2.6
+NO_HITS = first_hits(np.zeros((1, 1), dtype=bool))
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS)
@@ -66,11 +72,40 @@ def test_steps_are_graded_and_halted_question_by_question(model):
         assert exam.halting[policy].mean_steps == pytest.approx(np.mean(halted))
         assert exam.halting[policy].accuracy == pytest.approx(np.mean(right))
         assert min(halted) < STEPS
+        hits = [1 + int((row > 0).argmax()) for row in margins if (row > 0).any()]
+        assert exam.first_hits.share == len(hits) / COUNT
+        if hits:
+            assert exam.first_hits.median == sorted(hits)[(len(hits) - 1) // 2]
+
+
+def test_a_first_hit_is_the_first_right_step_of_questions_that_have_one(tmp_path: Path):
+    right_RW = np.array([[0, 0, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 1, 1, 0], [1, 1, 1, 0, 0]]) > 0
+    hits = first_hits(right_RW)  # 2, 4, 3, 1, never
+    assert hits == (1, 2, 3, 0.8)
+    assert NO_HITS.share == 0
+    assert np.isnan(NO_HITS.median)
+    assert draw_first_hits({"1_hops": hits}, 3, tmp_path / "one.png").is_file()
+
+
+def test_updates_to_learn_are_the_steps_of_the_exams_that_were_passed(tmp_path: Path):
+    """From a made-up log: two hops pass at step 30, three at 40; four were asked and not passed."""
+    task = PermutationHops(entities=12, relations=6, hops=6, asked_hops=8)
+    run = RunDirectory(tmp_path)
+    exams = [(10, 2), (20, 2), (30, 2), (40, 3), (50, 4)]
+    for step, hops in exams:
+        name = f"{task.name}/{hops}_hops/acc,none/static:4"
+        fields = {"step": step, "tokens": step, "results": {name: 0.5}}
+        append_jsonl(run.evals_jsonl, {**fields, "asked": PROMOTION})
+        append_jsonl(run.evals_jsonl, {**fields, "step": 99, "asked": WHILE_TRAINING})
+    updates = updates_to_learn(run, task, 2)
+    assert updates == {"2_hops": 30, "3_hops": 40}
+    assert updates_to_learn(run, task, 0) == {}
+    assert draw_updates(updates, tmp_path / "updates.png").is_file()
 
 
 def test_learned_within_the_trained_steps_and_reached_with_more():
     def exam(*accuracy: float) -> StepExam:
-        return StepExam(np.array(accuracy), np.zeros(len(accuracy)), {})
+        return StepExam(np.array(accuracy), np.zeros(len(accuracy)), {}, NO_HITS)
 
     found = [
         exam(1, 1, 1),
@@ -94,7 +129,8 @@ def test_the_paper_counts_as_learned_what_was_passed_in_training():
     assert passed_in_training(task, {"promotions": []}) == 0
     assert passed_in_training(task, {"windows_consumed": 99}) is None
     found = [
-        StepExam(np.array([share]), np.zeros(1), {}) for share in (1, 0.96, 0.9, 0.97, 0.7, 0.6, 0)
+        StepExam(np.array([share]), np.zeros(1), {}, NO_HITS)
+        for share in (1, 0.96, 0.9, 0.97, 0.7, 0.6, 0)
     ]
     far = reach(found, 1, passed_in_training(task, state))
     assert (far.learned, far.passed, far.reached) == (2, 4, 6)

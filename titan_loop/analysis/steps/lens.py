@@ -24,7 +24,6 @@ from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import question_windows
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.tables import columns
 
 
 @dataclass(frozen=True)
@@ -115,45 +114,46 @@ def analyse_lens(
         for name in names
         for lens in logit_lens(loaded.model, task, name, steps=steps, count=questions)
     ]
-    layers = range(1, len(loaded.model.looped_layers()) + 1)
-    visits = [f"{step}.{layer}" for step in range(1, steps + 1) for layer in layers]
-    rows = [["stratum", "waypoint", *visits]]
-    rows += [
-        [lens.stratum, lens.waypoint, *(f"{share:.0%}" for share in lens.accuracy.flat)]
-        for lens in lenses
-    ]
+    visits = [f"{step + 1}.{layer + 1}" for step, layer in np.ndindex(lenses[0].margin.shape)]
+    rows, results = [["stratum", "waypoint", *visits]], {}
+    for lens in lenses:
+        shares = lens.accuracy.ravel().round(5).tolist()
+        rows.append([lens.stratum, lens.waypoint, *(f"{share:.0%}" for share in shares)])
+        for visit, share in enumerate(shares, start=1):
+            results[f"{task.name}/{lens.stratum}/lens_{lens.waypoint}/visit:{visit}"] = share
     read = [
         {**asdict(lens), "accuracy": lens.accuracy.tolist(), "margin": lens.margin.tolist()}
         for lens in lenses
     ]
     figure = Figure(
         "Logit lens",
-        "Share of questions for which the bridge, or the target, is the head's likeliest token at "
-        "its position, after every layer of every recurrent step.",
+        "Share of questions whose bridge or target is the head's likeliest token at its position.",
         partial(_draw, lenses),
     )
     return Findings(
         name="lens",
         loaded=loaded,
         record={"questions": questions, "strata": read},
-        lines=columns(rows, left=(0, 1)),
+        tables={"Logit lens by step and layer": rows},
         figures={"lens.png": figure},
+        results=results,
     )
 
 
 def _draw(lenses: Sequence[Lens], path: Path) -> Path:
-    strata = list(dict.fromkeys(lens.stratum for lens in lenses))
+    strata, (steps, layers) = list(dict.fromkeys(x.stratum for x in lenses)), lenses[0].margin.shape
     waypoints = list(dict.fromkeys(lens.waypoint for lens in lenses))
     colors = dict(zip(waypoints, depth_colors(len(waypoints)), strict=True))
 
     def draw(axes: Axes, stratum: str) -> None:
-        for lens in lenses:
-            if lens.stratum == stratum:
-                values, style = 100 * lens.accuracy.ravel(), {"marker": "o", "markersize": 3}
-                at = np.arange(1, len(values) + 1) / lens.accuracy.shape[1]
-                axes.plot(at, values, color=colors[lens.waypoint], label=lens.waypoint, **style)
+        for lens in (lens for lens in lenses if lens.stratum == stratum):
+            values, color = 100 * lens.accuracy.ravel(), colors[lens.waypoint]
+            visits = range(1, len(values) + 1)
+            axes.plot(visits, values, "o-", markersize=3, color=color, label=lens.waypoint)
+        axes.vlines(np.arange(layers, layers * steps, layers) + 0.5, -3, 103, "0.8", linewidth=0.8)
         axes.set_ylim(-3, 103)
-        axes.set_xlabel("recurrent steps, layer by layer")
+        axes.locator_params(axis="x", integer=True)
+        axes.set_xlabel("layers visited; a grey line ends a step")
 
     end = f"{lenses[-1].accuracy[-1, -1]:.0%} of {strata[-1]}"
     title = f"After the last step, {lenses[-1].waypoint} is the likeliest token in {end}"

@@ -11,6 +11,10 @@ register(
         objectives={"PonderCostLoss": f"{_HERE}.objective:PonderCostLoss"},
         exit_policies={"survival": f"{_HERE}.exit_policy:Survival"},
         analyses={
+            "loops": Verb(
+                f"{_HERE}.loops:analyse_loops",
+                "draw the iterations of layers against the loss, over training",
+            ),
             "survival": Verb(
                 f"{_HERE}.survival:survival",
                 "halt tokens one by one in layers that loop; show the cost",

@@ -65,8 +65,7 @@ def intervention(
     for strength in strengths:
         if not 0 <= strength <= 1:
             raise UserError(f"strengths={strength} must be between 0 and 1")
-    drawn = task.held_out_questions(2 * count, task.strata[stratum])  # some are drawn twice
-    questions = [*{task.identity(question): question for question in drawn}.values()][:count]
+    questions = different_questions(task, stratum, count)
     count = len(questions)
     known = task.waypoints(questions[0])
     waypoint = waypoint or next(iter(known))
@@ -86,6 +85,18 @@ def intervention(
             agrees_BL = (said_BL == batch.labels) | (batch.labels == IGNORED)
             right[index] += agrees_BL.all(dim=1).sum().item()
     return (right / count).tolist()
+
+
+def different_questions(task: Task, stratum: str, count: int) -> list[Any]:
+    """Return at most `count` different held-out questions of a stratum."""
+    drawn = task.held_out_questions(2 * count, task.strata[stratum])  # some are drawn twice
+    return [*{task.identity(question): question for question in drawn}.values()][:count]
+
+
+def several_waypoints(task: Task, names: Sequence[str]) -> list[str]:
+    """Return the strata whose questions have a waypoint before the target."""
+    first = {name: task.held_out_questions(1, task.strata[name])[0] for name in names}
+    return [name for name, question in first.items() if len(task.waypoints(question)) > 1]
 
 
 def _final_state(
@@ -141,9 +152,7 @@ def analyse_intervention(
         questions: Number of questions of each stratum.
     """
     loaded, task, names = open_task(run, strata, questions)
-    if not strata:
-        first = {name: task.held_out_questions(1, task.strata[name])[0] for name in names}
-        names = [name for name, question in first.items() if len(task.waypoints(question)) > 1]
+    names = names if strata else several_waypoints(task, names)
     how: Any = {"strengths": strengths, "steps": chosen_steps(recurrent_steps, loaded)}
     how |= {"count": questions, "waypoint": waypoint, "after": after}
     found = {name: intervention(loaded.model, task, name, **how) for name in names}

@@ -32,12 +32,21 @@ from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import ACCURACY, Exam, right_at_readings
 from titan_loop.evaluation.readings import Reading, depth_readings, policy_reading, states_at
 from titan_loop.evaluation.window_scores import Forward, sum_windows
+from titan_loop.families.recurrent_depth.first_hits import (
+    FirstHits,
+    draw_first_hits,
+    first_hits,
+)
+from titan_loop.families.recurrent_depth.updates_to_learn import draw_updates, updates_to_learn
 from titan_loop.inference.exit_policy import require_exit_policy
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.tables import columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+_LEARNED, _REACHED = 0.95, 0.6
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,18 @@ class StepExam:
         accuracy: Share of right answers after each of R steps, (R,).
         margin: Mean of the answer's logit minus the largest other logit, (R,).
         halting: Exit policy → its results; a policy halts each question separately.
+        first_hits: First step after which an answer is right.
     """
 
     accuracy: np.ndarray
     margin: np.ndarray
     halting: Mapping[str, Halting]
+    first_hits: FirstHits
+
+    @property
+    def reached(self) -> bool:
+        """Whether 60 % of the answers are right after some step."""
+        return bool(self.accuracy.max() >= _REACHED)
 
 
 def step_exam(
@@ -102,7 +118,7 @@ def step_exam(
     )
     found = {}
     for name, windows in exam.windows.items():
-        sums_RW, _ = sum_windows(windows, _margins_at(model, depths), device=device)
+        sums_RW, right_RW = sum_windows(windows, _margins_at(model, depths), device=device)
         labels_W = (windows.labels != IGNORED).sum(dim=1).numpy()
         results = graded[name]
         found[name.partition("/")[2] or next(iter(task.strata))] = StepExam(
@@ -114,12 +130,13 @@ def step_exam(
                 )
                 for reading in adaptive
             },
+            first_hits=first_hits(right_RW > 0),
         )
     return found
 
 
 def _margins_at(model: LoopDecoder, depths: Sequence[Reading]) -> Forward:
-    """Return the margins of the labels, summed over each window, at every depth."""
+    """Return the margins of the labels, summed over each window, and whether all are above 0."""
 
     @torch.no_grad()
     def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
@@ -131,15 +148,11 @@ def _margins_at(model: LoopDecoder, depths: Sequence[Reading]) -> Forward:
         margins = [
             logit_margin(model.readout(state_TD.unsqueeze(0))[0], labels_T) for state_TD in states
         ]
-        sums_RB = torch.stack(
-            [part.double().sum(1) for part in torch.stack(margins).split(lengths, 1)], dim=1
-        )
-        return sums_RB, torch.zeros_like(sums_RB)
+        windows_RT = torch.stack(margins).split(lengths, 1)
+        sums_RB = torch.stack([part.double().sum(1) for part in windows_RT], dim=1)
+        return sums_RB, torch.stack([(part > 0).all(1) for part in windows_RT], dim=1)
 
     return forward
-
-
-_LEARNED, _REACHED = 0.95, 0.6
 
 
 @dataclass(frozen=True)
@@ -201,7 +214,7 @@ def reach(found: Sequence[StepExam], trained_steps: int, passed: int | None = No
 
     return Reach(
         count([bool(exam.accuracy[:trained_steps].max() >= _LEARNED) for exam in found]),
-        count([bool(exam.accuracy.max() >= _REACHED) for exam in found]),
+        count([exam.reached for exam in found]),
         passed,
     )
 
@@ -219,8 +232,9 @@ def analyse_steps(
     For runs on a generated task. If the task has levels and all strata are asked, it also counts
     the strata learned (95 % right within the trained steps) and reached (60 % right after any
     number of steps), and prints reached/learned, the generalisation ratio. After a curriculum it
-    also counts the strata passed in training, which the paper calls learned. Writes
-    evals/steps-step-N.json and plots that `report` shows.
+    also counts the strata passed in training, which the paper calls learned, and the training
+    steps until then (Figure 6). Median and quartiles of the first step with a right answer are
+    recorded (Figure 8). Writes evals/steps-step-N.json and plots that `report` shows.
 
     Args:
         run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
@@ -248,6 +262,7 @@ def analyse_steps(
             "accuracy": exam.accuracy.tolist(),
             "margin": exam.margin.tolist(),
             "halting": {policy: asdict(halting) for policy, halting in exam.halting.items()},
+            "first_hits": exam.first_hits._asdict(),
         }
     if task.levels > 1 and not strata:
         passed = passed_in_training(task, loaded.manifest["data"])
@@ -255,6 +270,9 @@ def analyse_steps(
         lines += far.lines()
         record |= {"learned": far.learned, "reached": far.reached}
         record |= {} if passed is None else {"passed_in_training": passed}
+    levels = len(loaded.manifest["data"].get("promotions", []))
+    if updates := updates_to_learn(loaded.run.directory, task, levels):
+        record["updates_to_learn"] = updates
     figures = {
         "step-accuracy.png": Figure(
             "The exam after every recurrent step",
@@ -264,17 +282,39 @@ def analyse_steps(
         "step-margin.png": Figure(
             "Logit margin over recurrent steps",
             "Logit of the right answer minus the strongest other token's; a margin that falls "
-            "again is overthinking. The bar is the trained number of steps.",
+            "again is overthinking. The bar is the trained number of steps; a dot is the median "
+            "first step with a right answer.",
             partial(_draw_margins, found, trained),
         ),
     }
+    answered = {name: exam.first_hits for name, exam in found.items() if exam.reached}
+    results = {
+        f"{task.name}/{name}/first_hit/{quartile}": step
+        for name, hits in answered.items()
+        for quartile, step in zip(("lower", "median", "upper"), hits, strict=False)
+    }
+    results |= {f"{task.name}/{name}/updates/to_learn": step for name, step in updates.items()}
+    if answered:
+        figures["step-first-hits.png"] = Figure(
+            "First steps with a right answer",
+            f"Median and quartiles, for strata of which {_REACHED:.0%} are right after some step.",
+            partial(draw_first_hits, answered, trained),
+        )
+    if updates:
+        figures["updates-to-learn.png"] = Figure(
+            "Training steps until each exam is passed",
+            "Steps at which the curriculum went on to the next level.",
+            partial(draw_updates, updates),
+        )
     if exit:
         figures["step-halting.png"] = Figure(
             "Where exit policies halt",
             "Mean recurrent steps, and the share of right answers.",
             partial(_draw_halting, found),
         )
-    return Findings(name="steps", loaded=loaded, record=record, lines=lines, figures=figures)
+    return Findings(
+        name="steps", loaded=loaded, record=record, lines=lines, figures=figures, results=results
+    )
 
 
 def _draw_accuracy(found: Mapping[str, StepExam], trained_steps: int, path: Path) -> Path:
@@ -296,7 +336,7 @@ def _draw_accuracy(found: Mapping[str, StepExam], trained_steps: int, path: Path
         axes.set_ylabel("recurrent steps (dashed: the most in training)")
         axes.grid(visible=False)
 
-    right = [name for name, exam in found.items() if exam.accuracy.max() >= _REACHED]
+    right = [name for name, exam in found.items() if exam.reached]
     title = f"{len(right)} of {len(found)} strata reach {_REACHED:.0%} after some number of steps"
     return draw_axes(draw, path, title=title)
 
@@ -306,6 +346,9 @@ def _draw_margins(found: Mapping[str, StepExam], trained_steps: int, path: Path)
         for (name, exam), color in zip(found.items(), depth_colors(len(found)), strict=True):
             steps = range(1, len(exam.margin) + 1)
             axes.plot(steps, exam.margin, color=color, label=name)
+            if exam.reached:
+                hit = round(exam.first_hits.median)
+                axes.plot(hit, exam.margin[hit - 1], "o", markersize=4, color=color)
         axes.axhline(0, color="0.6", linewidth=0.8)
         axes.axvline(trained_steps, color="0.8", linewidth=6, alpha=0.5, zorder=0)
         axes.set_xlabel("recurrent steps")
