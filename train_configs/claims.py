@@ -75,6 +75,10 @@ def _text(stage: str, steps: int) -> Cell:
     return Cell(stage=stage, name=f"held_out/all/bits_per_byte/static:{steps}")
 
 
+def _prose(stage: str, steps: int) -> Cell:
+    return Cell(stage=stage, name=f"held_out/prose/bits_per_byte/static:{steps}")
+
+
 def _hops(stage: str, hops: int, steps: int) -> Cell:
     return Cell(stage=stage, name=f"english_hops/{hops}_hops/acc,none/static:{steps}")
 
@@ -87,6 +91,7 @@ _EXAMS = f"{_PHYSICS} --exams"
 _DEPTH = "bash tools/depth_pays.sh"
 _READ = "bash tools/depth_read.sh"
 _DEEP = "titan-loop train recurrent_depth_small"
+_XLLM = "titan-loop train xllm_small"
 _RETROFIT = "bash tools/retrofit.sh"
 _METRIC = "graded at the names behind =, each graph at its own depth; the paper wants all factors"
 
@@ -382,6 +387,42 @@ CLAIMS = [
         unit="bits per byte",
         command="bash tools/looped_moe.sh",
         note="arXiv 2609.01343; the best of ten settings; of the plain ones four ran",
+    ),
+    Claim(
+        paper="–",
+        text="arithmetic: mean of a learned depth that starts at 4.5, at the end",
+        theirs="",
+        recipe="xllm_small",
+        cells=[Cell(stage="mano_free", name="learned_depths/mean/end")],
+        at_least=4.5,
+        factor=1.0,
+        unit="steps",
+        command=_XLLM,
+        note="xLLM-Loop's learned prior, without a penalty on its mean",
+    ),
+    Claim(
+        paper="–",
+        text="text: the same from 5, drawn towards 3",
+        theirs="",
+        recipe="xllm_small",
+        cells=[Cell(stage="thin_shallow", name="learned_depths/mean/end")],
+        at_least=2.9,
+        at_most=3.1,
+        factor=1.0,
+        unit="steps",
+        command=_XLLM,
+    ),
+    Claim(
+        paper="–",
+        text="text: a learned depth of mean 5 less R = 5, both read there, equal FLOPs",
+        theirs="",
+        recipe="xllm_small",
+        cells=[_prose("thin_learned", 5), _prose("thin_fixed_r5", 5)],
+        at_most=0,
+        factor=1.0,
+        unit="bits per byte",
+        command=_XLLM,
+        note="expected FLOPs; R = 1 of the learned depth reads 0.47 better",
     ),
     *(
         Claim(
