@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import multiprocess
 from tests.support.multiprocess import GlooPool, RankError, RankTimeoutError
 
 
@@ -80,7 +81,8 @@ def test_an_exception_on_one_rank_is_reported_with_its_rank_and_traceback(pool):
     assert pool.run(process_id) == before, "nobody hung: a new process group is enough"
 
 
-def test_a_rank_left_waiting_in_a_collective_does_not_poison_the_next_case(pool):
+def test_a_rank_left_waiting_in_a_collective_does_not_poison_the_next_case(pool, monkeypatch):
+    monkeypatch.setattr(multiprocess, "GRACE_SECONDS", 0.1)
     with pytest.raises(RankError, match="failed on rank 1") as failure:
         pool.run(fail_on_rank_one_while_others_wait, timeout=60)
     assert "ValueError: only here" in failure.value.reports[1]

@@ -7,8 +7,9 @@ import pytest
 
 from titan_loop.errors import UserError
 from titan_loop.text.chatml import parse_turns
+from tools.demo import local_python
 from tools.demo.local_chats import LARGEST_CHAT_BYTES, build_local_chats, function_chats
-from tools.demo.local_python import document_identity, installed_distributions, python_files
+from tools.demo.local_python import document_identity
 from tools.demo.local_python import split_of as split_of_document
 
 MODULE = '''
@@ -69,7 +70,7 @@ def test_they_are_chats_and_short_enough_for_a_window(chats: Path):
 def test_what_the_corpus_holds_out_is_held_out_here(chats: Path):
     """A question names its file, and the file's document is in the same split of the corpus."""
     split_of: dict[str, str] = {}
-    for file in python_files(installed_distributions()):
+    for file in local_python.python_files(local_python.installed_distributions()):
         module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         split = split_of_document(document_identity(file), 0.3)
         split_of[f"{file.package}/{module}"] = split

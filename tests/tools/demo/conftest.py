@@ -1,0 +1,16 @@
+"""The corpora of these tests take from one list of files, which takes seconds to make."""
+
+import pytest
+
+from tools.demo import local_chats, local_python
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_list_of_files():
+    distributions = local_python.installed_distributions()
+    files = local_python.python_files(distributions)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (local_chats, local_python):
+            patch.setattr(module, "installed_distributions", lambda: distributions)
+            patch.setattr(module, "python_files", lambda _: files)
+        yield
