@@ -18,7 +18,7 @@ from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.multiprocess
 
-STEPS = 20
+STEPS = 4
 TOLERANCE = 1e-5
 """Largest difference of a weight after `STEPS` steps; the rounding of gradients gives 2e-6."""
 
