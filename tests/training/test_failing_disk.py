@@ -46,8 +46,8 @@ TIMES: dict[str, tuple[list[Moment], int]] = {
     "end": (LAST_SAVE, EXIT_CRASH),  # the last save must succeed
     "start": ([], EXIT_CRASH),
 }
-# Reads and writes that fail, writes alone, and a full disk differ at every moment. Further errors of
-# a kind are told from a user's mistake at the start; a run that has started survives any of them.
+# Reads and writes that fail, writes alone, and a full disk differ at every moment. Further errors
+# of a kind are told from a user's mistake at the start; a run that has started survives them all.
 CASES = [
     *((fault, when) for fault in ("EIO", "EROFS", "ENOSPC") for when in TIMES),
     *((fault, "start") for fault in ("ESTALE", "ETIMEDOUT", "EDQUOT")),
