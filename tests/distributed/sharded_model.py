@@ -144,13 +144,15 @@ def gradients(model: LoopDecoder) -> dict[str, Tensor]:
     }
 
 
-def expected_counts(policy: str, steps: int, micro_batches: int, hsdp: bool) -> tuple[int, ...]:
+def expected_counts(
+    policy: str, steps: int, micro_batches: int, hsdp: bool, *, layers: int = LAYERS
+) -> tuple[int, ...]:
     """Embedding and head once a micro-batch, for the rest what README.md says."""
     if policy == "per_step":
-        gathers = LAYERS + 1 + 2 * micro_batches
+        gathers = layers + 1 + 2 * micro_batches
     else:
-        gathers = micro_batches * (2 * LAYERS * steps + steps + 2)
-    scatters = (LAYERS + 3) * micro_batches
+        gathers = micro_batches * (2 * layers * steps + steps + 2)
+    scatters = (layers + 3) * micro_batches
     return gathers, scatters, scatters if hsdp else 0
 
 

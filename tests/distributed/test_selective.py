@@ -23,7 +23,7 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, decoder_config
 
-SEQ_LEN, LAYERS, STEPS = 16, 2, 3
+SEQ_LEN, LAYERS, STEPS = 16, 2, 2
 PRODUCTS = 7  # of a visit: q, k, v, o, w1, w2, w3
 W1 = "feed_forward.w1"  # of w3's shape
 

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.func import functional_call
 
-from tests.distributed.sharded_model import LAYERS, build, forward_backward, gradients
+from tests.distributed.sharded_model import build, forward_backward, gradients
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import decoder_config
+
+SMALL = OuroOptions(size="debugmodel")  # two layers
 
 
 def visit_sum_errors(options: dict[str, Any]) -> dict[bool, float]:
@@ -27,7 +29,7 @@ def visit_sum_errors(options: dict[str, Any]) -> dict[bool, float]:
     errors = {}
     for wide in (False, True):
         fsdp = FSDPConfig(policy=options["policy"], fp32_visit_sum=wide)
-        model = build(fsdp, dtype="bfloat16", checkpointing=options["checkpointing"])
+        model = build(fsdp, options=SMALL, dtype="bfloat16", checkpointing=options["checkpointing"])
         if not reference:
             reference = gradient_of_separate_visits(model)
         forward_backward(model, 4)
@@ -44,7 +46,7 @@ def gradient_of_separate_visits(sharded: LoopDecoder) -> dict[str, Tensor]:
         name.replace("_checkpoint_wrapped_module.", ""): value.full_tensor()
         for name, value in sharded.state_dict().items()
     }
-    model = decoder_config(OuroOptions(size="debugmodel", n_layers=LAYERS), max_seq_len=128).build()
+    model = decoder_config(SMALL, max_seq_len=128).build()
     with torch.no_grad():
         model.init_states()
     model.load_state_dict(whole, strict=False)

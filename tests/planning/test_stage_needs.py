@@ -219,7 +219,10 @@ def test_more_steps_than_a_gpu_can_hold_a_state_of_are_refused_without_a_rehears
             ["--stage", "1b", "--training.global-batch-size", "8"],
             "--training.global-batch-size has no effect",
         ),
-        (["--parallelism.tensor-parallel-degree", "3"], "must divide model.n_heads=16"),
+        (
+            ["--stage", "1b", "--parallelism.tensor-parallel-degree", "3"],
+            "must divide model.n_heads=16",
+        ),
         (["--stage", "1b", "--nodes", "0"], "--nodes=0 must be at least 1"),
         (["--mfu", "2"], "--mfu 2.0 must be above 0"),
         (["--mfu", "most"], "could not convert string to float: 'most'"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.tiny import tiny_config
+from tests.support.tiny import BATCH_WINDOWS, tiny_config
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.runs.run_directory import RunDirectory
@@ -96,6 +96,7 @@ def test_a_callback_can_veto_an_update_and_a_save_and_keeps_its_state(source: Pa
     def config(limit: int, veto: Veto) -> LoopTrainer.Config:
         result = tiny_config(source, tmp_path / "run", steps=6)
         result.checkpoint.interval, result.training.steps = 1, limit
+        result.training.local_batch_size = BATCH_WINDOWS
         result.callbacks = (veto,)
         return result
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from tests.support.tiny import act_as_launched, standard_library_texts, tiny_config
+from tests.support.tiny import BATCH_WINDOWS, act_as_launched, standard_library_texts, tiny_config
 from tests.training.records import assert_same_records
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.data.load.task_loader import TaskLoader
@@ -197,6 +197,7 @@ def test_the_gate_of_a_real_run_learns_where_steps_improve(easy_and_hard, tmp_pa
     def config(name: str, steps: int) -> LoopTrainer.Config:
         result = tiny_config(easy_and_hard, tmp_path / name, steps=steps)
         result.recurrence.steps = Schedule.constant(2)
+        result.training.local_batch_size = BATCH_WINDOWS
         result.checkpoint.enable = False
         result.metrics.log_freq = steps
         return result
@@ -265,6 +266,7 @@ def train_gate(
     act_as_launched(world)
     config = gate_config(source, run, look_ahead=changes.get("look_ahead", False))
     config.parallelism.tensor_parallel_degree = changes.get("tp", 1)
+    config.training.local_batch_size *= changes.get("tp", 1)
     if world > 1:
         config.parallelism.spmd_backend = BACKEND
     if changes.get("hold"):
@@ -289,18 +291,22 @@ def train_gate(
 LAYOUTS = {"dp2": {}, "dp2-hold": {"hold": True}, "tp2": {"tp": 2}}
 
 
+@pytest.fixture(scope="module")
+def one_process(source, tmp_path_factory, gloo_pool) -> tuple[Path, dict[str, Tensor]]:
+    """The run of one process, and its gate."""
+    run = tmp_path_factory.mktemp("one")
+    ((_, _, gate),) = gloo_pool(1).run(train_gate, source, run, 1, {})
+    return run, gate
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_the_gate_of_one_process(
-    gloo_pool, alone, source, tmp_path_factory, layout
-):
-    changes = LAYOUTS[layout]
-    folder = tmp_path_factory.mktemp(layout)
-    ranks = gloo_pool(2).run(train_gate, source, folder / "two", 2, changes)
-    _, _, expected = train_gate(source, folder / "one", 1, {})
+def test_two_ranks_train_the_gate_of_one_process(gloo_pool, one_process, source, tmp_path, layout):
+    one, expected = one_process
+    ranks = gloo_pool(2).run(train_gate, source, tmp_path, 2, LAYOUTS[layout])
     for moved, with_gradient, gate in ranks:
         assert moved == GATE
         assert set(with_gradient) == GATE
         for name, value in gate.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=GATE_TOLERANCE)
-    two, one = (RunDirectory(folder / name).read_metrics() for name in ("two", "one"))
-    assert_same_records(two, one)
+    records, expected_records = (RunDirectory(run).read_metrics() for run in (tmp_path, one))
+    assert_same_records(records, expected_records)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny import tiny_config
+from tests.support.tiny import BATCH_WINDOWS, tiny_config
 from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
@@ -47,10 +47,10 @@ def at_once(monkeypatch):
     monkeypatch.setattr(lost_folder, "LOOK_SECONDS", 0.001)
 
 
-def stopped(source: Path, run: Path, act: Callable[[], object], *, steps: int = 6) -> str:
+def stopped(source: Path, run: Path, act: Callable[[], object], *, steps: int = 4) -> str:
     config = tiny_config(source, run, steps=steps)
     config.checkpoint.interval = 100
-    config.metrics.log_freq = 1
+    config.training.local_batch_size = BATCH_WINDOWS
     config.callbacks = (At(2, act),)
     with pytest.raises(UserError) as caught:
         run_training(config)
@@ -63,15 +63,14 @@ def good_steps(run: Path) -> list[int]:
     return [checkpoint.step for checkpoint in listed]
 
 
-@pytest.mark.parametrize("steps", [6, 3], ids=["before the end", "at the last step"])
+@pytest.mark.parametrize("steps", [4, 3], ids=["before the end", "at the last step"])
 def test_a_deleted_lock_ends_the_run_after_a_save(source, tmp_path, steps):
     run = tmp_path / "run"
     message = stopped(source, run, (run / LOCK).unlink, steps=steps)
     assert "run.lock was deleted while it was in use" in message
     assert good_steps(run) == [3]
-    config = tiny_config(source, run, steps=6)
-    run_training(config)
-    assert good_steps(run)[-1] == 6
+    run_training(tiny_config(source, run, steps=4))
+    assert good_steps(run)[-1] == 4
 
 
 def test_a_renamed_folder_gets_the_last_save_and_is_not_made_anew(source, tmp_path):
@@ -107,7 +106,7 @@ def test_a_stalled_server_stalls_no_training_step(source, tmp_path, monkeypatch)
         return lost(lock)
 
     monkeypatch.setattr(FolderLock, "lost", look)
-    config = tiny_config(source, tmp_path / "run", steps=6)
+    config = tiny_config(source, tmp_path / "run", steps=2)
     config.checkpoint.interval = 100
     config.callbacks = (At(1, lambda: stalled.wait(60), heard=False),)
     run_training(config)

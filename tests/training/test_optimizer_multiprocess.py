@@ -14,11 +14,12 @@ from titan_loop.checkpoint.merging import merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.resolved_run import resolve
+from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.multiprocess
 
-STEPS = 20
+STEPS = 4
 TOLERANCE = 1e-5
 """Largest difference of a weight after `STEPS` steps; the rounding of gradients gives 2e-6."""
 
@@ -35,7 +36,7 @@ def make_trainer(source: Path, run: Path, layout: str, **changes: Any) -> LoopTr
     world, degrees = LAYOUTS[layout]
     act_as_launched(world)
     config = tiny_config(source, run, steps=STEPS)
-    config.optimizer.name = "muon"
+    config.optimizer.name, config.recurrence.steps = "muon", Schedule.constant(2)
     config.ema.decay = 0.9
     config.checkpoint.carry.parent = changes.get("parent", "")
     config.checkpoint.carry.optimizer = False

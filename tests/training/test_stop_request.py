@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.multiprocess import preloaded_context
 from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
@@ -118,7 +119,6 @@ def test_the_command_ends_with_the_documented_code(tmp_path, monkeypatch, capsys
 STUCK = """
 import os, signal, time
 from titan_loop.training.stop_request import StopListener
-from titan_loop.training.resolved_run import resolve
 
 def stuck_here():
     for _ in range({signals}):
@@ -260,54 +260,59 @@ def test_the_watchdog_must_come_before_the_collectives_timeout(source, tmp_path)
         resolve(config, 1)
 
 
-INTERRUPTED = """
-import os, signal, sys
-from titan_loop.cli.main import main
-from tests.support.tiny import tiny_config
-from titan_loop.training.callback import Callback
+class InterruptAt(Callback):
+    """Sends this process Ctrl-C after the second step."""
 
-class At(Callback):
-    def __init__(self, step, times): self.step, self.times = step, times
-    def on_step_end(self, trainer, metrics):
-        if trainer.step == self.step:
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
+        if trainer.step == 2:
             for _ in range(self.times):
                 os.kill(os.getpid(), signal.SIGINT)
-                while trainer.stop_listener.requested_by is None: pass
+                wait_until_heard(trainer.stop_listener)
 
-def recipe():
-    source, folder, step, times = sys.argv[1:5]
-    config = tiny_config(source, folder, steps=6)
+
+def interrupted_recipe() -> LoopTrainer.Config:
+    source, folder, times = sys.argv[1:4]
+    config = tiny_config(Path(source), Path(folder), steps=STEPS)
     config.checkpoint.interval = 100
-    config.callbacks = (At(int(step), int(times)),)
+    config.callbacks = (InterruptAt(int(times)),)
     return config
 
-if __name__ == "__main__":
+
+def train_interrupted(source: Path, folder: Path, times: int, log: Path) -> None:
+    """Train in a process of its own, which ends with the command's code."""
+    file = log.open("w")
+    os.dup2(file.fileno(), 2)
+    sys.stderr = sys.__stderr__ = file
+    sys.argv = ["train", str(source), str(folder), str(times)]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
-    sys.exit(main(["train", "interrupted:recipe"]))
-"""
+    sys.exit(main(["train", f"{__name__}:interrupted_recipe"]))
 
 
-def interrupt(source: Path, folder: Path, *, times: int) -> subprocess.CompletedProcess[str]:
-    script = folder.parent / "interrupted.py"
-    script.write_text(INTERRUPTED)
-    words = [sys.executable, str(script), str(source), str(folder), "2", str(times)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # for tests.support
-    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+def interrupt(source: Path, folder: Path, *, times: int) -> tuple[int | None, str]:
+    """Return the exit code and what was printed on standard error."""
+    log = folder.with_suffix(".log")
+    child = preloaded_context().Process(target=train_interrupted, args=(source, folder, times, log))
+    child.start()
+    child.join()
+    return child.exitcode, log.read_text()
 
 
 def test_ctrl_c_saves_at_the_boundary_and_says_how_to_go_on(source: Path, tmp_path: Path):
-    ended = interrupt(source, tmp_path / "once", times=1)
-    assert ended.returncode == EXIT_INTERRUPTED, ended.stderr
-    assert "saving after this step; a second Ctrl-C leaves at once" in ended.stderr
-    assert "stopped after step 3 of 6; the same command goes on from there" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    code, printed = interrupt(source, tmp_path / "once", times=1)
+    assert code == EXIT_INTERRUPTED, printed
+    assert "saving after this step; a second Ctrl-C leaves at once" in printed
+    assert "stopped after step 3 of 6; the same command goes on from there" in printed
+    assert "Traceback" not in printed
     assert committed_steps(tmp_path / "once" / "checkpoints") == [3]
 
 
 def test_a_second_ctrl_c_leaves_at_once(source: Path, tmp_path: Path):
-    ended = interrupt(source, tmp_path / "twice", times=2)
-    assert ended.returncode == EXIT_INTERRUPTED, ended.stderr
-    assert "saving after this step" in ended.stderr
+    code, printed = interrupt(source, tmp_path / "twice", times=2)
+    assert code == EXIT_INTERRUPTED, printed
+    assert "saving after this step" in printed
     assert committed_steps(tmp_path / "twice" / "checkpoints") == []
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import multiprocess
 from tests.support.multiprocess import RankError
 from tests.support.tiny import act_as_launched, tiny_config
 from tests.training.records import RELATIVE_TOLERANCE, assert_same_records
@@ -60,7 +61,7 @@ def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTra
 
 
 def stages_case(source: Path, runs: Path, tensor_parallel: int) -> tuple[list[int], list[bool]]:
-    """Train three stages of HSDP with Muon.
+    """Train two stages of HSDP with Muon.
 
     Returns:
         Groups there are after each, and whether Muon's are the mesh's, whose timeouts are set.
@@ -68,9 +69,9 @@ def stages_case(source: Path, runs: Path, tensor_parallel: int) -> tuple[list[in
     act_as_launched(4)
     left: list[int] = []
     of_mesh: list[bool] = []
-    for number in range(3):
+    for number in range(2):
         config = tiny_config(source, runs / str(number), steps=2)
-        config.training.local_batch_size = 2
+        config.training.steps, config.training.local_batch_size = 1, 2
         config.parallelism.data_parallel_replicate_degree = 2
         config.parallelism.tensor_parallel_degree = tensor_parallel
         config.optimizer.name = "muon"
@@ -92,7 +93,7 @@ def test_stages_share_their_process_groups(gloo_pool, source, tmp_path, tensor_p
     pool = gloo_pool(4)
     pool.close()
     for left, of_mesh in pool.run(stages_case, source, tmp_path, tensor_parallel):
-        assert left[0] == left[1] == left[2]
+        assert left[0] == left[1]
         assert all(of_mesh) or tensor_parallel > 1  # upstream sets no timeout of that mesh
 
 
@@ -165,8 +166,8 @@ LAYOUTS = {
     "dp2": (2, {}),
     "dp2-per-visit": (2, {"fsdp": "per_visit"}),
     "dp2-cpu-offload": (2, {"cpu_offload": True}),
-    "tp2": (2, {"tp": 2, "local_batch": 4}),
-    "cp2": (2, {"cp": 2, "local_batch": 4}),
+    "tp2": (2, {"tp": 2, "local_batch": 8}),
+    "cp2": (2, {"cp": 2, "local_batch": 8}),
     "dp2-tp2": (4, {"tp": 2, "local_batch": 4}),
     "hsdp2x2": (4, {"replicate": 2}),
 }
@@ -237,9 +238,15 @@ def continue_from(
 def test_a_checkpoint_of_any_layout_continues_on_any_other(
     gloo_pool, source, runs, tmp_path, layout
 ):
-    """Losses after resharding equal the run that never stopped; so do LR, R, β and the data."""
+    """Losses after resharding equal the run that never stopped; so do LR, R, β and the data.
+
+    One process reads every layout's checkpoint; the others read whole tensors and those cut along
+    two dimensions, since pieces cut along one are read in the same way.
+    """
     world, changes = LAYOUTS[layout]
-    origins = [run for name, run in runs.items() if name != "dp2-per-visit"]  # bit for bit dp2's
+    origins = [runs["one"], runs["dp2-tp2"]]
+    if layout == "one":  # dp2-per-visit's is bit for bit dp2's
+        origins = [run for name, run in runs.items() if name != "dp2-per-visit"]
     gloo_pool(world).run(continue_from, source, tmp_path / "run", world, changes, origins)
     continued = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     expected = records(runs["one"])[2:] * len(origins)
@@ -317,11 +324,14 @@ def train_with_an_error_on_rank_one(source: Path, run: Path) -> None:
     config = tiny_config(source, run, steps=STEPS)
     config.callbacks = (RaisesOnRankOne(),)
     LoopTrainer.close = lambda *_, **__: threading.Event().wait()  # type: ignore[method-assign]
-    with StopListener(leave=1.0) as listener:
+    with StopListener(leave=0.1) as listener:
         run_training(config, stop_listener=listener)
 
 
-def test_an_error_of_one_rank_ends_it_though_its_peers_never_come(gloo_pool, source, tmp_path):
+def test_an_error_of_one_rank_ends_it_though_its_peers_never_come(
+    gloo_pool, source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(multiprocess, "GRACE_SECONDS", 0.1)  # rank 0 never comes
     with pytest.raises(RankError, match=r"failed on rank 1; rank 0 was left waiting") as failure:
         gloo_pool(2).run(train_with_an_error_on_rank_one, source, tmp_path / "run")
     assert failure.value.reports[1] == "the process died with exit code 1"
@@ -341,7 +351,7 @@ class SlowToClose(Callback):
             close = trainer.metrics_processor.close
 
             def slowly() -> None:
-                time.sleep(2)
+                time.sleep(0.5)
                 close()
                 Path(trainer.config.dump_folder, CLOSED).touch()
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.tiny import BATCH_TOKENS, act_as_launched, tiny_config
+from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, act_as_launched, tiny_config
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
@@ -65,7 +65,7 @@ def test_half_precision_weights_are_averaged_in_float32():
 
 def config_of(source: Path, run: Path, *, decay: float, steps: int = 6) -> LoopTrainer.Config:
     config = tiny_config(source, run, steps=6)
-    config.training.steps = steps
+    config.training.steps, config.training.local_batch_size = steps, BATCH_WINDOWS
     config.held_out.interval = 0
     config.ema.decay = decay
     return config
@@ -98,19 +98,6 @@ def test_an_average_may_begin_and_end_in_the_middle_of_a_run(source, tmp_path):
     assert averaged == [set(), {AVERAGE_PREFIX + name for name in names}, set()]
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("start_steps", [0, 100])
-def test_a_fork_starts_its_own_average(source, tmp_path, start_steps):
-    run_training(config_of(source, tmp_path / "parent", decay=0.9, steps=6))
-    fork = config_of(source, tmp_path / "fork", decay=0.9, steps=1)
-    fork.checkpoint.carry.parent = str(tmp_path / "parent")
-    fork.ema.start_tokens = start_steps * BATCH_TOKENS
-    run_training(fork)
-    entries = saved(tmp_path / "fork", 1)
-    for name in (key for key in entries if not key.startswith("optimizer.")):
-        assert torch.equal(entries[AVERAGE_PREFIX + name], entries[name]), name
-
-
 @pytest.fixture(scope="module")
 def averaged(source, tmp_path_factory) -> tuple[Path, Path]:
     """A run with an average, and a copy of it whose weights are that average."""
@@ -126,6 +113,18 @@ def averaged(source, tmp_path_factory) -> tuple[Path, Path]:
     weights = {key: entries[AVERAGE_PREFIX + key] for key in entries if "optimizer." not in key}
     write_checkpoint(step, weights, {key: manifest[key] for key in manifest if key != "sha256"})
     return folder / "run", folder / "copy"
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("start_steps", [0, 100])
+def test_a_fork_starts_its_own_average(source, averaged, tmp_path, start_steps):
+    fork = config_of(source, tmp_path / "fork", decay=0.9, steps=1)
+    fork.checkpoint.carry.parent = str(averaged[0])
+    fork.ema.start_tokens = start_steps * BATCH_TOKENS
+    run_training(fork)
+    entries = saved(tmp_path / "fork", 1)
+    for name in (key for key in entries if not key.startswith("optimizer.")):
+        assert torch.equal(entries[AVERAGE_PREFIX + name], entries[name]), name
 
 
 @pytest.mark.parametrize("flags", [[], ["--tasks", "held_out", "--depths", "1", "2"]])
