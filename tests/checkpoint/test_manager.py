@@ -25,14 +25,23 @@ from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 STEPS = 6
 
 
+def small_config(source: Path, run: Path, *, steps: int) -> LoopTrainer.Config:
+    """Return a run of one layer and R = 2."""
+    config = tiny_config(source, run, steps=steps)
+    config.model.n_layers = 1
+    config.recurrence.steps = Schedule.constant(2)
+    return config
+
+
 def train(source: Path, run: Path, steps: int = STEPS, **settings: Any) -> Path:
-    config = tiny_config(source, run, steps=STEPS)
+    config = small_config(source, run, steps=STEPS)
     config.training.steps = steps
     for name, value in settings.items():
         setattr(config.checkpoint, name, value)
@@ -181,13 +190,13 @@ def test_hashes_can_be_turned_off(source, tmp_path, capfd):
 
 def test_r_may_change_on_resume(source, tmp_path):
     train(source, tmp_path / "run", steps=4)
-    config = tiny_config(source, tmp_path / "run", steps=STEPS)
-    config.recurrence.steps = Schedule.constant(7)
+    config = small_config(source, tmp_path / "run", steps=STEPS)
+    config.recurrence.steps = Schedule.constant(3)
     run_training(config, command=["test"])
     steps = [r["recurrent_steps"] for r in RunDirectory(tmp_path / "run").read_metrics()]
-    assert steps[3:] == [2, 7, 7]
+    assert steps[3:] == [2, 3, 3]
     manifest = read_manifest(tmp_path / "run" / "checkpoints" / "step-6")
-    assert manifest["trainer"]["recurrent_steps"] == 7
+    assert manifest["trainer"]["recurrent_steps"] == 3
 
 
 def test_ends_of_stages_multiples_and_tags_outlive_the_keep_policy(source, tmp_path):
@@ -199,7 +208,7 @@ def test_ends_of_stages_multiples_and_tags_outlive_the_keep_policy(source, tmp_p
     assert read_manifest(checkpoints / "step-6")["stage_end"]
     # 3 has a tag, 4 is a multiple, 5 and 6 are the newest.
     assert committed_steps(checkpoints) == [3, 4, 5, 6]
-    longer = tiny_config(source, tmp_path / "run", steps=9)
+    longer = small_config(source, tmp_path / "run", steps=9)
     for name, value in settings.items():
         setattr(longer.checkpoint, name, value)
     run_training(longer, command=["test"])

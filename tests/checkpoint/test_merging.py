@@ -3,9 +3,9 @@
 The reference sums in numpy's longdouble and rounds once, so that it shares no code with the merge.
 """
 
+import ctypes
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from tests.families.ouro.hugging_face.conftest import random_model, write_run
+from tests.support.multiprocess import preloaded_context
 from tests.support.tiny import tiny_config
+from titan_loop import compat
+from titan_loop.checkpoint import merging
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
 from titan_loop.checkpoint.merging import merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
@@ -161,36 +164,30 @@ def test_entries_that_differ_are_refused_by_name(
     assert not (tmp_path / "mean").exists()
 
 
-_MEASURE = """
-import sys
-from pathlib import Path
-import titan_loop.compat as compat
-from titan_loop.checkpoint.merging import merge_checkpoints
-
-folder = Path(sys.argv[1])
-merge_checkpoints([folder / "small"] * 3, folder / "small-mean")  # allocates once
-before = compat.peak_resident_bytes()
-merge_checkpoints([folder / "large"] * 3, folder / "large-mean")
-print(compat.peak_resident_bytes() - before)
-"""
+def peak_of_merging(folder: Path, peaks: Any) -> None:
+    """Put the bytes by which this process' peak grows while it merges large checkpoints."""
+    if sys.platform == "linux":  # else glibc keeps what is freed, and what is counted is its habits
+        ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+    merge_checkpoints([folder / "small"] * 3, folder / "small-mean")  # allocates once
+    before = compat.peak_resident_bytes()
+    merge_checkpoints([folder / "large"] * 3, folder / "large-mean")
+    peaks.put(compat.peak_resident_bytes() - before)
 
 
 def test_memory_is_a_few_copies_of_one_tensor(tmp_path: Path):
-    """96 MiB in tensors of 4 MiB, read three times; sum and summand are 8 MiB each in float64."""
+    """48 MiB in tensors of 4 MiB, read three times; sum and summand are 8 MiB each in float64."""
     numel = 1 << 20
     for name, count in (("small", 4), ("large", numel)):
         fill = partial(torch.ones, count)
-        tensors = {f"w{i}": LazyTensor((count,), torch.float32, fill) for i in range(24)}
+        tensors = {f"w{i}": LazyTensor((count,), torch.float32, fill) for i in range(12)}
         write_checkpoint(tmp_path / name, tensors, content())
-    child = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(tmp_path)],
-        # Else glibc keeps what is freed, and what is counted is its habits.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(child.stdout) < 5.75 * 4 * numel  # and one float32 tensor, as it is read
+    context = preloaded_context()
+    peaks = context.SimpleQueue()
+    child = context.Process(target=peak_of_merging, args=(tmp_path, peaks))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert peaks.get() < 5.75 * 4 * numel  # and one float32 tensor, as it is read
 
 
 @pytest.fixture
@@ -283,32 +280,28 @@ def test_other_vocabularies_are_refused(
     assert (tmp_path / "mean" / "tokenizer.json").read_text() == "{}"
 
 
-KILLED = """
-import os, signal, sys
-from titan_loop.checkpoint import merging
-from titan_loop.cli.main import main
+def merge_and_die(command: list[str]) -> None:
+    """Merge, and kill this process when it takes the fourth mean."""
+    mean, seen = merging._mean, []
 
-mean, seen = merging._mean, []
+    def killed(*arguments: Any) -> Any:
+        seen.append(arguments)
+        if len(seen) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return mean(*arguments)
 
-def killed(*arguments):
-    seen.append(arguments)
-    if len(seen) == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return mean(*arguments)
-
-merging._mean = killed
-main(sys.argv[1:])
-"""
+    merging._mean = killed
+    main(command)
 
 
 def test_a_merge_that_is_killed_leaves_no_run_and_the_next_one_works(
     runs: list[Path], tmp_path: Path
 ):
     command = ["checkpoint", "merge", *map(str, runs), "--output", str(tmp_path / "mean")]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, *command], capture_output=True, check=False, env=os.environ
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = preloaded_context().Process(target=merge_and_die, args=(command,))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", ".mean.unfinished"}
     assert main(command) == EXIT_OK
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "mean"}

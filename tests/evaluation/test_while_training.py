@@ -48,15 +48,22 @@ def losses(run: RunDirectory) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in run.read_metrics()]
 
 
-@pytest.mark.usefixtures("alone")
-def test_it_finds_what_the_checkpoint_gives_and_disturbs_nothing(source: Path, tmp_path: Path):
+@pytest.fixture
+def unasked(source: Path, alone: None, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run of three steps without evaluations, trained once for all tests."""
+    folder = tmp_path_factory.getbasetemp() / "unasked"
+    return RunDirectory(folder) if folder.exists() else train(tiny_config(source, folder, steps=3))
+
+
+def test_it_finds_what_the_checkpoint_gives_and_disturbs_nothing(
+    source: Path, unasked: RunDirectory, tmp_path: Path
+):
     config = tiny_config(source, tmp_path / "asked", steps=3)
     config.suite = suite(TEXT_TASKS)
     config.metrics.enable_tensorboard = True
     asked = train(config)
-    alone = train(tiny_config(source, tmp_path / "alone", steps=3))
-    assert losses(asked) == losses(alone)  # bit for bit
-    assert asked.read_metrics()[-1]["data_hash"] == alone.read_metrics()[-1]["data_hash"]
+    assert losses(asked) == losses(unasked)  # bit for bit
+    assert asked.read_metrics()[-1]["data_hash"] == unasked.read_metrics()[-1]["data_hash"]
 
     records = read_jsonl(asked.evals_jsonl)
     assert [record["step"] for record in records] == [2, 3]  # and after the last step
@@ -79,15 +86,16 @@ def test_it_finds_what_the_checkpoint_gives_and_disturbs_nothing(source: Path, t
     assert last.value == pytest.approx(expected, rel=1e-6)  # TensorBoard keeps fp32
 
 
-@pytest.mark.usefixtures("alone")
-def test_held_out_losses_cost_no_gradient_and_are_those_of_the_checkpoint(source, tmp_path):
-    config = tiny_config(source, tmp_path / "held", steps=4)
+def test_held_out_losses_cost_no_gradient_and_are_those_of_the_checkpoint(
+    source: Path, unasked: RunDirectory, tmp_path: Path
+):
+    config = tiny_config(source, tmp_path / "held", steps=3)
     config.held_out.interval, config.held_out.depths, config.held_out.windows = 2, [1, 2, 6], 5
     config.metrics.enable_tensorboard = True
     run = train(config)
-    assert losses(run) == losses(train(tiny_config(source, tmp_path / "plain", steps=4)))
+    assert losses(run) == losses(unasked)
     records = read_jsonl(run.evals_jsonl)
-    assert [record["step"] for record in records] == [2, 4]
+    assert [record["step"] for record in records] == [2, 3]
     for record in records:
         options = TaskOptions(tasks=("held_out",), depths=(1, 2, 6), windows=5)
         found = evaluate_tasks(run.checkpoint(record["step"]), options).flat()
@@ -150,6 +158,7 @@ def test_mano_in_token_ids(source: Path, tmp_path: Path):
 
 def ask(source: Path, run: Path, world: int, layout: dict[str, int]) -> TaskReport:
     config = tiny_config(source, run)
+    config.model.n_layers = 1
     config.suite = suite(["held_out", "multi_hop"])
     return ask_untrained(config, world, layout)
 

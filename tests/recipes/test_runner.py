@@ -56,6 +56,23 @@ def chain(source: Path, folder: Path) -> Recipe:
     )
 
 
+@pytest.fixture
+def whole(source: Path, alone: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the chain, trained once for all tests, which only read it."""
+    folder = tmp_path_factory.getbasetemp() / "whole"
+    if not folder.exists():
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        run_recipe(chain(source, folder))
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "compile_cache")
+    return folder
+
+
+def with_first(whole: Path, folder: Path) -> Path:
+    """Put the trained first stage into a folder, and return the folder."""
+    shutil.copytree(whole / "1a", folder / "1a")
+    return folder
+
+
 def checkpoint(folder: Path, stage: str, step: int = STEPS) -> Path:
     return folder / stage / "checkpoints" / f"step-{step}"
 
@@ -64,30 +81,27 @@ def losses(folder: Path, stage: str) -> list[float]:
     return [record["loss"] for record in RunDirectory(folder / stage).read_metrics()]
 
 
-def test_a_chain_carries_weights_and_says_so(source, tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    run_recipe(chain(source, tmp_path))
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compile_cache")
+def test_a_chain_carries_weights_and_says_so(whole):
     for stage in ("1a", "1b"):
-        parts = list(RunDirectory(tmp_path / stage).read_run()["startup_seconds"])
+        parts = list(RunDirectory(whole / stage).read_run()["startup_seconds"])
         assert parts == ["imports"] * (stage == "1a") + AFTER_IMPORTS
-    parent = reference(checkpoint(tmp_path, "1a"))
+    parent = reference(checkpoint(whole, "1a"))
     for stage in ("1b", "fork"):
-        first = read_manifest(checkpoint(tmp_path, stage, 2))
+        first = read_manifest(checkpoint(whole, stage, 2))
         assert first["lineage"]["parent"] == parent
         assert first["lineage"]["stage"] == stage
         assert first["trainer"]["tokens"] == 2 * BATCH_TOKENS  # counted from the stage's start
         # A stage that starts from trained weights starts lower than the first did.
-        assert losses(tmp_path, stage)[0] < losses(tmp_path, "1a")[0] - 0.1
+        assert losses(whole, stage)[0] < losses(whole, "1a")[0] - 0.1
         # The keep policy may delete that one; the last still says where the stage came from.
-        last = read_manifest(checkpoint(tmp_path, stage))
+        last = read_manifest(checkpoint(whole, stage))
         assert last["lineage"]["parent"] != parent
         assert last["lineage"]["origin"] == parent
-    steps = RunDirectory(tmp_path / "1b").read_metrics()
+    steps = RunDirectory(whole / "1b").read_metrics()
     assert [record["recurrent_steps"] for record in steps] == [2] * STEPS
-    assert read_manifest(checkpoint(tmp_path, "1b"))["stage_end"]
+    assert read_manifest(checkpoint(whole, "1b"))["stage_end"]
     # Moments were carried to one branch and not to the other; R differs, too.
-    assert losses(tmp_path, "1b")[1:] != losses(tmp_path, "fork")[1:]
+    assert losses(whole, "1b")[1:] != losses(whole, "fork")[1:]
 
 
 def test_a_stage_that_would_read_its_parent_s_windows_again_is_a_warning(source, tmp_path, capfd):
@@ -142,17 +156,16 @@ def test_a_model_is_built_once_for_all_checks_and_starts(source, tmp_path, monke
     assert len(read) == 6  # of each stage in both checks and at its start
 
 
-def test_an_interrupted_chain_goes_on_where_it_was(source, tmp_path, monkeypatch):
-    run_recipe(chain(source, tmp_path / "whole"))
-    broken = chain(source, tmp_path / "broken")
+def test_an_interrupted_chain_goes_on_where_it_was(source, whole, tmp_path):
+    broken = chain(source, with_first(whole, tmp_path))
     broken.stages[1].config.training.steps = 2  # stands for a job that ended in the second stage
     run_recipe(Recipe(name="chain", folder=broken.folder, stages=broken.stages[:2]))
-    assert committed_steps(tmp_path / "broken" / "1b" / "checkpoints") == [2]
-    run_recipe(chain(source, tmp_path / "broken"))
+    assert committed_steps(tmp_path / "1b" / "checkpoints") == [2]
+    run_recipe(chain(source, tmp_path))
     for stage in ("1a", "1b", "fork"):
-        assert losses(tmp_path / "broken", stage) == losses(tmp_path / "whole", stage)
+        assert losses(tmp_path, stage) == losses(whole, stage)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
-    run_recipe(chain(source, tmp_path / "broken"))  # nothing is left
+    run_recipe(chain(source, tmp_path))  # nothing is left
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
@@ -183,8 +196,8 @@ def test_flags_for_a_stage_alone_are_not_for_its_parent(source, tmp_path):
         run_recipe(chain(source, tmp_path), only="fork")
 
 
-def test_what_a_parent_trained_is_what_its_run_says(source, tmp_path):
-    run_recipe(chain(source, tmp_path), only="1a")
+def test_what_a_parent_trained_is_what_its_run_says(source, whole, tmp_path):
+    with_first(whole, tmp_path)
     path = RunDirectory(tmp_path / "1a").config_json
     path.write_text(json.dumps({**json.loads(path.read_text()), "trainable": "exit_gate"}))
     with pytest.raises(UserError, match="1a has moments for trainable=exit_gate"):
@@ -225,8 +238,8 @@ def test_no_stage_starts_from_a_parent_that_was_cut_short(source, tmp_path):
     assert not (tmp_path / "1b").exists()
 
 
-def test_a_stage_that_has_begun_goes_on_without_its_parent(source, tmp_path):
-    run_recipe(chain(source, tmp_path), only="1a")
+def test_a_stage_that_has_begun_goes_on_without_its_parent(source, whole, tmp_path):
+    with_first(whole, tmp_path)
     begun = chain(source, tmp_path)
     begun.stages[1].config.training.steps = 2
     run_recipe(begun, only="1b")
@@ -251,13 +264,12 @@ def test_the_flag_for_a_parent_forks_a_stage(source, tmp_path, monkeypatch):
     assert {child.name for child in root.children} == {"1b", "fork"}
 
 
-def test_a_stage_is_forked_from_any_checkpoint(source, tmp_path):
-    run_recipe(chain(source, tmp_path), only="1a")
-    config = tiny_config(source, tmp_path / "mine", steps=STEPS)
-    config.checkpoint.carry.parent = str(checkpoint(tmp_path, "1a", 2))
+def test_a_stage_is_forked_from_any_checkpoint(source, whole, tmp_path):
+    config = tiny_config(source, tmp_path / "mine", steps=2)
+    config.checkpoint.carry.parent = str(checkpoint(whole, "1a", 2))
     run_recipe(Recipe.of_one_run("mine", config))
     manifest = read_manifest(tmp_path / "mine" / "checkpoints" / "step-2")
-    assert manifest["lineage"]["parent"] == reference(checkpoint(tmp_path, "1a", 2))
+    assert manifest["lineage"]["parent"] == reference(checkpoint(whole, "1a", 2))
 
 
 def a_parent_elsewhere(recipe: Recipe) -> None:
@@ -337,8 +349,8 @@ def test_a_later_stage_s_folder_with_another_model_stops_the_first(source, tmp_p
     assert not (tmp_path / "1a").exists()
 
 
-def test_a_stage_may_start_from_its_parent_s_layers_twice(source, tmp_path):
-    recipe = chain(source, tmp_path)
+def test_a_stage_may_start_from_its_parent_s_layers_twice(source, whole, tmp_path):
+    recipe = chain(source, with_first(whole, tmp_path))
     wider = recipe.stages[1]
     wider.config.model.n_layers = 4
     wider.config.checkpoint.carry.upcycle = "stacked"
@@ -395,11 +407,11 @@ def test_a_parent_without_checkpoint_is_refused(source, tmp_path, parent):
 
 
 def test_a_new_gate_may_keep_its_initial_values(source, tmp_path):
-    plain = tiny_config(source, tmp_path / "plain")
+    plain = tiny_config(source, tmp_path / "plain", steps=2)
     plain.model.exit_gate = False
     run_recipe(Recipe.of_one_run("plain", plain))
     for keep, message in (([], "exit_gate"), (["exit_gate.*"], "")):
-        gated = tiny_config(source, tmp_path / "gated")
+        gated = tiny_config(source, tmp_path / "gated", steps=2)
         gated.checkpoint.carry.parent = str(tmp_path / "plain")
         gated.checkpoint.carry.keep_initial = keep
         recipe = Recipe.of_one_run("gated", gated)
@@ -412,15 +424,15 @@ def test_a_new_gate_may_keep_its_initial_values(source, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
 def test_no_stage_inherits_the_recompilations_of_those_before(source, tmp_path):
-    """Each width is a recompilation of the same code; dynamo allows eight, and here fewer."""
+    """Each width is a recompilation of the same code; dynamo allows eight, and here two."""
     stages = []
-    for number in range(1, 5):
+    for number in range(1, 4):
         config = tiny_config(source, tmp_path, steps=2)
         config.model.dim, config.model.n_heads = 16 * number, number
         config.compile = CompileConfig(enable=True, components=["model"], backend="eager")
         stages.append(Stage(name=f"s{number}", config=config))
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=3):
+    with torch._dynamo.config.patch(recompile_limit=2):
         run_recipe(Recipe(name="widths", folder=str(tmp_path), stages=stages))
     assert all(stage.complete for stage in read_status(tmp_path))
 
@@ -435,8 +447,9 @@ def test_memory_returns_between_the_stages_of_one_launch(source, tmp_path, monke
     stages = []
     for number in range(5):
         config = tiny_config(source, tmp_path, steps=2)
-        config.model.dim, config.model.n_heads, config.model.n_layers = 256, 4, 8
+        config.model.dim, config.model.n_heads, config.model.n_layers = 256, 4, 4
         config.training.local_batch_size = 8
+        config.recurrence.steps = Schedule.constant(1)
         stages.append(Stage(name=f"s{number}", config=config))
     resident: list[int] = []
     groups: set[Any] = set()

@@ -59,8 +59,7 @@ PAIRS = [
     ("tp2", "memory-full"),
     ("tp2-no-sp", "memory"),
     ("cp2", "memory-full"),
-    ("dp2-tp2", "memory"),
-    ("dp2-tp2", "memory-full"),
+    ("dp2-tp2", "memory"),  # recomputation meets each of the two above
 ]
 
 
@@ -128,14 +127,14 @@ def gathers(policy: FSDPConfig, iterations: int, checkpointing: str) -> int:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("policy", [PER_VISIT, PER_STEP], ids=["per_visit", "per_step"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_five_iterations_gather_a_layer_as_often_as_one(
+def test_three_iterations_gather_a_layer_as_often_as_one(
     gloo_pool, policy: FSDPConfig, checkpointing: str
 ):
-    one, five = (gloo_pool(2).run(gathers, policy, n, checkpointing)[0] for n in (1, 5))
+    one, three = (gloo_pool(2).run(gathers, policy, n, checkpointing)[0] for n in (1, 3))
     if policy is PER_STEP:  # two layers, each with its controls and gates; tables, norm, bank
-        assert one == five == 2 * 3 + 4
+        assert one == three == 2 * 3 + 4
     else:  # only the controls, of a few hundred bytes, come back for every iteration's backward
-        assert five - one == 2 * 4
+        assert three - one == 2 * 2
 
 
 @pytest.mark.parametrize(
@@ -148,5 +147,5 @@ def test_five_iterations_gather_a_layer_as_often_as_one(
 )
 def test_the_meter_s_peak_is_near_the_allocator_s(gloo_pool, checkpointing, policy, dtype):
     settings = {"policy": policy, "checkpointing": checkpointing, "dtype": dtype, "steps": 1}
-    model = AdaptiveOptions(dim=128, n_layers=4, local_slots=64, global_slots=32)
+    model = AdaptiveOptions(dim=128, max_iterations=2, local_slots=64, global_slots=32)
     check_peak(gloo_pool, f"adaptive-{checkpointing}", {**LONG, **settings, "model": model})

@@ -66,7 +66,8 @@ def test_every_cell_is_an_arm():
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_the_tasks_train_with_prefixes(tmp_path: Path):
-    assert main(["train", "hrm_short", "--dump-folder", str(tmp_path)]) == 0
+    few = ["--training.steps", "4", "--suite.interval", "4"]
+    assert main(["train", "hrm_short", "--dump-folder", str(tmp_path), *few]) == 0
 
 
 def test_eight_nodes_can_share_the_published_batch(capsys):

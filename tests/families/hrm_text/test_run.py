@@ -78,14 +78,21 @@ def train(folder: Path, world: int, killed_at: int | None = None, examined: bool
     )
 
 
+@pytest.fixture
+def whole(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process, with its exam; trained once for the tests, which only read it."""
+    folder = tmp_path_factory.getbasetemp() / "hrm-whole"
+    if not folder.exists():
+        train(folder, 1, examined=True)
+    return folder
+
+
 @pytest.mark.multiprocess
-def test_killed_runs_resume_on_other_ranks_with_the_same_stream(gloo_pool, tmp_path: Path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    gloo_pool(1).run(train, whole, 1)
-    for world, killed_at in ((2, 3), (4, 6)):
-        with pytest.raises(RankError):
-            gloo_pool(world).run(train, killed, world, killed_at)
-    gloo_pool(1).run(train, killed, 1)
+def test_a_killed_run_resumes_on_other_ranks_with_the_same_stream(gloo_pool, whole, tmp_path: Path):
+    killed = tmp_path / "killed"
+    with pytest.raises(RankError):
+        gloo_pool(2).run(train, killed, 2, 3)
+    train(killed, 1)
     expected, found = (
         {record["step"]: record for record in RunDirectory(folder).read_metrics()}
         for folder in (whole, killed)
@@ -101,15 +108,13 @@ def test_killed_runs_resume_on_other_ranks_with_the_same_stream(gloo_pool, tmp_p
         torch.testing.assert_close(first, second, atol=RELATIVE_TOLERANCE, rtol=0)
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_run_is_examined_averaged_and_exported(tmp_path: Path, capfd):
-    run = tmp_path / "run"
-    train(run, 1, examined=True)
-    assert main(["eval", str(run), "--tasks", "mano", "--depths", "1", "2", "--limit", "8"]) == 0
+def test_a_run_is_examined_averaged_and_exported(whole: Path, tmp_path: Path, capfd):
+    assert RunDirectory(whole).evals_jsonl.exists()
+    assert main(["eval", str(whole), "--tasks", "mano", "--depths", "1", "2", "--limit", "8"]) == 0
     assert "mano" in capfd.readouterr().out
     for flags in ((), ("--ema",)):
         out = tmp_path / f"out{len(flags)}"
-        words = ["convert", "export", str(run), "--output", str(out), "--to", "hrm_text"]
+        words = ["convert", "export", str(whole), "--output", str(out), "--to", "hrm_text"]
         assert main([*words, "--no-tokenizer", *flags]) == 0
     plain, average = (
         (tmp_path / f"out{count}" / "model.safetensors").read_bytes() for count in (0, 1)

@@ -21,7 +21,8 @@ def test_latent_steps_reduce_every_weight_once(state):
     task = DagArithmetic(modulus=5, nodes=6, leaves=3, names=12, most_depth=4, test_nodes=(5, 9))
     config.dataloader = TaskLoader.Config(task=task, all_targets=True)
     config.training.seq_len, config.loss = 256, LatentSupervision.Config()
-    config.model = LatentOptions(size="debugmodel", state=state, dropout=0.1)
+    config.model = LatentOptions(size="debugmodel", n_layers=1, state=state, dropout=0.1)
+    config.recurrence.steps = Schedule.constant(2)
     config.batch.global_batch_tokens = Schedule.constant(8 * 256)
     config.total_tokens = 6 * 8 * 256
     assert_every_weight_is_reduced_once(config)

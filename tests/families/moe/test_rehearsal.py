@@ -14,7 +14,7 @@ from titan_loop.families.moe.objective import MoELoss
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-STEPS, TOP_K = 3, 2
+STEPS, TOP_K = 2, 2
 
 
 def sparse(**parallelism: int) -> LoopTrainer.Config:

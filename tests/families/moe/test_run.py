@@ -44,14 +44,21 @@ def routing(folder: Path) -> dict[int, dict[str, object]]:
     }
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_resumed_run_routes_as_one_that_was_not_stopped(source: Path, tmp_path: Path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_training(moe_config(source, whole))
-    stopped = moe_config(source, parts)
-    stopped.training.steps = 2
-    run_training(stopped)
-    run_training(moe_config(source, parts))
+@pytest.fixture
+def whole(source: Path, alone: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process with Muon and an average; trained once for all tests, which read it."""
+    folder = tmp_path_factory.getbasetemp() / "moe-whole"
+    if not folder.exists():
+        spread(source, folder, 1, 1)
+    return folder
+
+
+def test_a_resumed_run_routes_as_one_that_was_not_stopped(
+    source: Path, whole: Path, tmp_path: Path
+):
+    parts = tmp_path / "parts"
+    for steps in (2, 0):
+        spread(source, parts, 1, 1, steps=steps)
     assert routing(parts) == routing(whole)
 
     first, last = routing(whole)[1], routing(whole)[4]
@@ -76,10 +83,16 @@ def test_a_resumed_run_routes_as_one_that_was_not_stopped(source: Path, tmp_path
 
 
 def spread(
-    source: Path, folder: Path, world: int, expert_parallel: int, killed_at: int | None = None
+    source: Path,
+    folder: Path,
+    world: int,
+    expert_parallel: int,
+    killed_at: int | None = None,
+    steps: int = 0,
 ) -> None:
     act_as_launched(world)
     config = moe_config(source, folder)
+    config.training.steps = steps
     config.optimizer.name = "muon"
     config.ema.decay = 0.9
     config.parallelism.expert_parallel_degree = expert_parallel
@@ -94,22 +107,24 @@ def spread(
 
 @pytest.mark.multiprocess
 def test_a_killed_run_goes_on_at_another_degree_of_expert_parallelism(
-    gloo_pool: Any, source: Path, tmp_path: Path
+    gloo_pool: Any, source: Path, whole: Path, tmp_path: Path
 ):
-    gloo_pool(1).run(spread, source, tmp_path / "whole", 1, 1)
-    records = read_jsonl(RunDirectory(tmp_path / "whole").metrics_jsonl)
+    records = read_jsonl(RunDirectory(whole).metrics_jsonl)
+    spread_one = tmp_path / "ep2-ep1"
     with pytest.raises(RankError):
-        gloo_pool(4).run(spread, source, tmp_path / "killed", 4, 4, 3)
-    assert SavedRun(tmp_path / "killed").steps() == [2]
-    for world, expert_parallel in ((1, 1), (2, 2)):
-        folder = shutil.copytree(tmp_path / "killed", tmp_path / f"ep{expert_parallel}")
-        gloo_pool(world).run(spread, source, folder, world, expert_parallel)
+        gloo_pool(2).run(spread, source, spread_one, 2, 2, 3)
+    assert SavedRun(spread_one).steps() == [2]
+    spread(source, spread_one, 1, 1)
+    # The other way: as if the run of one process had been killed before its second checkpoint.
+    gathered_one = shutil.copytree(whole, tmp_path / "ep1-ep2")
+    shutil.rmtree(RunDirectory(gathered_one).checkpoint(4))
+    gloo_pool(2).run(spread, source, gathered_one, 2, 2)
+    for folder in (spread_one, gathered_one):
+        assert SavedRun(folder).steps() == [2, 4]
         found = RunDirectory(folder).read_metrics()  # the file also has the killed run's step 3
         for key in ("step", "data_hash", "windows_consumed"):
             assert [record[key] for record in found] == [record[key] for record in records]
-        for got, want in zip(
-            routing(folder).values(), routing(tmp_path / "whole").values(), strict=True
-        ):
+        for got, want in zip(routing(folder).values(), routing(whole).values(), strict=True):
             for name, value in want.items():
                 loads = "load" in name or "unused" in name
                 assert got[name] == (value if loads else pytest.approx(value, rel=1e-5))

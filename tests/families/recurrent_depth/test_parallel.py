@@ -8,6 +8,7 @@ from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
 
 CASES = {
     "recurrent-depth": Case(
+        steps=(3, 1),
         tie_weights=True,
         exit_gate=False,
         options=(("positions", "learned"), ("learned_positions", SEQ_LEN)),
@@ -25,6 +26,6 @@ def test_losses_and_gradients_equal_one_process(gloo_pool, layout, case):
 
 
 def test_the_meter_s_peak_is_near_the_allocator_s(gloo_pool):
-    settings = {"policy": "per_step", "checkpointing": "none", "dtype": "float32", "steps": 4}
+    settings = {"policy": "per_step", "checkpointing": "none", "dtype": "float32", "steps": 2}
     model = RecurrentDepthOptions(size="small")
     check_peak(gloo_pool, "other-blocks", {**LONG, **settings, "model": model})

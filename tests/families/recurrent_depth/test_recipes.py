@@ -120,7 +120,9 @@ def test_epochs_are_of_facts_and_trained_questions():
 @pytest.mark.usefixtures("alone")
 def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
     run = tmp_path / "run"
-    assert main(["train", "recurrent_depth_short", "--dump-folder", str(run)]) == 0
+    half = ["--training.steps", "8", "--suite.interval", "8"]
+    half += ["--stages.depth.dataloader.curriculum.interval", "4"]
+    assert main(["train", "recurrent_depth_short", "--dump-folder", str(run), *half]) == 0
     evaluations = read_jsonl(RunDirectory(run / "depth").evals_jsonl)
     asked = [record["asked"] for record in evaluations]
     assert asked.count("promotion") == 2  # both passed: accuracy 0 is asked for
@@ -131,7 +133,7 @@ def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
     told = capfd.readouterr().out
     assert "passed in training 3, reached " in told  # facts, two hops and three
     assert "generalisation ratio" in told
-    record = json.loads((run / "depth" / "evals" / "steps-step-16.json").read_text())
+    record = json.loads((run / "depth" / "evals" / "steps-step-8.json").read_text())
     assert (record["trained_steps"], record["passed_in_training"]) == (8, 3)
     assert len(record["strata"]["16_hops"]["accuracy"]) == 16
     assert main(["analyse", "lens", str(run / "systematic"), "--questions", "4"]) == 0

@@ -9,13 +9,14 @@ from tests.planning.test_rehearsal import (  # noqa: F401
 )
 from titan_loop.families.retrofit.distillation import DistillationLoss
 from titan_loop.families.retrofit.model import RetrofitOptions
+from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 
 def identity(teacher: Made | None = None) -> LoopTrainer.Config:
     config = stage()
-    config.model = RetrofitOptions(n_layers=4, prelude_layers=1, coda_layers=1, bridge=True)
-    config.model.vocab_size = 300
+    config.model = RetrofitOptions(n_layers=3, prelude_layers=1, coda_layers=1, bridge=True)
+    config.model.vocab_size, config.recurrence.steps = 300, Schedule.constant(2)
     if teacher is not None:
         config.loss = DistillationLoss.Config(teacher=str(teacher.run))
     return config

@@ -73,19 +73,26 @@ def train(folder: Path, world: int, killed_at: int | None = None) -> None:
     run_training(config_of(folder, learned), evaluations=lambda config: [Killer()])
 
 
+@pytest.fixture
+def whole(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process, trained once for the tests, which only read it."""
+    folder = tmp_path_factory.getbasetemp() / "xllm-whole"
+    if not folder.exists():
+        train(folder, 1)
+    return folder
+
+
 def records(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the records of a run by step."""
     return {record["step"]: record for record in RunDirectory(folder).read_metrics()}
 
 
 @pytest.mark.multiprocess
-def test_killed_runs_resume_on_other_ranks_with_the_same_depths(gloo_pool, tmp_path: Path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    gloo_pool(1).run(train, whole, 1)
-    for world, killed_at in ((2, 3), (4, 6)):
-        with pytest.raises(RankError):
-            gloo_pool(world).run(train, killed, world, killed_at)
-    gloo_pool(1).run(train, killed, 1)
+def test_a_killed_run_resumes_on_other_ranks_with_the_same_depths(gloo_pool, whole, tmp_path: Path):
+    killed = tmp_path / "killed"
+    with pytest.raises(RankError):
+        gloo_pool(2).run(train, killed, 2, 3)
+    train(killed, 1)
     expected, found = records(whole), records(killed)
     assert [*found] == list(range(1, STEPS + 1))
     means = {record["depth_prior/mean"] for record in expected.values()}
@@ -121,9 +128,10 @@ def train_halves(folder: Path, world: int) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("alone")
 def test_parts_of_a_batch_have_the_same_depths_on_two_ranks(gloo_pool, tmp_path: Path):
     one, two = tmp_path / "one", tmp_path / "two"
-    gloo_pool(1).run(train_halves, one, 1)
+    train_halves(one, 1)
     gloo_pool(2).run(train_halves, two, 2)
     drawn, found = halves(), records(two)
     pairs = [(drawn.draw(2 * step), drawn.draw(2 * step + 1)) for step in range(STEPS)]
@@ -134,16 +142,12 @@ def test_parts_of_a_batch_have_the_same_depths_on_two_ranks(gloo_pool, tmp_path:
             assert found[step][key] == pytest.approx(record[key], rel=RELATIVE_TOLERANCE)
 
 
-@pytest.mark.usefixtures("alone")
-def test_the_learned_distribution_is_shown_as_it_was_at_each_checkpoint(tmp_path: Path):
-    train(tmp_path / "run", 1)
-    recorded = records(tmp_path / "run")
-    whole, early = (
-        learned_depths(path) for path in (tmp_path / "run", tmp_path / "run/checkpoints/step-6")
-    )
-    assert [*whole.record["probabilities"]] == ["2", "4", "6", "8"]
+def test_the_learned_distribution_is_shown_as_it_was_at_each_checkpoint(whole: Path):
+    recorded = records(whole)
+    late, early = (learned_depths(path) for path in (whole, whole / "checkpoints/step-6"))
+    assert [*late.record["probabilities"]] == ["2", "4", "6", "8"]
     assert [*early.record["probabilities"]] == ["2", "4", "6"]
-    for step, probabilities in whole.record["probabilities"].items():
+    for step, probabilities in late.record["probabilities"].items():
         depths = np.arange(1, 7)
         mean = recorded[int(step)]["depth_prior/mean"]
         entropy = recorded[int(step)]["depth_prior/entropy"]
@@ -153,9 +157,9 @@ def test_the_learned_distribution_is_shown_as_it_was_at_each_checkpoint(tmp_path
     for moment, step in (("start", 1), ("quarter", 3), ("half", 5), ("end", 8)):
         for name in ("mean", "entropy"):
             value = recorded[step][f"depth_prior/{name}"]
-            assert whole.results[f"learned_depths/{name}/{moment}"] == value
+            assert late.results[f"learned_depths/{name}/{moment}"] == value
     assert early.results["learned_depths/mean/end"] == recorded[6]["depth_prior/mean"]
-    moved, shown = whole.tables.values()
+    moved, shown = late.tables.values()
     assert [row[:2] for row in moved[1:]] == [
         ["start", "1"],
         ["quarter", "3"],
@@ -163,9 +167,9 @@ def test_the_learned_distribution_is_shown_as_it_was_at_each_checkpoint(tmp_path
         ["end", "8"],
     ]
     assert shown[0] == ["step", *(f"R {depth}" for depth in range(1, 7))]
-    assert shown[-1][1] == f"{whole.record['probabilities']['8'][0]:.3f}"
+    assert shown[-1][1] == f"{late.record['probabilities']['8'][0]:.3f}"
     assert len({record["depth_prior/mean"] for record in recorded.values()}) > STEPS - 3
-    assert all(path.is_file() for path in whole.save())
+    assert all(path.is_file() for path in late.save())
 
 
 @pytest.mark.usefixtures("alone")

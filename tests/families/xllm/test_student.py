@@ -160,7 +160,8 @@ def test_two_ranks_train_the_student_of_one(gloo_pool, tmp_path: Path):
     losses = {}
     for world in (1, 2):
         folder = tmp_path / str(world)
-        gloo_pool(world).run(train_student, folder, tmp_path / "parent", world)
+        run = gloo_pool(world).run if world > 1 else lambda case, *args: case(*args)
+        run(train_student, folder, tmp_path / "parent", world)
         losses[world] = [record["loss"] for record in RunDirectory(folder).read_metrics()]
         before, after = (
             CheckpointReader(SavedRun(path).checkpoint().path)
