@@ -155,6 +155,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("multiprocess")
 
 
+def pytest_collection_finish() -> None:
+    """Spare what imports made: every run collects garbage, and there is none in it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
@@ -176,6 +182,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # or nanobind takes it for leaks
     if session.config.option.collectonly or is_xdist_worker(session):
         return  # a worker sees only its part
     failures.extend(f"{name}: required, but no such test ran" for name in REQUIRED - set(outcomes))

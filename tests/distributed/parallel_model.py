@@ -68,7 +68,9 @@ def parallel_model(
             generator = torch.Generator().manual_seed(seed)
             noise = torch.randn(parameter.shape, generator=generator).to(device)
             if isinstance(parameter, DTensor):
-                keep_shard(parameter, parameter.full_tensor() + NOISE * noise)
+                part = torch.empty_like(parameter)
+                keep_shard(part, noise)
+                parameter.to_local().add_(NOISE * part.to_local())
             else:
                 parameter.add_(NOISE * noise)
     return model, dims
