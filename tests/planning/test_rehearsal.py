@@ -76,14 +76,17 @@ def step_of(config: LoopTrainer.Config, cluster: Cluster = EIGHT) -> MeasuredSte
     return found.measured
 
 
-def assert_every_weight_is_reduced_once(needs: StageNeeds, measured: MeasuredStep) -> None:
+def assert_every_weight_is_reduced_once(
+    config: LoopTrainer.Config,
+) -> tuple[StageNeeds, MeasuredStep]:
     """In a micro-batch, however often it is visited; and states and held layers are in the peak."""
-    ranks = EIGHT.ranks
+    (needs,), measured, ranks = recipe_needs(recipe_of(config), EIGHT), step_of(config), EIGHT.ranks
     padded = ranks * sum(size.shard(ranks) for size in needs.units)
     received = measured.micro_batches * 4 * padded * (1 - 1 / ranks)
     assert measured.moved["reduce-scatter"].received_bytes == pytest.approx(received, rel=1e-6)
     held = 2 * sum(size.parameters() for size in needs.units if size.unit.is_looped)
     assert measured.peak_bytes > needs.states.total + held
+    return needs, measured
 
 
 def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
@@ -145,8 +148,7 @@ def test_steps_that_the_backward_pass_does_not_reach_are_measured_once(policy, m
 def test_every_weight_is_reduced_once_and_a_run_without_checkpoints_writes_none():
     config = stage()
     config.checkpoint.enable = False
-    (needs,), measured = recipe_needs(recipe_of(config), EIGHT), step_of(config)
-    assert_every_weight_is_reduced_once(needs, measured)
+    _, measured = assert_every_weight_is_reduced_once(config)
     assert measured.checkpoint_bytes == 0
 
 
@@ -233,10 +235,9 @@ def test_offloaded_weights_with_an_average_are_assembled():
     config = stage()
     config.training.enable_cpu_offload = True
     config.ema.decay = 0.9
-    (needs,), measured = recipe_needs(recipe_of(config), EIGHT), step_of(config)
+    needs, measured = assert_every_weight_is_reduced_once(config)
     on_host = needs.states.parameters + needs.states.optimizer
     assert gpu_peak_bytes(needs, measured) == measured.peak_bytes - on_host > 0
-    assert_every_weight_is_reduced_once(needs, measured)
 
 
 def test_what_breaks_is_one_line_and_leaves_no_trace():
