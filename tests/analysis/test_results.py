@@ -18,7 +18,9 @@ from titan_loop.analysis.results_plots import (
 )
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
+from titan_loop.evaluation.depth_report import DepthReport, SourceDepths, UnitSums
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
+from titan_loop.evaluation.intervals import Interval
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory, is_clean, source_commit
 from titan_loop.storage.json_files import append_jsonl, write_json, write_text
@@ -96,6 +98,32 @@ def test_a_run_that_was_stopped_has_the_newest_evaluation(tmp_path):
     result = RunResult.of(run)
     assert result.steps == 100
     assert result.results["mano/2/acc,none/static:4"] == 0.6
+
+
+def test_a_later_evaluation_replaces_the_interval_with_the_value(tmp_path):
+    run = trained(tmp_path)
+    first = asked(run, 100)
+    metrics = {"bits_per_byte": 2.0, "bits_per_byte_low": 1.9, "bits_per_byte_high": 2.1}
+    first.tasks["held_out/a"] = {"static:1": ReadingResult(metrics=metrics, mean_steps=1.0)}
+    append_evaluation(run, first, asked=WHILE_TRAINING, seconds=1)
+    scored = SourceDepths(
+        depths={1: Interval(3.0, 2.5, 3.25)},
+        baselines={},
+        windows=1,
+        n_bytes=1,
+        changes={1: Interval(0.0, 0.0, 0.0)},
+        units=UnitSums(n_bytes=[1], nats={1: [2.0]}),
+    )
+    DepthReport(
+        step=100,
+        tokens=0,
+        trained_recurrent_steps=4,
+        sources={"a": scored},
+        baseline_tokens=1,
+    ).save(run)  # later, by `titan-loop eval`
+    found = RunResult.of(run).results
+    names = [f"held_out/a/bits_per_byte{end}/static:1" for end in ("", "_low", "_high")]
+    assert [found[name] for name in names] == [3.0, 2.5, 3.25]
 
 
 def test_results_of_an_analysis_belong_to_the_result(tmp_path):

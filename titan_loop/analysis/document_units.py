@@ -15,9 +15,9 @@ def depth_reports(run: RunDirectory) -> list[DepthReport]:
     return [DepthReport.load(path) for path in run.evaluations.glob("depth-*step-*.json")]
 
 
-def held_out_name(report: DepthReport, source: str, depth: int) -> str:
-    """Return TASK/METRIC/READING of a source at a depth."""
-    return f"{HELD_OUT}/{source}/bits_per_byte/static:{depth}{',ema' if report.ema else ''}"
+def held_out_name(report: DepthReport, source: str, depth: int, end: str = "") -> str:
+    """Return TASK/METRIC/READING of a source at a depth, or of its interval's `_low` or `_high`."""
+    return f"{HELD_OUT}/{source}/bits_per_byte{end}/static:{depth}{',ema' if report.ema else ''}"
 
 
 def units_of(run: RunDirectory) -> dict[str, list[str]]:

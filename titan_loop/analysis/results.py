@@ -331,9 +331,10 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
     found = [(record["step"], record["results"]) for record in evaluated]
     for report in depth_reports(run):
         bits = {
-            held_out_name(report, source, depth): interval.value
+            held_out_name(report, source, depth, end): value
             for source, depths in report.sources.items()
             for depth, interval in depths.depths.items()
+            for end, value in zip(("", "_low", "_high"), interval, strict=True)
         }
         found.append((report.step, bits))
     found += [(report.step, report.flat()) for report in TaskReport.all_of(run)]
