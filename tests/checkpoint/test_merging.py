@@ -3,10 +3,8 @@
 The reference sums in numpy's longdouble and rounds once, so that it shares no code with the merge.
 """
 
-import ctypes
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +17,8 @@ from torch import Tensor
 
 from tests.families.ouro.hugging_face.conftest import random_model, write_run
 from tests.support.multiprocess import preloaded_context
+from tests.support.peak_memory import peak_growth
 from tests.support.tiny import tiny_config
-from titan_loop import compat
 from titan_loop.checkpoint import merging
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
 from titan_loop.checkpoint.merging import merge_checkpoints
@@ -164,16 +162,6 @@ def test_entries_that_differ_are_refused_by_name(
     assert not (tmp_path / "mean").exists()
 
 
-def peak_of_merging(folder: Path, peaks: Any) -> None:
-    """Put the bytes by which this process' peak grows while it merges large checkpoints."""
-    if sys.platform == "linux":  # else glibc keeps what is freed, and what is counted is its habits
-        ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
-    merge_checkpoints([folder / "small"] * 3, folder / "small-mean")  # allocates once
-    before = compat.peak_resident_bytes()
-    merge_checkpoints([folder / "large"] * 3, folder / "large-mean")
-    peaks.put(compat.peak_resident_bytes() - before)
-
-
 def test_memory_is_a_few_copies_of_one_tensor(tmp_path: Path):
     """48 MiB in tensors of 4 MiB, read three times; sum and summand are 8 MiB each in float64."""
     numel = 1 << 20
@@ -181,13 +169,11 @@ def test_memory_is_a_few_copies_of_one_tensor(tmp_path: Path):
         fill = partial(torch.ones, count)
         tensors = {f"w{i}": LazyTensor((count,), torch.float32, fill) for i in range(12)}
         write_checkpoint(tmp_path / name, tensors, content())
-    context = preloaded_context()
-    peaks = context.SimpleQueue()
-    child = context.Process(target=peak_of_merging, args=(tmp_path, peaks))
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    assert peaks.get() < 5.75 * 4 * numel  # and one float32 tensor, as it is read
+    small, large = (
+        partial(merge_checkpoints, [tmp_path / name] * 3, tmp_path / f"{name}-mean")
+        for name in ("small", "large")
+    )
+    assert peak_growth(small, large) < 5.75 * 4 * numel  # and one float32 tensor, as it is read
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ the old model without the norms between them. All model identities are bitwise, 
 weights that went through a checkpoint.
 """
 
-import ctypes
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.multiprocess import preloaded_context
-from titan_loop import compat
+from tests.support.peak_memory import peak_growth
 from titan_loop.checkpoint.manifest import DamagedCheckpointError, read_manifest, reference
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.checkpoint.upcycling import Mode, Moments, Upcycling, upcycle_checkpoint
@@ -236,16 +233,6 @@ def test_without_optimiser_state_no_policy_is_recorded(tmp_path: Path):
     assert read_manifest(tmp_path / "child")["lineage"]["upcycled"]["moments"] is None
 
 
-def peak_of_upcycling(folder: Path, peaks: Any) -> None:
-    """Put the bytes by which this process' peak grows while it upcycles a large checkpoint."""
-    if sys.platform == "linux":  # else glibc keeps what is freed, and what is counted is its habits
-        ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
-    upcycle_checkpoint(folder / "small", folder / "small-deeper", Upcycling(12))  # allocates once
-    before = compat.peak_resident_bytes()
-    upcycle_checkpoint(folder / "large", folder / "large-deeper", Upcycling(12))
-    peaks.put(compat.peak_resident_bytes() - before)
-
-
 def test_memory_is_two_copies_of_one_tensor(tmp_path: Path):
     """48 MiB in tensors of 4 MiB become 96 MiB; the peak grows by 8 MiB."""
     layers, numel = 6, 1 << 20
@@ -258,13 +245,11 @@ def test_memory_is_two_copies_of_one_tensor(tmp_path: Path):
             for before, after in (("", ""), ("optimizer.state.", ".exp_avg"))
         }
         write_checkpoint(tmp_path / name, tensors, content(layers))
-    context = preloaded_context()
-    peaks = context.SimpleQueue()
-    child = context.Process(target=peak_of_upcycling, args=(tmp_path, peaks))
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    assert peaks.get() < 2.75 * 4 * numel  # the kernel counts pages in batches
+    small, large = (
+        partial(upcycle_checkpoint, tmp_path / name, tmp_path / f"{name}-deeper", Upcycling(12))
+        for name in ("small", "large")
+    )
+    assert peak_growth(small, large) < 2.75 * 4 * numel  # the kernel counts pages in batches
     assert (tmp_path / "large-deeper" / "__0_0.distcp").stat().st_size > 24 * 4 * numel
 
 
