@@ -123,7 +123,7 @@ def test_a_port_in_use_is_one_line(monkeypatch):
 
 
 def meet(rank: int, world: int, port: int) -> None:
-    """Set what a launcher sets, in a process of its own."""
+    """Set the environment variables that a launcher sets."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",

@@ -192,7 +192,7 @@ def test_what_another_watcher_has_claimed_is_left_alone(run: Path):
 
 
 def test_bad_input(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Of the harness' ten thousand files, those of one folder.
+    # The harness has ten thousand task files; one folder of them is enough.
     folder = Path(lm_eval.tasks.__file__).parent / "arc"
     monkeypatch.setattr(harness_tasks, "HarnessTasks", partial(HarnessTasks, home=folder))
     with pytest.raises(UserError, match="interval=0"):

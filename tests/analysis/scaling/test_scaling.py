@@ -233,7 +233,7 @@ def test_series_that_rise_with_tokens_are_left_out_and_counted(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> tuple[Path, Path, str]:
-    """A table of losses, the output of the command on it, and what it printed."""
+    """A table of losses, the folder that the command wrote from it, and its printed text."""
     folder = tmp_path_factory.mktemp("study")
     path, output, printed = write_csv(folder / "losses.csv"), folder / "out", io.StringIO()
     words = ["scaling", "--csv", str(path), "--output", str(output), "--bootstrap", "2"]

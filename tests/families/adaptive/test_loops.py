@@ -58,4 +58,4 @@ def test_a_run_without_iterations_is_refused(tmp_path: Path, capsys, which):
         append_jsonl(RunDirectory(runs[0]).metrics_jsonl, record)
     asked = [str(runs[1])] if which else [str(runs[0]), "--beside", str(runs[1])]
     assert main(["analyse", "loops", *asked]) == EXIT_USER_ERROR
-    assert "without has recorded no iterations" in capsys.readouterr().err
+    assert "without is no run that recorded iterations" in capsys.readouterr().err

@@ -77,8 +77,8 @@ def analyse_loops(run: Path, *, beside: tuple[Path, ...] = ()) -> Findings:
         records = directory.read_metrics()
         if not steps_with(records, LOOPS):
             raise UserError(
-                f"{directory.path} has recorded no iterations; give runs of family adaptive with "
-                "model.max_iterations"
+                f"{directory.path} is no run that recorded iterations; give runs of family "
+                "adaptive with model.max_iterations"
             )
         name = directory.path.name
         found[str(directory.path) if name in found else name] = loops_of(records)
