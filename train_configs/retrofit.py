@@ -54,6 +54,9 @@ DENSE = NanbeigeOptions(
 SPAN: dict[str, Any] = {"prelude": 6, "core": 6, "coda": 18}
 """The span of six layers whose second pass costs least before training, by a scan."""
 
+FOUR: dict[str, Any] = {"prelude": 12, "core": 4, "coda": 14}
+"""The span of four layers whose second pass costs least before training, by the same scan."""
+
 HALVES: dict[str, Any] = {"prelude": 0, "core": 15, "coda": 0}
 """Half of the layers, each for two of the dense model's."""
 
@@ -61,6 +64,7 @@ STARTS = {
     "identity": Surgery(mode="identity", **SPAN),
     "plain": Surgery(mode="plain", **SPAN),
     "damped": Surgery(mode="damped", **SPAN),
+    **{f"{mode}_four": Surgery(mode=mode, **FOUR) for mode in ("identity", "plain", "damped")},
     "identity_rank16": Surgery(mode="identity", rank=16, **SPAN),
     "dropped": Surgery(mode="dropped", prelude=6, core=8, coda=8),
     **{f"tied_rank{rank}": Surgery(mode="tied", rank=rank, **HALVES) for rank in (0, 8, 64)},
@@ -78,6 +82,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "identity": {"start": "identity", "recurrence": GROWN, "new_rate_factor": 10.0},
     "plain": {"start": "plain", "recurrence": GROWN},
     "damped": {"start": "damped", "steps": 2},
+    "identity_four": {"start": "identity_four", "recurrence": GROWN, "new_rate_factor": 10.0},
+    "plain_four": {"start": "plain_four", "recurrence": GROWN},
+    "damped_four": {"start": "damped_four", "steps": 2},
     **{f"tied_rank{r}": {"start": f"tied_rank{r}", "steps": 2, "rate": 5e-4} for r in (0, 8, 64)},
     **{
         f"tied_rank{r}_distilled": {
