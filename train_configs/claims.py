@@ -160,17 +160,17 @@ CLAIMS = [
     ),
     Claim(
         paper="001",
-        text="11 hops, two beyond training, r = 12 over the trained R = 8",
+        text="10 hops, two beyond training, r = 12 over the trained R = 8",
         theirs="up to 24 hops after 16",
         recipe="recurrent_depth_small",
         cells=[
-            Cell(stage="depth_r8", name="permutation_hops/11_hops/acc,none/static:12"),
-            Cell(stage="depth_r8", name="permutation_hops/11_hops/acc,none/static:8"),
+            Cell(stage="depth_r8", name="permutation_hops/10_hops/acc,none/static:12"),
+            Cell(stage="depth_r8", name="permutation_hops/10_hops/acc,none/static:8"),
         ],
         at_least=15,
         unit="points",
         command=_DEEP,
-        note="training had passed 8 hops and stood at 9; the best of three settings",
+        note="training had passed 7 hops and stood at 8; an older recipe: 78.9 points",
     ),
     Claim(
         paper="002",
