@@ -52,10 +52,10 @@ DENSE = NanbeigeOptions(
     size="smollm2-135m", tie_weights=True, rope_theta=100_000.0, recurrent_steps=1
 )
 SPAN: dict[str, Any] = {"prelude": 6, "core": 6, "coda": 18}
-"""The span of six layers whose second pass costs least before training, by a scan of two windows."""
+"""The span of six layers whose second pass costs least untrained, by a scan of two windows."""
 
 FOUR: dict[str, Any] = {"prelude": 12, "core": 4, "coda": 14}
-"""The span of four layers whose second pass costs least in two half passes, by a scan."""
+"""The span of four layers that costs least untrained, in two half passes; by a scan."""
 
 HALVES: dict[str, Any] = {"prelude": 0, "core": 15, "coda": 0}
 """Half of the layers, each for two of the dense model's."""
