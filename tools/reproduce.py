@@ -25,12 +25,14 @@ HEADER = """# What is reproduced, and what is not
 Written by `python -m tools.reproduce` from `train_configs/claims.py` and `results/`; do not edit.
 Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops; –
 are claims of this project, or of the paper in the remark. Everything here is small: models of 10^4
-to 10^6 parameters, on a CPU.
+to 10^6 parameters, on a CPU. SmolLM2-135M is larger. "On an H200" means torch 2.11, with five names
+that torchtitan expects supplied by hand, and minutes of a GPU that 14 jobs shared.
 Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none for one seed). A
 claim with two arms subtracts arms of the same seed. Intervals over questions and documents are in
-`results/` and are not added here. Aims are ours and were set before the runs; theirs is the paper's
-number, sometimes in another measure (see the remark). Minutes are wall-clock time of a claim's
-final runs on shared cores, without first stages and searches for settings.
+`results/` and are not added here. Aims are ours and were set before the runs, unless the remark
+says otherwise; theirs is the paper's number, sometimes in another measure (see the remark). Minutes
+are wall-clock time of a claim's final runs on shared cores, without first stages and searches for
+settings.
 *Shown*: three seeds or more, whose whole interval meets the aim. *Partly*: the mean meets it.
 *Not*: the mean misses it, though the interval may leave both open. *No test*: it cannot tell.
 † marks runs of changed code, or of a commit that is not in the history.
