@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Retrofits SmolLM2-135M-Instruct, which comes as a wheel, into loops, and prints their tables.
 #
-#   bash tools/retrofit.sh [--scan | --rules | --parity] [--unclean] [--again] [--seeds "1 2 3"] [ARM...]
+#   bash tools/retrofit.sh [--scan | --rules | --told | --parity] [--unclean] [--again]
+#                          [--seeds "1 2 3"] [ARM...]
 #
 # --scan measures the cost of looping each span of 4, 8 and 12 layers first, an hour on one core.
-# --rules teaches questions of several hops instead, and asks for more hops than were taught.
+# --rules teaches questions of several hops instead, and asks for more hops than were taught; --told
+# tells the facts in the prompt.
 # --parity compares the untrained loop with transformers, and unrolled with llama.cpp, and ends.
 # Every arm leaves train_configs/results/retrofit_smollm2/ARM-seedS.json. What is there is skipped,
 # unless --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
@@ -19,13 +21,15 @@ folder=runs/retrofit
 corpus=corpora/smollm2
 mode=arms
 case "${1:-}" in
---scan | --rules | --parity)
+--scan | --rules | --told | --parity)
     mode=${1#--}
     shift
     ;;
 esac
-if [ $mode = rules ]; then
-    recipe=retrofit_rules
+generated=false
+if [ $mode = rules ] || [ $mode = told ]; then
+    recipe=retrofit_$mode
+    generated=true
 fi
 results=train_configs/results/$recipe
 seeds=0
@@ -85,7 +89,7 @@ parity() { # parity: the loops before any training, beside transformers and llam
 
 stage "model and text"
 fetch
-if [ $mode != rules ]; then
+if ! $generated; then
     tokenised
 fi
 if [ $mode = parity ]; then
@@ -105,7 +109,7 @@ for seed in $seeds; do
         stage "$arm, seed $seed"
         start "$arm"
         place=$folder/${mode/scan/arms}-seed$seed$again
-        if [ $mode = rules ]; then # the exam follows the last step
+        if $generated; then # the exam follows the last step
             titan_loop train $recipe --stage "$arm" --dump-folder "$place" \
                 --debug.seed "$seed" --dataloader.seed "$seed"
             titan_loop results add "$place/$arm" "${unclean[@]}"

@@ -5,7 +5,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
-from titan_loop.families.recurrent_depth.english_hops import _WORDS, NAMES, RELATIONS, EnglishHops
+from titan_loop.families.recurrent_depth.english_hops import (
+    _WORDS,
+    NAMES,
+    RELATIONS,
+    EnglishHops,
+    Told,
+    ToldHops,
+)
 from titan_loop.families.recurrent_depth.permutation_hops import Path
 
 
@@ -62,3 +69,61 @@ def test_what_cannot_be_said_is_one_line(tokenizer, tmp_path):
     words.save(str(tmp_path / "letters.json"))
     with pytest.raises(UserError, match=r"splits Anna, .*: every name must be one token"):
         EnglishHops(tokenizer=str(tmp_path / "letters.json")).encode(Path(0, (0,)))
+
+
+def lines_of(task: ToldHops, question: Told) -> list[list[str]]:
+    """Return the words of every line, without tokens of a tokenizer."""
+    lines: list[list[str]] = []
+    for token in task.encode(question).tokens.tolist():
+        lines += [[]] if _WORDS[token] == "The" else []
+        lines[-1].append(_WORDS[token])
+    return lines
+
+
+def test_told_facts_lead_to_every_answer():
+    """Follow the facts as a reader would, a dictionary of lines."""
+    task = ToldHops(told_questions=4)
+    generated = task.questions(0)
+    told = []
+    for question in (next(generated) for _ in range(50)):
+        lines = lines_of(task, question)
+        asked, facts = lines[-4:], lines[:-4]
+        known = {(fact[1], fact[3]): fact[5] for fact in facts}  # The R of X is Y
+        assert len(known) == len(facts) >= task.facts
+        told.append([*known])
+        for path, line in zip(question.paths, asked, strict=True):
+            *named, name = [word for word in line[:-2] if word not in ("The", "the", "of")]
+            for relation in reversed(named):
+                name = known[relation, name]
+            assert name == line[-1]
+            assert len(named) == len(path.relations) <= task.hops
+        example = task.encode(question)
+        graded = [_WORDS[label] for label in example.answer_labels().tolist() if label != IGNORED]
+        assert graded == [line[-1] for line in asked]
+        assert len(example.tokens) <= task.longest_example
+    assert len({len(path.relations) for _ in range(50) for path in next(generated).paths}) == 3
+    assert len({tuple(sorted(facts)) for facts in told}) == 50  # another graph every time
+
+
+def test_the_exam_of_told_facts_asks_one_question_of_a_graph_that_is_not_trained(tokenizer):
+    task = ToldHops(tokenizer=tokenizer)
+    for name, stratum in task.strata.items():
+        for question in task.held_out_questions(10, stratum):
+            ((_, relations),) = question.paths
+            assert name == f"{len(relations)}_hops"
+            assert task.is_held_out(question)
+    trained = task.questions(0)
+    assert not any(task.is_held_out(next(trained)) for _ in range(300))
+    words = Tokenizer.from_file(tokenizer)
+    (question,) = task.held_out_questions(1, task.strata["2_hops"])
+    tokens = task.encode(question).tokens.tolist()
+    assert "".join(words.id_to_token(token) for token in tokens).count("Ġis") == task.facts + 1
+
+
+def test_told_facts_are_enough_for_the_longest_question_and_not_more_than_there_are():
+    with pytest.raises(UserError, match="facts 5 must be at least asked_hops, 6, and at most"):
+        ToldHops(facts=5)
+    with pytest.raises(UserError, match=r"at most entities · relations, 48$"):
+        ToldHops(facts=49)
+    with pytest.raises(UserError, match="ToldHops told_questions 0 must be at least 1"):
+        ToldHops(told_questions=0)

@@ -12,6 +12,7 @@ register(
             "padded_hops": f"{_HERE}.permutation_hops:PaddedHops",
             "padded_two_hop": f"{_HERE}.two_hop_systematic:PaddedTwoHop",
             "permutation_hops": f"{_HERE}.permutation_hops:PermutationHops",
+            "told_hops": f"{_HERE}.english_hops:ToldHops",
             "two_hop_systematic": f"{_HERE}.two_hop_systematic:TwoHopSystematic",
         },
         objectives={"SmoothedLoss": f"{_HERE}.objective:SmoothedLoss"},

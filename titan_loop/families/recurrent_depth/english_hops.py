@@ -3,17 +3,20 @@
     The guide of Anna is Peter                    fact
     The rival of the guide of Anna is Mark        two hops: first `guide`, then `rival`
 
-Every name must be one token, so that every answer is one.
+`EnglishHops` has one graph, whose facts are learned by heart. `ToldHops` tells the facts of a new
+graph before it asks. Every name must be one token, so that every answer is one.
 """
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from titan_loop.data.tasks.task import Example, Task
+from titan_loop.data.keyed import keyed_integer
+from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
-from titan_loop.families.recurrent_depth.permutation_hops import Path, PermutationHops
+from titan_loop.families.recurrent_depth.permutation_hops import Hops, Path, PermutationHops
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -62,7 +65,8 @@ class EnglishHops(PermutationHops):
 
         return load_tokenizer(self.tokenizer)
 
-    def _ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
         if not self.tokenizer:
             return [_WORDS.index(word) for word in text.split()]
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -70,7 +74,7 @@ class EnglishHops(PermutationHops):
     @cached_property
     def names(self) -> list[int]:
         """Token ids of the entities."""
-        ids = [self._ids(f" {name}") for name in NAMES[: self.entities]]
+        ids = [self.ids(f" {name}") for name in NAMES[: self.entities]]
         if split := [name for name, tokens in zip(NAMES, ids, strict=False) if len(tokens) > 1]:
             raise UserError(
                 f"EnglishHops tokenizer {self.tokenizer} splits {', '.join(split)}: every name "
@@ -86,7 +90,7 @@ class EnglishHops(PermutationHops):
     @property
     def longest_example(self) -> int:
         """Tokens of a question of `asked_hops` hops with its answer."""
-        longest = max(range(self.relations), key=lambda r: len(self._ids(f" {RELATIONS[r]}")))
+        longest = max(range(self.relations), key=lambda r: len(self.ids(f" {RELATIONS[r]}")))
         return len(self.encode(Path(0, (longest,) * self.asked_hops)).tokens)
 
     def text(self, question: Path) -> str:
@@ -97,8 +101,143 @@ class EnglishHops(PermutationHops):
     def encode(self, question: Path) -> Example:
         """Return the question and its answer as text."""
         answer = self.names[self.reached(question)[-1]]
-        return Example.of_sequence(self._ids(self.text(question)), [answer])
+        return Example.of_sequence(self.ids(self.text(question)), [answer])
 
     def waypoints(self, question: Path) -> Mapping[str, tuple[int, int]]:
         """Return the target only: the text does not name the entities between the hops."""
         return Task.waypoints(self, question)
+
+
+class Told(NamedTuple):
+    """Questions on the facts of one graph, which are told before them.
+
+    Attributes:
+        graph: Its `graph_seed`.
+        paths: The questions, in order.
+    """
+
+    graph: int
+    paths: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class ToldHops(Task):
+    """Facts of a graph in English, a line each, and questions on them.
+
+    Training asks `told_questions` questions of 1 … `hops` hops on the same facts; the exam asks
+    one, of up to `asked_hops` hops. The facts that questions need are told, and others up to
+    `facts`. A graph of the exam is never trained.
+
+    Raises:
+        UserError: As `EnglishHops`, or there are too few or too many facts, or no question.
+    """
+
+    name: ClassVar[str] = "told_hops"
+
+    tokenizer: str = ""
+    """As in `EnglishHops`."""
+
+    entities: int = 12
+    relations: int = 4
+    hops: int = 3
+    asked_hops: int = 6
+
+    facts: int = 12
+    """Least number of facts that are told."""
+
+    told_questions: int = 3
+    """Questions of a training example."""
+
+    def __post_init__(self) -> None:
+        require_sizes(self, told_questions=1)
+        most = self._english.entities * self._english.relations  # both are checked there
+        if not self.asked_hops <= self.facts <= most:
+            raise UserError(
+                f"ToldHops facts {self.facts} must be at least asked_hops, {self.asked_hops}, and "
+                f"at most entities · relations, {most}"
+            )
+
+    @cached_property
+    def _english(self) -> EnglishHops:
+        return EnglishHops(
+            tokenizer=self.tokenizer,
+            entities=self.entities,
+            relations=self.relations,
+            hops=self.hops,
+            asked_hops=self.asked_hops,
+        )
+
+    def _graph(self, question: Told) -> PermutationHops:
+        sizes = {name: getattr(self, name) for name in ("entities", "relations", "hops")}
+        return PermutationHops(**sizes, asked_hops=self.asked_hops, graph_seed=question.graph)
+
+    @property
+    def vocab_size(self) -> int:
+        """As in `EnglishHops`."""
+        return self._english.vocab_size
+
+    @property
+    def longest_example(self) -> int:
+        """Tokens of a training example whose questions have `hops` hops and share no fact."""
+        words = [len(self._english.ids(f" {relation}")) for relation in RELATIONS[: self.relations]]
+        longest = words.index(max(words))
+        fact, question = (
+            len(self._english.ids("\n" + self._english.text(Path(0, (longest,) * hops)))) + 1
+            for hops in (1, self.hops)
+        )
+        told = max(self.facts, self.told_questions * self.hops)
+        return told * fact + self.told_questions * question
+
+    @property
+    def strata(self) -> Mapping[str, Hops]:
+        """Questions of 1, 2, 3, … hops on graphs that were not trained."""
+        return {f"{hops}_hops": Hops(hops, False) for hops in range(1, self.asked_hops + 1)}
+
+    def choose(self, generator: random.Random, level: int) -> Hops:
+        """Return the only stratum of training; `draw` mixes the numbers of hops."""
+        return Hops(self.hops, True)
+
+    def draw(self, generator: random.Random, stratum: Hops) -> Told:
+        """Draw a graph, and the questions of a training example or the one of an exam."""
+
+        def below(n: int) -> int:
+            return int(generator.random() * n)
+
+        graph = below(2**40)
+        count = self.told_questions if stratum.trained else 1
+        each = [1 + below(stratum.hops) if stratum.trained else stratum.hops for _ in range(count)]
+        paths = [
+            Path(below(self.entities), tuple(below(self.relations) for _ in range(hops)))
+            for hops in each
+        ]
+        return Told(graph, tuple(paths))
+
+    def identity(self, question: Told) -> tuple[int, ...]:
+        """Return the graph: none is both trained and asked."""
+        return (question.graph,)
+
+    def told(self, question: Told) -> Sequence[Path]:
+        """Return the facts that are told, in order, as questions of one hop."""
+        facts: dict[Path, None] = {}
+        for path in question.paths:
+            passed = [path.entity, *self._graph(question).reached(path)]
+            facts |= {
+                Path(each, (r,)): None for each, r in zip(passed, path.relations, strict=False)
+            }
+        generator = random.Random(keyed_integer(self.name, question.graph))
+        while len(facts) < self.facts:
+            entity = int(generator.random() * self.entities)
+            facts[Path(entity, (int(generator.random() * self.relations),))] = None
+        return sorted(facts, key=lambda _: generator.random())
+
+    def encode(self, question: Told) -> Example:
+        """Return the facts, then the questions with their answers, a line each."""
+        graph, facts = self._graph(question), self.told(question)
+        tokens: list[int] = []
+        answers: list[int] = []
+        for number, path in enumerate([*facts, *question.paths]):
+            tokens += self._english.ids("\n" * (number > 0) + self._english.text(path))
+            if number >= len(facts):
+                answers.append(len(tokens) - 1)
+            tokens.append(self._english.names[graph.reached(path)[-1]])
+        return Example.of_tokens(tokens, answers)
