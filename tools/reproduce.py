@@ -24,9 +24,9 @@ HEADER = """# What is reproduced, and what is not
 
 Written by `python -m tools.reproduce` from `train_configs/claims.py` and `results/`; do not edit.
 Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops; –
-are claims of this project, or of the paper in the remark. Everything here is small: models of 10^4
-to 10^6 parameters, on a CPU. SmolLM2-135M is larger. "On an H200" means torch 2.11, with five names
-that torchtitan expects supplied by hand, and minutes of a GPU that 14 jobs shared.
+are claims of this project, or of the paper in the remark. Everything here but SmolLM2-135M is
+small: models of 10^4 to 10^6 parameters, on a CPU. Runs "on an H200" used torch 2.11, with five
+names that torchtitan expects supplied by hand; their minutes are of a GPU that 14 jobs shared.
 Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none for one seed). A
 claim with two arms subtracts arms of the same seed. Intervals over questions and documents are in
 `results/` and are not added here. Aims are ours and were set before the runs, unless the remark

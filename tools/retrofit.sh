@@ -5,10 +5,10 @@
 #                          [--seeds "1 2 3"] [ARM...]
 #
 # --scan measures the cost of looping each span of 4, 8 and 12 layers first, an hour on one core.
-# --rules teaches questions of several hops instead, and asks for more hops than were taught; --told
-# tells the facts in the prompt.
+# --rules teaches questions of several hops instead, and asks more hops than were taught; --told
+# does so with the facts in the prompt.
 # --parity compares the untrained loop with transformers, and unrolled with llama.cpp, and ends.
-# Every arm leaves train_configs/results/retrofit_smollm2/ARM-seedS.json. What is there is skipped,
+# Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped,
 # unless --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 # Without arms: all of them.
 set -euo pipefail

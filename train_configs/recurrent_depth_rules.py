@@ -61,20 +61,19 @@ TABLES = {
 
 def retrofit_rules() -> Recipe:
     """SmolLM2-135M and loops made of it learn facts by heart and compose them, on one core."""
-    stages = [
-        Stage(name=name, config=_rules(start, RULES, RULES_TOKENS, RULES_WINDOW_TOKENS))
-        for name, start in ARMS.items()
-    ]
-    return Recipe(name="retrofit_rules", stages=stages)
+    return _recipe("retrofit_rules", RULES, RULES_TOKENS, RULES_WINDOW_TOKENS)
 
 
 def retrofit_told() -> Recipe:
     """SmolLM2-135M and loops made of it compose facts that the prompt tells, on one core."""
+    return _recipe("retrofit_told", TOLD, TOLD_TOKENS, TOLD_WINDOW_TOKENS)
+
+
+def _recipe(name: str, task: EnglishHops | ToldHops, tokens: int, window: int) -> Recipe:
     stages = [
-        Stage(name=name, config=_rules(start, TOLD, TOLD_TOKENS, TOLD_WINDOW_TOKENS))
-        for name, start in ARMS.items()
+        Stage(name=arm, config=_rules(start, task, tokens, window)) for arm, start in ARMS.items()
     ]
-    return Recipe(name="retrofit_told", stages=stages)
+    return Recipe(name=name, stages=stages)
 
 
 def _rules(

@@ -56,7 +56,7 @@ SPAN: dict[str, Any] = {"prelude": 6, "core": 6, "coda": 18}
 """The span of six layers whose second pass costs least untrained, by a scan of two windows."""
 
 FOUR: dict[str, Any] = {"prelude": 12, "core": 4, "coda": 14}
-"""The span of four layers that costs least untrained, in two half passes; by a scan."""
+"""The span of four layers whose two half passes cost least untrained, by a scan of 12 windows."""
 
 HALVES: dict[str, Any] = {"prelude": 0, "core": 15, "coda": 0}
 """Half of the layers, each for two of the dense model's."""

@@ -72,7 +72,7 @@ def test_what_cannot_be_said_is_one_line(tokenizer, tmp_path):
 
 
 def lines_of(task: ToldHops, question: Told) -> list[list[str]]:
-    """Return the words of every line, without tokens of a tokenizer."""
+    """Return the words of every line; the task must have no tokenizer."""
     lines: list[list[str]] = []
     for token in task.encode(question).tokens.tolist():
         lines += [[]] if _WORDS[token] == "The" else []
@@ -81,7 +81,7 @@ def lines_of(task: ToldHops, question: Told) -> list[list[str]]:
 
 
 def test_told_facts_lead_to_every_answer():
-    """Follow the facts as a reader would, a dictionary of lines."""
+    """Look up every hop in a dictionary of the told lines."""
     task = ToldHops(told_questions=4)
     generated = task.questions(0)
     told = []
@@ -89,8 +89,8 @@ def test_told_facts_lead_to_every_answer():
         lines = lines_of(task, question)
         asked, facts = lines[-4:], lines[:-4]
         known = {(fact[1], fact[3]): fact[5] for fact in facts}  # The R of X is Y
-        assert len(known) == len(facts) >= task.facts
-        told.append([*known])
+        assert len(known) == len(facts) == task.entities * task.relations
+        told.append([*known.items()])
         for path, line in zip(question.paths, asked, strict=True):
             *named, name = [word for word in line[:-2] if word not in ("The", "the", "of")]
             for relation in reversed(named):
@@ -101,8 +101,10 @@ def test_told_facts_lead_to_every_answer():
         graded = [_WORDS[label] for label in example.answer_labels().tolist() if label != IGNORED]
         assert graded == [line[-1] for line in asked]
         assert len(example.tokens) <= task.longest_example
+        assert facts != sorted(facts)
     assert len({len(path.relations) for _ in range(50) for path in next(generated).paths}) == 3
     assert len({tuple(sorted(facts)) for facts in told}) == 50  # another graph every time
+    assert len({tuple(key for key, _ in facts) for facts in told}) == 50  # in another order
 
 
 def test_the_exam_of_told_facts_asks_one_question_of_a_graph_that_is_not_trained(tokenizer):
@@ -117,13 +119,26 @@ def test_the_exam_of_told_facts_asks_one_question_of_a_graph_that_is_not_trained
     words = Tokenizer.from_file(tokenizer)
     (question,) = task.held_out_questions(1, task.strata["2_hops"])
     tokens = task.encode(question).tokens.tolist()
-    assert "".join(words.id_to_token(token) for token in tokens).count("Ġis") == task.facts + 1
+    assert "".join(words.id_to_token(token) for token in tokens).count("Ġis") == 8 * 3 + 1
 
 
-def test_told_facts_are_enough_for_the_longest_question_and_not_more_than_there_are():
-    with pytest.raises(UserError, match="facts 5 must be at least asked_hops, 6, and at most"):
-        ToldHops(facts=5)
-    with pytest.raises(UserError, match=r"at most entities · relations, 48$"):
-        ToldHops(facts=49)
+def test_no_number_of_last_hops_tells_the_answer():
+    """All facts are told and relations are permutations, so a suffix leads everywhere alike."""
+    task = ToldHops()
+    guessed = 0
+    for question in task.held_out_questions(400, task.strata["5_hops"]):
+        (path,) = question.paths
+        known = {(fact[1], fact[3]): fact[5] for fact in lines_of(task, question)[:-1]}
+        ends = [*NAMES[: task.entities]]
+        for relation in path.relations[-3:]:
+            ends = [known[RELATIONS[relation], name] for name in ends]
+        assert sorted(ends) == sorted(NAMES[: task.entities])
+        guessed += ends[0] == lines_of(task, question)[-1][-1]
+    assert guessed < 400 * 0.2  # 1 in 8 by chance
+
+
+def test_sizes_of_told_hops_are_checked():
     with pytest.raises(UserError, match="ToldHops told_questions 0 must be at least 1"):
         ToldHops(told_questions=0)
+    with pytest.raises(UserError, match=f"entities 99 must be at most {len(NAMES)}"):
+        ToldHops(entities=99)
