@@ -7,7 +7,7 @@ The exams ask up to six hops (`bash tools/retrofit.sh --rules`, `--told`). Arms 
 `identity` and `plain` draw R with a mean that grows from 1 to 3.
 
 The module bears the name of the family whose task it trains, and is deleted with that family.
-LOG.md has the results.
+LOG.md has the results of `retrofit_rules`; `retrofit_told` has not been trained.
 """
 
 from typing import Any
