@@ -140,5 +140,9 @@ def test_no_number_of_last_hops_tells_the_answer():
 def test_sizes_of_told_hops_are_checked():
     with pytest.raises(UserError, match="ToldHops told_questions 0 must be at least 1"):
         ToldHops(told_questions=0)
+    with pytest.raises(UserError, match="ToldHops relations 0 must be at least 1"):
+        ToldHops(relations=0)
+    with pytest.raises(UserError, match="ToldHops hops 9 must be at least 2 and at most its asked"):
+        ToldHops(hops=9)
     with pytest.raises(UserError, match=f"entities 99 must be at most {len(NAMES)}"):
         ToldHops(entities=99)

@@ -152,8 +152,13 @@ class ToldHops(Task):
     """Questions of a training example."""
 
     def __post_init__(self) -> None:
-        require_sizes(self, told_questions=1)
-        _ = self._english  # checks the other sizes
+        require_sizes(self, entities=2, relations=1, told_questions=1)
+        if not 2 <= self.hops <= self.asked_hops:
+            raise UserError(
+                f"ToldHops hops {self.hops} must be at least 2 and at most its asked_hops "
+                f"{self.asked_hops}"
+            )
+        _ = self._english  # checks that there are words for all
 
     @cached_property
     def _english(self) -> _Graph:
