@@ -155,8 +155,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("multiprocess")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare what imports made: every run collects garbage, and there is none in it."""
+    if is_xdist_worker(session):  # not where one file is tested, which may need little
+        import tests.support.preloaded  # noqa: F401
     gc.collect()
     gc.freeze()
 

@@ -182,6 +182,7 @@ sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (21, 3))'; then
 }
 
 set_up_tests() { # the packages of tests and checks, into the same environment
+    unset PYTHONDONTWRITEBYTECODE # or every process of a session compiles every test file again
     local stamp="$VENV/titan-loop-tests-stamp"
     if ! is_stamped "$stamp"; then
         setup_stage "packages of tests and checks" install_tests

@@ -34,7 +34,7 @@ from typing import Any
 
 START_TIMEOUT_SECONDS = 600.0  # a cold import of torch on a busy disk
 CASE_TIMEOUT_SECONDS = 300.0  # most take two; a slow machine ten times as long
-PRELOADED = ["tests.support.tiny"]  # and with it torch, torchtitan and the trainer
+PRELOADED = ["tests.support.preloaded"]
 GRACE_SECONDS = 2.0  # for the other ranks, once one has failed
 STACK_DUMP_SECONDS = 0.5  # faulthandler writes at once; this is for a loaded machine
 
