@@ -1,15 +1,16 @@
-"""What most tests import sooner or later, imported at once and spared by the collector of garbage.
+"""What most tests import sooner or later, imported at once and spared in garbage collection.
 
-Runs, rehearsals and dynamo collect garbage often, and there is none in half a million objects of
-modules. A process that is forked after this shares their pages as well.
+Runs, rehearsals and dynamo collect garbage often, and half a million objects of modules hold none.
+Processes forked after this share these objects' pages.
 """
 
+# ruff: noqa: F401
 import gc
 
-import titan_loop.compat as compat  # noqa: F401 (before any torchtitan module)
+import titan_loop.compat as compat  # before any torchtitan module
 import torch._inductor.compile_fx
 
-import tests.support.tiny  # noqa: F401
+import tests.support.tiny
 
 gc.collect()
 gc.freeze()
