@@ -10,7 +10,8 @@ from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 
 LAW = {"E": 1.7, "A": 400.0, "alpha": 0.34, "B": 410.0, "beta": 0.28, "phi": 0.5}
-TOTAL, LOOPED = 1_434_652_673, 1_434_652_673 - 2 * 2048 * 49_152
+TABLES = 2 * 2048 * 49_152  # embedding and head, which laws do not count
+TOTAL = LOOPED = 1_434_652_673 - TABLES
 TOKENS = -(-3 * 10**12 // 2**23) * 2**23
 
 
@@ -22,7 +23,7 @@ def write_fit(path: Path, **change: object) -> Path:
             "parameters": [1e8, 2e9], "tokens": [1e9, 4e12], "recurrent_steps": [1, 4],
         },
     }  # fmt: skip
-    path.write_text(json.dumps({"format_version": 2, "laws": [{**law, **change}]}))
+    path.write_text(json.dumps({"format_version": 3, "laws": [{**law, **change}]}))
     return path
 
 
@@ -38,7 +39,7 @@ def test_plan_prints_the_law_beside_the_gpu_days(tmp_path: Path, capsys):
     assert main(words) == 0
     printed = capsys.readouterr().out
     table = printed[printed.index("worth of the recurrent steps") :]
-    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()[2:5]]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()[3:6]]
     planned, without, unrolled = (row[-4:] for row in rows)
     assert planned[:2] == [f"{TOTAL:,}", "4"]
     assert float(planned[2]) == pytest.approx(predicted(TOTAL, LOOPED, 4), abs=1e-4)
@@ -70,8 +71,8 @@ def test_a_form_that_was_not_chosen_is_read_by_its_name(tmp_path: Path, capsys):
 def test_what_is_no_law_is_refused(tmp_path: Path, capsys):
     unchosen = write_fit(tmp_path / "other.json", chosen=False)
     for law, message in (
-        (unchosen, "has no chosen law; write it with titan-loop scaling"),
-        (f"{unchosen}:bounded", "has no law of the form bounded; write it with titan-loop"),
+        (unchosen, "has no chosen law; name one as"),
+        (f"{unchosen}:bounded", "has no law of the form bounded; name one as"),
         (
             tmp_path / "gone.json",
             "is neither a file nor a published law (loop-moe, iso-depth, ouro)",

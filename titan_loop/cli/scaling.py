@@ -19,15 +19,16 @@ def run(
     """Fit scaling laws to runs or to a table of losses, with confidence intervals.
 
     Fits the additive law of Ouro's Appendix D to the total loss and to the loss after each step,
-    and three forms of the worth of a recurrent step in parameters: linear, power and bounded. The
-    error on held-out sizes, budgets and R chooses among them. Prints the coefficients and writes
-    scaling.json, which `titan-loop plan --law` reads, and scaling.html, a page with plots.
+    and three laws in which a recurrent step is worth some parameters: linear, power and bounded.
+    The error on the largest sizes, token counts and R, each held out by itself, chooses one of the
+    three. Prints the coefficients and writes scaling.json, which `titan-loop plan --law` reads, and
+    scaling.html, a page with plots.
 
     Args:
         runs: Run directories and recipe folders, all trained on the same data.
-        csv: Instead of runs, a file with the columns parameters, tokens, recurrent_steps and loss
-            (or N, D, R, loss). Optional columns: step, looped_parameters, experts with
-            total_parameters, unique_tokens, run.
+        csv: Instead of runs, a file with the columns parameters and tokens (counts),
+            recurrent_steps and loss (nats per token), or N, D, R, loss. Optional columns: step,
+            looped_parameters, experts with total_parameters, unique_tokens, width, run, seed.
         output: Folder for the results.
         exit_pmf: Mean probability of exiting after each step, to compose the total loss from the
             losses after each step; by default as logged by runs with an exit gate.
@@ -45,4 +46,5 @@ def run(
     data = read_runs(runs) if csv is None else read_csv(csv)
     result = study(data, samples=bootstrap, seed=seed, exit_pmf=exit_pmf)
     print("\n".join(study_lines(result)))
-    print(write_study(result, output))
+    source = f"titan-loop scaling {' '.join(map(str, runs or ('--csv', csv)))}"
+    print(write_study(result, output, source=source))

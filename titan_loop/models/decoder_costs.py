@@ -57,8 +57,12 @@ class DecoderCosts(Decoder.Config):
         return range(self.prelude_layers, len(self.layers) - self.coda_layers)
 
     @property
-    def idle_parameters(self) -> int:
-        """Number of parameters that a visiting token skips: experts that it did not choose."""
+    def experts_per_active(self) -> float:
+        """Number of experts for each one that acts on a token; 1 without experts."""
+        return 1.0
+
+    def idle_parameters(self, *, looped: bool = False) -> int:
+        """Return the number of parameters, or looped ones, in experts that a token skips."""
         return 0
 
     def layer_visits(

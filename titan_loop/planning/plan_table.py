@@ -77,8 +77,8 @@ def _needs_table(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     row("parameters", lambda n: _parameters(n.units))
     for name in dict.fromkeys(unit.unit.name for need in needs for unit in need.units):
         row(f"  {name}", lambda n, name=name: _parameters(n.units, name))
-    if any(need.model.idle_parameters for need in needs):
-        row("active parameters", lambda n: _parameters(n.units, less=n.model.idle_parameters))
+    if any(need.model.idle_parameters() for need in needs):
+        row("active parameters", lambda n: _parameters(n.units, less=n.model.idle_parameters()))
     row("recurrent steps R, mean", lambda n: f"{n.mean_recurrent_steps:g}")
     row("GFLOP per token", lambda n: f"{n.flops_per_token.total / 1e9:.4g}")
     for part in needs[0].flops_per_token._fields:

@@ -39,6 +39,7 @@ def losses(form: str, noise: float, seed: int) -> Losses:
         steps=grid[:, 2],
         loss=np.ones(len(grid)),
         run=np.arange(len(grid)).astype(str),
+        width=grid[:, 0],
     )
     values = BASE | GAINS[form]
     exact.loss[:] = DENSE[form].predict(values, exact)

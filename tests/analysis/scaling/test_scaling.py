@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
-from titan_loop.analysis.scaling.data import STRETCHES, read_csv, read_runs
+from titan_loop.analysis.scaling.data import STRETCHES, ScalingData, read_csv, read_runs
 from titan_loop.analysis.scaling.fit import Fit, bootstrap, fit
 from titan_loop.analysis.scaling.law import (
     ADDITIVE,
@@ -23,11 +23,22 @@ from titan_loop.analysis.scaling.law import (
     Losses,
     with_repeats,
 )
-from titan_loop.analysis.scaling.published import PUBLISHED
-from titan_loop.analysis.scaling.study import _chosen, _composed, _fitted, _subsets, sizes_of, study
+from titan_loop.analysis.scaling.page import write_study
+from titan_loop.analysis.scaling.published import PUBLISHED, predicted, read_law
+from titan_loop.analysis.scaling.study import (
+    _chosen,
+    _composed,
+    _fitted,
+    _fitted_forms,
+    _subsets,
+    sizes_of,
+    study,
+)
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
+from titan_loop.models.family import build_decoder
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import PlannedStage, write_plan
 from titan_loop.storage.json_files import append_jsonl
 
@@ -94,6 +105,7 @@ def losses(law, steps=(1, 2, 4, 8), noise: float = 0.0, seed: int = 0, tokens=TO
         steps=grid[:, 2],
         loss=exact + noise * np.random.default_rng(seed).normal(size=len(grid)),
         run=np.array([f"{n}-{r}" for n, _, r in grid]),
+        width=grid[:, 0],
     )
 
 
@@ -139,6 +151,7 @@ def test_the_published_law_with_experts_is_recovered_from_its_own_losses():
         steps=grid[:, 2],
         loss=np.ones(len(grid)),
         run=np.array([str(row) for row in grid]),
+        width=grid[:, 0],
     )
     points = replace(points, loss=law.predict(values, points))
     fitted = fit(law, points)
@@ -161,7 +174,7 @@ def test_tokens_read_again_count_for_less():
 def test_held_out_error_chooses_the_form_that_made_the_losses(form: str):
     """Noise of 0.005 nats; tools/bench/law_choice.py has twenty seeds."""
     points = losses(by_gain(form), noise=0.005, seed=1, tokens=TOKENS[::3])
-    laws = _chosen([_fitted(name, law, points, samples=0, seed=0) for name, law in DENSE.items()])
+    laws = _chosen(_fitted_forms(DENSE, points, samples=0, seed=0))
     (chosen,) = (law for law in laws if law.chosen)
     assert chosen.fit.law.name == form
     kinds = [hold_out.kind for hold_out in chosen.hold_outs]
@@ -192,7 +205,7 @@ def test_r_squared_is_that_of_the_definition():
 
 def test_a_gate_makes_no_size_of_its_own():
     gated = losses(additive, steps=(1, 2, 4), tokens=TOKENS[::4])
-    gated.parameters[gated.steps > 1] += 2e3 + 1  # R = 1 has no exit gate
+    gated.width[gated.steps > 1] += 2e3 + 1  # R = 1 has no exit gate
     assert np.array_equal(
         sizes_of(gated), sizes_of(losses(additive, steps=(1, 2, 4), tokens=TOKENS[::4]))
     )
@@ -209,11 +222,11 @@ def test_subsets_of_many_sizes_are_drawn_with_a_seed():
 
 
 def write_csv(path: Path, *, rising: bool = False) -> Path:
-    """Step-wise losses and totals of three sizes at R = 2 and 4, composed with known weights."""
+    """Step-wise losses and totals of four sizes at R = 1, 2 and 4, composed with known weights."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["parameters", "tokens", "recurrent_steps", "step", "loss"])
-        for n, steps, d in itertools.product(SIZES[:4], (2, 4), TOKENS[::4]):
+        for n, steps, d in itertools.product(SIZES[:4], (1, 2, 4), TOKENS[::4]):
             by_step = [additive(n, d, r) for r in range(1, steps + 1)]
             if rising and n == SIZES[0]:
                 by_step[0] = 3 + d / 1e11
@@ -279,7 +292,10 @@ def test_a_study_composes_the_total_loss_from_the_steps(written):
         (lambda t: t.replace("374000000.0", "many"), "parameters='many' must be a positive"),
         (lambda t: "\n".join(t.splitlines()[:1]), "has no rows below its header"),
         (lambda t: "\n".join(t.splitlines()[:9]), "fewer than the 10 coefficients"),
-        (lambda t: t.replace(",4,", ",2,"), "all points have 2 recurrent steps"),
+        (
+            lambda t: "\n".join(x for x in t.splitlines() if x.split(",")[2] in "recurrent_steps2"),
+            "at least two values of R, and all points have 2",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_fitted_is_refused(tmp_path: Path, capsys, change, message: str):
@@ -313,6 +329,14 @@ def test_short_names_of_columns_do_and_unknown_ones_are_named(tmp_path: Path, ca
         ("N,D,R,loss,E", "1e8,1e9,2,3,4", "experts=4 needs total_parameters"),
         ("N,D,R,loss,U", "1e8,1e9,2,3,2e9", r"unique_tokens=2e\+09 must be at most tokens=1e\+09"),
         ("N,D,R,loss,N_rec", "1e8,1e9,2,3,2e8", r"looped_parameters=2e\+08 must be at most"),
+        ("N,D,R,loss,E,N_total", "1e8,1e9,2,3,4,9e7", r"parameters=1e\+08 must be at most total_"),
+        ("N,D,R,loss,step", "1e8,1e9,2,3,3", "step=3 must be at most recurrent_steps=2"),
+        ("N,D,R,loss,E", "1e8,1e9,2,3,0.5", "experts=0.5 must be at least 1"),
+        ("N,D,R,loss", "0.1,1,2,3", "parameters=0.1 must be at least 1000, a count"),
+        ("N,D,R,loss", "1e8,20,2,3", "tokens=20 must be at least 1000, a count"),
+        ("N,D,R,loss", "1e8,5e18,2,3", r"tokens=5e\+18 do not fit parameters=1e\+08; give both"),
+        ("N,D,R,loss", "1e9,20000,2,3", "tokens=20000 do not fit parameters"),
+        ("N,D,R,loss", "1e8,1e9,2", "line 2: loss='' must be a positive number; correct it or"),
     ],
 )
 def test_rows_that_contradict_themselves_are_refused(tmp_path: Path, header, row, message):
@@ -320,6 +344,77 @@ def test_rows_that_contradict_themselves_are_refused(tmp_path: Path, header, row
     path.write_text(f"{header}\n{row}\n")
     with pytest.raises(UserError, match=message):
         read_csv(path)
+
+
+@pytest.mark.parametrize("header", [" n, d,R ,Loss,Seed,Dim", "N;D;R;loss;seed;width"])
+def test_spaces_case_and_semicolons_do_not_matter(tmp_path: Path, header: str):
+    path = tmp_path / "table.csv"
+    mark = ";" if ";" in header else ","
+    rows = ["1e8,1e9,1,3,0,64", "", "1e8,1e9,1,3.1,1,64", "2e8,1e9,2,2.9,0,128"]
+    path.write_text("\n".join([header, *(row.replace(",", mark) for row in rows)]))
+    read = read_csv(path).total
+    assert read.width.tolist() == [64, 64, 128]
+    assert len(set(read.run)) == 3
+    path.write_text(path.read_text().replace("2.9", "nan"))
+    with pytest.raises(UserError, match="line 5: loss='nan'"):
+        read_csv(path)
+
+
+def test_sizes_are_held_out_by_width():
+    """At 16/R layers of one width, N falls with R; a rank by N would call the largest R = 1."""
+    points = losses(joint)
+    shrunk = replace(
+        points, parameters=points.parameters / points.steps, looped=points.looped / points.steps
+    )
+    assert sizes_of(shrunk).tolist() == sizes_of(points).tolist()
+    by_width, *_ = _fitted_forms(DENSE, shrunk, samples=0, seed=0)[1].hold_outs
+    mask = points.parameters < SIZES[-1]
+    again = fit(DENSE["power"], shrunk[mask], starts=2).predict(shrunk[~mask])
+    expected = np.sqrt(np.mean((again - shrunk.loss[~mask]) ** 2))
+    assert by_width.rmse[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_two_values_of_r_choose_no_form_and_three_hold_none_out():
+    """At R = 1 and 2 all forms are one curve, so what they say of R = 4 is chance."""
+    for steps, kinds, chosen, remark in (
+        ((1, 2), 2, 0, "2 values of R do not tell the forms apart, so none is chosen"),
+        ((1, 2, 4), 2, 1, "the largest R is not held out"),
+        ((1, 2, 4, 8), 3, 1, ""),
+    ):
+        points = losses(joint, steps=steps, tokens=TOKENS[::4])
+        laws = _chosen(_fitted_forms(DENSE, points, samples=0, seed=0))
+        assert {len(law.hold_outs) for law in laws} == {kinds}
+        assert sum(law.chosen for law in laws) == chosen
+        assert all(remark in " ".join(law.remarks) for law in laws)
+        assert bool(laws[0].remarks) == bool(remark)
+
+
+def test_forms_are_compared_on_the_same_parts():
+    """Six points determine `power`, not `bounded`: neither is judged by what they held out."""
+    points = losses(joint, tokens=TOKENS[::10])
+    few = points[np.isin(points.parameters, SIZES[:3]) & (points.steps < 8)]
+    few = few[np.argsort(few.tokens, kind="stable")][:15]
+    laws = _fitted_forms(DENSE, few, samples=0, seed=0)
+    kinds = [[each.kind for each in law.hold_outs] for law in laws]
+    assert kinds[0] == kinds[1] == kinds[2]
+
+
+def test_repeats_stay_in_a_law_that_is_read_again(tmp_path: Path):
+    points = replace(
+        losses(joint, steps=(1, 2, 4)),
+        unique=np.minimum(losses(joint, steps=(1, 2, 4)).tokens, 4e9),
+    )
+    truth = {**BY_POWER, "reuse": 15.4}
+    points = replace(points, loss=with_repeats(POWER).predict(truth, points))
+    result = study(ScalingData(points, {}, 0, {}), samples=0)
+    write_study(result, tmp_path, source="a test")
+    law = read_law(f"{tmp_path / 'scaling.json'}:power")
+    assert law.source == "a test"
+    model = {"parameters": 1e9, "looped": 8e8, "tokens": 2e10, "steps": 2.0}
+    once, again = (predicted(law, **model, unique=unique) for unique in (None, 4e9))
+    assert again > once + 0.01
+    counted = 4e9 + 4e9 * 15.4 * (1 - np.exp(-(20e9 / 4e9 - 1) / 15.4))
+    assert again == pytest.approx(joint(1e9, counted, 2), rel=1e-3)
 
 
 def test_a_wrong_exit_distribution_is_refused(tmp_path: Path):
@@ -359,7 +454,11 @@ def test_runs_give_averages_over_stretches_without_warm_up(source: Path, tmp_pat
     assert data.total.loss[0] == pytest.approx(expected, rel=1e-12)
     assert len(data.by_step[4]) == 4 * (STRETCHES - 1)
     assert data.exit_pmf[4] == pytest.approx(np.full(4, 0.25))
-    assert 0 < data.total.looped[0] < data.total.parameters[0]
+    model = build_decoder(SavedRun(run).model_options, max_seq_len=8)
+    tables = ("tok_embeddings.", "lm_head.")
+    counted = [p.numel() for name, p in model.named_parameters() if not name.startswith(tables)]
+    assert data.total.parameters[0] == data.total.looped[0] == sum(counted)
+    assert data.total.width[0] == model.config.dim
 
 
 def test_runs_of_different_data_are_named(source: Path, tmp_path: Path):

@@ -195,7 +195,7 @@ def test_a_law_of_ones_own_is_searched_beyond_its_sizes(tmp_path):
         "range": {"parameters": [1e8, 1e9], "tokens": [1e9, 4e10], "recurrent_steps": [1, 4]},
     }  # fmt: skip
     path = tmp_path / "scaling.json"
-    path.write_text(json.dumps({"format_version": 2, "laws": [record]}))
+    path.write_text(json.dumps({"format_version": 3, "laws": [record]}))
     found = ranking(read_law(str(path)), Budget(flops=1e21))
     assert {choice.experts for choice in found} == {1}
     assert {choice.steps for choice in found} == {1, 2, 4}

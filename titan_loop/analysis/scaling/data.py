@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from titan_loop.analysis.drawing import steps_with
 from titan_loop.analysis.scaling.law import Losses
+from titan_loop.analysis.scaling.sizes import model_sizes
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -27,41 +28,68 @@ logger = logging.getLogger(__name__)
 
 STRETCHES = 20
 REQUIRED = ("parameters", "tokens", "recurrent_steps", "loss")
-OPTIONAL = ("step", "looped_parameters", "total_parameters", "experts", "unique_tokens")
-ALIASES = {
-    "N": "parameters",
-    "D": "tokens",
-    "R": "recurrent_steps",
-    "r": "recurrent_steps",
-    "L": "loss",
-    "E": "experts",
-    "N_looped": "looped_parameters",
-    "N_rec": "looped_parameters",
-    "N_total": "total_parameters",
-    "U": "unique_tokens",
+OPTIONAL = {
+    "looped_parameters": "parameters",
+    "total_parameters": "parameters",
+    "unique_tokens": "tokens",
+    "width": "parameters",
+    "experts": 1.0,
+    "step": None,
 }
-"""Other name of a CSV column → its name here."""
+"""Optional CSV column → its value where it is empty, or the column that has it."""
+
+_FIELDS = {
+    "recurrent_steps": "steps",
+    "looped_parameters": "looped",
+    "total_parameters": "total",
+    "unique_tokens": "unique",
+}
+"""CSV column → field of `Losses`, where their names differ."""
+
+ALIASES = {
+    "n": "parameters",
+    "d": "tokens",
+    "r": "recurrent_steps",
+    "l": "loss",
+    "e": "experts",
+    "n_looped": "looped_parameters",
+    "n_rec": "looped_parameters",
+    "n_total": "total_parameters",
+    "u": "unique_tokens",
+    "dim": "width",
+}
+"""Other name of a CSV column, in lower case → its name here."""
+
+_AT_MOST = {
+    "unique_tokens": "tokens",
+    "looped_parameters": "parameters",
+    "parameters": "total_parameters",
+    "step": "recurrent_steps",
+}
+_TOKENS_PER_PARAMETER = (1e-3, 1e6)
+"""Limits that every experiment keeps; outside of them, a column has another unit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One measured loss; its fields are named like the columns of a CSV file.
+    """One measured loss; `Losses` has the same fields.
 
     Attributes:
-        recurrent_steps: Trained R.
+        steps: Trained R.
         step: Recurrent step after which the loss was read; None for the total loss.
     """
 
-    run: str
     parameters: float
-    looped_parameters: float
+    looped: float
+    total: float
+    experts: float
     tokens: float
-    recurrent_steps: float
+    unique: float
+    steps: float
     loss: float
+    run: str
+    width: float
     step: float | None = None
-    total_parameters: float | None = None
-    experts: float = 1.0
-    unique_tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,60 +110,74 @@ class ScalingData:
 
 
 def read_csv(path: Path) -> ScalingData:
-    """Read points from a CSV file with a header.
+    """Read points from a CSV file with a header; commas, semicolons or tabs between the columns.
 
     Required: `parameters` (or `N`), `tokens` (`D`), `recurrent_steps` (`R`), `loss` (`L`, in nats
     per token). Optional: `step` (`loss` was read after it; empty for the total loss),
     `looped_parameters` (`N_looped`; all if absent), `experts` (`E`) with `total_parameters`
-    (`N_total`), `unique_tokens` (`U`; all if absent) and `run` (a name; points of one run share
-    their noise). Other columns are ignored with a warning.
+    (`N_total`), `unique_tokens` (`U`; all if absent), `width` (`dim`; sizes are held out by it, or
+    by N if absent), and `run` or `seed` (points of one run share their noise; if both are absent,
+    points of equal N, E and R). N and D are counts. Other columns are ignored with a warning.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            found = reader.fieldnames or []
-            rows = [{ALIASES.get(name, name): row[name] for name in found} for row in reader]
+            header = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
+            names = [name.strip().casefold() for name in reader.fieldnames or []]
+            reader.fieldnames = known = [ALIASES.get(name, name) for name in names]
+            rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"csv={path} cannot be read ({reason}); give a CSV file") from error
-    known = [ALIASES.get(name, name) for name in found]
     twice = sorted({name for name in known if known.count(name) > 1})
     if twice:
         raise UserError(f"csv={path} has two columns for {', '.join(twice)}; keep one of each")
     if not rows:
         raise UserError(f"csv={path} has no rows below its header; add measured losses")
-    missing = [name for name in REQUIRED if name not in rows[0]]
+    missing = [name for name in REQUIRED if name not in known]
     if missing:
         raise UserError(
             f"csv={path} lacks the columns {', '.join(missing)}; it needs {', '.join(REQUIRED)} "
             "(or N, D, R and loss)"
         )
-    unknown = [name for name in rows[0] if name not in (*REQUIRED, *OPTIONAL, "run")]
+    unknown = [name for name in known if name not in (*REQUIRED, *OPTIONAL, "run", "seed")]
     if unknown:
         logger.warning("csv=%s: columns that are not used: %s", path, ", ".join(unknown))
-    return _data([_row_point(path, line, row) for line, row in enumerate(rows, start=2)], {})
+    return _data([_row_point(f"csv={path} line {line}", row) for line, row in rows], {})
 
 
-def _row_point(path: Path, line: int, row: Mapping[str, str]) -> Point:
-    number = {
-        name: _positive(path, line, name, row[name])
+def _row_point(where: str, row: Mapping[str, str | None]) -> Point:
+    number: dict[str, Any] = {
+        name: _positive(where, name, row[name] or "")
         for name in (*REQUIRED, *OPTIONAL)
         if row.get(name) or name in REQUIRED
     }
-    for part, whole in (("unique_tokens", "tokens"), ("looped_parameters", "parameters")):
-        if number.setdefault(part, number[whole]) > number[whole]:
-            raise UserError(
-                f"csv={path} line {line}: {part}={number[part]:g} must be at most "
-                f"{whole}={number[whole]:g}"
-            )
-    experts = number.get("experts", 1.0)
-    if experts > 1 and "total_parameters" not in number:
+    if number.get("experts", 1) > 1 and "total_parameters" not in number:
         raise UserError(
-            f"csv={path} line {line}: experts={experts:g} needs total_parameters, which counts all "
+            f"{where}: experts={number['experts']:g} needs total_parameters, which counts all "
             "experts; parameters counts only the ones that act on a token"
         )
-    name = f"{number['parameters']:g}-e{experts:g}-r{number['recurrent_steps']:g}"
-    return Point(run=row.get("run") or name, **number)
+    for name, least in (("parameters", 1000), ("tokens", 1000), ("experts", 1), ("step", 1)):
+        if number.get(name, least) < least:
+            unit = ", a count" if least > 1 else ""
+            raise UserError(f"{where}: {name}={number[name]:g} must be at least {least}{unit}")
+    for part, whole in _AT_MOST.items():
+        if number.get(part, 0) > number.get(whole, math.inf):
+            raise UserError(
+                f"{where}: {part}={number[part]:g} must be at most {whole}={number[whole]:g}"
+            )
+    low, high = _TOKENS_PER_PARAMETER
+    if not low <= number["tokens"] / number["parameters"] <= high:
+        raise UserError(
+            f"{where}: tokens={number['tokens']:g} do not fit parameters={number['parameters']:g}; "
+            "give both as counts, not in millions, and tokens rather than FLOPs"
+        )
+    for name, other in OPTIONAL.items():
+        number.setdefault(name, number[other] if isinstance(other, str) else other)
+    name = "-".join(f"{number[each]:g}" for each in ("parameters", "experts", "recurrent_steps"))
+    number["run"] = row.get("run") or f"{name}-{row.get('seed') or ''}"
+    return Point(**{_FIELDS.get(name, name): value for name, value in number.items()})
 
 
 def read_runs(folders: Sequence[Path]) -> ScalingData:
@@ -186,8 +228,7 @@ def _trained_on(run: SavedRun) -> str:
 
 def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
     """Yield the points of one run and add its exit distribution to `pmfs`."""
-    from titan_loop.distributed.state_bytes import unit_sizes  # slow: imports torchtitan
-    from titan_loop.models.family import decoder_config
+    from titan_loop.models.family import decoder_config  # slow: imports torchtitan
 
     run = SavedRun(folder)
     records = RunDirectory(folder).read_metrics()
@@ -203,13 +244,8 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
             "needs one R, so give runs with a constant R"
         )
     (steps,) = depths
-    units = unit_sizes(decoder_config(run.model_options, max_seq_len=run.seq_len))
-    size: dict[str, Any] = {
-        "run": str(folder),
-        "parameters": sum(unit.parameters() for unit in units),
-        "looped_parameters": sum(unit.parameters() for unit in units if unit.unit.is_looped),
-        "recurrent_steps": steps,
-    }
+    model = decoder_config(run.model_options, max_seq_len=run.seq_len)
+    size: dict[str, Any] = {"run": str(folder), "width": model.dim, **model_sizes(model)}
     read_once = _unique_tokens(run)
     tokens = np.array([record["tokens"] for record in records], dtype=np.float64)
     ends = np.linspace(0, tokens[-1], STRETCHES + 1)[1:-1]
@@ -222,7 +258,9 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
             if None in losses:  # null stands for a loss that was not finite
                 continue
             mean, loss = float(np.mean(tokens[stretch])), float(np.mean(losses))
-            yield Point(**size, tokens=mean, unique_tokens=read_once(mean), step=step, loss=loss)
+            yield Point(
+                **size, steps=steps, tokens=mean, unique=read_once(mean), step=step, loss=loss
+            )
     last = [records[index] for index in stretches[-1]]
     pmf = [[record.get(f"exit/pmf_{r}") for record in last] for r in range(1, steps + 1)]
     if all(value is not None for values in pmf for value in values):
@@ -250,8 +288,8 @@ def _data(points: Sequence[Point], exit_pmf: dict[int, np.ndarray]) -> ScalingDa
     rising = 0
     series: dict[tuple[str, float, float], list[Point]] = {}
     for point in points:
-        if point.step is not None and point.recurrent_steps > 1:
-            series.setdefault((point.run, point.recurrent_steps, point.step), []).append(point)
+        if point.step is not None and point.steps > 1:
+            series.setdefault((point.run, point.steps, point.step), []).append(point)
     for (_, steps, _), members in series.items():
         tokens = np.array([point.tokens for point in members])
         losses = np.array([point.loss for point in members])
@@ -269,27 +307,21 @@ def _data(points: Sequence[Point], exit_pmf: dict[int, np.ndarray]) -> ScalingDa
 
 
 def _losses(points: Sequence[Point]) -> Losses:
-    def column(value: Callable[[Point], float | None]) -> np.ndarray:
-        return np.array([value(point) for point in points], dtype=np.float64)
-
-    return Losses(
-        parameters=column(lambda point: point.parameters),
-        looped=column(lambda point: point.looped_parameters),
-        total=column(lambda point: point.total_parameters or point.parameters),
-        experts=column(lambda point: point.experts),
-        tokens=column(lambda point: point.tokens),
-        unique=column(lambda point: point.unique_tokens or point.tokens),
-        steps=column(lambda point: point.step or point.recurrent_steps),
-        loss=column(lambda point: point.loss),
-        run=np.array([point.run for point in points]),
-    )
+    columns = {
+        item.name: np.array([getattr(point, item.name) for point in points])
+        for item in fields(Losses)
+    }
+    columns["steps"] = np.array([point.step or point.steps for point in points])
+    return Losses(**columns)
 
 
-def _positive(path: Path, line: int, name: str, text: str) -> float:
+def _positive(where: str, name: str, text: str) -> float:
     try:
         value = float(text)
-    except (TypeError, ValueError):
+    except ValueError:
         value = math.nan
     if not (value > 0 and math.isfinite(value)):
-        raise UserError(f"csv={path} line {line}: {name}={text!r} must be a positive number")
+        raise UserError(
+            f"{where}: {name}={text!r} must be a positive number; correct it or remove the row"
+        )
     return value

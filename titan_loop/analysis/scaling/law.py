@@ -25,15 +25,17 @@ class Losses:
     """Measured losses; every array has shape (n,), one entry per point.
 
     Attributes:
-        parameters: N, parameters that act on a token; shared weights count once.
+        parameters: N, parameters that act on a token, without embedding and head; shared weights
+            count once.
         looped: Part of N that runs at every recurrent step.
-        total: Stored parameters, idle experts included.
-        experts: E, number of experts in a sparse layer; 1 for a dense model.
+        total: N and the idle experts.
+        experts: E, number of experts for each one that acts on a token; 1 for a dense model.
         tokens: D, tokens trained on.
         unique: Part of D that was read for the first time.
         steps: R of the total loss, or the step after which the loss was read.
         loss: Nats per token.
         run: Name of the run; its points share their noise.
+        width: Points of one width are one size when sizes are held out; N if it is unknown.
     """
 
     parameters: np.ndarray
@@ -45,15 +47,19 @@ class Losses:
     steps: np.ndarray
     loss: np.ndarray
     run: np.ndarray
+    width: np.ndarray
 
     @classmethod
-    def unmeasured(
-        cls, parameters: Any, looped: Any, tokens: Any, steps: Any, total: Any, experts: Any = 1.0
-    ) -> "Losses":
-        """Return points to predict, all tokens unique; arguments are broadcast to one length."""
-        columns = parameters, looped, total, experts, tokens, tokens, steps, 1.0, 0.0
-        found = np.broadcast_arrays(*map(np.atleast_1d, columns))
-        return cls(**{item.name: x for item, x in zip(fields(cls), found, strict=True)})
+    def unmeasured(cls, **columns: Any) -> "Losses":
+        """Return points to predict from all columns but the last three, at one length.
+
+        `total`, `experts` and `unique` may be left out: no experts, all tokens unique.
+        """
+        size, tokens = columns["parameters"], columns["tokens"]
+        given = {"total": size, "experts": 1.0, "unique": tokens, **columns}
+        found = np.broadcast_arrays(*map(np.atleast_1d, given.values()))
+        rest = dict.fromkeys(("loss", "run", "width"), np.full(found[0].shape, np.nan))
+        return cls(**dict(zip(given, found, strict=True)), **rest)
 
     def __len__(self) -> int:
         return len(self.loss)

@@ -35,10 +35,10 @@ PAPER = {
 _PAPER_COMPOSITION = "Ouro, R = 4, exit distribution measured on MMLU: R2 0.961."
 
 
-def write_study(result: ScalingStudy, folder: Path) -> Path:
+def write_study(result: ScalingStudy, folder: Path, *, source: str) -> Path:
     """Write `scaling.json`, a PNG for each law and the page; return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "scaling.json", result.as_record())
+    write_json(folder / "scaling.json", result.as_record(source))
     sections: list[Section] = []
     for law in result.laws:
         if law.chosen:
@@ -78,8 +78,10 @@ def _choice_sections(result: ScalingStudy, chosen: FittedLaw, folder: Path) -> l
 
 _ISO_FLOP = (
     "The chosen law at three training budgets, against the number of parameters. Training costs 6 "
-    "FLOPs per token and visited parameter, so more steps leave fewer tokens."
+    "FLOPs per token and visited parameter, so more steps leave fewer tokens. Dots are measured "
+    "within 20 % of the budget."
 )
+_NEAR = np.log(1.2)
 
 
 def _draw_measured(law: FittedLaw, path: Path) -> Path:
@@ -111,8 +113,12 @@ def _draw_iso_flop(law: FittedLaw, path: Path) -> Path:
     def draw(axes: Axes, name: str) -> None:
         for step, color in zip(steps, depth_colors(len(steps)), strict=True):
             tokens = budgets[name] / (6 * sizes * (1 + share * (step - 1)))
-            at = Losses.unmeasured(sizes, share * sizes, tokens, step, sizes)
+            at = Losses.unmeasured(
+                parameters=sizes, looped=share * sizes, tokens=tokens, steps=step
+            )
             axes.plot(sizes, law.fit.predict(at), color=color, label=f"R = {step:g}")
+            near = (points.steps == step) & (np.abs(np.log(spent / budgets[name])) < _NEAR)
+            axes.plot(points.parameters[near], points.loss[near], "o", color=color, markersize=3)
         axes.set_xscale("log")
         axes.set_xlabel("parameters")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.analysis.scaling.fit import Fit
-from titan_loop.analysis.scaling.law import LAWS, Losses
+from titan_loop.analysis.scaling.law import LAWS, Losses, with_repeats
 from titan_loop.analysis.scaling.study import FORMAT_VERSION
 from titan_loop.errors import UserError, nearest
 from titan_loop.storage.json_files import read_versioned_json
@@ -78,9 +78,10 @@ def read_law(text: str) -> NamedLaw:
     if text in PUBLISHED:
         return _named(text, PUBLISHED[text])
     path, _, form = text.partition(":") if not Path(text).exists() else (text, "", "")
-    fix = "write it with titan-loop scaling"
+    fix, forms = "write it with titan-loop scaling", []
     try:
         record = read_versioned_json(Path(path), format_version=FORMAT_VERSION, fix=fix)
+        forms = [law["form"] for law in record["laws"]]
         wanted = [
             law for law in record["laws"] if (law["form"] == form if form else law.get("chosen"))
         ]
@@ -92,11 +93,15 @@ def read_law(text: str) -> NamedLaw:
         ) from error
     except (IndexError, KeyError, TypeError, ValueError) as error:
         which = f"law of the form {form}" if form else "chosen law"
+        if forms:
+            fix = f"name one as {path}:FORM, with FORM one of {', '.join(dict.fromkeys(forms))}"
         raise UserError(f"law={path} has no {which}; {fix}") from error
 
 
 def _named(name: str, record: Mapping[str, Any]) -> NamedLaw:
     law = LAWS[record["form"]]
+    if "reuse" in record["coefficients"]:
+        law = with_repeats(law)
     missing = [each for each in law.coefficients if each not in record["coefficients"]]
     if missing:
         raise UserError(
@@ -109,17 +114,7 @@ def _named(name: str, record: Mapping[str, Any]) -> NamedLaw:
     return NamedLaw(name, Fit(law, values, rmse), record["source"], limits, record.get("grid", {}))
 
 
-def predicted(
-    law: NamedLaw,
-    parameters: float,
-    looped: float,
-    tokens: float,
-    steps: float,
-    *,
-    total: float | None = None,
-    experts: float = 1.0,
-) -> float:
-    """Return the loss of one model in nats per token; arguments as in `Losses`."""
-    whole = total or parameters
-    point = Losses.unmeasured(parameters, looped, float(tokens), steps, whole, experts)
-    return float(law.fit.predict(point)[0])
+def predicted(law: NamedLaw, **model: float | None) -> float:
+    """Return the loss of one model in nats per token; arguments as in `Losses.unmeasured`."""
+    given = {name: value for name, value in model.items() if value is not None}
+    return float(law.fit.predict(Losses.unmeasured(**given))[0])

@@ -5,8 +5,8 @@
                 ├► a fit of the step-wise losses for each R trained with, and its hold-outs
                 └► composition: Σ_r p_r L_step(N, D, r) against the total loss at the same R
 
-A form is judged on points it was not fitted to: the largest size, the second half of the tokens and
-the largest R, each held out by itself. R² of Ouro's hold-outs is over all points, as in the paper.
+A form is judged on points it was not fitted to: the largest width, the second half of the tokens
+and the largest R, each held out by itself. R² of Ouro's hold-outs is over all points.
 
 Sources: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendix E.1: ten choices of three of five sizes.
 Chen et al. 2026, arXiv 2609.40316: held-out error by R, N and D.
@@ -26,16 +26,20 @@ from titan_loop.analysis.scaling.law import ADDITIVE, DENSE, SPARSE, Law, Losses
 from titan_loop.errors import UserError
 from titan_loop.tables import columns
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 HELD_OUT_SHARE = 0.4
 """Share of sizes that a hold-out by size leaves out: two of the paper's five. At least two stay."""
 
 FIRST_TOKENS = (0.25, 0.5, 0.75)
 _MOST_SUBSETS = 10
 _SAME_SIZE = 0.01
-"""Parameter counts that differ by a smaller share count as one size. An exit gate, which runs at
-R = 1 lack, adds D + 1 parameters: a held-out width must not stay in the fit without its gate.
+"""Where widths are unknown, parameter counts that differ by a smaller share count as one size. An
+exit gate, which runs at R = 1 lack, adds D + 1 parameters: a held-out width must not stay in the
+fit without its gate.
 """
+
+_FORMS_DIFFER = 3
+"""Values of R that tell the forms apart: with two of them, one curve fits all."""
 
 _TIE = 0.05
 """Relative difference of held-out errors below which the form with fewer coefficients is chosen."""
@@ -97,8 +101,8 @@ class ScalingStudy:
     compositions: tuple[Composition, ...]
     rising: int
 
-    def as_record(self) -> dict[str, Any]:
-        """Return the content of `scaling.json`."""
+    def as_record(self, source: str) -> dict[str, Any]:
+        """Return the content of `scaling.json`; `source` names the fitted runs or table."""
         return {
             "format_version": FORMAT_VERSION,
             "laws": [
@@ -106,7 +110,7 @@ class ScalingStudy:
                     "name": law.name,
                     "form": law.fit.law.name,
                     "chosen": law.chosen,
-                    "source": "titan-loop scaling",
+                    "source": source,
                     "formula": law.fit.law.formula,
                     "points": len(law.points),
                     "range": _ranges(law.points),
@@ -155,18 +159,13 @@ def study(
         pmfs[len(exit_pmf)] = np.array(exit_pmf)
     laws = [
         _fitted("total loss", additive, data.total, samples, seed),
-        *_chosen(
-            [
-                _fitted(f"worth of a step, {name}", law, data.total, samples, seed)
-                for name, law in forms.items()
-            ]
-        ),
+        *_chosen(_fitted_forms(forms, data.total, samples, seed)),
     ]
     compositions = []
     for steps, points in data.by_step.items():
-        if len(points) < len(ADDITIVE.coefficients) or len(np.unique(points.steps)) < 2:
+        if len(points) < len(additive.coefficients) or len(np.unique(points.steps)) < 2:
             continue
-        laws.append(_fitted(f"steps of R = {steps}", ADDITIVE, points, samples, seed))
+        laws.append(_fitted(f"steps of R = {steps}", additive, points, samples, seed))
         total = data.total[data.total.steps == steps]
         if steps in pmfs and len(total) > 1:
             pmf = pmfs[steps]
@@ -190,17 +189,41 @@ def _require_distribution(exit_pmf: Sequence[float], data: ScalingData) -> None:
 
 def _fitted(name: str, law: Law, points: Losses, samples: int, seed: int) -> FittedLaw:
     whole = bootstrap(fit(law, points, seed=seed), points, samples=samples, seed=seed)
-    parts = _paper_parts(points, seed) if law.name == ADDITIVE.name else _largest(points)
-    hold_outs = _hold_outs(law, points, parts, seed)
-    return FittedLaw(name, whole, points, tuple(hold_outs), tuple(_remarks(law, points)))
+    hold_outs = _hold_outs(law, points, _paper_parts(points, seed), seed)
+    return FittedLaw(name, whole, points, tuple(hold_outs), tuple(_open_coefficients(points)))
+
+
+def _fitted_forms(
+    forms: Mapping[str, Law], points: Losses, samples: int, seed: int
+) -> list[FittedLaw]:
+    """Fit every form to the same parts of the points: those that determine each form."""
+    most = max(len(law.coefficients) for law in forms.values())
+    parts = [(kind, mask) for kind, mask in _largest(points) if most <= mask.sum() < len(points)]
+    remarks = [] if parts else ["there are too few points to hold any out, so no form is chosen"]
+    count = len(np.unique(points.steps))
+    if count < _FORMS_DIFFER:
+        remarks.append(
+            f"{count} values of R do not tell the forms apart, so none is chosen; add runs at a "
+            "third R"
+        )
+    elif count == _FORMS_DIFFER:
+        remarks.append("the largest R is not held out: the two others do not tell the forms apart")
+    found: list[FittedLaw] = []
+    for name, law in forms.items():
+        whole = bootstrap(fit(law, points, seed=seed), points, samples=samples, seed=seed)
+        held = _hold_outs(law, points, [(kind, [mask]) for kind, mask in parts], seed)
+        name = f"worth of a step, {name}"
+        found.append(FittedLaw(name, whole, points, tuple(held), tuple(remarks)))
+    return found
 
 
 def _chosen(laws: Sequence[FittedLaw]) -> list[FittedLaw]:
     """Mark the form with the least held-out error; ties go to the one with fewest coefficients."""
-    errors = [law.held_out_error for law in laws]
-    if any(math.isnan(error) for error in errors):
+    steps = np.unique(laws[0].points.steps)
+    if len(steps) < _FORMS_DIFFER or not laws[0].hold_outs:
         return list(laws)
-    close = [law for law in laws if law.held_out_error <= (1 + _TIE) * min(errors)]
+    least = min(law.held_out_error for law in laws)
+    close = [law for law in laws if law.held_out_error <= (1 + _TIE) * least]
     best = min(close, key=lambda law: (len(law.fit.law.coefficients), law.held_out_error))
     return [replace(law, chosen=law is best) for law in laws]
 
@@ -213,22 +236,19 @@ def _require(points: Losses, laws: Sequence[Law]) -> None:
             f"{len(points)} total losses are fewer than the {needed} coefficients of "
             f"{law.formula}; give more runs or more points of each"
         )
-    for name, values in (
-        ("parameters", points.parameters),
-        ("tokens", points.tokens),
-        ("recurrent steps", points.steps),
+    for name, values, given in (
+        ("sizes", sizes_of(points), points.parameters),
+        ("numbers of tokens", points.tokens, points.tokens),
+        ("values of R", points.steps, points.steps),
     ):
         if len(np.unique(values)) < 2:
             raise UserError(
-                f"all points have {values[0]:g} {name}; a law needs at least two values of each "
-                "variable"
+                f"a law needs at least two {name}, and all points have {given[0]:g}; add others"
             )
 
 
-def _remarks(law: Law, points: Losses) -> list[str]:
+def _open_coefficients(points: Losses) -> list[str]:
     """Name the coefficients that the points leave open even where they determine the curve."""
-    if law.name != ADDITIVE.name:
-        return []
     remarks = []
     for values, name, open_ones in (
         (sizes_of(points), "sizes", "E, A, alpha and t1"),
@@ -245,8 +265,8 @@ def _remarks(law: Law, points: Losses) -> list[str]:
 
 
 def sizes_of(points: Losses) -> np.ndarray:
-    """Return the rank of each point's size, 0 for the smallest, shape (n,)."""
-    distinct, place = np.unique(points.parameters, return_inverse=True)
+    """Return the rank of each point's size, 0 for the smallest width, shape (n,)."""
+    distinct, place = np.unique(points.width, return_inverse=True)
     is_next = np.diff(distinct, prepend=distinct[0]) > _SAME_SIZE * distinct
     return np.cumsum(is_next)[place]
 
@@ -283,15 +303,15 @@ def _paper_parts(points: Losses, seed: int) -> list[_Part]:
     return parts
 
 
-def _largest(points: Losses) -> list[_Part]:
-    """Hold out the largest sizes, budgets and R, each by itself, where enough others stay."""
+def _largest(points: Losses) -> list[tuple[str, np.ndarray]]:
+    """Hold out the largest size, budgets and R, each by itself, where enough others stay."""
     size = sizes_of(points)
-    parts: list[_Part] = []
+    parts: list[tuple[str, np.ndarray]] = []
     if size.max() > 1:
-        parts.append(("all but the largest size", [size < size.max()]))
-    parts.append(("first half of the tokens", [points.tokens <= points.tokens.max() / 2]))
-    if len(np.unique(points.steps)) > 2:
-        parts.append(("all but the largest R", [points.steps < points.steps.max()]))
+        parts.append(("all but the largest size", size < size.max()))
+    parts.append(("first half of the tokens", points.tokens <= points.tokens.max() / 2))
+    if len(np.unique(points.steps)) > _FORMS_DIFFER:  # the rest still tells the forms apart
+        parts.append(("all but the largest R", points.steps < points.steps.max()))
     return parts
 
 

@@ -188,7 +188,13 @@ def _choices(law: NamedLaw, budget: Budget) -> Iterator[Choice]:
                     tokens=tokens,
                     memory_bytes=memory,
                     loss=predicted(
-                        law, parameters, looped, tokens, steps, total=total, experts=experts
+                        law,
+                        parameters=parameters,
+                        looped=looped,
+                        tokens=tokens,
+                        steps=steps,
+                        total=total,
+                        experts=experts,
                     ),
                     extrapolated=law.outside(
                         parameters=parameters, tokens=tokens, recurrent_steps=steps, experts=experts

@@ -137,9 +137,18 @@ class SparseConfig(LlamaDecoder.Config):
         return {index: layer.moe for index, layer in layers if layer.moe is not None}
 
     @property
-    def idle_parameters(self) -> int:
-        """Number of parameters in the experts of all layers that a token does not visit."""
-        return sum(mixture.idle_elements for mixture in self.sparse.values())
+    def experts_per_active(self) -> float:
+        """Routed experts over those that a token chooses."""
+        mixture = next(iter(self.sparse.values()))
+        return mixture.num_experts / mixture.router.top_k
+
+    def idle_parameters(self, *, looped: bool = False) -> int:
+        """Return the number of parameters, or looped ones, in experts that a token skips."""
+        return sum(
+            mixture.idle_elements
+            for index, mixture in self.sparse.items()
+            if index in self.looped or not looped
+        )
 
     @property
     def aux(self) -> tuple[str, ...]:

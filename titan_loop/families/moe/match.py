@@ -92,7 +92,7 @@ def matched(config: LoopTrainer.Config, cost: str) -> list[str]:
             1 %.
     """
     model = stage_architecture(config)
-    if model.idle_parameters:
+    if model.idle_parameters():
         raise UserError(
             f"--match {cost}: model.family={model.family} has experts already; choose a stage of a "
             "dense model"
@@ -132,7 +132,7 @@ def costs_of(config: LoopTrainer.Config, model: LoopDecoder.Config) -> Costs:
     cache = Stack(built.bfloat16()).make_cache(FullCache, steps=steps, rows=1, capacity=1)
     return Costs(
         parameters=parameters,
-        active=parameters - model.idle_parameters,
+        active=parameters - model.idle_parameters(),
         flops=mean_flops(config, model).total,
         kv=cache.allocated_bytes,
     )
