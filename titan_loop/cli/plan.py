@@ -132,6 +132,7 @@ def best(
     law: str = "loop-moe",
     memory: str | None = None,
     tokens: float | None = None,
+    unique_tokens: float | None = None,
     inference_tokens: float = 0.0,
     weight_bits: float = 4.0,
     context_tokens: int = 0,
@@ -150,6 +151,8 @@ def best(
         law: Published law (loop-moe), or FILE[:FORM] of a scaling.json.
         memory: Maximum bytes of weights and cache when serving, such as 3GB.
         tokens: Number of training tokens; left out, the budget pays for as many as it can.
+        unique_tokens: Number of tokens of text; training on more repeats them. Needs a law that was
+            fitted to repeated text.
         inference_tokens: Number of tokens served over the model's life.
         weight_bits: Bits of a weight when serving.
         context_tokens: Number of tokens in the cache of keys and values when serving.
@@ -173,6 +176,7 @@ def best(
         "flops": budget,
         "memory": memory,
         "tokens": tokens,
+        "unique_tokens": unique_tokens,
         "inference_tokens": inference_tokens,
         "weight_bits": weight_bits,
         "context_tokens": context_tokens,

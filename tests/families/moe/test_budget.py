@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titan_loop.analysis.scaling.published import read_law
+from titan_loop.analysis.scaling.fit import Fit
+from titan_loop.analysis.scaling.law import DENSE, with_repeats
+from titan_loop.analysis.scaling.published import NamedLaw, read_law
 from titan_loop.cli import plan
 from titan_loop.cli.main import main
 from titan_loop.cli.stage_flags import resolve_recipe
@@ -27,6 +29,7 @@ from titan_loop.families.moe.budget import (
 from titan_loop.training.chosen_model import stage_architecture
 
 LIMITS = {"memory": None, "flops": 5e21}
+DENSE_VALUES = {"E": 1.7, "A": 400.0, "alpha": 0.34, "B": 410.0, "beta": 0.28}
 
 
 def chosen(parameters, *, experts=1, steps=1, tokens=2e10):
@@ -228,6 +231,7 @@ def test_nothing_served_and_a_whole_budget_are_limits_that_can_be_met():
         ({"inference_tokens": math.nan}, "--inference-tokens nan must be a number of at least 0"),
         ({"context_tokens": -1}, "--context-tokens -1 must be a number of at least 0"),
         ({"context_tokens": math.inf}, "--context-tokens inf must be a number of at least 0"),
+        ({"unique_tokens": 0.0}, "--unique-tokens 0 must be a positive number"),
         ({"tokens": 1e21}, "--tokens 1e.21 is not below --budget 1e.21"),
         ({"inference_tokens": 1e21}, "--inference-tokens 1e.21 is not below"),
         ({"memory_bytes": 0.0}, "--memory 0 must be a positive number"),
@@ -298,6 +302,32 @@ def test_sizes_below_the_smallest_shape_miss_the_tolerance():
     assert words == []
 
 
+def repeating_law():
+    law = with_repeats(DENSE["power"])
+    values = {**DENSE_VALUES, "phi": 0.5, "reuse": 15.4}
+    limits = {"parameters": (1e8, 1e9), "tokens": (1e9, 4e10), "recurrent_steps": (1.0, 4.0)}
+    return NamedLaw("mine", Fit(law, values, 0.01), "a test", limits)
+
+
+def test_text_that_is_read_again_is_worth_less():
+    """Muennighoff et al., Eq. 5, written out; the best model is larger where text is short."""
+    law, unique = repeating_law(), 2e9
+    found = ranking(law, Budget(flops=1e21, unique_tokens=unique))
+    for choice in found:
+        again = max(1.0, choice.tokens / unique) - 1
+        counted = min(choice.tokens, unique) * (1 + 15.4 * (1 - math.exp(-again / 15.4)))
+        size = choice.parameters + choice.looped * (choice.steps**0.5 - 1)
+        expected = 1.7 + 400.0 * size**-0.34 + 410.0 * counted**-0.28
+        assert choice.loss == pytest.approx(expected, rel=1e-12)
+    enough = ranking(law, Budget(flops=1e21))
+    assert found[0].visited > enough[0].visited
+    assert ranking(law, Budget(flops=1e21, unique_tokens=1e15)) == enough
+    lines, words = ranked(law, {**LIMITS, "flops": 1e21, "unique_tokens": unique})
+    assert "models fit 1e+21 FLOPs and 2e+09 tokens of text at 4 bits" in lines[2]
+    assert flags_of(words)["--dataloader.unique-tokens"] == "2000000000"
+    assert "--dataloader.unique-tokens" not in ranked(law, {**LIMITS, "unique_tokens": 1e15})[1]
+
+
 def test_a_law_of_ones_own_is_searched_beyond_its_sizes(tmp_path):
     record = {
         "name": "worth of a step, power", "form": "power", "chosen": True, "source": "a test",
@@ -329,6 +359,10 @@ def test_a_law_of_ones_own_is_searched_beyond_its_sizes(tmp_path):
             "of 3e+08 parameters, on 278 tokens: its loss",
         ),
         ("--budget 5e21 --inference-tokens nan", "--inference-tokens nan must be a number"),
+        (
+            "--budget 5e21 --unique-tokens 1e9",
+            "--unique-tokens 1e+09 has no effect with --law loop-",
+        ),
         ("--budget 5e21 --law ouro", "law=ouro: its source publishes no E, A, B, C, alpha"),
     ],
 )

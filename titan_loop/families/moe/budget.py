@@ -49,6 +49,7 @@ class Budget:
         flops: FLOPs of training and of all tokens served, together.
         memory_bytes: Bytes of weights and cache; None for no limit.
         tokens: Training tokens; None lets the budget decide.
+        unique_tokens: Tokens of text; further training tokens repeat them. None for no limit.
         inference_tokens: Tokens served over the model's life.
         weight_bits: Bits of a stored weight.
         context_tokens: Tokens in the cache of keys and values, two bytes per number.
@@ -59,6 +60,7 @@ class Budget:
     flops: float
     memory_bytes: float | None = None
     tokens: float | None = None
+    unique_tokens: float | None = None
     inference_tokens: float = 0.0
     weight_bits: float = 4.0
     context_tokens: int = 0
@@ -71,6 +73,7 @@ class Budget:
             "budget": self.flops,
             "memory": self.memory_bytes,
             "tokens": self.tokens,
+            "unique-tokens": self.unique_tokens,
             "weight-bits": self.weight_bits,
             "vocabulary": self.vocabulary,
             "most-experts": self.most_experts,
@@ -199,7 +202,7 @@ def ranked(law: NamedLaw, limits: Mapping[str, Any]) -> tuple[list[str], list[st
             f"--budget {budget.flops:g} is in FLOPs, about 6 × parameters × tokens, and trains the "
             f"best model, of {best.parameters:.3g} parameters, on {best.tokens:.3g} tokens: its "
             f"loss {best.loss:.3g} would be above guessing, ln {budget.vocabulary} = "
-            f"{guessing:.3g}; raise --budget, or --tokens where it is given"
+            f"{guessing:.3g}; raise --budget, or --tokens and --unique-tokens where they are given"
         )
     lines = [*budget_lines(law, budget, found), ""]
     problem = _unfit(best)
@@ -243,9 +246,15 @@ def ranking(law: NamedLaw, budget: Budget) -> list[Choice]:
     """Return the models of the law's grid that fit, best first.
 
     Raises:
-        UserError: No model fits.
+        UserError: No model fits, or the law does not know how much a repeated token is worth.
     """
     budget.check()
+    if budget.unique_tokens is not None and "reuse" not in law.fit.law.shape:
+        raise UserError(
+            f"--unique-tokens {budget.unique_tokens:g} has no effect with --law {law.name}, "
+            "which has no coefficient reuse; leave it out, or give a law that titan-loop scaling "
+            "fitted to runs of several epochs"
+        )
     found = sorted(_choices(law, budget), key=lambda choice: choice.loss)
     if not found:
         raise UserError(
@@ -257,6 +266,7 @@ def ranking(law: NamedLaw, budget: Budget) -> list[Choice]:
 
 
 def _choices(law: NamedLaw, budget: Budget) -> Iterator[Choice]:
+    text = budget.unique_tokens
     for parameters in _grid(law, "parameters"):
         shape = Shape.of(parameters)
         looped = parameters * (1 - shape.outside / shape.layers)
@@ -275,6 +285,7 @@ def _choices(law: NamedLaw, budget: Budget) -> Iterator[Choice]:
                     or 6 * visited * tokens > left * (1 + 1e-9)
                 ):
                     continue
+                unique = {} if text is None else {"unique": min(tokens, text)}
                 yield Choice(
                     parameters=parameters,
                     looped=looped,
@@ -290,6 +301,7 @@ def _choices(law: NamedLaw, budget: Budget) -> Iterator[Choice]:
                         steps,
                         total=total,
                         experts=experts,
+                        **unique,
                     ),
                     extrapolated=law.outside(
                         parameters=parameters, tokens=tokens, recurrent_steps=steps, experts=experts
@@ -331,6 +343,7 @@ def budget_lines(law: NamedLaw, budget: Budget, found: Sequence[Choice]) -> list
         f"source: {law.source}",
         f"{len(found)} models fit {budget.flops:.3g} FLOPs"
         + (f" and {budget.memory_bytes / 1e9:g} GB" if budget.memory_bytes else "")
+        + (f" and {budget.unique_tokens:.3g} tokens of text" if budget.unique_tokens else "")
         + f" at {budget.weight_bits:g} bits per weight; the best:",
         *columns(rows),
     ]
@@ -364,6 +377,8 @@ def recipe_words(choice: Choice, budget: Budget) -> list[str]:
         "batch.global-batch-tokens": batch,
         "total-tokens": round(choice.tokens),
     }
+    if budget.unique_tokens is not None and budget.unique_tokens < choice.tokens:
+        flags["dataloader.unique-tokens"] = max(1, round(budget.unique_tokens))
     words = ["--model.tie-weights"]
     if choice.experts > 1:
         flags["model.experts"], flags["model.top-k"] = choice.experts, 1
