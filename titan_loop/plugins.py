@@ -54,7 +54,7 @@ class Plugin:
         matches: Tables of `titan-loop plan --match COST`, by cost: functions from a stage's config
             and the cost to lines.
         rankings: The table of `titan-loop plan --budget`, as "budget": a function from a scaling
-            law and limits to lines and a recipe's flags.
+            law and limits to lines and the words of `plan`, a recipe and its flags.
         verbs: Verbs of `titan-loop` itself (`titan_loop/cli/arguments.py`), each a `Verb`.
     """
 

@@ -125,11 +125,6 @@ def _refuse(refused: Sequence[tuple[str, str]], stages: int) -> None:
         raise UserError(f"plan: {len(names)} of {stages} stages do not fit; {name}: {refusal}")
 
 
-RECIPE_OF_BLOCKS = "nanbeige_quickstart"  # planned with the shape of the chosen model
-
-_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
 def best(
     flags: Sequence[str],
     *,
@@ -137,6 +132,7 @@ def best(
     law: str = "loop-moe",
     memory: str | None = None,
     tokens: float | None = None,
+    unique_tokens: float | None = None,
     inference_tokens: float = 0.0,
     weight_bits: float = 4.0,
     context_tokens: int = 0,
@@ -153,23 +149,34 @@ def best(
         flags: Flags of `titan-loop plan RECIPE`, such as --nodes.
         budget: FLOPs of training and serving together.
         law: Published law (loop-moe), or FILE[:FORM] of a scaling.json.
-        memory: Maximum size of weights and cache when serving, such as 3GB.
-        tokens: Training tokens; left out, the budget pays for as many as it can.
-        inference_tokens: Tokens served over the model's life.
+        memory: Maximum bytes of weights and cache when serving, such as 3GB.
+        tokens: Number of training tokens; left out, the budget pays for as many as it can.
+        unique_tokens: Number of tokens of text; training on more repeats them. Needs a law that was
+            fitted to repeated text.
+        inference_tokens: Number of tokens served over the model's life.
         weight_bits: Bits of a weight when serving.
-        context_tokens: Tokens in the cache of keys and values when serving.
-        vocabulary: Rows of the embedding.
-        most_experts: Largest number of experts; 1 for dense models.
+        context_tokens: Number of tokens in the cache of keys and values when serving.
+        vocabulary: Number of tokens in the vocabulary, rows of the embedding.
+        most_experts: Largest number of experts in a layer; 1 for dense models.
     """
     from titan_loop.analysis.scaling.published import read_law
+    from titan_loop.recipes.registry import recipe_summaries
 
+    for before, word in zip(["", *flags], flags, strict=False):
+        is_flag_or_value = word.startswith("-") or before.startswith("-")
+        if not is_flag_or_value and (not before or word in recipe_summaries()):
+            raise UserError(
+                f"plan: --budget chooses the model, so recipe {word} has no effect: leave it out, "
+                "or leave --budget out to plan it"
+            )
     rank = find("rankings", "budget")
     if rank is None:
         raise UserError(f"--budget {budget:g}: no family or plug-in here ranks models")
     limits = {
         "flops": budget,
-        "memory_bytes": None if memory is None else _bytes(memory),
+        "memory": memory,
         "tokens": tokens,
+        "unique_tokens": unique_tokens,
         "inference_tokens": inference_tokens,
         "weight_bits": weight_bits,
         "context_tokens": context_tokens,
@@ -180,19 +187,9 @@ def best(
     if not words:
         print("\n".join(lines))
         return
-    words = [RECIPE_OF_BLOCKS, *words, *flags]
+    words = [*words, *flags]
     print("\n".join(lines), f"titan-loop plan {' '.join(words)}\n", flush=True)
     command("plan")(plan)(words)
-
-
-def _bytes(text: str) -> float:
-    unit = next((unit for unit in _BYTES if text.endswith(unit)), "")
-    try:
-        return float(text.removesuffix(unit)) * _BYTES.get(unit, 1.0)
-    except ValueError:
-        raise UserError(
-            f"--memory {text} is not a number of bytes; write it as 3GB ({', '.join(_BYTES)})"
-        ) from None
 
 
 @recipe_first

@@ -2,21 +2,58 @@
 
 import json
 import math
+import re
 import shlex
+from dataclasses import replace
 
 import pytest
+import torch
 
-from titan_loop.analysis.scaling.published import read_law
+from titan_loop.analysis.scaling.fit import Fit
+from titan_loop.analysis.scaling.law import DENSE, with_repeats
+from titan_loop.analysis.scaling.published import NamedLaw, read_law
+from titan_loop.cli import plan
 from titan_loop.cli.main import main
+from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import EXIT_USER_ERROR, UserError
+from titan_loop.families.moe import budget as budget_module
 from titan_loop.families.moe.budget import (
     Budget,
     Choice,
     Shape,
     budget_lines,
+    ranked,
     ranking,
-    recipe_flags,
+    recipe_words,
 )
+from titan_loop.training.chosen_model import stage_architecture
+
+LIMITS = {"memory": None, "flops": 5e21}
+DENSE_VALUES = {"E": 1.7, "A": 400.0, "alpha": 0.34, "B": 410.0, "beta": 0.28}
+
+
+def chosen(parameters, *, experts=1, steps=1, tokens=2e10):
+    """Return a model of a budget, whose loss and memory do not matter."""
+    return Choice(
+        parameters=parameters,
+        looped=parameters,
+        experts=experts,
+        steps=steps,
+        tokens=tokens,
+        memory_bytes=1e9,
+        loss=2.0,
+        extrapolated=[],
+    )
+
+
+def flags_of(words):
+    """Return flag → value; "" for switches."""
+    pairs = zip(words, [*words[1:], "--"], strict=True)
+    return {
+        word: "" if value.startswith("--") else value
+        for word, value in pairs
+        if word.startswith("--")
+    }
 
 
 def published_loss(n, looped, total, tokens, steps, experts):
@@ -79,41 +116,44 @@ def test_fixed_tokens_leave_out_models_that_cost_more():
     assert all(6 * choice.visited * 1e12 <= 5e21 for choice in found)
 
 
-@pytest.mark.parametrize("parameters", [1e6, 3e7, 0.3e9, 1.0e9, 2.5e9, 70e9])
-def test_shapes_have_about_the_parameters_that_were_asked_for(parameters):
+@pytest.mark.parametrize(
+    "parameters", [5e4, 3e5, 1e6, 17.2e6, 3e7, 0.3e9, 0.6e9, 1.0e9, 2.5e9, 70e9]
+)
+def test_shapes_have_the_parameters_that_were_asked_for(parameters):
     shape = Shape.of(parameters)
-    assert 12 * shape.dim**2 * shape.layers == pytest.approx(parameters, rel=0.35)
-    assert shape.dim % 128 == 0
+    active = 4 * shape.dim**2 + 3 * shape.dim * shape.hidden_dim
+    assert shape.parameters(1) == (active * shape.layers, active * shape.layers)
+    assert active * shape.layers == pytest.approx(parameters, rel=0.02)
+    assert 12 * shape.dim**2 * shape.layers == pytest.approx(parameters, rel=0.2)
+    head_dim, rest = divmod(shape.dim, shape.heads)
+    assert rest == 0
+    assert head_dim in (16, 32, 64, 128)
+    assert shape.heads >= 4
     assert shape.layers > 2 * shape.outside
 
 
 def test_a_loop_takes_more_than_half_of_the_layers():
-    assert [Shape(dim=128, layers=layers).outside for layers in (1, 8, 9)] == [0, 0, 4]
-    assert Shape(dim=256, layers=10).cache_bytes(3, 100) == 4 * (4 + 3 * 6) * 256 * 100
-    assert Shape.of(1) == Shape(dim=128, layers=1)
+    shapes = [Shape(dim=128, layers=layers, hidden_dim=8) for layers in (1, 8, 9)]
+    assert [shape.outside for shape in shapes] == [0, 0, 4]
+    cache = Shape(dim=256, layers=10, hidden_dim=8).cache_bytes(3, 100)
+    assert cache == 4 * (4 + 3 * 6) * 256 * 100
+    assert Shape.of(1) == Shape(dim=16, layers=1, hidden_dim=8)
 
 
-def test_the_flags_of_a_shape():
-    choice = Choice(
-        parameters=1e9,
-        looped=1e9,
-        experts=1,
-        steps=3,
-        tokens=2e10 + 0.4,
-        memory_bytes=1e9,
-        loss=2.0,
-        extrapolated=[],
-    )
+def test_the_words_of_a_dense_model():
     shape = Shape.of(1e9)  # (1e9 · 85 / 12)^(1/3) = 1920.6, and 1e9 / (12 · 1920²) = 22.6
-    assert shape == Shape(dim=1920, layers=23)
-    words = recipe_flags(choice, 1000)
-    flags = dict(zip(words[::2], words[1::2], strict=True))
-    assert flags == {
+    assert shape == Shape(dim=1920, layers=23, hidden_dim=4992)  # 1e9 / 23 = 4·1920² + 3·1920·4988
+    recipe, *words = recipe_words(
+        chosen(1e9, steps=3, tokens=2e10 + 0.4), Budget(flops=1e21, vocabulary=1000)
+    )
+    assert recipe == "nanbeige_quickstart"
+    assert flags_of(words) == {
+        "--model.tie-weights": "",
         "--model.dim": "1920",
         "--model.n-layers": "23",
         "--model.n-heads": "15",
         "--model.n-kv-heads": "15",
-        "--model.hidden-dim": "5120",
+        "--model.hidden-dim": "4992",
         "--model.prelude-layers": "2",
         "--model.coda-layers": "2",
         "--model.vocab-size": "1000",
@@ -123,6 +163,46 @@ def test_the_flags_of_a_shape():
         "--batch.global-batch-tokens": "2097152",
         "--total-tokens": "20000000000",
     }
+
+
+@pytest.mark.parametrize(
+    ("parameters", "experts", "steps"),
+    [(1e9, 1, 2), (1e9, 8, 2), (0.3e9, 16, 3), (2.5e9, 2, 1), (2e6, 4, 2)],
+)
+def test_the_recipe_has_the_parameters_of_the_choice(parameters, experts, steps):
+    """Counted in the model that `plan` plans; the embedding is tied and left out."""
+    choice = chosen(parameters, experts=experts, steps=steps)
+    name, *flags = recipe_words(choice, Budget(flops=1e21, vocabulary=512))
+    config = resolve_recipe(name, flags, verb="plan").stages[0].config
+    model = stage_architecture(config)
+    with torch.device("meta"):
+        built = model.build()
+    total = sum(parameter.numel() for parameter in built.parameters())
+    embedding = 512 * Shape.of(parameters).dim
+    assert total - embedding == pytest.approx(choice.total, rel=0.03)
+    active = total - model.idle_parameters - embedding
+    assert active == pytest.approx(parameters, rel=0.03)
+    norms = (2 * len(model.layers) + 1) * Shape.of(parameters).dim
+    assert (active - norms, total - embedding - norms) == Shape.of(parameters).parameters(experts)
+    assert config.recurrence.steps(0) == steps
+    if experts > 1:
+        assert (config.model.experts, config.model.top_k) == (experts, 1)
+        assert not config.model.normalise_scores
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "window"),
+    [
+        (4.2e6, 4096, 512),  # 1,025 steps of eight windows
+        (1e9, 2**19, 4096),
+        (8e15, 2**21, 4096),
+        (1e4, 512, 64),
+    ],
+)
+def test_a_run_has_a_thousand_steps_of_eight_windows_or_more(tokens, batch, window):
+    flags = flags_of(recipe_words(chosen(1e9, tokens=tokens), Budget(flops=1e21)))
+    assert flags["--batch.global-batch-tokens"] == str(batch)
+    assert flags["--training.seq-len"] == str(window)
 
 
 def test_a_row_of_the_table():
@@ -147,8 +227,11 @@ def test_a_row_of_the_table():
 def test_nothing_served_and_a_whole_budget_are_limits_that_can_be_met():
     Budget(flops=1e21, inference_tokens=0, context_tokens=0, tokens=9e20, most_experts=1).check()
     for wrong, message in (
-        ({"inference_tokens": -1}, "--inference-tokens and --context-tokens must be at least 0"),
-        ({"context_tokens": -1}, "--inference-tokens and --context-tokens must be at least 0"),
+        ({"inference_tokens": -1}, "--inference-tokens -1 must be a number of at least 0"),
+        ({"inference_tokens": math.nan}, "--inference-tokens nan must be a number of at least 0"),
+        ({"context_tokens": -1}, "--context-tokens -1 must be a number of at least 0"),
+        ({"context_tokens": math.inf}, "--context-tokens inf must be a number of at least 0"),
+        ({"unique_tokens": 0.0}, "--unique-tokens 0 must be a positive number"),
         ({"tokens": 1e21}, "--tokens 1e.21 is not below --budget 1e.21"),
         ({"inference_tokens": 1e21}, "--inference-tokens 1e.21 is not below"),
         ({"memory_bytes": 0.0}, "--memory 0 must be a positive number"),
@@ -174,17 +257,75 @@ def test_a_limit_holds_where_it_is_just_met():
     assert ranking(law, spent)[0].parameters == best.parameters
 
 
-def test_the_recipe_of_the_best_dense_model_is_planned(capsys):
-    words = ["plan", "--budget", "5e21", "--memory", "1GB", "--most-experts", "1", "--no-memory"]
-    assert main([*words, "--nodes", "2"]) == 0
+@pytest.mark.parametrize(("experts", "recipe"), [(16, "xllm_moe_ouro"), (1, "nanbeige_quickstart")])
+def test_the_recipe_of_the_best_model_is_planned(experts, recipe, capsys):
+    words = ["plan", "--budget", "5e21", "--memory", "3GB", "--most-experts", str(experts)]
+    own = ["--no-memory", "--nodes", "2"]
+    assert main([*words, *own]) == 0
     printed = capsys.readouterr().out
-    assert "models fit 5e+21 FLOPs and 1 GB at 4 bits per weight; the best:" in printed
+    assert "models fit 5e+21 FLOPs and 3 GB at 4 bits per weight; the best:" in printed
     command = next(line for line in printed.splitlines() if line.startswith("the best: "))
-    flags = shlex.split(command)
-    best = ranking(read_law("loop-moe"), Budget(flops=5e21, memory_bytes=1e9, most_experts=1))[0]
-    assert set(recipe_flags(best, 128_256)) <= set(flags)
-    assert flags[-3:] == ["--no-memory", "--nodes", "2"]
-    assert f"recurrent steps R, mean                      {best.steps}" in printed
+    budget = Budget(flops=5e21, memory_bytes=3e9, most_experts=experts)
+    best = ranking(read_law("loop-moe"), budget)[0]
+    assert (best.experts > 1) == (experts > 1)
+    planned = ["titan-loop", "plan", *recipe_words(best, budget)]
+    assert shlex.split(command.removeprefix("the best: ")) == [*planned, *own]
+    assert f"{recipe} on 16 GPUs" in printed
+    assert re.search(rf"^recurrent steps R, mean +{best.steps}$", printed, re.MULTILINE)
+
+
+def test_the_best_dense_model_is_planned_where_experts_miss_the_size(monkeypatch):
+    law = read_law("loop-moe")
+    found = ranking(law, Budget(flops=5e21))
+    dense = next(choice for choice in found if choice.experts == 1)
+    assert dense is not found[0]
+    monkeypatch.setattr(budget_module, "TOLERANCE", 0.0)
+    lines, words = ranked(law, LIMITS)
+    assert "xllm_moe_ouro cannot have the best model's shape: " in lines[-2]
+    assert lines[-1] == (
+        f"the best dense one, number {found.index(dense) + 1} with loss {dense.loss:.4f}, gives up "
+        f"{dense.loss - found[0].loss:.4f}:"
+    )
+    assert words == recipe_words(dense, Budget(flops=5e21))
+    monkeypatch.setattr(budget_module, "ranking", lambda law, budget: found[:1])
+    lines, words = ranked(law, LIMITS)
+    assert lines[-1].endswith("and no dense model fits: nothing is planned")
+    assert words == []
+
+
+def test_sizes_below_the_smallest_shape_miss_the_tolerance():
+    law = read_law("loop-moe")
+    tiny = replace(law, grid={**law.grid, "parameters": [37e3], "experts": [16]})
+    lines, words = ranked(tiny, {**LIMITS, "flops": 1e17})
+    assert "not 3.7e+04 of 4.07e+05; " not in lines[-1]
+    assert "cannot have the best model's shape" in lines[-1]
+    assert words == []
+
+
+def repeating_law():
+    law = with_repeats(DENSE["power"])
+    values = {**DENSE_VALUES, "phi": 0.5, "reuse": 15.4}
+    limits = {"parameters": (1e8, 1e9), "tokens": (1e9, 4e10), "recurrent_steps": (1.0, 4.0)}
+    return NamedLaw("mine", Fit(law, values, 0.01), "a test", limits)
+
+
+def test_text_that_is_read_again_is_worth_less():
+    """Muennighoff et al., Eq. 5, written out; the best model is larger where text is short."""
+    law, unique = repeating_law(), 2e9
+    found = ranking(law, Budget(flops=1e21, unique_tokens=unique))
+    for choice in found:
+        again = max(1.0, choice.tokens / unique) - 1
+        counted = min(choice.tokens, unique) * (1 + 15.4 * (1 - math.exp(-again / 15.4)))
+        size = choice.parameters + choice.looped * (choice.steps**0.5 - 1)
+        expected = 1.7 + 400.0 * size**-0.34 + 410.0 * counted**-0.28
+        assert choice.loss == pytest.approx(expected, rel=1e-12)
+    enough = ranking(law, Budget(flops=1e21))
+    assert found[0].visited > enough[0].visited
+    assert ranking(law, Budget(flops=1e21, unique_tokens=1e15)) == enough
+    lines, words = ranked(law, {**LIMITS, "flops": 1e21, "unique_tokens": unique})
+    assert "models fit 1e+21 FLOPs and 2e+09 tokens of text at 4 bits" in lines[2]
+    assert flags_of(words)["--dataloader.unique-tokens"] == "2000000000"
+    assert "--dataloader.unique-tokens" not in ranked(law, {**LIMITS, "unique_tokens": 1e15})[1]
 
 
 def test_a_law_of_ones_own_is_searched_beyond_its_sizes(tmp_path):
@@ -212,9 +353,43 @@ def test_a_law_of_ones_own_is_searched_beyond_its_sizes(tmp_path):
         ("--budget 5e21 --memory 1MB", "no model fits --budget 5e+21 with the other limits"),
         ("--budget 5e21 --tokens 6e21", "--tokens 6e+21 is not below --budget 5e+21: the budget"),
         ("--budget 5e21 --inference-tokens 1e14", "no model fits"),
+        (
+            "--budget 5e11",
+            "--budget 5e+11 is in FLOPs, about 6 × parameters × tokens, and trains the best model, "
+            "of 3e+08 parameters, on 278 tokens: its loss",
+        ),
+        ("--budget 5e21 --inference-tokens nan", "--inference-tokens nan must be a number"),
+        (
+            "--budget 5e21 --unique-tokens 1e9",
+            "--unique-tokens 1e+09 has no effect with --law loop-",
+        ),
         ("--budget 5e21 --law ouro", "law=ouro: its source publishes no E, A, B, C, alpha"),
     ],
 )
 def test_limits_that_nobody_can_meet_are_one_line(flags, message, capsys):
     assert main(["plan", *flags.split()]) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ouro_1_4b --budget 5e21",
+        "my.module:mine --budget=5e21",
+        "--budget 5e21 --nodes 2 ouro_1_4b",
+    ],
+)
+def test_a_recipe_beside_a_budget_is_refused_before_the_table(words, capsys):
+    assert main(["plan", *words.split()]) == EXIT_USER_ERROR
+    printed = capsys.readouterr()
+    recipe = "my.module:mine" if "mine" in words else "ouro_1_4b"
+    assert f"so recipe {recipe} has no effect: leave it out, or leave --budget" in printed.err
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_a_recipes_name_may_be_a_flags_value(monkeypatch):
+    planned = []
+    monkeypatch.setattr(plan, "command", lambda name: lambda function: planned.append)
+    plan.best(["--nodes", "2", "--dump-folder", "quickstart"], budget=5e21)
+    assert planned[0][-4:] == ["--nodes", "2", "--dump-folder", "quickstart"]
