@@ -180,7 +180,7 @@ def test_the_recipe_has_the_parameters_of_the_choice(parameters, experts, steps)
     total = sum(parameter.numel() for parameter in built.parameters())
     embedding = 512 * Shape.of(parameters).dim
     assert total - embedding == pytest.approx(choice.total, rel=0.03)
-    active = total - model.idle_parameters - embedding
+    active = total - model.idle_parameters() - embedding
     assert active == pytest.approx(parameters, rel=0.03)
     norms = (2 * len(model.layers) + 1) * Shape.of(parameters).dim
     assert (active - norms, total - embedding - norms) == Shape.of(parameters).parameters(experts)

@@ -109,7 +109,7 @@ def test_active_parameters_are_those_of_the_released_models(options, stop_step):
     assert isinstance(config, XllmMoEDecoder.Config)
     with torch.device("meta"):
         total = sum(parameter.numel() for parameter in config.build().parameters())
-    assert math.ceil(20 * (total - config.idle_parameters) / TOKENS_PER_STEP) == stop_step
+    assert math.ceil(20 * (total - config.idle_parameters()) / TOKENS_PER_STEP) == stop_step
 
 
 @pytest.mark.parametrize("options", [{}, {"states": "split"}, {"injection": "linear"}])
