@@ -21,8 +21,8 @@ def run(
     Fits the additive law of Ouro's Appendix D to the total loss and to the loss after each step,
     and three laws in which a recurrent step is worth some parameters: linear, power and bounded.
     The error on the largest sizes, token counts and R, each held out by itself, chooses one of the
-    three. Prints the coefficients and writes scaling.json, which `titan-loop plan --law` reads, and
-    scaling.html, a page with plots.
+    three. Prints the coefficients and writes scaling.json, which `titan-loop plan --law` reads,
+    scaling.html, a page with plots, and losses.csv, the points of the runs as --csv reads them.
 
     Args:
         runs: Run directories and recipe folders, all trained on the same data.
@@ -35,7 +35,7 @@ def run(
         bootstrap: Number of resamplings for each 95 % interval; 0 for no intervals.
         seed: Seed of random starts and resamplings.
     """
-    from titan_loop.analysis.scaling.data import read_csv, read_runs
+    from titan_loop.analysis.scaling.data import read_csv, read_runs, write_csv
     from titan_loop.analysis.scaling.page import write_study
     from titan_loop.analysis.scaling.study import study, study_lines
 
@@ -48,3 +48,5 @@ def run(
     print("\n".join(study_lines(result)))
     source = f"titan-loop scaling {' '.join(map(str, runs or ('--csv', csv)))}"
     print(write_study(result, output, source=source))
+    if csv is None:
+        write_csv(data, output / "losses.csv")

@@ -5,7 +5,7 @@ import csv
 import io
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from titan_loop.analysis.scaling.data import STRETCHES, ScalingData, read_csv, read_runs
+from titan_loop.analysis.scaling.data import write_csv as write_table
 from titan_loop.analysis.scaling.fit import Fit, bootstrap, fit
 from titan_loop.analysis.scaling.law import (
     ADDITIVE,
@@ -459,6 +460,11 @@ def test_runs_give_averages_over_stretches_without_warm_up(source: Path, tmp_pat
     counted = [p.numel() for name, p in model.named_parameters() if not name.startswith(tables)]
     assert data.total.parameters[0] == data.total.looped[0] == sum(counted)
     assert data.total.width[0] == model.config.dim
+    write_table(data, tmp_path / "losses.csv")
+    again = read_csv(tmp_path / "losses.csv")
+    for name in (item.name for item in fields(Losses)):
+        assert getattr(again.total, name).tolist() == getattr(data.total, name).tolist()
+        assert getattr(again.by_step[4], name).tolist() == getattr(data.by_step[4], name).tolist()
 
 
 def test_runs_of_different_data_are_named(source: Path, tmp_path: Path):

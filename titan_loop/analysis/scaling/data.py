@@ -6,6 +6,7 @@ has, for each trained R, the cross entropy after every recurrent step.
 """
 
 import csv
+import io
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import read_plan
+from titan_loop.storage.json_files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +180,25 @@ def _row_point(where: str, row: Mapping[str, str | None]) -> Point:
     name = "-".join(f"{number[each]:g}" for each in ("parameters", "experts", "recurrent_steps"))
     number["run"] = row.get("run") or f"{name}-{row.get('seed') or ''}"
     return Point(**{_FIELDS.get(name, name): value for name, value in number.items()})
+
+
+def write_csv(data: ScalingData, path: Path) -> None:
+    """Write the points in the columns that `read_csv` reads."""
+    fields_of = {field: column for column, field in _FIELDS.items()}
+    names = [item.name for item in fields(Losses)]
+    header = ["step", *(fields_of.get(name, name) for name in names)]
+    rows: list[dict[str, Any]] = []
+    for trained, points in ((None, data.total), *data.by_step.items()):
+        for values in zip(*(getattr(points, name).tolist() for name in names), strict=True):
+            row = dict(zip(header[1:], values, strict=True))
+            if trained is not None:
+                row |= {"step": row["recurrent_steps"], "recurrent_steps": trained}
+            rows.append(row)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, header, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def read_runs(folders: Sequence[Path]) -> ScalingData:
