@@ -1,4 +1,4 @@
-"""A scaling law on two cores: a layer of four widths at R = 1, 2, 4 and 8, on the quick start's text.
+"""A scaling law on two cores: a layer of four widths at R = 1, 2, 4, 8, on the quick start's text.
 
 Every stage is one looped layer of the quick start's shape, trained to the loss of its last step at
 a constant rate, so that a point early in a run is the end of a shorter run. `tools/scaling.sh`
