@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Trains the arms of train_configs/rates.py, and prints their table: the best rate by R and width.
+# Trains the arms of train_configs/rates.py, and prints their tables, the best rate by R and width, and
+# the loss at the rate that all of them share.
 #
 #   bash tools/rates.sh [--muon | --boundary] [--unclean] [--again] [--seeds "1 2"] [ARM...]
 #
-# --muon, --boundary: the arms of rates_muon or of boundary instead.
+# --muon, --boundary: the arms of rates_muon or of boundary instead, boundary with seeds 1, 2 and 3.
 # Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, unless
 # --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
@@ -11,14 +12,16 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
 
 recipe=rates
+seeds="1 2"
 case ${1:-} in
     --muon) recipe=rates_muon ;;
-    --boundary) recipe=boundary ;;
+    --boundary) recipe=boundary seeds="1 2 3" ;;
 esac
 [ $recipe = rates ] || shift
-seeds="1 2"
 choose $recipe "$@"
 
 full_corpus
 
 train_arms $recipe
+stage "verdicts"
+"$VENV/bin/python" -m train_configs.rates_verdict $recipe

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titan_loop.analysis.results import UNCLEAN, RunResult
 from titan_loop.evaluation.intervals import of_seeds
-from train_configs.claims import CLAIMS, Claim
+from train_configs.claims import CLAIMS, Cell, Claim
 
 ROOT = Path("train_configs")
 ENOUGH_SEEDS = 3
@@ -42,14 +42,19 @@ settings.
 """
 
 
+def cells_of(claim: Claim, results: Sequence[RunResult]) -> Sequence[Cell]:
+    """Return the claim's cells; none if it chooses them by results that are not complete."""
+    return claim.cells(results) if callable(claim.cells) else claim.cells
+
+
 def numbers(claim: Claim, results: Sequence[RunResult]) -> dict[int, float]:
     """Return seed → the claim's number, for the seeds that have all of its cells."""
     found = [
         {r.seed: r.results[cell.name] for r in results
          if r.stage == cell.stage and cell.name in r.results}
-        for cell in claim.cells
+        for cell in cells_of(claim, results)
     ]  # fmt: skip
-    seeds = sorted(set.intersection(*(set(each) for each in found)))
+    seeds = sorted(set.intersection(*map(set, found))) if found else []
     values = {seed: [each[seed] for each in found] for seed in seeds}
     return {seed: claim.factor * _number(*cells) for seed, cells in values.items()}
 
@@ -88,7 +93,7 @@ def row(claim: Claim, results: Sequence[RunResult]) -> str:
         for sign, value in (("≥", claim.at_least), ("≤", claim.at_most))
         if value is not None
     ]
-    stages = {cell.stage for cell in claim.cells}
+    stages = {cell.stage for cell in cells_of(claim, results)}
     runs = [r for r in results if r.stage in stages and r.seed in by_seed]
     seconds = sum(r.seconds for r in runs)
     mark = f" {UNCLEAN}" * any(r.unclean for r in runs)

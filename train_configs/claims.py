@@ -5,8 +5,11 @@ results, or made of two or three. Aims were set before the experiments ran, unle
 otherwise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from titan_loop.analysis.results import RunResult
+from train_configs.rates_verdict import best_cells, worst_cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,8 @@ class Claim:
         theirs: The paper's number, as text; empty if it has none.
         recipe: Recipe whose results are read.
         cells: The number; or two, the first less the second, paired by seed; or three, the share of
-            the way from the first to the third that the second goes.
+            the way from the first to the third that the second goes. A function chooses them by
+            the results, and returns none while runs are missing.
         at_least: Smallest number that shows the claim, in the claim's unit.
         at_most: Largest number that shows it.
         factor: Unit: 100 for per cent and points, 1 for bits.
@@ -46,7 +50,7 @@ class Claim:
     text: str
     theirs: str
     recipe: str
-    cells: Sequence[Cell]
+    cells: Sequence[Cell] | Callable[[Sequence[RunResult]], Sequence[Cell]]
     at_least: float | None = None
     at_most: float | None = None
     factor: float = 100.0
@@ -88,6 +92,21 @@ def _hops(stage: str, hops: int, steps: int, task: str = "english") -> Cell:
     return Cell(stage=stage, name=f"{task}_hops/{hops}_hops/acc,none/static:{steps}")
 
 
+def _ruled_worst(results: Sequence[RunResult]) -> list[Cell]:
+    from train_configs.rates import TABLES  # imports torch
+
+    _, ruled = TABLES["rates"]
+    return [Cell(stage=stage, name=name) for stage, name in worst_cells(ruled, results)]
+
+
+def _boundary_best(results: Sequence[RunResult]) -> list[Cell]:
+    from train_configs.rates import TABLES
+
+    (table,) = TABLES["boundary"]
+    plain_first = best_cells(table, results)
+    return [Cell(stage=stage, name=name) for stage, name in reversed(plain_first)]
+
+
 _LATENT = "titan-loop train latent_small"
 _TWO_HOP = "titan-loop train two_hop_small"
 _ADAPTIVE = "titan-loop train adaptive_small"
@@ -95,6 +114,7 @@ _PHYSICS = "bash tools/physics.sh"
 _EXAMS = f"{_PHYSICS} --exams"
 _DEPTH = "bash tools/depth_pays.sh"
 _READ = "bash tools/depth_read.sh"
+_RATES = "bash tools/rates.sh"
 _DEEP = "titan-loop train recurrent_depth_small"
 _XLLM = "titan-loop train xllm_small"
 _OOD = "titan-loop train recurrent_depth_ood"
@@ -393,6 +413,32 @@ CLAIMS = [
             (3, "r3", "a layer trained for it", 0.05, 1.8),
             (4, "last_step", "the last step's loss alone", 0.01, 1.02),
         )
+    ),
+    Claim(
+        paper="–",
+        text="text: one rate for R = 1 to 8 and for D = 64 to 256, with the rules: worst loss over "
+        "a shape's best",
+        theirs="",
+        recipe="rates",
+        cells=_ruled_worst,
+        at_most=0.01,
+        factor=1.0,
+        unit="bits per byte",
+        command=_RATES,
+        note="arXiv 2606.18524 and 2203.03466; the worst of six shapes, each at seven rates apart "
+        "by √2; 0.5M tokens",
+    ),
+    Claim(
+        paper="–",
+        text="text: the boundary operator at R = 4 less the plain loop, equal FLOPs",
+        theirs="",
+        recipe="boundary",
+        cells=_boundary_best,
+        at_most=0,
+        factor=1.0,
+        unit="bits per byte",
+        command=f"{_RATES} --boundary",
+        note="each at its best of three rates",
     ),
     Claim(
         paper="–",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_loop.analysis.results import RunResult
-from tools.reproduce import numbers, page, verdict
+from tools.reproduce import numbers, page, row, verdict
 from train_configs.claims import Cell, Claim
 
 CLAIM = Claim(
@@ -37,6 +37,15 @@ def test_differences_are_paired_by_seed():
     results = [result("first", seed, 0.5 + seed / 10) for seed in (1, 2, 3)]
     results += [result("second", seed, seed / 10) for seed in (2, 3, 4)]
     assert numbers(CLAIM, results) == pytest.approx({2: 50.0, 3: 50.0})
+
+
+def test_cells_may_be_chosen_by_the_results_and_be_none_yet():
+    cells = list(CLAIM.cells)
+    claim = replace(CLAIM, cells=lambda results: cells if len(results) == 2 else [])
+    results = [result("first", 1, 0.5), result("second", 1, 0.25)]
+    assert numbers(claim, results) == {1: 25.0}
+    assert row(claim, results).split(" | ")[8] == "2"  # minutes of both runs
+    assert numbers(claim, results[:1]) == {}
 
 
 def test_three_cells_are_the_share_of_a_gap():
