@@ -129,6 +129,9 @@ def parallelize_loop_decoder(
     if compile_config.enable and "model" in compile_config.components:
         missing = missing_compiler(compat.device_type())
         if missing is None or compile_config.backend != "inductor":
+            if model.tells_step:  # its layers may need a graph for each step: not a mistake
+                most = torch._dynamo.config.accumulated_recompile_limit
+                torch._dynamo.config.recompile_limit = most
             parts = model.compiled_parts()
             apply_compile(parts, compile_config=compile_config, parallel_dims=parallel_dims)
         else:
