@@ -42,12 +42,15 @@ def state_of(config: LoopDecoder.Config) -> tuple[LoopDecoder, torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
 @pytest.mark.float8
-def test_layers_multiply_in_float8_and_everything_else_does_not(recipe):
+def test_layers_multiply_in_float8_and_everything_else_does_not(recipe, caplog):
     pytest.importorskip("torchao")
     from torchao.float8.float8_linear import Float8Linear
 
     plain, expected = state_of(config_of())
-    low, state = state_of(in_float8(config_of(), recipe))
+    with torch._inductor.config.patch(emulate_precision_casts=False):
+        low, state = state_of(in_float8(config_of(), recipe))
+        assert torch._inductor.config.emulate_precision_casts == (recipe == "rowwise")
+    assert caplog.text.count(f"Float8 training active with recipe {recipe}\n") == 1
     converted = {name for name, part in low.named_modules() if isinstance(part, Float8Linear)}
     linears = {name for name, part in plain.named_modules() if isinstance(part, nn.Linear)}
     assert linears - converted == {"lm_head", "exit_gate"}
