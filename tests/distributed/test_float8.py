@@ -21,6 +21,7 @@ from titan_loop.training.layout_preflight import layout_refusals
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
+from titan_loop.training.schedule import Schedule
 
 LENGTH = 32
 SMALLEST_SIGNAL, LARGEST_ERROR = 1e-3, 0.3
@@ -106,6 +107,7 @@ def test_a_start_warns_of_a_large_error_and_trains_as_without_the_measurement(
         run = RunDirectory(tmp_path / str(most))
         config = replace(tiny_config(source, run.path, steps=2), float8="rowwise")
         config.model = replace(config.model, dropout=0.2)  # training's, not the measurement's
+        config.recurrence.steps = Schedule.parse("0:1 linear 1M:4")  # measured at the largest
         run_training(replace(config, float8_error=most), command=["test"])
         losses.append([record["loss"] for record in run.read_metrics()])
         lines = run.log_txt.read_text().splitlines()

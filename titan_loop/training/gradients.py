@@ -24,6 +24,7 @@ from titan_loop.models.context import PREFIX
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.ranks import warn_together
 from titan_loop.training.callback import TrainingState
+from titan_loop.training.depth_schedule import most_recurrent_steps
 
 
 class MicroBatch(NamedTuple):
@@ -91,11 +92,12 @@ def _one_micro_batch(
 def warn_of_float8(trainer: TrainingState, most: float) -> None:
     """Warn if float8 changes the last step's state by more than `most` of its norm; collective.
 
-    It is measured on this rank's next windows, which stay unread.
+    It is measured on this rank's next windows, which stay unread, at the largest R of the run.
     """
     from torchtitan.components.quantization.float8 import Float8Linear  # imports torchao
 
-    model, loader, steps = trainer.model, trainer.dataloader, trainer.plan.recurrent_steps
+    model, loader = trainer.model, trainer.dataloader
+    steps = most_recurrent_steps(trainer.config.recurrence)  # the error grows with R
     ahead = Position(loader.windows_consumed, trainer.plan.windows, loader.data_hash)
     own = _split(trainer, loader.read(ahead).batches[0])
     linears = [part for part in model.modules() if isinstance(part, Float8Linear)]
@@ -112,10 +114,8 @@ def warn_of_float8(trainer: TrainingState, most: float) -> None:
     torch.distributed.all_reduce(sums)
     error = float((sums[0] / sums[1]).sqrt())
     if not error <= most:  # not a number, too
-        text = (
-            "float8 changes the state after step %d by %.1f %% of its norm, above float8_error=%g"
-        )
-        text += ": use fewer recurrent steps, or --float8 off"
+        text = "float8 changes the state after step %d by %.1f %% of its norm, above float8_error="
+        text += "%g: use fewer recurrent steps, or --float8 off"
         warn_together(logger, text, steps, 100 * error, most)
 
 
