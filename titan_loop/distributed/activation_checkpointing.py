@@ -41,6 +41,7 @@ from titan_loop.models.recurrence import Part
 
 _aten = torch.ops.aten
 _ADDED = {
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
     _aten._grouped_mm.default,
     _aten._scaled_grouped_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
