@@ -47,7 +47,9 @@ def layout_refusals(
         expert_parallel=parallel.expert_parallel_degree,
     )
     recomputed = config.activation_checkpoint
-    linears = [name for name, *_ in model.traverse(Linear.Config)]
+    linears = {name: linear.bias for name, linear, *_ in model.traverse(Linear.Config)}
+    if config.float8 != "off" and compat.device_type() != "cpu":  # emulated, it multiplies by mm
+        linears |= dict.fromkeys(float8_linears(model), True)
     check_recomputed = partial(
         check_recomputation, recomputed, parallel, draws=model.draws, linears=linears
     )
