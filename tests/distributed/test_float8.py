@@ -14,6 +14,7 @@ from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.distributed.float8 import float8_linears, in_float8
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import decoder_config, get_family
 from titan_loop.runs.run_directory import RunDirectory
@@ -139,6 +140,17 @@ def test_shapes_and_layouts_that_cannot_are_refused_in_one_line(tmp_path, field,
     (refusal,) = [r for r in layout_refusals(config, model, 2) if r.field == "float8"]
     assert message in str(refusal)
     assert str(refusal).startswith("float8=rowwise ")
+
+
+def test_a_loop_without_a_layer_to_convert_is_refused_in_one_line(tmp_path):
+    config = replace(tiny_config(tmp_path, tmp_path), float8="rowwise")
+    for rank, said in ((0, []), (2, ["float8=rowwise converts nothing that is looped: matrices"])):
+        config.model = RetrofitOptions(
+            size="debugmodel", n_layers=3, prelude_layers=1, adapter_rank=rank
+        )
+        model = decoder_config(config.model, max_seq_len=LENGTH)
+        found = [r for r in layout_refusals(config, model, 1) if r.field == "float8"]
+        assert [str(refusal).partition(" with")[0] for refusal in found] == said
 
 
 def test_a_machine_that_cannot_is_refused_in_one_line(source, tmp_path, monkeypatch):
