@@ -17,7 +17,7 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
 from titan_loop.data.columns import LABELLED, columns_for
-from titan_loop.data.load.batches import Batch, Position
+from titan_loop.data.load.batches import Batch, Position, pinned
 from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.distributed.loop_fsdp import reshard_units
 from titan_loop.models.context import PREFIX
@@ -46,7 +46,7 @@ def forward_backward(
     model, plan = trainer.model, trainer.plan
     # Losses are divided by the valid tokens of the whole global batch, so their sum is its mean.
     valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()
-    valid = _to_device(valid, trainer.device)
+    valid = pinned(valid).to(trainer.device, non_blocking=True)
     if trainer.parallel_dims.dp_enabled:
         valid = dist_utils.dist_sum_tensor(valid, trainer.parallel_dims.get_mesh("batch"))
     model.recurrence.backward_steps = plan.backward_steps
@@ -121,8 +121,8 @@ def warn_of_float8(trainer: TrainingState, most: float) -> None:
 
 def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
     """Move a micro-batch to the device, and sort it into arguments of the model and of the loss."""
-    values = {name: _to_device(value, trainer.device) for name, value in batch[0].items()}
-    labels = _to_device(batch[1], trainer.device)
+    values = {name: v.to(trainer.device, non_blocking=True) for name, v in batch[0].items()}
+    labels = batch[1].to(trainer.device, non_blocking=True)
     declared, share = trainer.dataloader.columns, trainer.window_share
     columns: Mapping[str, Tensor] = {each.name: values.pop(each.name) for each in declared}
     labelled = values.pop(LABELLED, None)
@@ -147,12 +147,6 @@ def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
         loss_columns |= {"input": inputs, "positions": for_model["positions"]}
     for_loss = {"columns": loss_columns, "labelled_T": labelled}
     return MicroBatch(inputs, labels, for_model, for_loss)
-
-
-def _to_device(value: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        value = value.pin_memory()  # otherwise the host waits until all queued kernels ran
-    return value.to(device, non_blocking=True)
 
 
 def clip(trainer: TrainingState) -> Tensor:
