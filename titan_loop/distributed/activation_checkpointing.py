@@ -1,16 +1,7 @@
 """Activation checkpointing by recurrent step, by operation, and with inputs on the host.
 
-| policy | kept for the backward pass | recomputed |
-|---|---|---|
-| `selective` | every second matrix product, attention; or as `save` says | the rest |
-| `full` | the input of every layer visit: R·N states | a layer at a time |
-| `full-offload` | the same states, in the host's pinned memory | a layer at a time |
-| `recurrent-step` | the state after every recurrent step: R states | N layers at a time |
-| `recurrent-step` with `layers=full` | R states | N inputs of layers, then a layer at a time |
-
-The stack has N layers and runs R steps. `selective` and `full` are torchtitan's; the field `save`
-is ours. `layers=full` keeps R + N states at the cost of one more forward pass of the stack than
-`full`. `full-offload` keeps no state on the GPU at the cost of copying each to the host and back.
+README.md beside this file says what every policy keeps and recomputes. `selective`, `full` and
+`memory-budget` are torchtitan's; the field `save` is ours.
 """
 
 from collections.abc import Callable, Mapping
