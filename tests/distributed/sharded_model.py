@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.distributed.parallel_model import parallel_model
-from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
+from titan_loop.distributed.activation_checkpointing import RecurrentStepAC, SelectiveAC
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
@@ -27,6 +27,8 @@ LAYERS, WINDOWS, SEQ_LEN, VOCABULARY = 4, 2, 16, 128
 CHECKPOINTING = {
     "none": None,
     "selective": SelectiveAC.Config(),
+    "selective, nothing": SelectiveAC.Config(save=[]),
+    "selective, communication": SelectiveAC.Config(save=["communication"]),
     "full": FullAC.Config(),
     "recurrent-step": RecurrentStepAC.Config(),
     "recurrent-step+full": RecurrentStepAC.Config(layers="full"),

@@ -5,18 +5,24 @@ from pathlib import Path
 
 import pytest
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.sharded_model import (
     LAYERS,
     PER_STEP,
+    SEQ_LEN,
+    WINDOWS,
     Collectives,
     build,
     expected_counts,
     forward_backward,
+    loss_of,
     micro_batch,
 )
 from titan_loop.distributed import loop_fsdp
+from titan_loop.distributed.context_parallel import window_share
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 
 README = Path(loop_fsdp.__file__).with_name("README.md")
@@ -95,3 +101,50 @@ def test_each_gather_is_issued_before_the_layer_ahead_of_it_computes(gloo_pool):
     second = [str(index) for index in range(LAYERS)]
     for order in gloo_pool(2).run(events_of_a_step):
         assert order == [*first, "norm", *second, "norm"]
+
+
+def counts_of_activations(tensor: int, context: int, checkpointing: str, *steps: int) -> list[dict]:
+    """Return the collectives of micro-batches with so many steps, on ranks that share windows."""
+    model = build(PER_STEP, tensor=tensor, context=context, checkpointing=checkpointing)
+    tokens, masks = micro_batch(0), None
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    positions = torch.arange(SEQ_LEN).expand(WINDOWS, -1).contiguous()
+    if context > 1:
+        share = window_share(SEQ_LEN, degree=context, rank=dist.get_rank(), device="cpu")
+        masks = model.get_attention_masks(positions, share)
+        inputs, labels, positions = (x[:, share.queries_L] for x in (inputs, labels, positions))
+    counts = []
+    for number in steps:
+        with Collectives() as collectives:
+            output = model(inputs, positions, masks, recurrent_steps=number)
+            loss_of(model)(output, labels, float(tokens.numel()))[0].backward()
+            reshard_units(model)
+        counts.append(dict(collectives.calls))
+    return counts
+
+
+REPEATS = {"none": 0, "full": 1, "selective, nothing": 1, "selective, communication": 0}
+
+
+@pytest.mark.parametrize("checkpointing", REPEATS)
+def test_tensor_parallel_ranks_gather_and_scatter_as_often_as_the_readme_says(
+    gloo_pool, checkpointing
+):
+    depths = (1, 2, 4)
+    for counts in gloo_pool(2).run(counts_of_activations, 2, 1, checkpointing, *depths):
+        for steps, found in zip(depths, counts, strict=True):
+            again = REPEATS[checkpointing] * 2 * LAYERS * steps
+            each = 4 * LAYERS * steps + steps + 1 + again
+            assert found == {"part-gather": each, "part-scatter": each, "sum": 2 * steps}
+
+
+@pytest.mark.parametrize("checkpointing", REPEATS)
+def test_context_parallel_ranks_gather_once_a_visit_and_reduce_once(gloo_pool, checkpointing):
+    depths = (1, 2, 4)
+    gathers, scatters, _ = expected_counts("per_step", 1, 1, hsdp=False)
+    for counts in gloo_pool(2).run(counts_of_activations, 1, 2, checkpointing, *depths):
+        for steps, found in zip(depths, counts, strict=True):
+            visits = LAYERS * steps
+            assert found["part-gather"] == visits * (1 + REPEATS[checkpointing])
+            assert found["part-scatter"] == visits
+            assert (found["gather"], found["scatter"]) == (gathers, scatters)  # the weights'

@@ -12,16 +12,23 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
     FullAC,
+    MemoryBudgetAC,
     SelectiveAC,
 )
 
 from tests.support.allocations import AllocationTrace
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
-from titan_loop.distributed.compiler import keep_compiled_code, missing_compiler
+from titan_loop.distributed.compiler import (
+    forget_compiled_stage,
+    keep_compiled_code,
+    missing_compiler,
+)
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
+from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import build_decoder
+from titan_loop.models.family import ModelOptions, build_decoder
 
 SEQ_LEN = 32
 # Inductor fuses norms and activations, so fp32 sums run in another order.
@@ -48,7 +55,7 @@ def parallelized(
     )
 
 
-def model_of(options: OuroOptions | None = None) -> LoopDecoder:
+def model_of(options: ModelOptions | None = None) -> LoopDecoder:
     torch.manual_seed(0)
     return build_decoder(options or OuroOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
 
@@ -121,14 +128,14 @@ POLICIES = {
 @DYNAMO_WARNS
 @pytest.mark.parametrize("policy", ["none", "selective", "recurrent-step"])
 def test_layers_share_a_compilation_for_each_window_and_each_mode(policy):
-    """R is outside: three values of it, two layers, two windows and two modes take four graphs."""
+    """R is outside: 1 to 8 steps of two layers, two windows and two modes take four graphs."""
     model = parallelized(model_of(), True, backend="eager", policy=POLICIES[policy])
     torch._dynamo.reset()
     counters.clear()
     for window in (SEQ_LEN // 2, SEQ_LEN):
         tokens = torch.randint(128, (2, window))
         positions = torch.arange(window).expand(2, -1).contiguous()
-        for steps in (1, 2, 3):
+        for steps in (1, 3, 8):
             model(tokens, positions, recurrent_steps=steps).hidden_RBLD[-1].mean().backward()
         model.eval()
         with torch.no_grad():
@@ -136,6 +143,40 @@ def test_layers_share_a_compilation_for_each_window_and_each_mode(policy):
         model.train()
         model(tokens, positions, recurrent_steps=2).hidden_RBLD[-1].mean().backward()
     assert counters["stats"]["unique_graphs"] == 4
+
+
+@DYNAMO_WARNS
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [
+        (RetrofitOptions(size="debugmodel", n_layers=1, adapter_rank=2, adapter_sets=3), 3),
+        (MoEOptions(size="debugmodel", n_layers=1, attentions=3), 6),
+    ],
+    ids=["adapters", "attentions"],
+)
+def test_layers_that_are_told_their_step_may_take_more_graphs_than_dynamo_allows(options, graphs):
+    """Adapters take one for step 1 and one a mode for any step, attentions one each in a mode."""
+    torch._dynamo.reset()
+    counters.clear()
+    tokens = torch.randint(128, (2, SEQ_LEN))
+    positions = torch.arange(SEQ_LEN).expand(2, -1).contiguous()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        model = parallelized(model_of(options), True, backend="eager")
+        for steps in (3, 2):
+            model(tokens, positions, recurrent_steps=steps).hidden_RBLD[-1].mean().backward()
+            with torch.no_grad():
+                model(tokens, positions, recurrent_steps=steps)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_a_stage_leaves_the_next_no_option_of_the_compiler():
+    budget, inductor = torch._functorch.config, torch._inductor.config
+    with budget.patch(activation_memory_budget=1.0), inductor.patch(emulate_precision_casts=False):
+        parallelized(model_of(), False, policy=MemoryBudgetAC.Config(memory_budget=0.2))
+        inductor.emulate_precision_casts = True  # as float8's row-wise recipe does
+        assert budget.activation_memory_budget == 0.2
+        forget_compiled_stage()
+        assert (budget.activation_memory_budget, inductor.emulate_precision_casts) == (1.0, False)
 
 
 @DYNAMO_WARNS

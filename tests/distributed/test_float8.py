@@ -14,6 +14,7 @@ from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.distributed.float8 import float8_linears, in_float8
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import decoder_config, get_family
 from titan_loop.runs.run_directory import RunDirectory
@@ -21,6 +22,7 @@ from titan_loop.training.layout_preflight import layout_refusals
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
+from titan_loop.training.schedule import Schedule
 
 LENGTH = 32
 SMALLEST_SIGNAL, LARGEST_ERROR = 1e-3, 0.3
@@ -42,12 +44,15 @@ def state_of(config: LoopDecoder.Config) -> tuple[LoopDecoder, torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
 @pytest.mark.float8
-def test_layers_multiply_in_float8_and_everything_else_does_not(recipe):
+def test_layers_multiply_in_float8_and_everything_else_does_not(recipe, caplog):
     pytest.importorskip("torchao")
     from torchao.float8.float8_linear import Float8Linear
 
     plain, expected = state_of(config_of())
-    low, state = state_of(in_float8(config_of(), recipe))
+    with torch._inductor.config.patch(emulate_precision_casts=False):
+        low, state = state_of(in_float8(config_of(), recipe))
+        assert torch._inductor.config.emulate_precision_casts == (recipe == "rowwise")
+    assert caplog.text.count(f"Float8 training active with recipe {recipe}\n") == 1
     converted = {name for name, part in low.named_modules() if isinstance(part, Float8Linear)}
     linears = {name for name, part in plain.named_modules() if isinstance(part, nn.Linear)}
     assert linears - converted == {"lm_head", "exit_gate"}
@@ -103,6 +108,7 @@ def test_a_start_warns_of_a_large_error_and_trains_as_without_the_measurement(
         run = RunDirectory(tmp_path / str(most))
         config = replace(tiny_config(source, run.path, steps=2), float8="rowwise")
         config.model = replace(config.model, dropout=0.2)  # training's, not the measurement's
+        config.recurrence.steps = Schedule.parse("0:1 linear 1M:4")  # measured at the largest
         run_training(replace(config, float8_error=most), command=["test"])
         losses.append([record["loss"] for record in run.read_metrics()])
         lines = run.log_txt.read_text().splitlines()
@@ -134,6 +140,17 @@ def test_shapes_and_layouts_that_cannot_are_refused_in_one_line(tmp_path, field,
     (refusal,) = [r for r in layout_refusals(config, model, 2) if r.field == "float8"]
     assert message in str(refusal)
     assert str(refusal).startswith("float8=rowwise ")
+
+
+def test_a_loop_without_a_layer_to_convert_is_refused_in_one_line(tmp_path):
+    config = replace(tiny_config(tmp_path, tmp_path), float8="rowwise")
+    for rank, said in ((0, []), (2, ["float8=rowwise converts nothing that is looped: matrices"])):
+        config.model = RetrofitOptions(
+            size="debugmodel", n_layers=3, prelude_layers=1, adapter_rank=rank
+        )
+        model = decoder_config(config.model, max_seq_len=LENGTH)
+        found = [r for r in layout_refusals(config, model, 1) if r.field == "float8"]
+        assert [str(refusal).partition(" with")[0] for refusal in found] == said
 
 
 def test_a_machine_that_cannot_is_refused_in_one_line(source, tmp_path, monkeypatch):

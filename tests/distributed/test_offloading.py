@@ -106,4 +106,6 @@ def test_it_is_refused_without_a_gpu_and_with_tensor_parallelism(source, tmp_pat
     with pytest.raises(
         UserError, match=r"_degree=2 splits the states that .*full-offload moves; use"
     ):
-        check_recomputation(FullOffloadAC.Config(), ParallelismConfig(tensor_parallel_degree=2))
+        check_recomputation(
+            FullOffloadAC.Config(), ParallelismConfig(tensor_parallel_degree=2), linears={}
+        )

@@ -1,11 +1,12 @@
 """`activation_checkpoint.save`: the chosen operations, and no others, run once."""
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import ParallelismConfig
@@ -141,9 +142,33 @@ def test_compiled_layers_run_the_same_operations_again(case):
 )
 def test_an_unknown_operation_or_layer_is_refused_in_one_line(config, message):
     model = decoder_config(OuroOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
-    linears = [name for name, *_ in model.traverse(Linear.Config)]
+    linears = {name: False for name, *_ in model.traverse(Linear.Config)}
     with pytest.raises(UserError) as refused:
         check_recomputation(config, ParallelismConfig(), linears=linears)
     known = SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=["qkv_linear.wv", "w1"])
     check_recomputation(known, ParallelismConfig(), linears=linears)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_layer_whose_products_are_always_kept_is_not_forced_to_recompute_them(biased):
+    """A bias makes the product another operation, which torchtitan's choice does not count."""
+    config = SelectiveAC.Config(save=["mm"], force_recompute_mm_shapes_by_fqns=["gate", "up"])
+    linears = {"layers.0.moe.router.gate": False, "layers.0.feed_forward.up": biased}
+    with pytest.raises(UserError) if biased else nullcontext() as refused:
+        check_recomputation(config, ParallelismConfig(), linears=linears)
+    field = "activation_checkpoint.force_recompute_mm_shapes_by_fqns"
+    message = f"{field}: up has no effect: products with a bias, and in float8, are always kept"
+    assert refused is None or str(refused.value) == message
+
+
+def test_products_with_a_bias_are_kept_by_every_choice_of_products():
+    """As the option's help says, and as the refusal relies on."""
+    for save, kept in (["mm"], True), (["every-second-mm"], True), ([], False):
+        ac = SelectiveAC.Config(save=save).build(dump_folder="")
+        layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        wrapped = ac._wrap_block(layer)
+        loss = wrapped(torch.zeros(2, 3, 8, requires_grad=True)).sum()
+        with Operations() as operations:
+            loss.backward()
+        assert (operations.calls["addmm"] == 0) == kept

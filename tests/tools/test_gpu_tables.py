@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from titan_loop.cli.main import main
 
@@ -108,6 +109,31 @@ def test_a_done_table_is_kept_and_a_failed_one_runs_again(bench, place, tmp_path
     assert [run("1 / 0", again=False), run("1 / 0", again=True)] == ["done", "failed"]
 
 
+def test_a_table_that_runs_again_begins_with_an_empty_cache(bench, place, tmp_path):
+    cold, warm = bench.gpu_tables.compilation(place)[1:]
+    cache = cold.environment["TORCHINDUCTOR_CACHE_DIR"]
+    assert cache == warm.environment["TORCHINDUCTOR_CACHE_DIR"]
+    program = f"from pathlib import Path\ncache = Path({cache!r})\n"
+    program += 'print("a | b | warm\\n1 | 2 | " + str(cache.exists()))\ncache.mkdir(exist_ok=True)'
+    rows = [row(bench, tmp_path, name, program) for name in ("cold", "warm")]
+    for _ in range(2):
+        bench.gpu.run_table(table(bench, rows, name="compilation"), place, again=True)
+        found = [line["warm"] for line in record_of(place, "compilation")["rows"]]
+        assert found == ["False", "True"]
+
+
+def test_masks_of_dropout_are_the_host_s_where_ranks_are_compared(bench):
+    nccl_parity = importlib.import_module("nccl_parity")
+    drawn = []
+    for device in ("cpu", "meta"):  # a GPU's generator would leave the host's alone
+        torch.manual_seed(0)
+        with nccl_parity.drawn_on_the_host():
+            masks = torch.rand((2, 3), device=device)
+        assert masks.device.type == device
+        drawn.append(torch.rand(4))
+    torch.testing.assert_close(*drawn, rtol=0, atol=0)
+
+
 def test_tables_of_one_gpu_have_one_each_where_there_are_several(bench, tmp_path):
     place = bench.gpu_tables.Place(gpus=2, gpu="", machine="", output=tmp_path / "output")
     program = 'import os\nprint("a | b | shown\\n1 | 2 | " + os.environ["CUDA_VISIBLE_DEVICES"])'
@@ -155,7 +181,7 @@ def test_rows_of_gpus_pass_the_checks_of_training(bench, tmp_path, capsys):
     place = tables.Place(gpus=8, gpu="h100-80gb", machine="", output=tmp_path)
     names = ("checkpointing", "attention", "assemblies_all", "spread")
     rows = [row for name in names for row in tables.TABLES[name].rows(place)]
-    assert len(rows) == 22
+    assert len(rows) == 23
     for row in rows:
         assert tuple(row.words[: len(tables.TRAIN)]) == tables.TRAIN
         cluster = ["--nodes", "1", "--gpus-per-node", str(row.ranks), "--no-memory"]

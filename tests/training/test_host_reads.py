@@ -8,7 +8,9 @@ are the same, so they are counted here.
 """
 
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiny import tiny_config
+from titan_loop import compat
+from titan_loop.data.load import batches
+from titan_loop.training import gradients
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.verdict import StepVerdict
@@ -35,7 +40,17 @@ class HostReads(TorchDispatchMode):
         self._inside = False
         for name in READS:
             monkeypatch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
-        monkeypatch.setattr(torch.Tensor, "to", self._counted_copy(torch.Tensor.to))
+        # On a CPU the device says nothing: each of these that may copy to one counts.
+        copies = {
+            (torch.Tensor, "to"): lambda args, device=None, **_: device or (args and args[0]),
+            (torch.Tensor, "cuda"): lambda args, **_: "cuda",
+            (torch.Tensor, "copy_"): lambda args, **_: "cuda",
+            (torch, "tensor"): lambda args, device=None, **_: device,
+            (torch, "as_tensor"): lambda args, device=None, **_: device,
+        }
+        for (owner, name), target in copies.items():
+            method = self._counted_copy(getattr(owner, name), target)
+            monkeypatch.setattr(owner, name, method)
 
     def _counted(self, method: Any) -> Any:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -49,16 +64,16 @@ class HostReads(TorchDispatchMode):
 
         return read
 
-    def _counted_copy(self, method: Any) -> Any:
-        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            device = kwargs.get("device", args[0] if args else None)
+    def _counted_copy(self, method: Any, target: Callable[..., Any]) -> Any:
+        def copy(given: Any, *args: Any, **kwargs: Any) -> Any:
+            device = target(args, **kwargs)
             ours = "titan_loop/" in sys._getframe(1).f_code.co_filename
             waits = isinstance(device, torch.device | str) and not kwargs.get("non_blocking")
             if ours and waits:
                 self._record()
-            return method(tensor, *args, **kwargs)
+            return method(given, *args, **kwargs)
 
-        return to
+        return copy
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -116,12 +131,51 @@ def test_between_logging_steps_the_host_reads_the_verdict_on_the_step_before_and
     config.training.local_batch_size = 4  # two micro-batches
     run_training(config)
     # Windows are put together on the host, from tensors that are not on a device yet.
-    steps = [[read for read in step if not read.startswith("data/")] for step in reads_of_steps]
+    on_host = ("data/", "models/readout.py:")  # and the head copies exponentials over its logits
+    steps = [[read for read in step if not read.startswith(on_host)] for step in reads_of_steps]
     assert len(steps) == 6
     for step in steps[1:4]:  # 1, 5 and 6 are logged
         assert set(step) <= {"training/verdict.py:read"}, step
     assert read == [0, 1, 1, 1, 0, 0]
     assert any(read == "training/metrics.py:step_record" for read in steps[4])
+
+
+def test_the_training_thread_pins_no_batch_but_the_first(
+    alone: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The reader's thread does: pinning copies, and the count of labels is a single number."""
+    pins: list[tuple[bool, int, int]] = []
+
+    def noted(values: torch.Tensor) -> torch.Tensor:
+        main = threading.current_thread() is threading.main_thread()
+        pins.append((main, values.ndim, values.data_ptr()))
+        return values
+
+    moved: set[int] = set()
+    split = gradients._split
+
+    def seen(trainer: Any, batch: Any) -> Any:
+        moved.update(values.data_ptr() for values in (*batch[0].values(), batch[1]))
+        return split(trainer, batch)
+
+    for module in (batches, gradients):
+        monkeypatch.setattr(module, "pinned", noted)
+    monkeypatch.setattr(gradients, "_split", seen)
+    config = tiny_config(source, tmp_path, steps=3)
+    config.training.local_batch_size = 8  # one micro-batch
+    run_training(config)
+    first = [ndim for main, ndim, _ in pins if main and ndim]
+    assert len(first) == 3  # input, positions and labels of step 1
+    assert len([ndim for main, ndim, _ in pins if not main and ndim]) >= 6
+    assert len([ndim for main, ndim, _ in pins if main and not ndim]) == 3
+    assert moved <= {pointer for _, _, pointer in pins}
+
+
+def test_values_are_pinned_where_there_is_a_gpu_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda values: values + 1)
+    assert int(batches.pinned(torch.tensor(1))) == 1
+    with compat.assuming("cuda"):
+        assert int(batches.pinned(torch.tensor(1))) == 2
 
 
 def test_the_counter_sees_a_read(monkeypatch: pytest.MonkeyPatch):
@@ -138,3 +192,21 @@ def test_the_counter_sees_a_read(monkeypatch: pytest.MonkeyPatch):
             before = len(reads.found)
             read()
             assert len(reads.found) == before + 1
+
+
+def test_the_counter_sees_copies_that_the_host_waits_for(monkeypatch: pytest.MonkeyPatch):
+    lines = {
+        "torch.tensor([1], device='cpu')": 1,
+        "torch.as_tensor([1], device='cpu')": 1,
+        "torch.tensor([1])": 0,
+        "values.to('cpu')": 1,
+        "values.to('cpu', non_blocking=True)": 0,
+        "values.to(torch.int32)": 0,
+        "values.copy_(values)": 1,
+        "values.copy_(values, non_blocking=True)": 0,
+    }
+    for line, expected in lines.items():
+        code = compile(line, "titan_loop/example.py", "eval")
+        with monkeypatch.context() as patch, HostReads(patch) as reads:
+            eval(code, {"torch": torch, "values": torch.arange(3)})
+        assert len(reads.found) == expected, line

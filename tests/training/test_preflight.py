@@ -42,6 +42,12 @@ def _set(path: str, value: Any) -> Change:
 CASES: dict[str, tuple[Change, int, str]] = {
     "unknown size": (_set("model.size", "quikstart"), 1, r"model\.size=quikstart.*quickstart"),
     "unknown attention": (_set("model.attention", "flx"), 1, r"model\.attention=flx.*flex"),
+    "unknown float8": (_set("float8", "mxfp8"), 1, r"float8=mxfp8 is unknown; use off or rowwise"),
+    "weights in bf16": (
+        _set("training.dtype", "bfloat16"),
+        1,
+        r"training\.dtype=bfloat16 would round weights .*; leave it at float32",
+    ),
     "float8_error": (_set("float8_error", -0.1), 1, r"float8_error=-0\.1 must be 0 "),
     "attention needs CUDA": (_set("model.attention", "flex"), 1, "attention=flex needs CUDA"),
     "heads by TP": (

@@ -1,19 +1,10 @@
 """Activation checkpointing by recurrent step, by operation, and with inputs on the host.
 
-| policy | kept for the backward pass | recomputed |
-|---|---|---|
-| `selective` | every second matrix product, attention; or as `save` says | the rest |
-| `full` | the input of every layer visit: R·N states | a layer at a time |
-| `full-offload` | the same states, in the host's pinned memory | a layer at a time |
-| `recurrent-step` | the state after every recurrent step: R states | N layers at a time |
-| `recurrent-step` with `layers=full` | R states | N inputs of layers, then a layer at a time |
-
-The stack has N layers and runs R steps. `selective` and `full` are torchtitan's; the field `save`
-is ours. `layers=full` keeps R + N states at the cost of one more forward pass of the stack than
-`full`. `full-offload` keeps no state on the GPU at the cost of copying each to the host and back.
+README.md beside this file says what every policy keeps and recomputes. `selective`, `full` and
+`memory-budget` are torchtitan's; the field `save` is ours.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -41,6 +32,7 @@ from titan_loop.models.recurrence import Part
 
 _aten = torch.ops.aten
 _ADDED = {
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
     _aten._grouped_mm.default,
     _aten._scaled_grouped_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -65,8 +57,9 @@ class SelectiveAC(upstream.SelectiveAC):
 
         save: list[str] | None = None
         """Operations whose results are kept: attention, communication, experts (grouped products),
-        mm (matrix products, but for force_recompute_mm_shapes_by_fqns), every-second-mm. None is
-        torchtitan's choice: attention on a GPU, communication and every-second-mm. The router's
+        mm (matrix products, but for force_recompute_mm_shapes_by_fqns), every-second-mm, which
+        keeps all products of layers with a bias and of float8 on a GPU. None is torchtitan's
+        choice: attention on a GPU, reduce-scatters, all-to-alls and every-second-mm. The router's
         choices of experts and the maxima for float8 are always kept."""
 
     config: Config
@@ -164,9 +157,12 @@ def check_recomputation(
     parallelism: ParallelismConfig,
     *,
     draws: bool = False,
-    linears: Collection[str] = (),
+    linears: Mapping[str, bool],
 ) -> None:
-    """Raise `UserError` if a policy does not fit the layout, dropout (`draws`) or the `linears`."""
+    """Raise `UserError` if a policy does not fit the layout, dropout (`draws`) or the `linears`.
+
+    `linears` are by name: True where `selective` keeps all products, with a bias or in float8.
+    """
     if isinstance(config, SelectiveAC.Config):
         _check_names(config, linears)
     if draws and config is not None and not config.preserve_rng_state:
@@ -179,20 +175,29 @@ def check_recomputation(
         raise UserError(f"{problem}; use activation-checkpoint:full")
 
 
-def _check_names(config: SelectiveAC.Config, linears: Collection[str]) -> None:
+def _check_names(config: SelectiveAC.Config, given: Mapping[str, bool]) -> None:
     for name in config.save or ():
         if name not in _SAVED:
             problem = f"{name} is not an operation; known: {', '.join(_SAVED)}"
             raise UserError(f"activation_checkpoint.save={config.save}: {problem}")
     # A config's wkv is built as wk and wv.
-    linears = [linear.replace("wkv", name) for linear in linears for name in ("wk", "wv")]
+    linears = {
+        linear.replace("wkv", name): kept for linear, kept in given.items() for name in ("wk", "wv")
+    }
     own = {linear.split(".", 2)[-1] for linear in linears if linear.startswith("layers.")}
     for name in config.force_recompute_mm_shapes_by_fqns:
+        if name == "moe.router.gate":  # torchtitan's default, for any model
+            continue
         # torchtitan matches any part of a name, and fails if another kind of module matches, too.
         alone = not any(name in linear.rpartition(".")[0] for linear in linears)
-        if name != "moe.router.gate" and not (alone and any(name in linear for linear in own)):
-            problem = f"{name} does not name linear layers{nearest(name, own)}"
-            raise UserError(f"activation_checkpoint.force_recompute_mm_shapes_by_fqns: {problem}")
+        if not (alone and any(name in linear for linear in own)):
+            problem = f"does not name linear layers{nearest(name, own)}"
+        elif all(kept for linear, kept in linears.items() if name in linear):
+            problem = "has no effect: products with a bias, and in float8, are always kept"
+        else:
+            continue
+        field = "activation_checkpoint.force_recompute_mm_shapes_by_fqns"
+        raise UserError(f"{field}: {name} {problem}")
 
 
 ActivationCheckpointingConfig = (

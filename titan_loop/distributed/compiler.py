@@ -5,6 +5,14 @@ import shutil
 import sys
 from pathlib import Path
 
+_EMULATES = os.environ.get("TORCHINDUCTOR_EMULATE_PRECISION_CASTS") == "1"  # torch's own default
+_SET_BY_A_STAGE = (
+    ("torch._functorch.config", "activation_memory_budget", 1.0),
+    ("torch._functorch.config", "visualize_memory_budget_pareto", False),
+    ("torch._inductor.config", "_micro_pipeline_tp", False),
+    ("torch._inductor.config", "emulate_precision_casts", _EMULATES),
+)
+
 
 def missing_compiler(device_type: str) -> str | None:
     """Return the compiler that `torch.compile` lacks, as the end of a message; None if it is found.
@@ -39,7 +47,11 @@ def forget_compiled_stage() -> None:
     """Let the next stage compile as if in a new process; the folder of compiled code stays.
 
     Dynamo counts recompilations over the whole process and fails at the eighth (`recompile_limit`).
+    Policy `memory-budget` and float8 set options of the compiler for the whole process.
     """
+    for module, name, value in _SET_BY_A_STAGE:
+        if module in sys.modules:
+            setattr(sys.modules[module], name, value)
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:  # importing it takes seconds, and only compilation needs it
         dynamo.reset()

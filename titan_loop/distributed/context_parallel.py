@@ -6,9 +6,7 @@
     …
 
 Only attention needs other tokens: the rotated keys and values of all ranks are gathered before it,
-in the order of the ranks, and the backward pass reduces their gradients back. The mask is built
-from the positions of the whole window. SDPA is tested on gloo against a single process. Flex, the
-kernel for CUDA, has not run on a GPU yet; only its mask is tested.
+in the order of the ranks, and the backward pass reduces their gradients back.
 
 Source: Llama 3, arXiv 2407.21783, §3.3.2 (all-gathered keys and values).
 """

@@ -8,7 +8,7 @@ the precision of training. Not yet run on a GPU.
 from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
@@ -39,8 +39,10 @@ def in_float8(model: LoopDecoder.Config, recipe: Float8) -> LoopDecoder.Config:
     model = deepcopy(model)
     chosen = float8_linears(model)
     left_out = [name for name, *_ in model.traverse(Linear.Config) if name not in chosen]
-    converter = Float8LinearConverter.Config(filter_fqns=left_out, emulate=True).build()
-    # With emulate=True torchtitan does not require a GPU, but ignores the recipe: set it here.
+    # With emulate=True torchtitan does not require a GPU, but uses the recipe's name alone, for the
+    # log and an option of the compiler: set the recipe itself here.
+    named: Any = {"recipe_name": recipe}  # it does not declare tensorwise
+    converter = Float8LinearConverter.Config(filter_fqns=left_out, emulate=True, **named).build()
     scaling = Float8LinearConfig.from_recipe_name(recipe)
     converter.torchao_config = replace(scaling, emulate=compat.device_type() == "cpu")
     return converter.convert(model)

@@ -53,10 +53,9 @@ class FSDPConfig:
         """Raise `UserError` for an unknown policy or settings that contradict each other."""
         require_known("fsdp.policy", self.policy, get_args(FSDPPolicy))
         if self.policy == "per_step" and parallelism.fsdp_reshard_after_forward == "always":
-            raise UserError(
-                "parallelism.fsdp_reshard_after_forward=always contradicts fsdp.policy=per_step, "
-                "which keeps layers gathered; leave it at default, or set fsdp.policy=per_visit"
-            )
+            problem = "contradicts fsdp.policy=per_step, which keeps layers gathered; leave it at "
+            problem += "default, or set fsdp.policy=per_visit"
+            raise UserError(f"parallelism.fsdp_reshard_after_forward=always {problem}")
 
     def decided(
         self,

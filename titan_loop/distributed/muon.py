@@ -13,12 +13,8 @@ iteration that brings all singular values near 1:
 
     X ← U / ‖U‖;   X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X, five times
 
-It needs whole matrices. Each exchange sends as many elements as a rank holds of all matrices.
-Owners are packed so that their products cost about the same; replicas of HSDP repeat the work. A
-parameter of three dimensions, such as a layer's experts, is a stack of matrices with an owner each.
-
-In bfloat16 two layouts of ranks differ by up to 1 %, since rounded gradients flip bits; in float32
-all layouts agree as well as with AdamW.
+It needs whole matrices. Owners are packed so that their products cost about the same; replicas of
+HSDP repeat the work. A three-dimensional parameter (experts) is a stack, with an owner a matrix.
 
 Source: Jordan et al. 2024, "Muon", kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
 2502.16982, §2.2 (scale); in one process and bfloat16 bit for bit `torch.optim.Muon` of torch 2.13.

@@ -62,10 +62,9 @@ def _check_support(parallelism: ParallelismConfig) -> None:
         field = f"parallelism.pipeline_parallel_degree={degree}"
         raise UserError(f"{field} is not supported; leave it at 1")
     if backend == "full_dtensor":
-        raise UserError(
-            "parallelism.spmd_backend=full_dtensor is not supported (it doubles the loss under "
-            "tensor parallelism on torch 2.13); use partial_dtensor or spmd_types"
-        )
+        problem = "is not supported (it doubles the loss under tensor parallelism on torch 2.13); "
+        problem += "use partial_dtensor or spmd_types"
+        raise UserError(f"parallelism.spmd_backend=full_dtensor {problem}")
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if backend == "spmd_types" and release < (2, 15):
         problem = f"needs torch 2.15, this is {torch.__version__}; use partial_dtensor"
@@ -129,6 +128,9 @@ def parallelize_loop_decoder(
     if compile_config.enable and "model" in compile_config.components:
         missing = missing_compiler(compat.device_type())
         if missing is None or compile_config.backend != "inductor":
+            if model.tells_step:  # its layers may need a graph for each step: not a mistake
+                most = torch._dynamo.config.accumulated_recompile_limit
+                torch._dynamo.config.recompile_limit = most
             parts = model.compiled_parts()
             apply_compile(parts, compile_config=compile_config, parallel_dims=parallel_dims)
         else:

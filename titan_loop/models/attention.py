@@ -155,7 +155,7 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
     "auto" is Flex on CUDA, and SDPA elsewhere or with `scores`, terms that positions add to the
     products of queries and keys: only SDPA's module takes them. Flex and varlen are torchtitan's
     modules. Their masks and Flex's wiring are tested on CPU with the uncompiled kernel. Flex last
-    trained on a GPU on 2026-11-26 (H200, fp32, torch 2.11); varlen has not run on one yet.
+    trained on a GPU on 2026-11-26 (H200, bf16, torch 2.11); varlen has not run on one yet.
     """
     if backend not in ATTENTION_BACKENDS:
         known = nearest(backend, ATTENTION_BACKENDS)

@@ -17,13 +17,14 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
 from titan_loop.data.columns import LABELLED, columns_for
-from titan_loop.data.load.batches import Batch, Position
+from titan_loop.data.load.batches import Batch, Position, pinned
 from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.distributed.loop_fsdp import reshard_units
 from titan_loop.models.context import PREFIX
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.ranks import warn_together
 from titan_loop.training.callback import TrainingState
+from titan_loop.training.depth_schedule import most_recurrent_steps
 
 
 class MicroBatch(NamedTuple):
@@ -45,7 +46,7 @@ def forward_backward(
     model, plan = trainer.model, trainer.plan
     # Losses are divided by the valid tokens of the whole global batch, so their sum is its mean.
     valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()
-    valid = _to_device(valid, trainer.device)
+    valid = pinned(valid).to(trainer.device, non_blocking=True)
     if trainer.parallel_dims.dp_enabled:
         valid = dist_utils.dist_sum_tensor(valid, trainer.parallel_dims.get_mesh("batch"))
     model.recurrence.backward_steps = plan.backward_steps
@@ -91,11 +92,12 @@ def _one_micro_batch(
 def warn_of_float8(trainer: TrainingState, most: float) -> None:
     """Warn if float8 changes the last step's state by more than `most` of its norm; collective.
 
-    It is measured on this rank's next windows, which stay unread.
+    It is measured on this rank's next windows, which stay unread, at the largest R of the run.
     """
     from torchtitan.components.quantization.float8 import Float8Linear  # imports torchao
 
-    model, loader, steps = trainer.model, trainer.dataloader, trainer.plan.recurrent_steps
+    model, loader = trainer.model, trainer.dataloader
+    steps = most_recurrent_steps(trainer.config.recurrence)  # the error grows with R
     ahead = Position(loader.windows_consumed, trainer.plan.windows, loader.data_hash)
     own = _split(trainer, loader.read(ahead).batches[0])
     linears = [part for part in model.modules() if isinstance(part, Float8Linear)]
@@ -112,17 +114,15 @@ def warn_of_float8(trainer: TrainingState, most: float) -> None:
     torch.distributed.all_reduce(sums)
     error = float((sums[0] / sums[1]).sqrt())
     if not error <= most:  # not a number, too
-        text = (
-            "float8 changes the state after step %d by %.1f %% of its norm, above float8_error=%g"
-        )
-        text += ": use fewer recurrent steps, or --float8 off"
+        text = "float8 changes the state after step %d by %.1f %% of its norm, above float8_error="
+        text += "%g: use fewer recurrent steps, or --float8 off"
         warn_together(logger, text, steps, 100 * error, most)
 
 
 def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
     """Move a micro-batch to the device, and sort it into arguments of the model and of the loss."""
-    values = {name: _to_device(value, trainer.device) for name, value in batch[0].items()}
-    labels = _to_device(batch[1], trainer.device)
+    values = {name: v.to(trainer.device, non_blocking=True) for name, v in batch[0].items()}
+    labels = batch[1].to(trainer.device, non_blocking=True)
     declared, share = trainer.dataloader.columns, trainer.window_share
     columns: Mapping[str, Tensor] = {each.name: values.pop(each.name) for each in declared}
     labelled = values.pop(LABELLED, None)
@@ -147,12 +147,6 @@ def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
         loss_columns |= {"input": inputs, "positions": for_model["positions"]}
     for_loss = {"columns": loss_columns, "labelled_T": labelled}
     return MicroBatch(inputs, labels, for_model, for_loss)
-
-
-def _to_device(value: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        value = value.pin_memory()  # otherwise the host waits until all queued kernels ran
-    return value.to(device, non_blocking=True)
 
 
 def clip(trainer: TrainingState) -> Tensor:

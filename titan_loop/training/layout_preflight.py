@@ -47,7 +47,9 @@ def layout_refusals(
         expert_parallel=parallel.expert_parallel_degree,
     )
     recomputed = config.activation_checkpoint
-    linears = [name for name, *_ in model.traverse(Linear.Config)]
+    linears = {name: linear.bias for name, linear, *_ in model.traverse(Linear.Config)}
+    if config.float8 != "off" and compat.device_type() != "cpu":  # emulated, it multiplies by mm
+        linears |= dict.fromkeys(float8_linears(model), True)
     check_recomputed = partial(
         check_recomputation, recomputed, parallel, draws=model.draws, linears=linears
     )
@@ -71,7 +73,11 @@ def _float8_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[R
     tokens = training.local_batch_size * training.seq_len
     tokens //= max(1, parallel.context_parallel_degree)
     sides = {"the tokens of a rank's pass": tokens}
-    for name, linear in float8_linears(model).items():
+    linears, looped = float8_linears(model), tuple(f"layers.{index}." for index in model.looped)
+    if not any(name.startswith(looped) for name in linears):
+        problem = "converts nothing that is looped: matrices with adapters keep their precision"
+        yield refuse(problem, "leave it off")
+    for name, linear in linears.items():
         sides |= {f"the inputs of {name}": linear.in_features}
         sides |= {f"the outputs of {name}": linear.out_features}
     # Tensor cores need it.

@@ -50,9 +50,8 @@ class FolderWatch:
         if lost.folder is None:
             raise UserError(f"{lost.problem}; stopped, nothing was saved since the last checkpoint")
         checkpointer.path = lost.folder / CHECKPOINTS
-        self._error = UserError(
-            f"{lost.problem}; saved in {lost.folder} and stopped: start again there"
-        )
+        done = f"saved in {lost.folder} and stopped: start again there"
+        self._error = UserError(f"{lost.problem}; {done}")
         return self._error
 
     def _look_on(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import titan_loop.compat as compat  # before any torchtitan module
 
 from titan_loop.distributed.activation_checkpointing import FullOffloadAC
-from titan_loop.distributed.float8 import missing_for_float8
+from titan_loop.distributed.float8 import Float8, missing_for_float8
 from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.context import PREFIX
 from titan_loop.models.decoder import LoopDecoder
@@ -108,6 +108,11 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
         yield refuse("comm.mode", "trains on nothing real", "leave it at default")
     if config.trainable not in get_args(Trainable):
         yield Refusal("trainable", f"trainable={config.trainable}: choose all or exit_gate")
+    if config.float8 not in get_args(Float8):
+        yield refuse("float8", "is unknown", f"use {' or '.join(get_args(Float8))}")
+    if config.training.dtype != "float32":
+        problem = "would round weights and moments after every update; leave it at float32: layers"
+        yield refuse("training.dtype", f"{problem} compute in training.mixed_precision_param")
     yield from config.recurrence.refusals()
     if config.training.seq_len >= 1:
         yield from config.batch.refusals(config.training.seq_len)

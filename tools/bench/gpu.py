@@ -132,6 +132,7 @@ def run_table(table: Table, place: Place, *, again: bool, device: str = "") -> s
     rows = [] if reason else table.rows(place)
     if rows and all(row.absent for row in rows):
         reason = rows[0].absent
+    shutil.rmtree(place.rows_of(table.name), ignore_errors=True)
     began = time.monotonic()
     for row in rows:
         grace = GRACE_SECONDS if row.ranks > 1 else 0  # a single process ends when it is told to
@@ -155,7 +156,7 @@ def _run_row(row: Row, table: Table, place: Place, seconds: float, device: str) 
         error = f"not started within {table.seconds:.0f} s, the limit of its table"
         return [{"row": row.name, "error": error, "command": row.command}]
     stem = "".join(letter if letter.isalnum() else "-" for letter in row.name) or table.name
-    folder = place.output / "rows" / table.name / stem
+    folder = place.rows_of(table.name) / stem
     log = place.output / "logs" / table.name / f"{stem}.txt"
     shutil.rmtree(folder, ignore_errors=True)
     for each in (folder, log.parent):

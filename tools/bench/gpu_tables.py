@@ -55,6 +55,10 @@ class Place:
         """Whether the tables only show that their code runs."""
         return not self.gpus
 
+    def rows_of(self, table: str) -> Path:
+        """Return the folder of a table's rows, empty when the first of them starts."""
+        return self.output / "rows" / table
+
     def source(self, documents: str) -> Path:
         """Return the folder of a source, of `whole` or `short` documents."""
         return self.output / "sources" / ("tiny" if self.on_cpu else "full") / documents
@@ -164,7 +168,7 @@ def throughput(place: Place) -> list[Row]:
 
 def compilation(place: Place) -> list[Row]:
     """Train without compiling, compiling with an empty cache, and with a full one."""
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(place.output / "compiled-once")}
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(place.rows_of("compilation") / "compiled")}
     absent = "kernels are not compiled on a CPU, so there is no cache" if place.on_cpu else ""
     on = compiled(place)
     return [
@@ -186,6 +190,7 @@ def checkpointing(place: Place) -> list[Row]:
         trained(place, "full-offload", checkpointing=["full-offload"], absent=absent),
         trained(place, "recurrent-step", checkpointing=["recurrent-step"]),
         trained(place, "recurrent-step, layers full", checkpointing=nested),
+        trained(place, "memory-budget", *compiled(place), checkpointing=["memory-budget"]),
     ]
 
 
@@ -215,7 +220,7 @@ def float8(place: Place) -> list[Row]:
     if place.on_cpu:
         shape = ["--size", "debugmodel", "--seq-len", "32", "--steps", "1", "--warmup", "1"]
     words = [str(BENCH / "throughput.py"), "--beside-load", "--recurrent-steps", "4", *shape]
-    absent = "" if find_spec("torchao") else "torchao is not installed: pip install torchao"
+    absent = "" if find_spec("torchao") else "torchao is not installed: bash tools/test_float8.sh"
     return [
         Row(name="without", words=words, read=printed_lines),
         *(

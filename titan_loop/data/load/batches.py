@@ -6,7 +6,7 @@ a hash of them, and a readable description of the data. A checkpoint with anothe
 refused, or accepted with a record of the differences.
 """
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import titan_loop.compat as compat  # before any torchtitan module
 
 # isort: split
 
@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 
 from titan_loop.data.columns import LABELLED, Column
@@ -76,6 +77,11 @@ class BatchesRead(NamedTuple):
 
     batches: list[Batch]
     data_hash: str
+
+
+def pinned(values: Tensor) -> Tensor:
+    """Return values in pinned memory if there is a GPU; copies from other memory block the host."""
+    return values.pin_memory() if compat.device_type() == "cuda" else values
 
 
 class GlobalBatchLoader(BaseDataLoader):
@@ -273,7 +279,7 @@ class GlobalBatchLoader(BaseDataLoader):
                 inputs[PREFIX] = prefix_of(inputs["positions"], labels)
             if self._few_labels:
                 inputs[LABELLED] = (labels.flatten() != IGNORED).nonzero().flatten()
-            batches.append(batch)
+            batches.append(({name: pinned(each) for name, each in inputs.items()}, pinned(labels)))
         digest = bytes.fromhex(data_hash)
         for row in identity.tolist():
             digest = hashlib.blake2b(digest + _WINDOW_ID.pack(*row), digest_size=16).digest()

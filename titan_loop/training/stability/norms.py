@@ -1,15 +1,6 @@
 """The report of a measured step: a record in `norms.jsonl`, a line in the log, and warnings.
 
-A record has, besides `step` and `tokens`,
-
-    state_rms         root mean square of the state after each layer, a row for each recurrent step;
-                      row 0 is for the layers outside the loop
-    state_gradient    in the same rows, the norm of the loss's gradient with respect to that state
-    weight, gradient, update
-                      by layer or module: norms of the weights, of their gradient before clipping,
-                      and of the step's change of them
-
-null stands for a number that is not finite, or for a layer that the row's step does not visit.
+README.md lists the keys of a record.
 """
 
 import logging

@@ -1,18 +1,7 @@
 """Skipped steps and their consequences: records in `decisions.jsonl`, and rewinds.
 
-    skip ─► fewer than `skips` within `window` steps: go on
-         ─► else `SpikesError` ends this start; `rewind` records where the next one begins
-         ─► after `rewinds` of them, or without an older checkpoint: the run ends with exit code 4
-
-One record per decision:
-
-    decision         skip, rewind or stop
-    step             the skipped step; of a rewind or stop, the last spike
-    rewound          number of earlier rewinds
-    windows          [first, stop) ranges of global windows: of the step, or of all the spikes
-    loss, loss_bound, grad_norm, grad_norm_bound      of a skip: its values and their bounds
-    began            of a skip: layer and recurrent step where it began, if one stands out
-    to_step          of a rewind: step of the checkpoint that training goes on from
+README.md has the rules, and the keys of a record. `SpikesError` ends a start that must rewind;
+`rewind` records where the next one begins.
 """
 
 import logging

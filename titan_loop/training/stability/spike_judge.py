@@ -1,11 +1,6 @@
 """Judges a step's loss and gradient norm against recent steps, without leaving the device.
 
-    loss of all ranks, log gradient norm ─► above `RollingMedian`'s bounds on some rank? ─┐
-    flags of all ranks ◄──────────────────────────────────────────────────────────────────┘
-        ─► verdict: the update is skipped, as after a non-finite step
-        ─► accepted values enter the window, and norms of states the baseline
-
-Gradient norms vary by factors, so their logarithm is judged.
+README.md has the rule. Gradient norms vary by factors, so their logarithm is judged.
 """
 
 from typing import Any, NamedTuple
