@@ -19,7 +19,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
