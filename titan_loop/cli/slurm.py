@@ -3,7 +3,6 @@
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from titan_loop.cli.arguments import group
@@ -193,9 +192,7 @@ def check_node(needs: NodeCheck, *, reports: Path, folder: Path, gpus: int, node
 
     from titan_loop.slurm import node_check
 
-    node_check.check_node(
-        reports=reports, folder=folder, gpus=gpus, node_port=node_port, **asdict(needs)
-    )
+    node_check.check_node(needs, reports=reports, folder=folder, gpus=gpus, node_port=node_port)
 
 
 VERBS = {
