@@ -69,8 +69,7 @@ class CpuDevice:
         if not self._peak_is_resettable:
             return
         try:
-            with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")
+            Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             self._peak_is_resettable = False
 

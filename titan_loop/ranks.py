@@ -179,8 +179,6 @@ def try_on_all(
 
 def from_all_ranks(group: "dist.ProcessGroup | None", work: Callable[[], T]) -> list[T]:
     """Let every rank work; return all results in the order of ranks, or raise the first failure."""
-    if group is None:
-        return [work()]
     results, failure = try_on_all(group, work)
     if failure is not None:
         raise failure.error

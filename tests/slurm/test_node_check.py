@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titan_loop.slurm import node_check
+from titan_loop.slurm.health import NodeCheck
 from titan_loop.slurm.node_check import check_node, disk_problems, gpu_problems
 
 GIB = 2**30
@@ -80,10 +81,10 @@ def groups(monkeypatch) -> list[tuple[str, int, int, int]]:
 
 
 def check(folder: Path, **changes: str) -> dict:
-    check_node(
-        reports=folder, folder=folder, gpus=0, node_port=20_000, free_disk_gigabytes=0,
-        free_memory_share=0.9, environment={**TASK, "TMPDIR": str(folder), **changes},
-    )  # fmt: skip
+    environment = {**TASK, "TMPDIR": str(folder), **changes}
+    needs = NodeCheck(free_disk_gigabytes=0)
+    place = {"reports": folder, "folder": folder, "gpus": 0, "node_port": 20_000}
+    check_node(needs, **place, environment=environment)
     return json.loads(next(folder.glob("rank-*.json")).read_text())
 
 

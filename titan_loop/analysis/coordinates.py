@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.nn.functional as F
 from torch import Tensor

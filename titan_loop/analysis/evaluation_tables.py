@@ -25,8 +25,7 @@ def depth_rows(report: DepthReport) -> list[list[str]]:
     for depth in depths:
         mark = " (trained)" if depth == report.trained_recurrent_steps else ""
         rows.append([f"R = {depth}{mark}", *(_at_depth(s, depth) for s in sources.values())])
-    for name in baselines:
-        rows.append([name, *(_baseline(source, name) for source in sources.values())])
+    rows += [[name, *(_baseline(s, name) for s in sources.values())] for name in baselines]
     rows.append(["held-out bytes", *(f"{source.n_bytes:,}" for source in sources.values())])
     return rows
 

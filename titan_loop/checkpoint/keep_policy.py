@@ -60,11 +60,7 @@ class KeepPolicy:
 
 
 def delete_stale(
-    folder: Path,
-    policy: KeepPolicy,
-    *,
-    newest: int,
-    in_use: Callable[[Path], bool] | None = None,
+    folder: Path, policy: KeepPolicy, *, newest: int, in_use: Callable[[Path], bool] | None = None
 ) -> None:
     """Delete stale checkpoints and unfinished saves; log failures instead of raising them.
 

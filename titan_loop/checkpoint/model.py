@@ -54,11 +54,7 @@ def different_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> se
 
 
 def load_model(
-    checkpoint: Path,
-    options: ModelOptions,
-    *,
-    max_seq_len: int,
-    ema: bool = False,
+    checkpoint: Path, options: ModelOptions, *, max_seq_len: int, ema: bool = False
 ) -> LoopDecoder:
     """Build the model of a checkpoint and load its weights on the CPU, one tensor at a time.
 

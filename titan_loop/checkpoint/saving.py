@@ -137,11 +137,10 @@ def stager(mode: str) -> DefaultStager:
     # the same calls copy in a thread.
     overlapped = mode == "async_with_pinned_mem"
     on_cuda = overlapped and torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_cuda,
-            use_shared_memory=False,  # a thread writes, not another process
-            use_async_staging=overlapped,
-            use_non_blocking_copy=on_cuda,
-        )
+    options = StagingOptions(
+        use_pinned_memory=on_cuda,
+        use_shared_memory=False,  # a thread writes, not another process
+        use_async_staging=overlapped,
+        use_non_blocking_copy=on_cuda,
     )
+    return DefaultStager(options)

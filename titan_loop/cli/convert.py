@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from titan_loop.cli.arguments import group
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 from titan_loop.tables import columns
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ def export(
         raise UserError(f"--max-shard-gigabytes={max_shard_gigabytes} must be a number above 0")
     if chatml and no_chatml:
         raise UserError("--chatml and --no-chatml contradict each other; leave one of them out")
-    if recurrent_steps is not None and recurrent_steps < 1:
-        raise UserError(f"--recurrent-steps={recurrent_steps} must be at least 1")
+    require_at_least(1, **{"--recurrent-steps": recurrent_steps})
     if output is None and not list:
         raise UserError("--output is missing; name the new folder or file")
 

@@ -93,10 +93,8 @@ def check_start() -> Iterator[Finding]:
     """Time the imports of training."""
     before = _start_meters()
     importlib.import_module("titan_loop.training.trainer")
-    wall, processor, disk_bytes = (
-        after - start for after, start in zip(_start_meters(), before, strict=True)
-    )
-    yield start_finding(wall, processor, disk_bytes)
+    spent = [after - start for after, start in zip(_start_meters(), before, strict=True)]
+    yield start_finding(*spent)
 
 
 def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:

@@ -54,26 +54,30 @@ def evaluate(
             raise UserError(f"eval: --beats-{baseline} {share} must lie between 0 and 1")
     if dense is not None and not frontier:
         raise UserError(f"eval: --dense {dense} needs --frontier, which draws it")
-    if evaluation.tasks or frontier:
-        for baseline in gains:
-            raise UserError(
-                f"eval: --beats-{baseline} needs held-out text: leave out --tasks and --frontier"
-            )
-        if frontier and ema:
-            raise UserError("eval: --frontier draws the weights of training; leave out --ema")
-        _tasks(run, stage, evaluation, frontier=frontier, dense=dense, ema=ema)
+    asks_tasks = bool(evaluation.tasks) or frontier
+    if not asks_tasks:
+        evaluation.refuse_flags_of_tasks()
+    for baseline in gains if asks_tasks else ():
+        raise UserError(
+            f"eval: --beats-{baseline} needs held-out text: leave out --tasks and --frontier"
+        )
+    if frontier and ema:
+        raise UserError("eval: --frontier draws the weights of training; leave out --ema")
+
+    from titan_loop.runs.recipe_folder import chosen_run
+
+    _quiet_logs()
+    path = chosen_run(run, stage)
+    if asks_tasks:
+        _tasks(path, evaluation, frontier=frontier, dense=dense, ema=ema)
         return
-    evaluation.refuse_flags_of_tasks()
 
     from titan_loop.analysis.evaluation_tables import depth_table
     from titan_loop.evaluation.depth_report import require_gain
     from titan_loop.evaluation.evaluate_run import evaluate_run
     from titan_loop.evaluation.share_work import join_ranks
-    from titan_loop.runs.recipe_folder import chosen_run
     from titan_loop.runs.saved_run import SavedRun
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    path = chosen_run(run, stage)
     report = evaluate_run(
         path,
         depths=evaluation.depths or DEPTHS,
@@ -90,23 +94,14 @@ def evaluate(
 
 
 def _tasks(
-    run: Path,
-    stage: str | None,
-    options: TaskOptions,
-    *,
-    frontier: bool,
-    dense: Path | None,
-    ema: bool,
+    run: Path, options: TaskOptions, *, frontier: bool, dense: Path | None, ema: bool
 ) -> None:
     from titan_loop.analysis.evaluation_tables import task_table
     from titan_loop.analysis.frontier import dense_reports, frontier_table, write_frontier
     from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
     from titan_loop.evaluation.share_work import join_ranks
-    from titan_loop.runs.recipe_folder import chosen_run
     from titan_loop.runs.saved_run import SavedRun
 
-    _quiet_logs()
-    run = chosen_run(run, stage)
     if dense is not None:
         dense_reports(dense)  # refuses a wrong one before work starts
     report = evaluate_tasks(run, options, frontier=frontier, ema=ema)

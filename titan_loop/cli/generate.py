@@ -111,7 +111,7 @@ def run(checkpoint: Path, generation: Generation, *, stage: str | None = None) -
     from titan_loop.runs.recipe_folder import chosen_run
 
     session = _open_session(chosen_run(checkpoint, stage), generation)
-    if generation.chat and not session.knows_chats:
+    if generation.chat and session.loaded.run.text_format(session.tokenizer).turn_end is None:
         print(
             "[this model was not trained on conversations: it continues the text of the chat]",
             file=sys.stderr,
@@ -175,10 +175,6 @@ class _Session:
     sampling: "Sampling"
     generator: "torch.Generator"
     turns: list["Turn"] = field(default_factory=list)
-
-    @property
-    def knows_chats(self) -> bool:
-        return self.loaded.run.text_format(self.tokenizer).turn_end is not None
 
     def print_answers(self, prompts: list[str]) -> None:
         """Print a single answer token by token, or several completions one below the other."""

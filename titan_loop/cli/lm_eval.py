@@ -30,9 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         with hub_offline_if_unreachable("lm_eval: a task"):
             cli_evaluate()
-    except UserError:
-        raise
-    except ValueError as error:
+    except ValueError as error:  # also a `UserError`, which passes through
         for beginning, hint in _MISTAKES.items():
             if str(error).startswith(beginning):
                 raise UserError(f"lm_eval: {error}; {hint}") from error

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from titan_loop.cli.arguments import command
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 
 
 @command("scaling")
@@ -41,8 +41,7 @@ def run(
 
     if (csv is None) == (not runs):
         raise UserError("scaling: give either RUNS or --csv FILE")
-    if bootstrap < 0:
-        raise UserError(f"bootstrap={bootstrap} must be at least 0")
+    require_at_least(0, bootstrap=bootstrap)
     data = read_runs(runs) if csv is None else read_csv(csv)
     result = study(data, samples=bootstrap, seed=seed, exit_pmf=exit_pmf)
     print("\n".join(study_lines(result)))

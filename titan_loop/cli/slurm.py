@@ -3,12 +3,11 @@
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from titan_loop.cli.arguments import group
 from titan_loop.cli.stage_flags import resolve_recipe, split_by_stage
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 from titan_loop.launcher import slurm_task
 from titan_loop.slurm.health import NodeCheck
 
@@ -167,17 +166,15 @@ def run_in_job(
     """
     from titan_loop.slurm.job import Job, run_job
 
-    if save_seconds < 1:
-        raise UserError(f"--save-seconds={save_seconds} must be at least 1")
-    return run_job(
-        Job(
-            train=(recipe, *flags),
-            folder=Path(dump_folder).absolute(),
-            stage=stage,
-            save_seconds=save_seconds,
-            check=None if no_node_check else node,
-        )
+    require_at_least(1, **{"--save-seconds": save_seconds})
+    job = Job(
+        train=(recipe, *flags),
+        folder=Path(dump_folder).absolute(),
+        stage=stage,
+        save_seconds=save_seconds,
+        check=None if no_node_check else node,
     )
+    return run_job(job)
 
 
 def check_node(needs: NodeCheck, *, reports: Path, folder: Path, gpus: int, node_port: int) -> None:
@@ -195,9 +192,7 @@ def check_node(needs: NodeCheck, *, reports: Path, folder: Path, gpus: int, node
 
     from titan_loop.slurm import node_check
 
-    node_check.check_node(
-        reports=reports, folder=folder, gpus=gpus, node_port=node_port, **asdict(needs)
-    )
+    node_check.check_node(needs, reports=reports, folder=folder, gpus=gpus, node_port=node_port)
 
 
 VERBS = {

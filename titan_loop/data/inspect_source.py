@@ -10,7 +10,7 @@ import numpy as np
 from titan_loop.data.packed_index import PIECE, WINDOW_END
 from titan_loop.data.shards import TokenShards, file_chunks, index_path, misplaced_eos
 from titan_loop.data.source_card import LOSS_SUFFIX, ShardCard, SourceCard, file_sha256, index_paths
-from titan_loop.errors import UserError
+from titan_loop.errors import require_at_least
 from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
@@ -44,8 +44,7 @@ def show_source(
         count: Number of documents, counted from the first stored one.
         split: Split to read.
     """
-    if count < 1:
-        raise UserError(f"count {count} must be at least 1")
+    require_at_least(1, count=count)
     shards = TokenShards(source, split)
     tokenizer = load_tokenizer(Path(source) / TOKENIZER_NAME)
     first_token = 0

@@ -87,9 +87,8 @@ def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int)
     """Count the tokens that training has read, or a sample of `MOST_COUNTED_TOKENS` of them."""
     if data["accepted"]:
         logger.warning(
-            "the data changed at window %d: the n-gram baselines count the last mixture from the "
-            "start",
-            data["accepted"][-1]["window"],
+            f"the data changed at window {data['accepted'][-1]['window']}: the n-gram baselines "
+            "count the last mixture from the start"
         )
     recorded, seq_len = run.dataloader, run.seq_len
     names = ("mixture", "seed", "max_epochs", "when_exhausted")
@@ -101,9 +100,8 @@ def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int)
     chosen = sample_windows(consumed, max(1, MOST_COUNTED_TOKENS // seq_len))
     if len(chosen) < consumed:
         logger.info(
-            "the n-gram baselines count %s of the %s tokens read, spread evenly over the run",
-            f"{len(chosen) * seq_len:,}",
-            f"{consumed * seq_len:,}",
+            f"the n-gram baselines count {len(chosen) * seq_len:,} of the {consumed * seq_len:,} "
+            "tokens read, spread evenly over the run"
         )
     counts = TokenCounts(vocab_size)
     for start in range(0, len(chosen), _WINDOWS_AT_A_TIME):

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 
 from titan_loop.data.labels import IGNORED

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from numpy.typing import NDArray
 from torch import Tensor

@@ -19,13 +19,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, nearest, require_known
 from titan_loop.evaluation.readings import Reading, policy_reading
 from titan_loop.evaluation.request_cache import RequestCache, digest
 from titan_loop.evaluation.share_work import rank_device, share_work
@@ -112,8 +111,7 @@ class LoopLM(TemplateLM):
         recurrent_steps = _whole("recurrent_steps", recurrent_steps, least=1)
         max_length = _whole("max_length", max_length, least=2)
         cache_strategy(kv_cache)
-        if dtype not in DTYPES:
-            raise UserError(f"dtype={dtype} is unknown; known: {', '.join(DTYPES)}")
+        require_known("dtype", dtype, DTYPES)
         if exit_threshold is not None and exit is not None:
             raise UserError(f"exit_threshold={exit_threshold} and exit={exit}: give one of them")
         text = exit or ("full" if exit_threshold is None else f"q:{exit_threshold}")

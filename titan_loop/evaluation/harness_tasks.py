@@ -1,6 +1,5 @@
 """Loads tasks of lm-evaluation-harness and runs them under every reading."""
 
-import logging
 import math
 import os
 import socket
@@ -18,8 +17,6 @@ from titan_loop.evaluation.task_report import ReadingResult, Results
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
-
-logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 3.0
 _BOOTSTRAPS = 100  # for metrics whose standard error has no formula
@@ -231,9 +228,7 @@ def _is_about_the_network(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, ConnectionError) or type(error).__name__ in names:
             return True
-        if (
-            isinstance(error, FileNotFoundError) and error.errno is None
-        ):  # not the system's: a hub's
-            return True
+        if isinstance(error, FileNotFoundError) and error.errno is None:
+            return True  # not the system's: a hub's
         error = error.__cause__ or error.__context__
     return False

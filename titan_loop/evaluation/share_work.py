@@ -11,7 +11,7 @@ import titan_loop.compat as compat  # before any torchtitan module
 import torch
 import torch.distributed as dist
 
-from titan_loop.ranks import all_ranks, from_all_ranks, meeting
+from titan_loop.ranks import all_ranks, from_all_ranks, meeting, place_in
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -24,9 +24,7 @@ def join_ranks() -> tuple[int, int]:
         if world_size > 1:
             with meeting():
                 dist.init_process_group("gloo", rank=rank, world_size=world_size)  # objects only
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    return place_in(all_ranks())
 
 
 def rank_device() -> torch.device:

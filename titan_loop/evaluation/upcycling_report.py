@@ -115,9 +115,8 @@ def _score(
 ) -> dict[str, WindowScores]:
     device = rank_device()
     forward = at_depths(load_checkpoint(checkpoint, device=device).model, depths)
-    return with_total(
-        {name: score_windows(part, forward, device=device) for name, part in held_out.items()}
-    )
+    scores = {name: score_windows(part, forward, device=device) for name, part in held_out.items()}
+    return with_total(scores)
 
 
 def _compare(before: WindowScores, after: WindowScores, *, copies: int) -> SourceJump:

@@ -201,11 +201,8 @@ def _digest_of(options: TaskOptions) -> str:
 
 def _require_known(options: TaskOptions) -> None:
     """Raise `UserError` for unknown tasks; without the harness, only the evaluation can tell."""
-    others = {task.name for task in options.suite_tasks()} - {
-        HELD_OUT,
-        *OFFLINE_TASKS,
-        *names("tasks"),
-    }
+    known = {HELD_OUT, *OFFLINE_TASKS, *names("tasks")}
+    others = {task.name for task in options.suite_tasks()} - known
     if others and importlib.util.find_spec("lm_eval") is not None:
         from titan_loop.evaluation.harness_tasks import HarnessTasks
 

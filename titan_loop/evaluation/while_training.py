@@ -24,13 +24,7 @@ from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.promotion import Promotion
 from titan_loop.evaluation.suites import suite_refusals, task_names
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.evaluation.training_tasks import (
-    Ask,
-    ask_tasks,
-    held_out_text,
-    questions,
-    task_exam,
-)
+from titan_loop.evaluation.training_tasks import Ask, ask_tasks, held_out_text, questions, task_exam
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.config import RunConfig
@@ -46,23 +40,21 @@ def evaluations(config: RunConfig) -> list[Callback]:
     interval = config.checkpoint.interval if held_out.interval is None else held_out.interval
     sources = held_out.scored(config.dataloader.source_paths(), config.training.seq_len)
     if interval and sources:
-        callbacks.append(
-            WhileTraining(
-                lambda trainer: [held_out_text(trainer, sources, held_out.windows)],
-                interval=interval,
-                depths=held_out.depths,
-                loss=HeldOutLoss.of(config, sources) if config.best else None,
-            )
+        on_text = WhileTraining(
+            lambda trainer: [held_out_text(trainer, sources, held_out.windows)],
+            interval=interval,
+            depths=held_out.depths,
+            loss=HeldOutLoss.of(config, sources) if config.best else None,
         )
+        callbacks.append(on_text)
     if suite.enabled:
-        callbacks.append(
-            WhileTraining(
-                lambda trainer: [_suite_task(trainer, suite, name) for name in task_names(suite)],
-                interval=suite.interval,
-                depths=suite.depths,
-                prefix="suite/",
-            )
+        on_suite = WhileTraining(
+            lambda trainer: [_suite_task(trainer, suite, name) for name in task_names(suite)],
+            interval=suite.interval,
+            depths=suite.depths,
+            prefix="suite/",
         )
+        callbacks.append(on_suite)
     loader = config.dataloader
     if isinstance(loader, TaskLoader.Config) and loader.curriculum.enabled:
         callbacks.append(Promotion(loader))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from numpy.typing import NDArray
 from torch import Tensor

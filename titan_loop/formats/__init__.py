@@ -9,11 +9,6 @@ Each family's folder defines the shape of its models in a format, and registers 
 
 from titan_loop.plugins import Plugin, register
 
-register(
-    Plugin(
-        formats={
-            "gguf": "titan_loop.formats.gguf_file:GGUF",
-            "gguf-unrolled": "titan_loop.formats.gguf_file:GGUF_UNROLLED",
-        }
-    )
-)
+_FILE = "titan_loop.formats.gguf_file"
+
+register(Plugin(formats={"gguf": f"{_FILE}:GGUF", "gguf-unrolled": f"{_FILE}:GGUF_UNROLLED"}))

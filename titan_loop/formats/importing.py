@@ -129,7 +129,14 @@ class ModelFolder:
             self._files.close()
 
 
-def _import_folder(folder: ModelFolder, checkpoint: Path, dtype: torch.dtype) -> None:
+def import_run(
+    folder: ModelFolder, output: Path, command: Sequence[str], *, dtype: torch.dtype
+) -> Path:
+    """Write a folder's weights as a new run with one checkpoint, of step 0; return the checkpoint.
+
+    Needs memory for one shard and one tensor. `dtype` is float32, which training needs and
+    which holds every other type exactly, or bfloat16.
+    """
     shapes = folder.shape.tensor_shapes()
     stored = {name: name for name in folder.names}
     stored.setdefault(HEAD, EMBEDDING)
@@ -147,17 +154,6 @@ def _import_folder(folder: ModelFolder, checkpoint: Path, dtype: torch.dtype) ->
         data={},
         lineage={"parent": None, **folder.lineage()},
     )
-    write_checkpoint(checkpoint, entries, content)
-
-
-def import_run(
-    folder: ModelFolder, output: Path, command: Sequence[str], *, dtype: torch.dtype
-) -> Path:
-    """Write a folder's weights as a new run with one checkpoint, of step 0; return the checkpoint.
-
-    Needs memory for one shard and one tensor. `dtype` is float32, which training needs and
-    which holds every other type exactly, or bfloat16.
-    """
     config = {
         "total_tokens": 0,  # none are trained on here
         "model": asdict(folder.shape.options()),
@@ -166,7 +162,7 @@ def import_run(
         "text": None if folder.text is None else asdict(folder.text),
     }
     with written_run(output, config, command, tokenizer=folder.tokenizer) as new:
-        _import_folder(folder, new.checkpoint(0), dtype)
+        write_checkpoint(new.checkpoint(0), entries, content)
     return RunDirectory(output).checkpoint(0)
 
 
@@ -192,7 +188,10 @@ def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> 
         settings = {}
     template = settings.get("chat_template")
     if (path / TEMPLATE).exists():
-        template = _read_text(path / TEMPLATE)
+        try:
+            template = read_regular(path / TEMPLATE, fix=_AGAIN).decode()
+        except UnicodeDecodeError as error:
+            raise DamagedFileError(path / TEMPLATE, "not UTF-8", _AGAIN) from error
     template = template if isinstance(template, str) else None
     begin, end = (_token(config, name, tokenizer) for name in ("bos_token_id", "eos_token_id"))
     known = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None
@@ -207,13 +206,6 @@ def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> 
         turn_end=None if end == end_of_text else end,
         chat_template=template,
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return read_regular(path, fix=_AGAIN).decode()
-    except UnicodeDecodeError as error:
-        raise DamagedFileError(path, "not UTF-8", _AGAIN) from error
 
 
 def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | None:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import require_known
 from titan_loop.models.context import CacheSlot
 
 Pair = tuple[Tensor, Tensor]
@@ -143,9 +143,13 @@ class LoopCache(ABC):
         if self.outside is not None:
             self.outside.select(rows)
 
-    @abstractmethod
     def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
-        """Store one layer's keys and values of whole prompts, in the rows from `first_row` on."""
+        """Store one layer's keys and values of whole prompts, in the rows from `first_row` on.
+
+        A shared cache has one slot, which every step overwrites.
+        """
+        slot = min(step, self.kept_steps) - 1
+        self._kept[:, slot, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
 
     @abstractmethod
     def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
@@ -169,10 +173,6 @@ class FullCache(LoopCache):
         """R."""
         return self.shape.steps
 
-    def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
-        """Store step by step."""
-        self._kept[:, step - 1, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
-
     def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
         """Store in each row's own step; rows at different steps cost a copy of their keys."""
         if isinstance(step, int):
@@ -195,10 +195,6 @@ class FullCache(LoopCache):
 
 class LastCache(LoopCache):
     """Keeps the entry of the last step that ran, which overwrites earlier ones."""
-
-    def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
-        """Overwrite."""
-        self._kept[:, 0, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
 
     def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
         """Overwrite; the token itself must see the current step's entry."""
@@ -269,8 +265,7 @@ STRATEGIES: dict[str, type[LoopCache]] = {
 
 def cache_strategy(name: str) -> type[LoopCache]:
     """Return the cache class of this name; raise `UserError` if it is unknown."""
-    if name not in STRATEGIES:
-        raise UserError(f"kv_cache={name} is unknown{nearest(name, STRATEGIES)}")
+    require_known("kv_cache", name, STRATEGIES)
     return STRATEGIES[name]
 
 

@@ -106,8 +106,7 @@ class Engine:
         sampling = sampling or Sampling()
         waiting = self._rows(requests, sampling, generator)
         places = len(waiting) if rows is None else min(rows, len(waiting))
-        if places < 1:
-            raise UserError(f"rows={rows} must be at least 1")
+        require_at_least(1, rows=rows)
         self.stack.work = Work()
         cache = self.stack.make_cache(
             self._strategy,

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 
 from titan_loop.checkpoint.model import load_model

@@ -39,20 +39,23 @@ def entropy_nats(log_prob_BLV: Tensor) -> Tensor:
     return -(log_prob_BLV.exp() * log_prob_BLV).sum(-1)
 
 
+def logit_margin(logits: Tensor, token: Tensor) -> Tensor:
+    """Return a token's logit minus the largest other: (…, V), (…) → (…), in fp32 or wider."""
+    wide = at_least_fp32(logits)
+    own = wide.gather(-1, token.unsqueeze(-1))
+    others = wide.scatter(-1, token.unsqueeze(-1), -torch.inf)
+    return own.squeeze(-1) - others.amax(-1)
+
+
 def margin_change(log_prob_BLV: Tensor, log_prob_before_BLV: Tensor) -> Tensor:
     """Return |m_r − m_{r−1}| / m_r per token, (B, L).
 
     m is the lead in nats, after the given step, of the token that is likeliest after step r over
     the likeliest other one. It is negative at step r − 1 if another token led there.
     """
-    top_BL1 = log_prob_BLV.argmax(-1, keepdim=True)
-
-    def lead(log_prob: Tensor) -> Tensor:
-        others = log_prob.scatter(-1, top_BL1, -torch.inf).amax(-1)
-        return log_prob.gather(-1, top_BL1).squeeze(-1) - others
-
-    now_BL = lead(log_prob_BLV)
-    return (now_BL - lead(log_prob_before_BLV)).abs() / now_BL
+    top_BL = log_prob_BLV.argmax(-1)
+    now_BL = logit_margin(log_prob_BLV, top_BL)
+    return (now_BL - logit_margin(log_prob_before_BLV, top_BL)).abs() / now_BL
 
 
 def contrasted(logits: Tensor, early_logits: Tensor, *, strength: float, share: float) -> Tensor:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError
+from titan_loop.models.initialisation import placed_like
 
 
 class Drawing(Module):
@@ -40,15 +40,6 @@ class Dropout(Drawing):
             return x
         kept = (torch.rand(x.shape, device=x.device) >= self.rate).to(x.dtype)
         return x * placed_like(kept, x) / (1 - self.rate)
-
-
-def placed_like(drawn: Tensor, x: Tensor) -> Tensor:
-    """Return a tensor that every rank drew whole, with the placements of `x`."""
-    if not isinstance(x, DTensor):
-        return drawn
-    mesh = x.device_mesh
-    whole = DTensor.from_local(drawn, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=x.placements)
 
 
 def dropout_config(rate: float, option: str = "dropout") -> Dropout.Config | None:

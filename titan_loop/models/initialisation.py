@@ -30,10 +30,16 @@ def draw(parameter: torch.Tensor, *, fill: Callable[[torch.Tensor], object]) -> 
 
 def keep_shard(parameter: DTensor, whole: torch.Tensor) -> None:
     """Overwrite a sharded parameter with this rank's part of `whole`, which every rank holds."""
-    mesh = parameter.device_mesh
+    parameter.to_local().copy_(local_part(placed_like(whole, parameter)))
+
+
+def placed_like(whole: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that every rank holds whole, with the placements of `x`."""
+    if not isinstance(x, DTensor):
+        return whole
+    mesh = x.device_mesh
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    sharded = replicated.redistribute(placements=parameter.placements)
-    parameter.to_local().copy_(sharded.to_local())
+    return replicated.redistribute(placements=x.placements)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

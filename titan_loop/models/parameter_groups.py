@@ -44,7 +44,5 @@ def default_group(
     is_hidden = is_matrix and parameter.ndim == 2 and not is_table
     grows = is_hidden or name.startswith("lm_head.")
     return ParameterGroup(
-        decays=is_matrix,
-        is_hidden_matrix=is_hidden,
-        width_ratio=width_ratio if grows else 1.0,
+        decays=is_matrix, is_hidden_matrix=is_hidden, width_ratio=width_ratio if grows else 1.0
     )

@@ -40,10 +40,7 @@ def replicated_gate() -> ShardingConfig:
     """Replicate the exit gate and count its gradient once."""
     invariant = dense_activation_placement(tp=spmd.I)
     return ShardingConfig(
-        state_shardings={
-            "weight": dense_param_placement(tp=spmd.I),
-            "bias": dense_param_placement(tp=spmd.I),
-        },
+        state_shardings=dict.fromkeys(("weight", "bias"), dense_param_placement(tp=spmd.I)),
         in_src_shardings={"input": dense_activation_placement(tp=spmd.R)},
         in_dst_shardings={"input": invariant},
         out_src_shardings=invariant,

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import tyro
 
 from titan_loop.data.tasks.recorded_task import find_task

@@ -8,6 +8,7 @@ from titan_loop.slurm.record import read_jobs
 from titan_loop.tables import columns
 
 ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
+"""States of a job that is waiting or running."""
 
 
 class JobStatus(NamedTuple):
@@ -20,11 +21,6 @@ class JobStatus(NamedTuple):
     elapsed: str = ""
     nodes: str = ""
     reason: str = ""
-
-    @property
-    def active(self) -> bool:
-        """Whether the job is waiting or running."""
-        return self.state in ACTIVE
 
 
 def read_chain(folder: Path) -> list[JobStatus]:
@@ -55,7 +51,7 @@ def chain_lines(jobs: list[JobStatus]) -> list[str]:
 
 def cancel_chain(folder: Path) -> list[JobStatus]:
     """Cancel and return the jobs of a recipe's folder that are waiting or running."""
-    active = [job for job in read_chain(folder) if job.active]
+    active = [job for job in read_chain(folder) if job.state in ACTIVE]
     # Children first: a parent that completes meanwhile must not start one.
     for job in reversed(active):
         slurm("scancel", job.job)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from titan_loop.errors import first_line
 from titan_loop.launcher import slurm_task
 from titan_loop.slurm.allocation import PORTS_A_JOB
+from titan_loop.slurm.health import NodeCheck
 from titan_loop.storage.json_files import write_json
 
 # No shorter than the job waits (`job.py`): the job kills a check that hangs, and the reports then
@@ -30,13 +31,12 @@ _ROUNDS = 3
 
 
 def check_node(
+    needs: NodeCheck,
     *,
     reports: Path,
     folder: Path,
     gpus: int,
     node_port: int,
-    free_disk_gigabytes: float,
-    free_memory_share: float,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
     """Check this rank's node and write a report; faults are reported, not raised."""
@@ -52,9 +52,9 @@ def check_node(
 
     begin("start")
     report["problems"] = [
-        *gpu_problems(gpus, local_rank, free_memory_share),
-        *disk_problems(folder, free_disk_gigabytes),
-        *disk_problems(Path(environment.get("TMPDIR", "/tmp")), free_disk_gigabytes),
+        *gpu_problems(gpus, local_rank, needs.free_memory_share),
+        *disk_problems(folder, needs.free_disk_gigabytes),
+        *disk_problems(Path(environment.get("TMPDIR", "/tmp")), needs.free_disk_gigabytes),
     ]
     if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)

@@ -82,24 +82,16 @@ def source_site(
     if path is None:
         return environment
     # `env -0` writes to its own file descriptor, since `module load` may print anything.
-    program = 'set -e; source "$0" >/dev/null; env -0 >&3'
-    read, write = os.pipe()
-    with os.fdopen(read, "rb") as reader:
-        done = subprocess.Popen(
-            ["bash", "-c", f"exec 3>&{write}; {program}", str(path)],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=(write,),
-        )
-        os.close(write)
-        content = reader.read()
-        _, complaint = done.communicate()
+    program = 'set -e; exec 3>&1 >/dev/null; source "$0"; env -0 >&3'
+    command = ["bash", "-c", program, str(path)]
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
     if done.returncode:
-        said = complaint.decode(errors="replace").strip().splitlines()
+        said = done.stderr.decode(errors="replace").strip().splitlines()
         last = said[-1] if said else f"code {done.returncode}"
         raise UserError(f"site file {path} fails ({last}); fix it")
-    entries = content.decode(errors="replace").split("\0")
+    entries = done.stdout.decode(errors="replace").split("\0")
     sourced = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     for name in sourced.keys() - environment.keys() - _VARIABLES:
         if name.startswith("TITAN_LOOP_"):

@@ -15,7 +15,7 @@ import titan_loop.compat as compat  # before any torchtitan module
 from titan_loop.errors import RunFailedError, UserError, nearest, require_at_least
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import check_placed, is_complete
-from titan_loop.slurm.chain import read_chain
+from titan_loop.slurm.chain import ACTIVE, read_chain
 from titan_loop.slurm.commands import CommandFailedError, parse_seconds, show, slurm
 from titan_loop.slurm.memory_check import memory_remarks
 from titan_loop.slurm.record import slurm_folder, write_jobs
@@ -277,7 +277,7 @@ def _check_cluster(resources: Resources, wanted: str) -> None:
 def _refuse_second_submission(root: Path) -> None:
     if not (slurm_folder(root) / "jobs.json").exists():
         return
-    active = [f"{job.stage}: {job.job}" for job in read_chain(root) if job.active]
+    active = [f"{job.stage}: {job.job}" for job in read_chain(root) if job.state in ACTIVE]
     if active:
         raise UserError(
             f"{root} has jobs already ({', '.join(active)}); wait for them, or titan-loop slurm "

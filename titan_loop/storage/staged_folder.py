@@ -2,11 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titan_loop.errors import UserError
+from titan_loop.storage.json_files import sync_to_disk
 from titan_loop.storage.transient import disk_error, retried, unwritable
 
 
@@ -45,10 +46,10 @@ def _staged(output: Path, make: Callable[[Path], None]) -> Iterator[Path]:
         raise unwritable(f"output={output}", error) from error
     try:
         yield staging
-        _sync([*staging.rglob("*"), staging])  # before the new name marks it complete
+        sync_to_disk([*staging.rglob("*"), staging])  # before the new name marks it complete
         os.rename(staging, output)
         with suppress(OSError):  # the new name is there, whether or not it would outlive a crash
-            _sync([staging.parent])
+            sync_to_disk([staging.parent])
     except OSError as error:
         _remove(staging)
         raise disk_error(
@@ -65,12 +66,3 @@ def _remove(staging: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     with suppress(FileNotFoundError, IsADirectoryError):
         staging.unlink()
-
-
-def _sync(paths: Iterable[Path]) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -12,21 +12,18 @@ from titan_loop.plugins import Plugin, Verb, register
 
 _HERE = "titan_loop.analysis.steps"
 
-register(
-    Plugin(
-        analyses={
-            "lens": Verb(
-                f"{_HERE}.lens:analyse_lens",
-                "read bridge and target off the states after every layer of every step",
-            ),
-            "coordinates": Verb(
-                "titan_loop.analysis.coordinates:analyse_coordinates",
-                "train new models of several widths and R; compare their changes",
-            ),
-            "patching": Verb(
-                f"{_HERE}.patching:analyse_patching",
-                "replace single states by another question's; measure the effect",
-            ),
-        }
-    )
-)
+_ANALYSES = {
+    "lens": Verb(
+        f"{_HERE}.lens:analyse_lens",
+        "read bridge and target off the states after every layer of every step",
+    ),
+    "coordinates": Verb(
+        "titan_loop.analysis.coordinates:analyse_coordinates",
+        "train new models of several widths and R; compare their changes",
+    ),
+    "patching": Verb(
+        f"{_HERE}.patching:analyse_patching",
+        "replace single states by another question's; measure the effect",
+    ),
+}
+register(Plugin(analyses=_ANALYSES))

@@ -23,6 +23,7 @@ from titan_loop.analysis.steps.layer_states import at_layer_visits
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import question_windows
+from titan_loop.inference.measures import logit_margin
 from titan_loop.models.decoder import LoopDecoder
 
 
@@ -78,14 +79,6 @@ def _margins(model: LoopDecoder, batch: HeldOutWindows, at_BW2: Tensor, steps: i
         given = batch.input, batch.positions
         model(*given, recurrent_steps=steps, collect="last", columns=batch.columns or None)
     return torch.stack(visits, dim=1).unflatten(1, (steps, len(model.looped_layers())))
-
-
-def logit_margin(logits: Tensor, token: Tensor) -> Tensor:
-    """Return a token's logit minus the largest other: (…, V), (…) → (…), in fp32 or wider."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    own = wide.gather(-1, token.unsqueeze(-1))
-    others = wide.scatter(-1, token.unsqueeze(-1), -torch.inf)
-    return own.squeeze(-1) - others.amax(-1)
 
 
 def analyse_lens(

@@ -19,10 +19,10 @@ from torch import Tensor
 from titan_loop.analysis.drawing import Axes, draw_axes
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
 from titan_loop.analysis.steps.layer_states import at_layer_visits
-from titan_loop.analysis.steps.lens import logit_margin
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import question_windows
+from titan_loop.inference.measures import logit_margin
 from titan_loop.models.decoder import LoopDecoder
 
 Visit = tuple[int, int]

@@ -14,7 +14,7 @@ from titan_loop.data.load.windows import CutWindows, empty_batch
 from titan_loop.data.prefix import prefix_of
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SourceCard
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 from titan_loop.models.context import PREFIX
 from titan_loop.ranks import warn_together
 from titan_loop.text.tokenizer import TOKENIZER_NAME, token_byte_lengths
@@ -71,17 +71,14 @@ def why_not_scored(source_path: str | Path, seq_len: int) -> str:
     )
 
 
-def held_out_windows(
-    source_path: str | Path, *, seq_len: int, count: int, seed: int = 0
-) -> HeldOutWindows:
+def held_out_windows(source_path: str | Path, *, seq_len: int, count: int) -> HeldOutWindows:
     """Return `count` windows of a source's held-out split, or all with a warning if it has fewer.
 
-    `seed` chooses the windows and the offset of the cuts.
+    They are always the same ones, in the same order.
     """
-    if count < 1:
-        raise UserError(f"held-out window count {count} must be at least 1")
+    require_at_least(1, **{"held-out window count": count})
     shards = TokenShards(source_path, "held_out")
-    source = CutWindows(shards, seq_len, keyed_integer("held_out", seed))
+    source = CutWindows(shards, seq_len, keyed_integer("held_out", 0))
     if source.windows_per_epoch < count:
         warn_together(
             logger,

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from titan_loop.errors import UserError, first_line, nearest
+from titan_loop.errors import UserError, first_line, nearest, require_at_least
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,7 @@ def fetch(name: str, *, output: Path, files: int | None = None) -> Iterator[str]
     """
     if name not in PUBLIC_SETS:
         raise UserError(f"data fetch {name}: unknown set{nearest(name, PUBLIC_SETS)}")
-    if files is not None and files < 1:
-        raise UserError(f"--files {files} must be at least 1")
+    require_at_least(1, **{"--files": files})
     chosen = PUBLIC_SETS[name]
     try:
         from huggingface_hub import HfApi, hf_hub_download

@@ -121,17 +121,16 @@ def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) 
             for chunk in file_chunks(mask_path, "u1"):
                 loss_tokens += int(chunk.sum(dtype=np.int64))
             mask_sha256 = file_sha256(mask_path)
-        shards.append(
-            ShardCard(
-                file=path.name,
-                documents=len(ends),
-                tokens=tokens,
-                bytes=path.stat().st_size,
-                sha256=file_sha256(path),
-                index_sha256=file_sha256(index_path(path)),
-                loss_sha256=mask_sha256,
-            )
+        shard = ShardCard(
+            file=path.name,
+            documents=len(ends),
+            tokens=tokens,
+            bytes=path.stat().st_size,
+            sha256=file_sha256(path),
+            index_sha256=file_sha256(index_path(path)),
+            loss_sha256=mask_sha256,
         )
+        shards.append(shard)
     card = SplitCard(
         documents=sum(shard.documents for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
