@@ -74,6 +74,9 @@ _CHOICES = {
 def _matrix(options: LoopOptions, shape: ModelSize) -> dict[str, Callable]:
     if options.base_width < 0:
         raise UserError(f"model.base_width={options.base_width} must be 0 or a width")
+    if options.base_width and options.tie_weights:
+        problem = "does not fit model.tie_weights=True: with the width, a head scales, a table not"
+        raise UserError(f"model.base_width={options.base_width} {problem}; leave one of them out")
     if not 0 < options.initializer_range < math.inf:
         given = f"model.initializer_range={options.initializer_range}"
         raise UserError(f"{given} must be a number above 0")
