@@ -115,7 +115,7 @@ def test_matrices_start_smaller_and_tables_do_not(kind):
         ({"branch_scale": -1.0}, r"model.branch_scale=-1.0 must be finite and at least 0"),
         ({"branch_scale": math.inf}, r"model.branch_scale=inf must be finite and at least 0"),
         ({"base_width": -8}, r"model.base_width=-8 must be 0 or a width"),
-        ({"base_width": 8, "tie_weights": True}, "base_width=8 does not fit model.tie_weights=True"),
+        ({"base_width": 8, "tie_weights": True}, "does not fit model.tie_weights=True"),
     ],
 )
 def test_mistakes(options, message):
