@@ -1,6 +1,6 @@
 """The rates sweep's tables and verdicts, on made-up results with a known best rate."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ def write(folder: Path, stage: str, seed: int, steps: int, bits: float) -> None:
 
 def sweep(
     folder: Path,
-    best: dict[str, float] = BEST,
+    best: Mapping[str, float] = BEST,
     *,
     curvature: float = 0.008,
     seeds: Sequence[int] = (1, 2),
