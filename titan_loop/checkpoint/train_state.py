@@ -9,16 +9,19 @@ class TrainState(Protocol):
     @property
     def at_stage_end(self) -> bool:
         """Whether all tokens of the stage have been trained on."""
+        ...
 
     @property
     def held_back(self) -> bool:
         """True while the newest step must not be saved: it was skipped, maybe for bad weights."""
+        ...
 
     def before_save(self) -> None:
         """Raise an error if the state is unfit to be resumed from."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON from which any number of ranks can continue the run."""
+        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; raise `UserError` if another model saved it."""
@@ -28,3 +31,4 @@ class TrainState(Protocol):
 
     def lineage(self) -> dict[str, Any]:
         """Return the run's origin for the manifest: recipe hash, stage, library versions."""
+        ...

@@ -36,6 +36,7 @@ class KeyValueCache(Protocol):
 
     def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
         """Append the current tokens' rotated keys and values; return all that may be seen."""
+        ...
 
 
 class LoopContext(NamedTuple):

@@ -100,10 +100,8 @@ class DecoderCosts(Decoder.Config):
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return (parameters, training FLOPs per token at this config's R)."""
-        return (
-            sum(p.numel() for p in model.parameters()),
-            int(self.training_flops(seq_len, self.recurrent_steps).total),
-        )
+        flops = self.training_flops(seq_len, self.recurrent_steps).total
+        return sum(p.numel() for p in model.parameters()), int(flops)
 
     def training_flops(
         self,

@@ -52,8 +52,7 @@ def plus(moved: Mapping[str, Moved], more: Mapping[str, Moved], times: int) -> d
     """Return `moved` plus `times` the collectives of the same kinds in `more`."""
     return {
         kind: Moved(
-            one.count + times * other.count,
-            one.received_bytes + times * other.received_bytes,
+            one.count + times * other.count, one.received_bytes + times * other.received_bytes
         )
         for kind, one in moved.items()
         for other in [more.get(kind, Moved())]

@@ -113,8 +113,8 @@ def find_documents(
         raise UserError("no input: give at least one file or folder")
     if len(kinds) > 1:
         raise UserError(f"the inputs mix {' and '.join(sorted(kinds))}: prepare them separately")
-    shared = _resolved(files) & _resolved(held_out_files)
-    if shared:
+    resolved = [{Path(path).resolve() for path in given} for given in (files, held_out_files)]
+    if shared := resolved[0] & resolved[1]:
         raise UserError(f"input {min(shared)} is given for training and held out: choose one")
     return Documents(format=kinds.pop(), files=files, held_out_files=held_out_files)
 
@@ -162,10 +162,6 @@ def _expand(
                 "space at its end, or not UTF-8): rename it"
             )
     return tuple(absolute)
-
-
-def _resolved(files: Sequence[str]) -> set[Path]:
-    return {Path(path).resolve() for path in files}
 
 
 def _in_folder(
