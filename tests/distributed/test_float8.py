@@ -49,6 +49,7 @@ def test_layers_multiply_in_float8_and_everything_else_does_not(recipe, caplog):
     from torchao.float8.float8_linear import Float8Linear
 
     plain, expected = state_of(config_of())
+    caplog.set_level("INFO")
     with torch._inductor.config.patch(emulate_precision_casts=False):
         low, state = state_of(in_float8(config_of(), recipe))
         assert torch._inductor.config.emulate_precision_casts == (recipe == "rowwise")
