@@ -140,7 +140,7 @@ def test_the_verbs(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "<|im_start|>user\n12?<|im_end|>\n<|im_start|>assistant\n⟦3.<|im_end|>⟧\n<|endoftext|>\n"
     )
     assert main(["data", "show", str(source), "--count", "0"]) == EXIT_USER_ERROR
-    assert "count 0 must be at least 1" in capsys.readouterr().err
+    assert "count=0 must be at least 1" in capsys.readouterr().err
     assert main(["data", "show", str(source), "--split", "test"]) == EXIT_USER_ERROR
     assert (
         "invalid choice 'test' for argument '--split'. Expected one of ('train', 'held_out')"

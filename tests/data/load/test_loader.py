@@ -250,7 +250,7 @@ def test_held_out_split_with_too_few_windows(
     windows = held_out_windows(folder, seq_len=L, count=1000)
     assert 0 < len(windows.input) < 1000
     assert f"only {len(windows.input)} of the 1000 held-out windows wanted" in caplog.text
-    with pytest.raises(UserError, match="count 0 must be at least 1"):
+    with pytest.raises(UserError, match="count=0 must be at least 1"):
         held_out_windows(folder, seq_len=L, count=0)
 
 

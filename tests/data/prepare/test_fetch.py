@@ -52,7 +52,7 @@ def test_the_training_files_come_with_their_licence(hub, tmp_path, capsys):
     [
         (["wikitext"], "wikitext cannot be downloaded (no route to host); check the network"),
         (["tinystory"], "unknown set; nearest: tinystories"),
-        (["tinystories", "--files", "0"], "--files 0 must be at least 1"),
+        (["tinystories", "--files", "0"], "--files=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(hub, tmp_path, capsys, words, message):
