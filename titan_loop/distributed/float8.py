@@ -39,8 +39,7 @@ def in_float8(model: LoopDecoder.Config, recipe: Float8) -> LoopDecoder.Config:
     model = deepcopy(model)
     chosen = float8_linears(model)
     left_out = [name for name, *_ in model.traverse(Linear.Config) if name not in chosen]
-    # With emulate=True torchtitan does not require a GPU, but uses the recipe's name alone, for the
-    # log and an option of the compiler: set the recipe itself here.
+    # With emulate=True torchtitan requires no GPU, but ignores the recipe, except its name.
     named: Any = {"recipe_name": recipe}  # it does not declare tensorwise
     converter = Float8LinearConverter.Config(filter_fqns=left_out, emulate=True, **named).build()
     scaling = Float8LinearConfig.from_recipe_name(recipe)

@@ -7,6 +7,7 @@ or fewer if recomputation keeps fewer. The rehearsal in `titan_loop/planning` me
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import titan_loop.compat as compat  # before any torchtitan module
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -47,7 +48,8 @@ def layout_refusals(
         expert_parallel=parallel.expert_parallel_degree,
     )
     recomputed = config.activation_checkpoint
-    linears = {name: linear.bias for name, linear, *_ in model.traverse(Linear.Config)}
+    found: Any = model.traverse(Linear.Config)
+    linears = {name: linear.bias for name, linear, *_ in found}
     if config.float8 != "off" and compat.device_type() != "cpu":  # emulated, it multiplies by mm
         linears |= dict.fromkeys(float8_linears(model), True)
     check_recomputed = partial(
