@@ -11,6 +11,8 @@ import sys
 import warnings
 from types import SimpleNamespace
 
+from pathlib import Path
+
 import pytest
 import titan_loop.compat as compat
 import torch
@@ -234,11 +236,11 @@ def test_torch_says_nothing_of_random_operators_on_a_cpu():
 def test_a_reset_that_failed_is_not_tried_again(monkeypatch):
     tried: list[str] = []
 
-    def refuse(path: str, mode: str = "r"):
-        tried.append(path)
+    def refuse(path: Path, text: str) -> None:
+        tried.append(str(path))
         raise PermissionError(path)
 
-    monkeypatch.setattr(compat, "open", refuse, raising=False)
+    monkeypatch.setattr(Path, "write_text", refuse)
     device = compat.CpuDevice()
     device.reset_peak_memory_stats()
     device.reset_peak_memory_stats()
