@@ -9,9 +9,8 @@ import pickle
 import subprocess
 import sys
 import warnings
-from types import SimpleNamespace
-
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import titan_loop.compat as compat
