@@ -2,14 +2,19 @@
 training as it is, on one process and on several.
 """
 
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.evaluation.runs import ask_untrained
 from tests.support.tiny import tiny_config
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError, raise_first
@@ -17,11 +22,13 @@ from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.evaluation.training_tasks import sums_in_training
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory, read_jsonl
 from titan_loop.training import preflight
+from titan_loop.training.callback import TrainingState
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
@@ -194,3 +201,24 @@ def test_what_cannot_be_asked_is_refused_before_training(source: Path, tmp_path:
     mano = TaskLoader.Config(task=Mano(3, 2))
     refuse("held_out needs a prepared source", mano)
     refuse("no task was named", tasks=[])
+
+
+def test_every_batch_of_windows_is_progress():
+    """An exam of SmolLM2 takes longer than `hang_seconds` on a core."""
+    rows = torch.zeros(5, 3, dtype=torch.int64)
+    seen: list[str] = []
+
+    def forward(batch: HeldOutWindows) -> tuple[Tensor, Tensor]:
+        seen.append("forward")
+        return torch.ones(1, len(batch.labels)), torch.ones(1, len(batch.labels))
+
+    trainer = SimpleNamespace(
+        train_context=nullcontext,
+        device=torch.device("cpu"),
+        config=SimpleNamespace(training=SimpleNamespace(local_batch_size=2)),
+        parallel_dims=SimpleNamespace(dp_enabled=False, get_optional_mesh=lambda name: None),
+        stop_listener=SimpleNamespace(progress=lambda: seen.append("progress")),
+    )
+    windows = HeldOutWindows(rows, rows, rows, rows)
+    sums_in_training(cast(TrainingState, trainer), windows, forward)
+    assert seen == 3 * ["progress", "forward"]

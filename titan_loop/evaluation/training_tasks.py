@@ -51,6 +51,7 @@ def sums_in_training(trainer: TrainingState, windows: HeldOutWindows, forward: F
     """
 
     def in_context(batch: HeldOutWindows) -> tuple[Tensor, Tensor]:
+        trainer.stop_listener.progress()  # an exam may take longer than `hang_seconds`
         with trainer.train_context():
             return forward(batch)
 
@@ -109,7 +110,6 @@ def ask_tasks(trainer: TrainingState, tasks: Sequence[Ask], depths: Sequence[int
     trainer.model.eval()
     for task in tasks:
         report.tasks.update(task(trainer, depths))
-        trainer.stop_listener.progress()
     trainer.model.train()
     return report
 
