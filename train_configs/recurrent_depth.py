@@ -431,8 +431,8 @@ TABLES = {
                 },
                 everywhere={"metric": "acc,none", "stage": stage},
                 columns_are="hops",
-                message="11 hops are answered to {r = 4|11} % after 4 steps, {r = 6|11} % after 6, "
-                "{r = 8|11} % after 8 and {r = 12|11} % after 12, on one seed",
+                message="10 hops are answered to {r = 4|10} % after 4 steps, {r = 6|10} % after 6, "
+                "{r = 8|10} % after 8 and {r = 12|10} % after 12",
                 in_color=[f"r = {steps}" for steps in (1, 2, 4, 6, 8, 12)],
             )
             for stage in ("depth_dynamic", "depth_r8", "depth_r4")
@@ -441,15 +441,15 @@ TABLES = {
             "first_hits",
             "median first step with a right answer",
             {"metric": "first_hit", "reading": "median"},
-            message="With R = 8 half of the answers to 4 hops are right by step {R = 8|4}, to 8 "
-            "hops by step {R = 8|8} (Figure 8)",
+            message="With R = 4 half of the answers to 4 hops are right by step {R = 4|4}, to 8 "
+            "hops by step {R = 4|8} (Figure 8)",
         ),
         _by_hops(
             "updates",
             "training steps until the exam is passed",
             {"metric": "updates", "reading": "to_learn"},
-            message="With R = 8 two hops are learned after {R = 8|2} training steps, 4 hops after "
-            "{R = 8|4} (Figure 6)",
+            message="With R = 4 two hops are learned after {R = 4|2} training steps, 7 hops after "
+            "{R = 4|7} (Figure 6)",
         ),
     ],
 }
