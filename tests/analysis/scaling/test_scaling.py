@@ -333,8 +333,9 @@ def test_short_names_of_columns_do_and_unknown_ones_are_named(tmp_path: Path, ca
         ("N,D,R,loss,E,N_total", "1e8,1e9,2,3,4,9e7", r"parameters=1e\+08 must be at most total_"),
         ("N,D,R,loss,step", "1e8,1e9,2,3,3", "step=3 must be at most recurrent_steps=2"),
         ("N,D,R,loss,E", "1e8,1e9,2,3,0.5", "experts=0.5 must be at least 1"),
-        ("N,D,R,loss", "0.1,1,2,3", "parameters=0.1 must be at least 1000, a count"),
-        ("N,D,R,loss", "1e8,20,2,3", "tokens=20 must be at least 1000, a count"),
+        ("N,D,R,loss", "1e8,1e9,0.5,3", "recurrent_steps=0.5 must be at least 1"),
+        ("N,D,R,loss", "1e8,20,2,3", r"tokens=20 do not fit parameters=1e\+08; give both in one"),
+        ("N,D,R,loss,E,N_total", "0.1,2,2,3,4,0.3", "parameters of 0.1 at most are no counts, wh"),
         ("N,D,R,loss", "1e8,5e18,2,3", r"tokens=5e\+18 do not fit parameters=1e\+08; give both"),
         ("N,D,R,loss", "1e9,20000,2,3", "tokens=20000 do not fit parameters"),
         ("N,D,R,loss", "1e8,1e9,2", "line 2: loss='' must be a positive number; correct it or"),
@@ -359,6 +360,21 @@ def test_spaces_case_and_semicolons_do_not_matter(tmp_path: Path, header: str):
     path.write_text(path.read_text().replace("2.9", "nan"))
     with pytest.raises(UserError, match="line 5: loss='nan'"):
         read_csv(path)
+
+
+def test_a_table_in_billions_is_fitted_in_its_unit(tmp_path: Path, caplog):
+    points = losses(joint, tokens=TOKENS[::4])
+    table = np.column_stack(
+        [points.parameters / 1e9, points.tokens / 1e9, points.steps, points.loss]
+    )
+    path = tmp_path / "table.csv"
+    np.savetxt(path, table, delimiter=",", header="N,D,R,loss", comments="")
+    read = read_csv(path).total
+    assert "parameters of 1.364 at most are no counts; coefficients are in" in caplog.text
+    values = fit(DENSE["linear"], read).values
+    counted = fit(DENSE["linear"], replace(points, looped=points.parameters)).values
+    assert values["alpha"] == pytest.approx(counted["alpha"], rel=1e-3)
+    assert values["B"] == pytest.approx(counted["B"] * 1e9 ** -counted["beta"], rel=1e-2)
 
 
 def test_sizes_are_held_out_by_width():
@@ -394,7 +410,7 @@ def test_forms_are_compared_on_the_same_parts():
     """Six points determine `power`, not `bounded`: neither is judged by what they held out."""
     points = losses(joint, tokens=TOKENS[::10])
     few = points[np.isin(points.parameters, SIZES[:3]) & (points.steps < 8)]
-    few = few[np.argsort(few.tokens, kind="stable")][:15]
+    few = few[np.argsort(few.tokens, kind="stable")[:15]]
     laws = _fitted_forms(DENSE, few, samples=0, seed=0)
     kinds = [[each.kind for each in law.hold_outs] for law in laws]
     assert kinds[0] == kinds[1] == kinds[2]

@@ -6,7 +6,6 @@ has, for each trained R, the cross entropy after every recurrent step.
 """
 
 import csv
-import io
 import json
 import logging
 import math
@@ -24,7 +23,6 @@ from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import read_plan
-from titan_loop.storage.json_files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +68,9 @@ _AT_MOST = {
 }
 _TOKENS_PER_PARAMETER = (1e-3, 1e6)
 """Limits that every experiment keeps; outside of them, a column has another unit."""
+
+_LEAST_COUNT = 1000
+"""Parameters that the largest model of a study has at least, unless N is not a count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +120,8 @@ def read_csv(path: Path) -> ScalingData:
     `looped_parameters` (`N_looped`; all if absent), `experts` (`E`) with `total_parameters`
     (`N_total`), `unique_tokens` (`U`; all if absent), `width` (`dim`; sizes are held out by it, or
     by N if absent), and `run` or `seed` (points of one run share their noise; if both are absent,
-    points of equal N, E and R). N and D are counts. Other columns are ignored with a warning.
+    points of equal N, E and R). Other columns are ignored with a warning. N and D are counts: where
+    they are in billions, say, a law without experts is fitted in that unit, with a warning.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -146,7 +148,13 @@ def read_csv(path: Path) -> ScalingData:
     unknown = [name for name in known if name not in (*REQUIRED, *OPTIONAL, "run", "seed")]
     if unknown:
         logger.warning("csv=%s: columns that are not used: %s", path, ", ".join(unknown))
-    return _data([_row_point(f"csv={path} line {line}", row) for line, row in rows], {})
+    points = [_row_point(f"csv={path} line {line}", row) for line, row in rows]
+    if (largest := max(point.parameters for point in points)) < _LEAST_COUNT:
+        said = f"csv={path}: parameters of {largest:g} at most are no counts"
+        if any(point.experts > 1 for point in points):
+            raise UserError(f"{said}, which laws with experts need; write N and D as counts")
+        logger.warning("%s; coefficients are in this table's unit, not for titan-loop plan", said)
+    return _data(points, {})
 
 
 def _row_point(where: str, row: Mapping[str, str | None]) -> Point:
@@ -160,10 +168,9 @@ def _row_point(where: str, row: Mapping[str, str | None]) -> Point:
             f"{where}: experts={number['experts']:g} needs total_parameters, which counts all "
             "experts; parameters counts only the ones that act on a token"
         )
-    for name, least in (("parameters", 1000), ("tokens", 1000), ("experts", 1), ("step", 1)):
-        if number.get(name, least) < least:
-            unit = ", a count" if least > 1 else ""
-            raise UserError(f"{where}: {name}={number[name]:g} must be at least {least}{unit}")
+    for name in ("experts", "recurrent_steps", "step"):
+        if number.get(name, 1) < 1:
+            raise UserError(f"{where}: {name}={number[name]:g} must be at least 1")
     for part, whole in _AT_MOST.items():
         if number.get(part, 0) > number.get(whole, math.inf):
             raise UserError(
@@ -173,7 +180,7 @@ def _row_point(where: str, row: Mapping[str, str | None]) -> Point:
     if not low <= number["tokens"] / number["parameters"] <= high:
         raise UserError(
             f"{where}: tokens={number['tokens']:g} do not fit parameters={number['parameters']:g}; "
-            "give both as counts, not in millions, and tokens rather than FLOPs"
+            "give both in one unit, and tokens rather than FLOPs"
         )
     for name, other in OPTIONAL.items():
         number.setdefault(name, number[other] if isinstance(other, str) else other)
@@ -194,11 +201,10 @@ def write_csv(data: ScalingData, path: Path) -> None:
             if trained is not None:
                 row |= {"step": row["recurrent_steps"], "recurrent_steps": trained}
             rows.append(row)
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, header, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, header, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def read_runs(folders: Sequence[Path]) -> ScalingData:
