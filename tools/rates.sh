@@ -22,6 +22,14 @@ choose $recipe "$@"
 
 full_corpus
 
+examine() { # held-out text at the R that the arm trains with
+    local steps
+    steps=$("$VENV/bin/python" -c "import sys
+from titan_loop.recipes.registry import load_recipe
+print(load_recipe(sys.argv[1]).stage(sys.argv[2]).config.model.recurrent_steps)" $recipe "$1")
+    titan_loop eval "$2" --windows 128 --depths "$steps"
+}
+
 train_arms $recipe
 stage "verdicts"
 "$VENV/bin/python" -m train_configs.rates_verdict $recipe

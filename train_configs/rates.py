@@ -170,7 +170,7 @@ def _arm(
         recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
         optimizer=LoopOptimizers.Config(name=optimizer),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH)),
-        held_out=HeldOutConfig(depths=[steps], windows=128),
+        held_out=HeldOutConfig(interval=0, depths=[steps]),
     )
     config.training.seq_len = WINDOW
     config.training.local_batch_size = BATCH // WINDOW

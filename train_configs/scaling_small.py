@@ -26,13 +26,13 @@ TABLES = {
     "scaling_small": [
         ResultTable(
             name="bits_per_byte",
-            title="held-out bits per byte",
+            title="held-out bits per byte of prose",
             rows={f"D = {dim}": {"stage": f"d{dim}"} for dim in DIMS},
             columns={
                 f"R = {steps}": {"stage": f"r{steps}", "reading": f"static:{steps}"}
                 for steps in STEPS
             },
-            everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+            everywhere={"task": f"{HELD_OUT}/prose", "metric": "bits_per_byte"},
             factor=1.0,
             digits=3,
         )
