@@ -587,8 +587,8 @@ CLAIMS = [
             unit="points",
             command=f"{_RETROFIT} --told",
             is_test=False,
-            note="says nothing of extrapolation: of the two and three hops taught, both models answer "
-            "6 %, at chance; Shapiro 2026, arXiv 2608.11233: over a scratchpad, depths 1 to 14",
+            note="says nothing of extrapolation: both models answer 6 % of the two and three hops "
+            "taught, at chance; Shapiro 2026, arXiv 2608.11233: over a scratchpad, depths 1 to 14",
         )
         for hops, steps in ((4, 4), (5, 6))
     ),
