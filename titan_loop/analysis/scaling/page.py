@@ -81,7 +81,7 @@ _ISO_FLOP = (
     "FLOPs per token and visited parameter, so more steps leave fewer tokens. Dots are measured "
     "within 20 % of the budget."
 )
-_NEAR = np.log(1.2)
+_NEAR = np.log(1.2)  # the 20 % of the text above
 
 
 def _draw_measured(law: FittedLaw, path: Path) -> Path:

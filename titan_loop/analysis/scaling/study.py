@@ -304,7 +304,7 @@ def _paper_parts(points: Losses, seed: int) -> list[_Part]:
 
 
 def _largest(points: Losses) -> list[tuple[str, np.ndarray]]:
-    """Hold out the largest size, budgets and R, each by itself, where enough others stay."""
+    """Hold out the largest size, token counts and R, each by itself, where enough others stay."""
     size = sizes_of(points)
     parts: list[tuple[str, np.ndarray]] = []
     if size.max() > 1:
