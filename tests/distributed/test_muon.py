@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_loop.distributed.muon import Layout, Muon, layout, orthogonalise, pack
+from titan_loop.errors import UserError
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SHAPES = [(24, 8), (8, 24), (16, 16), (1, 5)]
@@ -45,6 +46,44 @@ def test_one_process_in_bfloat16_is_torch_s_own_bit_for_bit(scale, nesterov):
     theirs = trained(torch.optim.Muon, settings)
     for got, want in zip(ours, theirs, strict=True):
         assert torch.equal(got, want)
+
+
+def test_on_the_sphere_a_matrix_turns_and_keeps_its_norm():
+    rate, momentum = 0.3, 0.9
+    found = trained(
+        lambda groups: Muon(groups, dtype=torch.float32),
+        {"adjust_lr_fn": "sphere", "lr": rate, "momentum": momentum, "weight_decay": 0.0},
+    )
+    matrix, gradients = matrices()[0].detach().double(), torch.Generator().manual_seed(1)
+    average = torch.zeros_like(matrix)
+    for _ in range(5):
+        gradient, *_ = (torch.randn(shape, generator=gradients) for shape in SHAPES)
+        average = momentum * average + (1 - momentum) * gradient.double()
+        ahead = momentum * average + (1 - momentum) * gradient.double()
+        update = orthogonalise(ahead, steps=5, coefficients=COEFFICIENTS, eps=1e-7)
+        moved = matrix - rate * matrix.norm() * update / update.norm()
+        matrix = moved * matrix.norm() / moved.norm()
+    torch.testing.assert_close(found[0].double(), matrix, rtol=0, atol=2e-5)
+    for got, started in zip(found, matrices(), strict=True):
+        torch.testing.assert_close(got.norm(), started.detach().norm())
+
+
+def test_on_the_sphere_no_gradient_means_no_change():
+    parameter = matrices()[0]
+    before = parameter.detach().clone()
+    parameter.grad = torch.zeros_like(parameter)
+    settings = {"lr": 0.1, "weight_decay": 0.3, "adjust_lr_fn": "sphere"}
+    Muon([{"params": [parameter], **settings}], dtype=torch.float32).step()
+    assert torch.equal(parameter, before)
+
+
+def test_a_matrix_that_starts_as_zeros_has_no_sphere():
+    parameters = [matrices()[0], nn.Parameter(torch.zeros(3, 4))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = Muon([{"params": parameters, "adjust_lr_fn": "sphere"}], dtype=torch.float32)
+    with pytest.raises(UserError, match=r"muon\.scale=sphere keeps .* starts as zeros; use orig"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,6 +1,7 @@
-"""`branch_scale` and `base_width`: the factor, the initial weights and the rates that they give."""
+"""`branch_scale`, `base_width` and `base_layers`: factor, initial weights and rates they give."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from titan_loop.training.optimizer import LoopOptimizers, MuonConfig
 
 LAMBDA, STEPS = 0.5, 3
 TOLERANCE = 1e-6  # in float64, but torchtitan's router is fp32
+MATRIX = re.compile(r"attention\..*w.\.weight|feed_forward\.w|inner_experts\.w|gate\.weight")
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 128
 
 
@@ -80,6 +82,7 @@ def rates(optimizer: Any, scale: Any = "match_rms_adamw", **options: Any) -> dic
         ("adamw", "match_rms_adamw", 1 / 4),
         ("muon", "match_rms_adamw", 1 / 2),
         ("muon", "original", 1.0),
+        ("muon", "sphere", 1.0),
     ],
 )
 def test_matrices_learn_by_the_width_rule(optimizer, scale, hidden):
@@ -93,6 +96,16 @@ def test_matrices_learn_by_the_width_rule(optimizer, scale, hidden):
     assert found["lm_head.weight"] == pytest.approx(1 / 4)  # AdamW's in both
     assert found["tok_embeddings.weight"] == found["norm.weight"] == 1.0
     assert {*rates(optimizer, scale, dim=64).values()} == {1.0}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_matrices_of_more_layers_learn_more_slowly(optimizer):
+    for steps in (1, 4):
+        found = rates(optimizer, base_layers=2, n_layers=8, recurrent_steps=steps)
+        matrices = [rate for name, rate in found.items() if MATRIX.search(name)]
+        assert matrices == [0.5] * len(matrices)
+        assert {rate for name, rate in found.items() if not MATRIX.search(name)} == {1.0}
+        assert len(matrices) == 8 * 4 + 3 + 7 * 4  # one layer is dense; a router is a matrix, too
 
 
 @pytest.mark.parametrize("kind", [OuroOptions, NanbeigeOptions, MoEOptions])
@@ -115,6 +128,7 @@ def test_matrices_start_smaller_and_tables_do_not(kind):
         ({"branch_scale": -1.0}, r"model.branch_scale=-1.0 must be finite and at least 0"),
         ({"branch_scale": math.inf}, r"model.branch_scale=inf must be finite and at least 0"),
         ({"base_width": -8}, r"model.base_width=-8 must be 0 or a width"),
+        ({"base_layers": -1}, r"model.base_layers=-1 must be 0 or a number of layers"),
         ({"base_width": 8, "tie_weights": True}, "does not fit model.tie_weights=True"),
     ],
 )

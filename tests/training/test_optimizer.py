@@ -130,7 +130,7 @@ def test_values_at_the_ends_of_their_ranges_are_accepted():
         (MuonConfig, {"weight_decay": (-0.1, math.inf)}, "must be finite and at least 0"),
         (MuonConfig, {"iterations": (0, 100)}, "must be from 1 to 99; 5 is usual"),
         (MuonConfig, {"rate_factor": (0.0, math.inf)}, "must be above 0"),
-        (MuonConfig, {"scale": ("new",)}, "is unknown; use original or match_rms_adamw"),
+        (MuonConfig, {"scale": ("new",)}, "is unknown; use original or match_rms_adamw or sphere"),
         (MuonConfig, {"dtype": ("float16",)}, "is unknown; use auto or float32 or bfloat16"),
     ],
 )
@@ -143,11 +143,14 @@ def test_values_out_of_range_are_refused(kind, values, problem):
 
 
 def test_rates_follow_the_width():
-    """Four times the width: AdamW's rate falls by 4, Muon's by 2, unless its scale is original."""
+    """Four times the width: AdamW's rate falls by 4, Muon's by 2 with its default scale alone."""
     wide = ParameterGroup(decays=True, is_hidden_matrix=True, rate_factor=3.0, width_ratio=4.0)
     assert AdamWConfig().settings(wide).rate_factor == 0.75
     assert MuonConfig(rate_factor=5.0).settings(wide).rate_factor == 7.5
-    assert MuonConfig(rate_factor=5.0, scale="original").settings(wide).rate_factor == 15.0
+    for scale, decay in (("original", 0.1), ("sphere", 0.0)):
+        settings = MuonConfig(rate_factor=5.0, scale=scale).settings(wide)
+        assert settings.rate_factor == 15.0
+        assert settings.optimizer_kwargs["weight_decay"] == decay
     assert MuonConfig(weight_decay=0.2).settings(wide).optimizer_kwargs == {
         "lr": 0.0,
         "weight_decay": 0.2,

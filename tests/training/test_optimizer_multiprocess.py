@@ -37,6 +37,8 @@ def make_trainer(source: Path, run: Path, layout: str, **changes: Any) -> LoopTr
     act_as_launched(world)
     config = tiny_config(source, run, steps=STEPS)
     config.optimizer.name, config.recurrence.steps = "muon", Schedule.constant(2)
+    if changes.get("sphere"):
+        config.muon.scale, config.muon.rate_factor = "sphere", 20.0
     config.ema.decay = 0.9
     config.checkpoint.carry.parent = changes.get("parent", "")
     config.checkpoint.carry.optimizer = False
@@ -51,8 +53,8 @@ def make_trainer(source: Path, run: Path, layout: str, **changes: Any) -> LoopTr
     return LoopTrainer(resolve(config, world))
 
 
-def train(source: Path, run: Path, layout: str) -> None:
-    trainer = make_trainer(source, run, layout)
+def train(source: Path, run: Path, layout: str, sphere: bool = False) -> None:
+    trainer = make_trainer(source, run, layout, sphere=sphere)
     trainer.train()
     trainer.close()
 
@@ -74,6 +76,15 @@ def tensors(run: Path, step: int) -> dict[str, Tensor]:
 def test_every_layout_has_the_weights_moments_and_average_of_one_process(runs, layout):
     got, want = tensors(runs[layout], STEPS), tensors(runs["one"], STEPS)
     assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        assert float((got[key] - tensor).abs().max()) <= TOLERANCE, key
+
+
+def test_the_sphere_of_a_sharded_matrix_is_that_of_the_whole_one(gloo_pool, source, tmp_path):
+    for layout in ("one", "hsdp2-tp2"):
+        world, _ = LAYOUTS[layout]
+        gloo_pool(world).run(train, source, tmp_path / layout, layout, True)
+    want, got = (tensors(tmp_path / layout, STEPS) for layout in ("one", "hsdp2-tp2"))
     for key, tensor in want.items():
         assert float((got[key] - tensor).abs().max()) <= TOLERANCE, key
 

@@ -7,9 +7,9 @@
     O ─ all-to-all ─► parts
     W ← (1 − η·λ)·W − η·s·O               on every rank's part; η rate, λ decay
 
-The scale s is max(1, √(rows/columns)) ("original"), or 0.2·√max(rows, columns), which gives O the
-root mean square of AdamW's usual update ("match_rms_adamw"). NS is the quintic Newton-Schulz
-iteration that brings all singular values near 1:
+The scale s is max(1, √(rows/columns)) ("original"); 0.2·√max(rows, columns), which gives O the root
+mean square of AdamW's usual update ("match_rms_adamw"); or ‖W‖/‖O‖ ("sphere"), and then W returns
+to its norm. NS is the quintic Newton-Schulz iteration that brings all singular values near 1:
 
     X ← U / ‖U‖;   X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X, five times
 
@@ -17,7 +17,8 @@ It needs whole matrices. Owners are packed so that their products cost about the
 HSDP repeat the work. A three-dimensional parameter (experts) is a stack, with an owner a matrix.
 
 Source: Jordan et al. 2024, "Muon", kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
-2502.16982, §2.2 (scale); in one process and bfloat16 bit for bit `torch.optim.Muon` of torch 2.13.
+2502.16982, §2.2 (scale); arXiv 2603.28743 (sphere). With the first two scales, in one process and
+bfloat16, it is bit for bit `torch.optim.Muon` of torch 2.13.
 """
 
 import inspect
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from titan_loop.errors import UserError
 from titan_loop.models.initialisation import local_part
 
 RankTable = tuple[tuple[int, ...], ...]
@@ -88,6 +90,7 @@ class Muon(torch.optim.Muon):
         """Update every matrix that has a gradient; collective."""
         assert closure is None
         groups = {matrix: group for group in self.param_groups for matrix in group["params"]}
+        is_first = not self.state
 
         def write_direction(matrix: Matrix, part: Tensor) -> None:
             parameter = matrix.parameter
@@ -107,7 +110,17 @@ class Muon(torch.optim.Muon):
             return orthogonalise(whole, steps=steps, coefficients=coefficients, eps=group["eps"])
 
         for owners in self._owners:
-            for matrix, part in owners.transform(write_direction, direction, self.dtype):
+            moves = owners.transform(write_direction, direction, self.dtype)
+            if moves and self.param_groups[0]["adjust_lr_fn"] == "sphere":
+                products = owners.products(moves)
+                if is_first and not products[:, 0].all():
+                    problem = "keeps the norms of matrices, and one of this model's starts as zeros"
+                    raise UserError(f"muon.scale=sphere {problem}; use original")
+                for (matrix, part), of_matrix in zip(moves, products, strict=True):
+                    rate = groups[matrix.parameter]["lr"]
+                    _turn(matrix.part(matrix.parameter), part, of_matrix, rate)
+                continue
+            for matrix, part in moves:
                 parameter = matrix.parameter
                 group, local = groups[parameter], matrix.part(parameter)
                 local.mul_(1 - group["lr"] * group["weight_decay"])
@@ -253,6 +266,15 @@ class MatrixOwners:
         self._exchange(parts, arrived, sent_sizes, arrived_sizes)
         return [(self._matrices[index], view) for (_, index), view in zip(sent, views, strict=True)]
 
+    def products(self, moves: list[tuple[Matrix, Tensor]]) -> Tensor:
+        """Return ‖W‖², ⟨W, O⟩ and ‖O‖² of every whole matrix, (len(moves), 3); collective."""
+        pairs = [(matrix.part(matrix.parameter).float(), part.float()) for matrix, part in moves]
+        rows = [torch.stack([(w * w).sum(), (w * o).sum(), (o * o).sum()]) for w, o in pairs]
+        found = torch.stack(rows)
+        if len(self._regions) > 1:
+            dist.all_reduce(found, group=self._group)
+        return found
+
     def _buffer(
         self, pieces: list[tuple[int, int]], dtype: torch.dtype
     ) -> tuple[Tensor, list[Tensor]]:
@@ -307,6 +329,14 @@ def pack(costs: Sequence[float], bins: int) -> list[int]:
         chosen[index] = min(range(bins), key=lambda number: filled[number])
         filled[chosen[index]] += costs[index]
     return chosen
+
+
+def _turn(weight: Tensor, update: Tensor, products: Tensor, rate: float) -> None:
+    """Change a part of W as "sphere" says, by `MatrixOwners.products` of the whole matrix."""
+    size, overlap, length = products.unbind()
+    scale = rate * (size / length.clamp(min=1e-14)).sqrt()
+    moved = size - 2 * scale * overlap + scale.square() * length
+    weight.sub_(update * scale).mul_((size / moved).sqrt())
 
 
 def _update_scale(shape: torch.Size, rule: str) -> float:

@@ -31,7 +31,13 @@ USES: frozenset[Use] = frozenset(get_args(Use))
 _RESOLVED = {"size", "recurrent_steps"}
 _SAME_RESULT = {"attention", "readout_chunk_tokens"}
 _TRAINING_ALONE = {"dropout", "embedding_dropout"}
-_INITIAL_WEIGHTS = {"base_width", "initializer_range", "initial_keys", "residual_scale"}
+_INITIAL_WEIGHTS = {
+    "base_layers",
+    "base_width",
+    "initializer_range",
+    "initial_keys",
+    "residual_scale",
+}
 RUNTIME_OPTIONS = frozenset(_RESOLVED | _SAME_RESULT | _TRAINING_ALONE | _INITIAL_WEIGHTS)
 """Options in which two models of one checkpoint may differ."""
 

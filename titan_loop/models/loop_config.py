@@ -16,6 +16,7 @@ Initialisation (Ouro's paper does not publish its own):
   are correlated and add up like R, different layers add up like √L (arXiv 2606.18524).
 - `base_width` is µP for hidden matrices and head (Yang et al. 2022, arXiv 2203.03466, Table 8); our
   initial logits have the same scale at every width, theirs shrink with it.
+- `base_layers` divides rates by √(layers / base_layers); visits do not count (2606.18524 again).
 - Gate: zeros, so that λ = 1/2 at first.
 """
 
@@ -162,6 +163,8 @@ def loop_config(
         heads = f"model.n_kv_heads={shape.n_kv_heads}, model.n_heads={shape.n_heads}"
         problem = "model.initial_keys=queries needs as many key heads as query heads"
         raise UserError(f"{problem}: {heads}")
+    if options.base_layers < 0:
+        raise UserError(f"model.base_layers={options.base_layers} must be 0 or a number of layers")
     if not 0 <= options.branch_scale < math.inf:
         raise UserError(f"model.branch_scale={options.branch_scale} must be finite and at least 0")
     matrix = _matrix(options, shape)
@@ -236,6 +239,7 @@ def loop_config(
         "branch_scale": options.branch_scale,
         "branch_factor": factor,
         "width_ratio": width_ratio(options, shape),
+        "depth_ratio": shape.n_layers / (options.base_layers or shape.n_layers),
         "exit_gate": (
             ExitGate.Config(in_features=shape.dim, param_init=_GATE) if options.exit_gate else None
         ),

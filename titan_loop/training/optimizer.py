@@ -77,8 +77,8 @@ class AdamWConfig:
 class MuonConfig:
     """Muon for the matrices of the layers; see `titan_loop/distributed/muon.py`.
 
-    With the default scale Muon takes AdamW's rate and decay. With `original`, rates are an order of
-    magnitude larger: set `rate_factor`.
+    With the default scale Muon takes AdamW's rate and decay. With `original`, and with `sphere`,
+    where a rate is the length of a step relative to the matrix, set `rate_factor`.
     """
 
     weight_decay: float = 0.1
@@ -93,8 +93,9 @@ class MuonConfig:
     iterations: int = 5
     """Newton-Schulz iterations."""
 
-    scale: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """Factor on an update: original max(1, √(rows/columns)), match_rms_adamw 0.2·√(larger side)."""
+    scale: Literal["original", "match_rms_adamw", "sphere"] = "match_rms_adamw"
+    """Factor on an update: original max(1, √(rows/columns)); match_rms_adamw 0.2·√(larger side);
+    sphere the norm of the matrix over that of the update, and then the matrix keeps its norm."""
 
     rate_factor: float = 1.0
     """Factor on the scheduled learning rate for Muon."""
@@ -105,16 +106,18 @@ class MuonConfig:
     def settings(self, group: ParameterGroup) -> "GroupSettings":
         """Return the settings of one of the model's groups.
 
-        With the factor √(rows/columns), an orthogonal update changes outputs equally at every
-        width. 0.2·√(larger side) grows by √m at m times the width; the rate undoes that.
+        With the factor √(rows/columns) or on the sphere, an orthogonal update changes outputs
+        equally at every width. 0.2·√(larger side) grows by √m at m times the width; the rate undoes
+        that. On the sphere decay has no effect to first order, so there is none.
         """
-        by_width = 1.0 if self.scale == "original" else group.width_ratio**-0.5
+        by_width = group.width_ratio**-0.5 if self.scale == "match_rms_adamw" else 1.0
+        decays = group.decays and self.scale != "sphere"
         return GroupSettings(
             pattern="",
             optimizer_name="Muon",
             optimizer_kwargs={
                 "lr": 0.0,
-                "weight_decay": self.weight_decay if group.decays else 0.0,
+                "weight_decay": self.weight_decay if decays else 0.0,
                 "momentum": self.momentum,
                 "nesterov": self.nesterov,
                 "ns_steps": self.iterations,
