@@ -1,8 +1,10 @@
 """A scaling law on two cores: a layer of four widths at R = 1, 2, 4, 8, on the quick start's text.
 
 Every stage is one looped layer of the quick start's shape, trained to the loss of its last step at
-a constant rate, so that a point early in a run is the end of a shorter run. `tools/scaling.sh`
-trains the stages with three seeds and fits the law to the training losses; LOG.md has the results.
+a constant rate, so that a point early in a run is the end of a shorter run. The initial gain of the
+layer's branches falls with its visits, without which R = 8 diverges at this rate.
+`tools/scaling.sh` trains the stages with three seeds and fits the law to the training losses;
+LOG.md has the results.
 
 Source: the forms and hold-outs are from Chen et al. 2026, arXiv 2609.40316.
 """
@@ -62,6 +64,7 @@ def _arm(dim: int, steps: int) -> LoopTrainer.Config:
             hidden_dim=8 * dim // 3,
             recurrent_steps=steps,
             exit_gate=False,
+            residual_scale="visits",
         ),
         dataloader=WindowLoader.Config(
             mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
