@@ -146,6 +146,15 @@ def test_layers_share_a_compilation_for_each_window_and_each_mode(policy):
 
 
 @DYNAMO_WARNS
+def test_windows_may_vary_where_attention_needs_no_mask():
+    torch._dynamo.reset()
+    model = parallelized(model_of(), True, backend="eager")
+    for rows, window in ((2, 8), (2, 12), (1, SEQ_LEN)):
+        tokens = torch.randint(128, (rows, window))
+        model(tokens).hidden_RBLD[-1].mean().backward()
+
+
+@DYNAMO_WARNS
 @pytest.mark.parametrize(
     ("options", "graphs"),
     [

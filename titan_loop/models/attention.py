@@ -117,12 +117,14 @@ class DocumentAttention(Module):
                 attention_masks = whole.tril(keys - queries)
             factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
             return _attend_with_scores(q_BLNH, k_BLNH, v_BLNH, scores_BNLS, attention_masks, factor)
+        # A branch makes a bool of what the compiler keeps symbolic when windows vary.
+        is_causal = False if queries == 1 else attention_masks is None
         out_BNLH = F.scaled_dot_product_attention(
             q_BLNH.transpose(1, 2),
             k_BLNH.transpose(1, 2),
             v_BLNH.transpose(1, 2),
             attn_mask=attention_masks,
-            is_causal=attention_masks is None and queries > 1,
+            is_causal=is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
         )

@@ -2,6 +2,7 @@
 
     python tools/bench/plain.py                                # both CPU shapes
     python tools/bench/plain.py --size 134m --seq-len 4096 --batch 4 --recurrent-steps 4   # a GPU
+    python tools/bench/plain.py --released FOLDER    # beside the code of the released models, too
 
 The plain model is written the way a careful researcher would: SDPA, one matrix product for q, k, v
 and one for gate and up, `F.rms_norm`, fused AdamW, all logits of all steps materialised, bf16
@@ -10,6 +11,10 @@ Steps run in turn in one process. FLOPs over the matmul rate are the model's FLO
 those of the feed-forward's own product, measured in the same run; the ratio of times is printed
 only if the plain model reaches a share of that rate, lest it be a straw man: 0.60 in the first CPU
 shape and 0.80 in the second; a named size has no such bound.
+
+FOLDER has `modeling_ouro.py` and `configuration_ouro.py` of a released Ouro model. They run as they
+are, with the same weights and the same loss (the authors' training code is not released), in the
+environment with transformers 4 that `tools/test_hf.sh` makes, `.venv/hf4`.
 """
 
 import argparse
@@ -40,6 +45,7 @@ from training_step import (
     trainer_step,
 )
 
+from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
 from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.loop_config import NORM_EPS
@@ -159,18 +165,53 @@ class PlainLoop(nn.Module):
                 states.append(state)
             stacked = torch.stack(states)
             logits = F.linear(stacked, self.head)
-        cross_entropy = F.cross_entropy(
-            logits.flatten(0, -2).float(),
-            labels.expand(self.steps, *labels.shape).flatten(),
-            reduction="none",
-        ).view(self.steps, -1)
-        exit_logit = self.gate(stacked.float()).squeeze(-1).flatten(1)
-        go_on = F.logsigmoid(-exit_logit).cumsum(dim=0)
-        before = torch.cat([torch.zeros_like(go_on[:1]), go_on[:-1]])
-        log_p = torch.cat([(F.logsigmoid(exit_logit) + before)[:-1], before[-1:]])
-        p = log_p.exp()
-        entropy = -(p * log_p).sum(dim=0)
-        return ((p * cross_entropy).sum(dim=0) - ENTROPY_WEIGHT * entropy).mean()
+        return expected_loss(logits, self.gate(stacked.float()), labels)
+
+
+class ReleasedLoop(nn.Module):
+    """The code of the released models around the same Stage I loss."""
+
+    def __init__(self, folder: str, source: LoopDecoder, seq_len: int) -> None:
+        super().__init__()
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        shape = OuroShape.from_architecture(
+            source.config.architecture(),
+            recurrent_steps=source.recurrent_steps,
+            max_positions=seq_len,
+        )
+        kinds = ("configuration_ouro.OuroConfig", "modeling_ouro.OuroForCausalLM")
+        config_class, model_class = (get_class_from_dynamic_module(kind, folder) for kind in kinds)
+        fields = shape.to_config(dtype="float32", bos_id=None, eos_id=None)
+        self.causal = model_class(config_class(**fields, attn_implementation="sdpa"))
+        weights = {name: whole(parameter) for name, parameter in source.named_parameters()}
+        ours = {name: weights[shape.parameter_name(name)] for name in shape.tensor_shapes()}
+        self.causal.load_state_dict(ours)
+        self.to(device())
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss in nats per token."""
+        with torch.autocast("cuda", torch.bfloat16, enabled=device().type == "cuda"):
+            _, states, exit_logits = self.causal.model(tokens, use_cache=False)
+            logits = self.causal.lm_head(torch.stack(states))
+        return expected_loss(logits, torch.stack(exit_logits).float(), labels)
+
+
+def expected_loss(logits: Tensor, exit_logits: Tensor, labels: Tensor) -> Tensor:
+    """Return Stage I's loss of (R, B, L, V) logits and (R, B, L, 1) exit logits."""
+    steps = len(logits)
+    cross_entropy = F.cross_entropy(
+        logits.flatten(0, -2).float(),
+        labels.expand(steps, *labels.shape).flatten(),
+        reduction="none",
+    ).view(steps, -1)
+    exit_logit = exit_logits.squeeze(-1).flatten(1)
+    go_on = F.logsigmoid(-exit_logit).cumsum(dim=0)
+    before = torch.cat([torch.zeros_like(go_on[:1]), go_on[:-1]])
+    log_p = torch.cat([(F.logsigmoid(exit_logit) + before)[:-1], before[-1:]])
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(dim=0)
+    return ((p * cross_entropy).sum(dim=0) - ENTROPY_WEIGHT * entropy).mean()
 
 
 def main() -> int:
@@ -184,6 +225,7 @@ def main() -> int:
     parser.add_argument(
         "--compile-plain", action="store_true", help="compile the plain layers, too"
     )
+    parser.add_argument("--released", metavar="FOLDER", help="code of a released model")
     options = begin(parser, start=start)
     cases = CASES
     if options.size is not None:
@@ -212,6 +254,15 @@ def _compare(case: Case, options: argparse.Namespace) -> bool:
             layer.compile()
         models["plain, compiled"] = quick
         steps["plain, compiled"] = optimizer_step(quick, lambda: quick(tokens, labels))
+    if options.released:
+        for name in ("released", "released, compiled")[: 1 if options.no_compile else 2]:
+            models[name] = released = ReleasedLoop(options.released, source, case.seq_len)
+            if name.endswith("compiled"):
+                for layer in released.causal.model.layers:
+                    layer.compile()
+            steps[name] = optimizer_step(
+                released, lambda released=released: released(tokens, labels)
+            )
     models["titan_loop"] = source
     steps["titan_loop"] = trainer_step(job, source)
     if not options.no_compile:
