@@ -299,5 +299,4 @@ def threads_per_rank(local_world_size: int) -> int:
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
     # Ranks whose threads overlap on the same cores spin on each other: 10 to 40 times slower.
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores // max(1, local_world_size))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, local_world_size))

@@ -114,8 +114,7 @@ def exit_code(error: BaseException) -> int:
         return EXIT_STOPPED
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    found = (code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
-    return next(found, EXIT_CRASH)
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), EXIT_CRASH)
 
 
 def require_at_least(least: float, **values: float | None) -> None:
@@ -145,7 +144,6 @@ def first_line(error: BaseException) -> str:
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
     """Return "; nearest: a, b" with at most `count` candidates, or "; known: …" with all."""
     known = sorted(set(candidates))
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
-    if close:
+    if close := difflib.get_close_matches(name, known, n=count, cutoff=0.5):
         return f"; nearest: {', '.join(close)}"
     return f"; known: {', '.join(known)}" if known else ""

@@ -146,8 +146,7 @@ def on_rank_zero(group: "dist.ProcessGroup | None", act: Callable[[], T]) -> T |
 def require_equal(group: "dist.ProcessGroup | None", value: str, called: str) -> None:
     """Raise `RunFailedError` on all ranks if any differs from rank 0: its disk may be stale."""
     values = from_all_ranks(group, lambda: value)
-    others = [str(rank) for rank, each in enumerate(values) if each != values[0]]
-    if others:
+    if others := [str(rank) for rank, each in enumerate(values) if each != values[0]]:
         raise RunFailedError(
             f"{called} of rank {', '.join(others)} differs from rank 0's; compare the files and "
             "the code that their nodes see, and start again"

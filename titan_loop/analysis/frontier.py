@@ -152,11 +152,9 @@ def dense_points(report: TaskReport, dense: Path) -> dict[str, FrontierPoint]:
     found: dict[str, FrontierPoint] = {}
     for task in report.tasks:
         asked = report.settings.get(task)
-        same = [other for other in reports if other.settings.get(task) == asked]
-        if same:
+        if same := [other for other in reports if other.settings.get(task) == asked]:
             readings = same[-1].tasks[task]
-            name = f"static:{same[-1].trained_recurrent_steps}"
-            if name in readings:
+            if (name := f"static:{same[-1].trained_recurrent_steps}") in readings:
                 found[task] = _point(task, name, readings[name])
     if not found:
         raise UserError(

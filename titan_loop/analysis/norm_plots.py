@@ -25,9 +25,8 @@ def plot_norms(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
             _draw_map(axes, newest["state_rms" if name == _STATES else "state_gradient"])
             return
         for part, color in colors.items():
-            values = _curve(records, part, "gradient")
-            if name == _UPDATES:
-                values = _updates(records, part)
+            updated = name == _UPDATES
+            values = _updates(records, part) if updated else _curve(records, part, "gradient")
             label = f"layer {part}" if part.isdecimal() else part
             axes.plot(tokens, values, color=color, linewidth=1, marker=".", label=label)
         axes.set_yscale("log")

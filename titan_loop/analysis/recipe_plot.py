@@ -40,8 +40,7 @@ def _branches(folder: Path, stage: StageStatus, *, start_tokens: int) -> Iterato
     forks: list[tuple[StageStatus, int]] = []
     following: StageStatus | None = stage
     while following is not None:
-        records = RunDirectory(folder / following.name).read_metrics()
-        if records:
+        if records := RunDirectory(folder / following.name).read_metrics():
             branch.append(StageCurve(following.name, start_tokens, records))
             start_tokens += records[-1]["tokens"]
         first, *others = following.children or [None]

@@ -130,8 +130,7 @@ def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Sectio
     if saved.mixture and not sections:
         missing.append(f"a depth sweep: titan-loop eval {name}")
     reports = TaskReport.all_of(run_directory)
-    swept = [report for report in reports if _has_depths(report)]
-    if swept:
+    if swept := [report for report in reports if _has_depths(report)]:
         text = f"At step {swept[-1].step:,}, every depth from the same pass."
         image = plot_task_depths(swept[-1], plots / "task_depths.png")
         sections.append(Section("Tasks by depth", text, image))
@@ -209,8 +208,7 @@ def _lineage(run_directory: RunDirectory) -> list[Section]:
         row += [f"{trainer['tokens']:,}", str(trainer["recurrent_steps"])]
         row += [str(manifest.get("created", ""))]
         rows.append([*row, str(manifest["lineage"].get("recipe_sha256", ""))[:12]])
-        records = RunDirectory(ancestor.run).read_metrics()
-        if records:
+        if records := RunDirectory(ancestor.run).read_metrics():
             curves.append(StageCurve(ancestor.stage or name, start, records))
         start += trainer["tokens"]
     text = "The runs this one descends from, oldest first, each with the checkpoint that the next "

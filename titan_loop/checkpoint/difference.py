@@ -52,8 +52,7 @@ def manifest_differences(
 
 def largest_differences(a: Tensor, b: Tensor) -> tuple[float, float]:
     """Return the largest absolute and relative difference of two real tensors of one shape."""
-    floating = a.is_floating_point() or b.is_floating_point()
-    exact = torch.float64 if floating else torch.int64
+    exact = torch.float64 if a.is_floating_point() or b.is_floating_point() else torch.int64
     absolute = relative = 0.0
     for left, right in zip(
         a.reshape(-1).split(CHUNK_ELEMENTS), b.reshape(-1).split(CHUNK_ELEMENTS), strict=True

@@ -302,8 +302,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         loaded = self._load_weights(step)
-        rewinds = from_rank_zero(self.group, lambda: read_rewinds(self.path.parent))
-        if rewinds:
+        if rewinds := from_rank_zero(self.group, lambda: read_rewinds(self.path.parent)):
             self.inherited["jumps"] = rewinds
             self.dataloader.jump(jumped_windows(rewinds))
         return loaded
@@ -346,8 +345,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
                 f"checkpoint.carry.parent={parent} is not usable: {reason}; name an older one"
             )
         self.trainer.check_parent(manifest["trainer"])
-        origin = from_rank_zero(self.group, lambda: reference(parent))
-        self.inherited = {"origin": origin}
+        self.inherited = {"origin": from_rank_zero(self.group, lambda: reference(parent))}
         if carry.upcycle != "no":
             parent = from_rank_zero(self.group, lambda: self._upcycle(parent))
             # Of this start alone: earlier duplications are in the origin's manifest.

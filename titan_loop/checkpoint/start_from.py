@@ -44,8 +44,7 @@ class StartFrom:
 
     def check(self) -> None:
         """Raise `UserError` for unknown values."""
-        known = ("no", "stacked", "interleaved")
-        require_known("checkpoint.carry.upcycle", self.upcycle, known)
+        require_known("checkpoint.carry.upcycle", self.upcycle, ("no", "stacked", "interleaved"))
         require_known("checkpoint.carry.moments", self.moments, get_args(Moments))
 
     def upcycling(self, n_layers: int) -> Upcycling | None:

@@ -59,8 +59,7 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
     """
     path = checkpoint / TABLE
     try:
-        content = read_regular(path, fix="use another checkpoint", most_bytes=_MOST_BYTES)
-        table = json.loads(content)
+        table = json.loads(read_regular(path, fix="use another checkpoint", most_bytes=_MOST_BYTES))
         if table["sha256"] != _digest(table["entries"]):
             raise ValueError("it has a different SHA-256 than when it was written")
         return _parsed(table["entries"], path)
@@ -181,8 +180,7 @@ def _parsed(entries: dict[str, Any], path: Path) -> dcp.Metadata:
         distinct = len({chunk.offsets for chunk in chunks}) == len(chunks)
         if not distinct or sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
             raise ValueError(f"{key} is incomplete")
-        properties = dcp.TensorProperties(dtype=dtype)
-        described[key] = dcp.TensorStorageMetadata(properties, shape, chunks)
+        described[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, chunks)
     _check_places(stored.values(), path)
     return dcp.Metadata(described, storage_data=stored)
 

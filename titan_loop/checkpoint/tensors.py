@@ -117,8 +117,7 @@ class CheckpointReader:
         state_dict: dict[str, Any] = {key: target}
         planner = PlainLoadPlanner()
         planner.set_up_planner(state_dict, self.metadata)
-        plan = create_default_local_load_plan(state_dict, self.metadata)
-        self._files.read_data(plan, planner)
+        self._files.read_data(create_default_local_load_plan(state_dict, self.metadata), planner)
         return state_dict[key]
 
 

@@ -83,8 +83,7 @@ def check_versions() -> Iterator[Finding]:
                 yield Finding(name, "missing", fix, blocks_training=True)
             continue
         if name in bounds and not bounds[name].contains(version, prereleases=True):
-            problem = f"{version} is outside {bounds[name]}"
-            yield Finding(name, problem, fix, blocks_training=True)
+            yield Finding(name, f"{version} is outside {bounds[name]}", fix, blocks_training=True)
         elif name in _PACKAGES:
             yield Finding(name, version)
 

@@ -108,8 +108,7 @@ def _tasks(
     if join_ranks()[0] == 0:
         run_directory = SavedRun.open(run).directory
         if frontier:
-            written = write_frontier(report, run_directory, dense)
-            if written:
+            if written := write_frontier(report, run_directory, dense):
                 print(frontier_table(written.points))
                 print(f"The frontier is in {written.csv} and {written.png}")
         else:

@@ -55,14 +55,13 @@ def apply_to_stages(
     from titan_loop.cli.overrides import apply_overrides  # imports torch
 
     common, own = split_by_stage(flags, [stage.name for stage in recipe.stages])
-    if only is not None:
-        useless = next((name for name in own if name != only), None)
-        if useless is not None:
-            raise UserError(
-                f"{PREFIX}{useless}.{own[useless][0].removeprefix('--')} has no effect with "
-                f"--stage {only}; leave one of them out"
-            )
-    for stage in recipe.stages if only is None else [recipe.stage(only)]:
+    useless = next((name for name in own if only not in (None, name)), None)
+    if useless is not None:
+        raise UserError(
+            f"{PREFIX}{useless}.{own[useless][0].removeprefix('--')} has no effect with --stage "
+            f"{only}; leave one of them out"
+        )
+    for stage in recipe.chosen(only):
         stage.config.dump_folder = recipe.folder or f"runs/{recipe.name}"  # --help shows it
         stage.config = apply_overrides(stage.config, common, program)
         try:

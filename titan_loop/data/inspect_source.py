@@ -113,8 +113,7 @@ def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
     if expected_bytes is None and found_bytes > MOST_BYTES:
         yield f"{path}: {found_bytes} bytes, more than a tokenizer's limit of {MOST_BYTES}"
         return
-    found = file_sha256(path)
-    if found != sha256:
+    if (found := file_sha256(path)) != sha256:
         yield f"{path}: SHA-256 {found[:12]}…, the card says {sha256[:12]}…"
 
 

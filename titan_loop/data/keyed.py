@@ -16,8 +16,7 @@ _SHIFT = np.uint64(33)
 
 def keyed_integer(*parts: object) -> int:
     """Return an integer in [0, 2**64) that depends only on the `repr` of all `parts`."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def keyed_uniform(*parts: object) -> float:

@@ -83,14 +83,12 @@ def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iter
                 "give the new source an address of its own"
             )
         places = {name: path_below(folder, name, here) for name in files_of(card)}
-        missing = sorted(places.keys() - sizes.keys())
-        if missing:
+        if missing := sorted(places.keys() - sizes.keys()):
             raise UserError(
                 f"{FIELD}: {address} has no {missing[0]}, which its {card_name} names: its copying "
                 "was interrupted; copy it there again"
             )
-        left = [name for name, place in places.items() if _size(place) != sizes[name]]
-        if left:
+        if left := [name for name, place in places.items() if _size(place) != sizes[name]]:
             _copy_all(remote, {name: sizes[name] for name in left}, folder)
         card.replace(here)
     _complete.add(address)

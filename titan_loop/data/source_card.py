@@ -165,8 +165,7 @@ class SourceCard:
     def _parse(cls, path: Path) -> "SourceCard":
         try:
             raw = read_json_object(path, fix="prepare it again")
-            version = raw["format_version"]
-            if version != FORMAT_VERSION:
+            if (version := raw["format_version"]) != FORMAT_VERSION:
                 raise UserError(
                     f"source {path.parent} has format {version}, this version reads "
                     f"{FORMAT_VERSION}: prepare it again"

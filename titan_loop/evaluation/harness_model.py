@@ -277,8 +277,7 @@ class LoopLM(TemplateLM):
         if not continuation:  # its text merged into the last token of the context
             continuation = self.tok_encode(text[1])
         if not continuation:
-            behind = text[0][-40:]
-            raise UserError(f"a request scores an empty continuation, after {behind!r}")
+            raise UserError(f"a request scores an empty continuation, after {text[0][-40:]!r}")
         if len(continuation) > self.max_length:
             problem = f"an answer has {len(continuation)} tokens, the context {self.max_length}"
             raise UserError(f"{problem}; raise max_length")

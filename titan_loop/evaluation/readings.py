@@ -201,8 +201,7 @@ def _score_chunk(
     step_PC = torch.cat([ask(r.policy, states_R1CD[: r.recurrent_steps]) for r in readings])
     nats_PC, right_PC = nats_RC.gather(0, step_PC - 1), right_RC.gather(0, step_PC - 1)
     for p, reading in enumerate(readings):
-        early = reading.policy.early_step
-        if early is not None:
+        if (early := reading.policy.early_step) is not None:
             last_CV, early_CV = logits[reading.deepest_step][0], logits[early][0]
             nats_PC[p], right_PC[p] = _graded(reading.policy.combined(last_CV, early_CV), labels_C)
     return Scores(nats_PC, right_PC, step_PC)
@@ -218,8 +217,7 @@ def _steps_to_read(readings: Sequence[Reading]) -> list[int]:
     steps: set[int] = set()
     for reading in readings:
         deepest = reading.deepest_step
-        early = reading.policy.early_step
-        if early is not None:
+        if (early := reading.policy.early_step) is not None:
             steps |= {early, deepest}
         elif isinstance(reading.policy, StaticStep):
             steps.add(deepest)

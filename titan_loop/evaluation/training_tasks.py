@@ -88,8 +88,7 @@ def _divide(
     totals = sums.new_zeros(len(rows), *sums.shape[1:])
     there = [index for index in mine if index < len(rows)]
     totals[there] = sums[: len(there)]
-    loss_mesh = trainer.parallel_dims.get_optional_mesh("loss")
-    if loss_mesh is not None:
+    if (loss_mesh := trainer.parallel_dims.get_optional_mesh("loss")) is not None:
         totals = dist_utils.dist_sum_tensor(totals, loss_mesh)
     return [(nats_P, steps_P) for nats_P, steps_P in totals.tolist()]
 
@@ -137,16 +136,14 @@ def questions(trainer: TrainingState, name: str, count: int) -> Ask:
     in the harness.
     """
     documents = OFFLINE_TASKS[name]()[:count]
-    source = Path(trainer.config.dataloader.source_paths()[0])
-    tokenizer = load_tokenizer(source / TOKENIZER_NAME)
+    tokenizer = load_tokenizer(Path(trainer.config.dataloader.source_paths()[0]) / TOKENIZER_NAME)
     room = trainer.config.training.seq_len
     pairs = [
         continuation_tokens(tokenizer, document["text"], f" {choice}")
         for document in documents
         for choice in document["choices"]
     ]
-    cut = sum(len(context) + len(answer) > room + 1 for context, answer in pairs)
-    if cut:
+    if cut := sum(len(context) + len(answer) > room + 1 for context, answer in pairs):
         logger.warning(
             f"suite: {cut} of {len(pairs)} answers of {name} are longer, with their question, than "
             f"the window of {room} tokens; the beginning of the question is lost"

@@ -79,8 +79,7 @@ class Watcher:
         evaluated = 0
         try:
             while True:
-                chosen = self._agreed(self._choose)
-                if chosen is not None:
+                if (chosen := self._agreed(self._choose)) is not None:
                     evaluated += self._evaluate(chosen)
                 elif once or self._agreed(self._is_complete):
                     break

@@ -190,8 +190,7 @@ class LlamaShape:
         own = attrgetter("dim", "n_layers", "n_heads", "hidden_dim")
         named = (name for name, known in sizes.items() if own(known) == own(self))
         names = {option.name for option in fields(ModelSize)} | {"rope_theta", "tie_weights"}
-        values = {name: getattr(self, name) for name in names}
-        return values | {"size": next(named, default)}
+        return {name: getattr(self, name) for name in names} | {"size": next(named, default)}
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
         """Return the content of `config.json`; the ids are None without a tokenizer."""
@@ -296,8 +295,7 @@ class LlamaShape:
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
         """Return a tensor by the format's name, in the checkpoint's dtype."""
-        fill = self.fill(tensor)
-        if fill is not None:
+        if (fill := self.fill(tensor)) is not None:
             return torch.full(self.tensor_shapes()[tensor], fill)
         return reader.read(self.parameter_name(tensor))
 
@@ -350,11 +348,9 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
         if part is not None and not isinstance(part, dict):
             raise UserError(f"config.json: {name}={part!r} must be an object or null")
         rope |= part or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise unsupported("rope_type", kind, "default")
-    factor = rope.get("partial_rotary_factor", 1.0)
-    if factor != 1.0:
+    if (factor := rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise unsupported("partial_rotary_factor", factor, 1.0)
     values = (config.get("rope_theta"), rope.get("rope_theta"))
     found = {positive("rope_theta", value) for value in values if value is not None}

@@ -280,8 +280,7 @@ class PromptVisit:
         """Store, and return the same keys and values: all rows are at one step."""
         cache, step = _addressed(self._cache, slot)
         assert isinstance(step, int), "a prompt's rows share their step"
-        new_2BLNH = torch.stack((k_BLNH, v_BLNH))
-        cache.write_prompt(step, slot.layer, self._first_row, new_2BLNH)
+        cache.write_prompt(step, slot.layer, self._first_row, torch.stack((k_BLNH, v_BLNH)))
         return k_BLNH, v_BLNH
 
 

@@ -43,8 +43,7 @@ class Detokenizer:
 
     def _release(self, piece: str, *, at_end: bool = False) -> str:
         text = self._held + piece
-        found = [index for index in (text.find(stop) for stop in self._stop) if index >= 0]
-        if found:
+        if found := [index for index in (text.find(stop) for stop in self._stop) if index >= 0]:
             self.stopped = True
             return text[: min(found)]
         held = 0 if at_end else max((_overlap(text, stop) for stop in self._stop), default=0)

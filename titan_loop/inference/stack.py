@@ -91,9 +91,8 @@ class Stack:
         """Return the context that the steps of new tokens share."""
         places = Places.of(positions_BL)
         key_S = torch.arange(places.seen, device=self.device)
-        mask_B1LS = None  # rows in step see all their keys
-        if not places.in_step:
-            mask_B1LS = (key_S <= positions_BL.unsqueeze(-1)).unsqueeze(1)
+        # Rows in step see all their keys.
+        mask_B1LS = None if places.in_step else (key_S <= positions_BL.unsqueeze(-1)).unsqueeze(1)
         visit = TokenVisit(cache, places)
         return self.model.make_context(
             positions_BL, positions_BL, mask_B1LS, visit, key_positions=key_S.unsqueeze(0)
@@ -115,13 +114,11 @@ class Stack:
             tokens_BL: Tokens that rows at step 1 start from; None if no row is at step 1.
             reads: Whether anything reads a state after this step; if not, no coda runs.
         """
-        same = min(steps) == max(steps)
-        step = steps[0] if same else torch.tensor(steps, device=self.device)
+        step = steps[0] if min(steps) == max(steps) else torch.tensor(steps, device=self.device)
         carry = self._carry(state, tokens_BL, step, context)
         hidden_BLD = self.model.step(carry, step, context)
-        read_BLD = tree_leaves(hidden_BLD)[0]
-        if reads:
-            read_BLD = self.model.read(hidden_BLD, context, step)
+        first_BLD = tree_leaves(hidden_BLD)[0]
+        read_BLD = self.model.read(hidden_BLD, context, step) if reads else first_BLD
         self.work.applications += 1
         self.work.token_steps += len(steps) * context.positions_BL.shape[1]
         return LoopState(carry, hidden_BLD, read_BLD)

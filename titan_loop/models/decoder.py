@@ -262,9 +262,7 @@ class LoopDecoder(Decoder):
         `step` counts from 1, or is a (B,) tensor. The engine drops the result of rows that begin a
         new token.
         """
-        if self.injection is None:
-            return hidden_BLD
-        return Injected(hidden_BLD, carry.embedding_BLD)
+        return hidden_BLD if self.injection is None else Injected(hidden_BLD, carry.embedding_BLD)
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
         """Apply every looped layer once, and the norm if it ends every step; return h_step.

@@ -152,8 +152,7 @@ def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
     values = dict(recorded)
     family = get_family(str(values.pop("family", FIRST_FAMILY)))
     known = {option.name for option in fields(family.options)}
-    unknown = [f"model.{name}={value}" for name, value in values.items() if name not in known]
-    if unknown:
+    if unknown := [f"model.{name}={value}" for name, value in values.items() if name not in known]:
         problem = f"{', '.join(unknown)}: family {family.name} has no such option in this version"
         raise UserError(f"{problem}; use the version of titan_loop that wrote it")
     return family.options(**values)

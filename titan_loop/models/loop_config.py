@@ -92,8 +92,7 @@ def width_ratio(options: LoopOptions, shape: ModelSize) -> float:
 
 def _positions(options: LoopOptions, shape: ModelSize) -> Positions.Config:
     kind = options.positions
-    by_distance = dict.fromkeys(SCORES, "relative_window")
-    needs = {"learned": "learned_positions", **by_distance}.get(kind)
+    needs = {"learned": "learned_positions", **dict.fromkeys(SCORES, "relative_window")}.get(kind)
     for name in ("learned_positions", "relative_window"):
         value = getattr(options, name)
         if name == needs and (value is None or value < 1):

@@ -102,8 +102,7 @@ class LMHead(Linear):
         how = _How(self.chunk_tokens, self.vocabulary, z_loss, rows_T)
         stream = partial(_stream, hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, how)
         if torch.is_grad_enabled():
-            inputs = head_weight_VD, weight_RBL, *hidden_RBLD
-            return GradientsInForward.apply(stream, *inputs)
+            return GradientsInForward.apply(stream, head_weight_VD, weight_RBL, *hidden_RBLD)
         loss, (ce_RBL,), _ = stream([False] * (2 + len(hidden_RBLD)))
         return loss, ce_RBL
 

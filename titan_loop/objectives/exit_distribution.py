@@ -102,8 +102,7 @@ def kl_to_prior(exit_logit_RBL: Tensor, prior_R: Tensor) -> Tensor:
 
 def _steps(like_RBL: Tensor) -> Tensor:
     """Return 1..R shaped to broadcast against `like_RBL`."""
-    recurrent_steps = like_RBL.shape[0]
-    step_R = torch.arange(1, recurrent_steps + 1, device=like_RBL.device, dtype=like_RBL.dtype)
+    step_R = torch.arange(1, like_RBL.shape[0] + 1, device=like_RBL.device, dtype=like_RBL.dtype)
     return step_R.view(-1, *[1] * (like_RBL.ndim - 1))
 
 

@@ -47,10 +47,9 @@ class MadeUpWindows(GlobalBatchLoader):
 
     def read(self, position: Position) -> BatchesRead:
         """Return micro-batches made anew by every call, so that under a fake mode they are fake."""
-        windows = position.windows // self._dp_world_size
         made = made_up(self._local_batch_size, self._seq_len, self.columns)
         own = {"input": made.input, "positions": made.positions, **made.columns}
-        count = windows // self._local_batch_size
+        count = position.windows // self._dp_world_size // self._local_batch_size
         batches = [({**own}, made.labels.clone()) for _ in range(count)]
         return BatchesRead(batches, position.data_hash)
 

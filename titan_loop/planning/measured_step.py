@@ -62,8 +62,7 @@ class MeasuredStep:
 
     def moved_in(self, micro_batches: float) -> dict[str, Moved]:
         """Return the collectives of a step with at least as many micro-batches."""
-        further = max(0, round(micro_batches) - self.micro_batches)
-        return plus(self.moved, self.moved_again, further)
+        return plus(self.moved, self.moved_again, max(0, round(micro_batches) - self.micro_batches))
 
     def continued(self, longer: "MeasuredStep", times: int) -> "MeasuredStep":
         """Extrapolate to `times` more recurrent steps; `longer` was measured with one more."""
@@ -91,8 +90,7 @@ def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
         "columns": [traits(loader.columns()), loader.knows_depth()],
         "work": [ranks, needs.policy, needs.recurrent_steps, micro_batches],
     }
-    text = json.dumps(decides, sort_keys=True, default=_named)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=_named).encode()).hexdigest()
 
 
 def read_measured(key: str) -> MeasuredStep | None:

@@ -88,7 +88,7 @@ def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -
     Make the recipe under `compat.assuming("cuda")`, so that it has a GPU's defaults.
     """
     needs: list[StageNeeds] = []
-    for stage in recipe.stages if only is None else [recipe.stage(only)]:
+    for stage in recipe.chosen(only):
         try:
             needs.append(stage_needs(stage.name, stage.config, cluster, recipe=recipe))
         except UserError as error:

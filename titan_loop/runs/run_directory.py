@@ -186,8 +186,7 @@ class RunDirectory:
         """Return the records of `norms.jsonl` as one series, as `read_metrics` does."""
         fields = {"step": int, "tokens": int, "state_rms": list, "state_gradient": list}
         fields |= {"weight": dict, "gradient": dict, "update": dict}
-        records = _sound(self.norms_jsonl, fields, _require_norms)
-        return _one_series(records, itemgetter("step"))
+        return _one_series(_sound(self.norms_jsonl, fields, _require_norms), itemgetter("step"))
 
     def read_decisions(self) -> list[dict[str, Any]]:
         """Return the decisions about spikes, without those that a restart superseded."""

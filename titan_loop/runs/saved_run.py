@@ -226,8 +226,7 @@ class SavedRun:
 
         A run with neither has the default, without conversations.
         """
-        recorded = self.config.get("text")
-        if recorded is not None:
+        if (recorded := self.config.get("text")) is not None:
             return TextFormat(**recorded)
         cards = self._cards()
         return text_format([*cards.values()], tokenizer) if cards else TextFormat()
@@ -335,8 +334,7 @@ class SavedRun:
 
 def vocabulary_of(state: Mapping[str, Any]) -> str | None:
     """Return the meaning of the token ids in a loader's state; see `SavedRun.vocabulary`."""
-    task = _recorded_task(state)
-    if task is not None:
+    if (task := _recorded_task(state)) is not None:
         return f"task {task.name} of {task.vocab_size} tokens"
     sha256 = state.get("data", {}).get("tokenizer")  # `WindowLoader` writes it
     return None if sha256 is None else f"tokenizer {sha256[:SHORT_DIGEST]}"

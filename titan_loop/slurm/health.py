@@ -59,8 +59,7 @@ def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], li
 
 
 def _own_fault(reports: list[dict[str, Any]], ranks: int) -> str:
-    problems = sorted({problem for report in reports for problem in report["problems"]})
-    if problems:
+    if problems := sorted({problem for report in reports for problem in report["problems"]}):
         return "; ".join(problems)
     if len(reports) < ranks:
         return f"{len(reports)} of {ranks} ranks started"

@@ -122,8 +122,7 @@ class _Start:
             exits = [each._replace(node="") for each in exits]
         if code != EXIT_OK:
             _say(f"srun ended with code {code}; {describe_exits(exits, allocation.ranks)}")
-        final = final_code(code, exits)
-        if final is not None:
+        if (final := final_code(code, exits)) is not None:
             _say("finished" if final == EXIT_OK else f"failed with code {final}: not started again")
             return final
         if lone := lone_node(exits):
@@ -163,8 +162,7 @@ class _Start:
 
     def _start_again(self, exclude: Sequence[str]) -> int:
         job, number = self.job, self.allocation.job
-        state = show("job", number)["JobState"]
-        if state != "RUNNING":
+        if (state := show("job", number)["JobState"]) != "RUNNING":
             _say(f"the job is {state.lower()}: not started again")
             return EXIT_STOPPED
         now = newest_checkpoints(job.folder, job.stage)

@@ -79,8 +79,7 @@ def gpu_problems(wanted: int, local_rank: int, free_share: float) -> list[str]:
     """Return the faults of a node's GPUs."""
     if wanted == 0:
         return []
-    count = torch.cuda.device_count()
-    if count != wanted:
+    if (count := torch.cuda.device_count()) != wanted:
         return [f"{count} of {wanted} GPUs are there"]
     try:
         free, total = torch.cuda.mem_get_info(local_rank)

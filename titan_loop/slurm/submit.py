@@ -128,9 +128,7 @@ def render_script(
 ) -> str:
     """Return the batch script of a training job, whose starts all append to `log`."""
     extra = (*site.sbatch_flags, *resources.sbatch_flags)
-    gpus = str(resources.gpus_per_node)
-    if resources.gpu_type:
-        gpus = f"{resources.gpu_type}:{gpus}"
+    gpus = ":".join(filter(None, (resources.gpu_type, str(resources.gpus_per_node))))
     asks_for_gpus = resources.gpus_per_node and not any(flag.startswith("--gres") for flag in extra)
     directives = [
         f"--job-name={name}",
@@ -222,8 +220,7 @@ def _check_sbatch_flags(flags: Sequence[str]) -> None:
 def remarks(request: Request, jobs: Sequence[Planned]) -> list[str]:
     """Return lines about resources that the jobs probably lack; raises as `memory_remarks`."""
     site, resources = request.site, request.resources
-    flags = (*site.sbatch_flags, *resources.sbatch_flags)
-    names = {flag.partition("=")[0] for flag in flags}
+    names = {flag.partition("=")[0] for flag in (*site.sbatch_flags, *resources.sbatch_flags)}
     found: list[str] = []
     if request.site_file is None:
         found.append(
@@ -277,8 +274,7 @@ def _check_cluster(resources: Resources, wanted: str) -> None:
 def _refuse_second_submission(root: Path) -> None:
     if not (slurm_folder(root) / "jobs.json").exists():
         return
-    active = [f"{job.stage}: {job.job}" for job in read_chain(root) if job.state in ACTIVE]
-    if active:
+    if active := [f"{job.stage}: {job.job}" for job in read_chain(root) if job.state in ACTIVE]:
         raise UserError(
             f"{root} has jobs already ({', '.join(active)}); wait for them, or titan-loop slurm "
             f"cancel {root}"

@@ -105,8 +105,7 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     line = json.dumps(finite_or_null(record), ensure_ascii=False, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_to_append(path, fix="move it away") as file:
-        end = file.seek(0, os.SEEK_END)
-        if end:
+        if end := file.seek(0, os.SEEK_END):
             file.seek(end - 1)
             if file.read(1) != b"\n":
                 start = max(0, end - MOST_BYTES)
@@ -191,8 +190,7 @@ def finite_or_null(value: Any) -> Any:
 
 def json_sha256(value: Any) -> str:
     """Return the SHA-256 of a JSON value, however a file spells it."""
-    text = json.dumps(finite_or_null(value), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(finite_or_null(value), sort_keys=True).encode()).hexdigest()
 
 
 def _parse(content: bytes) -> Any:

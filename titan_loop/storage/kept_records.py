@@ -56,8 +56,7 @@ def write_kept() -> None:
 def give_up_kept() -> None:
     """Write the kept records for the last time; log the number of lost ones."""
     for path, kept in list(_files.items()):
-        error = _write(path, kept)
-        if error is not None:
+        if (error := _write(path, kept)) is not None:
             lost = kept.dropped + len(kept.records)
             logger.error("%s lacks %d records that could not be written: %s", path, lost, error)
     _files.clear()

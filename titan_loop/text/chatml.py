@@ -44,8 +44,7 @@ def parse_turns(record: Mapping[str, Any]) -> list[Turn]:
     `KeyError` if the record has neither, `TypeError` if a part of it is not a string, and
     `ValueError` if the assistant never speaks, so that there is nothing to learn.
     """
-    messages = record.get("messages")
-    if messages is not None:
+    if (messages := record.get("messages")) is not None:
         if not isinstance(messages, list):
             raise TypeError("'messages' is not a list")
         turns = [_turn(message) for message in messages]

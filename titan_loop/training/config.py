@@ -266,14 +266,12 @@ class RunConfig(Trainer.Config):
         seq_len, limit = self.training.seq_len, self.training.steps
         windows = planned(self.batch, self.total_tokens, seq_len)[0] // seq_len
         if limit:
-            largest = max(batch_sizes(self.batch, seq_len, self.total_tokens))
-            windows = min(windows, limit * largest)
+            windows = min(windows, limit * max(batch_sizes(self.batch, seq_len, self.total_tokens)))
         return windows
 
     def windows_needed(self) -> int:
         """Return the windows that the data must have: the run's, plus those that rewinds skip."""
-        seq_len = self.training.seq_len
-        largest = max(batch_sizes(self.batch, seq_len, self.total_tokens))
+        largest = max(batch_sizes(self.batch, self.training.seq_len, self.total_tokens))
         return self.windows_of_the_run() + self.stability.most_jumped_steps * largest
 
     def to_dict(self) -> dict[str, Any]:

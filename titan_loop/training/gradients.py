@@ -145,8 +145,7 @@ def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
     loss_columns = dict(columns_for("loss", declared, columns) or {})
     if trainer.config.loss.reads_tokens:
         loss_columns |= {"input": inputs, "positions": for_model["positions"]}
-    for_loss = {"columns": loss_columns, "labelled_T": labelled}
-    return MicroBatch(inputs, labels, for_model, for_loss)
+    return MicroBatch(inputs, labels, for_model, {"columns": loss_columns, "labelled_T": labelled})
 
 
 def clip(trainer: TrainingState) -> Tensor:

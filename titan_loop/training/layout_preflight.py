@@ -159,8 +159,7 @@ def memory_refusals(
         "the objective's own weights": config.loss.held_weights() * itemsize,
         f"a state for each of {visits:,.0f} visits": visits * tokens * model.dim * itemsize,
     }
-    total = sum(needed.values())
-    if total > device_bytes:
+    if (total := sum(needed.values())) > device_bytes:
         listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items() if size)
         problem = (
             f"recurrence.steps={str(config.recurrence.steps)!r}: a training step of R = {steps} "

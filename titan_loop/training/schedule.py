@@ -222,13 +222,12 @@ def _parse_number(word: str, text: str) -> int | float:
         raise UserError(f"schedule {text!r} has {word!r} where a number belongs, such as 2e6 or 4M")
     digits, suffix = match.groups()
     scale = _SUFFIXES.get(suffix, 1)
-    if scale == 1 and not digits.lstrip("+-").isdigit():
-        return float(digits)
     if digits.lstrip("+-").isdigit():
         return int(digits) * scale
     value = float(digits) * scale
     # 1.4T is exact, although 1.4 × 10¹² need not be a whole number in binary.
-    return round(value) if math.isclose(value, round(value), rel_tol=1e-15) else value
+    exact = scale > 1 and math.isclose(value, round(value), rel_tol=1e-15)
+    return round(value) if exact else value
 
 
 def _format_tokens(tokens: int) -> str:

@@ -29,8 +29,7 @@ class StartupClock:
 
     def __init__(self, *, since_process_start: bool = False) -> None:
         self.seconds: dict[str, float] = {}
-        age = _process_age_seconds() if since_process_start else 0.0
-        self._last = time.perf_counter() - age
+        self._last = time.perf_counter() - (_process_age_seconds() if since_process_start else 0.0)
 
     @property
     def finished(self) -> bool:

@@ -61,8 +61,7 @@ def step_flops(
 def regime(config: RecurrenceConfig, plan: StepPlan, *, level: int) -> list[Any]:
     """Return the planned settings that move a step's loss, to compare steps; weights to 1 digit."""
     weights = [f"{name} {value:.1g}" for name, value in sorted(plan.schedules.items())]
-    depth = typical_recurrent_steps(config, plan.tokens)
-    return [depth, plan.backward_steps, level, *weights]
+    return [typical_recurrent_steps(config, plan.tokens), plan.backward_steps, level, *weights]
 
 
 def trained_recurrence(config: RecurrenceConfig, plan: StepPlan) -> dict[str, Any]:

@@ -134,19 +134,16 @@ def read_csv(path: Path) -> ScalingData:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"csv={path} cannot be read ({reason}); give a CSV file") from error
-    twice = sorted({name for name in known if known.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in known if known.count(name) > 1}):
         raise UserError(f"csv={path} has two columns for {', '.join(twice)}; keep one of each")
     if not rows:
         raise UserError(f"csv={path} has no rows below its header; add measured losses")
-    missing = [name for name in REQUIRED if name not in known]
-    if missing:
+    if missing := [name for name in REQUIRED if name not in known]:
         raise UserError(
             f"csv={path} lacks the columns {', '.join(missing)}; it needs {', '.join(REQUIRED)} "
             "(or N, D, R and loss)"
         )
-    unknown = [name for name in known if name not in (*REQUIRED, *OPTIONAL, "run", "seed")]
-    if unknown:
+    if unknown := [name for name in known if name not in (*REQUIRED, *OPTIONAL, "run", "seed")]:
         logger.warning("csv=%s: columns that are not used: %s", path, ", ".join(unknown))
     points = [_row_point(f"csv={path} line {line}", row) for line, row in rows]
     if (largest := max(point.parameters for point in points)) < _LEAST_COUNT:

@@ -59,8 +59,7 @@ def fit(law: Law, points: Losses, *, seed: int = 0, starts: int = 6) -> Fit:
     """Fit a law to at least as many points as it has coefficients; refine the best starts."""
     problem = _Problem(law, points)
     found = [problem.refine(start) for start in problem.starts(seed, starts)]
-    best = min(found, key=lambda solution: solution.cost)
-    return problem.as_fit(best.x)
+    return problem.as_fit(min(found, key=lambda solution: solution.cost).x)
 
 
 def bootstrap(fitted: Fit, points: Losses, *, samples: int, seed: int = 0) -> Fit:

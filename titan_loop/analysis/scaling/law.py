@@ -121,11 +121,6 @@ class Law:
         return constant + sum(a * term for a, term in zip(factors, terms, strict=True))
 
 
-def _sparsity_gain(values: Values, points: Losses) -> np.ndarray:
-    """Return m^−theta, m = N/total: for theta > 0, sparser models reach a higher bound, later."""
-    return (points.parameters / points.total) ** -values.get("theta", 0.0)
-
-
 def _linear(values: Values, points: Losses) -> np.ndarray:
     return values["kappa"] * (points.steps - 1)
 
@@ -135,7 +130,8 @@ def _power(values: Values, points: Losses) -> np.ndarray:
 
 
 def _bounded(values: Values, points: Losses) -> np.ndarray:
-    gain = _sparsity_gain(values, points)
+    # m^−theta, m = N/total: for theta > 0, sparser models reach a higher bound, later.
+    gain = (points.parameters / points.total) ** -values.get("theta", 0.0)
     passed = -np.expm1(-(points.steps - 1) / (values["kappa2"] * gain))
     return values["kappa1"] * gain * passed
 

@@ -102,8 +102,7 @@ def _named(name: str, record: Mapping[str, Any]) -> NamedLaw:
     law = LAWS[record["form"]]
     if "reuse" in record["coefficients"]:
         law = with_repeats(law)
-    missing = [each for each in law.coefficients if each not in record["coefficients"]]
-    if missing:
+    if missing := [each for each in law.coefficients if each not in record["coefficients"]]:
         raise UserError(
             f"law={name}: its source publishes no {', '.join(missing)} ({record['source']}), so it "
             "cannot predict a loss; use another, or fit your own with titan-loop scaling"

@@ -255,8 +255,7 @@ def _open_coefficients(points: Losses) -> list[str]:
         (points.tokens, "numbers of tokens", "E, B, beta and t2"),
         (points.steps, "values of R", "E, C, gamma and t3"),
     ):
-        count = len(np.unique(values))
-        if count < 4:
+        if (count := len(np.unique(values))) < 4:
             remarks.append(
                 f"{count} {name} do not determine {open_ones} individually; trust the predictions "
                 "between them, not these coefficients"
@@ -290,8 +289,7 @@ def _paper_parts(points: Losses, seed: int) -> list[_Part]:
     size, steps = sizes_of(points), np.unique(points.steps)
     sizes = int(size.max()) + 1
     parts: list[_Part] = []
-    kept = max(2, sizes - math.ceil(HELD_OUT_SHARE * sizes))
-    if kept < sizes:
+    if (kept := max(2, sizes - math.ceil(HELD_OUT_SHARE * sizes))) < sizes:
         subsets = _subsets(sizes, kept, seed)
         parts.append((f"{kept} of {sizes} sizes", [np.isin(size, subset) for subset in subsets]))
     last = points.tokens.max()
@@ -319,8 +317,7 @@ def _hold_outs(law: Law, points: Losses, parts: Sequence[_Part], seed: int) -> l
     found: list[HoldOut] = []
     for kind, masks in parts:
         usable = [mask for mask in masks if len(law.coefficients) <= mask.sum() < len(points)]
-        fits = [fit(law, points[mask], seed=seed, starts=2) for mask in usable]
-        if fits:
+        if fits := [fit(law, points[mask], seed=seed, starts=2) for mask in usable]:
             r_squared = tuple(each.r_squared(points) for each in fits)
             pairs = zip(fits, usable, strict=True)
             rmse = tuple(each.error(points[~mask]) for each, mask in pairs)

@@ -204,9 +204,8 @@ class WindowLoader(GlobalBatchLoader):
         """Log the sources' shares, the sources read more than once, and the exhausted ones."""
         stretches, end = self.order.stretches, self.order.end
         for index, (name, source) in enumerate(zip(self._names, self.sources, strict=True)):
-            share = 0.0
-            if stretches:
-                share = stretches[0].order.shares[index] / stretches[0].order.period
+            first = stretches[0].order if stretches else None
+            share = 0.0 if first is None else first.shares[index] / first.period
             logger.info(
                 f"source {name}: {100 * share:.2f} % of windows, {source.shards.tokens} tokens, "
                 f"{source.describe_epoch()}"
@@ -242,8 +241,7 @@ class WindowLoader(GlobalBatchLoader):
         self._reported = self._milestones()
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
-        start = {"window": 0, "windows": [0] * len(self.sources)}
-        last = [start, *state_dict["accepted"]][-1]
+        last = [{"window": 0, "windows": [0] * len(self.sources)}, *state_dict["accepted"]][-1]
         self._place(last["window"], last["windows"])
         derived = [source.windows for source in self.progress()]
         stored = state_dict["read"]["windows"]

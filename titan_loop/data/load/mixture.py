@@ -146,8 +146,7 @@ class MixtureOrder:
     def counts(self, windows: int) -> np.ndarray:
         """Return the number of each source among the first `windows` windows (int64)."""
         periods, phase = divmod(windows, self.period)
-        rest = np.bincount(self._source[:phase], minlength=len(self.shares))
-        return periods * self.shares + rest
+        return periods * self.shares + np.bincount(self._source[:phase], minlength=len(self.shares))
 
     def window_of(self, source: int, counter: int) -> int:
         """Return the window at which `source`, whose share is positive, has its `counter`-th."""

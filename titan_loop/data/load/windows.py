@@ -154,8 +154,7 @@ class CutWindows(SourceWindows):
         """Read the cut `number` of `epoch` (see the base class)."""
         start = self.start(epoch, number)
         ids, ends = self.shards.read(start, self.seq_len + 1)
-        mask = self.shards.read_mask(start, self.seq_len + 1)
-        window.fill(ids, ends, mask)
+        window.fill(ids, ends, self.shards.read_mask(start, self.seq_len + 1))
 
     def describe_epoch(self) -> str:
         """See the base class."""

@@ -94,8 +94,7 @@ def _questions(task: Any) -> Iterator[tuple[str, str]]:
         if isinstance(query, int):  # several inputs, one answer: the right input's number
             yield "", task.doc_to_choice(document)[query]
             continue
-        targets = target if isinstance(target, list) else [target]
-        for answer in targets:
+        for answer in target if isinstance(target, list) else [target]:
             if isinstance(answer, int):
                 answer = task.doc_to_choice(document)[answer]
             yield query, str(answer)

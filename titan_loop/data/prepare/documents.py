@@ -207,8 +207,7 @@ def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
     visible = [path for path in shown if path in files]
     if len(visible) < len(files):
         logger.warning("%s: left out %d hidden files", folder, len(files) - len(visible))
-    links = sum(path not in files and path.is_symlink() for path in shown)
-    if links:
+    if links := sum(path not in files and path.is_symlink() for path in shown):
         logger.warning(
             f"{folder}: left out {links} links to folders or to nothing; give folders as inputs "
             "of their own"

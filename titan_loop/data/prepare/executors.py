@@ -64,8 +64,7 @@ def run_pipelines(
         else:
             local = {"workers": min(workers, pipeline.tasks)}
             _build(LocalPipelineExecutor, executor, pipeline, local).run()
-        unfinished = pipeline.unfinished()
-        if unfinished:  # Ray does not raise its tasks' errors
+        if unfinished := pipeline.unfinished():  # Ray does not raise its tasks' errors
             raise UserError(
                 f"{pipeline.name}: {len(unfinished)} of {pipeline.tasks} tasks failed, the first "
                 f"is {unfinished[0]}: see {pipeline.logs / 'logs'}; the same command continues"

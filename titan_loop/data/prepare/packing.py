@@ -131,7 +131,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 chosen = rooms.take(room, wanted)
             count = min(end - start, len(chosen) * per_bin)
             bin_of[order[start : start + count]] = np.repeat(chosen, per_bin)[:count]
-            placed = per_bin if count >= per_bin else count
+            placed = min(per_bin, count)
             rooms.add((room or capacity) - placed * value, chosen)
             start += count
     return bin_of
@@ -195,8 +195,7 @@ def _pieces(
     counts = np.where(too_long, -(-(lengths - 1) // seq_len), 1)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     pieces = np.empty(len(number), dtype=PIECE)
-    first_token = np.repeat(np.cumsum(lengths) - lengths, counts)
-    pieces["first_token"] = first_token + number * seq_len
+    pieces["first_token"] = np.repeat(np.cumsum(lengths) - lengths, counts) + number * seq_len
     pieces["length"] = np.minimum(np.repeat(lengths, counts) - number * seq_len, seq_len + 1)
     return pieces, split_documents
 

@@ -38,8 +38,7 @@ READ, HOLD_OUT, TOKENIZE = "read", "hold_out", "tokenize"
 
 def build_pipelines(preparation: Preparation) -> list[Pipeline]:
     """Return the pipelines in their order, building the n-gram index on the way."""
-    output, config = preparation.output, preparation.config
-    work = preparation.work
+    output, config, work = preparation.output, preparation.config, preparation.work
     tokenizer = ChatTokenizer if preparation.chat else PlainTextTokenizer
 
     def tokenize(split: str) -> Any:

@@ -235,8 +235,7 @@ class Task(ABC):
 def require_sizes(task: Task, **least: int) -> None:
     """Raise `UserError` for the first parameter of a task that is below its least value."""
     for name, smallest in least.items():
-        value = getattr(task, name)
-        if value < smallest:
+        if (value := getattr(task, name)) < smallest:
             raise UserError(f"{type(task).__name__} {name} {value} must be at least {smallest}")
 
 

@@ -117,8 +117,7 @@ class SpikeSkipping(Callback):
         """Restore both, so that a resumed run decides as an uninterrupted one would."""
         if "stability" in state:
             self._judge.load_state_dict(state["stability"]["history"])
-            skipped = state["stability"]["ladder"]["skipped"]
-            self.skipped = [SkippedStep(**step) for step in skipped]
+            self.skipped = [SkippedStep(**s) for s in state["stability"]["ladder"]["skipped"]]
 
     def _findings(self, evidence: Evidence) -> dict[str, Any]:
         (loss, log_norm), (bound, log_bound) = evidence.values.tolist(), evidence.bounds.tolist()

@@ -83,8 +83,7 @@ class Stragglers(Callback):
             "ranks/products_ratio_max": times[slowest].products
             / statistics.median(rank.products for rank in times),
         }
-        found = straggler(times, self._factor)
-        if found is not None:
+        if (found := straggler(times, self._factor)) is not None:
             rank, reason = found
             host = f" on {self._hosts[rank]}" if self._hosts else ""
             record["straggler"] = f"rank {rank}{host} {reason}"
@@ -111,7 +110,6 @@ def straggler(times: list[RankTimes], factor: float) -> tuple[int, str] | None:
         if name == "data":
             usual = max(usual, _LEAST_WAIT * statistics.median(rank.step for rank in times))
         rank = max(range(len(values)), key=values.__getitem__)
-        ratio = values[rank] / max(usual, 1e-9)
-        if ratio >= factor:
+        if (ratio := values[rank] / max(usual, 1e-9)) >= factor:
             found.append((ratio, rank, f"{said} {ratio:.1f} times as long as the others"))
     return max(found)[1:] if found else None
