@@ -173,8 +173,8 @@ def _changes() -> list[ResultTable]:
             everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
             over="last",
             message="Step 1 stands {last step alone|step 1} bits per byte above step 4 after "
-            "training for the last step, {Stage I|step 1} after Stage I, and {distilled early "
-            "steps|step 1} with distilled early steps",
+            "training for the last step, {Stage I|step 1} after Stage I (one seed), and {distilled "
+            "early steps|step 1} with distilled early steps",
             **text,
         ),
     ]

@@ -91,6 +91,9 @@ TABLES = {
                 for row, theirs in MANO_ROWS.items()
                 if theirs is not None
             },
+            message="Where questions with operands swapped are in training, one layer answers "
+            "{1⊗4|mano} % after four visits, four layers {4⊗1|mano} % (one seed; physics_exams has "
+            "the others)",
         ),
         ResultTable(
             name="capo",

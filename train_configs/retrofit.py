@@ -196,7 +196,7 @@ def retrofit_llama_1b() -> Recipe:
     return Recipe(name="retrofit_llama_1b", stages=[Stage(name="retrofit_llama_1b", config=config)])
 
 
-def _bits(name: str, title: str, arms: Iterable[str]) -> ResultTable:
+def _bits(name: str, title: str, arms: Iterable[str], message: str) -> ResultTable:
     return ResultTable(
         name=name,
         title=title,
@@ -206,6 +206,7 @@ def _bits(name: str, title: str, arms: Iterable[str]) -> ResultTable:
         columns_are="recurrent steps",
         factor=1.0,
         digits=3,
+        message=message,
     )
 
 
@@ -217,7 +218,16 @@ TABLES = {
             "bits_per_byte",
             "held-out bits per byte, SmolLM2-135M",
             [arm for arm in ARMS if arm not in _TIED],
+            "With layers 12-15 visited twice the model has {identity_four|R = 2} bits per byte, "
+            "with layers 6-11 {identity|R = 2}, the dense model {source|R = 1} (one seed)",
         ),
-        _bits("tied", "held-out bits per byte, half of the layers", ["source", *_TIED]),
+        _bits(
+            "tied",
+            "held-out bits per byte, half of the layers",
+            ["source", *_TIED],
+            "With half of its layers visited twice the model has {tied_rank0|R = 2} bits per byte, "
+            "with adapters of rank 64 and distillation {tied_rank64_distilled|R = 2}, the dense "
+            "model {source|R = 1} (one seed)",
+        ),
     ],
 }
