@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from titan_loop.cli.arguments import group, recipe_first
 from titan_loop.cli.stage_flags import resolve_recipe
-from titan_loop.errors import UserError, caught, raise_first
+from titan_loop.errors import UserError, raise_first
 from titan_loop.plugins import Verb
 from titan_loop.tables import columns
 
@@ -69,7 +69,11 @@ def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
     if not isinstance(loader, WindowLoader):
         print("  generated or streamed: nothing to compare with")
         return ""
-    shortage = "".join(map(str, caught("total_tokens", lambda: loader.require_windows(windows))))
+    shortage = ""
+    try:
+        loader.require_windows(windows)
+    except UserError as error:
+        shortage = str(error)
     demand = loader.demand(windows)
     rows = [("source", "needed", "available", "epochs", "most", "GB on disk")]
     for row in demand:

@@ -241,7 +241,8 @@ class WindowLoader(GlobalBatchLoader):
         self._reported = self._milestones()
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
-        last = [{"window": 0, "windows": [0] * len(self.sources)}, *state_dict["accepted"]][-1]
+        start = {"window": 0, "windows": [0] * len(self.sources)}
+        last = [start, *state_dict["accepted"]][-1]
         self._place(last["window"], last["windows"])
         derived = [source.windows for source in self.progress()]
         stored = state_dict["read"]["windows"]
