@@ -41,6 +41,8 @@ BACKEND = os.environ.get("TITAN_LOOP_TEST_SPMD_BACKEND", compat.SPMD_BACKEND)
 WINDOWS, SEQ_LEN, VOCABULARY = 4, 16, 128
 # fp32 sums in another order; measured 1e-6 relative to the largest entry of a tensor
 RELATIVE_TOLERANCE = 1e-5
+# The terms of the gate's gradient nearly cancel; measured 1.4e-5 on a Xeon.
+GATE_TOLERANCE = 3e-5
 CHECKPOINTING = {
     "none": None,
     "selective": SelectiveAC.Config,
@@ -264,4 +266,5 @@ def check_parity(gloo_pool, layout: str, case: Case) -> None:
             # What is added to all keys changes no attention: the gradient is rounding alone.
             scaled_by = expected[name.replace("wk.bias", "wq.bias")]
             scale = float(scaled_by.abs().max())  # 0 for the gate at R = 1, which is unused
-            assert error <= RELATIVE_TOLERANCE * scale, f"{name}: error {error:.1e} of {scale:.1e}"
+            most = GATE_TOLERANCE if name.startswith("exit_gate.") else RELATIVE_TOLERANCE
+            assert error <= most * scale, f"{name}: error {error:.1e} of {scale:.1e}"
