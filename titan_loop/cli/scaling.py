@@ -12,6 +12,7 @@ def run(
     *,
     csv: Path | None = None,
     output: Path = Path("scaling"),
+    skip: float = 0.0,
     exit_pmf: tuple[float, ...] = (),
     bootstrap: int = 200,
     seed: int = 0,
@@ -30,6 +31,8 @@ def run(
             recurrent_steps and loss (nats per token), or N, D, R, loss. Optional columns: step,
             looped_parameters, experts with total_parameters, unique_tokens, width, run, seed.
         output: Folder for the results.
+        skip: Share of every run's tokens, from its start, whose points are not fitted. Early in
+            training the loss falls later the larger R is, which no law describes.
         exit_pmf: Mean probability of exiting after each step, to compose the total loss from the
             losses after each step; by default as logged by runs with an exit gate.
         bootstrap: Number of resamplings for each 95 % interval; 0 for no intervals.
@@ -42,10 +45,13 @@ def run(
     if (csv is None) == (not runs):
         raise UserError("scaling: give either RUNS or --csv FILE")
     require_at_least(0, bootstrap=bootstrap)
+    if not 0 <= skip < 1:
+        raise UserError(f"skip={skip} must be at least 0 and below 1")
     data = read_runs(runs) if csv is None else read_csv(csv)
-    result = study(data, samples=bootstrap, seed=seed, exit_pmf=exit_pmf)
+    result = study(data.without_start(skip), samples=bootstrap, seed=seed, exit_pmf=exit_pmf)
     print("\n".join(study_lines(result)))
     source = f"titan-loop scaling {' '.join(map(str, runs or ('--csv', csv)))}"
+    source += f" --skip {skip:g}" * bool(skip)
     print(write_study(result, output, source=source))
     if csv is None:
         write_csv(data, output / "losses.csv")

@@ -173,7 +173,9 @@ class ReleasedLoop(nn.Module):
 
     def __init__(self, folder: str, source: LoopDecoder, seq_len: int) -> None:
         super().__init__()
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+        from transformers.dynamic_module_utils import (  # pyright: ignore[reportMissingImports]
+            get_class_from_dynamic_module,
+        )
 
         shape = OuroShape.from_architecture(
             source.config.architecture(),

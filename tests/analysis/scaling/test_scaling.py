@@ -7,12 +7,20 @@ import itertools
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
-from titan_loop.analysis.scaling.data import STRETCHES, ScalingData, read_csv, read_runs
+from titan_loop.analysis.scaling.data import (
+    STRETCHES,
+    ScalingData,
+    _unique_tokens,
+    read_csv,
+    read_runs,
+)
 from titan_loop.analysis.scaling.data import write_csv as write_table
 from titan_loop.analysis.scaling.fit import Fit, bootstrap, fit
 from titan_loop.analysis.scaling.law import (
@@ -434,6 +442,12 @@ def test_repeats_stay_in_a_law_that_is_read_again(tmp_path: Path):
     assert again == pytest.approx(joint(1e9, counted, 2), rel=1e-3)
 
 
+@pytest.mark.parametrize("skip", ["1", "-0.1", "nan"])
+def test_a_share_to_skip_out_of_range_is_refused(skip: str, tmp_path: Path, capsys):
+    assert main(["scaling", "--csv", str(tmp_path), "--skip", skip]) == EXIT_USER_ERROR
+    assert f"skip={float(skip)} must be at least 0 and below 1" in capsys.readouterr().err
+
+
 def test_a_wrong_exit_distribution_is_refused(tmp_path: Path):
     data = read_csv(write_csv(tmp_path / "losses.csv"))
     with pytest.raises(UserError, match=r"sums to 0\.7; give"):
@@ -481,6 +495,30 @@ def test_runs_give_averages_over_stretches_without_warm_up(source: Path, tmp_pat
     for name in (item.name for item in fields(Losses)):
         assert getattr(again.total, name).tolist() == getattr(data.total, name).tolist()
         assert getattr(again.by_step[4], name).tolist() == getattr(data.by_step[4], name).tolist()
+
+
+def test_rounding_is_no_repetition():
+    read = {"windows": [2344, 2344, 1172], "epochs": [0.124, 0.174, 0.106]}
+    run: Any = SimpleNamespace(
+        seq_len=256, checkpoint=lambda: SimpleNamespace(manifest={"data": {"read": read}})
+    )
+    tokens = np.linspace(112_640, 1_500_160, 50)
+    assert [*map(_unique_tokens(run), tokens)] == tokens.tolist()
+    read["epochs"] = [2.0, 0.174, 0.106]
+    assert _unique_tokens(run)(1_500_160.0) == 256 * (1172 + 2344 + 1172)
+
+
+def test_the_start_of_every_run_is_left_out_by_its_own_length():
+    points = losses(lambda n, d, r: n + 0 * d, steps=(1, 4))
+    runs = np.where(points.tokens > np.median(points.tokens), "long", "short")
+    data = ScalingData(replace(points, run=runs), {4: replace(points, run=runs)}, 0, {})
+    late = data.without_start(0.5)
+    for kept in (late.total, late.by_step[4]):
+        for run in ("long", "short"):
+            tokens = points.tokens[runs == run]
+            expected = np.unique(tokens[tokens >= 0.5 * tokens.max()])
+            assert np.unique(kept.tokens[kept.run == run]).tolist() == expected.tolist()
+    assert len(data.without_start(0).total) == len(points)
 
 
 def test_runs_of_different_data_are_named(source: Path, tmp_path: Path):

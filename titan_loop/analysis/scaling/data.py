@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,18 @@ class ScalingData:
     by_step: dict[int, Losses]
     rising: int
     exit_pmf: dict[int, np.ndarray]
+
+    def without_start(self, share: float) -> "ScalingData":
+        """Return the data without the points in the first `share` of every run's tokens."""
+        by_step = {steps: _late(points, share) for steps, points in self.by_step.items()}
+        return replace(self, total=_late(self.total, share), by_step=by_step)
+
+
+def _late(points: Losses, share: float) -> Losses:
+    _, run = np.unique(points.run, return_inverse=True)
+    longest = np.zeros(len(points))
+    np.maximum.at(longest, run, points.tokens)
+    return points[points.tokens >= share * longest[run]]
 
 
 def read_csv(path: Path) -> ScalingData:
@@ -302,7 +314,7 @@ def _unique_tokens(run: SavedRun) -> Callable[[float], float]:
         # Windows of a source are new until its first epoch ends.
         share = tokens / (run.seq_len * sum(count for count, _ in pairs)) if pairs else 0.0
         found = sum(min(share * n, n / epoch) * run.seq_len for n, epoch in pairs) or tokens
-        return min(found, most)
+        return min(tokens if math.isclose(found, tokens) else found, most)
 
     return read_once
 

@@ -307,7 +307,8 @@ def _largest(points: Losses) -> list[tuple[str, np.ndarray]]:
     parts: list[tuple[str, np.ndarray]] = []
     if size.max() > 1:
         parts.append(("all but the largest size", size < size.max()))
-    parts.append(("first half of the tokens", points.tokens <= points.tokens.max() / 2))
+    middle = (points.tokens.min() + points.tokens.max()) / 2
+    parts.append(("first half of the tokens", points.tokens <= middle))
     if len(np.unique(points.steps)) > _FORMS_DIFFER:  # the rest still tells the forms apart
         parts.append(("all but the largest R", points.steps < points.steps.max()))
     return parts
