@@ -231,7 +231,7 @@ class RetrofitDecoder(LlamaDecoder):
         """As in the base class, with the new parameters' own rate."""
         group = super().parameter_group(name, parameter)
         factor = self.config.new_rate_factor
-        return replace(group, rate_factor=factor) if is_new(name) else group
+        return replace(group, rate_factor=group.rate_factor * factor) if is_new(name) else group
 
 
 def is_new(name: str) -> bool:
