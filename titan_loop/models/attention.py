@@ -117,7 +117,7 @@ class DocumentAttention(Module):
                 attention_masks = whole.tril(keys - queries)
             factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
             return _attend_with_scores(q_BLNH, k_BLNH, v_BLNH, scores_BNLS, attention_masks, factor)
-        # A branch makes a bool of what the compiler keeps symbolic when windows vary.
+        # The compiler evaluates a branch, but keeps `queries > 1` symbolic once windows vary.
         is_causal = False if queries == 1 else attention_masks is None
         out_BNLH = F.scaled_dot_product_attention(
             q_BLNH.transpose(1, 2),

@@ -16,7 +16,7 @@ Initialisation (Ouro's paper does not publish its own):
   are correlated and add up like R, different layers add up like √L (arXiv 2606.18524).
 - `base_width` is µP for hidden matrices and head (Yang et al. 2022, arXiv 2203.03466, Table 8); our
   initial logits have the same scale at every width, theirs shrink with it.
-- `base_layers` divides rates by √(layers / base_layers); visits do not count (2606.18524 again).
+- With `base_layers`, matrices learn at √(base_layers/layers) of the rate, at every R (2606.18524).
 - Gate: zeros, so that λ = 1/2 at first.
 """
 

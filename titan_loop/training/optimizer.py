@@ -77,8 +77,9 @@ class AdamWConfig:
 class MuonConfig:
     """Muon for the matrices of the layers; see `titan_loop/distributed/muon.py`.
 
-    With the default scale Muon takes AdamW's rate and decay. With `original`, and with `sphere`,
-    where a rate is the length of a step relative to the matrix, set `rate_factor`.
+    With the default scale Muon takes AdamW's rate and decay. `original` and `sphere` need rates an
+    order of magnitude larger, which `rate_factor` sets; on the sphere a rate is the length of a
+    step relative to the matrix.
     """
 
     weight_decay: float = 0.1
@@ -94,8 +95,8 @@ class MuonConfig:
     """Newton-Schulz iterations."""
 
     scale: Literal["original", "match_rms_adamw", "sphere"] = "match_rms_adamw"
-    """Factor on an update: original max(1, √(rows/columns)); match_rms_adamw 0.2·√(larger side);
-    sphere the norm of the matrix over that of the update, and then the matrix keeps its norm."""
+    """Factor on an update: original is max(1, √(rows/columns)); match_rms_adamw 0.2·√(larger side).
+    With sphere it is the norm of the matrix over the update's, and the matrix keeps its norm."""
 
     rate_factor: float = 1.0
     """Factor on the scheduled learning rate for Muon."""
