@@ -21,6 +21,8 @@ import argparse
 import statistics
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -229,6 +231,11 @@ def main() -> int:
     )
     parser.add_argument("--released", metavar="FOLDER", help="code of a released model")
     options = begin(parser, start=start)
+    if options.released:
+        if not (Path(options.released) / "modeling_ouro.py").is_file():
+            parser.error(f"--released {options.released} has no modeling_ouro.py")
+        if find_spec("transformers") is None:
+            parser.error("--released needs transformers; use .venv/hf4/bin/python")
     cases = CASES
     if options.size is not None:
         named = OuroOptions(size=options.size)
