@@ -233,15 +233,16 @@ def bars_of(axes) -> list[tuple[list[float], list[float], list[list[float]], obj
     ]
 
 
-def test_points_stand_at_their_means_with_bars_and_one_seed_is_hollow(figures, tmp_path):
-    found = results_of(looped={1: 0.5, 2: 0.51}, not_looped={1: 0.25})
+def test_points_stand_at_their_means_with_bars_and_two_seeds_are_hollow(figures, tmp_path):
+    found = results_of(looped={1: 0.5, 2: 0.51, 3: 0.505}, not_looped={1: 0.25, 2: 0.35})
     mean, _ = TABLE.mean(found, "looped", "8") or (None, 0)
     assert mean is not None
     draw_table(TABLE, found, tmp_path / "x.png")
     (axes,) = figures[0].axes
-    (x, y, (bar,), face), (_, once, _, hollow) = bars_of(axes)
-    assert (x, y, once) == ([8.0], [50.5], [25.0])
+    (x, y, (bar,), face), (_, twice, (point,), hollow) = bars_of(axes)
+    assert (x, y, twice) == ([8.0], [50.5], [30.0])
     assert bar == pytest.approx(sorted([8, 8, mean.low, mean.high]))
+    assert point == pytest.approx([8, 8, 30, 30])  # no bar
     assert hollow == "white" != face
     (paper,) = [
         line for line in axes.lines if line.get_linestyle() == "--" and len(line.get_xdata())
@@ -251,7 +252,7 @@ def test_points_stand_at_their_means_with_bars_and_one_seed_is_hollow(figures, t
     assert axes.get_xscale() == "linear"
     draw_table(replace(TABLE, columns_are="", paper={"looped": {"8": 97.62}}), found, tmp_path)
     panel = figures[1].axes[1]
-    assert [(x, y) for x, y, *_ in bars_of(panel)] == [([50.5], [0]), ([25.0], [1])]
+    assert [(x, y) for x, y, *_ in bars_of(panel)] == [([50.5], [0]), ([30.0], [1])]
     assert [*panel.lines[1].get_xdata()] == [97.62]
     assert panel.get_xlabel() == "% solved; diamonds: the paper"
     assert [text.get_text() for text in panel.get_yticklabels()] == ["", ""]
