@@ -196,7 +196,7 @@ TABLES = {
     "depth_pays_tuned": [
         _bits(
             "best",
-            "held-out bits per byte, trained with Muon, each at its best rate",
+            "held-out bits per byte, Muon, best rates",
             rows={
                 row: {"stage": f"{name}_{BEST[name]}", "reading": f"static:{TUNED[name]['steps']}"}
                 for name, row in {
@@ -225,6 +225,8 @@ TABLES = {
             columns_are="largest learning rate",
             factor=1.0,
             digits=3,
+            message="R = 4 reads {looped|0.02} bits per byte at 0.02 and {looped|0.01} at "
+            "0.01, R = 1 on more text {more_text|0.01} at best",
         ),
     ],
     "depth_pays": [
