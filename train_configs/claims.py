@@ -489,7 +489,7 @@ CLAIMS = [
         factor=1.0,
         unit="bits per byte",
         command=f"{_RATES} --boundary",
-        note="each at its best of three rates",
+        note="each at its best of four rates",
     ),
     Claim(
         paper="–",
