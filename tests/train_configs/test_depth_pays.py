@@ -69,7 +69,7 @@ def test_tuned_arms_have_every_rate_and_the_same_compute_as_their_names_say():
         for arm in TUNED
         for config in [configs[f"{arm}_1e-2"]]
     }
-    for arm in ("looped", "four_layers", "same_text", "more_text"):
+    for arm in ("looped", "four_layers", "same_text", "more_text", "two_layers_more"):
         assert flops[arm] == pytest.approx(TOTAL_FLOPS, rel=1e-3), arm
     for arm in TUNED:
         rates = {configs[f"{arm}_{name}"].learning_rate.largest for name in TUNED_RATES}
