@@ -25,9 +25,9 @@ HEADER = """# What is reproduced, and what is not
 Written by `python -m tools.reproduce` from `train_configs/claims.py` and `results/`; do not edit.
 Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops; –
 are claims of this project, or of the paper in the remark. Everything here but SmolLM2-135M is
-small: models of 10^4 to 10^6 parameters, on a CPU. Runs "on an H200", and those of `rates` and
-`depth_pays_tuned` whose JSONs name it, used torch 2.11, with five names that torchtitan expects
-supplied by hand, and 14 or 15 jobs shared the GPU. A seed draws other weights there than on a CPU.
+small: models of 10^4 to 10^6 parameters, trained on a CPU or, if their JSON says so, on one H200
+that 14 or 15 jobs shared. Those runs used torch 2.11, with five names that torchtitan expects
+supplied by hand. One seed gives different initial weights on a CPU and on a GPU.
 Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none for one seed). For
 claims that compare two arms the difference is taken seed by seed. Percentages are cut off at 0 and
 100, differences are not. Intervals over questions and

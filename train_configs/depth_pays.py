@@ -11,7 +11,7 @@ whose names end in `_flops` get the training FLOPs of `last_step` instead of its
 without the residual scale, on a third of the tokens.
 `depth_pays_tuned` has the arms that the front page compares, each at five rates with Muon; seeds
 draw the weights and the order of the data. `same_text` reads the tokens of the others 2.9 times,
-`more_text` as many new ones: both cost the FLOPs of `looped`.
+`more_text` and `two_layers_more` read new ones: all three cost the FLOPs of `looped`.
 
     titan-loop train depth_pays --stage grown --debug.seed 1
     bash tools/depth_pays.sh            all arms and seeds, and their tables
