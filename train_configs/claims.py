@@ -406,12 +406,7 @@ CLAIMS = [
                 "five runs of R = 4 on the GPU of the others (`depth_pays_tuned_h200`): "
                 "0.054 [0.023, 0.084]; prose alone: -0.009 [-0.039, 0.021]",
             ),
-            (
-                "two_layers_1e-2",
-                "two layers, equal tokens",
-                0,
-                "1.8 times the FLOPs",
-            ),
+            ("two_layers_1e-2", "two layers, equal tokens", 0, "1.8 times the FLOPs"),
             (
                 "two_layers_more_1e-2",
                 "two layers on 1.8 times the text, equal FLOPs",
