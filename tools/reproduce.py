@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_loop.analysis.results import UNCLEAN, RunResult
+from titan_loop.errors import UserError
 from titan_loop.evaluation.intervals import of_seeds
 from train_configs.claims import CLAIMS, Cell, Claim
 
@@ -122,11 +123,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     path = ROOT / "REPRODUCE.md"
-    if parser.parse_args().check:
-        if not path.exists() or path.read_text() != page():
-            sys.exit(f"{path} disagrees with the results; run python -m tools.reproduce")
-    else:
-        path.write_text(page())
+    check = parser.parse_args().check
+    try:
+        text = page()
+    except UserError as error:
+        sys.exit(f"titan-loop: error: {error}")
+    if not check:
+        path.write_text(text)
+    elif not path.exists() or path.read_text() != text:
+        sys.exit(f"{path} disagrees with the results; run python -m tools.reproduce")
 
 
 if __name__ == "__main__":
