@@ -140,16 +140,16 @@ def test_peak_memory_is_real_and_reset_where_the_kernel_allows_it():
 def test_a_peak_that_cannot_be_reset_is_the_peak_since_the_start(monkeypatch):
     device = compat.CpuDevice()
 
-    def refuse(path, mode="r"):
-        if mode == "w":
-            raise PermissionError(path)
-        return open(path, mode)
+    def refuse(path: Path, text: str) -> None:
+        raise PermissionError(path)
 
-    monkeypatch.setattr(compat, "open", refuse, raising=False)
-    before = device.memory_stats()["active_bytes.all.peak"]
+    monkeypatch.setattr(Path, "write_text", refuse)
+    block = torch.ones(64 * 2**20)  # 256 MiB, touched
+    with_block = device.memory_stats()["active_bytes.all.peak"]
+    del block
     device.reset_peak_memory_stats()
     device.reset_peak_memory_stats()
-    assert device.memory_stats()["active_bytes.all.peak"] > before - 8 * 2**20
+    assert device.memory_stats()["active_bytes.all.peak"] > with_block - 64 * 2**20
 
 
 def test_device_properties_name_the_host():
