@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +95,25 @@ def test_ranks_that_share_cores_get_their_share_of_threads(monkeypatch):
     torch.set_num_threads(1)
     compat.start_runtime({})
     assert torch.get_num_threads() == (1 if torch.cuda.is_available() else 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux")
+def test_ranks_that_share_a_host_run_in_batches():
+    def policy(*, ranks: int, before: int) -> int:
+        """Return the policy of a thread that has started the runtime."""
+        launch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
+
+        def start() -> int:
+            os.sched_setscheduler(0, before, os.sched_param(0))
+            compat.start_runtime(launch)
+            return os.sched_getscheduler(0)
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(start).result()
+
+    assert policy(ranks=2, before=os.SCHED_OTHER) == os.SCHED_BATCH
+    assert policy(ranks=1, before=os.SCHED_OTHER) == os.SCHED_OTHER
+    assert policy(ranks=2, before=os.SCHED_IDLE) == os.SCHED_IDLE  # as the user asked
 
 
 _GROWTH = """
