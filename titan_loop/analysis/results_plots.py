@@ -140,15 +140,23 @@ def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) ->
 
 
 def draw_against_flops(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw each row's mean in the column `against_flops`, if its runs recorded their FLOPs."""
+    """Draw each row's mean in the column `against_flops`, if its runs recorded their FLOPs.
+
+    Rows of equal cost stand side by side, so that none hides another's bar.
+    """
     column = table.against_flops
 
     def draw(axes: Axes) -> None:
+        places: list[float] = []
         for row, color in _colors(table).items():
             costs = table.costs(results, row, column)
             mean = table.mean(results, row, column)
             if costs and mean:
-                _draw_means(axes, [(fmean(costs), mean)], color=color, label=row)
+                place = fmean(costs)
+                while any(abs(place / other - 1.0) < 0.03 for other in places):
+                    place *= 1.03
+                places.append(place)
+                _draw_means(axes, [(place, mean)], color=color, label=row)
         axes.set_xscale("log")
         axes.set_xlabel("training FLOPs")
         axes.set_ylabel(f"{table.title}, {column}")
