@@ -80,6 +80,10 @@ def _exam(stage: str, steps: int) -> Cell:
     return _mano(stage, steps, "commuted_mano/3_operations")
 
 
+def _three_hops(stage: str, steps: int) -> Cell:
+    return Cell(stage=stage, name=f"layered_paths/held_out_3_hops/acc,none/static:{steps}")
+
+
 def _text(stage: str, steps: int) -> Cell:
     return Cell(stage=stage, name=f"held_out/all/bits_per_byte/static:{steps}")
 
@@ -271,6 +275,30 @@ CLAIMS = [
         unit="points",
         command=_EXAMS,
         note="likewise; the paper's loop is far ahead of 12⊗1, ours is not",
+    ),
+    *(
+        Claim(
+            paper="002",
+            text=f"Three hops, {share} % of the questions trained on: two layers applied four "
+            "times, minus once",
+            theirs="loops need fewer",
+            recipe="physics_exams",
+            cells=[_three_hops(f"hops_r4_{share}", 4), _three_hops(f"hops_r1_{share}", 1)],
+            at_least=0,
+            unit="points",
+            command=_EXAMS,
+            note=note,
+            is_test=share > 25,
+        )
+        for share, note in (
+            (25, "all arms answer 12 %: none composes"),
+            (
+                50,
+                "no question visits the people of one trained on; one rate, not tuned for each arm; "
+                "the aim is the sign, set after the first runs",
+            ),
+            (100, "likewise; applied twice: 25.5 [-3.0, 54.0]"),
+        )
     ),
     Claim(
         paper="002",
