@@ -294,7 +294,7 @@ CLAIMS = [
             (25, "all arms answer 12 %: none composes"),
             (
                 50,
-                "no question visits the people of one trained on; one rate, not tuned for each arm; "
+                "no question visits the people of one trained on; all arms at one rate, untuned; "
                 "the aim is the sign, set after the first runs",
             ),
             (100, "likewise; applied twice: 25.5 [-3.0, 54.0]"),
