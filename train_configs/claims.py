@@ -291,13 +291,13 @@ CLAIMS = [
             is_test=share > 25,
         )
         for share, note in (
-            (25, "all arms answer 12 %: none composes"),
+            (25, "judged after the runs: all arms answer 12 %"),
             (
                 50,
                 "no question visits the people of one trained on; all arms at one rate, untuned; "
                 "the aim is the sign, set after the first runs",
             ),
-            (100, "likewise; applied twice: 25.5 [-3.0, 54.0]"),
+            (100, "likewise; once is still improving when the tokens end; twice: 25.5 [-3.0, 54.0]"),
         )
     ),
     Claim(
