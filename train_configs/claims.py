@@ -297,7 +297,7 @@ CLAIMS = [
                 "no question visits the people of one trained on; all arms at one rate, untuned; "
                 "the aim is the sign, set after the first runs",
             ),
-            (100, "likewise; once is still improving when the tokens end; twice: 25.5 [-3.0, 54.0]"),
+            (100, "likewise; one visit still improves at the end; two visits: 25.5 [-3.0, 54.0]"),
         )
     ),
     Claim(
