@@ -29,7 +29,7 @@ from tests.support.multiprocess import GlooPool, close_pools, get_pool
 from titan_loop.checkpoint import choosing
 from titan_loop.storage import transient
 
-compat.let_wakers_run_on()  # the pools' ranks and all other processes inherit it
+compat.use_batch_scheduling()  # the pools' ranks and all other processes inherit it
 
 # How long an example takes is the machine's affair.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -97,8 +97,8 @@ def test_ranks_that_share_cores_get_their_share_of_threads(monkeypatch):
     assert torch.get_num_threads() == (1 if torch.cuda.is_available() else 3)
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux")
-def test_ranks_that_share_a_host_run_in_batches():
+@pytest.mark.skipif(sys.platform != "linux", reason="the policy is Linux's")
+def test_ranks_that_share_a_host_run_in_batches(monkeypatch):
     def policy(*, ranks: int, before: int) -> int:
         """Return the policy of a thread that has started the runtime."""
         launch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
@@ -114,6 +114,13 @@ def test_ranks_that_share_a_host_run_in_batches():
     assert policy(ranks=2, before=os.SCHED_OTHER) == os.SCHED_BATCH
     assert policy(ranks=1, before=os.SCHED_OTHER) == os.SCHED_OTHER
     assert policy(ranks=2, before=os.SCHED_IDLE) == os.SCHED_IDLE  # as the user asked
+
+    def refuse(*args: object) -> None:
+        raise PermissionError("as in a sandbox")
+
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_OTHER)
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    compat.use_batch_scheduling()
 
 
 _GROWTH = """

@@ -195,15 +195,15 @@ def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ)
         ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(threads_per_rank(ranks))
         if ranks > 1:
-            let_wakers_run_on()
+            use_batch_scheduling()
     return int(environment["RANK"]), int(environment["WORLD_SIZE"])
 
 
-def let_wakers_run_on() -> None:
+def use_batch_scheduling() -> None:
     """Give this thread and those it starts Linux's batch policy, unless it has one of its own.
 
-    A rank that sends holds a lock of gloo's. If the receiver it wakes preempts it, gloo's own
-    thread spins on that lock for a whole time slice. A batch thread that wakes preempts nobody.
+    Otherwise a receiver that wakes may preempt the sending thread while that holds a lock of gloo's,
+    on which gloo's own thread then spins. A batch thread preempts nobody when it wakes.
     """
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with suppress(OSError):  # a sandbox may forbid it
