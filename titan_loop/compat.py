@@ -202,8 +202,8 @@ def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ)
 def use_batch_scheduling() -> None:
     """Give this thread and those it starts Linux's batch policy, unless it has one of its own.
 
-    Otherwise a receiver that wakes may preempt the sending thread while that holds a lock of gloo's,
-    on which gloo's own thread then spins. A batch thread preempts nobody when it wakes.
+    Otherwise a receiver that wakes may preempt the sending thread while that holds a lock of
+    gloo's, on which gloo's own thread then spins. A batch thread preempts nobody when it wakes.
     """
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with suppress(OSError):  # a sandbox may forbid it

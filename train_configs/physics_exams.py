@@ -7,8 +7,9 @@
 | `mano_KxL` | arithmetic modulo 7 by K layers visited L times, with Muon at 1e-2 |
 | `mano_KxL_RATE` | the same at other rates, to choose one on `tuning_3_operations` |
 | `mano_1x1_more` | one layer visited once, on four times the tokens |
-| `hops_rL_P` | three hops after P % of 9,216 questions, by two layers visited L times; nine relations, not eight |
+| `hops_rL_P` | three hops after P % of 9,216 questions, by two layers visited L times |
 
+`hops_…` have nine relations, those of `physics_small` eight, so their worlds differ.
 Every exam has a second one, `tuning_…`, of other questions; rates, decay and length are chosen on
 that. Seeds draw the weights and the order of the data. `--dataloader.task.modulus 23` is the
 paper's modulus, here untried.
