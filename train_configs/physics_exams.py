@@ -9,7 +9,7 @@
 | `mano_1x1_more` | one layer visited once, on four times the tokens |
 | `hops_rL_P` | three hops after P % of 9,216 questions, by two layers visited L times |
 
-`hops_…` have nine relations, those of `physics_small` eight, so their worlds differ.
+Here `hops_…` have nine relations and in `physics_small` eight, so the worlds differ.
 Every exam has a second one, `tuning_…`, of other questions; rates, decay and length are chosen on
 that. Seeds draw the weights and the order of the data. `--dataloader.task.modulus 23` is the
 paper's modulus, here untried.
