@@ -5,8 +5,8 @@
 | stages | comparison |
 |---|---|
 | `mano_KxL` | arithmetic modulo 7 by K layers visited L times, with Muon at 1e-2 |
-| `mano_KxL_RATE` | the same at other rates, to choose one on `tuning_3_operations` |
 | `mano_1x1_more` | one layer visited once, on four times the tokens |
+| `…_RATE` | the same at other rates, to choose one on `tuning_3_operations` |
 | `hops_rL_P` | three hops after P % of 9,216 questions, by two layers visited L times |
 
 Here `hops_…` have nine relations and in `physics_small` eight, so the worlds differ.
@@ -46,11 +46,16 @@ from train_configs.physics_small import (
 MANO = CommutedMano(modulus=7, max_operations=3)
 REPORTED, TUNING = MANO.strata
 RATE = 1e-2
-RATES = {"25e-4": 2.5e-3, "5e-3": 5e-3, "1e-2": RATE, "2e-2": 2e-2}
+RATES = {"125e-5": 1.25e-3, "25e-4": 2.5e-3, "5e-3": 5e-3, "1e-2": RATE, "2e-2": 2e-2}
 """Name → largest learning rate; neighbours are a factor of 2 apart."""
 
-TUNED = {"1x1": (1, 1), "1x4": (1, 4), "4x1": (4, 1)}
-"""Name → layers and visits of the arms that a front page compares."""
+TUNED = {
+    "1x1": (grid_name(1, 1), 1),
+    "1x4": (grid_name(1, 4), 4),
+    "4x1": (grid_name(4, 1), 1),
+    "1x1_more": (f"{grid_name(1, 1)}, four times the tokens", 1),
+}
+"""Arm that a front page compares → its row in the tables, and visits."""
 
 TABLES = {
     "physics_exams": [
@@ -65,7 +70,7 @@ TABLES = {
                     }
                     for k, loops in MANO_ROWS
                 },
-                "1⊗1, four times the tokens": {"stage": "mano_1x1_more", "reading": "static:1"},
+                TUNED["1x1_more"][0]: {"stage": "mano_1x1_more", "reading": "static:1"},
             },
             columns={"mano": {"stratum": REPORTED}},
             everywhere={"task": MANO.name, "metric": "acc,none"},
@@ -79,8 +84,8 @@ TABLES = {
             name="rates",
             title="% right of the questions for tuning",
             rows={
-                grid_name(*row): {"stage": f"mano_{name}", "reading": f"static:{row[1]}"}
-                for name, row in TUNED.items()
+                row: {"stage": f"mano_{arm}", "reading": f"static:{visits}"}
+                for arm, (row, visits) in TUNED.items()
             },
             columns={
                 str(rate): {} if rate == RATE else {"stage": name} for name, rate in RATES.items()
@@ -109,6 +114,10 @@ def physics_exams() -> Recipe:
     """Arithmetic and hops for one core, with 1,000 exam questions that have no twin in training."""
     known = {stage.name: stage.config for stage in physics_small().stages}
     arithmetic = {f"mano_{k}x{loops}": known[f"mano_{k}x{loops}"] for k, loops in MANO_ROWS}
+    more = deepcopy(arithmetic["mano_1x1"])
+    more.total_tokens *= 4
+    more.learning_rate = _cosine(RATE, more.total_tokens)
+    arithmetic["mano_1x1_more"] = more
     stages = [Stage(name=name, config=_asked(config, MANO)) for name, config in arithmetic.items()]
     for arm in TUNED:
         for name, rate in RATES.items():
@@ -116,10 +125,6 @@ def physics_exams() -> Recipe:
                 config = _asked(arithmetic[f"mano_{arm}"], MANO)
                 config.learning_rate = _cosine(rate, config.total_tokens)
                 stages.append(Stage(name=f"mano_{arm}_{name}", config=config))
-    more = _asked(arithmetic["mano_1x1"], MANO)
-    more.total_tokens *= 4
-    more.learning_rate = _cosine(RATE, more.total_tokens)
-    stages.append(Stage(name="mano_1x1_more", config=more))
     for loops in HOPS_LOOPS:
         for share in HOPS_SHARES:
             name = f"hops_r{loops}_{share}"

@@ -120,6 +120,8 @@ def _draw_iso_flop(law: FittedLaw, path: Path) -> Path:
             near = (points.steps == step) & (np.abs(np.log(spent / budgets[name])) < _NEAR)
             axes.plot(points.parameters[near], points.loss[near], "o", color=color, markersize=3)
         axes.set_xscale("log")
+        axes.minorticks_off()
+        axes.set_xticks(sizes[::13], [short(size) for size in sizes[::13]])
         axes.set_xlabel("parameters")
 
     title = f"By {law.fit.law.formula}, at equal training FLOPs"
