@@ -14,10 +14,11 @@ import torch
 from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import transient
-from titan_loop.training import metrics_processor
+from titan_loop.training import metrics_processor, optimizer
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
@@ -235,19 +236,27 @@ def test_a_step_limit_does_not_end_the_stage(source, tmp_path):
         assert trainer.at_stage_end is ended
 
 
-def test_optimiser_settings_of_this_start_win_over_the_checkpoint_s(source, tmp_path):
+def test_optimiser_settings_of_this_start_win_over_those_that_older_versions_saved(
+    source, tmp_path, monkeypatch
+):
     first = whole_batches(source, tmp_path / "run", steps=STEPS)
     first.training.steps = 2
-    run_training(first, command=["test"])
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer, "_SETTINGS", "nothing")
+        run_training(first, command=["test"])
+    saved = CheckpointReader(tmp_path / "run/checkpoints/step-2").keys()
+    assert any("param_groups" in key for key in saved)
     second = whole_batches(source, tmp_path / "run", steps=STEPS)
     second.adamw.weight_decay, second.adamw.beta2 = 0.5, 0.99
     second.accept_change = True
     trainer = built(second)
     trainer.train()
     trainer.close()
-    (optimizer,) = trainer.optimizers
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.5}
-    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.99)}
+    (adamw,) = trainer.optimizers
+    assert {group["weight_decay"] for group in adamw.param_groups} == {0.0, 0.5}
+    assert {group["betas"] for group in adamw.param_groups} == {(0.9, 0.99)}
+    last = CheckpointReader(tmp_path / f"run/checkpoints/step-{STEPS}").keys()
+    assert not any("param_groups" in key for key in last)
 
 
 def test_other_data_is_refused_on_resume(source, tmp_path):

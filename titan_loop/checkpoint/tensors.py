@@ -4,7 +4,7 @@
     write_checkpoint    tensors made one at a time ─► a committed checkpoint for any world size
 
 Keys are DCP's flattened ones: the model's as in its `state_dict()`, the optimiser's as
-"optimizer.state.<parameter>.exp_avg" and "optimizer.param_groups.<parameter>.lr".
+"optimizer.state.<parameter>.exp_avg".
 """
 
 import os

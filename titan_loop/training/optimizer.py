@@ -163,6 +163,7 @@ OptimizerName = Literal["adamw", "muon"]
 Implementation = Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"]
 
 _EMA = AVERAGE_PREFIX.removeprefix(OPTIMIZER_PREFIX)
+_SETTINGS = "param_groups."  # upstream's prefix
 
 
 class LoopOptimizers(OptimizersContainer):
@@ -251,11 +252,6 @@ class LoopOptimizers(OptimizersContainer):
             return Muon
         return OptimizersContainer._resolve_optimizer_factory(name)
 
-    def apply_settings(self) -> None:
-        """Restore this start's decay and betas, which loading a checkpoint has overwritten."""
-        for group, settings in self._groups():
-            group.update(settings.optimizer_kwargs)
-
     def restart(self) -> None:
         """Set all moments and step counts to zero."""
         states = (state for optimizer in self.optimizers for state in optimizer.state.values())
@@ -287,16 +283,18 @@ class LoopOptimizers(OptimizersContainer):
             self._average.updates = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return upstream's state, with the average of the weights under "ema."."""
+        """Return upstream's state without settings; the average of the weights is under "ema."."""
         self._start_unreached()
-        state = super().state_dict()
+        # Settings are the config's; ten entries for each parameter double the time of a save.
+        entries = super().state_dict().items()
+        state = {name: value for name, value in entries if not name.startswith(_SETTINGS)}
         if self._average is not None:
             state.update({_EMA + name: value for name, value in self._average.state_dict().items()})
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a saved state."""
-        super().load_state_dict(state_dict)
+        """Restore a saved state; the settings stay as they are."""
+        super().load_state_dict({**super().state_dict(), **state_dict})
         if self._average is not None:
             named = (item for item in state_dict.items() if item[0].startswith(_EMA))
             own = {name.removeprefix(_EMA): value for name, value in named}

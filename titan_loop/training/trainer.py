@@ -150,7 +150,6 @@ class LoopTrainer(Trainer):
         """Start everything that needs the loaded checkpoint; yield nothing: `update` reads data."""
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
-        self.optimizers.apply_settings()  # loading restored the settings of an earlier start
         self._folder_watch.start()
         if agree_to_stop(self.asked_to_stop, self.device):
             self._stop("before its first step")
