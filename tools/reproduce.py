@@ -3,7 +3,8 @@
     python -m tools.reproduce [--check]
 
 Intervals are of Student's t over seeds, paired where a claim has two numbers. A claim is shown if
-three seeds or more were run and their whole interval meets the aim, partly if only their mean does.
+three seeds or more were run and their whole interval meets the aim, partly if only their mean does,
+and undecided, too, if the aim is within the interval.
 With --check nothing is written, and another file than the committed one is an error.
 """
 
@@ -24,21 +25,20 @@ ENOUGH_SEEDS = 3
 HEADER = """# What is reproduced, and what is not
 
 Written by `python -m tools.reproduce` from `train_configs/claims.py` and `results/`; do not edit.
-Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops; –
-are claims of this project, or of the paper in the remark. Everything here but SmolLM2-135M is
-small: models of 10^4 to 10^6 parameters, trained on a CPU or, if their JSON says so, on one H200
-that 14 or 15 jobs shared. Those runs used torch 2.11, with five names that torchtitan expects
-supplied by hand. One seed gives different initial weights on a CPU and on a GPU.
+Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops. A
+dash marks a claim of this project, or of the paper that the remark names. Everything here but
+SmolLM2-135M is small: models of 10^4 to 10^6 parameters, trained on a CPU or, if their JSON says
+so, on one H200 that 14 or 15 jobs shared. Those runs used torch 2.11, with five names that
+torchtitan expects supplied by hand. One seed gives different initial weights on a CPU and on a GPU.
 Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none for one seed). For
 claims that compare two arms the difference is taken seed by seed. Percentages are cut off at 0 and
-100, differences are not. Intervals over questions and
-documents are in `results/` and are not added here. Aims are ours and were set before the runs,
-unless the remark says otherwise; theirs is the paper's number, sometimes in another measure (see
-the remark). Minutes are wall-clock time of a claim's final runs on shared cores, without first
-stages and searches for settings.
+100, differences are not. Intervals over questions and documents are not added; newer files in
+`results/` have them. Aims are ours and were set before the runs, unless the remark says otherwise;
+theirs is the paper's number, sometimes in another measure (see the remark). Minutes are wall-clock
+time of a claim's final runs on shared cores, without first stages and searches for settings.
 *Shown*: three seeds or more, and the whole interval meets the aim. *Partly*: the mean meets it, but
-not the whole interval, or there are fewer than three seeds. *Not*: the mean misses it, though the
-interval may leave both open. *No test*: the experiment cannot decide.
+not the whole interval, or there are fewer than three seeds. *Not*: the mean misses it.
+*Undecided*: the aim is within the interval. *No test*: the experiment cannot decide.
 † marks claims that include a run from uncommitted code, or from a commit not in the history.
 
 | paper | claim | theirs | aim | ours | seeds | verdict | command | minutes | remark |
@@ -70,7 +70,7 @@ def _number(first: float, second: float | None = None, third: float | None = Non
 
 
 def verdict(claim: Claim, values: Sequence[float]) -> str:
-    """Return shown, partly, not, or no test."""
+    """Return shown, partly, not, or no test; undecided if the interval holds the aim."""
     if not claim.is_test:
         return "no test"
     mean, low, high = of_seeds(values)
@@ -78,7 +78,9 @@ def verdict(claim: Claim, values: Sequence[float]) -> str:
     most = math.inf if claim.at_most is None else claim.at_most
     if len(values) >= ENOUGH_SEEDS and least <= low and high <= most:
         return "**shown**"
-    return "partly" if least <= mean <= most else "not"
+    word = "partly" if least <= mean <= most else "not"
+    is_open = any(low < bound < high for bound in (least, most))
+    return f"{word}, undecided" if is_open else word
 
 
 def row(claim: Claim, results: Sequence[RunResult]) -> str:

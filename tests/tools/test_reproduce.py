@@ -62,8 +62,9 @@ def test_three_cells_are_the_share_of_a_gap():
         ([20.0], "partly"),
         ([19.0, 20.0], "partly"),
         ([19.0, 20.0, 21.0], "**shown**"),
-        ([5.0, 20.0, 21.0], "partly"),
+        ([5.0, 20.0, 21.0], "partly, undecided"),
         ([5.0, 6.0, 7.0], "not"),
+        ([1.0, 6.0, 20.0], "not, undecided"),
     ],
 )
 def test_a_claim_is_shown_by_three_seeds_whose_interval_meets_the_aim(values, expected):

@@ -140,10 +140,7 @@ def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) ->
 
 
 def draw_against_flops(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw each row's mean in the column `against_flops`, if its runs recorded their FLOPs.
-
-    Rows of equal cost stand side by side, so that none hides another's bar.
-    """
+    """Draw each row's mean in the column `against_flops`, if its runs recorded their FLOPs."""
     column = table.against_flops
 
     def draw(axes: Axes) -> None:
@@ -153,12 +150,12 @@ def draw_against_flops(table: ResultTable, results: Sequence[RunResult], path: P
             mean = table.mean(results, row, column)
             if costs and mean:
                 place = fmean(costs)
-                while any(abs(place / other - 1.0) < 0.03 for other in places):
-                    place *= 1.03
+                while any(abs(place / other - 1.0) < 0.015 for other in places):
+                    place *= 1.015  # beside it, or one bar hides the other
                 places.append(place)
                 _draw_means(axes, [(place, mean)], color=color, label=row)
         axes.set_xscale("log")
-        axes.set_xlabel("training FLOPs")
+        axes.set_xlabel("training FLOPs (rows of equal cost stand side by side)")
         axes.set_ylabel(f"{table.title}, {column}")
 
     return draw_axes(draw, path, title=conclusion(table, results, headline=column))
