@@ -30,6 +30,7 @@ from titan_loop.checkpoint import choosing
 from titan_loop.storage import transient
 
 compat.use_batch_scheduling()  # the pools' ranks and all other processes inherit it
+gc.disable()  # until the tests are collected: imports leave no garbage
 
 # How long an example takes is the machine's affair.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -161,6 +162,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare what imports made: every run collects garbage, and there is none in it."""
     if is_xdist_worker(session):  # not where one file is tested, which may need little
         import tests.support.preloaded  # noqa: F401
+    gc.enable()
     gc.collect()
     gc.freeze()
 
