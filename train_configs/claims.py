@@ -268,7 +268,7 @@ CLAIMS = [
         at_least=0,
         unit="points",
         command=_EXAMS,
-        note="set after the first seed at another rate; likewise",
+        note="aim set after a first seed that ran at another rate; otherwise as in the row above",
     ),
     Claim(
         paper="–",
@@ -279,7 +279,7 @@ CLAIMS = [
         at_least=-10,
         unit="points",
         command=_EXAMS,
-        note="likewise; in 002 the loop is 43.2 points ahead of 12⊗1, which ours does not show",
+        note="as two rows above; in 002 the loop is 43.2 points ahead of 12⊗1, which ours does not show",
     ),
     *(
         Claim(
@@ -302,7 +302,11 @@ CLAIMS = [
                 "no question visits the people of one trained on; all arms at one rate, untuned; "
                 "the aim is the sign, set after the first runs",
             ),
-            (100, "likewise; one visit still improves at the end; two visits: 25.5 [-3.0, 54.0]"),
+            (
+                100,
+                "as in the row above; one visit still improves at the end; two visits: 25.5 "
+                "[-3.0, 54.0]",
+            ),
         )
     ),
     Claim(
@@ -403,7 +407,7 @@ CLAIMS = [
         command=_ADAPTIVE,
         note="memory has twice the parameters and 1.5 times the FLOPs, the paper's 5 % more "
         "parameters; it measures commonsense text; a plain model with equal parameters and 0.6 "
-        "times the FLOPs stores 1.2 bits more",
+        "times the FLOPs stores 1.2 bits more †",
     ),
     *(
         Claim(
@@ -444,7 +448,7 @@ CLAIMS = [
                 "two_layers_more_1e-2",
                 "two layers on 1.8 times the text, equal FLOPs",
                 0,
-                "two layers at the rate that is best on less text",
+                "two layers: three rates",
             ),
             (
                 "four_layers_1e-2",
@@ -490,7 +494,7 @@ CLAIMS = [
             factor=1.0,
             unit="bits per byte",
             command=_READ,
-            note="the best of 21 settings (here rank 32 and distillation) by seed 1's score on "
+            note="the best of 20 settings (here rank 32 and distillation) by seed 1's score on "
             f"this exam, beside one setting; {cost} times the FLOPs"
             + "; 1.4 times those of a model with a single readout"
             * (steps == 4),
@@ -513,8 +517,8 @@ CLAIMS = [
         factor=1.0,
         unit="bits per byte",
         command=_RATES,
-        note="arXiv 2606.18524 and 2203.03466; the shape of six that is worst on average, each at "
-        "seven rates apart by √2; each seed's own worst: 0.059, 0.039; 0.5M tokens; minutes of "
+        note="arXiv 2606.18524 and 2203.03466; the worst of six shapes (mean of two seeds); seven "
+        "rates, each √2 times the one before; each seed's own worst: 0.059, 0.039; 0.5M tokens; minutes of "
         "this shape at the two rates",
     ),
     Claim(
@@ -651,8 +655,8 @@ CLAIMS = [
             at_least=20,
             unit="points",
             command=f"{_RETROFIT} --rules",
-            note="no conclusion on extrapolation: even of three hops, which were taught, no model "
-            "answers more than chance (8 %); Shapiro 2026, arXiv 2608.11233: depths 1 to 14; "
+            note="no conclusion on extrapolation: even of three hops, which were taught, no arm "
+            "answers more than chance (8 %) on average; Shapiro 2026, arXiv 2608.11233: depths 1 to 14; "
             f"{_H200}",
             is_test=False,
         )
