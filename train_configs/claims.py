@@ -279,7 +279,8 @@ CLAIMS = [
         at_least=-10,
         unit="points",
         command=_EXAMS,
-        note="as two rows above; in 002 the loop is 43.2 points ahead of 12⊗1, which ours does not show",
+        note="as two rows above; in 002 the loop is 43.2 points ahead of 12⊗1, which ours does "
+        "not show",
     ),
     *(
         Claim(
@@ -518,8 +519,8 @@ CLAIMS = [
         unit="bits per byte",
         command=_RATES,
         note="arXiv 2606.18524 and 2203.03466; the worst of six shapes (mean of two seeds); seven "
-        "rates, each √2 times the one before; each seed's own worst: 0.059, 0.039; 0.5M tokens; minutes of "
-        "this shape at the two rates",
+        "rates, each √2 times the one before; each seed's own worst: 0.059, 0.039; 0.5M tokens; "
+        "minutes of this shape at the two rates",
     ),
     Claim(
         paper="–",
@@ -656,8 +657,8 @@ CLAIMS = [
             unit="points",
             command=f"{_RETROFIT} --rules",
             note="no conclusion on extrapolation: even of three hops, which were taught, no arm "
-            "answers more than chance (8 %) on average; Shapiro 2026, arXiv 2608.11233: depths 1 to 14; "
-            f"{_H200}",
+            "answers more than chance (8 %) on average; Shapiro 2026, arXiv 2608.11233: depths 1 "
+            f"to 14; {_H200}",
             is_test=False,
         )
         for hops, steps in ((4, 4), (5, 6))
