@@ -167,12 +167,15 @@ BEST = {
     "not_looped": "2e-2",
     "looped": "2e-2",
     "two_layers": "1e-2",
-    "four_layers": "1e-2",
+    "four_layers": "5e-3",
     "same_text": "1e-2",
     "more_text": "1e-2",
     "two_layers_more": "1e-2",
 }
-"""Arm of TUNED → the rate with its lowest mean over seeds 1 and 2, which has five seeds."""
+"""Arm of TUNED → the rate with its lowest mean over seeds 1 and 2, which has five seeds.
+
+Four layers have five seeds at 5e-3 and 1e-2, which are level on two.
+"""
 
 SCALES: dict[str, dict[str, Any]] = {"": {}, "_scaled": {"residual_scale": "visits"}}
 TABLES = {
@@ -214,7 +217,7 @@ TABLES = {
             less="R = 1",
             message="For equal FLOPs one layer visited four times reads {R = 4|all} bits per byte, "
             "visited once on 2.9 times the text {R = 1, more text|all}, four layers "
-            "{four layers|all}",
+            "(four times the weights) {four layers|all}",
         ),
         ResultTable(
             name="rates",
