@@ -150,7 +150,7 @@ def draw_against_flops(table: ResultTable, results: Sequence[RunResult], path: P
             mean = table.mean(results, row, column)
             if costs and mean:
                 place = fmean(costs)
-                while any(abs(place / other - 1.0) < 0.015 for other in places):
+                while any(abs(place / other - 1.0) < 0.01 for other in places):
                     place *= 1.015  # beside it, or one bar hides the other
                 places.append(place)
                 _draw_means(axes, [(place, mean)], color=color, label=row)
