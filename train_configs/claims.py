@@ -450,13 +450,14 @@ CLAIMS = [
                 "two_layers_more_1e-2",
                 "two layers on 1.8 times the text, equal FLOPs",
                 0,
-                "two layers at the best of three rates",
+                "two layers at the best of three rates instead",
             ),
             (
                 "four_layers_5e-3",
                 "four layers, equal tokens and FLOPs",
                 0,
-                "a quarter of the layers; four layers at 1e-2: -0.039 [-0.099, 0.022]",
+                "a quarter of the layers, 0.48 of the parameters; four layers at 1e-2: "
+                "-0.039 [-0.099, 0.022]",
             ),
         )
     ),
