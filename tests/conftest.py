@@ -30,7 +30,7 @@ from titan_loop.checkpoint import choosing
 from titan_loop.storage import transient
 
 compat.use_batch_scheduling()  # the pools' ranks and all other processes inherit it
-gc.disable()  # until the tests are collected: imports leave no garbage
+gc.disable()  # until the tests are collected, a fifth of whose time it would take
 
 # How long an example takes is the machine's affair.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

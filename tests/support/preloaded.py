@@ -4,16 +4,13 @@ Runs, rehearsals and dynamo collect garbage often, and half a million objects of
 Processes forked after this share these objects' pages.
 """
 
-# ruff: noqa: E402, F401
+# ruff: noqa: F401
 import gc
-
-gc.disable()  # it takes a fifth of these imports, and finds nothing
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch._inductor.compile_fx
 
 import tests.support.tiny
 
-gc.enable()
 gc.collect()
 gc.freeze()
