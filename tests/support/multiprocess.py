@@ -6,12 +6,15 @@ another. Each rank is a `ProcessPoolExecutor` with a single worker; this module 
 ranks, the stack of a rank that hangs, and a clean start after failures. torch's own multi-process
 test cases start new processes for every test or class.
 
+Ranks without a case are stopped on Linux: their gloo threads would wake up a hundred times a second
+for every process group that any case has made, which took a seventh of a session.
+
 All cases share their process: the default process group, the meshes torchtitan keeps in module
 state, and every global that a case changes. The random generators are seeded alike before every
 case. A case that fails is followed by a new process group, one that hangs or dies by new processes.
 """
 
-import atexit
+import ctypes
 import faulthandler
 import importlib
 import multiprocessing
@@ -26,6 +29,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -36,6 +40,7 @@ START_TIMEOUT_SECONDS = 600.0  # a cold import of torch on a busy disk
 CASE_TIMEOUT_SECONDS = 300.0  # most take two; a slow machine ten times as long
 PRELOADED = ["tests.support.preloaded"]
 GRACE_SECONDS = 2.0  # for the other ranks, once one has failed
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 STACK_DUMP_SECONDS = 0.5  # faulthandler writes at once; this is for a loaded machine
 
 _pools: dict[int, "GlooPool"] = {}
@@ -105,8 +110,11 @@ class GlooPool:
         try:
             if not self._ranks:
                 self._start()
+            self._send(signal.SIGCONT)
             calls = [(_run_case, fn, args)] * self.world_size
-            return self._ask(calls, timeout, what=f"{fn.__module__}.{fn.__qualname__}")
+            results = self._ask(calls, timeout, what=f"{fn.__module__}.{fn.__qualname__}")
+            self._send(signal.SIGSTOP)
+            return results
         except RankError:
             if self._ranks:
                 self._join_group()
@@ -177,6 +185,13 @@ class GlooPool:
         left = f"; rank {names} was left waiting" if hung else ""
         raise RankError(f"{what} failed on rank {', '.join(map(str, errors))}{left}", reports)
 
+    def _send(self, number: signal.Signals) -> None:
+        if sys.platform == "linux":  # elsewhere a stopped rank would survive its parent
+            for rank in self._ranks:
+                assert rank.process.pid is not None
+                with suppress(ProcessLookupError):  # the next case reports a rank that died
+                    os.kill(rank.process.pid, number)
+
     def _error_of(self, number: int, future: Future[Any]) -> str:
         error = future.exception()
         if not isinstance(error, BrokenProcessPool):
@@ -195,10 +210,8 @@ class GlooPool:
 
 
 def get_pool(world_size: int) -> GlooPool:
-    """Return the session's pool for this world size; it lives until the interpreter ends."""
+    """Return the session's pool for this world size; it lives until `close_pools`."""
     if world_size not in _pools:
-        if not _pools:
-            atexit.register(close_pools)
         _pools[world_size] = GlooPool(world_size)
     return _pools[world_size]
 
@@ -226,6 +239,8 @@ def _prepare_rank(stack_file: Path) -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+    if sys.platform == "linux":  # it ends with the fork server, too, which a stopped thread misses
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run_case(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -1,7 +1,11 @@
 """The process pool: order, failure on one rank, hang, crash, and a clean start after each."""
 
+import ctypes
 import os
+import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +13,8 @@ import torch.distributed as dist
 
 from tests.support import multiprocess
 from tests.support.multiprocess import GlooPool, RankError, RankTimeoutError
+
+PR_GET_PDEATHSIG = 2  # of linux/prctl.h
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:
@@ -42,6 +48,12 @@ def die_on_rank_zero() -> None:
         os._exit(17)
 
 
+def signal_at_the_end_of_the_parent() -> int:
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
+    return number.value
+
+
 def random_number() -> float:
     return torch.rand(()).item()
 
@@ -61,6 +73,14 @@ def test_results_come_back_in_rank_order_after_a_collective(pool):
 
 def test_the_same_processes_serve_case_after_case(pool):
     assert pool.run(process_id) == pool.run(process_id)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are stopped on Linux alone")
+def test_ranks_are_stopped_between_cases_and_end_with_the_session(pool):
+    stats = [Path(f"/proc/{pid}/stat") for pid in pool.run(process_id)]
+    while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in stats):
+        time.sleep(0.01)  # a signal takes its time
+    assert pool.run(signal_at_the_end_of_the_parent) == [signal.SIGKILL, signal.SIGKILL]
 
 
 def test_every_case_starts_from_the_same_seed(pool):
