@@ -23,6 +23,10 @@ if "gpu" not in os.environ.get("TITAN_LOOP_REQUIRE", "").split(","):
 # Threads spin on each other where others run beside them, and tests start many processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# In every process that compiles, torch otherwise asks the compiler about every vector extension of
+# the CPU, which takes seven seconds. 0 is for compilers that are too old for the CPU.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 import titan_loop.compat as compat  # before any torchtitan module
 
 from tests.support.multiprocess import GlooPool, close_pools, get_pool
