@@ -239,7 +239,7 @@ def _prepare_rank(stack_file: Path) -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-    if sys.platform == "linux":  # it ends with the fork server, too, which a stopped thread misses
+    if sys.platform == "linux":  # the kernel also ends a stopped rank, whose `follow` sleeps
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

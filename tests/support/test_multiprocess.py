@@ -78,8 +78,13 @@ def test_the_same_processes_serve_case_after_case(pool):
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are stopped on Linux alone")
 def test_ranks_are_stopped_between_cases_and_end_with_the_session(pool):
     stats = [Path(f"/proc/{pid}/stat") for pid in pool.run(process_id)]
-    while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in stats):
-        time.sleep(0.01)  # a signal takes its time
+    states: list[str] = []
+    for _ in range(6000):  # a signal takes its time: a minute at most
+        states = [stat.read_text().rpartition(")")[2].split()[0] for stat in stats]
+        if states == ["T", "T"]:
+            break
+        time.sleep(0.01)
+    assert states == ["T", "T"]
     assert pool.run(signal_at_the_end_of_the_parent) == [signal.SIGKILL, signal.SIGKILL]
 
 
