@@ -263,6 +263,8 @@ def test_bad_plans_are_one_line(tmp_path: Path):
         UserError, match=r"2 layers two .* beside 2 outside the loop; use 6, 8 or more"
     ):
         Upcycling(4).sources({"n_layers": 4, "prelude_layers": 1, "coda_layers": 1})
+    with pytest.raises(UserError, match=r"branch_scale=2.0 .* only a model with 0.0 can grow"):
+        Upcycling(8).sources({"n_layers": 4, "branch_scale": 2.0})
     with pytest.raises(UserError, match="mode=stack is unknown; nearest: stacked"):
         Upcycling(8, "stack")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="moments=scaled is unknown; nearest: scale"):

@@ -50,6 +50,11 @@ class Upcycling:
 
     def sources(self, architecture: Mapping[str, Any]) -> list[int]:
         """Return each new layer's old one; raise `UserError` unless the loop grows k ≥ 2 times."""
+        if scale := architecture.get("branch_scale"):
+            raise UserError(
+                f"model.branch_scale={scale} gives branches a factor that depends on the number of "
+                "layers, so copies would compute another function; only a model with 0.0 can grow"
+            )
         n_layers, looped = architecture["n_layers"], looped_layers(architecture)
         outside = n_layers - len(looped)
         copies, rest = divmod(self.n_layers - outside, len(looped))

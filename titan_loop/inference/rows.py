@@ -49,10 +49,15 @@ def text_requests(
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
 ) -> list[Request]:
-    """Return requests whose completions have text; prompts may contain special tokens as text."""
+    """Return requests whose completions have text; prompts may contain special tokens as text.
+
+    As in training, nothing is added to a prompt, whatever `tokenizer.json` would add.
+    """
     return [
         Request(
-            prompt=tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt,
+            prompt=tokenizer.encode(prompt, add_special_tokens=False).ids
+            if isinstance(prompt, str)
+            else prompt,
             max_new_tokens=max_new_tokens,
             stop_tokens=stop_tokens,
             text=Detokenizer(tokenizer, stop),

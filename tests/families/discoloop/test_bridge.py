@@ -18,6 +18,7 @@ STEPS, COUNT, STRATUM = 3, 12, "3_hops"
 MODELS = {
     "plain": OuroOptions(),
     "readout": OuroOptions(norm_placement="readout", tie_weights=True),
+    "readout by step": OuroOptions(readout_rank=2),
     "discoloop": DiscoLoopOptions(channel_strength=2.0),
 }
 
@@ -44,6 +45,8 @@ def test_probability_and_cosines_are_those_of_every_question_alone(name):
                 state = layer(state, context)
             read = model.norm(state)
             state = read if model.norm_placement == "every_step" else state
+            if name == "readout by step":
+                read = model.step_readout(read, step=step + 1)
             probability = (read[0, 1] @ model.lm_head.weight.T).softmax(-1)[bridge]
             wanted[0, step, index] = float(probability)
             wanted[1, step, index] = cosine(state[0, 1], table[bridge])

@@ -26,8 +26,15 @@ MODELS = {
         if name != "ponder"
     },
     "readout": OuroOptions(norm_placement="readout"),
+    "readout by step": OuroOptions(readout_rank=2),
 }
 """Those whose steps start from the state; a PonderLM's start from a sum."""
+
+
+def by_step(model: LoopDecoder, read: Tensor, step: int) -> Tensor:
+    """Add what a step's own readout adds, in a model that has one."""
+    own = getattr(model, "step_readout", None)
+    return read if own is None else own(read, step=step)
 
 
 def says(model: LoopDecoder, tokens: Tensor, strength: float, after: int) -> int:
@@ -42,6 +49,7 @@ def says(model: LoopDecoder, tokens: Tensor, strength: float, after: int) -> int
         read = model.norm(state)
         if model.norm_placement == "every_step":
             state = read
+        read = by_step(model, read, step)
         if step == after:
             table = model.tok_embeddings.weight
             token = table[int((read[0, 1] @ model.lm_head.weight.T).argmax())]
@@ -49,7 +57,7 @@ def says(model: LoopDecoder, tokens: Tensor, strength: float, after: int) -> int
             state = state.clone()
             state[0, 1] = (1 - strength) * state[0, 1] + strength * token
             read = model.norm(state)
-    last = read if model.norm_placement == "readout" else state
+    last = read if model.norm_placement == "readout" else by_step(model, state, STEPS)
     return int((last[0, -1] @ model.lm_head.weight.T).argmax())
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,14 +26,16 @@ from titan_loop.families.latent.model import LatentDecoder, LatentOptions
 from titan_loop.families.latent.repair import share_repaired
 from titan_loop.families.latent.task import DagArithmetic, Size
 from titan_loop.models.family import build_decoder
+from titan_loop.models.positions import every_head
 
 TASK = DagArithmetic(modulus=5, nodes=8, leaves=4, names=16, test_nodes=(8,))
 NODES = Size(8, None)
 
 
-def model() -> LatentDecoder:
+def model(**changed: Any) -> LatentDecoder:
     torch.manual_seed(0)
-    options = LatentOptions(vocab_size=7, factors=TASK.factor_sizes, relative_window=8)
+    given = {"vocab_size": 7, "factors": TASK.factor_sizes, "relative_window": 8, **changed}
+    options = LatentOptions(**given)
     built = build_decoder(options, max_seq_len=120).eval()
     assert isinstance(built, LatentDecoder)
     return built
@@ -105,8 +108,9 @@ def test_a_probe_points_at_its_names(number: int, by_depth: bool):
     assert [int(probe.factors[at, 0]) for at in probe.sources] == [node.value for node in graph]
 
 
-def test_a_look_shows_the_step_and_its_attention():
-    built = model()
+@pytest.mark.parametrize("options", [{}, {"scale_scores_by_terms": True}, {"n_kv_heads": 2}])
+def test_a_look_shows_the_step_and_its_attention(options):
+    built = model(**options)
     (graph,) = TASK.held_out_questions(1, NODES)
     probe = probe_of(TASK, graph, (0, 1, 2), 15)
     states = probe.factors.repeat(2, 1, 1)
@@ -119,7 +123,7 @@ def test_a_look_shows_the_step_and_its_attention():
     # Heads mix the values of their layer by the weights that are shown.
     block = built.layers["0"]
     normed = block.attention_norm(built.tok_embeddings(states))
-    values = block.attention.qkv_linear(normed)[2]
+    values = every_head(block.attention.qkv_linear(normed)[2], 4)
     mixed = torch.einsum("mns,msnh->mnh", seen.attention[0], values)
     of_heads = block.attention.wo.weight.split(16, dim=1)
     added = torch.stack([mixed[:, h] @ part.T for h, part in enumerate(of_heads)], dim=1)

@@ -144,6 +144,7 @@ def test_the_manifest_names_parent_and_new_parts(make_run: Make, tmp_path):
             ("--experts", 4, "--recurrent-steps", 2, "--prelude", 2),
             "--prelude=2 --coda=0 --recurrent-steps=2 do not loop one of the 2 layers",
         ),
+        ("dense", {"branch_scale": 2.0}, ("--experts", 4), "has model.branch_scale=2.0, a factor"),
         ("dense", {"hidden_dim": 60}, ("--experts", 4), "expert_hidden_dim=60 must be a multiple"),
         ("moe", {}, ("--experts", 4), "--experts=4 is for a dense model"),
         ("moe", {}, (), "--recurrent-steps is missing"),

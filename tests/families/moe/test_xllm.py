@@ -64,7 +64,7 @@ def test_an_imported_mixture_answers_as_the_equations(name, write_released, tmp_
     torch.testing.assert_close(got, logits(rounded, config, TOKENS, start), atol=CLOSE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["diagonal", "shared expert", "unrolled"])
+@pytest.mark.parametrize("name", ["diagonal", "one", "shared expert", "unrolled"])
 def test_export_writes_their_layout_again(name, write_released, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     imported(write_released(MODELS[name], random_weights(MODELS[name])), run)
@@ -92,6 +92,21 @@ def test_what_cannot_be_computed_is_refused(changed, message):
     assert not XllmShape.describes(config)
     with pytest.raises(UserError, match=message):
         XllmMoEShape.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 1}, "normalise_scores=True with model.top_k=1"),
+        ({"normalise_scores": False}, "normalise_scores=False with model.top_k=2"),
+        ({"injection": "linear"}, "no mixture of experts with model.injection=orthogonal"),
+        ({"state_norm": True}, "or with norms in the loop"),
+    ],
+)
+def test_a_mixture_that_their_code_would_compute_otherwise_is_not_exported(options, message):
+    config = decoder_config(XllmMoEOptions(experts=4, **{"top_k": 2, **options}), max_seq_len=16)
+    with pytest.raises(UserError, match=message):
+        XllmMoEShape.from_architecture(config.architecture(), recurrent_steps=2, max_positions=8192)
 
 
 @pytest.mark.parametrize(

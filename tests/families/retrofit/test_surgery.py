@@ -128,6 +128,7 @@ def test_spans_that_do_not_fit_are_one_line(dense: Made, capsys, tmp_path, flags
     ("options", "message"),
     [
         ({"recurrent_steps": 2}, "runs 2 recurrent steps; retrofit starts from a dense model"),
+        ({"recurrent_steps": 1, "branch_scale": 2.0}, "has model.branch_scale=2.0; retrofit"),
         ({"recurrent_steps": 1, "exit_gate": True}, "has model.exit_gate=True; retrofit starts"),
         (
             {"recurrent_steps": 1, "n_layers": 3, "prelude_layers": 1},

@@ -94,3 +94,9 @@ def test_zero_adapters_leave_identity_as_it_is(dense: Made, retrofit: Retrofit):
 def test_ties_that_do_not_fit_are_one_line(dense: Made, capsys, tmp_path, flags, message):
     words = ("--output", tmp_path / "run", "--mode", "tied", *flags)
     assert message in error_of(capsys, dense.run, *words)
+
+
+def test_tables_of_distances_are_not_tied(make_run, capsys, tmp_path):
+    run = make_run(recurrent_steps=1, n_layers=4, positions="bias", relative_window=8).run
+    error = error_of(capsys, run, "--output", tmp_path / "run", "--mode", "tied", *ALL)
+    assert "model.positions=bias: --mode=tied makes matrices and norms" in error

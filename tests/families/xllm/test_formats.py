@@ -111,10 +111,30 @@ def test_defaults_of_fields_that_a_config_leaves_out():
     config = fields()
     for name in ("huginn_input_injection", "huginn_state_init", "rmsnorm_eps", "num_kv_heads"):
         del config[name]
+    for name in ("loop_times", "huginn_prelude_layers", "huginn_coda_layers"):
+        del config[name]
     shape = XllmShape.from_config({"model": config})
-    assert (shape.injection, shape.start_state, shape.norm_eps) == ("none", "normal", 1e-6)
+    assert (shape.injection, shape.start_state, shape.norm_eps) == ("diagonal", "zero", 1e-6)
+    assert (shape.prelude_layers, shape.coda_layers) == (1, 1)
     assert (shape.n_heads, shape.n_kv_heads, shape.max_positions) == (4, 4, 8192)
-    assert (shape.prelude_norm, shape.state_norm, shape.recurrent_steps) == (False, False, 3)
+    assert (shape.prelude_norm, shape.state_norm, shape.recurrent_steps) == (False, False, 1)
+    for name in ("swiglu", "apply_rmsnorm"):
+        without = {key: value for key, value in fields().items() if key != name}
+        with pytest.raises(UserError, match=f"model.{name}=False is not supported"):
+            XllmShape.from_config({"model": without})
+
+
+def test_a_model_may_lack_prelude_or_coda():
+    bare = read(huginn_prelude_layers=0, huginn_recurrent_layers=3)
+    assert (bare.prelude_layers, bare.coda_layers) == (0, 1)
+    bare = read(huginn_coda_layers=0, huginn_recurrent_layers=3)
+    assert (bare.prelude_layers, bare.coda_layers) == (1, 0)
+
+
+def test_another_epsilon_of_the_projection_is_refused():
+    assert read(huginn_ortho_projection_eps=1e-3).injection == "diagonal"
+    with pytest.raises(UserError, match=r"huginn_ortho_projection_eps=0.001 is not supported"):
+        read(huginn_prelude_orthogonal=True, huginn_ortho_projection_eps=1e-3)
 
 
 def test_the_loops_of_a_stack_and_of_a_hierarchy():
@@ -169,11 +189,14 @@ def test_a_span_with_an_injection_is_refused():
 
 
 def test_the_section_of_a_hierarchy_is_complete_for_their_code():
-    shape = read(**SPLIT, huginn_split_module_repeats=2, huginn_prelude_norm="rms")
+    shape = read(**SPLIT, huginn_split_module_repeats=2)
     written = shape.to_config(dtype="bfloat16", bos_id=None, eos_id=None)
     assert written["loop_times"] == 8  # two high cycles of three low ones and one more
-    assert written["huginn_depth_control"] is True
+    assert (written["huginn_depth_control"], written["huginn_split_module_repeats"]) == (False, 2)
     assert (written["huginn_recurrent_layers"], written["head_dim"]) == (2, 8)
+    normed = read(huginn_prelude_norm="rms")
+    written = normed.to_config(dtype="bfloat16", bos_id=None, eos_id=None)
+    assert written["huginn_depth_control"] is True
     assert (written["huginn_prelude_norm"], written["huginn_recurrent_exit_norm"]) == (
         "rms",
         "none",
@@ -218,6 +241,19 @@ def test_combinations_that_their_classes_lack_are_refused():
         with pytest.raises(UserError, match="no place for a loop over the whole stack"):
             shape_of(2, **whole, **plain | wrong)
         assert shape_of(2, **plain | wrong).prelude_layers
+    for passes in ({}, {"states": "shared"}, {**whole, **plain}, {"untied_steps": 2, **plain}):
+        steps = 1 if "untied_steps" in passes else 2
+        with pytest.raises(UserError, match=r"core_passes=2 with .* only with model.states=split"):
+            shape_of(steps, core_passes=2, **passes)
+    assert shape_of(2, core_passes=2, states="split").core_passes == 2
+    for loop in (
+        {"injection": "linear"},
+        {"injection": "orthogonal"},
+        {"prelude_norm": True},
+        {"state_norm": True},
+    ):
+        with pytest.raises(UserError, match=r"model.states=shared: .* only with model.states=one"):
+            shape_of(2, states="shared", **loop)
 
 
 @pytest.mark.parametrize(

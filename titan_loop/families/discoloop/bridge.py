@@ -77,7 +77,7 @@ def bridge_states(
         carry = model.start(batch.input, context)
         for step in range(steps):
             hidden_BLD = model.step(carry, step + 1, context)
-            read_BD = model.read(hidden_BLD, context)[where]
+            read_BD = model.read(hidden_BLD, context, step + 1)[where]
             logit_BV = model.readout(read_BD.unsqueeze(1))[:, 0]
             said_BV = logit_BV.float().softmax(dim=-1)
             sums[0, step] += said_BV.gather(1, token_B.unsqueeze(1)).sum().item()

@@ -114,7 +114,7 @@ def _final_state(
     hidden_BLD = model.step(carry, 1, context)
     for step in range(1, steps):
         if step == after:
-            said_BL = model.readout(model.read(hidden_BLD, context)).argmax(dim=-1)
+            said_BL = model.readout(model.read(hidden_BLD, context, step)).argmax(dim=-1)
             token_BD = model.tok_embeddings(said_BL[row_B, where_B].unsqueeze(1))[:, 0]
             token_BD = F.rms_norm(token_BD, token_BD.shape[-1:]).to(hidden_BLD.dtype)
             hidden_BLD = hidden_BLD.clone()
@@ -122,7 +122,7 @@ def _final_state(
             hidden_BLD[row_B, where_B] = kept_BD + strength * token_BD
         carry = model.advance(carry, hidden_BLD, step, context)
         hidden_BLD = model.step(carry, step + 1, context)
-    return model.read(hidden_BLD, context)
+    return model.read(hidden_BLD, context, steps)
 
 
 def analyse_intervention(

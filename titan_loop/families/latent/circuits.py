@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from titan_loop.families.latent.model import LatentDecoder
 from titan_loop.families.latent.task import DagArithmetic, Graph, Node, Size, combined
+from titan_loop.models.positions import every_head
 
 Floats = NDArray[np.float64]
 
@@ -224,16 +225,18 @@ def _weights(
     k_BLNH: Tensor,
     *,
     attention_masks: Tensor | None,
+    scale: float | None = None,
     scores_BNLS: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
     """Return the attention weights (B, N, L, S) of the kernel's arguments."""
+    k_BLNH = every_head(k_BLNH, q_BLNH.shape[2])
     scores = q_BLNH.transpose(1, 2) @ k_BLNH.permute(0, 2, 3, 1)
     if scores_BNLS is not None:
         scores = scores + scores_BNLS
     if attention_masks is None:
         attention_masks = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-    scores = scores * q_BLNH.shape[-1] ** -0.5
+    scores = scores * (q_BLNH.shape[-1] ** -0.5 if scale is None else scale)
     return scores.masked_fill(~attention_masks, -torch.inf).softmax(dim=-1)
 
 

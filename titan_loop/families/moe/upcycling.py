@@ -86,6 +86,11 @@ class MoEUpcycling:
                 f"{run.path} is of family {parent.family}; give a model of family "
                 "nanbeige, whose feed-forwards become experts, or one of moe, which becomes a loop"
             )
+        if parent.branch_scale:
+            raise UserError(
+                f"{run.path} has model.branch_scale={parent.branch_scale}, a factor that would "
+                "change with the loop; experts are made of a model with 0.0"
+            )
         loop = {"recurrent_steps": recurrent_steps, **self._loop(run, recurrent_steps)}
         options = replace(new, **loop)
         decoder_config(options, max_seq_len=1)  # refuses parts that do not fit

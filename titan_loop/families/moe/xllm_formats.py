@@ -14,7 +14,7 @@ Source: the code of xLLM, `xllm/modules/moe`, and of xLLM-Loop, `xllm/models/tra
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -55,6 +55,7 @@ class XllmMoEShape(XllmShape):
     expert_hidden_dim: int
     shared_experts: int
     router: str
+    normalise_scores: bool
     score_scale: float
 
     @classmethod
@@ -72,24 +73,26 @@ class XllmMoEShape(XllmShape):
             raise unsupported("model.moe_router_score_func", router, "sigmoid or softmax")
         shared = model.get("num_shared_experts", 0)
         scale = model.get("moe_router_scaling_factor") or 1.0
+        top_k = integer(model, "num_activated_experts")
         return fields | {
             "experts": integer(model, "num_experts"),
-            "top_k": integer(model, "num_activated_experts"),
+            "top_k": top_k,
             "expert_hidden_dim": integer(model, "expert_inter_dim"),
             "shared_experts": integer(model, "num_shared_experts") if shared else 0,
             "router": router,
+            "normalise_scores": top_k > 1,
             "score_scale": positive("model.moe_router_scaling_factor", scale),
         }
 
     def options(self) -> ModelOptions:
-        """As in the base class; the score of a token's only expert is not normalised."""
+        """As in the base class."""
         experts: dict[str, Any] = {
             "experts": self.experts,
             "top_k": self.top_k,
             "expert_hidden_dim": self.expert_hidden_dim,
             "shared_experts": self.shared_experts,
             "router": self.router,
-            "normalise_scores": self.top_k > 1,
+            "normalise_scores": self.normalise_scores,
             "score_scale": self.score_scale,
             "bias_rate": 0.0,
         }
@@ -163,6 +166,26 @@ class XllmMoEShape(XllmShape):
             "moe_router_score_func": self.router,
             "moe_router_scaling_factor": self.score_scale,
         }
+
+    @classmethod
+    def from_architecture(
+        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
+    ) -> Self:
+        """As in the base class; a token's only score stays as it is, several are normalised."""
+        shape = super().from_architecture(
+            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
+        )
+        if shape.normalise_scores != (shape.top_k > 1):
+            raise UserError(
+                f"model.normalise_scores={shape.normalise_scores} with model.top_k={shape.top_k}: "
+                "the xLLM format divides scores by their sum if and only if top_k is above 1"
+            )
+        if shape.is_depth_controlled:
+            raise UserError(
+                "the xLLM format has no mixture of experts with model.injection=orthogonal or "
+                "linear, or with norms in the loop"
+            )
+        return shape
 
 
 def _write(export: Export, output: Path) -> None:

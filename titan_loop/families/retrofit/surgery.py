@@ -38,7 +38,7 @@ from titan_loop.families.retrofit.bridge import read_one
 from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.families.retrofit.tying import Tie, TiedSpan, Tying
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
-from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.models.family import build_decoder, completed_architecture, decoder_config
 from titan_loop.models.llama import LlamaOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -123,6 +123,11 @@ class Surgery:
             UserError: The spans are not the dense model's layers, or the rank is above its width.
         """
         architecture = decoder_config(dense, max_seq_len=1).architecture()
+        if self.mode == "tied" and architecture["relative_window"] is not None:
+            raise UserError(
+                f"model.positions={dense.positions}: --mode=tied makes matrices and norms of "
+                "several layers, not tables of distances; use another mode"
+            )
         self.check_layers(architecture["n_layers"])
         if self.rank > architecture["dim"]:
             raise UserError(f"--rank={self.rank} is above the model's width, {architecture['dim']}")
@@ -164,7 +169,7 @@ class Dense:
     def __init__(self, run: SavedRun) -> None:
         self.run = run
         self.checkpoint = run.checkpoint()
-        architecture = self.checkpoint.manifest["trainer"]["architecture"]
+        architecture = completed_architecture(self.checkpoint.manifest["trainer"]["architecture"])
         options = run.model_options
         if not isinstance(options, NanbeigeOptions):
             raise UserError(
@@ -177,6 +182,7 @@ class Dense:
             "exit_gate": False,
             "norm_placement": "readout",
             "injection": "none",
+            "branch_scale": 0.0,
         }
         for name, wanted in looped.items():
             if architecture[name] != wanted:

@@ -28,7 +28,7 @@ from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.xllm.decoder import States
-from titan_loop.families.xllm.injection import Injection
+from titan_loop.families.xllm.injection import PROJECTION_EPS, Injection
 from titan_loop.families.xllm.model import SIZES, XllmOptions
 from titan_loop.families.xllm.start_state import Start
 from titan_loop.formats.format import Export, Format
@@ -66,6 +66,7 @@ _OF_INJECTION = {
     "step_bias": "dt_bias",
 }
 _OF_LINEAR = {"weight": "adapter.weight", "bias": "adapter.bias"}
+_OFF_WHEN_ABSENT = {"apply_rmsnorm", "swiglu"}
 _STATES: dict[str, States] = {"none": "one", "shared_hl": "shared", "split_hl": "split"}
 
 
@@ -91,7 +92,8 @@ class XllmShape(LlamaShape):
         "num_values": 0,
         "residual_func": "base",
     }
-    """Fields of the model section, with the only value that is supported; a field may be absent."""
+    """Fields of the model section, with the only value that is supported; an absent field has it,
+    unless it is in `_OFF_WHEN_ABSENT`."""
     of_model: ClassVar[Mapping[str, str]] = {
         **LlamaShape.of_model,
         "model.injection.": "injection.",
@@ -120,8 +122,9 @@ class XllmShape(LlamaShape):
         """As in the base class, from the model section."""
         model = config["model"]
         for name, wanted in cls.fixed.items():
-            if model.get(name, wanted) != wanted:
-                raise unsupported(f"model.{name}", model[name], wanted)
+            found = model.get(name, False if name in _OFF_WHEN_ABSENT else wanted)
+            if found != wanted:
+                raise unsupported(f"model.{name}", found, wanted)
         heads, dim = integer(model, "num_heads"), integer(model, "model_dim")
         for name in ("head_dim", "rope_head_dim"):
             if model.get(name) not in (None, dim // heads):
@@ -158,6 +161,12 @@ class XllmShape(LlamaShape):
     def is_plain(self) -> bool:
         """Whether family `nanbeige` can run the model: a plain loop of Llama's blocks."""
         return self.injection == "none" and self.states == "one" and not self.state_norm
+
+    @property
+    def is_depth_controlled(self) -> bool:
+        """Whether a model with prelude or coda is of their class `DepthControlledHuginn`."""
+        injected = self.injection in ("orthogonal", "linear")
+        return injected or self.prelude_norm or self.state_norm
 
     def loop_options(self) -> dict[str, Any]:
         """Return the options that set the size and the loop, by name."""
@@ -260,8 +269,7 @@ class XllmShape(LlamaShape):
                 "loop_input_injection": self.injection,
             }
         names = {ours: theirs for theirs, ours in _STATES.items()}
-        orthogonal, linear = self.injection == "orthogonal", self.injection == "linear"
-        needs_control = orthogonal or linear or self.prelude_norm or self.state_norm
+        orthogonal = self.injection == "orthogonal"
         cycles = 1 if self.states == "one" else self.low_cycles + 1
         return {
             "arch": "huginn",
@@ -275,7 +283,7 @@ class XllmShape(LlamaShape):
             "huginn_hierarchical_h_cycles": self.recurrent_steps,
             "huginn_hierarchical_l_cycles": self.low_cycles,
             "huginn_split_module_repeats": self.core_passes,
-            "huginn_depth_control": needs_control,
+            "huginn_depth_control": self.is_depth_controlled,
             "huginn_prelude_orthogonal": orthogonal,
             "huginn_prelude_norm": "rms" if self.prelude_norm else "none",
             "huginn_recurrent_exit_norm": "parameterless_rms" if self.state_norm else "none",
@@ -302,6 +310,16 @@ class XllmShape(LlamaShape):
             raise UserError(
                 "the xLLM format has untied steps only after a prelude, and no loop over them: "
                 "use --recurrent-steps 1 and model.prelude_layers of at least 1"
+            )
+        if shape.core_passes > 1 and shape.states != "split":
+            raise UserError(
+                f"model.core_passes={shape.core_passes} with model.states={shape.states}: the xLLM "
+                "format has several passes only with model.states=split"
+            )
+        if shape.is_depth_controlled and shape.states != "one":
+            raise UserError(
+                f"model.states={shape.states}: the xLLM format has an orthogonal or linear "
+                "injection, and norms in the loop, only with model.states=one"
             )
         return shape
 
@@ -342,28 +360,34 @@ def _read_transformer(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_huginn(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the loop of their `Huginn` or `DepthControlledHuginn`."""
-    layers, prelude = integer(model, "num_layers"), integer(model, "huginn_prelude_layers")
-    coda = integer(model, "huginn_coda_layers")
+    layers = integer(model, "num_layers")
+    prelude, coda = (
+        0 if model.get(name) == 0 else integer(model, name, 1)
+        for name in ("huginn_prelude_layers", "huginn_coda_layers")
+    )
     core = model.get("huginn_recurrent_layers")
     if core is not None and prelude + core + coda != layers:
         raise unsupported("model.huginn_recurrent_layers", core, layers - prelude - coda)
     states = _STATES.get(found := model.get("huginn_hierarchical_state", "none"))
     if states is None:
         raise unsupported("model.huginn_hierarchical_state", found, " or ".join(_STATES))
-    injection = model.get("huginn_input_injection", "none")
+    injection = model.get("huginn_input_injection", "diagonal")
     if model.get("huginn_prelude_orthogonal", False):
         injection = "orthogonal"
-    steps = "loop_times" if states == "one" else "huginn_hierarchical_h_cycles"
+        eps = model.get("huginn_ortho_projection_eps", PROJECTION_EPS)
+        if eps != PROJECTION_EPS:
+            raise unsupported("model.huginn_ortho_projection_eps", eps, PROJECTION_EPS)
+    steps, absent = ("loop_times", 1) if states == "one" else ("huginn_hierarchical_h_cycles", 2)
     cycles = {
         "low_cycles": integer(model, "huginn_hierarchical_l_cycles", 3),
         "core_passes": integer(model, "huginn_split_module_repeats", 1),
     }
     return {
-        "recurrent_steps": integer(model, steps),
+        "recurrent_steps": integer(model, steps, absent),
         "prelude_layers": prelude,
         "coda_layers": coda,
         "injection": injection,
-        "start_state": model.get("huginn_state_init", "normal"),
+        "start_state": model.get("huginn_state_init", "zero"),
         "states": states,
         "prelude_norm": model.get("huginn_prelude_norm", "none") == "rms",
         "state_norm": model.get("huginn_recurrent_exit_norm", "none") != "none",

@@ -14,7 +14,7 @@ fp32.
 | W, A | `weight` |
 | b | `bias` |
 | α, δ | `log_decay`, `step_bias` |
-| ε | `_EPSILON` |
+| ε | `PROJECTION_EPS` |
 
 Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and II), arXiv
 2610.06833, and their code.
@@ -35,7 +35,7 @@ from titan_loop.models.injection import AdditiveInjection
 
 Injection: TypeAlias = Literal["none", "diagonal", "linear", "orthogonal"]
 
-_EPSILON = 1e-6
+PROJECTION_EPS = 1e-6
 
 
 class DiagonalInjection(AdditiveInjection):
@@ -81,7 +81,7 @@ class OrthogonalInjection(DiagonalInjection):
         decayed_BLD, update_BLD = self.parts(hidden_BLD, embedding_BLD)
         dtype = torch.promote_types(decayed_BLD.dtype, torch.float32)
         state_BLD, along_BLD = decayed_BLD.to(dtype), update_BLD.to(dtype)
-        length_BL1 = along_BLD.square().sum(dim=-1, keepdim=True) + _EPSILON
+        length_BL1 = along_BLD.square().sum(dim=-1, keepdim=True) + PROJECTION_EPS
         share_BL1 = (state_BLD * along_BLD).sum(dim=-1, keepdim=True) / length_BL1
         return (state_BLD - share_BL1 * along_BLD).to(decayed_BLD.dtype) + update_BLD
 
