@@ -10,7 +10,10 @@ from tests.families.ouro.hugging_face.conftest import convert, random_model, wri
 from tests.support.tiny import SEQ_LEN, TINY_VOCABULARY, tiny_config
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
+from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.recipes.registry import load_recipe
+from titan_loop.recipes.starting_point import start_from
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.config_changes import parent_changes
 from titan_loop.training.resolved_run import resolve
@@ -108,3 +111,19 @@ def test_a_model_needs_its_own_tokenizer(
     assert "imported holds another model" in capfd.readouterr().err
     assert train(source, tmp_path / "run", "--from", tmp_path / "nowhere") == 2
     assert "nowhere is not a folder" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "2"},
+        {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+    ],
+)
+def test_several_ranks_do_not_import_one_folder(source, folder, tmp_path, monkeypatch, variables):
+    recipe = load_recipe("quickstart")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="several ranks cannot import it; run titan-loop convert"):
+        start_from(recipe, folder, only=None, folder=str(tmp_path / "run"), command=[])
+    assert not (tmp_path / "run").exists()

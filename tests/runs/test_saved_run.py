@@ -88,6 +88,12 @@ def test_run_and_checkpoint_open_the_same_run(old_run: Path):
         SavedRun.open(old_run).checkpoint()
 
 
+def test_a_checkpoint_may_be_a_link_to_an_archive(old_run: Path, tmp_path: Path):
+    link = old_run / "checkpoints" / "step-79"
+    link.symlink_to(link.rename(tmp_path / "archived"))
+    assert SavedRun.open(link).path == old_run
+
+
 def test_what_is_neither_run_nor_checkpoint_is_one_line(old_run: Path, tmp_path: Path):
     alone = shutil.copytree(old_run / "checkpoints" / "step-79", tmp_path / "alone")
     shutil.rmtree(old_run / "checkpoints")

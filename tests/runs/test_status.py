@@ -91,6 +91,17 @@ def test_the_tree_says_how_far_everything_is(recipe_folder):
     assert ended == "├─ 1b            52.0% of 1,000 tokens, loss 2.5000, not running"
 
 
+@pytest.mark.parametrize("name", ["best", "step-1"])
+def test_a_fork_from_a_linked_checkpoint_stands_below_its_run(recipe_folder, tmp_path, name):
+    checkpoints = recipe_folder / "1a" / "checkpoints"
+    kept = (checkpoints / "step-1").rename(tmp_path / "archived")
+    (checkpoints / name).symlink_to(kept)
+    if name == "best":
+        run(recipe_folder / "trial", 10, saved=0, parent=str(checkpoints / name))
+    lines = status_lines(read_status(recipe_folder))
+    assert lines[-2].startswith("└─ trial ")
+
+
 def test_a_run_alone_is_a_tree_of_one(tmp_path, capsys):
     run(tmp_path / "mine", 1000, saved=1000)
     assert main.main(["status", str(tmp_path / "mine")]) == 0

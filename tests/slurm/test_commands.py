@@ -8,6 +8,7 @@ import pytest
 
 from titan_loop.errors import UserError
 from titan_loop.slurm import commands
+from titan_loop.slurm.chain import cancel_chain, read_chain
 from titan_loop.slurm.commands import (
     CommandFailedError,
     host_names,
@@ -16,6 +17,7 @@ from titan_loop.slurm.commands import (
     show,
     slurm,
 )
+from titan_loop.slurm.record import write_jobs
 
 
 @pytest.fixture
@@ -107,3 +109,42 @@ def test_a_new_job_is_not_told_it_is_this_one():
 def test_other_texts_are_not_time_limits(text):
     with pytest.raises(UserError, match="is not a time limit; write H:M:S or D-H:M:S"):
         parse_seconds(text)
+
+
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+
+
+def test_a_controller_out_of_reach_is_asked_again(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "_WAITS", (0.0, 0.0))
+    asked = tmp_path / "asked"
+
+    def answer_after(failures: int) -> None:
+        asked.write_text("")
+        script(
+            f"echo >> {asked}\n"
+            f'[ "$(wc -l < {asked})" -le {failures} ] && {{ echo "{AWAY}" >&2; exit 1; }}\n'
+            "echo JobId=7"
+        )
+
+    answer_after(2)
+    assert show("job", "7") == {"JobId": "7"}
+    answer_after(3)
+    with pytest.raises(CommandFailedError, match="Unable to contact"):
+        show("job", "7")
+    assert asked.read_text() == "\n" * 3
+
+
+def test_a_job_that_slurm_forgot_is_not_asked_for_again(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "_WAITS", (60.0,))
+    write_jobs(tmp_path, {"1a": "7"})
+    script("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
+    assert [job.state for job in read_chain(tmp_path)] == ["GONE"]
+    assert cancel_chain(tmp_path) == []
+
+
+def test_jobs_of_an_unknown_state_are_not_gone(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "_WAITS", ())
+    write_jobs(tmp_path, {"1a": "7"})
+    script(f"echo '{AWAY}' >&2; exit 1")
+    with pytest.raises(CommandFailedError, match="Unable to contact"):
+        cancel_chain(tmp_path)

@@ -19,6 +19,7 @@ JOB = {
     "StdOut": "/runs/1a.log",
     "WorkDir": "/home",
     "Command": "/runs/1a.sbatch --stage 1a",
+    "JobState": "RUNNING",
 }
 
 
@@ -156,6 +157,13 @@ def test_a_successor_goes_on_where_a_requeue_is_refused(
     assert environment is not None
     assert environment["TITAN_LOOP_SUCCESSOR_OF"] == "7"
     assert "SLURM_JOB_ID" not in environment
+
+
+def test_a_requeue_whose_answer_was_lost_has_no_successor(install, tmp_path):
+    slurm = install({**JOB, "JobState": "PENDING"}, requeue=refused)
+    said = start_again("7", exclude=("n2",), folder=tmp_path, name="1a")
+    assert said == "job 7 requeued without n2"
+    assert [command[0] for command in slurm.said] == ["scontrol", "scontrol"]
 
 
 def test_a_successor_without_dependents(install, tmp_path):

@@ -5,7 +5,8 @@ import shlex
 import pytest
 
 from titan_loop.cli.main import main
-from titan_loop.slurm import memory_check
+from titan_loop.errors import UserError
+from titan_loop.slurm import memory_check, submit
 from titan_loop.slurm.site import Site, source_site
 
 RECIPE = "tests.slurm.recipes:two_stages"
@@ -32,11 +33,13 @@ def test_a_dry_run_prints_a_script_a_stage(tmp_path, capsys):
         "echo loading modules\nexport SBATCH_PARTITION=gpu SBATCH_ACCOUNT='my project'\n"
     )
     flags = (*FLAGS, "--site", str(site), "--dump-folder", "runs", "--total-tokens", "1K")
-    flags = (*flags, "--stages.second.max-skipped-steps", "3")
+    flags = (*flags, "activation-checkpoint:full", "--stages.second.max-skipped-steps", "3")
     assert main(["slurm", "submit", RECIPE, *flags, "--dry-run"]) == 0
     first, second = capsys.readouterr().out.split("# stage ")[1:]
     assert second.startswith("second, after first\n")
-    assert "--total-tokens 1K --max-skipped-steps 3" in second
+    # With its prefix, so that the job sets it after the flags for all stages, as `train` does.
+    kept = "--total-tokens 1K activation-checkpoint:full --stages.second.max-skipped-steps 3"
+    assert f"{kept} --dump-folder" in second
     lines = first.splitlines()
     for directive in (
         "--nodes=2",
@@ -55,6 +58,7 @@ def test_a_dry_run_prints_a_script_a_stage(tmp_path, capsys):
     assert commands[0] == f"source {site}"
     assert shlex.split(commands[1])[2:] == [
         *("-m", "titan_loop", "slurm", "run", RECIPE, "--total-tokens", "1K"),
+        "activation-checkpoint:full",
         *(f"--dump-folder={tmp_path}/runs", "--stage=first", "--save-seconds=300"),
     ]
     assert len(commands) == 2
@@ -183,3 +187,35 @@ def test_a_site_file(tmp_path, capsys):
     assert "fails (no such module); fix it" in refused(capsys, RECIPE, *flags)
     site.write_text("export TITAN_LOOP_SRUN_FLAGS='\"half'\n")
     assert "No closing quotation" in refused(capsys, RECIPE, *flags)
+
+
+def test_a_job_may_fit_any_partition_of_a_list(monkeypatch):
+    limits = {"small": ("2", "1:00:00"), "large": ("8", "UNLIMITED")}
+
+    def show(kind: str, name: str) -> dict[str, str]:
+        nodes, time = limits[name]
+        return {
+            "PartitionName": name,
+            "TotalNodes": nodes,
+            "MaxNodes": "UNLIMITED",
+            "MaxTime": time,
+        }
+
+    monkeypatch.setattr(submit, "slurm", lambda *command: "small*\nlarge\n")
+    monkeypatch.setattr(submit, "show", show)
+
+    def check(partitions: str, *, nodes: int, time: str = "2:00:00") -> None:
+        resources = submit.Resources(
+            nodes=nodes, ranks_per_node=1, gpus_per_node=0, time=time, save_seconds=300
+        )
+        submit._check_cluster(resources, partitions)
+
+    check("small,large", nodes=4)
+    check("large", nodes=8)
+    check("", nodes=2, time="30:00")
+    with pytest.raises(UserError, match="--nodes=9 is more than the 2 that partition small gives"):
+        check("small,large", nodes=9)
+    with pytest.raises(UserError, match="--time=2:00:00 is more than partition small allows"):
+        check("", nodes=1)
+    with pytest.raises(UserError, match="SBATCH_PARTITION=lage does not exist; nearest: large"):
+        check("small,lage", nodes=1)

@@ -1,5 +1,6 @@
 """A budget in FLOPs: the tokens it pays for, at schedules of the same shape."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.flop_budget import mean_flops, within_budget
+from titan_loop.training.preflight import value_refusals
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -89,9 +91,26 @@ def test_plan_shows_the_tokens_that_a_flag_pays_for():
     assert needs.tokens * needs.flops_per_token.total == pytest.approx(1e12, rel=0.01)
 
 
-@pytest.mark.parametrize("budget", [0.0, -1e12, 1.0])
-def test_a_budget_that_pays_for_no_window_is_refused(budget):
-    with pytest.raises(
-        UserError, match=rf"total_flops={re.escape(f'{budget:g}')} pays .* give more"
-    ):
-        within_budget(growing(total_flops=budget))
+@pytest.mark.parametrize(
+    ("budget", "problem"),
+    [
+        (0.0, "must be above 0 and finite"),
+        (-1e12, "must be above 0 and finite"),
+        (math.inf, "must be above 0 and finite"),
+        (math.nan, "must be above 0 and finite"),
+        (1.0, "pays .* give more"),
+        (2e8, "pays for .* tokens, too few for a schedule over 64,000: schedule knot .* not incr"),
+    ],
+)
+def test_a_budget_that_cannot_be_spent_is_refused(budget, problem):
+    config = growing(total_flops=budget)
+    config.learning_rate = Schedule.parse("0:0 linear 2:3e-3 cosine 3:1e-4")
+    with pytest.raises(UserError, match=rf"total_flops={re.escape(f'{budget:g}')} {problem}"):
+        within_budget(config)
+
+
+def test_a_run_without_tokens_is_left_to_the_check_of_its_values():
+    config = replace(growing(), total_tokens=0, total_flops=1e12)
+    assert within_budget(config) is config
+    (refusal,) = value_refusals(config)
+    assert str(refusal) == "total_tokens=0 must be at least 1"

@@ -211,6 +211,11 @@ CASES: dict[str, tuple[Change, int, str]] = {
         1,
         r"training\.max_norm=-1\.0 must be above",
     ),
+    "peak of a device": (
+        _set("metrics.device_peak_flops", 0.0),
+        1,
+        r"metrics\.device_peak_flops=0\.0 must be above 0",
+    ),
     "seed": (_set("debug.seed", -1), 1, r"debug\.seed=-1 must be from 0"),
     "not a real job": (_set("comm.mode", "fake_backend"), 1, r"comm\.mode=fake_backend"),
     "negative rate": (

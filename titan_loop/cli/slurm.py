@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_loop.cli.arguments import group
-from titan_loop.cli.stage_flags import resolve_recipe, split_by_stage
+from titan_loop.cli.stage_flags import flags_of_stage, resolve_recipe
 from titan_loop.errors import UserError, require_at_least
 from titan_loop.launcher import slurm_task
 from titan_loop.slurm.health import NodeCheck
@@ -73,13 +73,12 @@ def submit(
     with compat.assuming("cuda" if gpus else "cpu"):  # the jobs' device
         resolved = resolve_recipe(recipe, flags, only=stage)
     names = [one.name for one in resolved.stages]
-    common, own = split_by_stage(flags, names)
 
     from titan_loop.slurm.submit import Request, Resources, plan_jobs, remarks, submit_jobs
 
     request = Request(
         recipe=resolved,
-        train={name: (recipe, *common, *own.get(name, ())) for name in names},
+        train={name: (recipe, *flags_of_stage(flags, names, name)) for name in names},
         only=stage,
         folder=dump_folder,
         resources=Resources(

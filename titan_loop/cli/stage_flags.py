@@ -96,6 +96,13 @@ def split_by_stage(
     return common, own
 
 
+def flags_of_stage(flags: Sequence[str], names: Sequence[str], name: str) -> list[str]:
+    """Return the flags for all stages, then the flags for one, which keep their prefix."""
+    common, own = split_by_stage(flags, names)
+    start = f"{PREFIX}{name}."
+    return common + [w.replace("--", start, 1) if w[:2] == "--" else w for w in own.get(name, [])]
+
+
 def _stage_and_field(word: str, names: Sequence[str]) -> tuple[str, str]:
     rest = word.removeprefix(PREFIX)
     found = [name for name in names if _plain(rest).startswith(f"{_plain(name)}.")]

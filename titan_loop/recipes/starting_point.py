@@ -10,6 +10,7 @@ import torch
 from titan_loop.checkpoint.start_from import has_moments
 from titan_loop.errors import UserError, seen_from
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
+from titan_loop.launcher import is_in_step
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -73,7 +74,7 @@ def _import_once(model: ModelFolder, folder: Path, command: Sequence[str]) -> Pa
                 f"{lineage.get('imported_from')}; choose another --dump-folder"
             )
         return output
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or is_in_step():
         raise UserError(
             f"--from {model.path}: several ranks cannot import it; run titan-loop convert import "
             f"{model.path} --output {output} first"

@@ -116,7 +116,7 @@ class SavedRun:
         if RunDirectory(path).run_json.is_file():
             return cls(path)
         checkpoint = SavedCheckpoint(path, read_manifest(path))
-        for parent in path.resolve().parents:
+        for parent in (*path.absolute().parents, *path.resolve().parents):
             if RunDirectory(parent).config_json.is_file():
                 return cls(parent, checkpoint)
         raise UserError(

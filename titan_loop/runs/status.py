@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from titan_loop.checkpoint.folders import CHECKPOINTS
 from titan_loop.errors import UserError, seen_from
 from titan_loop.runs.decisions import count_decisions
 from titan_loop.runs.heartbeats import read_heartbeats, silent_ranks
@@ -187,5 +188,5 @@ def read_plan(folder: Path) -> list[PlannedStage]:
 def _parent_run(run: SavedRun) -> Path | None:
     if run.parent is None:
         return None
-    path = run.parent.resolve()
-    return path.parents[1] if path.name.startswith("step-") else path
+    path = run.parent.absolute()  # a checkpoint may be a link
+    return (path.parents[1] if path.parent.name == CHECKPOINTS else path).resolve()

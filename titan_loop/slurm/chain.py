@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_loop.slurm.commands import CommandFailedError, show, slurm
+from titan_loop.slurm.commands import UNKNOWN_JOB, CommandFailedError, show, slurm
 from titan_loop.slurm.record import read_jobs
 from titan_loop.tables import columns
 
@@ -31,7 +31,9 @@ def read_chain(folder: Path) -> list[JobStatus]:
 def _status(stage: str, job: str) -> JobStatus:
     try:
         shown = show("job", job)
-    except CommandFailedError:
+    except CommandFailedError as error:
+        if UNKNOWN_JOB not in str(error):
+            raise
         return JobStatus(stage, job, "GONE")
     return JobStatus(
         stage,

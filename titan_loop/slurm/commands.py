@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import time
 from collections.abc import Mapping
 
 from titan_loop.errors import RunFailedError, UserError
@@ -10,6 +11,8 @@ from titan_loop.errors import RunFailedError, UserError
 _NAME = r"[A-Za-z][\w:/]*="
 _FIELD = re.compile(rf"(?:^|\s)({_NAME[:-1]})=(.*?)(?=\s+{_NAME}|\s*$)")  # a value may have spaces
 _SECONDS = 60.0
+_WAITS = (5, 15, 40)
+UNKNOWN_JOB = "Invalid job id"  # in an answer about a job that SLURM has forgotten
 
 
 class CommandFailedError(RunFailedError):
@@ -36,8 +39,19 @@ def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def show(kind: str, name: str) -> dict[str, str]:
-    """Return the fields that `scontrol show KIND NAME` prints."""
-    return dict(_FIELD.findall(slurm("scontrol", "show", "--oneliner", kind, name).splitlines()[0]))
+    """Return the fields that `scontrol show KIND NAME` prints.
+
+    A controller that is out of reach is asked again for a minute.
+    """
+    waits = [*_WAITS]
+    while True:
+        try:
+            said = slurm("scontrol", "show", "--oneliner", kind, name)
+            return dict(_FIELD.findall(said.splitlines()[0]))
+        except CommandFailedError as error:
+            if UNKNOWN_JOB in str(error) or not waits:
+                raise
+            time.sleep(waits.pop(0))
 
 
 def host_names(node_list: str) -> list[str]:

@@ -64,11 +64,13 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
     try:
         slurm("scontrol", "requeue", job)
     except CommandFailedError as refusal:
-        successor = _submit_successor(job, before, excluded, slurm_folder(folder) / f"{name}.next")
-        moved = _repoint_dependents(job, successor)
-        replace_job(folder, job, successor)
-        waiting = f"; {', '.join(moved)} wait for it now" if moved else ""
-        return f"{refusal}; job {successor} goes on in its place{waiting}"
+        if show("job", job)["JobState"] == "RUNNING":  # else only the answer was lost
+            script = slurm_folder(folder) / f"{name}.next"
+            successor = _submit_successor(job, before, excluded, script)
+            moved = _repoint_dependents(job, successor)
+            replace_job(folder, job, successor)
+            waiting = f"; {', '.join(moved)} wait for it now" if moved else ""
+            return f"{refusal}; job {successor} goes on in its place{waiting}"
     # Only a pending job can exclude nodes; this process lives until KillWait has passed.
     if exclude:
         _exclude(job, excluded)

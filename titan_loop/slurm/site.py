@@ -91,7 +91,7 @@ def source_site(
         said = done.stderr.decode(errors="replace").strip().splitlines()
         last = said[-1] if said else f"code {done.returncode}"
         raise UserError(f"site file {path} fails ({last}); fix it")
-    entries = done.stdout.decode(errors="replace").split("\0")
+    entries = os.fsdecode(done.stdout).split("\0")
     sourced = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     for name in sourced.keys() - environment.keys() - _VARIABLES:
         if name.startswith("TITAN_LOOP_"):

@@ -248,27 +248,36 @@ def _check_cluster(resources: Resources, wanted: str) -> None:
     partitions = slurm("sinfo", "--noheader", "--format=%P").split()
     default = next((name.rstrip("*") for name in partitions if name.endswith("*")), "")
     known = [name.rstrip("*") for name in partitions]
-    if wanted and wanted not in known:
-        raise UserError(f"SBATCH_PARTITION={wanted} does not exist{nearest(wanted, known)}")
+    names = wanted.split(",") if wanted else [default]  # a job runs in any partition of a list
+    for name in names if wanted else ():
+        if name not in known:
+            raise UserError(f"SBATCH_PARTITION={name} does not exist{nearest(name, known)}")
     if not wanted and not default:
         raise UserError(
             "the cluster has no default partition; set SBATCH_PARTITION in the site file to one of "
             + ", ".join(sorted(set(known)))
         )
-    fields = show("partition", wanted or default)
+    problems = [_too_much(resources, show("partition", name)) for name in names]
+    if all(problems):
+        raise UserError(problems[0])
+
+
+def _too_much(resources: Resources, fields: Mapping[str, str]) -> str:
+    """Return what is more than a partition gives a job; empty if it gives all."""
     limits = [fields["TotalNodes"], fields["MaxNodes"]]  # a number, or UNLIMITED
     most = min((int(limit) for limit in limits if limit.isdigit()), default=resources.nodes)
     if resources.nodes > most:
-        raise UserError(
+        return (
             f"--nodes={resources.nodes} is more than the {most} that partition "
             f"{fields['PartitionName']} gives a job; ask for fewer, or name another partition"
         )
     longest = fields["MaxTime"]
     if longest != "UNLIMITED" and parse_seconds(resources.time) > parse_seconds(longest):
-        raise UserError(
+        return (
             f"--time={resources.time} is more than partition {fields['PartitionName']} allows "
             f"({longest}); ask for less: a job is started again until its stage is done"
         )
+    return ""
 
 
 def _refuse_second_submission(root: Path) -> None:

@@ -37,7 +37,8 @@ def staged_file(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def _staged(output: Path, make: Callable[[Path], None]) -> Iterator[Path]:
-    staging = output.absolute().parent / f".{output.name}.unfinished"
+    target = output.resolve()  # a link to an empty folder, or to nothing, is kept
+    staging = target.parent / f".{target.name}.unfinished"
     try:
         retried(lambda: staging.parent.mkdir(parents=True, exist_ok=True))
         _remove(staging)
@@ -47,7 +48,7 @@ def _staged(output: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     try:
         yield staging
         sync_to_disk([*staging.rglob("*"), staging])  # before the new name marks it complete
-        os.rename(staging, output)
+        os.rename(staging, target)
         with suppress(OSError):  # the new name is there, whether or not it would outlive a crash
             sync_to_disk([staging.parent])
     except OSError as error:

@@ -5,6 +5,7 @@
 Stretched schedules keep their shape, so the mean cost of a token does not change.
 """
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -34,10 +35,12 @@ def within_budget(config: RunConfig) -> RunConfig:
     Without a budget, or once its schedules are stretched, it is `config` itself.
     """
     budget = config.total_flops
-    if budget is None:
+    if budget is None or config.total_tokens < 1:  # which a later check refuses
         return config
+    if not 0 < budget < math.inf:
+        raise UserError(f"total_flops={budget:g} must be above 0 and finite")
     per_token = mean_flops(config, stage_architecture(config)).total
-    tokens = int(budget / per_token) if budget > 0 else 0
+    tokens = int(budget / per_token)
     if tokens < config.training.seq_len:
         raise UserError(
             f"total_flops={budget:g} pays for {tokens:,} tokens at {per_token:.3g} FLOPs each, "
@@ -46,22 +49,24 @@ def within_budget(config: RunConfig) -> RunConfig:
     if abs(tokens - config.total_tokens) <= config.training.seq_len:
         return config  # stretched before
     factor = tokens / config.total_tokens
-    return replace(
-        config,
-        total_tokens=tokens,
-        recurrence=_stretched(config.recurrence, factor),
-        batch=_stretched(config.batch, factor),
-        loss=_stretched(config.loss, factor),
-        ema=replace(config.ema, start_tokens=round(factor * config.ema.start_tokens)),
-        **{name: value.stretched(factor) for name, value in _schedules(config).items()},
-    )
-
-
-def _schedules(config: Any) -> dict[str, Schedule]:
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return {name: value for name, value in values.items() if isinstance(value, Schedule)}
+    try:
+        return replace(
+            _stretched(config, factor),
+            total_tokens=tokens,
+            recurrence=_stretched(config.recurrence, factor),
+            batch=_stretched(config.batch, factor),
+            loss=_stretched(config.loss, factor),
+            ema=replace(config.ema, start_tokens=round(factor * config.ema.start_tokens)),
+        )
+    except UserError as error:
+        raise UserError(
+            f"total_flops={budget:g} pays for {tokens:,} tokens, too few for a schedule over "
+            f"{config.total_tokens:,}: {error}"
+        ) from error
 
 
 def _stretched(config: Any, factor: float) -> Any:
-    stretched = {name: value.stretched(factor) for name, value in _schedules(config).items()}
-    return replace(config, **stretched)
+    """Return a config with its own schedules stretched."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    schedules = {name: value for name, value in values.items() if isinstance(value, Schedule)}
+    return replace(config, **{name: s.stretched(factor) for name, s in schedules.items()})

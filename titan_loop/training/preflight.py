@@ -97,6 +97,11 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
         yield from section.refusals()
     if not config.training.max_norm > 0:
         yield refuse("training.max_norm", "must be above 0", "inf clips no gradient, 1 is usual")
+    peak = attrgetter("metrics.device_peak_flops")(config)
+    if peak is not None and not 0 < peak < math.inf:
+        yield refuse(
+            "metrics.device_peak_flops", "must be above 0", "leave it out for the GPU's own"
+        )
     for name in ("hang_seconds", "float8_error"):
         if not 0 <= getattr(config, name) < math.inf:
             yield refuse(name, "must be 0 (off) or more")

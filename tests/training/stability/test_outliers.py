@@ -53,3 +53,25 @@ def test_a_saved_window_goes_on_to_the_bit_and_a_restart_forgets():
     longer = RollingMedian(5, 2.0, (0.1,), CPU)
     longer.load_state_dict(other.state_dict())  # of another length: begins anew
     assert longer.bounds().isinf().all()
+
+
+def test_only_finite_values_enter_the_window():
+    """A batch without labels has a loss of 0, whose logarithm is −∞."""
+    rolling, wanted = (RollingMedian(2, 2.0, (0.1, 0.1), CPU) for _ in range(2))
+    for pair in ([1.0, 2.0], [float("-inf"), 0.0], [3.0, float("nan")], [1.5, 1.0]):
+        values = torch.tensor(pair, dtype=torch.float64)
+        rolling.take(values, TRUE)
+        if values.isfinite().all():
+            wanted.take(values, TRUE)
+    assert rolling.bounds().isfinite().all()
+    assert torch.equal(rolling.bounds(), wanted.bounds())
+
+
+def test_a_saved_window_with_infinities_begins_anew():
+    """Checkpoints of earlier versions hold them, as null."""
+    rolling = RollingMedian(2, 2.0, (0.1,), CPU)
+    rolling.load_state_dict({"accepted": 2, "values": [[0.5], [None]]})
+    assert rolling.bounds().isinf().all()
+    rolling.take(torch.tensor([1.0]), TRUE)
+    rolling.take(torch.tensor([1.0]), TRUE)
+    assert rolling.bounds().isfinite().all()

@@ -10,6 +10,7 @@ accepted values enter the window, and until it is full, the bound is infinite.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,11 @@ class RollingMedian:
         return torch.where(self._accepted >= len(self._values), bound, torch.inf)
 
     def take(self, values: Tensor, accept: Tensor) -> None:
-        """Replace the oldest values in the window if `accept`, a scalar bool, is true."""
+        """Replace the oldest values in the window if `accept`, a scalar bool, and all are finite.
+
+        A loss of 0, of a batch without labels, has no logarithm.
+        """
+        accept = accept & values.isfinite().all()
         place = (self._accepted % len(self._values)).reshape(1)
         current = self._values.index_select(0, place)
         taken = torch.where(accept, values.double(), current)  # `if` would wait for the device
@@ -53,8 +58,8 @@ class RollingMedian:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Restore a saved window, or start an empty one if its shape differs."""
-        values = torch.tensor(state["values"], dtype=torch.float64)
-        if values.shape == self._values.shape:
+        values = torch.from_numpy(np.array(state["values"], dtype=np.float64))  # null becomes NaN
+        if values.shape == self._values.shape and bool(values.isfinite().all()):
             self._values.copy_(values)
             self._accepted.fill_(state["accepted"])  # type: ignore[arg-type]
         else:
