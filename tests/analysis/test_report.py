@@ -13,7 +13,7 @@ import pytest
 
 from tests.analysis.test_plots import REPORT, write_held_out, write_metrics
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
-from titan_loop.analysis.report import REPORT_NAME, write_report
+from titan_loop.analysis.report import REPORT_NAME, plot_run, write_report
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
@@ -176,6 +176,17 @@ def test_a_run_that_has_only_begun(source: Path, tmp_path: Path):
     assert "Lineage" not in text
     assert "Not evaluated yet" in text
     assert f"titan-loop eval {run} --tasks held_out --frontier" in text
+
+
+def test_a_model_that_was_never_trained_has_a_report_of_its_evaluations(
+    source: Path, tmp_path: Path
+):
+    run = RunDirectory(write_run_of(source, tmp_path / "run"))
+    REPORT.save(run)
+    text = write_report(run).read_text(encoding="utf-8")
+    assert "Depth sweep on held-out text" in text
+    assert "training steps" not in text
+    assert [path.name for path in plot_run(run)] == ["bits_per_byte.png"]
 
 
 def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys):

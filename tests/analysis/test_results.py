@@ -374,6 +374,15 @@ def test_the_commands_write_and_show(tmp_path, capsys, monkeypatch):
     assert f"{written} is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--config", "runs/a/config.json"], ["--config=c.json"]])
+def test_a_run_that_repeats_a_config_has_no_recipe(tmp_path, capsys, words):
+    run = trained(tmp_path / "run")
+    record = json.loads(run.run_json.read_text())
+    run.run_json.write_text(json.dumps(record | {"command": ["titan-loop", "train", *words]}))
+    assert main(["results", "add", str(run.path), "--folder", str(tmp_path / "results")]) == 2
+    assert f"titan-loop train {words[0]}, which names no recipe" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("commit", [None, "0123456789ab", "HEAD-dirty"])
 def test_a_result_of_changed_or_unknown_code_is_refused_or_marked(tmp_path, capsys, commit):
     run = trained(tmp_path / "run")

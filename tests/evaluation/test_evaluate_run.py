@@ -1,5 +1,6 @@
 """Evaluating a run: what is missing is one line, and a run of any length ends in minutes."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,17 @@ def test_a_short_run_is_counted_completely(source: Path, tmp_path: Path, read):
     write_checkpoint_of(run.path, 3, windows_consumed=40)
     evaluate_run(run.path, depths=[1], windows=4)
     assert len(read) == 40 + 4
+
+
+def test_the_baselines_count_repeated_text_again_and_no_other(source: Path, tmp_path: Path, read):
+    run = RunDirectory(write_run_of(source, tmp_path / "run"))
+    config = run.read_config()
+    config["dataloader"]["unique_tokens"] = 8 * SEQ_LEN
+    run.config_json.write_text(json.dumps(config))
+    write_checkpoint_of(run.path, 3, windows_consumed=40)
+    evaluate_run(run.path, depths=[1], windows=4)
+    assert len(read) == 40 + 4
+    assert len({*read[4:]}) == 8
 
 
 def test_the_sample_covers_the_run_without_repetition():

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import datasets.config
 import huggingface_hub.constants
 import pytest
 
+from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from titan_loop.analysis.evaluation_tables import task_table
 from titan_loop.analysis.frontier import write_frontier
 from titan_loop.errors import UserError
@@ -408,3 +410,20 @@ def test_held_out_text_and_its_frontier(text_run: Path):
     # The older evaluation scores the same windows in another way.
     depths = evaluate_run(run.path, depths=[1, 4], windows=4).sources["source"].depths
     assert depths[4].value == pytest.approx(bits["static:4"], rel=1e-5)
+
+
+def test_other_text_of_the_same_name_does_not_join_a_sweep(source: Path, tmp_path: Path):
+    run = write_run_of(source, tmp_path / "run")
+    write_checkpoint_of(run, 3)
+    other = shutil.copytree(source, tmp_path / "elsewhere" / source.name)
+
+    def readings(depth: int, *sources: str) -> set[str]:
+        options = TaskOptions(tasks=("held_out",), windows=2, depths=(depth,), sources=sources)
+        evaluate_tasks(run, options)
+        (saved,) = TaskReport.all_of(RunDirectory(run))
+        return {*saved.tasks[f"held_out/{source.name}"]}
+
+    assert readings(1) == {"static:1"}
+    assert readings(4, source.name) == {"static:1", "static:4"}  # the same text
+    assert readings(2, str(source)) == {"static:1", "static:2", "static:4"}
+    assert readings(4, str(other)) == {"static:4"}

@@ -115,6 +115,8 @@ def test_the_held_out_text_of_a_run_or_of_sources_that_are_named(
     assert "not scored: " in caplog.text
     with pytest.raises(UserError, match="held"):
         open_run(run, count=2, sources=(str(little_held_out),))
+    with pytest.raises(UserError, match=r"--sources source_ is neither .*; nearest: source"):
+        open_run(run, count=2, sources=("source_",))
     with pytest.raises(UserError, match="windows=0 must be at least 1"):
         open_run(run, count=0)
     monkeypatch.setattr(SavedRun, "sources", property(lambda run: []))

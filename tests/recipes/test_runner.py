@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.config import CompileConfig
 
-from tests.support.tiny import BATCH_TOKENS, tiny_config
+from tests.support.tiny import BATCH_TOKENS, SEQ_LEN, tiny_config
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest, reference
@@ -21,6 +21,7 @@ from titan_loop.cli import main
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
 from titan_loop.models.family import decoder_config
+from titan_loop.recipes.preflight import repetition_refusals
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import check_placed, run_recipe
 from titan_loop.runs.run_directory import RunDirectory
@@ -338,6 +339,15 @@ def test_a_mistake_in_any_stage_stops_the_first(source, tmp_path, monkeypatch, m
         run_recipe(recipe)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_text_that_is_to_be_repeated_needs_no_cap(source, tmp_path):
+    recipe = chain(source, tmp_path / "run")
+    stage = recipe.stages[1]
+    stage.config.total_tokens = 10**9
+    assert [refusal.field for refusal in repetition_refusals(stage)] == ["total_tokens"]
+    stage.config.dataloader.unique_tokens = 4 * SEQ_LEN
+    assert not [*repetition_refusals(stage)]
 
 
 def test_a_later_stage_s_folder_with_another_model_stops_the_first(source, tmp_path):

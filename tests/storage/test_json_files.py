@@ -52,6 +52,13 @@ def test_truncated_last_line_is_skipped_then_removed(tmp_path: Path):
     assert read_jsonl(path) == [{"step": 1, "loss": None}, {"step": 2, "again": True}]
 
 
+def test_a_file_from_an_editor_has_every_line(tmp_path: Path):
+    """It may begin with a byte order mark, and end without a line break."""
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}', encoding="utf-8-sig")
+    assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
+
+
 def test_broken_line_in_the_middle_is_named(tmp_path: Path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')

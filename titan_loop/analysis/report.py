@@ -52,22 +52,25 @@ def plot_run(run_directory: RunDirectory) -> list[Path]:
 
 def _records(run_directory: RunDirectory) -> list[dict[str, Any]]:
     records = run_directory.read_metrics()
-    if not records:
+    if not records and not any(run_directory.evaluations.glob("*-step-*.json")):
         raise UserError(f"{str(run_directory.metrics_jsonl)!r} has no records; train the run first")
     return records
 
 
 def _summary(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> Section:
-    run, saved, last = run_directory.read_run(), SavedRun(run_directory.path), records[-1]
-    share = last["tokens"] / saved.total_tokens
+    run, saved = run_directory.read_run(), SavedRun(run_directory.path)
     versions = [f"{name} {version}" for name, version in run.get("versions", {}).items()]
     size = saved.model_options.size
-    rows = [
-        ["", ""],
-        ["model", f"{size}, {last['recurrent_steps']} recurrent steps now"],
-        ["tokens", f"{last['tokens']:,} of {saved.total_tokens:,} ({share:.0%})"],
-        ["training steps", f"{last['step']:,}"],
-        ["loss", "not finite" if last["loss"] is None else f"{last['loss']:.4f}"],
+    rows = [["", ""], ["model", size]]
+    for last in records[-1:]:  # imported and merged models have none
+        share = last["tokens"] / saved.total_tokens
+        rows += [
+            ["recurrent steps", f"{last['recurrent_steps']} now"],
+            ["tokens", f"{last['tokens']:,} of {saved.total_tokens:,} ({share:.0%})"],
+            ["training steps", f"{last['step']:,}"],
+            ["loss", "not finite" if last["loss"] is None else f"{last['loss']:.4f}"],
+        ]
+    rows += [
         ["window", f"{saved.seq_len:,} tokens"],
         ["started", f"{run['created']}, restarted {len(run.get('restarts', []))} times"],
         ["versions", ", ".join(versions)],

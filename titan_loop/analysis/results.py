@@ -269,6 +269,11 @@ def _recipe_of(command: Sequence[str]) -> tuple[str, list[str]]:
             "it that way"
         )
     recipe, *flags = command[list(command).index("train") + 1 :]
+    if recipe.startswith("-"):
+        raise UserError(
+            f"the run was started by titan-loop train {recipe}, which names no recipe; add the run "
+            "whose config it repeats, or train RECIPE"
+        )
     kept: list[str] = []
     words = iter(flags)
     for word in words:

@@ -91,8 +91,8 @@ def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int)
             "count the last mixture from the start"
         )
     recorded, seq_len = run.dataloader, run.seq_len
-    names = ("mixture", "seed", "max_epochs", "when_exhausted")
-    settings = {name: recorded[name] for name in names}
+    names = ("mixture", "seed", "max_epochs", "when_exhausted", "unique_tokens")
+    settings = {name: recorded[name] for name in names if name in recorded}  # older ones lack some
     loader = WindowLoader.Config(**settings, prefetch=False).build(
         dp_world_size=1, dp_rank=0, seq_len=seq_len, local_batch_size=1
     )

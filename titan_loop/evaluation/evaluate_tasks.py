@@ -13,6 +13,7 @@ import torch
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
+from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import Exam, model_sizes, right_at_readings
@@ -137,6 +138,10 @@ class _Evaluation:
         length = "" if options.seq_len is None else f"seq_len={options.seq_len} "
         if options.prefill_steps is not None:
             length += f"prefill_steps={options.prefill_steps} "
+        own = named_sources([str(path) for path in self._loaded.run.sources])
+        given = {os.path.realpath(own.get(name, name)) for name in options.sources}
+        if task.name == HELD_OUT and (other := given - {*map(os.path.realpath, own.values())}):
+            length += f"sources={','.join(sorted(other))} "
         return (
             f"{length}windows={options.windows} limit={options.limit} num_fewshot={shots} "
             f"context={self._loaded.model.config.max_seq_len} dtype={options.dtype}"

@@ -20,7 +20,7 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows, held_out_windows
 from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.distributed.context_parallel import cut_columns
-from titan_loop.errors import UserError, require_at_least
+from titan_loop.errors import UserError, nearest, require_at_least
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.readings import Reading, Scores, score_states, states_at
 from titan_loop.evaluation.share_work import share_work
@@ -117,6 +117,11 @@ def open_run(
         )
     chosen = [own.get(name, name) for name in sources] or list(own.values())
     for path in chosen if sources else ():
+        if "://" not in path and not Path(path).is_dir():
+            raise UserError(
+                f"--sources {path} is neither a folder nor a source of {run.path}"
+                + nearest(path, own)
+            )
         run.tokenizer(Path(path) / TOKENIZER_NAME)
     return open_sources(chosen, seq_len=seq_len or run.seq_len, count=count)
 

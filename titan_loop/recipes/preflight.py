@@ -58,8 +58,8 @@ def carry_refusals(
 def repetition_refusals(stage: Stage) -> Iterator[Refusal]:
     """Refuse to read a source more than four times without a cap that allows it."""
     loader = stage.config.open_data()
-    if not isinstance(loader, WindowLoader):
-        return
+    if not isinstance(loader, WindowLoader) or loader.order.repeated() is not None:
+        return  # not text, or text that is to be read again and again
     demand = loader.demand(stage.config.windows_of_the_run())
     uncapped = [(source.epochs, source.name) for source in demand if source.max_epochs is None]
     epochs, name = max(uncapped, default=(0.0, ""))

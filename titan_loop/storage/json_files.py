@@ -126,14 +126,14 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
     """
     records: list[dict[str, Any]] = []
     for number, line in enumerate(_lines(path), start=1):
-        if not line.endswith(b"\n"):
-            logger.warning("%s: skipped an incomplete last line (%d bytes)", path, len(line))
-            break
         try:
             record = _parse(line)
             if not isinstance(record, dict):
                 raise ValueError("not a JSON object")
         except ValueError as error:
+            if not line.endswith(b"\n"):
+                logger.warning("%s: skipped an incomplete last line (%d bytes)", path, len(line))
+                break
             raise UserError(
                 f"{str(path)!r} line {number} is not JSON ({error}); remove that line to read the "
                 "rest"
@@ -196,7 +196,7 @@ def json_sha256(value: Any) -> str:
 def _parse(content: bytes) -> Any:
     """Return a JSON value; raise `ValueError` if it is not JSON, or nested too deeply."""
     try:
-        value = json.loads(content.decode())
+        value = json.loads(content.decode("utf-8-sig"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     level: list[Any] = [value]

@@ -269,6 +269,10 @@ def test_unique_tokens_repeat_the_first_windows_in_their_order(build: Build) -> 
     read = np.array([source.windows for source in again.progress()])
     first, rest = build().order.counts(7), build().order.counts(4)
     assert read.tolist() == (2 * first + rest).tolist()
+    # Epochs count the windows that differ, of which the sources have more.
+    epochs = [source.epochs for source in again.progress()]
+    assert epochs == pytest.approx((read / np.maximum(first, 1)).tolist())
+    assert [d.epochs for d in again.demand(70)] == pytest.approx([10.0] * len(first), rel=0.01)
     resumed = build(unique_tokens=7 * L - 1)
     resumed.load_state_dict(again.state_dict())
     assert rows(resumed.read_step(3)) == rows(once)[4:]

@@ -237,7 +237,13 @@ def test_json_files_are_lines_only_where_that_is_said(tmp_path: Path) -> None:
     assert find_documents(tmp_path / "a.json", format="jsonl").format == "jsonl"
     assert len(find_documents(tmp_path, format="jsonl").files) == 1
     assert len(find_documents(tmp_path, format="jsonl", pattern=["*.json*"]).files) == 3
-    (tmp_path / "c.jsonl").unlink()
+    (tmp_path / "c.jsonl").rename(tmp_path / "c.JSONL")
+    assert find_documents(tmp_path).format == "jsonl"
+    assert [path.name for path in map(Path, find_documents(tmp_path).files)] == ["c.JSONL"]
+    (tmp_path / "c.JSONL").unlink()
+    with pytest.raises(UserError, match=r"files like a\.json, which may hold JSON lines or be one"):
+        find_documents(tmp_path)
+    assert len(find_documents(tmp_path, format="text").files) == 2
     with pytest.raises(UserError, match=r"has no jsonl file: choose by name with --pattern"):
         find_documents(tmp_path, format="jsonl")
 

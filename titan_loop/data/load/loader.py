@@ -166,9 +166,18 @@ class WindowLoader(GlobalBatchLoader):
         """Return each source's progress, derived from `windows_consumed`."""
         counts = self.order.counts(self.windows_consumed).tolist()
         return [
-            SourceProgress(name, count, count * self._seq_len, count / source.windows_per_epoch)
-            for name, source, count in zip(self._names, self.sources, counts, strict=True)
+            SourceProgress(name, count, count * self._seq_len, count / different)
+            for name, count, different in zip(
+                self._names, counts, self._different_windows(), strict=True
+            )
         ]
+
+    def _different_windows(self) -> list[int]:
+        """Return the number of windows of each source before the first comes again."""
+        every = [source.windows_per_epoch for source in self.sources]
+        if (repeated := self.order.repeated()) is None:
+            return every
+        return [max(1, min(pair)) for pair in zip(every, repeated.tolist(), strict=True)]
 
     def require_windows(self, windows: int) -> None:
         """Refuse a job of more windows than repetition caps allow."""
@@ -191,12 +200,17 @@ class WindowLoader(GlobalBatchLoader):
             SourceDemand(
                 name,
                 round(count * self._seq_len * source.fill),
-                round(source.windows_per_epoch * self._seq_len * source.fill),
+                round(different * self._seq_len * source.fill),
                 epochs,
                 source.shards.disk_bytes,
             )
-            for name, count, source, epochs in zip(
-                self._names, counts, self.sources, self._max_epochs, strict=True
+            for name, count, source, epochs, different in zip(
+                self._names,
+                counts,
+                self.sources,
+                self._max_epochs,
+                self._different_windows(),
+                strict=True,
             )
         ]
 

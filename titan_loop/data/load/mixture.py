@@ -268,13 +268,17 @@ class CappedMixture:
             return self._first_counts
         if self._repeat_after and windows - self._first_window > self._repeat_after:
             passes, rest = divmod(windows - self._first_window, self._repeat_after)
-            once, more = (
-                self.counts(self._first_window + count) - self._first_counts
-                for count in (self._repeat_after, rest)
-            )
-            return self._first_counts + passes * once + more
+            once = self.repeated()
+            assert once is not None
+            return self.counts(self._first_window + rest) + passes * once
         first, before, order = self.stretches[self.stretch_at(windows)]
         return before + order.counts(windows - first)
+
+    def repeated(self) -> np.ndarray | None:
+        """Return the number of each source's windows that come again; None if none do."""
+        if not self._repeat_after:
+            return None
+        return self.counts(self._first_window + self._repeat_after) - self._first_counts
 
     def stretch_at(self, window: int) -> int:
         """Return the number of the stretch of `window`, or of the last one."""

@@ -174,6 +174,12 @@ def _in_folder(
     kinds = {_kind(path) for path in matching} - {"text"} if format == "auto" else {format}
     if len(kinds) > 1:
         raise UserError(f"input folder {folder} mixes {' and '.join(sorted(kinds))}: give --format")
+    lines = [path for path in matching if path.name.lower().endswith(_MAYBE_LINES)]
+    if format == "auto" and lines and lines == matching:
+        raise UserError(
+            f"input folder {folder} has files like {lines[0].name}, which may hold JSON lines or "
+            "be one document each: give --format jsonl and --pattern, or --format text"
+        )
     kind = kinds.pop() if kinds else "text"
     chosen = kind == "text" or (format != "auto" and patterns)
     found = [path for path in matching if chosen or _kind(path) == kind]
@@ -217,5 +223,6 @@ def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
 
 def _kind(path: Path) -> str:
     return next(
-        (kind for kind, suffixes in _SUFFIXES.items() if path.name.endswith(suffixes)), "text"
+        (kind for kind, suffixes in _SUFFIXES.items() if path.name.lower().endswith(suffixes)),
+        "text",
     )
