@@ -98,7 +98,8 @@ def test_everything_else_decides_unless_it_is_known_as_a_value():
 
 def needs(**changes: Any) -> Any:
     loader = SimpleNamespace(columns=lambda: [], knows_depth=lambda: changes.get("knows", False))
-    config = SimpleNamespace(dataloader=loader)
+    recurrence = SimpleNamespace(most_backward_steps=changes.get("reached"))
+    config = SimpleNamespace(dataloader=loader, recurrence=recurrence)
     values = {"policy": "per_step", "recurrent_steps": 4, "shapes": {"w": (2, 3)}, "dim": 64}
     values |= changes
     return SimpleNamespace(
@@ -113,7 +114,7 @@ def needs(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     "changes",
     [{"policy": "per_visit"}, {"recurrent_steps": 5}, {"shapes": {"w": (3, 2)}}, {"dim": 65},
-     {"knows": True}],
+     {"knows": True}, {"reached": 2}],
 )  # fmt: skip
 def test_a_key_changes_with_the_work(monkeypatch, changes):
     monkeypatch.setattr(

@@ -233,3 +233,17 @@ def test_moments_restart_and_parameters_without_a_gradient_have_some():
     optimizers.restart()
     assert not norm["exp_avg"].any()
     assert norm["step"] == 0
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_state_before_the_first_update_is_whole_and_counts_no_step(name: str):
+    """Also beside the gradients of steps that were skipped."""
+    model = build_decoder(OuroOptions(size="debugmodel"), max_seq_len=32)
+    optimizers = LoopOptimizers.Config(name=name).build(model_parts=[model])
+    before = {key: parameter.clone() for key, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state = {key: value for key, value in optimizers.state_dict().items() if "step" not in key}
+    assert {key.split(".", 1)[1].rpartition(".")[0] for key in state} == {*before}
+    assert not any(value.any() for value in optimizers.state_dict().values())
+    assert all(torch.equal(before[key], p) for key, p in model.named_parameters())

@@ -63,8 +63,11 @@ def test_half_precision_weights_are_averaged_in_float32():
     torch.testing.assert_close(average.state_dict()["w"], torch.full((2,), 0.999))
 
 
-def config_of(source: Path, run: Path, *, decay: float, steps: int = 6) -> LoopTrainer.Config:
+def config_of(
+    source: Path, run: Path, *, decay: float, steps: int = 6, tied: bool = False
+) -> LoopTrainer.Config:
     config = tiny_config(source, run, steps=6)
+    config.model.tie_weights = tied
     config.training.steps, config.training.local_batch_size = steps, BATCH_WINDOWS
     config.held_out.interval = 0
     config.ema.decay = decay
@@ -98,18 +101,21 @@ def test_an_average_may_begin_and_end_in_the_middle_of_a_run(source, tmp_path):
     assert averaged == [set(), {AVERAGE_PREFIX + name for name in names}, set()]
 
 
-@pytest.fixture(scope="module")
-def averaged(source, tmp_path_factory) -> tuple[Path, Path]:
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def averaged(request, source, tmp_path_factory) -> tuple[Path, Path]:
     """A run with an average, and a copy of it whose weights are that average."""
     folder = tmp_path_factory.mktemp("averaged")
     act_as_launched(1)
-    run_training(config_of(source, folder / "run", decay=0.5, steps=2))
+    run_training(config_of(source, folder / "run", decay=0.5, steps=2, tied=request.param))
     dist.destroy_process_group()
     shutil.copytree(folder / "run", folder / "copy")
     step = RunDirectory(folder / "copy").checkpoint(2)
     manifest = read_manifest(step)
     shutil.rmtree(step)
     entries = saved(folder / "run", 2)
+    if request.param:  # a head without an average of its own
+        table = entries[f"{AVERAGE_PREFIX}tok_embeddings.weight"]
+        entries[f"{AVERAGE_PREFIX}lm_head.weight"] = table
     weights = {key: entries[AVERAGE_PREFIX + key] for key in entries if "optimizer." not in key}
     write_checkpoint(step, weights, {key: manifest[key] for key in manifest if key != "sha256"})
     return folder / "run", folder / "copy"
@@ -118,13 +124,16 @@ def averaged(source, tmp_path_factory) -> tuple[Path, Path]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("start_steps", [0, 100])
 def test_a_fork_starts_its_own_average(source, averaged, tmp_path, start_steps):
-    fork = config_of(source, tmp_path / "fork", decay=0.9, steps=1)
+    tied = RunDirectory(averaged[0]).read_config()["model"]["tie_weights"]
+    fork = config_of(source, tmp_path / "fork", decay=0.9, steps=1, tied=tied)
     fork.checkpoint.carry.parent = str(averaged[0])
     fork.ema.start_tokens = start_steps * BATCH_TOKENS
     run_training(fork)
     entries = saved(tmp_path / "fork", 1)
-    for name in (key for key in entries if not key.startswith("optimizer.")):
-        assert torch.equal(entries[AVERAGE_PREFIX + name], entries[name]), name
+    averages = [key for key in entries if key.startswith(AVERAGE_PREFIX)]
+    assert averages
+    for key in averages:
+        assert torch.equal(entries[key], entries[key.removeprefix(AVERAGE_PREFIX)]), key
 
 
 @pytest.mark.parametrize("flags", [[], ["--tasks", "held_out", "--depths", "1", "2"]])

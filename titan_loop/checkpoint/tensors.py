@@ -74,6 +74,9 @@ class CheckpointReader:
                 f"{checkpoint} has no average of its weights; leave out --ema, or train with "
                 "--ema.decay 0.999"
             )
+        table = self._averages.get("tok_embeddings.weight")
+        if table and self.manifest["trainer"]["architecture"].get("tie_weights"):
+            self._averages.setdefault("lm_head.weight", table)
 
     def keys(self) -> list[str]:
         """Return the flattened keys of all entries, sorted."""

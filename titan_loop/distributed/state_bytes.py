@@ -40,10 +40,10 @@ def state_bytes(
     averaged: bool = False,
 ) -> StateBytes:
     """Return the bytes of one rank's share; `shards` is FSDP's degree, not counting replicas."""
-    sizes, hidden_elements = _measured(config)
+    *units, hidden_elements = _measured(config)
     parameters, gradients = (
         _VALUE_BYTES * sum(_shard_elements(size, shards, tensor_parallel, kind) for size in sizes)
-        for kind in ("all", trainable)
+        for sizes, kind in zip(units, ("all", trainable), strict=True)
     )
     optimizer = (2 + averaged) * gradients
     if muon:
@@ -64,19 +64,23 @@ def _shard_elements(
     return size.parameters(trainable) / tensor_parallel / shards
 
 
-def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], int]:
-    """Return the units, and the number of elements in the matrices that Muon updates."""
-    key = f"{type(config).__qualname__} {config.architecture()}"
+def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], list[UnitSize], int]:
+    """Return the units, the same without frozen weights, and the elements that Muon updates."""
+    key = repr(config)  # not its architecture, which does not say what is frozen
     if key not in _measurements:
         with torch.device("meta"):
             model = config.build()
         hidden = sum(
             parameter.numel()
             for name, parameter in model.named_parameters()
-            if model.parameter_group(name, parameter).is_hidden_matrix
+            if parameter.requires_grad and model.parameter_group(name, parameter).is_hidden_matrix
         )
-        _measurements[key] = unit_sizes_of(model, model.units()), hidden
+        sizes = unit_sizes_of(model, model.units())
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        shapes = [{n: s for n, s in size.shapes.items() if n in trained} for size in sizes]
+        learning = [UnitSize(size.unit, own) for size, own in zip(sizes, shapes, strict=True)]
+        _measurements[key] = sizes, learning, hidden
     return _measurements[key]
 
 
-_measurements: dict[str, tuple[list[UnitSize], int]] = {}
+_measurements: dict[str, tuple[list[UnitSize], list[UnitSize], int]] = {}

@@ -89,6 +89,7 @@ def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
         "units": [[unit.unit, unit.shapes] for unit in needs.units],
         "columns": [traits(loader.columns()), loader.knows_depth()],
         "work": [ranks, needs.policy, needs.recurrent_steps, micro_batches],
+        "reached": needs.config.recurrence.most_backward_steps,
     }
     return hashlib.sha256(json.dumps(decides, sort_keys=True, default=_named).encode()).hexdigest()
 

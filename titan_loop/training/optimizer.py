@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig
 from tyro.conf import Suppress
 
@@ -254,10 +255,8 @@ class LoopOptimizers(OptimizersContainer):
 
     def restart(self) -> None:
         """Set all moments and step counts to zero."""
-        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
-        for value in chain.from_iterable(state.values() for state in states):
-            if isinstance(value, Tensor):
-                value.zero_()
+        for optimizer in self.optimizers:
+            _set_to_zero(optimizer)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set every group's rate: the scheduled one times the group's factor."""
@@ -284,6 +283,11 @@ class LoopOptimizers(OptimizersContainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return upstream's state without settings; the average of the weights is under "ema."."""
+        for optimizer in self.optimizers:
+            if not optimizer.state:
+                optimizer.zero_grad()  # of skipped steps, beside which upstream makes no state
+                init_optim_state(optimizer)
+                _set_to_zero(optimizer)  # upstream counts the step that makes it
         self._start_unreached()
         # Settings are the config's; ten entries for each parameter double the time of a save.
         entries = super().state_dict().items()
@@ -325,3 +329,9 @@ class LoopOptimizers(OptimizersContainer):
     def _log_optimizer(self, optimizer: Optimizer, part_idx: int, patterns: list[str]) -> None:
         first = [f"{group['param_names'][0]}, …" for group in optimizer.param_groups]
         super()._log_optimizer(optimizer, part_idx, first)
+
+
+def _set_to_zero(optimizer: Optimizer) -> None:
+    for value in chain.from_iterable(state.values() for state in optimizer.state.values()):
+        if isinstance(value, Tensor):
+            value.zero_()

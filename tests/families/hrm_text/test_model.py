@@ -103,6 +103,7 @@ def test_costs_count_passes():
     assert config.layer_visits(2) == (2 * 4 * 16, 2 * 4 * 16)
     assert config.layer_visits(2, 5) == (2 * 4 * 16, 5 * 16)
     assert config.layer_visits(2, 0) == (2 * 4 * 16, 0)
+    assert config.layer_visits(2.4, 2.7) == pytest.approx((2.4 * 4 * 16, 2.7 * 16))  # means
     flops = config.training_flops(4096, 2, backward_steps=5)
     layer = 5 * 1536**2 + 3 * 1536 * 4096
     assert flops.matrices == (2 * 128 + 4 * 80) * layer

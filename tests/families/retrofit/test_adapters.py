@@ -1,10 +1,13 @@
 """Adapters of looped layers: which step they act in, and which parameters train."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.families.retrofit.conftest import TOKENS, logits
 from tests.inference.generation import check_generation
+from titan_loop.distributed.state_bytes import state_bytes
 from titan_loop.errors import UserError
 from titan_loop.families.retrofit.model import RetrofitDecoder, RetrofitOptions
 from titan_loop.inference.exit_policy import Confidence
@@ -79,17 +82,32 @@ def test_generation_with_adapters_is_the_full_forward_pass(first_step: int):
 @pytest.mark.parametrize(
     ("trained", "names"),
     [
-        ("new", {"bridge.", "adapters"}),
-        ("core", {"bridge.", "adapters", "layers.1.", "layers.2."}),
+        ("new", {"bridge.", "adapters", "exit_gate."}),
+        ("core", {"bridge.", "adapters", "exit_gate.", "layers.1.", "layers.2."}),
     ],
 )
 def test_only_the_named_part_gets_gradients(trained: str, names: set[str]):
-    model = made(adapter_rank=2, bridge=True, trained=trained).train()
-    model(TOKENS, recurrent_steps=2).hidden_RBLD[-1].square().mean().backward()
+    model = made(adapter_rank=2, bridge=True, exit_gate=True, trained=trained).train()
+    out = model(TOKENS, recurrent_steps=2)
+    (out.hidden_RBLD[-1].square().mean() + sum(x.mean() for x in out.exit_logit_RBL)).backward()
     for name, parameter in model.named_parameters():
         kind = "adapters" if name.endswith((".up", ".down")) else name
         expected = any(kind.startswith(start) for start in names)
         assert (parameter.grad is not None and bool(parameter.grad.any())) == expected, name
+
+
+@pytest.mark.parametrize("trained", ["new", "core"])
+def test_frozen_weights_have_neither_gradients_nor_moments(trained: str):
+    options = RetrofitOptions(**SPLIT, adapter_rank=2, trained=trained)  # type: ignore[arg-type]
+    model = made(adapter_rank=2, trained=trained)
+    learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    counted = state_bytes(decoder_config(options, max_seq_len=32), shards=1)
+    assert counted.parameters == 4 * sum(p.numel() for p in model.parameters())
+    assert counted.gradients == 4 * learning < counted.parameters
+    assert counted.optimizer == 2 * counted.gradients
+    every = replace(options, trained="all")
+    whole = state_bytes(decoder_config(every, max_seq_len=32), shards=1)
+    assert whole.gradients == whole.parameters == counted.parameters
 
 
 def test_new_parameters_have_their_own_rate():

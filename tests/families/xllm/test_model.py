@@ -193,6 +193,17 @@ def test_initial_weights():
         assert float(table.weight.detach().std()) * 16 == pytest.approx(0.986, rel=0.03)
 
 
+@pytest.mark.parametrize("injection", ["diagonal", "linear"])
+def test_an_injection_follows_the_width_as_other_matrices_do(injection):
+    wide = XllmOptions(dim=256, n_heads=8, injection=injection, base_width=64)
+    model = build_decoder(wide, max_seq_len=8)
+    group = model.parameter_group("injection.weight", model.injection.weight)
+    assert (group.width_ratio, group.decays, group.is_hidden_matrix) == (4.0, True, True)
+    if injection == "linear":
+        std = float(model.injection.weight.detach().std())
+        assert std == pytest.approx(0.01 * 0.986, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

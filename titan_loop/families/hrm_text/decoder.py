@@ -63,7 +63,8 @@ class HrmDecoder(LoopDecoder):
             """Return the visits of both stacks; a backward step is a pass of one of them."""
             passes = recurrent_steps * (self.low_cycles + 1)
             reached = passes if backward_steps is None else min(passes, backward_steps)
-            return LayerVisits(passes * len(self.layers) // 2, reached * len(self.layers) // 2)
+            of_a_stack = len(self.layers) // 2
+            return LayerVisits(passes * of_a_stack, reached * of_a_stack)
 
         def architecture(self) -> dict[str, Any]:
             """As in the base class, with the schedule, the mask and the scales."""

@@ -236,7 +236,7 @@ class RetrofitDecoder(LlamaDecoder):
 
 def is_new(name: str) -> bool:
     """Return whether the dense model lacks a parameter."""
-    return name.startswith(("bridge.", "mixer.")) or name.endswith(ADAPTERS)
+    return name.startswith(("bridge.", "mixer.", "exit_gate.")) or name.endswith(ADAPTERS)
 
 
 def decoder_config(

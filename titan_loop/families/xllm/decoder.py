@@ -17,7 +17,7 @@ Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833, and their code.
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -310,5 +310,5 @@ class XllmDecoder(LlamaDecoder):
         """As in the base class; all parameters of an injection decay, as in the authors' code."""
         group = super().parameter_group(name, parameter)
         if name.startswith("injection."):
-            return ParameterGroup(decays=True, is_hidden_matrix=group.is_hidden_matrix)
+            return replace(group, decays=True)
         return group

@@ -10,6 +10,7 @@ Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and I
 since they keep a gain as its offset from 1.
 """
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelS
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.llama import LlamaOptions, llama_config
+from titan_loop.models.loop_config import width_ratio
 from titan_loop.models.loop_options import ResidualScale
 
 SIZES = {
@@ -141,6 +143,7 @@ def xllm_config(
     """Return the architecture; arguments as in `loop_config`."""
     _check(options, shape)
     norm = {"normalized_shape": shape.dim, "eps": options.norm_eps}
+    std = options.initializer_range / math.sqrt(width_ratio(options, shape))
     config = llama_config(
         kind,
         replace(options, injection="none"),
@@ -150,7 +153,7 @@ def xllm_config(
             options.injection,
             shape.dim,
             step=options.injection_step,
-            std=options.initializer_range,
+            std=std,
         ),
         start_state=StartState.Config(kind=options.start_state),
         states=options.states,
@@ -166,7 +169,7 @@ def xllm_config(
     if options.student:
         core = config.layers[config.looped.start]
         blocks = [deepcopy(core) for _ in range(options.student)]
-        config.student = student_config(blocks, shape.dim, options.initializer_range)
+        config.student = student_config(blocks, shape.dim, std)
     table = {"weight": partial(normal_matrix, std=shape.dim**-0.5)}
     config.tok_embeddings = replace(config.tok_embeddings, param_init=table)
     config.lm_head = replace(config.lm_head, param_init=table)
