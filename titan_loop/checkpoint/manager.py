@@ -43,7 +43,6 @@ from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader
 from titan_loop.checkpoint.rewinds import jumped_windows, read_rewinds
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint, stager
 from titan_loop.checkpoint.start_from import StartFrom
-from titan_loop.checkpoint.train_state import TrainState
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
 from titan_loop.errors import UserError, require_at_least, require_known
 from titan_loop.ranks import from_rank_zero
@@ -154,7 +153,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             return
         self.config = config
         self.path = Path(base_folder) / CHECKPOINTS
-        self.trainer: TrainState = states[TRAIN_STATE]
+        self.trainer = states[TRAIN_STATE]  # a LoopTrainer, whose layer is above this one
         self.dataloader = dataloader
         self.model = ModelWrapper(model_parts)
         self.optimizers = optimizers
