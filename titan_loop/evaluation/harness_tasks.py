@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 from titan_loop.errors import UserError, nearest
@@ -76,11 +77,8 @@ class HarnessTasks:
                 "allow that, pass --confirm-run-unsafe-code"
             )
 
-        loader._import_func_in_yml = guarded
-        try:
+        with patch.object(loader, "_import_func_in_yml", guarded):
             yield
-        finally:
-            loader._import_func_in_yml = own
 
     def _load(self, task: SuiteTask) -> dict[str, Any]:
         if task.name in OFFLINE_TASKS:
@@ -188,17 +186,18 @@ def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
     Raises:
         UserError: Neither the hub nor the cache has the data; `reader` begins the message.
     """
-    import datasets.config
-    import huggingface_hub.constants
+    from datasets import config
+    from huggingface_hub import constants
 
-    if not huggingface_hub.constants.HF_HUB_OFFLINE and _hub_is_reachable():
+    if not constants.HF_HUB_OFFLINE and _hub_is_reachable():
         yield
         return
-    before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    huggingface_hub.constants.HF_HUB_OFFLINE = True
-    datasets.config.HF_HUB_OFFLINE = True
     try:
-        yield
+        with (
+            patch.object(constants, "HF_HUB_OFFLINE", True),
+            patch.object(config, "HF_HUB_OFFLINE", True),
+        ):
+            yield
     except Exception as error:  # every data library raises its own type without a network
         if isinstance(error, UserError) or not _is_about_the_network(error):
             raise
@@ -207,8 +206,6 @@ def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
             "local cache does not have it; run it once where there is a network, or use titan-loop "
             "eval's suite 'offline'"
         ) from error
-    finally:
-        huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _hub_is_reachable() -> bool:
