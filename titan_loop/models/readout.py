@@ -16,7 +16,7 @@ inside the chunk loop), T = B·L tokens, C tokens of one chunk.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,8 +99,8 @@ class LMHead(Linear):
             fix = "set cast_forward_inputs=False in the head's MixedPrecisionPolicy"
             raise TypeError(f"{problem}; {fix}")
         head_weight_VD, hidden_RBLD = self.vocabulary.local(self.weight, input)
-        how = _How(self.chunk_tokens, self.vocabulary, z_loss, rows_T)
-        stream = partial(_stream, hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, how)
+        how = self.chunk_tokens, self.vocabulary, z_loss, rows_T
+        stream = partial(_stream, hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, *how)
         if torch.is_grad_enabled():
             return GradientsInForward.apply(stream, head_weight_VD, weight_RBL, *hidden_RBLD)
         loss, (ce_RBL,), _ = stream([False] * (2 + len(hidden_RBLD)))
@@ -108,13 +108,6 @@ class LMHead(Linear):
 
 
 Through = Callable[[Tensor, tuple[Tensor, ...], LMHead], tuple[Tensor, ...]]
-
-
-class _How(NamedTuple):
-    chunk_tokens: int
-    vocabulary: Vocabulary
-    z_loss: float
-    rows_T: Tensor | None
 
 
 Taken = tuple[Tensor, tuple[Tensor, ...], Sequence[Tensor | None]]
@@ -159,7 +152,10 @@ def _stream(
     head_weight_VD: Tensor,
     labels_BL: Tensor,
     weight_RBL: Tensor,
-    how: _How,
+    chunk_tokens: int,
+    vocabulary: Vocabulary,
+    z_loss: float,
+    rows_T: Tensor | None,
     needed: Sequence[bool],
 ) -> Taken:
     """Visit every recurrent step and chunk once; return the loss, CE_r and gradients.
@@ -167,7 +163,6 @@ def _stream(
     The gradients are of the head weight, the loss weights and each state, as far as `needed`.
     """
     assert len(hidden_RBLD) == len(weight_RBL), "one weight per recurrent step"
-    chunk_tokens, vocabulary, z_loss, rows_T = how
     needs_head_weight, needs_weight, *needs_hidden = needed
     compute_dtype = head_weight_VD.dtype
     loss_dtype = torch.promote_types(compute_dtype, torch.float32)
