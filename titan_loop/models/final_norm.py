@@ -19,6 +19,4 @@ class FinalNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (B, L, D) over D."""
-        if x.dtype == self.weight.dtype:
-            return super().forward(x)
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
