@@ -66,13 +66,10 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
         with unset_fake_temporarily():  # it reads the values of meshes
             return layout(matrix)
 
-    def fake_group(*args: Any, **options: Any) -> Any:
-        return new_group(*args, **{**options, "backend": "fake"})
-
     replacements: list[tuple[Any, str, Any]] = [
         (titan_utils, "device_module", gpu),
         (gpu, "get_device_properties", lambda device=None: properties),
-        (dist, "new_group", fake_group),
+        (dist, "new_group", lambda *args, **own: new_group(*args, **{**own, "backend": "fake"})),
         (F, "rms_norm", rms_norm),
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it reads values
