@@ -9,7 +9,6 @@ DCP's own table is `.metadata`, a pickle, which can run code when it is read. It
 for torch's own tools. Only `convert_checkpoint` reads it, for versions that wrote no table.
 """
 
-import hashlib
 import io
 import json
 import pickle
@@ -33,7 +32,7 @@ from titan_loop.checkpoint.manifest import (
 )
 from titan_loop.errors import UserError, first_line
 from titan_loop.storage.file_names import require_file_name
-from titan_loop.storage.json_files import count, write_text
+from titan_loop.storage.json_files import count, json_sha256, write_text
 from titan_loop.storage.regular_file import DamagedFileError, read_regular
 from titan_loop.storage.transient import unreadable
 
@@ -60,7 +59,7 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
     path = checkpoint / TABLE
     try:
         table = json.loads(read_regular(path, fix="use another checkpoint", most_bytes=_MOST_BYTES))
-        if table["sha256"] != _digest(table["entries"]):
+        if table["sha256"] != json_sha256(table["entries"]):
             raise ValueError("it has a different SHA-256 than when it was written")
         return _parsed(table["entries"], path)
     except DamagedFileError as error:
@@ -145,12 +144,8 @@ def _write(checkpoint: Path, metadata: Any) -> None:
                 [chunk.offsets, chunk.sizes, *stored[key, chunk.offsets]] for chunk in entry.chunks
             ],
         }
-    table = {"sha256": _digest(entries), "entries": entries}
+    table = {"sha256": json_sha256(entries), "entries": entries}
     write_text(checkpoint / TABLE, json.dumps(table, separators=(",", ":")))
-
-
-def _digest(entries: Any) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def _parsed(entries: dict[str, Any], path: Path) -> dcp.Metadata:
