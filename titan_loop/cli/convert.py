@@ -159,8 +159,10 @@ def _tokenizer(
 
     known = run.tokenizer(path)
     text = run.text_format(load_tokenizer(known.path))
-    if chatml or no_chatml:
-        text = text.with_chatml() if chatml else text.without_chat()
+    if chatml:
+        text = text.with_chatml()
+    elif no_chatml:
+        text = replace(text, turn_end=None, chat_template=None)
     if eos_token is not None:
         text = replace(text, end_of_text=eos_token)
     return open_tokenizer(known.path, vocab_size=vocab_size, text=text, is_known=known.is_known)

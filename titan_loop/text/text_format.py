@@ -23,7 +23,3 @@ class TextFormat:
     def with_chatml(self) -> "TextFormat":
         """Return the same documents, with ChatML conversations."""
         return replace(self, turn_end=TURN_END, chat_template=CHAT_TEMPLATE)
-
-    def without_chat(self) -> "TextFormat":
-        """Return the same documents alone."""
-        return replace(self, turn_end=None, chat_template=None)
