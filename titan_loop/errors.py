@@ -8,7 +8,7 @@ else that escapes is a defect and keeps its traceback.
 import difflib
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 EXIT_OK = 0
@@ -139,6 +139,11 @@ def first_line(error: BaseException) -> str:
     """Return the first line of a library's message, or the error's name if it is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first `most` names, separated by commas, and "…" if there are more."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:

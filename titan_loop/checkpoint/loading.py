@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan_loop.checkpoint.safe_reading import PlainLoadPlanner, SafeFileSystemReader, root_cause
 from titan_loop.checkpoint.tensor_table import read_table
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, listed
 from titan_loop.ranks import from_rank_zero
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class _StrictLoadPlanner(PlainLoadPlanner):
             (kept, "entries are not in %s and keep their initial value, as asked: %s"),
         ):
             if entries:
-                logger.info(f"%d {what}", len(entries), checkpoint, _first(entries))
+                logger.info(f"%d {what}", len(entries), checkpoint, listed(entries, SHOWN))
         chosen = {key: self.state_dict[key] for key in loaded}
         return create_default_local_load_plan(chosen, self.metadata)
 
@@ -140,7 +140,7 @@ def check_keys(
         if shapes[key] != wanted[key]
     ]
     faults = [
-        f"{len(names)} {what}: {_first(names)}"
+        f"{len(names)} {what}: {listed(names, SHOWN)}"
         for what, names in (
             ("entries are missing", sorted(missing - kept)),
             ("entries are not wanted", sorted(extra - ignored)),
@@ -162,7 +162,3 @@ def _covered(keys: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "not a tensor" if shape is None else f"[{', '.join(map(str, shape))}]"
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")

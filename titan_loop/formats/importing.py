@@ -18,7 +18,7 @@ from torch import Tensor
 from titan_loop.checkpoint.manifest import untrained
 from titan_loop.checkpoint.safetensors_files import INDEX, SafetensorsFolder
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, listed, nearest
 from titan_loop.formats.format import Format
 from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
 from titan_loop.formats.tokenizer_export import PADDING_ROWS, TEMPLATE, TOKENIZER_CONFIG
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 _AGAIN = "download it again"
-_NAMED = 3  # number of tensors that a message names
 
 
 def _shape_of(config: dict[str, Any]) -> LlamaShape:
@@ -106,9 +105,9 @@ class ModelFolder:
                 "the folder is incomplete, or that field is wrong"
             )
         if missing or extra:
-            sets = {"missing": missing, "unknown": extra}
+            sets = {"missing": sorted(missing), "unknown": sorted(extra)}
             wrong = [
-                f"{len(names)} {what} ({_some(names)})" for what, names in sets.items() if names
+                f"{len(names)} {what} ({listed(names, 3)})" for what, names in sets.items() if names
             ]
             raise UserError(
                 f"{self.path} does not have the {len(expected)} tensors of its config.json: "
@@ -220,8 +219,3 @@ def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | N
             "one, or leave the field out"
         )
     return token
-
-
-def _some(names: set[str]) -> str:
-    shown = sorted(names)[:_NAMED]
-    return ", ".join(shown) + (", …" if len(names) > _NAMED else "")
