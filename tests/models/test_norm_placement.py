@@ -53,7 +53,7 @@ def test_the_norm_has_the_gradient_of_all_readouts_also_of_constant_steps(model)
             state.square().sum().backward(retain_graph=True)
     finally:
         model.recurrence.backward_steps = None
-        model.recurrence.wrap_steps(lambda step: step)
+        model.recurrence.wrap = None
     got = model.norm.weight.grad.clone()
     # Of ‖w ⊙ n‖² the gradient is 2 w ⊙ n²: with n = read / w a sum over states and tokens.
     weight = model.norm.weight.detach()

@@ -111,7 +111,7 @@ class RecurrentStepAC(ActivationCheckpointing):
         """Wrap the recurrent steps of a `LoopDecoder`, its prelude and its coda."""
         assert isinstance(model, LoopDecoder)
         random = draws(model)
-        model.recurrence.wrap_steps(partial(_recompute, random=random))
+        model.recurrence.wrap = partial(_recompute, random=random)
         if self.config.layers == "full":
             layers = FullAC.Config(preserve_rng_state=random)
             layers.build(dump_folder=self.dump_folder).apply(model)

@@ -30,7 +30,8 @@ class Recurrence(Module):
     """The loop over recurrent steps, with truncated gradients and recomputation.
 
     The backward pass reaches the last `backward_steps` steps; None for all. `recurrent_steps` is R
-    of the latest pass, for families whose step or readout depends on it.
+    of the latest pass, for families whose step or readout depends on it. `wrap(step)` runs in place
+    of every step, for example to recompute it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -41,15 +42,11 @@ class Recurrence(Module):
         super().__init__()
         self.backward_steps = config.backward_steps
         self.recurrent_steps = 0
-        self._wrap: Callable[[Part], Part] | None = None
-
-    def wrap_steps(self, wrap: Callable[[Part], Part]) -> None:
-        """Run `wrap(step)` in place of every step, for example to recompute it."""
-        self._wrap = wrap
+        self.wrap: Callable[[Part], Part] | None = None
 
     def wrapped(self, part: Part) -> Part:
         """Return a step, or the layers before or after the loop, in the form that is run."""
-        return part if self._wrap is None else self._wrap(part)
+        return part if self.wrap is None else self.wrap(part)
 
     def run(
         self, model: Any, carry: Carry, recurrent_steps: int, context: LoopContext

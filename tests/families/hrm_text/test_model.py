@@ -80,8 +80,8 @@ def test_the_gradient_passes_through_the_last_k_passes(k, checkpointed):
     model = make()
     model.recurrence.backward_steps = k
     if checkpointed:
-        model.recurrence.wrap_steps(
-            lambda part: partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
+        model.recurrence.wrap = lambda part: partial(
+            checkpoint, part, use_reentrant=False, preserve_rng_state=False
         )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert model.state_dict().keys() - trained.keys() == {"low_start.weight"}

@@ -108,7 +108,7 @@ def test_a_recomputed_visit_counts_once():
 
         return run
 
-    model.recurrence.wrap_steps(recomputed)
+    model.recurrence.wrap = recomputed
     step.begin()
     step.run(tokens)
     assert torch.equal(step.sums(), plain)
