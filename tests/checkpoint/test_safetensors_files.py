@@ -78,7 +78,7 @@ def test_a_file_takes_tensors_up_to_its_limit(tmp_path: Path):
     assert [*listed] == ["model-00001-of-00001.safetensors"]
     for name in ("one", "three", "listed"):
         folder = SafetensorsFolder(tmp_path / name)
-        assert folder.names == [*TENSORS]
+        assert [*folder.shapes] == [*TENSORS]
         assert folder.shapes == SHAPES
         for tensor in ("d", "a", "b"):
             assert torch.equal(folder.read(tensor), TENSORS[tensor])

@@ -47,9 +47,9 @@ _READABLE = {"F32", "BF16", "F16"}
 class SafetensorsFolder:
     """The tensors of a folder, by name.
 
-    One file is open at a time, so reading in the order of `names` holds one shard in memory. Raises
-    `UserError` if there are no safetensors, a file is missing or damaged, the index is wrong, or a
-    tensor is not F32, BF16 or F16.
+    One file is open at a time, so reading in the order of `shapes` holds one shard in memory.
+    Raises `UserError` if there are no safetensors, a file is missing or damaged, the index is
+    wrong, or a tensor is not F32, BF16 or F16.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,11 +75,6 @@ class SafetensorsFolder:
                     "folder again"
                 )
         self._current: tuple[str, Any] | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """All tensors, file by file."""
-        return list(self.shapes)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as a view of the mapped file, read from disk only where it is used."""

@@ -78,7 +78,7 @@ class ModelFolder:
     def names(self) -> list[str]:
         """The format's tensors, in an order that is cheap to read."""
         of_file = {self.shape.file_name(name): name for name in self.shape.tensor_shapes()}
-        return [of_file[name] for name in self._files.names]
+        return [of_file[name] for name in self._files.shapes]
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return one tensor in the wanted type."""
