@@ -27,7 +27,7 @@ with early exit; the rule for skipped steps is ours.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,13 +80,17 @@ class LoopCache(ABC):
     Attributes:
         rows: Number of rows now; they come first in memory.
         outside: Cache of the layers outside the loop, of which it keeps the latest visit.
+        is_shared: Whether the R steps share one cache; else each has its own.
     """
+
+    is_shared: ClassVar[bool] = True
 
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.rows = 0
+        self._kept_steps = 1 if self.is_shared else shape.steps
         self._memory = torch.zeros(
-            (2, self.kept_steps, shape.layers, shape.rows, *shape[4:]), dtype=dtype, device=device
+            (2, self._kept_steps, shape.layers, shape.rows, *shape[4:]), dtype=dtype, device=device
         )
         # Views of every slot, made once: an index of five parts costs more than the slice of two.
         self._slots = [
@@ -100,11 +104,6 @@ class LoopCache(ABC):
             shape = shape._replace(steps=1, layers=shape.outside, outside=0)
             self.outside = LastCache(shape, dtype=dtype, device=device)
             self.allocated_bytes += self.outside.allocated_bytes
-
-    @property
-    def kept_steps(self) -> int:
-        """Number of caches: R, or 1 for the shared strategies."""
-        return 1
 
     @property
     def _kept(self) -> Tensor:
@@ -148,7 +147,7 @@ class LoopCache(ABC):
 
         A shared cache has one slot, which every step overwrites.
         """
-        slot = min(step, self.kept_steps) - 1
+        slot = min(step, self._kept_steps) - 1
         self._kept[:, slot, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
 
     @abstractmethod
@@ -168,10 +167,7 @@ class LoopCache(ABC):
 class FullCache(LoopCache):
     """One cache per recurrent step; a skipped step reads the last one that ran."""
 
-    @property
-    def kept_steps(self) -> int:
-        """R."""
-        return self.shape.steps
+    is_shared = False
 
     def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
         """Store in each row's own step; rows at different steps cost a copy of their keys."""
