@@ -83,11 +83,7 @@ class ExitPolicy(ABC):
     reads_gate: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
     reads_states: ClassVar[bool] = True
-
-    @property
-    def early_step(self) -> int | None:
-        """None, unless a policy combines two steps' logits."""
-        return None
+    early_step: int | None = None
 
     def combined(self, logits: Tensor, early_logits: Tensor) -> Tensor:
         """Return the logits that a token is chosen by, (…, V); only with an `early_step`."""
