@@ -12,6 +12,7 @@ Source: the GGUF specification of ggml, and the tensor names of the `gguf` packa
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,7 @@ def write(export: Export, output: Path) -> None:
             raise UserError(f"{problem}; use float16")
     assert shape.gguf_architecture is not None
     with staged_file(output) as path:
-        writer = gguf.GGUFWriter(path, shape.gguf_architecture)
-        try:
+        with closing(gguf.GGUFWriter(path, shape.gguf_architecture)) as writer:
             _write_keys(writer, export, output.stem)
             writer.add_file_type(gguf.LlamaFileType[file_type])
             if export.tokenizer is None:
@@ -80,8 +80,6 @@ def write(export: Export, output: Path) -> None:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-        finally:
-            writer.close()
         # Not by the writer: numpy's `tofile` does not notice if a full disk cuts a small tensor.
         with path.open("ab") as file:
             for produce in tensors:
