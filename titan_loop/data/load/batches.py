@@ -101,7 +101,13 @@ class GlobalBatchLoader(BaseDataLoader):
         data_hash: 32 hexadecimal digits over the description and the windows' identities, in order:
             equal on all ranks, and independent of the grouping of windows into batches.
         accepted: One record for every change of the data that was accepted when resuming.
+        level: Level of the next window in a curriculum; 0 without one.
+        rate_start_tokens: Tokens at which the learning rate's schedule began; 0 unless a level
+            restarts it.
     """
+
+    level: int = 0
+    rate_start_tokens: int = 0
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -223,16 +229,6 @@ class GlobalBatchLoader(BaseDataLoader):
 
     def require_windows(self, windows: int) -> None:
         """Raise `UserError` with the settings to change if the data ends before these windows."""
-
-    @property
-    def level(self) -> int:
-        """Level of the next window in a curriculum; 0 without one."""
-        return 0
-
-    @property
-    def rate_start_tokens(self) -> int:
-        """Tokens at which the learning rate's schedule began; 0 unless a level restarts it."""
-        return 0
 
     def next_windows(self, first: int, count: int) -> np.ndarray:
         """Return the numbers of the next `count` windows from `first` that are not jumped over."""
