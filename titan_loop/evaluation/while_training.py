@@ -8,7 +8,7 @@ as if nothing had happened: no random number is drawn, and the model's state doe
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -110,37 +110,29 @@ class HeldOutLoss:
         return total / sum(self.weights.values())
 
 
+@dataclass(eq=False)
 class WhileTraining(Callback):
     """Asks tasks every `interval` steps and after the last one; collective.
 
-    Args:
+    Attributes:
         prefix: Prefix of the names in TensorBoard and W&B.
         loss: Loss by which the run keeps its best checkpoint; its depth is added to the depths.
     """
 
-    def __init__(
-        self,
-        open_tasks: Callable[[TrainingState], list[Ask]],
-        *,
-        interval: int,
-        depths: Sequence[int],
-        prefix: str = "",
-        loss: HeldOutLoss | None = None,
-    ) -> None:
-        self._open_tasks = open_tasks
-        self._interval = interval
-        self._depths = depths
-        self._prefix = prefix
-        self._loss = loss
-        self._tasks: list[Ask] = []
+    open_tasks: Callable[[TrainingState], list[Ask]]
+    interval: int
+    depths: Sequence[int]
+    prefix: str = ""
+    loss: HeldOutLoss | None = None
+    _tasks: list[Ask] = field(default_factory=list, init=False)
 
     def on_train_start(self, trainer: TrainingState) -> None:
         """Read windows and questions once."""
-        self._tasks = self._open_tasks(trainer)
+        self._tasks = self.open_tasks(trainer)
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
         """Ask if it is time; rank 0 writes."""
-        if trainer.step % self._interval and not trainer.at_last_step:
+        if trainer.step % self.interval and not trainer.at_last_step:
             return
         began = time.perf_counter()
         report = self.ask(trainer)
@@ -152,20 +144,20 @@ class WhileTraining(Callback):
 
     def ask(self, trainer: TrainingState) -> TaskReport:
         """Return the results of all tasks at every depth, equal on all ranks; collective."""
-        if self._loss is None:
-            return ask_tasks(trainer, self._tasks, sorted({*self._depths}))
-        depth = self._loss.depth(trainer)
-        report = ask_tasks(trainer, self._tasks, sorted({*self._depths, depth}))
-        value = self._loss.value(report, depth)
+        if self.loss is None:
+            return ask_tasks(trainer, self._tasks, sorted({*self.depths}))
+        depth = self.loss.depth(trainer)
+        report = ask_tasks(trainer, self._tasks, sorted({*self.depths, depth}))
+        value = self.loss.value(report, depth)
         if math.isfinite(value):
             trainer.checkpointer.measured = Best(
-                step=trainer.step, held_out_loss=value, measured_on=self._loss.measured_on
+                step=trainer.step, held_out_loss=value, measured_on=self.loss.measured_on
             )
         return report
 
     def _curves(self, report: TaskReport) -> dict[str, float]:
         return {
-            f"{self._prefix}{task}/{metric.removesuffix(',none')}/"
+            f"{self.prefix}{task}/{metric.removesuffix(',none')}/"
             f"step_{reading.removeprefix('static:')}": value
             for task, readings in report.tasks.items()
             for reading, result in readings.items()
