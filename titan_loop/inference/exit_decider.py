@@ -1,6 +1,7 @@
 """An exit policy applied step by step, in the engine or to the states of whole windows."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -15,27 +16,20 @@ def append_rows(tensor: Tensor, rows: int) -> Tensor:
     return F.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, rows])
 
 
+@dataclass(eq=False)
 class ExitDecider:
     """Applies a policy step by step, and remembers the earlier states that the policy reads.
 
-    Args:
+    Attributes:
         gate: Maps a state (B, L, D) to exit logits (B, L).
         readout: Maps a state (B, L, D) to logits (B, L, V).
     """
 
-    def __init__(
-        self,
-        policy: ExitPolicy,
-        deepest_step: int,
-        *,
-        gate: Callable[[Tensor], Tensor],
-        readout: Callable[[Tensor], Tensor],
-    ) -> None:
-        self.policy = policy
-        self.deepest_step = deepest_step
-        self._gate = gate
-        self._readout = readout
-        self._memory: dict[str, Tensor] = {}
+    policy: ExitPolicy
+    deepest_step: int
+    gate: Callable[[Tensor], Tensor]
+    readout: Callable[[Tensor], Tensor]
+    _memory: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     @property
     def log_prob(self) -> Tensor | None:
@@ -52,14 +46,14 @@ class ExitDecider:
             here_BL1 = (step_BL == self.policy.early_step).unsqueeze(-1)
             memory["early"] = torch.where(here_BL1, hidden_BLD, memory.get("early", hidden_BLD))
         if self.policy.reads_gate:
-            log_survival_BL = F.logsigmoid(-at_least_fp32(self._gate(hidden_BLD)))
+            log_survival_BL = F.logsigmoid(-at_least_fp32(self.gate(hidden_BLD)))
             if "log_survival" in memory:
                 earlier_BL = torch.where(step_BL > 1, memory["log_survival"], 0.0)
                 log_survival_BL = earlier_BL + log_survival_BL
             memory["log_survival"] = log_survival_BL
             evidence = evidence._replace(log_survival_BL=log_survival_BL)
         if self.policy.reads_logits:
-            log_prob_BLV = log_probabilities(self._readout(hidden_BLD))
+            log_prob_BLV = log_probabilities(self.readout(hidden_BLD))
             before_BLV = memory.get("log_prob", log_prob_BLV)
             memory["log_prob"] = log_prob_BLV
             evidence = evidence._replace(log_prob_BLV=log_prob_BLV, log_prob_before_BLV=before_BLV)
@@ -72,12 +66,12 @@ class ExitDecider:
 
     def logits(self, hidden_BLD: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return logits (B, L, V) of tokens that leave; `rows` are their rows, None for all."""
-        logits_BLV = self._readout(hidden_BLD)
+        logits_BLV = self.readout(hidden_BLD)
         if self.policy.early_step is None:
             return logits_BLV
         early_BLD = self._memory["early"]
         early_BLD = early_BLD if rows is None else early_BLD[rows]
-        return self.policy.combined(logits_BLV, self._readout(early_BLD))
+        return self.policy.combined(logits_BLV, self.readout(early_BLD))
 
     def admit(self, rows: int) -> None:
         """Append rows that are about to start a token."""
