@@ -51,9 +51,7 @@ class CpuDevice:
     synchronize = staticmethod(lambda device=None: None)  # operations on the host are synchronous
     empty_cache = staticmethod(lambda: None)
     get_device_name = staticmethod(lambda device=None: "CPU")
-
-    def __init__(self) -> None:
-        self._peak_is_resettable = True
+    _peak_is_resettable = True
 
     @staticmethod
     def get_device_properties(device: torch.device | None = None) -> SimpleNamespace:
