@@ -6,6 +6,7 @@ The harness (0.4.13) finds models in a table of its own and has no plugin mechan
 
 import sys
 from collections.abc import Sequence
+from unittest.mock import patch
 
 from titan_loop.errors import EXIT_OK, UserError
 
@@ -25,16 +26,13 @@ def run(arguments: Sequence[str]) -> int:
         from titan_loop.evaluation.harness_tasks import hub_offline_if_unreachable
     except ImportError as error:
         raise UserError(f"lm_eval is missing ({error}): pip install 'titan-loop[eval]'") from error
-    before = sys.argv
-    sys.argv = ["lm_eval", *arguments]
+    argv = patch.object(sys, "argv", ["lm_eval", *arguments])
     try:
-        with hub_offline_if_unreachable("lm_eval: a task"):
+        with argv, hub_offline_if_unreachable("lm_eval: a task"):
             cli_evaluate()
     except ValueError as error:  # also a `UserError`, which passes through
         for beginning, hint in _MISTAKES.items():
             if str(error).startswith(beginning):
                 raise UserError(f"lm_eval: {error}; {hint}") from error
         raise
-    finally:
-        sys.argv = before
     return EXIT_OK
