@@ -13,10 +13,10 @@ import socket
 import struct
 import sys
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from titan_loop.errors import UserError
 from titan_loop.launcher import slurm_job
@@ -52,7 +52,7 @@ def is_held(path: Path) -> bool | None:
     return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK if sys.platform == "linux" else None
 
 
-class FolderLock:
+class FolderLock(AbstractContextManager["FolderLock"]):
     """Holds a folder until `release`, the end of a `with` block, or the end of this process.
 
     It does not keep out other threads. Take it once per process: one release frees all.
@@ -89,9 +89,6 @@ class FolderLock:
                 f"another folder (if its host is gone for good, delete {path})"
             ) from error
         self._name_owner()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.release()
