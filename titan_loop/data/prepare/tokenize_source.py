@@ -150,13 +150,8 @@ def tokenize_source(
         ) from error
 
 
-def _finish(
-    preparation: Preparation,
-    steps: Mapping[str, Sequence[str]],
-    data: object,
-    rank: int,
-    world_size: int,
-) -> None:
+def _finish(preparation: Preparation, steps: Mapping[str, Sequence[str]], *task: object) -> None:
+    # `task`, which datatrove adds, is the data of the step before, the rank and the world size.
     from titan_loop.data.prepare.finish import write_card
 
     write_card(preparation, steps)
