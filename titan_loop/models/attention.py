@@ -111,44 +111,32 @@ class DocumentAttention(Module):
         queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
         if attention_masks is None and queries not in (1, keys):
             raise ValueError(f"{queries} queries and {keys} keys need an explicit mask")
-        if scores_BNLS is not None:
-            if attention_masks is None:
-                whole = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool)
-                attention_masks = whole.tril(keys - queries)
-            factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-            return _attend_with_scores(q_BLNH, k_BLNH, v_BLNH, scores_BNLS, attention_masks, factor)
-        # The compiler evaluates a branch, but keeps `queries > 1` symbolic once windows vary.
-        is_causal = False if queries == 1 else attention_masks is None
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BLNH.transpose(1, 2),
-            k_BLNH.transpose(1, 2),
-            v_BLNH.transpose(1, 2),
-            attn_mask=attention_masks,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return out_BNLH.transpose(1, 2)
-
-
-def _attend_with_scores(
-    q_BLNH: Tensor,
-    k_BLNH: Tensor,
-    v_BLNH: Tensor,
-    scores_BNLS: Tensor,
-    allowed: Tensor,
-    scale: float,
-) -> Tensor:
-    # torch's own kernel makes twice as many passes over a mask that needs a gradient.
-    shape = scores_BNLS.shape
-    hidden = torch.zeros(allowed.shape, dtype=q_BLNH.dtype, device=q_BLNH.device)
-    scores_BNLS = scores_BNLS + hidden.masked_fill_(~allowed, -math.inf)
-    k_BLNH, v_BLNH = (every_head(x_BLKH, shape[1]) for x_BLKH in (k_BLNH, v_BLNH))
-    q_MLH, k_MSH, v_MSH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
-    weights_MLS = torch.baddbmm(
-        scores_BNLS.flatten(0, 1), q_MLH, k_MSH.transpose(1, 2), beta=scale, alpha=scale
-    ).softmax(dim=-1)
-    return (weights_MLS @ v_MSH).unflatten(0, shape[:2]).transpose(1, 2)
+        if scores_BNLS is None:
+            # The compiler evaluates a branch, but keeps `queries > 1` symbolic once windows vary.
+            is_causal = False if queries == 1 else attention_masks is None
+            out_BNLH = F.scaled_dot_product_attention(
+                q_BLNH.transpose(1, 2),
+                k_BLNH.transpose(1, 2),
+                v_BLNH.transpose(1, 2),
+                attn_mask=attention_masks,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            return out_BNLH.transpose(1, 2)
+        # torch's own kernel makes twice as many passes over a mask that needs a gradient.
+        if attention_masks is None:
+            whole = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool)
+            attention_masks = whole.tril(keys - queries)
+        factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        hidden = torch.zeros(attention_masks.shape, dtype=q_BLNH.dtype, device=q_BLNH.device)
+        added_BNLS = scores_BNLS + hidden.masked_fill_(~attention_masks, -math.inf)
+        k_BLNH, v_BLNH = (every_head(x, q_BLNH.shape[2]) for x in (k_BLNH, v_BLNH))
+        q_MLH, k_MSH, v_MSH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
+        weights_MLS = torch.baddbmm(
+            added_BNLS.flatten(0, 1), q_MLH, k_MSH.transpose(1, 2), beta=factor, alpha=factor
+        ).softmax(dim=-1)
+        return (weights_MLS @ v_MSH).unflatten(0, scores_BNLS.shape[:2]).transpose(1, 2)
 
 
 def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Config:
