@@ -130,10 +130,6 @@ class Stack:
         step: int | Tensor,
         context: LoopContext,
     ) -> Carry:
-        def started() -> Carry:
-            assert tokens_BL is not None
-            return self.model.start(tokens_BL, context)
-
         def advanced(done: int | Tensor) -> Carry:
             assert state is not None
             return self.model.advance(state.carry, state.hidden_BLD, done, context)
@@ -141,10 +137,11 @@ class Stack:
         if tokens_BL is None:
             return advanced(step - 1)
         if isinstance(step, int):
-            return started() if step == 1 else advanced(step - 1)
+            return self.model.start(tokens_BL, context) if step == 1 else advanced(step - 1)
         starts_B = step == 1
 
         def chosen(start: Tensor, advance: Tensor) -> Tensor:
             return torch.where(starts_B.view(-1, *[1] * (start.ndim - 1)), start, advance)
 
-        return tree_map(chosen, started(), advanced((step - 1).clamp_min(1)))
+        started = self.model.start(tokens_BL, context)
+        return tree_map(chosen, started, advanced((step - 1).clamp_min(1)))
