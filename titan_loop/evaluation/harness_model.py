@@ -204,10 +204,7 @@ class LoopLM(TemplateLM):
         return [sum(next(scores)[0] for _ in parts) for parts in windows]
 
     def _loglikelihood_tokens(
-        self,
-        requests: list[tuple[tuple[str, str], list[int], list[int]]],
-        disable_tqdm: bool = False,
-        **kwargs: Any,
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **unused: Any
     ) -> list[tuple[float, bool]]:
         return self._scores([self._fitting(*request) for request in requests])
 
