@@ -127,11 +127,10 @@ def coordinates(
     model = build_decoder(options, max_seq_len=tokens_WL.shape[1])
     optimizers = _optimizers(run, model)
     optimizers.set_learning_rate(rate)
-    states, logits = [], []
+    seen = []
     loss = torch.zeros(())
     for tokens_BL, labels_BL in zip(tokens_WL.split(_ROWS), labels_WL.split(_ROWS), strict=True):
-        for kept, now in zip((states, logits), looked_at(model, tokens_WL[:_ROWS]), strict=True):
-            kept.append(now)
+        seen.append(looked_at(model, tokens_WL[:_ROWS]))
         hidden_BLD = model(tokens_BL, collect="last").hidden_RBLD[-1]
         loss = F.cross_entropy(
             model.readout(hidden_BLD).flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED
@@ -141,11 +140,11 @@ def coordinates(
         optimizers.zero_grad()
     last = looked_at(model, tokens_WL[:_ROWS])
     moved, logits_moved = (
-        (_rms(kept[1] - kept[0]), _rms(end - kept[0]))
-        for kept, end in zip((states, logits), last, strict=True)
+        (_rms(first - start), _rms(end - start))
+        for start, first, end in zip(seen[0], seen[1], last, strict=True)
     )
     shape = resolved_shape(options)
-    sizes = _rms(states[0]), moved, logits_moved, loss.item()
+    sizes = _rms(seen[0][0]), moved, logits_moved, loss.item()
     return Coordinates(shape.dim, shape.recurrent_steps, *sizes)
 
 
