@@ -51,7 +51,7 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
         raise UserError("a rehearsal needs a process of its own: start it without torchrun")
     gpu = compat.CpuDevice()
     properties = SimpleNamespace(name="GPU", total_memory=int(cluster.gpu.memory_bytes))
-    fused, new_group, layout = F.rms_norm, dist.new_group, muon.layout
+    fused, new_group = F.rms_norm, dist.new_group
 
     def rms_norm(
         input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
@@ -62,10 +62,6 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
         scale = wide.pow(2).mean(-1, keepdim=True).add_(eps or 0.0).rsqrt()
         return (wide * scale).type_as(input)
 
-    def layout_of_meshes(matrix: Tensor) -> muon.Layout:
-        with unset_fake_temporarily():  # it reads the values of meshes
-            return layout(matrix)
-
     replacements: list[tuple[Any, str, Any]] = [
         (titan_utils, "device_module", gpu),
         (gpu, "get_device_properties", lambda device=None: properties),
@@ -74,7 +70,7 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it reads values
         (initialisation, "keep_shard", lambda parameter, whole: None),  # it cuts a view per rank
-        (muon, "layout", layout_of_meshes),
+        (muon, "layout", unset_fake_temporarily()(muon.layout)),  # it reads the values of meshes
         # Experts: every rank receives as many tokens as it sends: fake loads have no values.
         (AllToAllTokenDispatcher, "_sync_token_count_exchange", _unread_counts),
         (AllToAllTokenDispatcher, "_dispatch_token_exchange", _even_exchange),
