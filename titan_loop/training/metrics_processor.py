@@ -168,7 +168,6 @@ class LoopMetricsProcessor(MetricsProcessor):
     def _restart_clock(self, step: int, tokens: int) -> None:
         self._last_step, self._last_tokens = step, tokens
         self._paused_seconds = self._flops = 0.0
-        self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.device_memory_monitor.reset_peak_stats()
         self.time_last_log = time.perf_counter()
