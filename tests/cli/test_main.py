@@ -94,7 +94,8 @@ def test_looking_at_a_run_needs_no_torch_and_opens_few_files(verb, own_run, tmp_
     (run / "config.json").write_text(json.dumps(config | {"total_tokens": 1000}))
     if verb == "slurm status":
         write_jobs(run := tmp_path, {"1a": "7"})
-        (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")  # the job is gone
+        gone = "echo Invalid job id specified >&2; exit 1"
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{gone}\n")
         (tmp_path / "scontrol").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     code, files, heavy = start_of(*verb.split(), str(run))

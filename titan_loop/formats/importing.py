@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titan_loop.checkpoint.manifest import untrained
-from titan_loop.checkpoint.safetensors_files import INDEX, SafetensorsFolder
+from titan_loop.checkpoint.safetensors_files import INDEX
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError, listed, nearest
 from titan_loop.formats.format import Format
@@ -63,7 +63,7 @@ class ModelFolder:
             raise UserError(f"{path} has no {CONFIG}: {problem}")
         config = read_json_object(path / CONFIG, fix=_AGAIN)
         self.shape = _shape_of(config)
-        self._files = SafetensorsFolder(path)
+        self._files = self.shape.opened(path)
         self._check_tensors()
         files = path / self.shape.tokenizer_folder
         tokenizer = files / TOKENIZER_NAME
@@ -186,6 +186,9 @@ def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> 
     except FileNotFoundError:
         settings = {}
     template = settings.get("chat_template")
+    if isinstance(template, list):  # of named ones, of which chats take the default
+        named = [each for each in template if isinstance(each, dict)]
+        template = next((t.get("template") for t in named if t.get("name") == "default"), None)
     if (path / TEMPLATE).exists():
         try:
             template = read_regular(path / TEMPLATE, fix=_AGAIN).decode()

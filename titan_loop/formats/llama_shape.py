@@ -4,21 +4,25 @@ An import guesses nothing: it refuses a folder with a field that would change th
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from operator import attrgetter
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
+from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.models.family import ModelOptions, ModelSize, completed_architecture, get_family
 from titan_loop.models.loop_config import NORM_EPS
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Read: TypeAlias = Callable[[str], Tensor]
 
 _GGUF_OF_MODEL = {EMBEDDING: "token_embd", "model.norm.weight": "output_norm", HEAD: "output"}
 _GGUF_OF_LAYER = {
@@ -264,6 +268,14 @@ class LlamaShape:
         if self.tie_weights:
             del shapes[HEAD]
         return sum(prod(shape) for shape in shapes.values())
+
+    def opened(self, folder: Path) -> SafetensorsFolder:
+        """Return the tensors of a folder, by the names of `file_name`."""
+        return SafetensorsFolder(folder)
+
+    def as_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
+        """Return the tensors that a folder is written with, given the format's own."""
+        return shapes, read
 
     def file_name(self, tensor: str) -> str:
         """Return the name of one of the format's tensors in a folder's files."""

@@ -49,7 +49,7 @@ _USE = """\
 
     tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
     model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
-    prompt = {prompt}
+    prompt = {prompt}{mark}
     answer = model.generate(**prompt, max_new_tokens=32)
     print(tokenizer.batch_decode(answer))
 
@@ -69,6 +69,7 @@ def write_model_folder(
     tags: tuple[str, ...],
     remote_code: tuple[str, ...] = (),
     note: str = "",
+    mark: str = "",
     usage: str = "",
 ) -> None:
     """Write a folder, one tensor at a time; it appears under its name when it is complete.
@@ -76,16 +77,14 @@ def write_model_folder(
     Args:
         remote_code: Packages whose Python files transformers needs beside the weights.
         note: End of the card's first paragraph.
+        mark: Line of the card's example after the prompt, which it may change.
         usage: Paragraphs about use, after the card's example.
     """
     shape, tokenizer = export.shape, export.tokenizer
+    shapes, read = shape.as_stored(shape.tensor_shapes(), export.read)
     with staged_folder(output) as folder:
         write_folder(
-            folder,
-            shape.tensor_shapes(),
-            export.torch_dtype,
-            export.read,
-            max_shard_bytes=export.max_shard_bytes,
+            folder, shapes, export.torch_dtype, read, max_shard_bytes=export.max_shard_bytes
         )
         if tokenizer is not None:
             tokenizer.write(folder, max_positions=shape.max_positions)
@@ -94,7 +93,7 @@ def write_model_folder(
         has_chat = tokenizer is not None and tokenizer.text.chat_template is not None
         prompt = _CHAT_PROMPT if has_chat else _PROMPT
         trust = ", trust_remote_code=True" if remote_code else ""
-        example = _USE.format(name=output.name, prompt=prompt, trust=trust)
+        example = _USE.format(name=output.name, prompt=prompt, trust=trust, mark=mark)
         card = _card(output.name, export, about=about, tags=tags, note=note, use=example + usage)
         (folder / "README.md").write_text(card, encoding="utf-8")
         # Last: without it neither transformers nor our own import takes this folder for a model.

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.families.nanbeige.conftest import VOCABULARY
 from tests.families.nanbeige.test_formats import convert
@@ -19,6 +20,7 @@ from tests.families.nanbeige.test_llama_cpp import (
 from tests.families.ouro.hugging_face.test_export import error_of
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.families.hrm_text.formats import HrmTextShape
 from titan_loop.runs.saved_run import SavedRun
 
 OTHER = {
@@ -91,8 +93,38 @@ def test_a_saved_folder_has_the_released_tensors(make_run, tmp_path):
     )
     names = SafetensorsFolder(tmp_path / "out").shapes
     assert names["model.z_L_init"] == (64,)
-    assert names["model.H_module.layers.1.self_attn.gate_proj.weight"] == (64, 64)
-    assert len(names) == 3 + 4 * 8
+    assert names["model.H_module.layers.1.attn.gqkv_proj.weight"] == (4 * 64, 64)
+    assert names["model.L_module.layers.0.mlp.down_proj.weight"][0] == 64
+    assert len(names) == 3 + 4 * 4
+
+
+def test_a_folder_with_a_tensor_for_each_matrix_is_read_too(make_run, tmp_path):
+    """As earlier versions wrote it."""
+    made, out = make_run(), tmp_path / "out"
+    convert("export", made.run, "--output", out, "--to", "hrm_text", "--no-tokenizer")
+    stored = load_file(out / "model.safetensors")
+    shape = HrmTextShape.from_config(json.loads((out / "config.json").read_text()))
+    separate = shape.opened(out)
+    whole = {name: separate.read(name).contiguous() for name in shape.tensor_shapes()}
+    assert len(whole) == 3 + 4 * 8
+    gate = "model.H_module.layers.1.self_attn.gate_proj.weight"
+    assert torch.equal(whole[gate], stored["model.H_module.layers.1.attn.gqkv_proj.weight"][:64])
+    save_file(whole, out / "model.safetensors")
+    convert("import", out, "--output", tmp_path / "back")
+    reader = CheckpointReader(SavedRun.open(tmp_path / "back").checkpoint().path)
+    for name, tensor in made.model.state_dict().items():
+        assert torch.equal(reader.read(name), tensor), name
+
+
+def test_rows_that_do_not_divide_are_one_line(make_run, tmp_path, capsys):
+    out = tmp_path / "out"
+    convert("export", make_run().run, "--output", out, "--to", "hrm_text", "--no-tokenizer")
+    stored = load_file(out / "model.safetensors")
+    name = "model.L_module.layers.0.attn.gqkv_proj.weight"
+    stored[name] = torch.zeros(257, 64)
+    save_file(stored, out / "model.safetensors")
+    error = error_of(capsys, "import", out, "--output", tmp_path / "back")
+    assert f"{name} has 257 rows, which do not divide into 4 matrices" in error
 
 
 @pytest.mark.engines

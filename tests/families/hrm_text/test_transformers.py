@@ -1,6 +1,7 @@
 """HRM-Text beside transformers' own: states at every cycle, logits, caches, masks, gradients."""
 
 import importlib
+import textwrap
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -203,3 +204,44 @@ def test_an_exported_folder_runs_as_it_is(transformers, make_run, tmp_path, opti
     reader = CheckpointReader(SavedRun.open(tmp_path / "back").checkpoint().path)
     for name, tensor in made.model.state_dict().items():
         assert torch.equal(reader.read(name), tensor), name
+
+
+@torch.no_grad()
+def test_a_folder_that_transformers_made_is_imported(transformers, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.HrmTextConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, head_dim=16, H_cycles=2, L_cycles=3,
+    )  # fmt: skip
+    theirs = transformers.HrmTextForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "made")
+    convert("import", tmp_path / "made", "--output", tmp_path / "run")
+    saved = SavedRun.open(tmp_path / "run")
+    ours = build_decoder(saved.model_options, max_seq_len=64).eval()
+    reader = CheckpointReader(saved.checkpoint().path)
+    ours.load_state_dict({name: reader.read(name) for name in ours.state_dict()})
+    tokens = tokens_of(1)[:, :12]
+    logits = ours.readout(ours(tokens).hidden_RBLD[-1])
+    torch.testing.assert_close(logits, theirs(tokens).logits, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_the_example_on_the_card_reads_a_prefix(
+    transformers, make_run, tmp_path, ascii_tokenizer, monkeypatch, capsys
+):
+    made = make_run(prefix_lm=True)
+    flags = ("--to", "hrm_text", "--tokenizer", ascii_tokenizer)
+    convert("export", made.run, "--output", tmp_path / "out", *flags)
+    card = (tmp_path / "out" / "README.md").read_text()
+    code = card.partition("## Use")[2].partition("## Lineage")[0]
+    lines = [line for line in code.splitlines() if line.startswith("    ")]
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(textwrap.dedent("\n".join(lines)), names)
+    prompt, answer = (names[name] for name in ("prompt", "answer"))
+    assert prompt["token_type_ids"].all()
+    length = prompt["input_ids"].shape[1]
+    request = Request(prompt=prompt["input_ids"][0].tolist(), max_new_tokens=32)
+    (ours,) = Engine(made.model).complete([request])
+    assert answer[0, length:].tolist() == ours.tokens
+    capsys.readouterr()

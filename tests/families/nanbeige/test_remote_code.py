@@ -65,6 +65,7 @@ def test_greedy_tokens_through_a_cache(transformers, exported, cache):
     model, folder = exported
     theirs = load(transformers, folder)
     settings = {} if cache is None else {"cache_implementation": cache}
+    settings["attention_mask"] = torch.ones(1, 6, dtype=torch.long)  # token 0 would be padding
     found = theirs.generate(
         TOKENS[:, :6], max_new_tokens=24, do_sample=False, eos_token_id=None, **settings
     )
@@ -83,6 +84,47 @@ def test_a_left_padded_row_is_the_row_alone(transformers, exported):
     with torch.no_grad():
         logits = theirs(padded, attention_mask=mask, position_ids=positions).logits
     torch.testing.assert_close(logits[:, 4:], ours(model, TOKENS[:, :10]), atol=CLOSE, rtol=0)
+
+
+def test_generate_sees_padding_and_what_a_cache_holds(transformers, exported):
+    """It finds out which arguments a model takes by their names."""
+    _, folder = exported
+    theirs = load(transformers, folder)
+    theirs.generation_config.pad_token_id = pad = VOCABULARY - 1
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    alone = theirs.generate(TOKENS[:, :10], **settings)
+    padded = torch.cat([torch.full((1, 4), pad), TOKENS[:, :10]], dim=1)
+    assert theirs.generate(padded, **settings)[:, 4:].tolist() == alone.tolist()
+    first = theirs.generate(TOKENS[:, :10], return_dict_in_generate=True, **settings)
+    name = "cache" if "cache" in first.keys() else "past_key_values"  # noqa: SIM118
+    turn = torch.cat([first.sequences, TOKENS[:, 20:24]], dim=1)
+    seen: list[int] = []
+    theirs.model.embed_tokens.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].shape[1])
+    )
+    again = theirs.generate(turn, **{name: first[name]}, **settings)
+    assert seen[0] == 5  # the last answered token, which the cache lacks, and the four new ones
+    assert again.tolist() == theirs.generate(turn, **settings).tolist()
+
+
+def test_states_and_tuples_are_returned_on_demand(transformers, exported):
+    _, folder = exported
+    theirs = load(transformers, folder)
+    with torch.no_grad():
+        output = theirs(TOKENS, output_hidden_states=True)
+        bare = theirs(TOKENS, return_dict=False, use_cache=False)
+        answer = theirs.generate(
+            TOKENS[:, :6],
+            max_new_tokens=2,
+            output_hidden_states=True,
+            return_dict_in_generate=True,
+        )
+    assert len(output.hidden_states) == 3 * 2 + 1  # before every visit, and after the last norm
+    torch.testing.assert_close(theirs.lm_head(output.hidden_states[-1]), output.logits)
+    assert torch.equal(output.hidden_states[0], theirs.model.embed_tokens(TOKENS))
+    assert isinstance(bare, tuple)
+    assert torch.equal(bare[0], output.logits)
+    assert len(answer.hidden_states[0]) == 7
 
 
 def test_another_number_of_loops(transformers, exported):

@@ -10,16 +10,22 @@ layer in every pass. llama.cpp keeps `hrm.prefix_lm` but reads prompts causally 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.errors import UserError
 from titan_loop.families.hrm_text.model import SIZES, HrmTextOptions
-from titan_loop.formats.format import Format
+from titan_loop.formats.format import Export, Format
 from titan_loop.formats.llama_shape import (
     EMBEDDING,
     HEAD,
     LlamaShape,
+    Read,
+    Shapes,
     integer,
     positive,
     unsupported,
@@ -27,6 +33,12 @@ from titan_loop.formats.llama_shape import (
 from titan_loop.formats.model_folder import write_model_folder
 
 _START = "model.z_L_init"
+_FUSED = {
+    ".attn.gqkv_proj.": tuple(f".self_attn.{each}_proj." for each in ("gate", "q", "k", "v")),
+    ".attn.o_proj.": (".self_attn.o_proj.",),
+    ".mlp.gate_up_proj.": (".mlp.gate_proj.", ".mlp.up_proj."),
+}
+"""Tensors of the released layout → the matrices in their rows."""
 _STACK = re.compile(r"model\.([LH])_module\.layers\.(\d+)")
 
 
@@ -138,6 +150,24 @@ class HrmTextShape(LlamaShape):
             HEAD: (self.vocab_size, self.dim),
         }
 
+    def opened(self, folder: Path) -> SafetensorsFolder:
+        """As in the base class."""
+        return _SeparateTensors(folder)
+
+    def as_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
+        """As in the base class, with several matrices of a layer one below another in a tensor."""
+        fused = {own: name for name, parts in _FUSED.items() for own in parts}
+        stored: dict[str, list[str]] = {}
+        for own in ("", *fused):  # the order of a tensor's parts
+            for tensor in shapes:
+                kind = next((each for each in fused if each in tensor), "")
+                if kind == own:
+                    name = tensor.replace(own, fused[own]) if own else tensor
+                    stored.setdefault(name, []).append(tensor)
+        rows = {name: sum(shapes[each][0] for each in parts) for name, parts in stored.items()}
+        whole = {name: (rows[name], *shapes[parts[0]][1:]) for name, parts in stored.items()}
+        return whole, lambda name: torch.cat([read(each) for each in stored[name]])
+
     def parameter_name(self, tensor: str) -> str:
         """As in the base class."""
         if tensor == _START:
@@ -152,15 +182,51 @@ class HrmTextShape(LlamaShape):
         )
 
 
-HRM_TEXT_FOLDER = Format(
-    summary="folder for transformers 5, SGLang and MLX, which have code of their own for it",
-    shape=HrmTextShape.from_architecture,
-    write=partial(
-        write_model_folder,
+class _SeparateTensors(SafetensorsFolder):
+    """A folder in the released layout or with a tensor for each matrix, read as the latter."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._parts: dict[str, tuple[str, int, int]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for stored, shape in self.shapes.items():
+            fused, names = next(((f, n) for f, n in _FUSED.items() if f in stored), ("", ("",)))
+            if shape[0] % len(names):
+                raise UserError(
+                    f"{folder}: {stored} has {shape[0]} rows, which do not divide into "
+                    f"{len(names)} matrices"
+                )
+            for index, name in enumerate(names):
+                own = stored.replace(fused, name) if fused else stored
+                shapes[own] = (shape[0] // len(names), *shape[1:])
+                self._parts[own] = stored, index, len(names)
+        self.shapes = shapes
+
+    def read(self, name: str) -> Tensor:
+        """As in the base class."""
+        stored, index, count = self._parts[name]
+        return super().read(stored).chunk(count)[index]
+
+
+def _write(export: Export, output: Path) -> None:
+    assert isinstance(export.shape, HrmTextShape)
+    prefix = (
+        '\n    prompt["token_type_ids"] = prompt["attention_mask"]  # its tokens see each other'
+    )
+    write_model_folder(
+        export,
+        output,
         about="HRM-Text: two stacks of layers that take turns.",
         tags=("looped-language-model", "hrm_text"),
+        mark=prefix if export.shape.prefix_lm else "",
         usage="With `prefix_lm`, tokens whose `token_type_ids` are 1 see each other both ways.\n\n",
-    ),
+    )
+
+
+HRM_TEXT_FOLDER = Format(
+    summary="folder in the layout of HRM-Text-1B, which transformers 5 reads with code of its own",
+    shape=HrmTextShape.from_architecture,
+    write=_write,
     dtypes=("float32", "bfloat16", "float16"),
     folder=HrmTextShape,
 )

@@ -126,10 +126,19 @@ def test_a_chat_stays_one(grouped, tmp_path):
     assert json.loads((tmp_path / "prose" / "config.json").read_text())["eos_token_id"] == 0
 
 
-def test_a_template_in_the_tokenizer_s_settings_ends_turns_with_its_token(edited, tmp_path):
+NAMED = [
+    {"name": "tool_use", "template": "{{ tools }}"},
+    {"name": "default", "template": "{{ messages }}\r\n"},
+]
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}\r\n", NAMED], ids=["one", "named"])
+def test_a_template_in_the_tokenizer_s_settings_ends_turns_with_its_token(
+    edited, tmp_path, template
+):
     folder = edited()  # whose config.json names the end of a document, as released ones do
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"chat_template": "{{ messages }}\r\n", "eos_token": {"content": "<|im_end|>"}}
+    settings |= {"chat_template": template, "eos_token": {"content": "<|im_end|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     convert("import", folder, "--output", tmp_path / "run")
     convert("export", tmp_path / "run", "--output", tmp_path / "again")
@@ -211,6 +220,7 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
         ({"hidden_act": "gelu"}, "only 'silu' can be imported"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"early_exit_threshold": 0.3}, "early_exit_threshold=0.3"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         ({"rope_theta": None}, "rope_theta is missing"),

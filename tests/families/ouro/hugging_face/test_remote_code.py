@@ -198,6 +198,28 @@ def test_a_right_padded_row_is_the_row_alone(loaded):
     torch.testing.assert_close(padded.logits[:, :9], alone.logits, **TOLERANCE)
 
 
+def test_packed_documents_do_not_see_each_other(loaded):
+    """Positions that start again separate them."""
+    first, second = tokens(1, 10, seed=2), tokens(1, 6, seed=3)
+    positions = torch.cat([torch.arange(10), torch.arange(6)])[None]
+    packed = loaded(torch.cat([first, second], dim=1), position_ids=positions, use_cache=False)
+    for part, alone in ((slice(10), first), (slice(10, None), second)):
+        torch.testing.assert_close(packed.logits[:, part], loaded(alone).logits, **TOLERANCE)
+
+
+def test_generate_returns_the_states_that_are_asked_for(loaded):
+    ids = tokens(1, 6, seed=9)
+    settings = {"max_new_tokens": 3, "output_hidden_states": True, "return_dict_in_generate": True}
+    answer = loaded.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert [len(states) for states in answer.hidden_states] == [loaded.config.total_ut_steps] * 3
+
+
+def test_trainer_predicts_logits_alone(loaded):
+    output = loaded(tokens(1, 6))
+    ignored = loaded.config.keys_to_ignore_at_inference
+    assert [name for name in output.keys() if name not in ignored] == ["logits"]  # noqa: SIM118
+
+
 @pytest.mark.parametrize("exits", EXITS, ids=str)
 def test_generation_is_greedy_decoding_of_our_model(loaded, exported, exits):
     ids = tokens(2, 6, seed=5)

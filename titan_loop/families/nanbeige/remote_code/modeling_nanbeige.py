@@ -145,11 +145,16 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         past_key_values=None,
         inputs_embeds=None,
         use_cache=None,
+        output_hidden_states=None,
+        return_dict=None,
         cache_position=None,
         cache=None,
         **kwargs,
     ):
-        """Return the normed state after the last loop; arguments as in `LlamaModel.forward`."""
+        """Return the normed state after the last loop; arguments as in `LlamaModel.forward`.
+
+        With `output_hidden_states` also the state before every visit, and the normed one.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         visits = self._add_visits()
@@ -179,8 +184,13 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         # Not before the mask, which would look for several documents in given positions.
         position_ids = cache_position.unsqueeze(0) if position_ids is None else position_ids
         rotations = self.rotary_emb(hidden, position_ids)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        states = []
 
         def visit(hidden: Tensor, layer: int, index: int) -> Tensor:
+            if output_hidden_states:
+                states.append(hidden)
             return self.layers[layer](
                 hidden,
                 self.visits[index],
@@ -191,8 +201,13 @@ class NanbeigeModel(NanbeigePreTrainedModel):
                 **kwargs,
             )
 
-        hidden = self.apply_layers(hidden, visit)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{_CACHE: cache})
+        hidden = self.norm(self.apply_layers(hidden, visit))
+        output = BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            **{_CACHE: cache},
+            hidden_states=(*states, hidden) if output_hidden_states else None,
+        )
+        return output.to_tuple() if return_dict is False else output
 
     def apply_layers(self, hidden: Tensor, visit) -> Tensor:
         """Return the state after all visits; `visit(hidden, layer, index)` makes the next one."""
@@ -231,16 +246,47 @@ class NanbeigeForCausalLM(NanbeigePreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
-        """Return logits and, with labels, the mean next-token loss; as `LlamaForCausalLM`."""
-        output = self.model(input_ids=input_ids, **kwargs)
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        output_hidden_states=None,
+        return_dict=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        """Return logits and, with labels, the mean next-token loss; as `LlamaForCausalLM`.
+
+        `generate` and `Trainer` look for the names of these arguments and leave out any other.
+        """
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            **kwargs,
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             # A trainer that accumulates gradients names the number of targets in the arguments.
             loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: getattr(output, _CACHE)})
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            **{_CACHE: getattr(output, _CACHE)},
+            hidden_states=output.hidden_states,
+        )
+        return result.to_tuple() if return_dict is False else result
 
 
 __all__ = ["NanbeigeForCausalLM", "NanbeigeModel", "NanbeigePreTrainedModel"]

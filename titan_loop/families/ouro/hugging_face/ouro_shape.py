@@ -34,6 +34,7 @@ class OuroShape(LlamaShape):
         **LlamaShape.fixed,
         "rms_norm_eps": NORM_EPS,
         "use_sliding_window": False,
+        "early_exit_threshold": 1.0,
     }
     of_model: ClassVar[Mapping[str, str]] = {
         **LlamaShape.of_model,

@@ -21,7 +21,12 @@ class OuroConfig(PretrainedConfig):
     """
 
     model_type = "ouro"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = [  # noqa: RUF012
+        "past_key_values",
+        "cache",
+        "exit_logits",
+        "exit_steps",
+    ]
     base_model_tp_plan = {  # noqa: RUF012
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",

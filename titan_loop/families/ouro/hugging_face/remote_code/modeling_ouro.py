@@ -493,7 +493,8 @@ class OuroModel(OuroPreTrainedModel):
         """Build rotations and mask for the last `hidden_BLD.shape[1]` of all tokens."""
         length, device = hidden_BLD.shape[1], hidden_BLD.device
         place_L = torch.arange(total - length, total, device=device)
-        if position_BL is not None and position_BL.shape[1] == length:
+        is_given = position_BL is not None and position_BL.shape[1] == length
+        if is_given:
             pass
         elif token_BK is None:
             position_BL = place_L[None]
@@ -512,7 +513,8 @@ class OuroModel(OuroPreTrainedModel):
             "attention_mask": attention_mask,
             "cache_position": place_L,
             _CACHE: keys,
-            "position_ids": None,
+            # Documents begin where given positions start again; the mask separates them.
+            "position_ids": position_BL if is_given and keys is None else None,
         }
         mask = create_causal_mask(
             **{name: value for name, value in asked.items() if name in _MASK_ARGUMENTS}
@@ -618,6 +620,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             "exit_at_step": exit_at_step,
             "exit_threshold": exit_threshold,
             "logits_to_keep": logits_to_keep,
+            "output_hidden_states": kwargs.get("output_hidden_states"),
         }
 
 
