@@ -16,8 +16,11 @@ stage() {
 }
 # choose RECIPE [--unclean] [--again] [--seeds "1 2 3"] [STAGE...]: sets seeds, if given, and stages,
 # by default all. With --again stages whose results are committed run once more, in folders of their
-# own. Code that is in no commit is refused here, before hours of training, but with --unclean.
+# own, and their results go to runs/results-again: a machine's text is its own, and a table of two
+# texts would compare what cannot be compared. Code that is in no commit is refused here, before hours
+# of training, but with --unclean.
 again=""
+into=()
 unclean=()
 choose() {
     local recipe=$1 known name
@@ -32,6 +35,7 @@ sys.exit(not is_clean(source_commit()))"; then
     fi
     if [ "${1:-}" = --again ]; then
         again=-again
+        into=(--folder runs/results-again)
         shift
     fi
     if [ "${1:-}" = --seeds ]; then
@@ -72,10 +76,10 @@ train_arms() {
             titan_loop train "$recipe" --stage "$arm" --dump-folder "$folder" --debug.seed "$seed" \
                 "${flags[@]}"
             examine "$arm" "$folder/$arm"
-            titan_loop results add "$folder/$arm" "${unclean[@]}"
+            titan_loop results add "$folder/$arm" "${unclean[@]}" "${into[@]}"
         done
     done
-    titan_loop results show "$recipe"
+    titan_loop results show "$recipe" "${into[@]}"
 }
 refuse() {
     printf 'titan-loop: error: %s: %s\n' "$0" "$1" >&2

@@ -31,11 +31,11 @@ for seed in $seeds; do
         stage "$name, seed $seed"
         titan_loop train $recipe --stage "$name" --dump-folder "$folder" \
             --debug.seed "$seed" --dataloader.seed "$seed"
-        titan_loop results add "$folder/$name" "${unclean[@]}"
+        titan_loop results add "$folder/$name" "${unclean[@]}" "${into[@]}"
     done
     scaling=("$folder"/scaling_*)
     if [ ${#scaling[@]} = 9 ]; then
         titan_loop scaling "${scaling[@]}" --output "$folder/scaling"
     fi
 done
-titan_loop results show $recipe
+titan_loop results show $recipe "${into[@]}"

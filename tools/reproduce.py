@@ -34,8 +34,12 @@ Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none
 claims that compare two arms the difference is taken seed by seed. Percentages are cut off at 0 and
 100, differences are not. Intervals over questions and documents are not added; newer files in
 `results/` have them. Aims are ours and were set before the runs, unless the remark says otherwise;
-theirs is the paper's number, sometimes in another measure (see the remark). Minutes are wall-clock
-time of a claim's final runs on shared cores, without first stages and searches for settings.
+theirs is the paper's number, sometimes in another measure (see the remark). A command that is a
+script skips results that are committed, and may have fewer seeds than its row: `--again --seeds
+"1 2 3"` trains them anew, with results in `runs/results-again`. `titan-loop train` trains one seed,
+`--debug.seed S --dataloader.seed S`, and `titan-loop results add RUN` records it. Minutes are
+wall-clock time of a claim's final runs on shared cores, without first stages and searches for
+settings.
 *Shown*: three seeds or more, and the whole interval meets the aim. *Partly*: the mean meets it, but
 not the whole interval, or there are fewer than three seeds. *Not*: the mean misses it.
 *Undecided*: the aim is within the interval. *No test*: the experiment cannot decide.
@@ -53,14 +57,24 @@ def cells_of(claim: Claim, results: Sequence[RunResult]) -> Sequence[Cell]:
 
 def numbers(claim: Claim, results: Sequence[RunResult]) -> dict[int, float]:
     """Return seed → the claim's number, for the seeds that have all of its cells."""
+    cells = cells_of(claim, results)
     found = [
-        {r.seed: r.results[cell.name] for r in results
-         if r.stage == cell.stage and cell.name in r.results}
-        for cell in cells_of(claim, results)
-    ]  # fmt: skip
+        {r.seed: r for r in results if r.stage == cell.stage and cell.name in r.results}
+        for cell in cells
+    ]
     seeds = sorted(set.intersection(*map(set, found))) if found else []
-    values = {seed: [each[seed] for each in found] for seed in seeds}
-    return {seed: claim.factor * _number(*cells) for seed, cells in values.items()}
+    runs = [
+        (each[seed], cell.name) for seed in seeds for cell, each in zip(cells, found, strict=True)
+    ]
+    if len({run.units[name][0] for run, name in runs if name in run.units}) > 1:
+        raise UserError(
+            f"{claim.recipe}: {claim.text}: its runs were scored on different documents"
+        )
+    values = {
+        seed: [each[seed].results[cell.name] for cell, each in zip(cells, found, strict=True)]
+        for seed in seeds
+    }
+    return {seed: claim.factor * _number(*numbers) for seed, numbers in values.items()}
 
 
 def _number(first: float, second: float | None = None, third: float | None = None) -> float:

@@ -112,7 +112,7 @@ for seed in $seeds; do
         if $generated; then # the exam follows the last step
             titan_loop train $recipe --stage "$arm" --dump-folder "$place" \
                 --debug.seed "$seed" --dataloader.seed "$seed"
-            titan_loop results add "$place/$arm" "${unclean[@]}"
+            titan_loop results add "$place/$arm" "${unclean[@]}" "${into[@]}"
             continue
         fi
         titan_loop train $recipe --stage "$arm" --dump-folder "$place" --debug.seed "$seed"
@@ -121,7 +121,7 @@ for seed in $seeds; do
             depths=(1) # its layers were never looped
         fi
         titan_loop eval "$place/$arm" --windows 24 --depths "${depths[@]}"
-        titan_loop results add "$place/$arm" "${unclean[@]}"
+        titan_loop results add "$place/$arm" "${unclean[@]}" "${into[@]}"
     done
 done
-titan_loop results show $recipe
+titan_loop results show $recipe "${into[@]}"

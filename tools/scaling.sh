@@ -23,7 +23,10 @@ stage "the law"
 shopt -s nullglob
 table=train_configs/results/$recipe.csv
 results=(train_configs/results/$recipe/*.json)
-runs=(runs/$recipe-seed*/d*_r*)
+runs=()
+for folder in "runs/$recipe"-seed*/; do
+    [[ "$folder" = *-again/ ]] || runs+=("$folder"d*_r*)
+done
 output=runs/$recipe
 # At R = 8 the loss of the narrowest layer falls last, within half of its tokens.
 skip=(--skip 0.5)

@@ -20,7 +20,7 @@ two epochs of the SFT. Not published, hence ours:
   are packed into windows;
 - the gate stage's tokens, batch and learning rate; the SFT's batch, final learning rate and weight
   decay;
-- the studies: tokenizer and shapes of the models (`titan_loop/models/families/ouro.py` infers both
+- the studies: tokenizer and shapes of the models (`titan_loop/families/ouro/model.py` infers both
   from the parameter counts), window, warm-up, schedule and β. The batch is the 500K tokens that
   Appendix A must mean: it prints 50K tokens a step and 40K steps, but 20B tokens are 400K steps of
   50K. Its model of 776M is the 778M of Appendix D. It repeats every run over seeds that it does not

@@ -82,7 +82,8 @@ def test_the_template_works_by_itself(cluster, tmp_path, monkeypatch):
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "site.sh").write_text(cluster.site.read_text())
     resources = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--time=10")
-    run = ("--total-tokens=2048", "--training.local-batch-size=8")
+    run = ("--total-tokens=2048", "--batch.global-batch-tokens=1024")
+    run = (*run, "--training.local-batch-size=8")
     template = str(ROOT / "slurm" / "pretrain.sbatch")
     job = slurm("sbatch", "--parsable", *resources, template, *run).strip()
     log = tmp_path / f"pretrain-{job}.log"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_loop.analysis.results import RunResult
+from titan_loop.errors import UserError
 from tools.reproduce import numbers, page, row, verdict
 from train_configs.claims import Cell, Claim
 
@@ -37,6 +38,16 @@ def test_differences_are_paired_by_seed():
     results = [result("first", seed, 0.5 + seed / 10) for seed in (1, 2, 3)]
     results += [result("second", seed, seed / 10) for seed in (2, 3, 4)]
     assert numbers(CLAIM, results) == pytest.approx({2: 50.0, 3: 50.0})
+
+
+def test_runs_on_different_documents_are_not_compared():
+    first, second = (result(stage, 1, 0.5) for stage in ("first", "second"))
+    units = {"acc": ["10 20", "1.5 2.5"]}
+    results = [replace(first, units=units), replace(second, units={"acc": ["10 20", "3.5 1.5"]})]
+    assert numbers(CLAIM, results) == {1: 0.0}
+    results[1] = replace(second, units={"acc": ["10 21", "1.5 2.5"]})
+    with pytest.raises(UserError, match="test: first over second: its runs were scored on differ"):
+        numbers(CLAIM, results)
 
 
 def test_cells_may_be_chosen_by_the_results_and_be_none_yet():
