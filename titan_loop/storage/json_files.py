@@ -1,6 +1,7 @@
 """Small files that survive the death of their writer: atomic JSON and text, append-only lines."""
 
 import hashlib
+import codecs
 import json
 import logging
 import math
@@ -196,7 +197,7 @@ def json_sha256(value: Any) -> str:
 def _parse(content: bytes) -> Any:
     """Return a JSON value; raise `ValueError` if it is not JSON, or nested too deeply."""
     try:
-        value = json.loads(content.decode("utf-8-sig"))
+        value = json.loads(content.removeprefix(codecs.BOM_UTF8).decode())
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     level: list[Any] = [value]
