@@ -1,7 +1,7 @@
 """Small files that survive the death of their writer: atomic JSON and text, append-only lines."""
 
-import hashlib
 import codecs
+import hashlib
 import json
 import logging
 import math
