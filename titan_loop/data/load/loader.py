@@ -196,6 +196,7 @@ class WindowLoader(GlobalBatchLoader):
         uncapped = CappedMixture(self.mixture, [None] * len(self.mixture))
         fits = self.order.end is None or windows <= self.order.end
         counts = (self.order if fits else uncapped).counts(windows).tolist()
+        once = self._different_windows()
         return [
             SourceDemand(
                 name,
@@ -205,12 +206,7 @@ class WindowLoader(GlobalBatchLoader):
                 source.shards.disk_bytes,
             )
             for name, count, source, epochs, different in zip(
-                self._names,
-                counts,
-                self.sources,
-                self._max_epochs,
-                self._different_windows(),
-                strict=True,
+                self._names, counts, self.sources, self._max_epochs, once, strict=True
             )
         ]
 
