@@ -66,7 +66,7 @@ def _shard_elements(
 
 def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], list[UnitSize], int]:
     """Return the units, the same without frozen weights, and the elements that Muon updates."""
-    key = repr(config)  # not its architecture, which does not say what is frozen
+    key = repr(config)  # the architecture alone does not say what is frozen
     if key not in _measurements:
         with torch.device("meta"):
             model = config.build()

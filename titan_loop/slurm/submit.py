@@ -257,13 +257,13 @@ def _check_cluster(resources: Resources, wanted: str) -> None:
             "the cluster has no default partition; set SBATCH_PARTITION in the site file to one of "
             + ", ".join(sorted(set(known)))
         )
-    problems = [_too_much(resources, show("partition", name)) for name in names]
+    problems = [_misfit(resources, show("partition", name)) for name in names]
     if all(problems):
         raise UserError(problems[0])
 
 
-def _too_much(resources: Resources, fields: Mapping[str, str]) -> str:
-    """Return what is more than a partition gives a job; empty if it gives all."""
+def _misfit(resources: Resources, fields: Mapping[str, str]) -> str:
+    """Return why the jobs do not fit a partition; empty if they do."""
     limits = [fields["TotalNodes"], fields["MaxNodes"]]  # a number, or UNLIMITED
     most = min((int(limit) for limit in limits if limit.isdigit()), default=resources.nodes)
     if resources.nodes > most:

@@ -99,7 +99,7 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
         yield refuse("training.max_norm", "must be above 0", "inf clips no gradient, 1 is usual")
     peak = attrgetter("metrics.device_peak_flops")(config)
     if peak is not None and not 0 < peak < math.inf:
-        yield refuse("metrics.device_peak_flops", "must be above 0", "or leave it out")
+        yield refuse("metrics.device_peak_flops", "must be above 0", "leave it out")
     for name in ("hang_seconds", "float8_error"):
         if not 0 <= getattr(config, name) < math.inf:
             yield refuse(name, "must be 0 (off) or more")

@@ -32,7 +32,7 @@ MODELS = {
 
 
 def by_step(model: LoopDecoder, read: Tensor, step: int) -> Tensor:
-    """Add what a step's own readout adds, in a model that has one."""
+    """Apply the step's own readout, if the model has one."""
     own = getattr(model, "step_readout", None)
     return read if own is None else own(read, step=step)
 
