@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import titan_loop
 from tests.support.tiny import tiny_config
 from titan_loop import compat
 from titan_loop.data.load import batches
@@ -26,6 +27,7 @@ from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.verdict import StepVerdict
 
+PACKAGE = f"{Path(titan_loop.__file__).parent}/"  # not any folder of this name: a clone has it, too
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 # Their result's size or value is needed on the host.
 READING_OPERATORS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
@@ -67,7 +69,7 @@ class HostReads(TorchDispatchMode):
     def _counted_copy(self, method: Any, target: Callable[..., Any]) -> Any:
         def copy(given: Any, *args: Any, **kwargs: Any) -> Any:
             device = target(args, **kwargs)
-            ours = "titan_loop/" in sys._getframe(1).f_code.co_filename
+            ours = sys._getframe(1).f_code.co_filename.startswith(PACKAGE)
             waits = isinstance(device, torch.device | str) and not kwargs.get("non_blocking")
             if ours and waits:
                 self._record()
@@ -86,8 +88,8 @@ class HostReads(TorchDispatchMode):
     def _record(self) -> None:
         # The place in the package, or the caller's if there is none.
         stack = traceback.extract_stack()[:-2]
-        ours = [frame for frame in stack if "titan_loop/" in frame.filename] or stack
-        self.found.append(f"{ours[-1].filename.rpartition('titan_loop/')[2]}:{ours[-1].name}")
+        ours = [frame for frame in stack if frame.filename.startswith(PACKAGE)] or stack
+        self.found.append(f"{ours[-1].filename.removeprefix(PACKAGE)}:{ours[-1].name}")
 
 
 @pytest.fixture
@@ -206,7 +208,7 @@ def test_the_counter_sees_copies_that_the_host_waits_for(monkeypatch: pytest.Mon
         "values.copy_(values, non_blocking=True)": 0,
     }
     for line, expected in lines.items():
-        code = compile(line, "titan_loop/example.py", "eval")
+        code = compile(line, f"{PACKAGE}example.py", "eval")
         with monkeypatch.context() as patch, HostReads(patch) as reads:
             eval(code, {"torch": torch, "values": torch.arange(3)})
         assert len(reads.found) == expected, line
