@@ -1,0 +1,138 @@
+"""Every shape of data: prepared, printed, and trained on for one step, against an own count."""
+
+import logging
+import math
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torchtitan.config import CompileConfig
+
+from tests.data.shapes.shape import Shape
+from tests.data.shapes.table import PATH, ROWS, as_markdown
+from titan_loop.data.inspect_source import show_source, verify_source
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.prepare.packing import pack_source
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.source_card import SourceCard
+from titan_loop.errors import UserError
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.models.family import build_decoder
+from titan_loop.objectives.expected_loss import ExpectedExitLoss
+
+END = "<|endoftext|>"
+SMALL = "score only runs with a smaller training.seq_len"  # of every held-out split here
+
+
+def documents_of(batch: dict[str, torch.Tensor], labels: torch.Tensor) -> list[tuple[Any, Any]]:
+    """Return the ids and labels of each document of one window that holds them all."""
+    starts = [*(batch["positions"][0] == 0).nonzero().flatten().tolist(), labels.shape[1]]
+    return [
+        (batch["input"][0, start:stop].tolist(), labels[0, start:stop].tolist())
+        for start, stop in pairwise(starts)
+    ]
+
+
+@cache
+def model_of(vocabulary: int) -> tuple[Any, Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    options = OuroOptions(size="debugmodel", n_layers=1, recurrent_steps=2, vocab_size=vocabulary)
+    model = build_decoder(options, max_seq_len=1 << 14)
+    loss_fn = ExpectedExitLoss.Config().build(compile_config=CompileConfig())
+    loss_fn.set_lm_head(model.lm_head)
+    return model, loss_fn, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def train_one_step(batch: dict[str, torch.Tensor], labels: torch.Tensor, vocabulary: int) -> None:
+    model, loss_fn, optimizer = model_of(vocabulary)
+    optimizer.zero_grad()
+    count = int((labels != IGNORED).sum())
+    loss, _ = loss_fn(model(batch["input"], batch["positions"]), labels, count)
+    loss.backward()
+    optimizer.step()
+    assert 0 < loss.item() < 2 * math.log(vocabulary)
+
+
+def whole_source(out: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the one window that holds every document of a source."""
+    tokens = SourceCard.read(out).splits["train"].tokens
+    pack_source(out, seq_len=max(tokens, 2))
+    config = WindowLoader.Config(mixture=[f"{out}=1:packed"], prefetch=False)
+    loader = config.build(dp_world_size=1, dp_rank=0, seq_len=max(tokens, 2), local_batch_size=1)
+    ((batch, labels),) = loader.read_step(1)
+    return batch, labels
+
+
+def check_tokens(row: Shape, out: Path, tokenizer: Tokenizer) -> None:
+    """Compare one training batch with the row's texts, tokenised here."""
+    batch, labels = whole_source(out)
+    seen = documents_of(batch, labels)
+    texts = row.train if row.stored is None else row.stored
+    assert len(seen) == len(texts)
+    decoded = [tokenizer.decode(ids, skip_special_tokens=False) for ids, _ in seen]
+    assert Counter(decoded) == Counter(text + END for text in texts)
+    if row.targets is None:
+        tokenizer.encode_special_tokens = True
+        end = tokenizer.token_to_id(END)
+        own = [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in row.train]
+        assert sorted(ids for ids, _ in seen) == sorted(own)
+        assert all(targets == [*ids[1:], IGNORED] for ids, targets in seen)
+    else:
+        assert all(t in (i, IGNORED) for ids, ts in seen for i, t in zip(ids[1:], ts, strict=False))
+        taught = [[t for t in targets if t != IGNORED] for _, targets in seen]
+        taught = [tokenizer.decode(ids, skip_special_tokens=False) for ids in taught]
+        pairs = zip(row.train, row.targets, strict=True)
+        assert Counter(zip(decoded, taught, strict=True)) == Counter((t + END, y) for t, y in pairs)
+    train_one_step(batch, labels, tokenizer.get_vocab_size())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_shape(
+    row: Shape,
+    small_tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    row.make(folder)
+    tokenizer = small_tokenizer if row.tokenizer is None else row.tokenizer(tmp_path)
+    options = {"tokenizer": tokenizer, "held_out_fraction": 0, **row.options}
+    monkeypatch.chdir(folder)
+    if row.refused:
+        with pytest.raises(UserError, match=row.refused) as refusal:
+            tokenize_source(row.inputs, output=out, **options)
+        assert "\n" not in str(refusal.value)
+        return
+    with caplog.at_level(logging.WARNING):
+        card = tokenize_source(row.inputs, output=out, **options)
+    assert card is not None
+    warnings = [record.getMessage() for record in caplog.records]
+    for part in row.warned:
+        assert any(part in warning for warning in warnings), (part, warnings)
+    known = (*row.warned, SMALL, ", record ")  # the latter: examples of dropped records
+    assert [w for w in warnings if not any(part in w for part in known)] == []
+    assert card.dropped == row.dropped
+    assert getattr(card, "repaired", {}) == row.repaired
+    assert list(verify_source(out)) == []
+    texts = row.train if row.stored is None else row.stored
+    printed = [shown.text for shown in show_source(out, count=999)]
+    plain = [text.replace("⟦", "").replace("⟧", "") for text in printed]
+    assert sorted(plain) == sorted(text + END for text in texts)
+    if row.held_out:
+        printed = [shown.text for shown in show_source(out, count=999, split="held_out")]
+        assert sorted(printed) == sorted(text + END for text in row.held_out)
+    else:
+        assert "held_out" not in card.splits
+    check_tokens(row, out, Tokenizer.from_file(str(tokenizer)))
+
+
+def test_the_page_is_what_the_rows_say() -> None:
+    assert PATH.read_text(encoding="utf-8") == as_markdown()
