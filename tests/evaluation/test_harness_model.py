@@ -15,6 +15,7 @@ from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.harness_model import LoopLM
 from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.task_options import TaskOptions
+from titan_loop.evaluation.token_scorer import TokenRequest
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import QExit
 from titan_loop.inference.loading import load_checkpoint
@@ -96,14 +97,79 @@ def test_texts_begin_and_end_with_the_end_token_of_the_training_data(ended_run):
     assert text == byte_level_tokenizer().decode(ended_run.tokens)
 
 
-def test_repetitions_of_a_sampled_prompt_differ(trained_run: Path):
-    lm = LoopLM(trained_run, batch_size=2)
-    options = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 12}
-    texts = lm.generate_until(ask(*[("def f(", options)] * 4))
-    assert len(set(texts)) == 4  # 300 equally likely tokens: no chance to agree twelve times
-    assert texts == LoopLM(trained_run, batch_size=2).generate_until(
-        ask(*[("def f(", options)] * 4)
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_a_context_of_white_space_is_an_empty_one(trained_run: Path, batch_size: int):
+    """Its white space moves into the continuation; nothing may be read from a neighbour's row."""
+    lm = LoopLM(trained_run, batch_size=batch_size)
+    blank, empty, *_ = lm.loglikelihood(
+        ask(("\n\n", "import os"), ("", "\n\nimport os"), ("a", "b"), (TEXT[:30], "long"))
     )
+    assert blank == empty
+    assert blank[0] == pytest.approx(
+        LoopLM(trained_run).loglikelihood(ask(("\n\n", "import os")))[0][0]
+    )
+    answer = byte_level_tokenizer().encode("\n\nimport os").ids
+    assert -blank[0] == pytest.approx(nats(trained_run, [END, *answer], 1, steps=2), abs=1e-4)
+    assert lm.loglikelihood(ask((" ", "x"))) == lm.loglikelihood(ask(("", " x")))
+
+
+def test_nothing_is_scored_without_a_context(trained_run: Path):
+    scorer = LoopLM(trained_run)._scorer
+    with pytest.raises(AssertionError, match="without a context"):
+        scorer.score([TokenRequest((), (5, 6))])
+
+
+def test_the_seed_of_the_harness_and_the_row_decide_a_sample(trained_run: Path):
+    options = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 12}
+    prompts = [("def f(", options)] * 4 + [("a", options), (TEXT[:40], options)]
+
+    def sample(seed: int, batch_size: int) -> list[str]:
+        torch.manual_seed(seed)
+        return LoopLM(trained_run, batch_size=batch_size).generate_until(ask(*prompts))
+
+    texts = sample(0, 2)
+    assert len(set(texts[:4])) == 4  # 300 equally likely tokens: no chance to agree twelve times
+    assert sample(0, 1) == sample(0, 5) == texts
+    assert not set(sample(77, 2)) & set(texts)
+
+
+def test_options_of_generation(trained_run: Path, caplog):
+    lm = LoopLM(trained_run)
+
+    def generate(**options: object) -> str:
+        return lm.generate_until(ask(("def f(", {"until": [], **options})))[0]
+
+    short = generate(max_gen_toks=3)
+    for name in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
+        assert generate(**{name: 3}) == short
+    assert generate(max_gen_toks=3, num_beams=1, repetition_penalty=1.0, use_cache=True) == short
+    assert not caplog.records
+    generate()
+    assert "1 of 1 answers ended at the context of 48 tokens" in caplog.text
+    for options, message in (
+        ({"num_beams": 4}, "num_beams=4 is not an option of this engine"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 is not an option"),
+        ({"suppress_tokens": [3]}, "suppress_tokens=.3. is not an option"),
+        ({"max_gen_toks": 0}, "max_gen_toks=0 must be at least 1"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature=0 with do_sample=true"),
+        ({"do_sample": True, "top_p": 0.0}, "top_p=0.0 must be above 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            generate(**options)
+
+
+def test_a_prompt_leaves_room_for_the_whole_answer(trained_run: Path):
+    """The harness' own models cut a prompt to the context less the answer's limit."""
+    lm = LoopLM(trained_run)
+    whole, cut = lm.generate_until(
+        ask(*((text, {"max_gen_toks": 40}) for text in (TEXT, _tail(TEXT, CONTEXT - 40))))
+    )
+    assert whole == cut
+
+
+def _tail(text: str, tokens: int) -> str:
+    tokenizer = byte_level_tokenizer()
+    return tokenizer.decode(tokenizer.encode(text).ids[-tokens:])
 
 
 def test_long_prompts_lose_their_beginning_with_one_warning(trained_run: Path, caplog):
@@ -215,6 +281,8 @@ def test_what_the_harness_command_raises_is_one_line(monkeypatch, capsys, error,
         ({"recurrent_steps": 0}, "recurrent_steps=0 must be a whole number of at least 1"),
         ({"recurrent_steps": "two"}, "recurrent_steps=two must be a whole number of at least 1"),
         ({"recurent_steps": 2}, "recurent_steps=2 is unknown; nearest: recurrent_steps"),
+        ({"pretrained": "x"}, "pretrained=x is unknown; give checkpoint=RUN"),
+        ({"trust_remote_code": True}, "a checkpoint has no code"),
         ({"device": "tpu"}, "device=tpu is unknown"),
         ({"prefill_steps": 9}, "prefill_steps=9 is above the"),
         ({"prefill_steps": "x"}, "prefill_steps=x must be a whole number of at least 1"),

@@ -15,16 +15,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
-from itertools import chain
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from titan_loop.errors import UserError, nearest, require_known
+from titan_loop.errors import UserError, nearest, require_at_least, require_known
 from titan_loop.evaluation.readings import Reading, policy_reading
 from titan_loop.evaluation.request_cache import RequestCache, digest
 from titan_loop.evaluation.share_work import rank_device, share_work
@@ -43,8 +45,25 @@ logger = logging.getLogger(__name__)
 
 MODEL_NAME = "titan_loop"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_DEFAULT_NEW_TOKENS = 256  # the harness' own
 _HARNESS_DEVICE = "cuda:0"  # default of its command line
+_INSTEAD = {
+    "pretrained": "give checkpoint=RUN",
+    "trust_remote_code": "leave it out: a checkpoint has no code",
+    "add_bos_token": "leave it out: the run records it",
+    "parallelize": "leave it out, and start one process per device with torchrun",
+}
+"""Arguments of the harness' model `hf` → what to do here."""
+
+_NO_EFFECT = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_p": 0.0,
+    "use_cache": True,
+}
+"""Options of generation in transformers → the one value that the engine can follow."""
 
 
 @dataclass
@@ -104,7 +123,8 @@ class LoopLM(TemplateLM):
         super().__init__()
         for name, value in unknown.items():
             known = [*signature(LoopLM).parameters][:-1]
-            raise UserError(f"{name}={value} is unknown{nearest(name, known)}")
+            fix = f"; {_INSTEAD[name]}" if name in _INSTEAD else nearest(name, known)
+            raise UserError(f"{name}={value} is unknown{fix}")
         rows = _whole("batch_size", batch_size, least=1) or 1
         if max_batch_size not in (None, rows):
             raise UserError(f"max_batch_size={max_batch_size} has no effect; give batch_size alone")
@@ -137,6 +157,8 @@ class LoopLM(TemplateLM):
         self._ends = text_ends(loaded, self._text_tokenizer)
         self._scorer = TokenScorer(loaded.model, self.readings, batch_rows=rows)
         self._rows = rows
+        # The digest is of the tokenizer's own text, so it takes a moment.
+        self._tokenizer_digest = digest(self._text_tokenizer.to_str())
         self._cache = RequestCache(None if cache is None else Path(cache), self._identity())
         self._truncated = 0
         self._warnings: set[str] = set()
@@ -149,6 +171,7 @@ class LoopLM(TemplateLM):
             **({} if self.prefill_steps is None else {"prefill_steps": self.prefill_steps}),
             "dtype": str(self.loaded.model.tok_embeddings.weight.dtype),
             "context": self.max_length,
+            "tokenizer": self._tokenizer_digest,
             **({"ema": True} if self.loaded.ema else {}),
         }
 
@@ -169,7 +192,7 @@ class LoopLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """Name of the tokenizer in the harness' cache of request texts."""
-        return digest(self._text_tokenizer.to_str())
+        return self._tokenizer_digest
 
     def get_model_info(self) -> dict[str, Any]:
         """Return a description that the harness writes beside its results."""
@@ -211,19 +234,25 @@ class LoopLM(TemplateLM):
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
         """Return completions of at most `max_gen_toks` tokens, up to the first stop string."""
         reading = self.readings[self.reading]
-        asked = [_Generation.of(*instance.args) for instance in requests]
-        how = ["generate", reading.name, sorted(self._ends.stop_tokens)]
-        keys = [
-            # A sample differs from one repetition of a prompt to the next.
-            digest([*how, 0 if one.is_greedy() else index, *one.key()])
-            for index, one in enumerate(asked)
+        # The harness' --seed sets torch's, and a sample may depend on nothing but that and its row.
+        seed = torch.initial_seed()
+        asked = [
+            _Generation.of(*instance.args, seed=_row_seed(seed, row))
+            for row, instance in enumerate(requests)
         ]
-        answers = self._cache.results(
-            keys, asked, lambda share: self._generate(share, reading), kept=_Generation.is_greedy
-        )
+        how = ["generate", reading.name, sorted(self._ends.stop_tokens)]
+        keys = [digest([*how, one.seed if one.is_sampled() else 0, *one.key()]) for one in asked]
+        answers = self._cache.results(keys, asked, lambda share: self._generate(share, reading))
         for answer in answers:
             self.count.steps += answer["steps"]
             self.count.tokens += answer["tokens"]
+            self._truncated += answer["cut"]
+        self._warn_of_truncation()
+        if ended := sum(answer["finish"] == "context" for answer in answers):
+            self._warn(
+                f"{ended} of {len(answers)} answers ended at the context of {self.max_length} "
+                "tokens, before their own limit; raise max_length or lower max_gen_toks"
+            )
         return [answer["text"] for answer in answers]
 
     def _generate(self, asked: Sequence["_Generation"], reading: Reading) -> list[dict[str, Any]]:
@@ -234,39 +263,51 @@ class LoopLM(TemplateLM):
             exit_policy=reading.policy,
             prefill_steps=self.prefill_steps,
         )
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for index, one in enumerate(asked):
-            groups.setdefault(one.key()[1:], []).append(index)
-        batches = [
-            indices[start : start + self._rows]
-            for indices in groups.values()
-            for start in range(0, len(indices), self._rows)
-        ]
-        completed = share_work(
-            batches, lambda share: [self._complete(engine, asked, batch) for batch in share]
+        prompts = [self._prompt(one) for one in asked]
+        # Rows with one set of options run together, and neighbours are equally long.
+        order = sorted(
+            range(len(asked)), key=lambda i: (repr(asked[i].key()[1:]), -len(prompts[i]))
         )
-        self._warn_of_truncation()
-        answers = dict(zip(chain(*batches), chain(*completed), strict=True))
+
+        def work(share: Sequence[int]) -> list[dict[str, Any]]:
+            return [
+                answer
+                for _, rows in groupby(share, key=lambda i: asked[i].key()[1:])
+                for answer in self._complete(engine, [(asked[i], prompts[i]) for i in rows])
+            ]
+
+        answers = dict(zip(order, share_work(order, work), strict=True))
         return [answers[index] for index in range(len(asked))]
 
     def _complete(
-        self, engine: Engine, asked: Sequence["_Generation"], batch: Sequence[int]
+        self, engine: Engine, asked: Sequence[tuple["_Generation", list[int]]]
     ) -> list[dict[str, Any]]:
-        prompts = [self.tok_encode(asked[i].prompt) or [self.eot_token_id] for i in batch]
-        first, generator = asked[batch[0]], torch.Generator().manual_seed(batch[0])
-        # A long answer must not push the whole prompt out; the answer ends where the context does.
-        room = max(self.max_length - first.max_new_tokens, self.max_length // 2)
+        first, _ = asked[0]
+        # As the harness' own models do, unless the answer alone would fill the context.
+        room = self.max_length - first.max_new_tokens
+        room = room if room > 0 else self.max_length // 2
         requests = text_requests(
             self._text_tokenizer,
-            [self._cut(prompt, room) for prompt in prompts],
+            [prompt[-room:] for _, prompt in asked],
             stop_tokens=self._ends.stop_tokens,
             max_new_tokens=first.max_new_tokens,
             stop=first.until,
+            seeds=[one.seed for one, _ in asked],
         )
+        completed = engine.complete(requests, rows=self._rows, sampling=first.sampling)
         return [
-            {"text": done.text, "steps": sum(done.steps), "tokens": len(done.tokens)}
-            for done in engine.complete(requests, sampling=first.sampling, generator=generator)
+            {
+                "text": done.text,
+                "steps": sum(done.steps),
+                "tokens": len(done.tokens),
+                "finish": done.finish,
+                "cut": len(prompt) > room,
+            }
+            for done, (_, prompt) in zip(completed, asked, strict=True)
         ]
+
+    def _prompt(self, asked: "_Generation") -> list[int]:
+        return self.tok_encode(asked.prompt) or [self.prefix_token_id]
 
     def _fitting(
         self, text: tuple[str, str], context: list[int], continuation: list[int]
@@ -278,6 +319,10 @@ class LoopLM(TemplateLM):
         if len(continuation) > self.max_length:
             problem = f"an answer has {len(continuation)} tokens, the context {self.max_length}"
             raise UserError(f"{problem}; raise max_length")
+        if not context:  # of white space alone, which the harness moves to the continuation
+            context = [self.prefix_token_id]
+            if continuation[0] == self.prefix_token_id and len(continuation) > 1:
+                continuation = continuation[1:]  # the harness' rule for a context of ""
         room = self.max_length + 1 - len(continuation)
         return TokenRequest(tuple(self._cut(context, room)), tuple(continuation))
 
@@ -302,11 +347,14 @@ class LoopLM(TemplateLM):
             f"{self._truncated} prompts are longer than the context of {self.max_length} tokens "
             "and lost their beginning; raise max_length or use fewer shots"
         )
-        # Every reading asks the same requests again.
-        if self._truncated and warning not in self._warnings:
+        if self._truncated:
+            self._warn(warning)
+        self._truncated = 0
+
+    def _warn(self, warning: str) -> None:
+        if warning not in self._warnings:  # every reading asks the same requests again
             logger.warning("%s", warning)
             self._warnings.add(warning)
-        self._truncated = 0
 
 
 register_model(MODEL_NAME)(LoopLM)  # as a decorator it would hide the class' own attributes
@@ -318,31 +366,44 @@ class _Generation:
     until: tuple[str, ...]
     max_new_tokens: int
     sampling: Sampling
+    seed: int
 
     @classmethod
-    def of(cls, prompt: str, options: dict[str, Any]) -> "_Generation":
-        until = options.get("until") or []
-        until = [until] if isinstance(until, str) else until
-        temperature = float(options.get("temperature") or 0.0)
-        if not options.get("do_sample", temperature > 0):
+    def of(cls, prompt: str, given: dict[str, Any], *, seed: int) -> "_Generation":
+        options = {**normalize_gen_kwargs(given)}
+        until = tuple(stop for stop in options.pop("until") if stop)
+        length = options.pop("max_gen_toks")
+        require_at_least(1, max_gen_toks=length)
+        # Normalised, a temperature that is absent differs from one of 0.
+        temperature = options.pop("temperature", None)
+        if not options.pop("do_sample"):
             temperature = 0.0
         elif temperature == 0.0:
-            temperature = 1.0
+            raise UserError("temperature=0 with do_sample=true: leave one of them out")
         sampling = Sampling(
-            temperature=temperature,
-            top_p=float(options.get("top_p") or 1.0),
-            top_k=options.get("top_k") or None,
+            temperature=1.0 if temperature is None else float(temperature),
+            top_p=float(options.pop("top_p", 1.0)),
+            top_k=options.pop("top_k", None) or None,
         )
-        length = int(options.get("max_gen_toks") or _DEFAULT_NEW_TOKENS)
-        return cls(prompt, tuple(stop for stop in until if stop), length, sampling)
+        for name, value in options.items():
+            if name not in _NO_EFFECT or value not in (None, _NO_EFFECT[name]):
+                raise UserError(
+                    f"generation_kwargs: {name}={value} is not an option of this engine; leave it "
+                    "out"
+                )
+        return cls(prompt, until, length, sampling, seed)
 
     def key(self) -> tuple[Any, ...]:
-        """Return the parts that the answer depends on, the prompt first."""
+        """Return the parts that the answer depends on besides the seed, the prompt first."""
         how = (self.sampling.temperature, self.sampling.top_p, self.sampling.top_k)
         return (self.prompt, self.until, self.max_new_tokens, how)
 
-    def is_greedy(self) -> bool:
-        return self.sampling.temperature == 0.0
+    def is_sampled(self) -> bool:
+        return self.sampling.temperature > 0.0
+
+
+def _row_seed(seed: int, row: int) -> int:
+    return int(np.random.SeedSequence((seed, row)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _whole(name: str, value: int | str | None, *, least: int) -> int | None:

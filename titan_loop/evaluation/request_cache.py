@@ -41,24 +41,18 @@ class RequestCache:
         keys: Sequence[str],
         items: Sequence[Any],
         work: Callable[[Sequence[Any]], list[Any]],
-        kept: Callable[[Any], bool] = lambda item: True,
     ) -> list[Any]:
         """Return a result for each item, computing those whose key is not known.
 
         Args:
             work: Returns the JSON-like results of some items, in order.
-            kept: Returns whether an item's result may be reused; a sampled text may not.
         """
         items_by_key = dict(zip(keys, items, strict=True))
         missing = [key for key in items_by_key if key not in self._known]
-        drawn: dict[str, Any] = {}
         for start in range(0, len(missing), _REQUESTS_AT_A_TIME):
             part = missing[start : start + _REQUESTS_AT_A_TIME]
             for key, result in zip(part, work([items_by_key[key] for key in part]), strict=True):
-                if not kept(items_by_key[key]):
-                    drawn[key] = result
-                    continue
                 self._known[key] = result
                 if self._written is not None:
                     append_jsonl(self._written, {"key": key, "value": result})
-        return [drawn[key] if key in drawn else self._known[key] for key in keys]
+        return [self._known[key] for key in keys]

@@ -104,6 +104,8 @@ class TokenScorer:
         positions, labels, lengths = [], [], []
         for row, (tokens, continuations) in enumerate(zip(inputs, wanted, strict=True)):
             for continuation in continuations:
+                # One less would read the last state of the row before.
+                assert len(continuation) <= len(tokens), "a continuation without a context"
                 first = row * longest + len(tokens) - len(continuation)
                 positions += range(first, first + len(continuation))
                 labels += continuation

@@ -100,7 +100,8 @@ class Engine:
             rows: Number of rows that run at once, by default all; the other requests wait, in
                 order, for a place. Results are the same up to rounding.
             sampling: Choice of tokens; None is greedy.
-            generator: A CPU generator that seeds each row's own; required unless greedy.
+            generator: A CPU generator that seeds the rows whose request has no seed; required for
+                these unless greedy.
         """
         self.stack.model.exit_policy = self.exit_policy
         sampling = sampling or Sampling()
@@ -159,13 +160,19 @@ class Engine:
             self._check_prompt(f"prompt {index}", request.prompt)
             require_at_least(1, max_new_tokens=request.max_new_tokens)
         if generator is None:
-            if sampling.temperature > 0.0:
+            if sampling.temperature > 0.0 and any(request.seed is None for request in requests):
                 raise UserError(f"temperature={sampling.temperature} needs a generator; give one")
             seeds = [0] * len(requests)
         else:
             seeds = torch.randint(2**62, (len(requests),), generator=generator).tolist()
+        context = self.stack.context_tokens
         return [
-            Row(index, request, context_tokens=self.stack.context_tokens, seed=seed)
+            Row(
+                index,
+                request,
+                context_tokens=context,
+                seed=seed if request.seed is None else request.seed,
+            )
             for index, (request, seed) in enumerate(zip(requests, seeds, strict=True))
         ]
 

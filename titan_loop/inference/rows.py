@@ -33,12 +33,14 @@ class Request:
         prompt: Token ids, at least one.
         stop_tokens: Tokens that end the row; the completion does not include them.
         text: Turns tokens into text and finds stop strings; None for token ids only.
+        seed: Seed of the row's random numbers; None draws one from the stream's generator.
     """
 
     prompt: Sequence[int]
     max_new_tokens: int = 64
     stop_tokens: frozenset[int] = frozenset()
     text: Detokenizer | None = None
+    seed: int | None = None
 
 
 def text_requests(
@@ -48,6 +50,7 @@ def text_requests(
     stop_tokens: frozenset[int],
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
+    seeds: Sequence[int | None] | None = None,
 ) -> list[Request]:
     """Return requests whose completions have text; prompts may contain special tokens as text.
 
@@ -61,8 +64,9 @@ def text_requests(
             max_new_tokens=max_new_tokens,
             stop_tokens=stop_tokens,
             text=Detokenizer(tokenizer, stop),
+            seed=seed,
         )
-        for prompt in prompts
+        for prompt, seed in zip(prompts, seeds or [None] * len(prompts), strict=True)
     ]
 
 
