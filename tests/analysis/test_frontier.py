@@ -25,7 +25,6 @@ def report_of(tasks: dict[str, dict[str, ReadingResult]], steps: int = 4) -> Tas
         trained_recurrent_steps=steps,
         manifest_sha256=f"{steps}",
         tasks=tasks,
-        settings=dict.fromkeys(tasks, "windows=4"),
     )
 
 
@@ -37,7 +36,7 @@ def bits(value: float, seconds: float | None = None, steps: float = 4.0) -> Read
     }
     if seconds is not None:
         metrics[SECONDS] = seconds
-    return ReadingResult(metrics=metrics, mean_steps=steps)
+    return ReadingResult(metrics=metrics, mean_steps=steps, settings="windows=4")
 
 
 def text_report() -> TaskReport:
@@ -77,7 +76,8 @@ def test_a_dense_run_is_read_at_its_own_r_where_it_was_asked_the_same(tmp_path: 
     drawn = write_frontier(text_report(), RunDirectory(tmp_path / "run"), tmp_path / "dense")
     assert drawn is not None
     asked = text_report()
-    asked.settings["held_out/code"] = "windows=8"
+    for result in asked.tasks["held_out/code"].values():
+        result.settings = "windows=8"
     with pytest.raises(UserError, match="evaluated on none of held_out/code with the same setting"):
         dense_points(asked, tmp_path / "dense")
     with pytest.raises(UserError, match="nowhere was not evaluated on tasks; run titan-loop"):

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets.config
 import huggingface_hub.constants
@@ -29,7 +30,7 @@ from titan_loop.evaluation.offline_tasks import (
 )
 from titan_loop.evaluation.suites import SuiteTask, expand_tasks
 from titan_loop.evaluation.task_options import TaskOptions
-from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.plugins import find
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import write_json
@@ -80,14 +81,14 @@ def test_the_dev_questions_that_the_harness_ships():
     assert all(document["text"].count("\n") >= 5 for document in documents)
 
 
-def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path):
+def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path, caplog):
     tasks = ("mano", "mmlu_dev,no_such_task", "multi_hop")
     options = TaskOptions(tasks=tasks, depths=(1, 4), limit=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HarnessTasks, "find", _nobody_knows)
         report = evaluate_tasks(own_run, options)
     assert list(report.tasks) == ["mano", "mmlu_dev", "multi_hop"]
-    assert "limit=4 num_fewshot=own" in report.settings["mano"]
+    assert "limit=4 num_fewshot=0" in report.tasks["mano"]["static:1"].settings
     for readings in report.tasks.values():
         assert list(readings) == ["static:1", "static:4"]
         for reading, result in readings.items():
@@ -107,11 +108,46 @@ def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path):
     assert "no_such_task" in merged.failures
     assert merged.flat()["mano/acc,none/static:4"] == report.flat()["mano/acc,none/static:4"]
 
-    # Other questions: what they gave does not stand beside the earlier answers.
-    evaluate_tasks(own_run, TaskOptions(tasks=("mano",), exit="q:0.5", limit=5))
+    # More questions replace an answer, fewer do not; the other readings keep theirs.
+    for limit in (5, 3):
+        evaluate_tasks(own_run, TaskOptions(tasks=("mano",), exit="q:0.5", limit=limit))
     (merged,) = TaskReport.all_of(run)
-    assert list(merged.tasks["mano"]) == ["q:0.5"]
-    assert list(merged.tasks["multi_hop"]) == ["static:1", "static:4"]
+    limits = {name: result.settings.split()[1] for name, result in merged.tasks["mano"].items()}
+    assert limits == {"static:1": "limit=4", "static:4": "limit=4", "q:0.5": "limit=5"}
+    assert "the older result, whose sample is larger (windows=64 limit=5" in caplog.text
+
+
+def test_a_smaller_sample_of_text_is_not_kept_and_a_task_that_works_failed_no_more(
+    tmp_path: Path, caplog
+):
+    def asked(settings: str, *, text: str = "held_out/code", **failures: str) -> TaskReport:
+        result = ReadingResult(metrics={"bits_per_byte": len(settings)}, settings=settings)
+        return TaskReport(
+            step=1,
+            tokens=1,
+            trained_recurrent_steps=1,
+            manifest_sha256="",
+            tasks={text: {"static:1": result}} if text else {},
+            failures=failures,
+        )
+
+    run = RunDirectory(tmp_path)
+    asked("", text="", held_out="no text", mano="gone").save(run)
+    asked("windows=64 limit=None").save(run)
+    for settings, kept in (
+        ("windows=4 limit=8", "windows=64 limit=None"),
+        ("windows=64 limit=8", "windows=64 limit=None"),
+        ("windows=128 limit=None dtype=bfloat16", "windows=128 limit=None dtype=bfloat16"),
+    ):
+        path = asked(settings).save(run)
+        report = TaskReport.load(path)
+        assert report.tasks["held_out/code"]["static:1"].settings == kept
+    assert report.failures == {"mano": "gone"}
+    # As 0.1.0 wrote them.
+    record = json.loads(path.read_text())
+    del record["tasks"]["held_out/code"]["static:1"]["settings"]
+    path.write_text(json.dumps({**record, "settings": {"held_out/code": "windows=9"}}))
+    assert TaskReport.load(path).tasks["held_out/code"]["static:1"].settings == "windows=9"
 
 
 def test_a_suite_passes_over_what_a_run_cannot_be_asked(
@@ -194,7 +230,7 @@ def test_tasks_that_need_the_network_say_so(tmp_path: Path, monkeypatch: pytest.
         HarnessTasks(home=home).load(SuiteTask("far_away"))
     assert "\n" not in str(raised.value)
     with (
-        pytest.raises(FileNotFoundError),  # a file of the user's, not the hub's
+        pytest.raises(UserError, match="far_away names a file that does not exist"),  # no hub's
         hub_offline_if_unreachable("far_away"),
     ):
         (tmp_path / "missing.json").read_text()
@@ -311,28 +347,58 @@ def test_the_hub_is_asked_where_it_can_be_reached(monkeypatch: pytest.MonkeyPatc
 def test_the_bits_of_an_answer_are_those_of_its_string():
     import math
 
+    task = SimpleNamespace(
+        OUTPUT_TYPE="multiple_choice",
+        multiple_input=False,
+        doc_to_choice=lambda doc: doc,
+        doc_to_text=lambda doc: 1,
+    )
     sample = {
+        "doc": ["ab", "äb"],
         "target": 1,
         "arguments": [("q", " ab"), ("q", " äb")],
         "filtered_resps": [(-9.0, False), (-4.0 * math.log(2), True)],
     }
-    assert _answer_bits_per_byte([sample, {**sample, "target": "1"}]) == pytest.approx(1.0)
-    generated = ("q", {"until": []})
-    for changed in (
-        {"arguments": [generated]},
-        {"arguments": [generated, generated]},
-        {"arguments": [("q", " ab")], "target": 0},
-        {"arguments": [("q", " ab", "c"), ("q", " ab", "c")]},
-        {"target": 2},
-        {"target": -1},
-        {"target": "b"},
-    ):
-        assert _answer_bits_per_byte([{**sample, **changed}]) is None
+    assert _answer_bits_per_byte([sample, {**sample, "target": "äb"}], task) == pytest.approx(1.0)
+    for target in (2, -1, "b", "1", [1]):
+        assert _answer_bits_per_byte([{**sample, "target": target}], task) is None
+    inputs = SimpleNamespace(**{**vars(task), "multiple_input": True})
+    assert _answer_bits_per_byte([{**sample, "target": "äb"}], inputs) == pytest.approx(1.0)
+    for other in (None, SimpleNamespace(OUTPUT_TYPE="generate_until")):
+        assert _answer_bits_per_byte([sample], other) is None
     first = {**sample, "target": 0}  # 9 nats for 3 bytes
-    assert _answer_bits_per_byte([first]) == pytest.approx(3 / math.log(2))
+    assert _answer_bits_per_byte([first], task) == pytest.approx(3 / math.log(2))
     empty = {**sample, "arguments": [("q", " ab"), ("q", "")]}
-    assert _answer_bits_per_byte([sample, empty]) == pytest.approx(1.0)
-    assert _answer_bits_per_byte([empty]) is None
+    assert _answer_bits_per_byte([sample, empty], task) == pytest.approx(1.0)
+    assert _answer_bits_per_byte([empty], task) is None
+
+
+def test_numbers_as_answers_are_found_as_the_harness_finds_them(own_run: Path, tmp_path: Path):
+    """A number in a field is the text of a choice, and a number from a template its index."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"q": "a", "s": "{n}", "i": {n - 1}}}\n' for n in range(1, 6)))
+    for name, target in (("text", "s"), ("index", "i"), ("template", "'{{i}}'")):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files: {data}\n"
+            f"  cache_dir: {tmp_path / 'cache'}\ntest_split: train\n"
+            "output_type: multiple_choice\ndoc_to_text: '{{q}}'\n"
+            f"doc_to_choice: ['1', '2', '3', '4', '5']\ndoc_to_target: {target}\n"
+            "num_fewshot: 0\nmetric_list:\n  - metric: acc\n"
+        )
+    (tmp_path / "lost.yaml").write_text(
+        "task: lost\ndataset_path: json\ndataset_kwargs:\n  data_files: /no/such.jsonl\n"
+        "test_split: train\n"
+    )
+    tasks = ("text", "index", "template", "lost")
+    report = evaluate_tasks(own_run, TaskOptions(tasks=tasks, include_path=tmp_path, num_fewshot=2))
+    results = [next(iter(report.tasks[name].values())) for name in tasks[:3]]
+    assert results[0].metrics == results[1].metrics == results[2].metrics
+    assert results[0].metrics["answer_bits_per_byte"] > 0
+    assert "num_fewshot=0 " in results[0].settings  # the file forbids examples
+    assert (
+        "names a file that does not exist (Unable to find '/no/such.jsonl')"
+        in (report.failures["lost"])
+    )
 
 
 def test_names_and_options_are_checked_before_anything_is_loaded(tmp_path: Path):

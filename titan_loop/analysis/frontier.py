@@ -150,12 +150,17 @@ def dense_points(report: TaskReport, dense: Path) -> dict[str, FrontierPoint]:
     """Return task → point of a dense run at its own R, from its newest evaluation of that task."""
     reports = dense_reports(dense)
     found: dict[str, FrontierPoint] = {}
-    for task in report.tasks:
-        asked = report.settings.get(task)
-        if same := [other for other in reports if other.settings.get(task) == asked]:
-            readings = same[-1].tasks[task]
-            if (name := f"static:{same[-1].trained_recurrent_steps}") in readings:
-                found[task] = _point(task, name, readings[name])
+    for task, readings in report.tasks.items():
+        asked = [result.settings for result in readings.values()]
+        same = [
+            other
+            for other in reports
+            if any(result.settings in asked for result in other.tasks.get(task, {}).values())
+        ]
+        if same:
+            newest = same[-1].tasks[task]
+            if (name := f"static:{same[-1].trained_recurrent_steps}") in newest:
+                found[task] = _point(task, name, newest[name])
     if not found:
         raise UserError(
             f"dense={dense} was evaluated on none of {', '.join(report.tasks)} with the same "

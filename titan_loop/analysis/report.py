@@ -188,7 +188,13 @@ def _task_table(report: TaskReport) -> Section:
     )
     lacking = {**report.skipped, **report.failures}
     reasons = "; ".join(f"{task}: {reason}" for task, reason in lacking.items())
-    text = f"At step {report.step:,}." + (f" Without result: {reasons}." if reasons else "")
+    asked: dict[str, dict[str, None]] = {}
+    for task, results in report.tasks.items():
+        for reading in readings.keys() & results.keys():
+            asked.setdefault(results[reading].settings or "the run's settings", {})[task] = None
+    samples = "; ".join(f"{', '.join(tasks)}: {settings}" for settings, tasks in asked.items())
+    text = f"At step {report.step:,}. Asked with: {samples}."
+    text += f" Without result: {reasons}." if reasons else ""
     return Section("Tasks", text, rows=task_rows(report, list(readings)))
 
 

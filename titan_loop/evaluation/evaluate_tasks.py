@@ -105,6 +105,7 @@ class _Evaluation:
         self._harness: HarnessTasks | None = None
         self._lm: LoopLM | None = None
         self._seconds: dict[str, float] = {}
+        self._shots: dict[str, str] = {}
         self._readings = self._make_readings(frontier=frontier)
 
     def run(self) -> TaskReport:
@@ -112,10 +113,11 @@ class _Evaluation:
         for task in self._options.suite_tasks():
             try:
                 for name, results in self._ask(task).items():
-                    for reading in results.keys() & self._seconds.keys():
-                        results[reading].metrics[SECONDS] = self._seconds[reading]
+                    for reading, result in results.items():
+                        if reading in self._seconds:
+                            result.metrics[SECONDS] = self._seconds[reading]
+                        result.settings = self._settings(task)
                     self._report.tasks[name] = results
-                    self._report.settings[name] = self._settings(task)
                 logger.info("%s: done", task.name)
             except NotAskedError as error:
                 kept = self._report.skipped if task.optional else self._report.failures
@@ -134,7 +136,7 @@ class _Evaluation:
 
     def _settings(self, task: SuiteTask) -> str:
         options = self._options
-        shots = "own" if task.num_fewshot is None else task.num_fewshot
+        shots = self._shots.get(task.name, "own")
         length = "" if options.seq_len is None else f"seq_len={options.seq_len} "
         if options.prefill_steps is not None:
             length += f"prefill_steps={options.prefill_steps} "
@@ -187,6 +189,9 @@ class _Evaluation:
         if consent:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # read when such a task is loaded
         loaded_task = self._harness.load(task)
+        # A task's file may forbid examples, and a group's tasks may differ.
+        shots = {each.get_config("num_fewshot") for each in loaded_task["tasks"].values()}
+        self._shots[task.name] = ",".join(map(str, sorted(shots)))
         if self._lm is None:
             self._lm = LoopLM(
                 loaded=self._loaded,

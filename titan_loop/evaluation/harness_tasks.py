@@ -152,7 +152,9 @@ def run_task(
                 for metric, value in raw.items()
                 if "," in metric and isinstance(value, int | float) and math.isfinite(value)
             }
-            bits = _answer_bits_per_byte(answer.get("samples", {}).get(name, []))
+            bits = _answer_bits_per_byte(
+                answer.get("samples", {}).get(name, []), loaded["tasks"].get(name)
+            )
             if bits is not None:
                 metrics["answer_bits_per_byte"] = bits
             result = ReadingResult(metrics=metrics, mean_steps=lm.count.mean)
@@ -160,20 +162,21 @@ def run_task(
     return results
 
 
-def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
+def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]], task: Any) -> float | None:
     """Return the right answers' mean bits per byte; None unless the task is multiple-choice."""
+    if getattr(task, "OUTPUT_TYPE", None) != "multiple_choice":
+        return None
     bits = []
     for sample in samples:
-        target, arguments = sample["target"], sample["arguments"]
-        if len(arguments) < 2 or len(arguments[0]) != 2 or not isinstance(arguments[0][1], str):
+        # As the harness finds the right answer: an index, or the text of a choice.
+        right = task.doc_to_text(sample["doc"]) if task.multiple_input else sample["target"]
+        choices = task.doc_to_choice(sample["doc"])
+        if isinstance(right, str):
+            right = choices.index(right) if right in choices else -1
+        if not isinstance(right, int) or not 0 <= right < len(choices):
             return None
-        texts = [continuation for _, continuation in arguments]
-        if isinstance(target, str) and target.strip().isdecimal() and target not in texts:
-            target = int(target)
-        if not isinstance(target, int) or not 0 <= target < len(texts):
-            return None
-        likelihood = sample["filtered_resps"][target][0]
-        size = len(texts[target].encode())  # the scored string, with the space in front of it
+        likelihood = sample["filtered_resps"][right][0]
+        size = len(sample["arguments"][right][1].encode())  # with the space in front of it
         if size:
             bits.append(-likelihood / (math.log(2) * size))
     return sum(bits) / len(bits) if bits else None
@@ -199,7 +202,11 @@ def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
         ):
             yield
     except Exception as error:  # every data library raises its own type without a network
-        if isinstance(error, UserError) or not _is_about_the_network(error):
+        if isinstance(error, UserError):
+            raise
+        if not _is_about_the_network(error):
+            if isinstance(error, FileNotFoundError):
+                raise UserError(f"{reader} names a file that does not exist ({error})") from error
             raise
         raise UserError(
             f"{reader} reads its data from the Hugging Face hub, which cannot be reached, and the "
@@ -225,7 +232,7 @@ def _is_about_the_network(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, ConnectionError) or type(error).__name__ in names:
             return True
-        if isinstance(error, FileNotFoundError) and error.errno is None:
-            return True  # not the system's: a hub's
+        if isinstance(error, FileNotFoundError) and "://" in str(error):
+            return True  # an address, not a file of this machine
         error = error.__cause__ or error.__context__
     return False

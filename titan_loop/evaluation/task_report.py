@@ -3,18 +3,22 @@
 `evals/tasks-step-N.json` of the run directory:
 
     step, tokens, trained_recurrent_steps, manifest_sha256, kv_cache
-    tasks      name -> reading -> {"metrics": {name: value}, "mean_steps": …}
-    settings   name -> windows, documents, shots, context and dtype it was asked with
+    tasks      name -> reading -> {"metrics": {name: value}, "mean_steps": …, "settings": …}
     failures   name -> reason for having no result
     skipped    name of a suite's task -> reason for skipping it
 
 Metrics have the harness' names, such as `acc,none`; the 95 % interval of a metric m is `m_low` to
 `m_high`, its standard error `m_stderr,…`. `answer_bits_per_byte` is the mean over the questions of
-(nats of the right answer) / (ln 2 · its UTF-8 bytes). Writing again adds tasks and readings to the
-file; a task asked with other settings is replaced, and with another manifest or K-V cache all are.
+(nats of the right answer) / (ln 2 · its UTF-8 bytes). Settings are the windows, documents, shots,
+context and dtype that a result was asked with. Writing again adds tasks and readings to the file. A
+result replaces an older one unless its sample is smaller. It also replaces the task's results that
+were asked otherwise (another text, context, …), and with another manifest or K-V cache all are
+replaced.
 """
 
+import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,13 +29,36 @@ from titan_loop.evaluation.intervals import Interval, of_questions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import count, number, read_json_object, write_json
 
+logger = logging.getLogger(__name__)
+
+_SIZES = re.compile(r"(?:windows|limit)=(\d+|None)")
+
 
 @dataclass(kw_only=True)
 class ReadingResult:
-    """Metrics of one reading of one task, and its mean recurrent steps per scored token, if any."""
+    """Metrics of one reading of one task, and its mean recurrent steps per scored token, if any.
+
+    Attributes:
+        settings: Settings that it was asked with; empty for a model in training.
+    """
 
     metrics: dict[str, float]
     mean_steps: float | None = None
+    settings: str = ""
+
+    def samples_less_than(self, other: "ReadingResult") -> bool:
+        """Whether it read fewer windows or documents."""
+        mine, others = (_SIZES.findall(result.settings) for result in (self, other))
+        return any(
+            (math.inf if less == "None" else int(less))
+            < (math.inf if more == "None" else int(more))
+            for less, more in zip(mine, others, strict=False)
+        )
+
+    def asks_as(self, other: "ReadingResult") -> bool:
+        """Whether it was asked the same, of however many windows or documents."""
+        mine, others = (_SIZES.sub("", result.settings) for result in (self, other))
+        return mine == others
 
 
 Results = dict[str, dict[str, ReadingResult]]
@@ -87,7 +114,6 @@ class TaskReport:
     manifest_sha256: str
     kv_cache: str = "full"
     tasks: Results = field(default_factory=dict)
-    settings: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     ema: bool = False
@@ -104,18 +130,31 @@ class TaskReport:
         if path.exists():
             before = TaskReport.load(path)
             if (before.manifest_sha256, before.kv_cache) == (self.manifest_sha256, self.kv_cache):
-                merged = before._with(self)
+                merged = before._with(self, path)
         write_json(path, asdict(merged))
         return path
 
-    def _with(self, newer: "TaskReport") -> "TaskReport":
+    def _with(self, newer: "TaskReport", path: Path) -> "TaskReport":
         for name, readings in newer.tasks.items():
-            if self.settings.get(name) != newer.settings.get(name):
-                self.tasks[name] = {}
-            self.tasks.setdefault(name, {}).update(readings)
-            self.failures.pop(name, None)
-            self.skipped.pop(name, None)
-        self.settings.update(newer.settings)
+            known = self.tasks.setdefault(name, {})
+            for reading, result in readings.items():
+                if reading in known and result.samples_less_than(known[reading]):
+                    logger.warning(
+                        "%s, %s: %s keeps the older result, whose sample is larger (%s; now %s); "
+                        "delete the file to begin anew",
+                        *(name, reading, path, known[reading].settings, result.settings),
+                    )
+                    continue
+                others = [old for old, before in known.items() if not result.asks_as(before)]
+                for old in others:  # of another text or context: no sweep with this one
+                    del known[old]
+                if others:
+                    message = "%s: %d older results were asked otherwise and left %s"
+                    logger.warning(message, name, len(others), path)
+                known[reading] = result
+            for asked in (name, name.partition("/")[0]):  # held_out answers as held_out/SOURCE
+                self.failures.pop(asked, None)
+                self.skipped.pop(asked, None)
         self.failures.update(newer.failures)
         self.skipped.update(newer.skipped)
         return self
@@ -125,8 +164,12 @@ class TaskReport:
         """Read a file that `save` wrote; raise `UserError` if it is damaged."""
         try:
             record = read_json_object(path, fix="evaluate again")
+            of_tasks = record.pop("settings", {})  # where 0.1.0 wrote them
             record["tasks"] = {
-                name: {reading: _result(**result) for reading, result in readings.items()}
+                name: {
+                    reading: _result(**{"settings": of_tasks.get(name, ""), **result})
+                    for reading, result in readings.items()
+                }
                 for name, readings in record["tasks"].items()
             }
             for name in ("step", "tokens", "trained_recurrent_steps"):
@@ -166,9 +209,12 @@ class TaskReport:
         return numbers
 
 
-def _result(metrics: Mapping[str, Any], mean_steps: float | None = None) -> ReadingResult:
+def _result(
+    metrics: Mapping[str, Any], mean_steps: float | None = None, settings: str = ""
+) -> ReadingResult:
     """Return a result that a file holds; raise `TypeError` for anything but numbers."""
     return ReadingResult(
+        settings=settings,
         metrics={name: number(value) for name, value in metrics.items()},
         mean_steps=None if mean_steps is None else number(mean_steps),
     )
