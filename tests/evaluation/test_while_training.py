@@ -2,6 +2,8 @@
 training as it is, on one process and on several.
 """
 
+import signal
+import time
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -17,7 +19,7 @@ from tests.support.tiny import tiny_config
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
-from titan_loop.errors import UserError, raise_first
+from titan_loop.errors import StoppedError, UserError, raise_first
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.evaluation.task_options import TaskOptions
@@ -31,6 +33,7 @@ from titan_loop.training import preflight
 from titan_loop.training.callback import TrainingState
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.run import run_training
+from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
 DEPTHS, WINDOWS, QUESTIONS = [1, 3], 3, 4
@@ -222,3 +225,30 @@ def test_every_batch_of_windows_is_progress():
     windows = HeldOutWindows(rows, rows, rows, rows)
     sums_in_training(cast(TrainingState, trainer), windows, forward)
     assert seen == 3 * ["progress", "forward"]
+
+
+@pytest.mark.parametrize("steps", [5, 2], ids=["between steps", "at the last step"])
+def test_a_stop_does_not_wait_for_the_evaluation(
+    alone: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+):
+    config = tiny_config(source, tmp_path, steps=steps)
+    config.suite = suite(TEXT_TASKS, interval=1 if steps > 2 else 2)
+    batches: list[HeldOutWindows] = []
+    rows = HeldOutWindows.rows
+
+    def signalled(windows: HeldOutWindows, *chosen: Any) -> HeldOutWindows:
+        batches.append(windows)
+        if len(batches) == 2:
+            signal.raise_signal(signal.SIGTERM)
+            while listener.requested_by is None:
+                time.sleep(0.001)
+        return rows(windows, *chosen)
+
+    monkeypatch.setattr(HeldOutWindows, "rows", signalled)
+    ends = pytest.raises(StoppedError, match="stopped after step 2") if steps > 2 else nullcontext()
+    with StopListener() as listener, ends:
+        run_training(config, evaluations=evaluations, stop_listener=listener)
+    assert len(batches) == (3 if steps > 2 else 2)  # the next step's evaluation reads one
+    run = RunDirectory(tmp_path)
+    assert run.checkpoint(2).is_dir()
+    assert not run.evals_jsonl.exists()

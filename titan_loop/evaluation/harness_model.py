@@ -370,7 +370,7 @@ class _Generation:
 
     @classmethod
     def of(cls, prompt: str, given: dict[str, Any], *, seed: int) -> "_Generation":
-        options = {**normalize_gen_kwargs(given)}
+        options: dict[str, Any] = {**normalize_gen_kwargs(given)}
         until = tuple(stop for stop in options.pop("until") if stop)
         length = options.pop("max_gen_toks")
         require_at_least(1, max_gen_toks=length)

@@ -36,22 +36,46 @@ from titan_loop.evaluation.window_scores import (
 )
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 from titan_loop.training.callback import TrainingState
+from titan_loop.training.verdict import agree_to_stop
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+BeforeBatch: TypeAlias = Callable[[TrainingState], None]
+
 _ROW_MULTIPLE = 16  # tokens that rows are rounded up to a multiple of
 
 
-def sums_in_training(trainer: TrainingState, windows: HeldOutWindows, forward: Forward) -> Totals:
+class AskedToStop(Exception):  # noqa: N818 (a request, not an error)
+    """A signal came while tasks were asked; raised on all ranks together."""
+
+
+def go_on(trainer: TrainingState) -> None:
+    """Report progress."""
+    trainer.stop_listener.progress()  # an exam may take longer than `hang_seconds`
+
+
+def go_on_unless_stopped(trainer: TrainingState) -> None:
+    """Report progress; raise `AskedToStop` if any rank was asked to stop. Collective."""
+    go_on(trainer)
+    if agree_to_stop(trainer.stop_listener.requested_by is not None, trainer.device):
+        raise AskedToStop
+
+
+def sums_in_training(
+    trainer: TrainingState,
+    windows: HeldOutWindows,
+    forward: Forward,
+    before_batch: BeforeBatch = go_on,
+) -> Totals:
     """Return the sums of `forward` with the model that is being trained; collective.
 
     Data-parallel ranks share the windows, context-parallel ones each window, whose length is a
-    multiple of `window_multiple`.
+    multiple of `window_multiple`. All ranks call `before_batch` equally often.
     """
 
     def in_context(batch: HeldOutWindows) -> tuple[Tensor, Tensor]:
-        trainer.stop_listener.progress()  # an exam may take longer than `hang_seconds`
+        before_batch(trainer)
         with trainer.train_context():
             return forward(batch)
 
@@ -93,12 +117,17 @@ def _divide(
     return [(nats_P, steps_P) for nats_P, steps_P in totals.tolist()]
 
 
-Ask: TypeAlias = Callable[[TrainingState, Sequence[int]], Results]
+Ask: TypeAlias = Callable[[TrainingState, Sequence[int], BeforeBatch], Results]
 """A task whose windows have been read: returns its results at each depth, equal on all ranks."""
 
 
 @torch.no_grad()
-def ask_tasks(trainer: TrainingState, tasks: Sequence[Ask], depths: Sequence[int]) -> TaskReport:
+def ask_tasks(
+    trainer: TrainingState,
+    tasks: Sequence[Ask],
+    depths: Sequence[int],
+    before_batch: BeforeBatch = go_on,
+) -> TaskReport:
     """Return the results of all tasks at every depth, equal on all ranks; collective."""
     report = TaskReport(
         step=trainer.step,
@@ -107,9 +136,11 @@ def ask_tasks(trainer: TrainingState, tasks: Sequence[Ask], depths: Sequence[int
         manifest_sha256="",
     )
     trainer.model.eval()
-    for task in tasks:
-        report.tasks.update(task(trainer, depths))
-    trainer.model.train()
+    try:
+        for task in tasks:
+            report.tasks.update(task(trainer, depths, before_batch))
+    finally:
+        trainer.model.train()
     return report
 
 
@@ -117,12 +148,13 @@ def held_out_text(trainer: TrainingState, sources: Sequence[str], count: int) ->
     """Return a task that measures the bits per byte of every source."""
     opened = open_sources(sources, seq_len=trainer.config.training.seq_len, count=count)
 
-    def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
+    def ask(trainer: TrainingState, depths: Sequence[int], before_batch: BeforeBatch) -> Results:
         forward = at_depths(trainer.model, depths, trainer.window_share)
         names = [reading.name for reading in depth_readings(depths)]
         results: Results = {}
         for name, windows in opened.items():
-            scores = WindowScores.of(windows, sums_in_training(trainer, windows, forward))
+            sums = sums_in_training(trainer, windows, forward, before_batch)
+            scores = WindowScores.of(windows, sums)
             results[f"{HELD_OUT}/{name}"] = summarise(scores, names)
         return results
 
@@ -152,9 +184,9 @@ def questions(trainer: TrainingState, name: str, count: int) -> Ask:
     multiple = window_multiple(trainer)
     windows = _as_windows(pairs, min(room, -(-longest // multiple) * multiple))
 
-    def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
+    def ask(trainer: TrainingState, depths: Sequence[int], before_batch: BeforeBatch) -> Results:
         forward = at_depths(trainer.model, depths, trainer.window_share)
-        nats_PQ, _ = sums_in_training(trainer, windows, forward)
+        nats_PQ, _ = sums_in_training(trainer, windows, forward, before_batch)
         results = {}
         for depth, nats_Q in zip(depths, nats_PQ.tolist(), strict=True):
             metrics = _multiple_choice(documents, nats_Q)
@@ -182,14 +214,18 @@ def task_exam(
         leave_out=strata is None,
     )
 
-    def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
+    def ask(trainer: TrainingState, depths: Sequence[int], before_batch: BeforeBatch) -> Results:
         model, share = trainer.model, trainer.window_share
         readings = [policy_reading(policy, max(depths))] if policy else depth_readings(depths)
         right, nats = right_in_training(model, readings, share), at_depths(model, depths, share)
+
+        def sums(forward: Forward) -> Callable[[HeldOutWindows], Totals]:
+            return lambda windows: sums_in_training(trainer, windows, forward, before_batch)
+
         return exam.grade(
             [reading.name for reading in readings],
-            lambda windows: sums_in_training(trainer, windows, right),
-            None if policy else lambda windows: sums_in_training(trainer, windows, nats),
+            sums(right),
+            None if policy else sums(nats),
             model_sizes(model),
         )
 

@@ -24,7 +24,15 @@ from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.promotion import Promotion
 from titan_loop.evaluation.suites import suite_refusals, task_names
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.evaluation.training_tasks import Ask, ask_tasks, held_out_text, questions, task_exam
+from titan_loop.evaluation.training_tasks import (
+    Ask,
+    AskedToStop,
+    ask_tasks,
+    go_on_unless_stopped,
+    held_out_text,
+    questions,
+    task_exam,
+)
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.config import RunConfig
@@ -135,7 +143,15 @@ class WhileTraining(Callback):
         if trainer.step % self.interval and not trainer.at_last_step:
             return
         began = time.perf_counter()
-        report = self.ask(trainer)
+        try:
+            report = self.ask(trainer)
+        except AskedToStop:  # the grace must be enough for the save
+            logger.warning(
+                "asked to stop: the evaluation of step %d was left out; titan-loop eval scores its "
+                "checkpoint",
+                trainer.step,
+            )
+            return
         if dist.get_rank() == 0:
             run, seconds = RunDirectory(trainer.config.dump_folder), time.perf_counter() - began
             append_evaluation(run, report, asked=WHILE_TRAINING, seconds=seconds)
@@ -145,9 +161,10 @@ class WhileTraining(Callback):
     def ask(self, trainer: TrainingState) -> TaskReport:
         """Return the results of all tasks at every depth, equal on all ranks; collective."""
         if self.loss is None:
-            return ask_tasks(trainer, self._tasks, sorted({*self.depths}))
+            return ask_tasks(trainer, self._tasks, sorted({*self.depths}), go_on_unless_stopped)
         depth = self.loss.depth(trainer)
-        report = ask_tasks(trainer, self._tasks, sorted({*self.depths, depth}))
+        depths = sorted({*self.depths, depth})
+        report = ask_tasks(trainer, self._tasks, depths, go_on_unless_stopped)
         value = self.loss.value(report, depth)
         if math.isfinite(value):
             trainer.checkpointer.measured = Best(
