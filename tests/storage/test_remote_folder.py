@@ -10,8 +10,11 @@ from titan_loop.errors import UserError
 from titan_loop.storage.remote_folder import RemoteFolder, check_address
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", "file", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "s3":
+        yield f"{request.getfixturevalue('s3')}/runs"
+        return
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]
@@ -37,6 +40,20 @@ def test_files_are_written_listed_read_and_deleted(url: str, tmp_path: Path):
     folder.delete("a/b")
     folder.delete("a/nothing")
     assert folder.files() == {"a/y": 0}
+
+
+def test_exactly_the_keys_below_a_folder_are_deleted(url: str):
+    """No name is a pattern, and none is the beginning of another."""
+    folder = RemoteFolder(url, "field")
+    names = ["exp[1]", "exp1", "exp10", "exp*", "exp?"]
+    keys = {f"{name}/step-{step}/x" for name in names for step in (1, 10)}
+    for key in keys:
+        folder.write(key, b"")
+    for name in ("exp[1]/step-1", "exp1/step-1/x", "exp*", "exp?/step-1", "exp", "exp1/step"):
+        folder.delete(name)
+        keys -= {key for key in keys if f"{key}/".startswith(f"{name}/")}
+        assert folder.files().keys() == keys, name
+    assert "exp*" not in folder.names()
 
 
 def test_the_first_content_of_a_file_stays(url: str):
@@ -82,6 +99,8 @@ def test_an_address_has_a_known_scheme(url: str):
         ("/f", "field=/f is not a remote folder"),
         ("s3://", "field=s3:// is not a remote folder"),
         ("s3://key:secret@b/f", "field holds credentials, which would end up in logs"),
+        ("s3://b/exp[1]", r"field=s3://b/exp\[1\] holds \[, which .* for a pattern; choose an add"),
+        ("gs://b*/f?", r"holds \* and \?, which"),
         ("s4://key:secret@b/f", "field=… is not a remote folder"),
     ],
 )

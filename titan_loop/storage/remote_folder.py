@@ -14,6 +14,9 @@ from titan_loop.errors import UserError, nearest
 SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "file": "", "memory": ""}
 """Scheme → the package that fsspec needs for it. `memory` is fsspec's own, for tests."""
 
+PATTERN_CHARACTERS = frozenset("*?[")
+"""What clients of object stores, and datatrove, take for a pattern in a path."""
+
 _URL = re.compile(r"(?P<scheme>[A-Za-z][\w.+-]*)://(?P<rest>.+)")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 
@@ -99,8 +102,10 @@ class RemoteFolder:
     def delete(self, name: str) -> None:
         """Delete a file, or a folder with all that is in it; nothing happens if there is none."""
         self._fs.invalidate_cache()
-        if self._fs.exists(self._full(name)):
-            self._fs.rm(self._full(name), recursive=True)
+        found = self._fs.find(self._full(name), withdirs=not self._has_buckets, detail=True)
+        # One by one: `rm` takes *, ? and [ in a key for a pattern and deletes other runs' files.
+        for path, info in sorted(found.items(), reverse=True):  # a folder after what is in it
+            (self._fs.rmdir if info["type"] == "directory" else self._fs.rm_file)(path)
 
     def _full(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
@@ -126,7 +131,7 @@ class RemoteFolder:
 def check_address(url: str, field: str) -> str:
     """Return the scheme of a remote folder's address, without looking there.
 
-    Raises `UserError` for an unknown scheme, or credentials in the address.
+    Raises `UserError` for an unknown scheme, a pattern, or credentials in the address.
     """
     match = _URL.fullmatch(url)
     if match is None or match["scheme"] not in SCHEMES:
@@ -139,6 +144,11 @@ def check_address(url: str, field: str) -> str:
     if "@" in match["rest"]:
         raise UserError(
             f"{field} holds credentials, which would end up in logs; set them in the environment"
+        )
+    if found := PATTERN_CHARACTERS.intersection(match["rest"]):
+        raise UserError(
+            f"{field}={url} holds {' and '.join(sorted(found))}, which object stores' clients take "
+            "for a pattern; choose an address without *, ? and ["
         )
     return match["scheme"]
 
