@@ -2,7 +2,14 @@
 
 import json
 import os
+import re
+import signal
 import stat
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,6 +66,7 @@ def test_slurm_scripts(tmp_path: Path) -> None:
         "#SBATCH --cpus-per-task=1",
         "#SBATCH --qos=low",
         "#SBATCH --job-name=titan-loop-train",
+        "#SBATCH --kill-on-invalid-dep=yes",
         "source /opt/activate",
         "launch_pickled_pipeline x",
     ):
@@ -103,17 +111,43 @@ def test_slurm_submits_a_chain_that_ends_in_the_card(
     # What the jobs do: unpickle the executor and run it for their number.
     import dill
 
+    def run(stage: str, task: int) -> None:
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
+        with (out / "logs" / stage / "executor.pik").open("rb") as file:
+            executor = dill.load(file)
+        executor.requeue_signals = None  # this process keeps its handlers
+        executor.run()
+
     monkeypatch.setenv("SLURM_NODELIST", "localhost")
-    scontrol = folder / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho localhost\n")
-    scontrol.chmod(sbatch.stat().st_mode)
-    for stage, tasks in {"train": 3, "held_out": 3, "card": 1}.items():
+    for name in ("scontrol", "squeue"):
+        (folder / name).write_text("#!/bin/sh\necho localhost\n")
+        (folder / name).chmod(sbatch.stat().st_mode)
+    for task in range(3):
+        run("train", task)
+    run("held_out", 1)
+    with pytest.raises(UserError, match="held_out: 2 of 3 tasks are unfinished, the first is 0"):
+        run("card", 0)
+    assert not (out / CARD_NAME).exists()
+    # While one of its jobs is there, nothing of the preparation may be touched.
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
+    (folder / "squeue").write_text("#!/bin/sh\nprintf '7\\n103\\n103\\n'\n")
+    for again in (options, {"overwrite": True}, options | {"overwrite": True}):
+        with pytest.raises(UserError, match=r"prepared by SLURM jobs 103: .* with scancel 103$"):
+            prepare(files, out, small_tokenizer, **again)
+    (folder / "squeue").write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
+    with pytest.raises(UserError, match=r"jobs 100, 101, .* squeue failed \(no controller\)"):
+        prepare(files, out, small_tokenizer, **options)
+    with monkeypatch.context() as context:
+        context.setenv("PATH", "/nowhere")
+        with pytest.raises(UserError, match=r"where squeue is on the PATH, or delete .*jobs\.txt"):
+            prepare(files, out, small_tokenizer, **options)
+    (folder / "squeue").write_text("#!/bin/sh\necho 7\n")
+    assert prepare(files, out, small_tokenizer, **options) is None
+    scripts = sorted(folder.glob("sbatch.*"), key=lambda path: int(path.suffix[1:]))
+    assert "#SBATCH --array=0-1%2" in scripts[6].read_text()  # the unfinished ones of held_out
+    for stage, tasks in {"held_out": 2, "card": 1}.items():
         for task in range(tasks):
-            monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
-            with (out / "logs" / stage / "executor.pik").open("rb") as file:
-                executor = dill.load(file)
-            executor.requeue_signals = None  # this process keeps its handlers
-            executor.run()
+            run(stage, task)
     local = prepare(files, tmp_path / "local", small_tokenizer)
     assert local is not None
     assert SourceCard.read(out).splits == local.splits
@@ -150,6 +184,63 @@ def test_ray_missing(files: list[Path], small_tokenizer: Path, tmp_path: Path) -
 def test_an_unknown_executor(files: list[Path], small_tokenizer: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="executor 'slrum' is not known; nearest: slurm"):
         prepare(files, tmp_path / "out", small_tokenizer, executor="slrum")
+
+
+def die(once: Path | None, data: object, task: int, tasks: int) -> None:
+    """Kill the process of task 2 as the system does when memory runs out."""
+    if task == 2 and not (once and once.exists()):
+        if once:
+            once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """datatrove's pool waits for ever for the task of a worker that is gone."""
+
+    def stage(name: str, once: Path | None) -> Pipeline:
+        return Pipeline(name=name, steps={"die": partial(die, once)}, tasks=4, logs=tmp_path / name)
+
+    assert run_pipelines([stage("once", tmp_path / "died")], "local", 2, {})
+    assert re.search(r"once: a worker .* killed while task (\d or )?2( or 3)? of 4 ran", caplog.text)
+    with pytest.raises(UserError, match=r"always: a worker .* 2.* of 4 ran .*: give fewer --work"):
+        run_pipelines([stage("always", None)], "local", 2, {})
+    left = stage("always", None).unfinished()
+    assert 2 in left
+    assert run_pipelines([stage("always", tmp_path / "died")], "local", 2, {})
+
+
+def wait_for_ever(folder: Path, data: object, task: int, tasks: int) -> None:
+    (folder / str(os.getpid())).touch()
+    while True:
+        time.sleep(1)
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    """Or they would write into the shards of the next start."""
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    command = (
+        "import sys; from pathlib import Path; from functools import partial\n"
+        "from tests.data.prepare.test_executors import Pipeline, run_pipelines, wait_for_ever\n"
+        "if __name__ == '__main__':\n"
+        "  steps = {'wait': partial(wait_for_ever, Path(sys.argv[1]))}\n"
+        "  logs = Path(sys.argv[1]) / 'logs'\n"
+        "  run_pipelines([Pipeline(name='x', steps=steps, tasks=2, logs=logs)], 'local', 2, {})\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", command, str(pids)])
+    while len(workers := [path.name for path in pids.glob("[0-9]*")]) < 2:
+        assert parent.poll() is None
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    while any(is_running(worker) for worker in workers):
+        time.sleep(0.01)
+
+
+def is_running(pid: str) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
 
 
 def test_finished_stages_are_not_run(tmp_path: Path) -> None:

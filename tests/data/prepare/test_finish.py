@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from titan_loop.data.prepare import finish
+from titan_loop.data.prepare.executors import Pipeline
 from titan_loop.data.prepare.finish import _dropped, write_card
 from titan_loop.data.prepare.pipelines import READ, TOKENIZE
 from titan_loop.errors import UserError
@@ -91,7 +92,10 @@ class Written:
 
         monkeypatch.setattr(finish, "statistics", counted)
         itself: Any = self
-        return write_card(itself, {name: [] for name in self.counts})
+        return write_card(
+            itself,
+            [Pipeline(name=name, steps={}, tasks=0, logs=self.logs(name)) for name in self.counts],
+        )
 
 
 def test_a_card_counts_every_shard(tmp_path, small_tokenizer, monkeypatch, caplog):

@@ -5,23 +5,42 @@ datatrove marks every finished task in a pipeline's log folder; a rerun skips fi
 
 import inspect
 import logging
+import multiprocessing
+import os
 import shutil
 import sys
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import dill
 from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.local import LocalPipelineExecutor
+from loguru import logger as datatrove_logger
+from tqdm import tqdm
 
 from titan_loop.data.prepare.config import Executor
+from titan_loop.data.prepare.submitted_jobs import JOBS_NAME, note_job
 from titan_loop.errors import UserError, nearest
 from titan_loop.storage.json_files import read_json
 from titan_loop.storage.regular_file import DamagedFileError
 
 logger = logging.getLogger(__name__)
+
+# datatrove logs a banner and a drawing per task. Processes that run tasks import this module, too.
+datatrove_logger.disable("datatrove")
+# Ray does not pass its tasks' exceptions to the caller; this log is the only place they appear.
+datatrove_logger.enable("datatrove.executor.ray")
+
+_MOST_DEATHS = 2  # in a row without a finished task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +56,18 @@ class Pipeline:
         """Return the tasks without datatrove's mark of completion."""
         done = self.logs / "completions"
         return [task for task in range(self.tasks) if not (done / f"{task:05d}").exists()]
+
+    def require_finished(self) -> None:
+        """Refuse a pipeline with unfinished tasks."""
+        if unfinished := self.unfinished():
+            raise UserError(
+                f"{self.name}: {len(unfinished)} of {self.tasks} tasks are unfinished, the first "
+                f"is {unfinished[0]}: see {self.logs / 'logs'}; the same command continues"
+            )
+
+    def outline(self) -> "Pipeline":
+        """Return the pipeline with the names of its steps alone."""
+        return replace(self, steps=dict.fromkeys(self.steps))
 
 
 def run_pipelines(
@@ -62,14 +93,73 @@ def run_pipelines(
         if executor == "ray":
             _ray(pipeline, workers, options).run()
         else:
-            local = {"workers": min(workers, pipeline.tasks)}
-            _build(LocalPipelineExecutor, executor, pipeline, local).run()
-        if unfinished := pipeline.unfinished():  # Ray does not raise its tasks' errors
-            raise UserError(
-                f"{pipeline.name}: {len(unfinished)} of {pipeline.tasks} tasks failed, the first "
-                f"is {unfinished[0]}: see {pipeline.logs / 'logs'}; the same command continues"
-            )
+            _run_locally(pipeline, workers)
+        pipeline.require_finished()  # Ray does not raise its tasks' errors
     return True
+
+
+def _run_locally(pipeline: Pipeline, workers: int) -> None:
+    """Run the unfinished tasks in this process or in several, again if a process is killed."""
+    executor = dill.dumps(_build(LocalPipelineExecutor, "local", pipeline, {}))
+    deaths = 0
+    while tasks := pipeline.unfinished():
+        try:
+            if min(workers, pipeline.tasks) > 1:
+                _run_in_processes(executor, tasks, workers)
+            else:
+                for task in tasks:
+                    _run_task(executor, task)
+        except BrokenProcessPool as error:
+            left = pipeline.unfinished()
+            begun = [task for task in left if _log(pipeline, task).exists()]
+            deaths = deaths + 1 if len(left) == len(tasks) else 1
+            problem = (
+                f"{pipeline.name}: a worker process was killed while task "
+                f"{' or '.join(map(str, begun))} of {pipeline.tasks} ran (out of memory?)"
+            )
+            if deaths == _MOST_DEATHS:
+                fix = "give fewer --workers or smaller files; the same command continues"
+                raise UserError(f"{problem}: {fix}") from error
+            logger.warning("%s: unfinished tasks start again (%d)", problem, len(left))
+
+
+def _log(pipeline: Pipeline, task: int) -> Path:
+    return pipeline.logs / "logs" / f"task_{task:05d}.log"
+
+
+def _run_in_processes(executor: bytes, tasks: Sequence[int], workers: int) -> None:
+    """Run tasks in worker processes; the first error ends them all.
+
+    datatrove's own pool waits for ever for the task of a worker that was killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    workers = min(workers, len(tasks))
+    pool = ProcessPoolExecutor(workers, context, _end_with_parent, (receiver,))
+    with receiver, sender, pool:
+        try:
+            for future in as_completed([pool.submit(_run_task, executor, t) for t in tasks]):
+                future.result()
+        except BaseException:
+            sender.close()  # ends the workers, for which the pool waits
+            raise
+
+
+def _end_with_parent(receiver: Connection) -> None:
+    """End this process when the parent closes its side or dies, in the midst of any task."""
+
+    def wait() -> None:
+        with suppress(EOFError, OSError):
+            receiver.recv_bytes()
+        os._exit(1)
+
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which Python warns of after a kill
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _run_task(executor: bytes, task: int) -> None:
+    # Every task starts from steps without counts.
+    dill.loads(executor)._run_for_rank(task)
 
 
 def slurm_chain(
@@ -77,7 +167,8 @@ def slurm_chain(
 ) -> list[PipelineExecutor]:
     """Return one executor per pipeline, each depending on the one before.
 
-    Jobs start in this Python's virtual environment, unless the options say otherwise.
+    Jobs start in this Python's virtual environment, unless the options say otherwise. Their numbers
+    are noted beside the pipelines' logs.
     """
     from datatrove.executor.slurm import SlurmPipelineExecutor
 
@@ -89,13 +180,17 @@ def slurm_chain(
         environment["venv_path"] = f"{sys.prefix}/bin/activate"
     chain: list[Any] = []
     for pipeline in pipelines:
+        jobs = pipeline.logs.parent / JOBS_NAME
         settings = {
             "workers": workers,
             "job_name": f"titan-loop-{pipeline.name}",
             "qos": None,
             "depends": chain[-1] if chain else None,
+            "job_id_retriever": partial(note_job, jobs, options.get("job_id_position", -1)),
             **environment,
             **options,
+            # Jobs behind one that failed would wait for ever, and keep a restart out.
+            "sbatch_args": {"kill-on-invalid-dep": "yes", **options.get("sbatch_args", {})},
         }
         chain.append(_build(SlurmPipelineExecutor, "slurm", pipeline, settings))
     return chain

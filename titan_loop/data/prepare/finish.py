@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_loop.data.prepare.executors import statistics
+from titan_loop.data.prepare.executors import Pipeline, statistics
 from titan_loop.data.prepare.pipeline_steps import DROPPED_BY_READERS, dropped_examples
 from titan_loop.data.prepare.pipelines import HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
@@ -22,10 +22,13 @@ logger = logging.getLogger(__name__)
 _USUAL_WINDOW = 2048  # the default of training.seq_len; fewer held-out tokens are a warning
 
 
-def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> SourceCard:
+def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> SourceCard:
     """Check the files of the pipelines and commit them as a source."""
+    for pipeline in pipelines:
+        pipeline.require_finished()
     output = preparation.output
     names = SPLITS if preparation.holds_out else SPLITS[:1]
+    steps = {pipeline.name: [*pipeline.steps] for pipeline in pipelines}
     counted = {name: statistics(preparation.logs(name), steps[name]) for name in names}
     dropped = _dropped(preparation, counted["train"])
     tokenizer = load_tokenizer(output / TOKENIZER_NAME)

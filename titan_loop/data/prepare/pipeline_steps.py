@@ -23,7 +23,6 @@ from datatrove.pipeline.readers.parquet import ParquetReader
 from datatrove.pipeline.tokens.tokenizer import DocumentTokenizer, TokenizedFile
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 from datatrove.utils.batching import batched
-from loguru import logger as datatrove_logger
 from tokenizers import Tokenizer
 
 from titan_loop.data.keyed import keyed_uniform
@@ -39,11 +38,6 @@ if sys.version_info >= (3, 14):
     from compression import zstd
 else:
     from backports import zstd
-
-# datatrove logs a banner and a drawing per task. Worker processes import this module, too.
-datatrove_logger.disable("datatrove")
-# Ray does not pass its tasks' exceptions to the caller; this log is the only place they appear.
-datatrove_logger.enable("datatrove.executor.ray")
 
 SHOWN_EXAMPLES = 3
 _LONGEST_LINE = 1 << 28  # a sparse file would be one endless line

@@ -7,18 +7,24 @@ skips finished tasks.
 import logging
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_loop.data.prepare.config import EXECUTORS, Executor, read_prepare_config
 from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
 from titan_loop.data.prepare.preparation import Preparation, refuse_output, start, written_by_us
+from titan_loop.data.prepare.submitted_jobs import JOBS_NAME, refuse_submitted
 from titan_loop.data.source_card import CARD_NAME, SourceCard, lock_source
 from titan_loop.errors import UserError, first_line, nearest
 from titan_loop.storage.local_path import require_local
+from titan_loop.storage.remote_folder import PATTERN_CHARACTERS
 from titan_loop.text.chatml import control_tokens
 from titan_loop.text.tokenizer import END_OF_TEXT, load_tokenizer, require_token, token_bytes
+
+if TYPE_CHECKING:
+    from titan_loop.data.prepare.executors import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +101,10 @@ def tokenize_source(
     settings = read_prepare_config(config)
     if chat and "c4_quality" in settings.quality:
         raise UserError("quality.c4_quality rewrites texts, which chats do not allow: drop it")
+    searches = settings.minhash is not None or settings.decontaminate is not None
+    if searches and PATTERN_CHARACTERS.intersection(str(output)):
+        problem = "holds *, ? or [, by which datatrove would not find its files"
+        raise UserError(f"output {output} {problem}: choose another folder")
     if chat and text_key != "text":
         raise UserError(f"text_key {text_key!r} has no effect on chats: drop it")
     documents = find_documents(
@@ -131,18 +141,19 @@ def tokenize_source(
     refuse_output(output, overwrite)  # before a lock file is left in it
     try:
         with lock_source(output, "output"):
+            refuse_submitted(preparation.logs(JOBS_NAME))  # before anything is removed
             start(preparation, Path(tokenizer), overwrite)
             pipelines = build_pipelines(preparation)
-            steps = {pipeline.name: [*pipeline.steps] for pipeline in pipelines}
             if executor == "slurm":  # this process does not wait, so a last job writes the card
-                last = {"card": partial(_finish, preparation, steps)}
+                outlines = [pipeline.outline() for pipeline in pipelines]
+                last = {"card": partial(_finish, preparation, outlines)}
                 logs = preparation.logs("card")
                 pipelines.append(Pipeline(name="card", steps=last, tasks=1, logs=logs))
             options = {"slurm": settings.slurm, "ray": settings.ray}.get(executor, {})
             if not run_pipelines(pipelines, executor, workers, options):
                 logger.info("%s: submitted; the last job writes %s", output, CARD_NAME)
                 return None
-            return write_card(preparation, steps)
+            return write_card(preparation, pipelines)
     except OSError as error:
         raise UserError(
             f"output {output} cannot be written ({error.strerror or error}): free space or correct "
@@ -150,11 +161,11 @@ def tokenize_source(
         ) from error
 
 
-def _finish(preparation: Preparation, steps: Mapping[str, Sequence[str]], *task: object) -> None:
+def _finish(preparation: Preparation, pipelines: "Sequence[Pipeline]", *task: object) -> None:
     # `task`, which datatrove adds, is the data of the step before, the rank and the world size.
     from titan_loop.data.prepare.finish import write_card
 
-    write_card(preparation, steps)
+    write_card(preparation, pipelines)
 
 
 def _require_dataset(documents: Documents) -> None:
