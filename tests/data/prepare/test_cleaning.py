@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from titan_loop.data.inspect_source import show_source
-from titan_loop.data.prepare.config import PrepareConfig, read_prepare_config
+from titan_loop.data.prepare.config import Minhash, PrepareConfig, read_prepare_config
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
@@ -69,7 +70,7 @@ def test_near_duplicates_are_dropped_across_files_and_splits(
     texts = distinct + near + [distinct[6]]
     card = prepare(texts, "[minhash]\n", small_tokenizer, tmp_path, held_out_fraction=0.4)
     assert card.dropped == {"near_duplicate": 6}
-    assert card.cleaning == {"language": "eng", "minhash": {}}
+    assert card.cleaning == {"language": "eng", "minhash": asdict(Minhash())}
     assert "dropped 6 near_duplicate of 18 records" in caplog.text
     kept = stored(tmp_path / "out") + stored(tmp_path / "out", "held_out")
     assert len(card.splits) == 2
@@ -78,6 +79,69 @@ def test_near_duplicates_are_dropped_across_files_and_splits(
     assert all(len(cluster & set(kept)) == 1 for cluster in clusters)
     assert len(kept) == 12
     assert not (tmp_path / "out" / "work").exists()
+
+
+def sheets(count: int) -> list[str]:
+    random = np.random.default_rng(0)
+    numbers = random.integers(10, 99, (count, 20, 2)).tolist()
+    return ["\n".join(f"{a} + {b} = {a + b}" for a, b in sheet) for sheet in numbers]
+
+
+def functions(count: int) -> list[str]:
+    random = np.random.default_rng(0)
+    signs = random.choice(
+        ["+", "-", "*", "//", "%", "&", "|", "^", "<<", ">>"], (count, 5)
+    ).tolist()
+    numbers = random.integers(0, 90, (count, 2)).tolist()
+    return [
+        f"def f(x, y):\n  a = x {s[0]} y\n  b = a {s[1]} {n}\n  for i in range({m}):\n"
+        f"    b = b {s[2]} (a {s[3]} i)\n  return b {s[4]} a\n"
+        for s, (n, m) in zip(signs, numbers, strict=True)
+    ]
+
+
+@needs_spacy
+@pytest.mark.parametrize(
+    ("texts", "keys", "kept"),
+    [
+        (sheets(300), "", 300),
+        (sheets(300), "norm_numbers = true\nremove_punctuation = true", 1),
+        (functions(200), "", 200),
+        (functions(200), "norm_numbers = true\nremove_punctuation = true", 1),
+    ],
+)
+def test_numbers_and_operators_count(
+    texts: list[str], keys: str, kept: int, small_tokenizer: Path, tmp_path: Path
+) -> None:
+    assert len(set(texts)) == len(texts)
+    card = prepare(texts, f"[minhash]\n{keys}\n", small_tokenizer, tmp_path)
+    near = len(texts) - card.splits["train"].documents
+    assert card.dropped == ({"near_duplicate": near} if near else {})
+    # Two functions of these differ in so little that they are near-duplicates.
+    assert card.splits["train"].documents == pytest.approx(kept, abs=1)
+
+
+@needs_spacy
+def test_copies_of_short_texts_are_dropped(small_tokenizer: Path, tmp_path: Path) -> None:
+    texts = ["1 + 1 = 2"] * 5 + ["Yes."] * 4 + ["yes."] + ["!"] * 2
+    card = prepare(texts, "[minhash]\n", small_tokenizer, tmp_path, held_out_fraction=0.5)
+    assert card.dropped == {"near_duplicate": 8}
+    kept = stored(tmp_path / "out") + stored(tmp_path / "out", "held_out")
+    assert sorted(kept) == sorted(set(texts))
+
+
+@needs_spacy
+def test_other_keys_are_other_settings(small_tokenizer: Path, tmp_path: Path) -> None:
+    prepare([sentence(0)], "[minhash]\n", small_tokenizer, tmp_path)
+    unfinished = tmp_path / "out" / "preparation.json"
+    (tmp_path / "out" / "source.json").unlink()
+    with pytest.raises(UserError, match=r"unfinished with other settings \(cleaning\): give"):
+        prepare([sentence(0)], "[minhash]\nnorm_numbers = true\n", small_tokenizer, tmp_path)
+    settings = json.loads(unfinished.read_text())
+    settings["cleaning"]["minhash"] = {}  # of a version that knew no such keys
+    unfinished.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"unfinished with other settings \(cleaning\): give"):
+        prepare([sentence(0)], "[minhash]\n", small_tokenizer, tmp_path)
 
 
 @needs_spacy
@@ -140,20 +204,14 @@ def mmlu_questions() -> list[dict[str, str]]:
     return found
 
 
-@needs_lm_eval
-@needs_spacy
-def test_documents_with_evaluation_questions_are_dropped(
-    small_tokenizer: Path, tmp_path: Path
-) -> None:
-    questions = mmlu_questions()[:40]
-    assert len(questions) == 40
-    tasks = tmp_path / "tasks"
+def write_task(tasks: Path, name: str, questions: list[dict[str, str]]) -> Path:
+    """Write an evaluation task of one's own; return its data file."""
     tasks.mkdir()
     data = tasks / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    (tasks / "local_mmlu.yaml").write_text(
+    (tasks / f"{name}.yaml").write_text(
         f"""
-task: local_mmlu
+task: {name}
 dataset_path: json
 dataset_kwargs:
   data_files:
@@ -164,6 +222,37 @@ doc_to_text: "{{{{question}}}}\\nAnswer:"
 doc_to_target: "{{{{answer}}}}"
 """
     )
+    return data
+
+
+@needs_lm_eval
+@needs_spacy
+@pytest.mark.parametrize(("keys", "dropped"), [("", 2), ("norm_numbers = true", 22)])
+def test_only_the_sheet_with_the_question_is_contaminated(
+    keys: str, dropped: int, small_tokenizer: Path, tmp_path: Path
+) -> None:
+    question = "12 + 34 + 56 + 78 + 90 + 11 + 13 ="
+    fill_in = "The letter ____________ is found in ================ this very sentence of words."
+    questions = [{"question": question, "answer": "294"}, {"question": fill_in, "answer": "b"}]
+    write_task(tmp_path / "tasks", "sums", questions)
+    others = [question.replace("1", str(digit)) for digit in range(20, 40)]
+    ruled = ["A heading\n" + "=" * 40 + "\nand text.", "Name: " + "_" * 40 + " Date: " + "_" * 20]
+    leaked = [f"Sum: {question} 294", fill_in]
+    config = f"[decontaminate]\ntasks = ['sums']\ninclude_path = '{tmp_path / 'tasks'}'\n{keys}\n"
+    card = prepare(others + ruled + leaked, config, small_tokenizer, tmp_path)
+    assert card.dropped == {"contaminated": dropped}
+    assert set(ruled) <= set(stored(tmp_path / "out"))
+
+
+@needs_lm_eval
+@needs_spacy
+def test_documents_with_evaluation_questions_are_dropped(
+    small_tokenizer: Path, tmp_path: Path
+) -> None:
+    questions = mmlu_questions()[:40]
+    assert len(questions) == 40
+    tasks = tmp_path / "tasks"
+    data = write_task(tasks, "local_mmlu", questions)
     clean = [sentence(seed) for seed in range(4)]
     leaked = [
         f"{clean[0]} Found in an exam: {questions[3]['question'].upper()} {clean[1]}",
@@ -285,6 +374,12 @@ def test_the_whole_config_file(tmp_path: Path) -> None:
             "decontaminate.query_ngrams = 'no' must be true or false",
         ),
         ("[minhash]\nngrams = 5", "unknown name minhash.ngrams; nearest: n_grams"),
+        ("[minhash]\nnorm_numbers = 1", "minhash.norm_numbers = 1 must be true or false"),
+        ("[minhash]\nremove_punct = true", "remove_punct; nearest: remove_punctuation"),
+        (
+            "[decontaminate]\ntasks = ['a']\nnorm_numbers = 'no'",
+            "decontaminate.norm_numbers = 'no' must be true or false",
+        ),
         ("[minhash]\nn_grams = 0", "minhash.n_grams = 0 must be a positive whole number"),
         ("[decontaminate]\nn_grams = 5", "decontaminate.tasks=None must be a list"),
         ("[decontaminate]\ntasks = ['a']\nn_grams = '5'", "decontaminate.n_grams = '5' must be"),

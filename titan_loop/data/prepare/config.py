@@ -6,10 +6,11 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from titan_loop.errors import UserError, nearest
 
+T = TypeVar("T")
 Executor = Literal["local", "slurm", "ray"]
 EXECUTORS: tuple[str, ...] = get_args(Executor)
 
@@ -21,11 +22,42 @@ QUALITY_FILTERS = {
 }
 """Our name of each of datatrove's filters → its module and class."""
 
-_MINHASH = ("n_grams", "num_buckets", "hashes_per_bucket", "seed")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The texts that count as equal, apart from case, white space and diacritics.
+
+    datatrove's own defaults make one text of all sums and, nearly, of all functions.
+
+    Attributes:
+        norm_numbers: Whether every number counts as 0.
+        remove_punctuation: Whether punctuation and operators do not count.
+    """
+
+    norm_numbers: bool = False
+    remove_punctuation: bool = False
+
+    def text_norm(self) -> Any:
+        """Return datatrove's configuration."""
+        from datatrove.utils.text import TextNormConfig
+
+        return TextNormConfig(
+            norm_numbers=self.norm_numbers, remove_punctuation=self.remove_punctuation
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decontamination:
+class Minhash(Comparison):
+    """The similarity of near-duplicates, as in datatrove's `MinhashConfig`."""
+
+    n_grams: int = 5
+    num_buckets: int = 14
+    hashes_per_bucket: int = 8
+    seed: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decontamination(Comparison):
     """The evaluations that a document must not share n-grams with.
 
     Attributes:
@@ -45,7 +77,7 @@ class PrepareConfig:
 
     language: str = "eng"
     quality: dict[str, dict[str, Any]] = field(default_factory=dict)
-    minhash: dict[str, Any] | None = None
+    minhash: Minhash | None = None
     decontaminate: Decontamination | None = None
     slurm: dict[str, Any] = field(default_factory=dict)
     ray: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +85,7 @@ class PrepareConfig:
     def cleaning(self) -> dict[str, Any]:
         """Return the settings that drop documents; empty if nothing is switched on."""
         every = asdict(self)
-        off = {"quality": {}, "minhash": None, "decontaminate": None}  # minhash = {} is on
+        off = {"quality": {}, "minhash": None, "decontaminate": None}
         chosen = {name: every[name] for name in off if every[name] != off[name]}
         return {"language": self.language, **chosen} if chosen else {}
 
@@ -85,18 +117,14 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
         }
         _require_known(path, f"quality.{name}.", options, defaults)
         _require_types(path, f"quality.{name}", options, defaults)
-    _require_known(path, "minhash.", raw.get("minhash", {}), _MINHASH)
-    _require_positive(path, "minhash", raw.get("minhash", {}))
+    if "minhash" in raw:
+        raw["minhash"] = _read_table(path, "minhash", raw["minhash"], Minhash)
     if "decontaminate" in raw:
-        table = raw["decontaminate"]
-        known = [item.name for item in fields(Decontamination)]
-        _require_known(path, "decontaminate.", table, known)
-        tasks = table.get("tasks")
+        tasks = raw["decontaminate"].get("tasks")
         if not isinstance(tasks, list) or not tasks or not all(isinstance(t, str) for t in tasks):
             raise UserError(f"config {path}: decontaminate.tasks={tasks!r} must be a list of names")
-        _require_positive(path, "decontaminate", {"n_grams": table.get("n_grams", 12)})
-        _require_types(path, "decontaminate", table, {"query_ngrams": True, "include_path": ""})
-        raw["decontaminate"] = Decontamination(**table)
+        table = raw["decontaminate"]
+        raw["decontaminate"] = _read_table(path, "decontaminate", table, Decontamination)
     config = PrepareConfig(**raw)
     if config.cleaning():
         from datatrove.utils.word_tokenizers import load_tokenizer_assignments
@@ -122,6 +150,16 @@ def quality_filter(name: str) -> type:
     """Return datatrove's class of this name."""
     module, class_name = QUALITY_FILTERS[name]
     return getattr(importlib.import_module(f"datatrove.pipeline.filters.{module}"), class_name)
+
+
+def _read_table(path: str | Path, name: str, table: Mapping[str, Any], cls: type[T]) -> T:
+    """Return a table as a dataclass, whose whole numbers must all be positive."""
+    defaults = {item.name: item.default for item in fields(cls)}  # pyright: ignore
+    _require_known(path, f"{name}.", table, defaults)
+    whole = [key for key, default in defaults.items() if type(default) is int]
+    _require_positive(path, name, {key: table[key] for key in whole if key in table})
+    _require_types(path, name, table, {**defaults, "tasks": [], "include_path": ""})
+    return cls(**table)
 
 
 def _require_known(

@@ -6,11 +6,17 @@ keeps its hashing and file format and replaces the source of questions and answe
 
 import logging
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datatrove.pipeline.decont.n_grams import NGramsDecontConfig, NGramsDecontIndexer
+from datatrove.pipeline.decont.n_grams import (
+    NGramsDecontConfig,
+    NGramsDecontFilter,
+    NGramsDecontIndexer,
+)
+from datatrove.utils.word_tokenizers import load_word_tokenizer
 
 from titan_loop.data.prepare.config import Decontamination, hash_config
 from titan_loop.errors import UserError, first_line, nearest
@@ -18,12 +24,33 @@ from titan_loop.errors import UserError, first_line, nearest
 logger = logging.getLogger(__name__)
 
 
-def ngram_config(settings: Decontamination) -> NGramsDecontConfig:
-    """Return datatrove's configuration, which index and filter must share."""
+def ngram_filter(settings: Decontamination, folder: Path, language: str) -> NGramsDecontFilter:
+    """Return the step that drops documents which share n-grams with the index in a folder."""
+    step = NGramsDecontFilter(str(folder), config=_ngram_config(settings), language=language)
+    step.tokenizer = _Words(language)  # pyright: ignore[reportAttributeAccessIssue]
+    return step
+
+
+class _Words:
+    """datatrove's words, with a ruled line or a blank to fill in as one of them.
+
+    Otherwise every `____________` in a question would be found in every form.
+    """
+
+    def __init__(self, language: str) -> None:
+        self._words = load_word_tokenizer(language)
+
+    def word_tokenize(self, text: str) -> list[str]:
+        runs = ((word, [*run]) for word, run in groupby(self._words.word_tokenize(text)))
+        return [w for word, run in runs for w in (run if any(map(str.isalnum, word)) else [word])]
+
+
+def _ngram_config(settings: Decontamination) -> NGramsDecontConfig:
     return NGramsDecontConfig(
         n_grams=settings.n_grams,
         find_query_ngrams=settings.query_ngrams,
         find_overlap_ngrams=True,
+        norm_config=settings.text_norm(),
         hash_config=hash_config(),
     )
 
@@ -34,7 +61,8 @@ def build_ngram_index(settings: Decontamination, folder: Path, language: str) ->
     The folder gets its name once all tasks are in it.
     """
     unfinished = folder.with_name(folder.name + ".unfinished")
-    indexer = _LmEvalIndexer(str(unfinished), config=ngram_config(settings), language=language)
+    indexer = _LmEvalIndexer(str(unfinished), config=_ngram_config(settings), language=language)
+    indexer.tokenizer = _Words(language)  # pyright: ignore[reportAttributeAccessIssue]
     unfinished.mkdir(parents=True, exist_ok=True)
     counts: dict[str, int] = {}
     for name, task in _tasks(settings).items():

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -17,7 +18,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,11 @@ def run_pipelines(
     if executor == "slurm":
         if shutil.which("sbatch") is None:
             raise UserError("executor 'slurm' needs sbatch on the PATH: run it on a login node")
-        slurm_chain(pipelines, workers, options)[-1].run()
+        try:
+            slurm_chain(pipelines, workers, options)[-1].run()
+        except subprocess.CalledProcessError as error:
+            fix = "correct the table [slurm] of the config file"
+            raise UserError(f"sbatch failed, see its message above: {fix}") from error
         return False
     for pipeline in pipelines:
         if not pipeline.unfinished():
@@ -145,7 +149,7 @@ def _run_in_processes(executor: bytes, tasks: Sequence[int], workers: int) -> No
             raise
 
 
-def _end_with_parent(receiver: Connection) -> None:
+def _end_with_parent(receiver: Any) -> None:
     """End this process when the parent closes its side or dies, in the midst of any task."""
 
     def wait() -> None:

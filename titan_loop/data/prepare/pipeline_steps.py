@@ -13,8 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import orjson
 from datatrove.data import Document
+from datatrove.pipeline.dedup.minhash import MinhashDedupSignature
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from datatrove.pipeline.readers.huggingface import HuggingFaceDatasetReader
@@ -260,6 +262,18 @@ class HeldOutReader(JsonlReader):
         path = f"{rank:05d}.jsonl.gz"
         if self.data_folder.exists(path):
             yield from self.read_file(path)
+
+
+class ShortTextSignature(MinhashDedupSignature):
+    """Signs a text of fewer words than `n_grams` by its hash; datatrove would keep all copies."""
+
+    def get_shingles(self, text: str) -> np.ndarray:
+        """Return the hashes of a text's n-grams, or of the whole text if it has none."""
+        shingles = super().get_shingles(text)
+        if shingles.size:
+            return shingles
+        hashed: Any = self._hash_func
+        return np.array([[hashed(text)]], dtype=np.uint64)
 
 
 class PlainTextTokenizer(DocumentTokenizer):

@@ -10,23 +10,22 @@ Quality filters come before MinHash, so that a bad document never replaces its g
 from pathlib import Path
 from typing import Any
 
-from datatrove.pipeline.decont.n_grams import NGramsDecontFilter
 from datatrove.pipeline.dedup.minhash import (
     MinhashConfig,
     MinhashDedupBuckets,
     MinhashDedupCluster,
     MinhashDedupFilter,
-    MinhashDedupSignature,
 )
 
 from titan_loop.data.prepare.config import PrepareConfig, hash_config, quality_filter
-from titan_loop.data.prepare.decontamination import build_ngram_index, ngram_config
+from titan_loop.data.prepare.decontamination import build_ngram_index, ngram_filter
 from titan_loop.data.prepare.executors import Pipeline
 from titan_loop.data.prepare.pipeline_steps import (
     ChatTokenizer,
     HeldOutFilter,
     HeldOutReader,
     PlainTextTokenizer,
+    ShortTextSignature,
     document_reader,
 )
 from titan_loop.data.prepare.preparation import Preparation
@@ -59,9 +58,7 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
         index = work / "ngrams"
         if not index.exists():
             build_ngram_index(config.decontaminate, index, config.language)
-        steps["contaminated"] = NGramsDecontFilter(
-            str(index), config=ngram_config(config.decontaminate), language=config.language
-        )
+        steps["contaminated"] = ngram_filter(config.decontaminate, index, config.language)
     if preparation.holds_out:
         steps[HOLD_OUT] = HeldOutFilter(
             preparation.documents.held_out_files, preparation.held_out_fraction, work / "held_out"
@@ -100,9 +97,17 @@ def _minhash_pipelines(preparation: Preparation) -> list[Pipeline]:
     work = preparation.work
     names = ("signatures", "pairs", "duplicates")
     signatures, pairs, duplicates = (str(work / name) for name in names)
-    assert preparation.config.minhash is not None
-    config = MinhashConfig(**preparation.config.minhash, hash_config=hash_config())
-    sign = MinhashDedupSignature(signatures, config, language=preparation.config.language)
+    minhash = preparation.config.minhash
+    assert minhash is not None
+    config = MinhashConfig(
+        n_grams=minhash.n_grams,
+        num_buckets=minhash.num_buckets,
+        hashes_per_bucket=minhash.hashes_per_bucket,
+        seed=minhash.seed,
+        norm_config=minhash.text_norm(),
+        hash_config=hash_config(),
+    )
+    sign = ShortTextSignature(signatures, config, language=preparation.config.language)
     read = {READ: _reader(preparation, None), **_quality(preparation.config), "signatures": sign}
     match = {"buckets": MinhashDedupBuckets(signatures, pairs, config=config)}
     cluster = {"clusters": MinhashDedupCluster(pairs, duplicates, config=config)}
