@@ -10,7 +10,7 @@ import pytest
 import titan_loop.data
 from titan_loop.cli.main import main
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.prepare.config import read_prepare_config
+from titan_loop.data.prepare.config import Minhash, read_prepare_config
 from titan_loop.errors import EXIT_OK
 
 README = (Path(titan_loop.data.__path__[0]) / "README.md").read_text()
@@ -53,6 +53,6 @@ def test_the_configuration_file_is_accepted(tmp_path: Path) -> None:
     path.write_text(block("toml"))
     config = read_prepare_config(path)
     assert list(config.quality) == ["gopher_quality", "gopher_repetition"]
-    assert config.minhash == {"n_grams": 5}
+    assert config.minhash == Minhash()
     assert config.decontaminate is not None
     assert config.slurm["partition"] == "cpu"
