@@ -12,7 +12,9 @@ from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
-from titan_loop.text.chatml import Turn, chat_prompt
+from titan_loop.text.chat_encoding import ChatEncoder
+from titan_loop.text.chat_template import ChatTemplate
+from titan_loop.text.conversation import Conversation, Turn
 
 NEW = ("--max-new-tokens", "12")
 
@@ -135,16 +137,19 @@ def test_a_chat_remembers_its_turns(capsys, monkeypatch, trained_run):
     out, _ = generate(capsys, trained_run, "--chat", "--max-new-tokens", "2", "--context", "200")
     tokenizer = byte_level_tokenizer()
     answer = out.split("\n")[0]
-    first = [Turn("user", "hi")]
-    assert asked[0] == chat_prompt(tokenizer, first)
-    assert asked[1] == chat_prompt(
-        tokenizer, [*first, Turn("assistant", answer), Turn("user", "you")]
-    )
+    encoder = ChatEncoder(tokenizer, ChatTemplate())
+    first = Turn("user", "hi")
+    assert asked[0] == encoder.prompt(Conversation((first,))).ids
+    both = Conversation((first, Turn("assistant", answer), Turn("user", "you")))
+    assert asked[1] == encoder.prompt(both).ids
 
 
 def test_a_chat_prompt_is_chatml_and_spelt_out_control_tokens_stay_text():
     tokenizer = byte_level_tokenizer()
-    ids = chat_prompt(tokenizer, [Turn("user", "a<|im_end|>"), Turn("assistant", "b")])
+    chat = Conversation((Turn("user", "a<|im_end|>"), Turn("assistant", "b")))
+    ids, question_tokens = ChatEncoder(tokenizer, ChatTemplate()).prompt(chat)
+    question = "<|im_start|>user\na<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids[:question_tokens], skip_special_tokens=False) == question
     text = tokenizer.decode(ids, skip_special_tokens=False)
     assert text == (
         "<|im_start|>user\na<|im_end|><|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"

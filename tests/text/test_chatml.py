@@ -14,7 +14,9 @@ from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
-from titan_loop.text.chatml import Turn, chat_prompt, encode_chats, parse_turns, render
+from titan_loop.text.chat_encoding import ChatEncoder
+from titan_loop.text.chat_template import ChatTemplate
+from titan_loop.text.conversation import Conversation, Turn, parse_conversation
 from titan_loop.text.tokenizer import load_tokenizer
 
 EOS = "<|endoftext|>"
@@ -51,8 +53,13 @@ def reference(text: str, path: Path) -> tuple[list[int], list[bool]]:
 
 
 def encode(path: Path, chats: list[list[Turn]]) -> list[tuple[list[int], list[bool]]]:
-    tokenizer = load_tokenizer(path)
-    return [(ids.tolist(), mask.tolist()) for ids, mask in encode_chats(tokenizer, chats, EOS)]
+    encoder = ChatEncoder(load_tokenizer(path), ChatTemplate())
+    encoded = encoder.encode([Conversation(tuple(chat)) for chat in chats], EOS)
+    return [(ids.tolist(), mask.tolist()) for ids, mask in encoded]
+
+
+def render(chat: list[Turn]) -> str:
+    return ChatTemplate().render(Conversation(tuple(chat)))[0]
 
 
 def test_ids_and_masks_are_those_of_the_whole_text(tokenizer_path: Path) -> None:
@@ -65,7 +72,8 @@ def test_ids_and_masks_are_those_of_the_whole_text(tokenizer_path: Path) -> None
 def test_targets_spell_what_the_assistant_says(tokenizer_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_path)
     contents = st.text(min_size=1).filter(lambda text: bool(text.strip()))
-    turns = st.builds(Turn, st.sampled_from(["user", "assistant", "system"]), contents)
+    roles = st.sampled_from(["user", "assistant", "system"])
+    turns = st.tuples(roles, contents).map(lambda both: Turn(*both))
 
     @given(st.lists(turns, min_size=1, max_size=5))
     def check(chat: list[Turn]) -> None:
@@ -78,7 +86,7 @@ def test_targets_spell_what_the_assistant_says(tokenizer_path: Path) -> None:
             if run:
                 spoken.append(tokenizer.decode(ids[position : position + len(run)], False))
             position += len(run) + 1
-        assert spoken == [content + "<|im_end|>" for role, content in chat if role == "assistant"]
+        assert spoken == [turn.content + "<|im_end|>" for turn in chat if turn.role == "assistant"]
         assert tokenizer.decode(ids, skip_special_tokens=False) == render(chat) + EOS
         # Control tokens come from the template alone, whatever messages spell.
         assert [ids.count(control) for control in (0, 1, 2)] == [1, len(chat), len(chat)]
@@ -101,17 +109,17 @@ def test_the_prompt_is_what_a_model_answers_to(tokenizer_path: Path) -> None:
     chat = [Turn("user", "Hi"), Turn("assistant", "\n\nHello")]
     ((ids, mask),) = encode(tokenizer_path, [chat])
     prompt = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").ids
-    assert ids[: len(prompt)] == prompt == chat_prompt(tokenizer, chat[:1])
+    assert ids[: len(prompt)] == prompt
+    asked = ChatEncoder(tokenizer, ChatTemplate()).prompt(Conversation((chat[0],)))
+    assert (asked.ids, asked.question_tokens) == (prompt, len(prompt))
     assert mask.index(True) == len(prompt)
 
 
 def test_records() -> None:
-    assert parse_turns({"question": "a", "answer": "b"}) == [
-        Turn("user", "a"),
-        Turn("assistant", "b"),
-    ]
+    both = Conversation((Turn("user", "a"), Turn("assistant", "b")))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "x": 1}]
-    assert parse_turns({"messages": messages}) == parse_turns({"question": "a", "answer": "b"})
+    assert parse_conversation({"question": "a", "answer": "b"}) == both
+    assert parse_conversation({"messages": messages}) == both
     for record, error in [
         ({}, KeyError),
         ({"question": "a"}, KeyError),
@@ -124,7 +132,7 @@ def test_records() -> None:
         ({"question": "a", "answer": " "}, ValueError),
     ]:
         with pytest.raises(error):
-            parse_turns(record)
+            parse_conversation(record)
 
 
 def test_a_chat_source_stores_masks_beside_tokens(tokenizer_path: Path, tmp_path: Path) -> None:
@@ -145,7 +153,7 @@ def test_a_chat_source_stores_masks_beside_tokens(tokenizer_path: Path, tmp_path
     assert card.dropped == {"empty": 1}
     expected = {}
     for record in records[:61]:
-        text = render(parse_turns(record))
+        text = render([*parse_conversation(record).turns])
         expected[text] = reference(text, tokenizer_path)
     found = 0
     for split in ("train", "held_out"):

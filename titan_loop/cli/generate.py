@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from titan_loop.inference.loading import Loaded, TextEnds
     from titan_loop.inference.rows import Completion, GeneratedToken
     from titan_loop.inference.sampling import Sampling
-    from titan_loop.text.chatml import Turn
+    from titan_loop.text.chat_encoding import ChatEncoder
+    from titan_loop.text.conversation import Turn
 
 _LARGEST_SEED = 2**64 - 1  # of torch.Generator
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
@@ -33,7 +34,8 @@ class Generation:
 
     Attributes:
         prompt: Text to complete; repeat the flag for a batch. An empty one starts a new document.
-        chat: Treat prompts as the user's turns in a ChatML chat.
+        chat: Treat prompts as the user's turns of a chat, in the template of the training data or
+            of the imported model; ChatML for a model without one.
         max_new_tokens: Maximum number of tokens per completion.
         temperature: Sampling temperature; 0 is greedy.
         top_k: Sample from the k most likely tokens only.
@@ -160,7 +162,12 @@ def _open_session(checkpoint: Path, generation: Generation) -> "_Session":
     tokenizer = load_matching_tokenizer(loaded, generation.tokenizer)
     generator = torch.Generator().manual_seed(generation.seed)
     ends = text_ends(loaded, tokenizer)
-    return _Session(generation, engine, loaded, tokenizer, ends, sampling, generator)
+    encoder = None
+    if generation.chat:
+        from titan_loop.text.chat_encoding import ChatEncoder
+
+        encoder = ChatEncoder(tokenizer, loaded.run.text_format(tokenizer).template)
+    return _Session(generation, engine, loaded, tokenizer, ends, sampling, generator, encoder)
 
 
 @dataclass
@@ -174,6 +181,7 @@ class _Session:
     ends: "TextEnds"
     sampling: "Sampling"
     generator: "torch.Generator"
+    encoder: "ChatEncoder | None"
     turns: list["Turn"] = field(default_factory=list)
 
     def print_answers(self, prompts: list[str]) -> None:
@@ -202,19 +210,22 @@ class _Session:
 
     def _answer(self, prompt: str) -> Iterator["GeneratedToken"]:
         from titan_loop.inference.rows import Completion
-        from titan_loop.text.chatml import ASSISTANT, Turn, chat_prompt
+        from titan_loop.text.conversation import ASSISTANT, USER, Conversation, Turn
 
-        if not self.generation.chat:
+        if self.encoder is None:
             yield from self._complete([prompt])
             return
-        self.turns.append(Turn("user", prompt))
+        self.turns.append(Turn(USER, prompt))
+        ids, question_tokens = self.encoder.prompt(Conversation(tuple(self.turns)))
         completion = Completion()
-        for event in self._complete([chat_prompt(self.tokenizer, self.turns)]):
+        for event in self._complete([ids], prefixes=[question_tokens]):
             completion.add(event)
             yield event
         self.turns.append(Turn(ASSISTANT, completion.text))
 
-    def _complete(self, prompts: Sequence[str | list[int]]) -> Iterator["GeneratedToken"]:
+    def _complete(
+        self, prompts: Sequence[str | list[int]], prefixes: Sequence[int] | None = None
+    ) -> Iterator["GeneratedToken"]:
         """Stream the completions of several prompts, side by side; an empty one begins a text."""
         from titan_loop.inference.rows import text_requests
 
@@ -225,6 +236,7 @@ class _Session:
             stop_tokens=self.ends.stop_tokens,
             max_new_tokens=self.generation.max_new_tokens,
             stop=self.generation.stop,
+            prefixes=prefixes,
         )
         return self.engine.stream(requests, sampling=self.sampling, generator=self.generator)
 

@@ -1,7 +1,8 @@
 """Inspects a prepared source: documents as the model reads them, and files against the card."""
 
+import re
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -37,7 +38,8 @@ def show_source(
 ) -> Iterator[StoredDocument]:
     """Print documents of a prepared source as the model reads them.
 
-    Special tokens are written out; if there is a loss mask, targets stand in ⟦ ⟧.
+    Special tokens are written out, and a text that spells one has a backslash before it; if there
+    is a loss mask, targets stand in ⟦ ⟧.
 
     Args:
         source: Folder of the source.
@@ -47,6 +49,19 @@ def show_source(
     require_at_least(1, count=count)
     shards = TokenShards(source, split)
     tokenizer = load_tokenizer(Path(source) / TOKENIZER_NAME)
+    added = tokenizer.get_added_tokens_decoder()
+    special = {number: token.content for number, token in added.items() if token.special}
+    spelt = re.compile("|".join(map(re.escape, special.values())) or "(?!)")
+
+    def written(ids: np.ndarray) -> str:
+        text = ""
+        for is_special, run in groupby(ids.tolist(), key=special.__contains__):
+            if is_special:
+                text += "".join(special[number] for number in run)
+            else:
+                text += spelt.sub(r"\\\g<0>", tokenizer.decode([*run], False))
+        return text
+
     first_token = 0
     for number in range(min(count, shards.split.documents)):
         ids = shards.document(number)
@@ -54,7 +69,7 @@ def show_source(
         text = ""
         changes = [] if mask is None else (np.flatnonzero(np.diff(mask)) + 1).tolist()
         for start, end in pairwise([0, *changes, len(ids)]):
-            part = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)
+            part = written(ids[start:end])
             is_target = mask is not None and mask[start]
             text += f"⟦{part}⟧" if is_target else part
         targets = None if mask is None else int(mask.sum())

@@ -15,6 +15,7 @@ from titan_loop.errors import UserError, seen_from
 from titan_loop.storage.file_names import require_file_name
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import json_sha256, read_json_object, write_json
+from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
@@ -102,6 +103,9 @@ class SourceCard:
         splits: Splits by name: "train" and "held_out".
         has_loss_mask: Whether a `.ds.loss` file with a byte per token lies beside every shard.
         dropped: Number of records that were read and are in no split, by reason.
+        chat_template: Jinja text of the conversations; None for ChatML, or without a loss mask.
+        template_variables: Special tokens that the template may use, such as `bos_token`.
+        turn_end: The token that ends a turn in that template.
     """
 
     name: str
@@ -116,6 +120,9 @@ class SourceCard:
     has_loss_mask: bool = False
     dropped: dict[str, int] = field(default_factory=dict)
     cleaning: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    template_variables: dict[str, str] = field(default_factory=dict)
+    turn_end: str | None = None
     format_version: int = field(default=FORMAT_VERSION)
 
     def write(self, folder: Path) -> None:
@@ -203,7 +210,7 @@ def _typed(kind: type[Card], record: Mapping[str, Any]) -> Card:
 
 
 def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextFormat:
-    """Return the format of a mixture's text: its first source's EOS, ChatML if one has chats."""
+    """Return the format of a mixture's text: its first source's EOS, its first chats' template."""
     end_of_text = tokenizer.id_to_token(cards[0].eos_id)
     if end_of_text is None:
         raise UserError(
@@ -211,7 +218,13 @@ def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextForm
             "restore source.json or prepare the source again"
         )
     text = TextFormat(end_of_text=end_of_text)
-    return text.with_chatml() if any(card.has_loss_mask for card in cards) else text
+    chats = next((card for card in cards if card.has_loss_mask), None)
+    if chats is None:
+        return text
+    if chats.chat_template is None or chats.turn_end is None:
+        return text.with_chatml()
+    template = ChatTemplate(text=chats.chat_template, variables=chats.template_variables)
+    return text.with_template(template, chats.turn_end)
 
 
 def index_paths(split: Path, seq_len: int) -> tuple[Path, Path]:

@@ -233,8 +233,11 @@ class Engine:
         row_B = torch.arange(len(prompts), device=self.stack.device)
         last_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.stack.device)
         tokens_BL = pad_sequence(prompts, batch_first=True)
+        prefix_B = torch.tensor([row.prefix_tokens for row in rows], device=self.stack.device)
         context = self.stack.prompt_context(
-            tokens_BL, last_B + 1, visit, shortened=self.prefill_steps is not None
+            *(tokens_BL, last_B + 1, visit),
+            prefix_B=prefix_B,
+            shortened=self.prefill_steps is not None,
         )
         state = None
         before_BLD: Tensor | None = None

@@ -34,6 +34,9 @@ class Request:
         stop_tokens: Tokens that end the row; the completion does not include them.
         text: Turns tokens into text and finds stop strings; None for token ids only.
         seed: Seed of the row's random numbers; None draws one from the stream's generator.
+        prefix_tokens: Number of the prompt's first tokens that a model with a prefix reads in both
+            directions; None for all. Of a chat it is the question before the first answer, as in
+            training.
     """
 
     prompt: Sequence[int]
@@ -41,6 +44,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     text: Detokenizer | None = None
     seed: int | None = None
+    prefix_tokens: int | None = None
 
 
 def text_requests(
@@ -51,11 +55,13 @@ def text_requests(
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
     seeds: Sequence[int | None] | None = None,
+    prefixes: Sequence[int | None] | None = None,
 ) -> list[Request]:
     """Return requests whose completions have text; prompts may contain special tokens as text.
 
     As in training, nothing is added to a prompt, whatever `tokenizer.json` would add.
     """
+    none = [None] * len(prompts)
     return [
         Request(
             prompt=tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -65,8 +71,9 @@ def text_requests(
             stop_tokens=stop_tokens,
             text=Detokenizer(tokenizer, stop),
             seed=seed,
+            prefix_tokens=prefix,
         )
-        for prompt, seed in zip(prompts, seeds or [None] * len(prompts), strict=True)
+        for prompt, seed, prefix in zip(prompts, seeds or none, prefixes or none, strict=True)
     ]
 
 
@@ -123,6 +130,12 @@ class Row:
     def prompt(self) -> Sequence[int]:
         """Token ids of the prompt."""
         return self._request.prompt
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Number of the prompt's first tokens that are a prefix."""
+        prefix = self._request.prefix_tokens
+        return len(self.prompt) if prefix is None else prefix
 
     @property
     def remaining(self) -> int:

@@ -81,10 +81,20 @@ class Stack:
         return cache
 
     def prompt_context(
-        self, tokens_BL: Tensor, lengths_B: Tensor, cache: KeyValueCache | None, *, shortened: bool
+        self,
+        tokens_BL: Tensor,
+        lengths_B: Tensor,
+        cache: KeyValueCache | None,
+        *,
+        prefix_B: Tensor | None = None,
+        shortened: bool,
     ) -> LoopContext:
-        """Return the context that all steps of whole prompts from position 0 share."""
-        columns = self.model.prompt_columns(tokens_BL, lengths_B, shortened=shortened)
+        """Return the context that all steps of whole prompts from position 0 share.
+
+        By default a whole prompt is a prefix.
+        """
+        prefix_B = lengths_B if prefix_B is None else prefix_B
+        columns = self.model.prompt_columns(tokens_BL, lengths_B, prefix_B, shortened=shortened)
         return self.model.make_context(tokens_BL, cache=cache, columns=columns)
 
     def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:

@@ -368,12 +368,12 @@ class LoopDecoder(Decoder):
         return self
 
     def prompt_columns(
-        self, tokens_BL: Tensor, lengths_B: Tensor, *, shortened: bool
+        self, tokens_BL: Tensor, lengths_B: Tensor, prefix_B: Tensor, *, shortened: bool
     ) -> Mapping[str, Tensor] | None:
         """Return the columns with which an engine reads prompts; None for none.
 
-        `tokens_BL` are padded on the right to the longest of `lengths_B`; `shortened` says whether
-        prompts run fewer steps than generated tokens.
+        `tokens_BL` are padded on the right to the longest of `lengths_B`; the first `prefix_B` of
+        them are a prefix. `shortened` says whether prompts run fewer steps than generated tokens.
         """
         return None
 

@@ -1,7 +1,9 @@
-"""The format of training text: the token that ends it, and the rendering of conversations."""
+"""The format of training text: the tokens that end it, and the rendering of conversations."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.chatml import CHAT_TEMPLATE
 from titan_loop.text.tokenizer import END_OF_TEXT, TURN_END
 
@@ -14,12 +16,32 @@ class TextFormat:
         end_of_text: The token between documents.
         turn_end: The token that ends a turn; None where only documents end.
         chat_template: Jinja text; None for a model that knows no conversations.
+        template_variables: Special tokens that the template may use, such as `bos_token`.
+        end_tokens: Further tokens at which generation stops.
     """
 
     end_of_text: str = END_OF_TEXT
     turn_end: str | None = None
     chat_template: str | None = None
+    template_variables: Mapping[str, str] = field(default_factory=dict)
+    end_tokens: Sequence[str] = ()
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The template of conversations; ChatML for a model that knows none."""
+        if self.chat_template is None:
+            return ChatTemplate()
+        return ChatTemplate(text=self.chat_template, variables=self.template_variables)
 
     def with_chatml(self) -> "TextFormat":
         """Return the same documents, with ChatML conversations."""
-        return replace(self, turn_end=TURN_END, chat_template=CHAT_TEMPLATE)
+        return replace(self, turn_end=TURN_END, chat_template=CHAT_TEMPLATE, template_variables={})
+
+    def with_template(self, template: ChatTemplate, turn_end: str) -> "TextFormat":
+        """Return the same documents, with conversations in a template."""
+        return replace(
+            self,
+            turn_end=turn_end,
+            chat_template=template.text,
+            template_variables=template.variables,
+        )

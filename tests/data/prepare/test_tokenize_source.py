@@ -119,7 +119,7 @@ def test_a_special_token_in_a_text_stays_text(small_tokenizer: Path, tmp_path: P
     ids, ends = TokenShards(tmp_path / "out").read(0, TokenShards(tmp_path / "out").tokens)
     assert (ids == 0).sum() == 1
     assert ends.tolist() == [len(ids)]
-    assert stored(tmp_path / "out", "train") == [text]
+    assert stored(tmp_path / "out", "train") == [r"before \<|endoftext|> after"]
 
 
 def test_an_eos_inside_documents_is_seen_and_said(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_loop.errors import UserError
-from titan_loop.text.chatml import parse_turns
+from titan_loop.text.conversation import parse_conversation
 from tools.demo import local_python
 from tools.demo.local_chats import LARGEST_CHAT_BYTES, build_local_chats, function_chats
 from tools.demo.local_python import document_identity
@@ -59,7 +59,9 @@ def test_they_are_chats_and_short_enough_for_a_window(chats: Path):
     sizes = [len((r["question"] + r["answer"]).encode()) for r in found]
     assert max(sizes) <= LARGEST_CHAT_BYTES
     assert 20_000 <= sum(sizes) < 25_000
-    assert all([turn.role for turn in parse_turns(r)] == ["user", "assistant"] for r in found)
+    assert all(
+        [turn.role for turn in parse_conversation(r).turns] == ["user", "assistant"] for r in found
+    )
     assert len({r["answer"] for r in found if r["source"] != "mano"}) == sum(
         r["source"] != "mano" for r in found
     )

@@ -21,13 +21,22 @@ def named_sources(paths: Sequence[str]) -> dict[str, str]:
 
 
 def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
-    """Read the cards of a mixture's sources; raise `UserError` if their tokenizers differ."""
+    """Read the cards of a mixture's sources; raise `UserError` if they cannot be mixed."""
     cards = [SourceCard.read(Path(entry.path)) for entry in mixture]
+    chats: list[tuple[str, str | None]] = []
     for entry, card in zip(mixture, cards, strict=True):
         if card.tokenizer_sha256 != cards[0].tokenizer_sha256:
             raise UserError(
                 f"dataloader.mixture: {entry.path} was tokenised with another tokenizer than "
                 f"{mixture[0].path}: prepare both with the same tokenizer.json"
+            )
+        if card.has_loss_mask:
+            chats.append((entry.path, card.chat_template))
+    for path, template in chats[1:]:
+        if template != chats[0][1]:
+            raise UserError(
+                f"dataloader.mixture: {path} has another chat template than {chats[0][0]}: "
+                "prepare both with the same --chat-template"
             )
     return cards
 

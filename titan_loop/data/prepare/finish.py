@@ -9,13 +9,23 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.data.prepare.executors import Pipeline, statistics
-from titan_loop.data.prepare.pipeline_steps import DROPPED_BY_READERS, dropped_examples
+from titan_loop.data.prepare.pipeline_steps import (
+    DROPPED_BY_READERS,
+    SPELT_CHATML,
+    dropped_examples,
+)
 from titan_loop.data.prepare.pipelines import HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.shards import file_chunks, index_path, misplaced_eos
 from titan_loop.data.source_card import LOSS_SUFFIX, ShardCard, SourceCard, SplitCard, file_sha256
 from titan_loop.errors import UserError
-from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, token_bytes, vocab_size
+from titan_loop.text.tokenizer import (
+    TOKENIZER_NAME,
+    TURN_START,
+    load_tokenizer,
+    token_bytes,
+    vocab_size,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +53,11 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
             f"{output}/{name}: {split.documents} documents, {split.tokens} tokens, "
             f"{split.text_bytes} bytes of text"
         )
+    if spelt := counted["train"][READ][SPELT_CHATML]:
+        logger.warning(
+            f"{output}: {spelt} documents spell {TURN_START}, which stays text, and all of their "
+            "tokens are trained on: give records of messages with --chat to prepare conversations"
+        )
     if not splits["train"].tokens:
         raise UserError(
             f"source {output}: no document is left to train on (records read: "
@@ -65,9 +80,10 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
         licence=preparation.licence,
         versions=preparation.versions(),
         command=preparation.command,
-        has_loss_mask=preparation.chat,
+        has_loss_mask=preparation.chat is not None,
         dropped=dropped,
         cleaning=preparation.config.cleaning(),
+        **({} if preparation.chat is None else preparation.chat.on_card(tokenizer)),
     )
     for name in names:
         for note in (output / name).glob("*.ds.metadata"):

@@ -128,7 +128,7 @@ def _texts(documents: Documents, text_key: str) -> Iterator[str]:
             documents,
             paths_file=Path(folder) / "inputs.txt",
             text_key=text_key,
-            chat=False,
+            chat=None,
             examples=Path(folder),
         )
         yield from (document.text for document in reader.run())

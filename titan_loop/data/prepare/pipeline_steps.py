@@ -28,11 +28,14 @@ from datatrove.utils.batching import batched
 from tokenizers import Tokenizer
 
 from titan_loop.data.keyed import keyed_uniform
+from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.documents import Documents
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import append_jsonl, read_jsonl
-from titan_loop.text.chatml import encode_chats, parse_turns, render
-from titan_loop.text.tokenizer import keep_whole
+from titan_loop.text.chat_encoding import ChatEncoder
+from titan_loop.text.chat_template import ChatTemplate
+from titan_loop.text.conversation import RejectedError
+from titan_loop.text.tokenizer import TURN_START, keep_whole
 
 # Without this module fsspec opens .zst files with one that reads only the first frame, and takes a
 # cut-off file for a whole one.
@@ -43,8 +46,10 @@ else:
 
 SHOWN_EXAMPLES = 3
 _LONGEST_LINE = 1 << 28  # a sparse file would be one endless line
-DROPPED_BY_READERS = ("malformed", "missing_text", "empty")
-"""Lines that are not records, records without the field, and records without text."""
+DROPPED_BY_READERS = ("malformed", "missing_text", "empty", "rejected")
+"""Lines that are not records, records without the field, without text, and with a bad answer."""
+SPELT_CHATML = "spelt_chatml"
+"""Statistic of documents whose text spells the token that begins a turn."""
 
 Records = Generator[tuple[int, dict[str, Any] | str], None, None]
 """The number of every record of a file, and its fields, or its fault if it is malformed."""
@@ -54,11 +59,13 @@ class CountingReader(BaseReader):
     """Base of all readers: a record becomes a document or is counted as dropped.
 
     Its statistics are `records` and the reasons in `DROPPED_BY_READERS`. With `chat`, records are
-    conversations, which become ChatML. The folder `examples`, if there is one, takes the first few
+    conversations. The folder `examples`, if there is one, takes the first few
     dropped records of each task.
     """
 
-    def __init__(self, *args: Any, chat: bool, examples: str | None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, chat: ChatRecords | None, examples: str | None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.chat = chat
         self.examples = examples
@@ -94,10 +101,9 @@ class CountingReader(BaseReader):
         self.stat_update("records")
         metadata: dict[str, Any] = {"file_path": source_file}
         try:
-            if self.chat:
-                turns = parse_turns(data)
-                text = render(turns)
-                metadata["turns"] = [list(turn) for turn in turns]  # as JSON gives them back
+            if self.chat is not None:
+                text, conversation = self.chat.read(data)
+                metadata |= conversation
             else:
                 text = data.get(self.text_key)
                 if text is None:
@@ -106,10 +112,14 @@ class CountingReader(BaseReader):
                     raise TypeError(f"{self.text_key!r} is not a string")
                 if not text.strip():
                     raise ValueError("no text")
+                if TURN_START in text:
+                    self.stat_update(SPELT_CHATML)
         except KeyError as error:
             return self.drop("missing_text", source_file, id_in_file, str(error.args[0]))
         except TypeError as error:
             return self.drop("malformed", source_file, id_in_file, str(error))
+        except RejectedError as error:
+            return self.drop("rejected", source_file, id_in_file, str(error))
         except ValueError as error:
             return self.drop("empty", source_file, id_in_file, str(error))
         return Document(text=text, id=f"{source_file}/{id_in_file}", metadata=metadata)
@@ -164,7 +174,7 @@ class CountingParquetReader(CountingReader, ParquetReader):
         import pyarrow
         import pyarrow.parquet
 
-        needed = ("messages", "question", "answer") if self.chat else (self.text_key,)
+        needed = (self.text_key,) if self.chat is None else self.chat.fields
         try:
             with (
                 self.data_folder.open(filepath, "rb") as file,
@@ -206,7 +216,12 @@ class CountingHuggingFaceReader(CountingReader, HuggingFaceDatasetReader):
 
 
 def document_reader(
-    documents: Documents, *, paths_file: Path, text_key: str, chat: bool, examples: Path | None
+    documents: Documents,
+    *,
+    paths_file: Path,
+    text_key: str,
+    chat: ChatRecords | None,
+    examples: Path | None,
 ) -> CountingReader:
     """Return the reader for `documents`."""
     options: dict[str, Any] = {
@@ -304,6 +319,10 @@ class ChatTokenizer(PlainTextTokenizer):
     datatrove's own masks cut off all text after the last target, including the EOS.
     """
 
+    def __init__(self, *args: Any, template: ChatTemplate, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.template = template
+
     def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
         """Tokenise conversations into a file and its mask."""
         assert self.eos_token is not None
@@ -315,9 +334,10 @@ class ChatTokenizer(PlainTextTokenizer):
             save_final_metadata=self.save_final_metadata,
             token_size=self.token_size,
         )
+        encoder = ChatEncoder(self.tokenizer, self.template)
         for batch in batched(self._counted(data), self.batch_size):
-            chats = [document.metadata["turns"] for document in batch]
-            for ids, is_target in encode_chats(self.tokenizer, chats, self.eos_token):
+            chats = [ChatRecords.conversation(document.metadata) for document in batch]
+            for ids, is_target in encoder.encode(chats, self.eos_token):
                 file.write(cast(list[int], ids), is_target)
                 self.stat_update("tokens", value=len(ids))
         file.close()

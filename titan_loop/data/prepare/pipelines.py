@@ -38,15 +38,18 @@ READ, HOLD_OUT, TOKENIZE = "read", "hold_out", "tokenize"
 def build_pipelines(preparation: Preparation) -> list[Pipeline]:
     """Return the pipelines in their order, building the n-gram index on the way."""
     output, config, work = preparation.output, preparation.config, preparation.work
-    tokenizer = ChatTokenizer if preparation.chat else PlainTextTokenizer
+    chat = preparation.chat
 
     def tokenize(split: str) -> Any:
-        return tokenizer(
-            str(output / split),
-            tokenizer_name_or_path=str(output / TOKENIZER_NAME),
-            eos_token=preparation.eos_token,
-            seed=0,
-            save_loss_metadata=preparation.chat,
+        options: dict[str, Any] = {
+            "tokenizer_name_or_path": str(output / TOKENIZER_NAME),
+            "eos_token": preparation.eos_token,
+            "seed": 0,
+        }
+        if chat is None:
+            return PlainTextTokenizer(str(output / split), **options)
+        return ChatTokenizer(
+            str(output / split), template=chat.template, save_loss_metadata=True, **options
         )
 
     pipelines: list[Pipeline] = []

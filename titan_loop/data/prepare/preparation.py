@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop import __version__
+from titan_loop.data.prepare.chat_records import NO_CHATS, ChatRecords
 from titan_loop.data.prepare.config import PrepareConfig
 from titan_loop.data.prepare.documents import Documents
 from titan_loop.data.source_card import CARD_NAME, LOCK_NAME, file_sha256
@@ -32,7 +33,7 @@ class Preparation:
     held_out_fraction: float
     eos_token: str
     text_key: str
-    chat: bool
+    chat: ChatRecords | None
     tasks: int
     max_malformed: float
     licence: str
@@ -126,7 +127,7 @@ def _refuse_modified(preparation: Preparation, known: Sequence[int], found: Sequ
 
 def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
     files = [Path(path).stat() for path in preparation.documents.all_files()]
-    names = ("held_out_fraction", "eos_token", "text_key", "chat", "tasks")
+    names = ("held_out_fraction", "eos_token", "text_key", "tasks")
     settings = {
         "documents": asdict(preparation.documents),
         "bytes": [file.st_size for file in files],
@@ -134,6 +135,7 @@ def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
         "tokenizer": file_sha256(tokenizer_path),
         "cleaning": preparation.config.cleaning(),
         **{name: getattr(preparation, name) for name in names},
+        **(NO_CHATS if preparation.chat is None else preparation.chat.settings()),
         "versions": preparation.versions(),
     }
     return json.loads(json.dumps(settings))  # as the file gives them back: without tuples

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.config import EXECUTORS, Executor, read_prepare_config
 from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
 from titan_loop.data.prepare.preparation import Preparation, refuse_output, start, written_by_us
@@ -20,7 +21,8 @@ from titan_loop.data.source_card import CARD_NAME, SourceCard, lock_source
 from titan_loop.errors import UserError, first_line, nearest
 from titan_loop.storage.local_path import require_local
 from titan_loop.storage.remote_folder import PATTERN_CHARACTERS
-from titan_loop.text.chatml import control_tokens
+from titan_loop.text.chat_template import ChatTemplate
+from titan_loop.text.template_files import chosen_template
 from titan_loop.text.tokenizer import END_OF_TEXT, load_tokenizer, require_token, token_bytes
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ def tokenize_source(
     pattern: tuple[str, ...] = (),
     text_key: str = "text",
     chat: bool = False,
+    messages_key: str | None = None,
+    chat_template: str | None = None,
     held_out_inputs: Inputs = (),
     held_out_fraction: float = 0.01,
     dataset_config: str | None = None,
@@ -64,8 +68,12 @@ def tokenize_source(
         format: Format of the files; auto reads it from their names.
         pattern: Patterns of file names in folders, e.g. '*.py' '*.md'.
         text_key: Field that holds a document's text.
-        chat: Records are conversations ('messages', or 'question' and 'answer'): render them as
-            ChatML with a loss mask.
+        chat: Records are conversations (messages, ShareGPT, question and answer, instruction and
+            output, prompt and completion or chosen): write them in a chat template, with a loss
+            mask.
+        messages_key: Field that holds a conversation's messages.
+        chat_template: A file with a Jinja template, or 'tokenizer' for the one beside the
+            tokenizer; by default ChatML.
         held_out_inputs: Documents that are never trained on; by default the held_out.jsonl beside a
             train.jsonl, if the input is a folder with both.
         held_out_fraction: Share of documents held out, chosen by a hash of their text, in [0, 1);
@@ -106,7 +114,15 @@ def tokenize_source(
         problem = "holds *, ? or [, by which datatrove would not find its files"
         raise UserError(f"output {output} {problem}: choose another folder")
     if chat and text_key != "text":
-        raise UserError(f"text_key {text_key!r} has no effect on chats: drop it")
+        raise UserError(
+            f"text_key {text_key!r} has no effect on chats: give --messages-key, or drop it"
+        )
+    for name, value in {"messages_key": messages_key, "chat_template": chat_template}.items():
+        if value is not None and not chat:
+            raise UserError(f"{name} {value!r} has no effect without --chat: add it, or drop this")
+    template = ChatTemplate()
+    if chat_template is not None:
+        template = chosen_template(chat_template, Path(tokenizer))
     documents = find_documents(
         inputs,
         held_out_inputs,
@@ -123,7 +139,7 @@ def tokenize_source(
         held_out_fraction=0.0 if documents.held_out_files else held_out_fraction,
         eos_token=eos_token,
         text_key=text_key,
-        chat=chat,
+        chat=ChatRecords(template=template, messages_key=messages_key) if chat else None,
         tasks=min(tasks, len(documents.all_files()) or tasks),
         max_malformed=max_malformed,
         licence=licence,
@@ -134,8 +150,8 @@ def tokenize_source(
     loaded = load_tokenizer(tokenizer)
     require_token(loaded, eos_token, "eos_token")
     token_bytes(loaded)  # refuses ids that do not fit
-    if chat:
-        control_tokens(loaded, eos_token)
+    if preparation.chat is not None:
+        preparation.chat.on_card(loaded)  # refuses a template that does not work
     if documents.format == "huggingface":
         _require_dataset(documents)
     refuse_output(output, overwrite)  # before a lock file is left in it

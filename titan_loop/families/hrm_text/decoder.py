@@ -126,13 +126,13 @@ class HrmDecoder(LoopDecoder):
         return hidden_BLD.high_BLD
 
     def prompt_columns(
-        self, tokens_BL: Tensor, lengths_B: Tensor, *, shortened: bool
+        self, tokens_BL: Tensor, lengths_B: Tensor, prefix_B: Tensor, *, shortened: bool
     ) -> Mapping[str, Tensor] | None:
-        """As in the base class; a whole prompt is a prefix."""
+        """As in the base class."""
         if not self.config.prefix_lm:
             return None
         place_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-        return {PREFIX: place_L < lengths_B.unsqueeze(1)}
+        return {PREFIX: place_L < prefix_B.unsqueeze(1)}
 
     def units(self) -> list[Unit]:
         """As in the base class, with the low stream's start."""

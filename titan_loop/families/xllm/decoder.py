@@ -294,7 +294,7 @@ class XllmDecoder(LlamaDecoder):
         return units
 
     def prompt_columns(
-        self, tokens_BL: Tensor, lengths_B: Tensor, *, shortened: bool
+        self, tokens_BL: Tensor, lengths_B: Tensor, prefix_B: Tensor, *, shortened: bool
     ) -> Mapping[str, Tensor] | None:
         """As in the base class; with a student, shortened prompts start from its state."""
         if self.student is None or not shortened:

@@ -20,7 +20,8 @@ from tests.families.ouro.hugging_face.reference import run_reference
 from tests.families.ouro.hugging_face.test_export import tensors_of
 from tests.inference.reference import q_exit_steps
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.text.chatml import Turn, render
+from titan_loop.text.chat_template import ChatTemplate
+from titan_loop.text.conversation import Conversation, Turn
 
 # fp32 rounding through 2 layers and up to 5 steps, at states of size 1 and logits of size 10.
 TOLERANCE = {"atol": 5e-5, "rtol": 1e-5}
@@ -404,10 +405,11 @@ def test_the_tokenizer_is_the_same_and_splits_digits(transformers, exported, tok
 def test_a_chat_is_rendered_as_in_training(transformers, grouped, plain):
     tokenizer = load_tokenizer(transformers, grouped.folder)
     turns = [Turn("system", "Count."), Turn("user", "1 2 3"), Turn("assistant", "4")]
-    messages = [turn._asdict() for turn in turns]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == render(turns)
+    messages = [turn.message() for turn in turns]
+    text, _ = ChatTemplate().render(Conversation(tuple(turns)))
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == text
     asked = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
-    assert render(turns).startswith(asked)
+    assert text.startswith(asked)
     assert asked.endswith("<|im_start|>assistant\n")
     assert load_tokenizer(transformers, plain.folder).chat_template is None
 

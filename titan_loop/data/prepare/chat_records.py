@@ -1,0 +1,76 @@
+"""How a preparation reads records as conversations."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from titan_loop.errors import UserError
+from titan_loop.text.chat_encoding import ChatEncoder
+from titan_loop.text.chat_template import ChatTemplate
+from titan_loop.text.chatml import CHAT_TEMPLATE, require_chatml
+from titan_loop.text.conversation import CONVERSATION_FIELDS, Conversation, parse_conversation
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NO_CHATS: dict[str, Any] = {"chat": False, "chat_template": None, "messages_key": None}
+_CONVERSATION = "conversation"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRecords:
+    """The template of conversations, and where a record holds its messages.
+
+    Attributes:
+        messages_key: Field of the messages; None for the usual ones.
+    """
+
+    template: ChatTemplate
+    messages_key: str | None = None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of a record that are read."""
+        own = () if self.messages_key is None else (self.messages_key,)
+        return (*own, *CONVERSATION_FIELDS)
+
+    def read(self, record: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        """Return a conversation's text and its document's metadata.
+
+        Raises as `parse_conversation` and `ChatTemplate.render` do.
+        """
+        conversation = parse_conversation(record, self.messages_key)
+        text, _ = self.template.render(conversation)
+        return text, {_CONVERSATION: conversation.as_json()}
+
+    @staticmethod
+    def conversation(metadata: Mapping[str, Any]) -> Conversation:
+        """Return the conversation that `read` put into a document's metadata."""
+        return Conversation.from_json(metadata[_CONVERSATION])
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a restart must repeat."""
+        template = None if self._is_chatml else asdict(self.template)
+        return {"chat": True, "chat_template": template, "messages_key": self.messages_key}
+
+    def on_card(self, tokenizer: "Tokenizer") -> dict[str, Any]:
+        """Return the fields of a source's card; `UserError` for a tokenizer that does not fit."""
+        if self._is_chatml:
+            require_chatml(tokenizer)
+            return {}
+        self.template.check()
+        turn_end = ChatEncoder(tokenizer, self.template).turn_end()
+        if turn_end is None:
+            raise UserError(
+                "chat_template: no special token ends the assistant's turn, so that generation "
+                "could not stop there: write the tokenizer's end-of-sequence token after it"
+            )
+        return {
+            "chat_template": self.template.text,
+            "template_variables": dict(self.template.variables),
+            "turn_end": turn_end,
+        }
+
+    @property
+    def _is_chatml(self) -> bool:
+        return self.template.text == CHAT_TEMPLATE
