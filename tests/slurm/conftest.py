@@ -147,12 +147,12 @@ def slurm_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     if not config or f"ClusterName={TEST_CLUSTER}" not in Path(config).read_text():
         pytest.skip("needs the cluster that tools/test_slurm.sh starts on this machine")
     site = tmp_path_factory.mktemp("site") / "site.sh"
-    site.write_text(SITE)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             patch.delenv(name, raising=False)
         known = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         patch.setenv("PYTHONPATH", os.pathsep.join(known))
+        site.write_text(f"{SITE}export PYTHONPATH={os.environ['PYTHONPATH']}\n")
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         yield site
     subprocess.run(["scancel", "-u", str(os.getuid())], check=False)

@@ -1,5 +1,7 @@
 """A job as SLURM's variables describe it, and the commands and ports of its steps."""
 
+from dataclasses import replace
+
 import pytest
 
 from titan_loop.errors import UserError
@@ -24,6 +26,8 @@ def test_a_job_is_read_from_its_variables():
     )
     again = Allocation.current({**VARIABLES, "SLURM_RESTART_COUNT": "3"})
     assert (again.restarts, again.ranks) == (3, 16)
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}  # the last task of array 7
+    assert Allocation.current({**VARIABLES, **array}).job == "7_2"
 
 
 @pytest.mark.parametrize(
@@ -52,12 +56,14 @@ def test_a_job_and_its_next_start_have_neighbouring_blocks_of_ports():
     """Job 123 has block 7 · 123 + restarts of the 240 blocks of 50 ports from 20,000 on."""
     assert ALLOCATION.port() == 20_000 + (7 * 123 + 1) % 240 * 50 == 27_100
     assert ALLOCATION.port(2) == 27_102
+    assert replace(ALLOCATION, job="120_3").port() == 27_100
 
 
 def test_the_command_and_environment_of_a_step():
     site = Site(container=("apptainer", "exec", "i.sif"), srun_flags=("--mpi=none",))
     command = ALLOCATION.srun(site, "train", "quickstart")
     assert command[0] == "srun"
+    assert "--export=ALL" in command
     assert command[1:6] == [
         *("--nodes=3", "--ntasks=6", "--ntasks-per-node=2", "--kill-on-bad-exit=0", "--wait=40"),
     ]

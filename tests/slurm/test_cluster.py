@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from shutil import which
 
 import pytest
 
@@ -63,10 +64,22 @@ def in_the_checkout(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(slurm_environment, tmp_path_factory) -> list[float]:
-    """The losses of an uninterrupted job on two nodes, submitted and checked as users do."""
-    cluster, folder = Cluster(slurm_environment), tmp_path_factory.mktemp("whole")
+    """The losses of an uninterrupted job on two nodes, submitted and checked as users do.
+
+    It is submitted from inside a requeued job, at a site whose jobs get no environment and whose
+    sbatch is a wrapper that prints; its folder has a name that is a pattern of sbatch's.
+    """
+    cluster, folder = Cluster(slurm_environment), tmp_path_factory.mktemp("whole") / "50%j"
+    wrapper = tmp_path_factory.mktemp("bin") / "sbatch"
+    wrapper.write_text(f'#!/bin/sh\necho "17 node-hours left"\nexec {which("sbatch")} "$@"\n')
+    wrapper.chmod(0o755)
+    outer = {"SLURM_JOB_ID": "1", "SLURM_RESTART_COUNT": "3", "SLURM_NTASKS_PER_NODE": "4"}
+    outer |= {"SLURM_CPUS_PER_TASK": "3", "TITAN_LOOP_SUCCESSOR_OF": "1"}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
+        patch.setenv("PATH", f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}")
+        for name, value in {**outer, "SBATCH_EXPORT": "NONE"}.items():
+            patch.setenv(name, value)
         (job,) = cluster.submit("one_run", folder).values()
     assert cluster.wait_until_it_ends(job, cluster.log(folder, "one_run")) == "COMPLETED"
     return losses(folder)

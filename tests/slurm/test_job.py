@@ -104,7 +104,7 @@ class Start:
             self.settings.append({**environment, "limit": limit, "started": started})
             return self.code
 
-        def start_again(number, *, exclude, folder, name):
+        def start_again(number, *, exclude, folder, name, save_seconds):
             self.excluded.append(exclude)
             assert signal.SIGTERM in handled[2:], "SLURM's SIGTERM would end this process"
             return "requeued"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from titan_loop.runs.exit_reports import RankExit
-from titan_loop.slurm import requeue
+from titan_loop.slurm import commands, requeue
 from titan_loop.slurm.commands import CommandFailedError
 from titan_loop.slurm.record import read_jobs, write_jobs
 from titan_loop.slurm.requeue import end_steps, final_code, lone_node, start_again
@@ -19,6 +19,11 @@ JOB = {
     "StdOut": "/runs/1a.log",
     "WorkDir": "/home",
     "Command": "/runs/1a.sbatch --stage 1a",
+    "Features": "(null)",
+    "TresPerNode": "gres:gpu:a100:8",
+    "MinMemoryNode": "100G",
+    "CPUs/Task": "4",
+    "NtasksPerN:B:S:C": "8:0:*:*",
     "JobState": "RUNNING",
 }
 
@@ -46,7 +51,8 @@ def refused() -> str:
 def install(monkeypatch) -> Callable[..., Slurm]:
     def put(fields: dict[str, str] = JOB, **answers: str | Callable[[], str]) -> Slurm:
         slurm = Slurm(**answers)
-        monkeypatch.setattr(requeue, "slurm", slurm)
+        for module in (requeue, commands):
+            monkeypatch.setattr(module, "slurm", slurm)
         monkeypatch.setattr(requeue, "show", lambda kind, name: fields)
         return slurm
 
@@ -104,7 +110,7 @@ def test_a_mistake_of_one_node_without_rank_zero_is_the_node_s(mistaken, lone):
 )
 def test_a_job_is_requeued_without_bad_nodes(install, tmp_path, earlier, exclude, left_out):
     slurm = install({**JOB, "ExcNodeList": earlier})
-    said = start_again("7", exclude=exclude, folder=tmp_path, name="1a")
+    said = start_again("7", exclude=exclude, folder=tmp_path, name="1a", save_seconds=70)
     update = ("scontrol", "update", "JobId=7", f"ExcNodeList={left_out}")
     assert slurm.said == [("scontrol", "requeue", "7"), *([update] if left_out else [])]
     assert said == "job 7 requeued" + (f" without {left_out}" if left_out else "")
@@ -124,13 +130,13 @@ def test_leaving_nodes_out_is_tried_five_times(install, tmp_path, failures, trie
     slurm = install(update=update)
     if failures == 5:
         with pytest.raises(CommandFailedError, match="not pending"):
-            start_again("7", exclude=("n2",), folder=tmp_path, name="1a")
+            start_again("7", exclude=("n2",), folder=tmp_path, name="1a", save_seconds=70)
     else:
-        start_again("7", exclude=("n2",), folder=tmp_path, name="1a")
+        start_again("7", exclude=("n2",), folder=tmp_path, name="1a", save_seconds=70)
     assert len(slurm.said) == 1 + tried
 
 
-@pytest.mark.parametrize("answer", ["9\n", "9;cluster\n"])
+@pytest.mark.parametrize("answer", ["9\n", "9;cluster\n", "Project p: 17 GPU-hours left\n9\n"])
 def test_a_successor_goes_on_where_a_requeue_is_refused(
     install, tmp_path, monkeypatch, answer: str
 ):
@@ -138,7 +144,7 @@ def test_a_successor_goes_on_where_a_requeue_is_refused(
     write_jobs(tmp_path, {"1a": "7", "1b": "8"})
     queue = "8|afterok:7(unfulfilled)\n9|afterany:7(unfulfilled)\n6|afterok:77(unfulfilled)\n5|\n"
     slurm = install(requeue=refused, sbatch=answer, squeue=queue)
-    said = start_again("7", exclude=("n2",), folder=tmp_path, name="1a")
+    said = start_again("7", exclude=("n2",), folder=tmp_path, name="1a", save_seconds=70)
     assert said == "scontrol requeue: disabled; job 9 goes on in its place; 8 wait for it now"
     assert read_jobs(tmp_path) == {"1a": "9", "1b": "8"}
     script = str(tmp_path / "slurm" / "1a.next")
@@ -147,7 +153,8 @@ def test_a_successor_goes_on_where_a_requeue_is_refused(
         (
             *("sbatch", "--parsable", "--open-mode=append", "--dependency=afterany:7"),
             *("--job-name=1a", "--nodes=2", "--time=01:00:00", "--partition=gpu"),
-            *("--output=/runs/1a.log", "--chdir=/home", "--exclude=n2"),
+            *("--gres=gpu:a100:8", "--mem=100G", "--cpus-per-task=4", "--ntasks-per-node=8"),
+            *("--output=/runs/1a.log", "--chdir=/home", "--exclude=n2", "--signal=B:USR1@70"),
             *(script, "--stage", "1a"),
         ),
         ("squeue", "--noheader", "--format=%i|%E"),
@@ -161,20 +168,20 @@ def test_a_successor_goes_on_where_a_requeue_is_refused(
 
 def test_a_requeue_whose_answer_was_lost_has_no_successor(install, tmp_path):
     slurm = install({**JOB, "JobState": "PENDING"}, requeue=refused)
-    said = start_again("7", exclude=("n2",), folder=tmp_path, name="1a")
+    said = start_again("7", exclude=("n2",), folder=tmp_path, name="1a", save_seconds=70)
     assert said == "job 7 requeued without n2"
     assert [command[0] for command in slurm.said] == ["scontrol", "scontrol"]
 
 
 def test_a_successor_without_dependents(install, tmp_path):
     install(requeue=refused, sbatch="9\n")
-    said = start_again("7", exclude=(), folder=tmp_path, name="1a")
+    said = start_again("7", exclude=(), folder=tmp_path, name="1a", save_seconds=70)
     assert said == "scontrol requeue: disabled; job 9 goes on in its place"
 
 
 def test_a_successor_stays_off_nodes_that_were_left_out_before(install, tmp_path):
     slurm = install({**JOB, "ExcNodeList": "n5"}, requeue=refused, sbatch="8")
-    start_again("7", exclude=(), folder=tmp_path, name="1a")
+    start_again("7", exclude=(), folder=tmp_path, name="1a", save_seconds=70)
     assert [word for said in slurm.said for word in said if word.startswith("--exclude")] == [
         "--exclude=n5"
     ]

@@ -27,6 +27,16 @@ def refused(capsys, *arguments: str) -> str:
     return error
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"), [("SBATCH_TIMELIMIT", "--time"), ("SBATCH_OPEN_MODE", "")]
+)
+def test_variables_that_would_override_the_script_are_refused(capsys, monkeypatch, name, instead):
+    monkeypatch.setenv(name, "9")
+    said = refused(capsys, RECIPE, *FLAGS)
+    assert f"{name}=9 would override what submit writes; unset it" in said
+    assert f"and give {instead}" in said or not instead
+
+
 def test_a_dry_run_prints_a_script_a_stage(tmp_path, capsys):
     site = tmp_path / "site.sh"
     site.write_text(

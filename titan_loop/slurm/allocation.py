@@ -20,7 +20,11 @@ _FIRST_PORT, _PORTS = 20_000, 12_000  # these stay below Linux's ephemeral ports
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """The nodes and ranks of a job; its batch step runs on the first node."""
+    """The nodes and ranks of a job; its batch step runs on the first node.
+
+    Attributes:
+        job: Number of the job, ARRAY_TASK for a task of an array.
+    """
 
     job: str
     restarts: int
@@ -32,6 +36,8 @@ class Allocation:
     def current(cls, environment: Mapping[str, str] = os.environ) -> "Allocation":
         """Return the job that this process runs in; `UserError` if there is none."""
         job = slurm_job(environment)
+        if "SLURM_ARRAY_JOB_ID" in environment:  # the number of the last task is the whole array's
+            job = f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
         if job is None:
             raise UserError(
                 "slurm run is for batch scripts; use titan-loop slurm submit, or sbatch "
@@ -61,7 +67,7 @@ class Allocation:
 
     def port(self, offset: int = 0) -> int:
         """Return a port; neighbouring jobs, and a job's successive starts, get different ones."""
-        block = int(self.job) * 7 + self.restarts
+        block = sum(map(int, self.job.split("_"))) * 7 + self.restarts
         return _FIRST_PORT + (block * PORTS_A_JOB) % _PORTS + offset
 
     def srun(self, site: Site, *command: str, wait: int = WAIT_SECONDS) -> list[str]:
@@ -76,6 +82,7 @@ class Allocation:
             f"--ntasks-per-node={self.ranks_per_node}",
             "--kill-on-bad-exit=0",  # while one rank exits with code 75, others may still save
             f"--wait={wait}",
+            "--export=ALL",  # a job submitted with --export=NONE gives its steps no environment
             *site.srun_flags,
             *program,
             *command,

@@ -7,8 +7,12 @@ from titan_loop.slurm.commands import UNKNOWN_JOB, CommandFailedError, show, slu
 from titan_loop.slurm.record import read_jobs
 from titan_loop.tables import columns
 
-ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
-"""States of a job that is waiting or running."""
+GONE = "GONE"
+_ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT", GONE),
+)
+"""States of a job that neither waits nor runs; any other is one of a job that may start."""
 
 
 class JobStatus(NamedTuple):
@@ -22,6 +26,11 @@ class JobStatus(NamedTuple):
     nodes: str = ""
     reason: str = ""
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the job waits or runs."""
+        return self.state not in _ENDED
+
 
 def read_chain(folder: Path) -> list[JobStatus]:
     """Return the jobs of a recipe's folder in submission order; `UserError` if there are none."""
@@ -34,7 +43,7 @@ def _status(stage: str, job: str) -> JobStatus:
     except CommandFailedError as error:
         if UNKNOWN_JOB not in str(error):
             raise
-        return JobStatus(stage, job, "GONE")
+        return JobStatus(stage, job, GONE)
     return JobStatus(
         stage,
         job,
@@ -53,7 +62,7 @@ def chain_lines(jobs: list[JobStatus]) -> list[str]:
 
 def cancel_chain(folder: Path) -> list[JobStatus]:
     """Cancel and return the jobs of a recipe's folder that are waiting or running."""
-    active = [job for job in read_chain(folder) if job.state in ACTIVE]
+    active = [job for job in read_chain(folder) if job.is_active]
     # Children first: a parent that completes meanwhile must not start one.
     for job in reversed(active):
         slurm("scancel", job.job)

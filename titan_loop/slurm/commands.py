@@ -12,6 +12,7 @@ _NAME = r"[A-Za-z][\w:/]*="
 _FIELD = re.compile(rf"(?:^|\s)({_NAME[:-1]})=(.*?)(?=\s+{_NAME}|\s*$)")  # a value may have spaces
 _SECONDS = 60.0
 _WAITS = (5, 15, 40)
+SUCCESSOR_VARIABLE = "TITAN_LOOP_SUCCESSOR_OF"  # the job that this one continues
 UNKNOWN_JOB = "Invalid job id"  # in an answer about a job that SLURM has forgotten
 
 
@@ -38,6 +39,18 @@ def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
     return done.stdout
 
 
+def sbatch(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
+    """Submit a job and return its number; lines that a site's wrapper prints are passed over."""
+    answer = slurm("sbatch", "--parsable", *arguments, environment=environment)
+    numbers = re.findall(r"^\s*(\d+)(?:;\S+)?\s*$", answer, re.MULTILINE)
+    if not numbers:
+        raise RunFailedError(
+            f"sbatch answered {' '.join(answer.split())!r}, and no line of it is a job's number; "
+            "the job may be queued all the same: look with squeue, and call SLURM's own sbatch"
+        )
+    return numbers[-1]
+
+
 def show(kind: str, name: str) -> dict[str, str]:
     """Return the fields that `scontrol show KIND NAME` prints.
 
@@ -61,10 +74,11 @@ def host_names(node_list: str) -> list[str]:
 
 def outside_of_a_job(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment without this job's variables; `sbatch` would pass them to new jobs."""
+    own = ("SLURM_", "SLURMD_", "SRUN_", SUCCESSOR_VARIABLE)
     return {
         name: value
         for name, value in environment.items()
-        if not name.startswith(("SLURM_", "SLURMD_", "SRUN_")) or name == "SLURM_CONF"
+        if not name.startswith(own) or name == "SLURM_CONF"
     }
 
 

@@ -23,7 +23,7 @@ from types import FrameType
 from titan_loop.errors import EXIT_CRASH, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
 from titan_loop.runs.exit_reports import REPORTS_VARIABLE, describe_exits, read_exits
 from titan_loop.slurm.allocation import Allocation
-from titan_loop.slurm.commands import CommandFailedError, show
+from titan_loop.slurm.commands import SUCCESSOR_VARIABLE, CommandFailedError, show
 from titan_loop.slurm.health import NodeCheck, bad_nodes
 from titan_loop.slurm.record import (
     Restarts,
@@ -33,13 +33,7 @@ from titan_loop.slurm.record import (
     slurm_folder,
     write_restarts,
 )
-from titan_loop.slurm.requeue import (
-    SUCCESSOR_VARIABLE,
-    end_steps,
-    final_code,
-    lone_node,
-    start_again,
-)
+from titan_loop.slurm.requeue import end_steps, final_code, lone_node, start_again
 from titan_loop.slurm.site import Site
 from titan_loop.training.stop_request import GRACE_VARIABLE
 
@@ -172,7 +166,8 @@ class _Start:
         # SLURM sends SIGTERM as soon as it has requeued the job, but this process must still tell
         # it to exclude bad nodes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _say(start_again(number, exclude=exclude, folder=job.folder, name=job.name))
+        again = {"folder": job.folder, "name": job.name, "save_seconds": job.save_seconds}
+        _say(start_again(number, exclude=exclude, **again))
         return EXIT_STOPPED
 
 

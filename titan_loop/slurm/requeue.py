@@ -6,7 +6,7 @@ same script is submitted to run after this job, and dependents wait for that suc
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,10 +18,15 @@ from titan_loop.errors import (
     EXIT_USER_ERROR,
 )
 from titan_loop.runs.exit_reports import RankExit
-from titan_loop.slurm.commands import CommandFailedError, outside_of_a_job, show, slurm
+from titan_loop.slurm.commands import (
+    SUCCESSOR_VARIABLE,
+    CommandFailedError,
+    outside_of_a_job,
+    sbatch,
+    show,
+    slurm,
+)
 from titan_loop.slurm.record import replace_job, slurm_folder
-
-SUCCESSOR_VARIABLE = "TITAN_LOOP_SUCCESSOR_OF"  # the job that this one continues
 
 FINAL_EXIT_CODES = (EXIT_USER_ERROR, EXIT_NON_FINITE, EXIT_UNSTABLE, EXIT_INTERRUPTED)
 """Exit codes of failures that another start would repeat, and of an interrupt."""
@@ -53,7 +58,9 @@ def lone_node(exits: Sequence[RankExit]) -> str:
     return "" if len(nodes) != 1 or mistaken[0].rank == 0 else nodes.pop()
 
 
-def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) -> str:
+def start_again(
+    job: str, *, exclude: Sequence[str], folder: Path, name: str, save_seconds: int
+) -> str:
     """Have SLURM start this batch step's job again, and return a line for the log.
 
     Raises `CommandFailedError` if SLURM accepts neither a requeue nor a successor.
@@ -66,7 +73,9 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
     except CommandFailedError as refusal:
         if show("job", job)["JobState"] == "RUNNING":  # else only the answer was lost
             script = slurm_folder(folder) / f"{name}.next"
-            successor = _submit_successor(job, before, excluded, script)
+            signal = f"B:USR1@{save_seconds}"  # the one flag that SLURM does not show
+            flags = {**_flags(before), "exclude": excluded, "signal": signal}
+            successor = _submit_successor(job, before, flags, script)
             moved = _repoint_dependents(job, successor)
             replace_job(folder, job, successor)
             waiting = f"; {', '.join(moved)} wait for it now" if moved else ""
@@ -86,24 +95,35 @@ def _exclude(job: str, nodes: str) -> None:
     slurm(*command)
 
 
-def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Path) -> str:
-    slurm("scontrol", "write", "batch_script", job, str(script))
-    flags = {  # without the directives, which the script itself repeats
+def _flags(fields: Mapping[str, str]) -> dict[str, str]:
+    """Return the flags of sbatch that give a job's resources; its script may lack some of them."""
+    gres = fields.get("TresPerNode", "").removeprefix("gres:").replace(":gres:", ",")
+    return {
         "job-name": fields["JobName"],
         "nodes": fields["NumNodes"].partition("-")[0],
         "time": fields["TimeLimit"],
         "partition": fields["Partition"],
         "account": fields.get("Account", ""),
         "qos": fields.get("QOS", ""),
+        "reservation": fields.get("Reservation", ""),
+        "constraint": fields.get("Features", ""),
+        "gres": gres,
+        "mem": fields.get("MinMemoryNode", ""),
+        "mem-per-cpu": fields.get("MinMemoryCPU", ""),
+        "cpus-per-task": fields.get("CPUs/Task", ""),
+        "ntasks-per-node": fields.get("NtasksPerN:B:S:C", "").partition(":")[0],
         "output": fields["StdOut"],
         "chdir": fields["WorkDir"],
-        "exclude": exclude,
     }
+
+
+def _submit_successor(
+    job: str, fields: Mapping[str, str], flags: Mapping[str, str], script: Path
+) -> str:
+    slurm("scontrol", "write", "batch_script", job, str(script))
     arguments = shlex.split(fields.get("Command", ""))[1:]
     kept = [f"--{flag}={value}" for flag, value in flags.items() if value not in ("", "(null)")]
-    answer = slurm(
-        "sbatch",
-        "--parsable",
+    return sbatch(
         "--open-mode=append",
         f"--dependency=afterany:{job}",
         *kept,
@@ -111,7 +131,6 @@ def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Pa
         *arguments,
         environment={**outside_of_a_job(), SUCCESSOR_VARIABLE: job},
     )
-    return answer.strip().partition(";")[0]
 
 
 def _repoint_dependents(job: str, successor: str) -> list[str]:

@@ -15,8 +15,15 @@ import titan_loop.compat as compat  # before any torchtitan module
 from titan_loop.errors import RunFailedError, UserError, nearest, require_at_least
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import check_placed, is_complete
-from titan_loop.slurm.chain import ACTIVE, read_chain
-from titan_loop.slurm.commands import CommandFailedError, parse_seconds, show, slurm
+from titan_loop.slurm.chain import read_chain
+from titan_loop.slurm.commands import (
+    CommandFailedError,
+    outside_of_a_job,
+    parse_seconds,
+    sbatch,
+    show,
+    slurm,
+)
 from titan_loop.slurm.memory_check import memory_remarks
 from titan_loop.slurm.record import slurm_folder, write_jobs
 from titan_loop.slurm.site import Site
@@ -38,6 +45,17 @@ _OWN_DIRECTIVES = {
     "--account": "SBATCH_ACCOUNT",
 }
 """Flag of sbatch → the setting to use instead."""
+
+_OVERRIDES = {
+    "SBATCH_TIMELIMIT": "--time",
+    "SBATCH_GPUS_PER_NODE": "--gpus-per-node",
+    "SBATCH_SIGNAL": "--save-seconds",
+    "SBATCH_JOB_NAME": "",
+    "SBATCH_OPEN_MODE": "",
+    "SBATCH_NO_REQUEUE": "",
+    "SBATCH_ARRAY_INX": "",
+}
+"""Variable that sbatch prefers to a script's directive → the flag of `submit` to use instead."""
 
 EARLY_SECONDS = 60
 """SLURM checks time limits only now and then, so its warning may come up to a minute early."""
@@ -92,6 +110,12 @@ def plan_jobs(request: Request) -> tuple[Path, list[Planned]]:
     resources = request.resources
     _check_resources(resources)
     _check_sbatch_flags((*request.site.sbatch_flags, *resources.sbatch_flags))
+    for name in _OVERRIDES.keys() & request.environment.keys():
+        instead = f" and give {_OVERRIDES[name]}" if _OVERRIDES[name] else ""
+        raise UserError(
+            f"{name}={request.environment[name]} would override what submit writes; unset it in "
+            f"the shell and the site file{instead}"
+        )
     world_size = resources.nodes * resources.ranks_per_node
     with compat.assuming("cuda" if resources.gpus_per_node else "cpu"):
         request.recipe.check()
@@ -138,7 +162,7 @@ def render_script(
         f"--time={resources.time}",
         *([f"--partition={shlex.quote(site.partition)}"] if site.partition else []),
         *([f"--account={shlex.quote(site.account)}"] if site.account else []),
-        f"--output={shlex.quote(str(log))}",
+        f"--output={shlex.quote(str(log).replace('%', '%%'))}",  # a % begins a pattern
         "--open-mode=append",
         # B: signals the batch step alone, which passes the signal on to the ranks.
         f"--signal=B:USR1@{resources.save_seconds}",
@@ -171,16 +195,17 @@ def submit_jobs(request: Request, root: Path, jobs: list[Planned]) -> dict[str, 
         script.write_text(job.script, encoding="utf-8")
         after = [] if job.parent is None else [f"--dependency=afterok:{numbers[job.parent]}"]
         try:
-            answer = slurm(
-                "sbatch", "--parsable", *after, str(script), environment=request.environment
+            numbers[job.stage] = sbatch(
+                *after, str(script), environment=outside_of_a_job(request.environment)
             )
-        except CommandFailedError as error:
+        except RunFailedError as error:
             for number in reversed(numbers.values()):
                 slurm("scancel", number)
+            if not isinstance(error, CommandFailedError):
+                raise
             raise RunFailedError(
                 f"stage {job.stage} was refused ({error}); nothing is queued"
             ) from error
-        numbers[job.stage] = answer.strip().partition(";")[0]
     write_jobs(root, numbers)
     return numbers
 
@@ -283,7 +308,7 @@ def _misfit(resources: Resources, fields: Mapping[str, str]) -> str:
 def _refuse_second_submission(root: Path) -> None:
     if not (slurm_folder(root) / "jobs.json").exists():
         return
-    if active := [f"{job.stage}: {job.job}" for job in read_chain(root) if job.state in ACTIVE]:
+    if active := [f"{job.stage}: {job.job}" for job in read_chain(root) if job.is_active]:
         raise UserError(
             f"{root} has jobs already ({', '.join(active)}); wait for them, or titan-loop slurm "
             f"cancel {root}"
