@@ -103,6 +103,7 @@ class SourceCard:
         splits: Splits by name: "train" and "held_out".
         has_loss_mask: Whether a `.ds.loss` file with a byte per token lies beside every shard.
         dropped: Number of records that were read and are in no split, by reason.
+        repaired: Number of records that could be read only in part or with a change, by kind.
         chat_template: Jinja text of the conversations; None for ChatML, or without a loss mask.
         template_variables: Special tokens that the template may use, such as `bos_token`.
         turn_end: The token that ends a turn in that template.
@@ -119,6 +120,7 @@ class SourceCard:
     command: str
     has_loss_mask: bool = False
     dropped: dict[str, int] = field(default_factory=dict)
+    repaired: dict[str, int] = field(default_factory=dict)
     cleaning: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     template_variables: dict[str, str] = field(default_factory=dict)

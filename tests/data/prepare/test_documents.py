@@ -1,6 +1,5 @@
 """Every input format stores the same documents, and counts what it cannot store."""
 
-import codecs
 import gzip
 import json
 import os
@@ -14,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from titan_loop.data.inspect_source import show_source
+from titan_loop.data.prepare.compression import zstd
 from titan_loop.data.prepare.documents import find_documents
 from titan_loop.data.prepare.make_tokenizer import import_tokenizer, train_tokenizer
-from titan_loop.data.prepare.pipeline_steps import zstd
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
@@ -42,17 +41,6 @@ def stored(source: Path) -> list[str]:
 
 def jsonl(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_a_byte_order_mark_costs_no_record(
-    suffix: str, small_tokenizer: Path, tmp_path: Path
-) -> None:
-    content = codecs.BOM_UTF8 + jsonl(TEXTS)
-    path = tmp_path / f"a{suffix}"
-    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-    assert prepare(path, small_tokenizer, tmp_path / "out", max_malformed=0).dropped == {}
-    assert stored(tmp_path / "out") == sorted(TEXTS)
 
 
 @pytest.fixture(params=["plain", "gz", "zst", "parquet", "text", "huggingface"])
@@ -94,28 +82,6 @@ def test_every_format_stores_the_same(
     assert len(card.splits["train"].shards) == 2  # both tasks had work
 
 
-def test_parquet_counts_what_it_cannot_store(small_tokenizer: Path, tmp_path: Path) -> None:
-    raw = pa.array([b"good", b"\xff", b"", None, b"fine"], pa.binary())
-    # Arrow does not look at the bytes when it is told that they are text.
-    texts = pa.Array.from_buffers(pa.string(), 5, raw.buffers())
-    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
-    out = tmp_path / "out"
-    card = prepare(tmp_path / "a.parquet", small_tokenizer, out, max_malformed=0.5)
-    assert card.dropped == {"malformed": 1, "missing_text": 1, "empty": 1}
-    assert stored(out) == ["fine", "good"]
-    with pytest.raises(UserError, match=r"5 of 5 records .* lack their text.*no field 'body'"):
-        prepare(tmp_path / "a.parquet", small_tokenizer, tmp_path / "b", text_key="body")
-
-
-def test_parquet_conversations(small_tokenizer: Path, tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    pq.write_table(pa.table({"messages": [chat, None]}), tmp_path / "a.parquet")
-    out = tmp_path / "out"
-    card = prepare(tmp_path / "a.parquet", small_tokenizer, out, chat=True, max_malformed=0.5)
-    assert card.dropped == {"missing_text": 1}
-    assert next(show_source(out)).text.startswith("<|im_start|>user\na<|im_end|>\n")
-
-
 def test_a_folder_of_text(
     small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,7 +97,7 @@ def test_a_folder_of_text(
     assert card.dropped == {"malformed": 1, "empty": 1}
     assert stored(out) == ["code", "prose"]
     assert "left out 1 hidden files" in caplog.text
-    assert "c.bin, record 1: invalid UTF-8" in caplog.text
+    assert "c.bin, document 1: invalid UTF-8" in caplog.text
     prepare(folder, small_tokenizer, tmp_path / "only", pattern=["*.py", "b.*"])
     assert stored(tmp_path / "only") == ["code", "prose"]
 
@@ -163,25 +129,28 @@ def test_held_out_files_of_any_format(small_tokenizer: Path, tmp_path: Path) -> 
 
 
 def test_which_files(tmp_path: Path) -> None:
-    for name in ("x/a.jsonl", "x/b/c.jsonl.gz", "x/readme.md", "y/a.parquet", "y/b.jsonl", "z/t"):
+    for name in ("x/a.jsonl", "x/b/c.jsonl.gz", "x/readme.md", "z/t"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
-    found = find_documents(tmp_path / "x")
-    assert found.format == "jsonl"
-    assert found.files == (str(tmp_path / "x/a.jsonl"), str(tmp_path / "x/b/c.jsonl.gz"))
-    assert find_documents(tmp_path / "z").format == "text"
-    assert find_documents(tmp_path / "x", format="text").files[-1] == str(tmp_path / "x/readme.md")
+        path.write_bytes(gzip.compress(b"") if name.endswith("gz") else b"{}")
+    found = find_documents(tmp_path / "x").files
+    assert found == (
+        (str(tmp_path / "x/a.jsonl"), "jsonl"),
+        (str(tmp_path / "x/b/c.jsonl.gz"), "jsonl"),
+    )
+    assert find_documents(tmp_path / "x", tmp_path / "x/a.jsonl").files == found[1:]
+    readme = (str(tmp_path / "x/readme.md"), "text")
+    assert find_documents(tmp_path / "x", format="text").files[-1] == readme
+    both = find_documents([tmp_path / "x", tmp_path / "z"]).files
+    assert both == (*found, (str(tmp_path / "z/t"), "text"))
     (tmp_path / "empty").mkdir()
     for arguments, options, message in [
         ([tmp_path / "missing"], {}, r"missing does not exist.*--format huggingface"),
         ([tmp_path / "empty"], {}, "empty has no document file"),
         ([tmp_path / "x"], {"pattern": ["*.c"]}, r"has no document file that matches \*\.c"),
-        ([tmp_path / "x"], {"format": "parquet"}, "has no parquet file"),
-        ([tmp_path / "y"], {}, "mixes jsonl and parquet: give --format"),
-        ([tmp_path / "x", tmp_path / "z"], {}, "inputs mix jsonl and text"),
+        ([tmp_path / "x"], {"format": "parquet"}, "has no parquet file: choose by name"),
         ([tmp_path / "x", tmp_path / "x/a.jsonl"], {}, r"a\.jsonl is given twice"),
-        ([tmp_path / "x"], {"format": "json"}, "format 'json' is not known; nearest: jsonl"),
+        ([tmp_path / "x"], {"format": "jsonlines"}, "'jsonlines' is not known; nearest: jsonl"),
         ([tmp_path / "x"], {"dataset_split": "test"}, "have no effect on files"),
         (["a", "b"], {"format": "huggingface"}, "reads one dataset, not 2"),
         (["a"], {"format": "huggingface", "pattern": ["*"]}, "no effect on a Hugging Face"),
@@ -191,7 +160,7 @@ def test_which_files(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             find_documents(arguments, **options)
     with pytest.raises(UserError, match="given for training and held out"):
-        find_documents(tmp_path / "x", tmp_path / "x/a.jsonl")
+        find_documents(tmp_path / "x/a.jsonl", tmp_path / "x/a.jsonl")
 
 
 def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,7 +173,7 @@ def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (snapshot / "more").symlink_to("../blobs")
     (snapshot / "gone.jsonl").symlink_to("nowhere")
     found = find_documents(snapshot)
-    assert found.files == (str(snapshot / "a.jsonl.gz"),)
+    assert found.files == ((str(snapshot / "a.jsonl.gz"), "jsonl"),)
     assert "left out 2 links to folders or to nothing" in caplog.text
     (snapshot / "b.jsonl.gz").symlink_to("../blobs/0f")
     with pytest.raises(UserError, match="given twice"):
@@ -215,7 +184,7 @@ def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in "ab":
         (snapshot / f"{name}.jsonl.gz").unlink()
         (snapshot / f"{name}.jsonl.gz").symlink_to("c.jsonl.gz")
-    assert find_documents(snapshot).files == (str(snapshot / "c.jsonl.gz"),)
+    assert find_documents(snapshot).files == ((str(snapshot / "c.jsonl.gz"), "jsonl"),)
     assert "left out 2 links to other files of it" in caplog.text
 
 
@@ -227,25 +196,6 @@ def test_names_that_a_list_of_files_cannot_hold(tmp_path: Path, name: bytes) -> 
         pytest.skip("the file system does not allow such names")
     with pytest.raises(UserError, match="has a name that a list of files cannot hold"):
         find_documents(tmp_path)
-
-
-def test_json_files_are_lines_only_where_that_is_said(tmp_path: Path) -> None:
-    for name in ("a.json", "b.json.gz", "c.jsonl"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(UserError, match=r"a\.json may hold JSON lines or be one document: give"):
-        find_documents(tmp_path / "a.json")
-    assert find_documents(tmp_path / "a.json", format="jsonl").format == "jsonl"
-    assert len(find_documents(tmp_path, format="jsonl").files) == 1
-    assert len(find_documents(tmp_path, format="jsonl", pattern=["*.json*"]).files) == 3
-    (tmp_path / "c.jsonl").rename(tmp_path / "c.JSONL")
-    assert find_documents(tmp_path).format == "jsonl"
-    assert [path.name for path in map(Path, find_documents(tmp_path).files)] == ["c.JSONL"]
-    (tmp_path / "c.JSONL").unlink()
-    with pytest.raises(UserError, match=r"files like a\.json, which may hold JSON lines or be one"):
-        find_documents(tmp_path)
-    assert len(find_documents(tmp_path, format="text").files) == 2
-    with pytest.raises(UserError, match=r"has no jsonl file: choose by name with --pattern"):
-        find_documents(tmp_path, format="jsonl")
 
 
 def test_an_output_inside_the_input_is_no_input(small_tokenizer: Path, tmp_path: Path) -> None:

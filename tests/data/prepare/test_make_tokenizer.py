@@ -157,5 +157,5 @@ def test_training_mistakes(jsonl: Path, tmp_path: Path) -> None:
         train_tokenizer([tmp_path / "missing.jsonl"], vocab_size=300, output=tmp_path)
     with pytest.raises(UserError, match=r"output .*t\.json cannot be written \(File exists\)"):
         train_tokenizer([jsonl], vocab_size=300, output=jsonl / "t.json")
-    with pytest.raises(UserError, match=r"4 lack their text, .*record 1: no field 'body'"):
+    with pytest.raises(UserError, match=r"4 lack their text, .*line 1: no field 'body'"):
         train_tokenizer([jsonl], vocab_size=300, output=tmp_path, text_key="body")

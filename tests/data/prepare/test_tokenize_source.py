@@ -184,8 +184,8 @@ def test_bad_records_are_counted_shown_and_limited(
     options = {"tokenizer": small_tokenizer, "held_out_fraction": 0}
     with pytest.raises(
         UserError,
-        match=r"6 of 9 records are malformed .* --max-malformed 0.01 .*record 2: no text; "
-        r".*record 3: no field 'text'; .*record 4: ",
+        match=r"6 of 9 records are malformed .* --max-malformed 0.01 .*line 2: no text; "
+        r".*line 3: no field 'text', only 'body'; .*line 4: not JSON: Expecting value, column 1",
     ):
         tokenize_source(path, output=out, **options)
     assert not (out / CARD_NAME).exists()
@@ -196,9 +196,9 @@ def test_bad_records_are_counted_shown_and_limited(
     assert card.splits["train"].documents == 2
     assert sorted(stored(out, "train")) == ["first", "last"]
     assert "dropped 4 malformed, 2 missing_text, 1 empty of 9 records" in caplog.text
-    shown = [r.getMessage() for r in caplog.records if "a.jsonl, record" in r.getMessage()]
+    shown = [r.getMessage() for r in caplog.records if "a.jsonl, line" in r.getMessage()]
     assert [message.split(", ")[1].split(":")[0] for message in shown] == [
-        f"record {number}" for number in (2, 3, 4)
+        f"line {number}" for number in (2, 3, 4)
     ]
 
 

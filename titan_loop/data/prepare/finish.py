@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.data.prepare.executors import Pipeline, statistics
-from titan_loop.data.prepare.pipeline_steps import (
+from titan_loop.data.prepare.pipelines import HOLD_OUT, READ, TOKENIZE
+from titan_loop.data.prepare.preparation import SPLITS, Preparation
+from titan_loop.data.prepare.readers import (
     DROPPED_BY_READERS,
+    REPAIRED_BY_READERS,
     SPELT_CHATML,
     dropped_examples,
 )
-from titan_loop.data.prepare.pipelines import HOLD_OUT, READ, TOKENIZE
-from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.shards import file_chunks, index_path, misplaced_eos
 from titan_loop.data.source_card import LOSS_SUFFIX, ShardCard, SourceCard, SplitCard, file_sha256
 from titan_loop.errors import UserError
@@ -82,6 +83,7 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
         command=preparation.command,
         has_loss_mask=preparation.chat is not None,
         dropped=dropped,
+        repaired=_repaired(output, counted["train"][READ]),
         cleaning=preparation.config.cleaning(),
         **({} if preparation.chat is None else preparation.chat.on_card(tokenizer)),
     )
@@ -91,6 +93,14 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
     card.write(output)
     shutil.rmtree(preparation.work, ignore_errors=True)
     return card
+
+
+def _repaired(output: Path, counts: Counter[str]) -> dict[str, int]:
+    repaired = {kind: counts[kind] for kind in REPAIRED_BY_READERS if counts[kind]}
+    if repaired:
+        shown = ", ".join(f"{count} {kind}" for kind, count in repaired.items())
+        logger.info("%s: repaired %s of %d records", output, shown, counts["records"])
+    return repaired
 
 
 def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> dict[str, int]:

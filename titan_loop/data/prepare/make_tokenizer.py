@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
-from titan_loop.data.prepare.pipeline_steps import (
+from titan_loop.data.prepare.readers import (
     DROPPED_BY_READERS,
     document_reader,
     dropped_examples,
@@ -51,8 +51,8 @@ def train_tokenizer(
     the same for the same documents.
 
     Args:
-        inputs: JSONL, Parquet or text files, or folders of one of these. From a folder with
-            train.jsonl and held_out.jsonl only the first is read.
+        inputs: Files as `data tokenize` reads them, or folders of these. A folder's held-out files
+            are not read.
         vocab_size: Number of tokens, special ones and the 256 bytes included.
         output: Path of the new tokenizer.json, or an existing folder for it.
         format: Format of the files; auto reads it from their names.

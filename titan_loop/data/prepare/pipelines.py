@@ -26,9 +26,9 @@ from titan_loop.data.prepare.pipeline_steps import (
     HeldOutReader,
     PlainTextTokenizer,
     ShortTextSignature,
-    document_reader,
 )
 from titan_loop.data.prepare.preparation import Preparation
+from titan_loop.data.prepare.readers import document_reader
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 READ, HOLD_OUT, TOKENIZE = "read", "hold_out", "tokenize"
@@ -63,9 +63,8 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
             build_ngram_index(config.decontaminate, index, config.language)
         steps["contaminated"] = ngram_filter(config.decontaminate, index, config.language)
     if preparation.holds_out:
-        steps[HOLD_OUT] = HeldOutFilter(
-            preparation.documents.held_out_files, preparation.held_out_fraction, work / "held_out"
-        )
+        files = [file.path for file in preparation.documents.held_out_files]
+        steps[HOLD_OUT] = HeldOutFilter(files, preparation.held_out_fraction, work / "held_out")
     steps[TOKENIZE] = tokenize("train")
     pipelines.append(_pipeline(preparation, "train", steps, preparation.tasks))
     if preparation.holds_out:

@@ -116,7 +116,7 @@ def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> No
 def _refuse_modified(preparation: Preparation, known: Sequence[int], found: Sequence[int]) -> None:
     """Refuse inputs modified after a finished task read them; the other tasks read them again."""
     files = preparation.documents.all_files()
-    for number, (path, before, now) in enumerate(zip(files, known, found, strict=True)):
+    for number, ((path, _), before, now) in enumerate(zip(files, known, found, strict=True)):
         task = number % preparation.tasks  # datatrove deals the files out to the tasks
         if before != now and any((preparation.output / "logs").glob(f"*/completions/{task:05d}")):
             raise UserError(
@@ -126,7 +126,7 @@ def _refuse_modified(preparation: Preparation, known: Sequence[int], found: Sequ
 
 
 def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
-    files = [Path(path).stat() for path in preparation.documents.all_files()]
+    files = [Path(file.path).stat() for file in preparation.documents.all_files()]
     names = ("held_out_fraction", "eos_token", "text_key", "tasks")
     settings = {
         "documents": asdict(preparation.documents),

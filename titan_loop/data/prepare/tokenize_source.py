@@ -61,11 +61,11 @@ def tokenize_source(
     interruption.
 
     Args:
-        inputs: JSONL (plain, gz, zst), Parquet or text files, folders of one of these, or the name
-            of a Hugging Face dataset.
+        inputs: Files of JSON lines, JSON arrays, CSV, TSV, Parquet, Arrow or text, compressed or
+            not, folders of these, or the name of a Hugging Face dataset.
         output: Folder of the source.
         tokenizer: A tokenizer.json; it is copied into the source.
-        format: Format of the files; auto reads it from their names.
+        format: Format of the files; auto reads it from their names and first bytes.
         pattern: Patterns of file names in folders, e.g. '*.py' '*.md'.
         text_key: Field that holds a document's text.
         chat: Records are conversations (messages, ShareGPT, question and answer, instruction and
@@ -74,8 +74,8 @@ def tokenize_source(
         messages_key: Field that holds a conversation's messages.
         chat_template: A file with a Jinja template, or 'tokenizer' for the one beside the
             tokenizer; by default ChatML.
-        held_out_inputs: Documents that are never trained on; by default the held_out.jsonl beside a
-            train.jsonl, if the input is a folder with both.
+        held_out_inputs: Documents that are never trained on; by default the files called held_out
+            or validation of a folder with files called train.
         held_out_fraction: Share of documents held out, chosen by a hash of their text, in [0, 1);
             has no effect beside held-out inputs.
         dataset_config: Configuration of a Hugging Face dataset.
@@ -152,7 +152,7 @@ def tokenize_source(
     token_bytes(loaded)  # refuses ids that do not fit
     if preparation.chat is not None:
         preparation.chat.on_card(loaded)  # refuses a template that does not work
-    if documents.format == "huggingface":
+    if documents.dataset:
         _require_dataset(documents)
     refuse_output(output, overwrite)  # before a lock file is left in it
     try:

@@ -1,0 +1,299 @@
+"""Readers of documents for datatrove, which count every record that does not become one.
+
+datatrove's own readers drop records without text without a count and abandon a file at its first
+invalid byte.
+"""
+
+import codecs
+import io
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from datatrove.data import Document
+from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
+from datatrove.pipeline.readers.huggingface import HuggingFaceDatasetReader
+
+from titan_loop.data.prepare.chat_records import ChatRecords
+from titan_loop.data.prepare.compression import BROKEN, open_file
+from titan_loop.data.prepare.documents import Documents
+from titan_loop.data.prepare.json_records import (
+    HALF_SURROGATE,
+    LENIENT,
+    Parsed,
+    parse_json,
+    parse_values,
+)
+from titan_loop.data.prepare.tables import table_rows
+from titan_loop.errors import UserError, first_line
+from titan_loop.storage.json_files import append_jsonl, read_jsonl
+from titan_loop.text.conversation import RejectedError
+from titan_loop.text.tokenizer import TURN_START
+
+SHOWN_EXAMPLES = 3
+_SHOWN_FIELDS = 8
+_LONGEST_LINE = 1 << 28  # a sparse file would be one endless line
+DROPPED_BY_READERS = ("malformed", "missing_text", "empty", "rejected")
+"""Lines that are not records, records without the field, without text, and with a bad answer."""
+REPAIRED_BY_READERS = (LENIENT, HALF_SURROGATE)
+SPELT_CHATML = "spelt_chatml"
+"""Statistic of documents whose text spells the token that begins a turn."""
+
+Records = Iterator[tuple[int, dict[str, Any] | str]]
+"""The number of every record of a file, and its fields, or its fault if it is malformed."""
+
+_PLACES = {"jsonl": "line", "json": "record", "text": "document"}
+
+
+class CountingReader(BaseReader):
+    """Base of all readers: a record becomes a document or is counted as dropped.
+
+    Its statistics are `records`, the reasons in `DROPPED_BY_READERS` and the repairs in
+    `REPAIRED_BY_READERS`. With `chat`, records are conversations. The folder `examples`, if there
+    is one, takes the first few dropped records of each task.
+    """
+
+    def __init__(
+        self, *args: Any, chat: ChatRecords | None, examples: str | None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.chat = chat
+        self.examples = examples
+        self.shown = 0
+        self.rank = 0
+
+    def run(
+        self, data: Any = None, rank: int = 0, world_size: int = 1
+    ) -> Generator[Document, None, None]:
+        """Read this task's documents."""
+        self.rank = rank
+        if self.examples is not None:
+            self._examples_file().unlink(missing_ok=True)  # left by an interrupted attempt
+        yield from super().run(data, rank, world_size)  # pyright: ignore[reportAbstractUsage]
+
+    def get_document_from_dict(
+        self, data: Mapping[str, Any], source_file: str, id_in_file: int | str
+    ) -> Document | None:
+        """Return the record's document; if there is none, count the reason."""
+        self.stat_update("records")
+        metadata: dict[str, Any] = {"file_path": source_file}
+        try:
+            if self.chat is not None:
+                text, conversation = self.chat.read(data)
+                metadata |= conversation
+            else:
+                text = _text(data, self.text_key)
+                if TURN_START in text:
+                    self.stat_update(SPELT_CHATML)
+        except KeyError as error:
+            return self.drop("missing_text", source_file, id_in_file, str(error.args[0]))
+        except TypeError as error:
+            return self.drop("malformed", source_file, id_in_file, str(error))
+        except RejectedError as error:
+            return self.drop("rejected", source_file, id_in_file, str(error))
+        except ValueError as error:
+            return self.drop("empty", source_file, id_in_file, str(error))
+        return Document(text=text, id=f"{source_file}/{id_in_file}", metadata=metadata)
+
+    def place(self, source_file: str, id_in_file: int | str) -> str:
+        """Return where a record stands in its file, in words."""
+        return f"row {id_in_file}"
+
+    def drop(self, kind: str, source_file: str, id_in_file: int | str, reason: str) -> None:
+        """Count a dropped record; keep the task's first few as examples."""
+        self.stat_update(kind)
+        if self.examples is not None and self.shown < SHOWN_EXAMPLES:
+            self.shown += 1
+            place = self.place(source_file, id_in_file)
+            record = {"file": source_file, "record": place, "reason": reason}
+            append_jsonl(self._examples_file(), record)
+
+    def _examples_file(self) -> Path:
+        assert self.examples is not None
+        return Path(self.examples) / f"{self.rank:05d}.jsonl"
+
+
+def _text(record: Mapping[str, Any], key: str) -> str:
+    text = record.get(key)
+    if text is None:
+        if key in record:
+            raise KeyError(f"{key!r} is null")
+        raise KeyError(f"no field {key!r}{_only(record)}")
+    if isinstance(text, bytes):
+        raise TypeError("invalid UTF-8")
+    if not isinstance(text, str):
+        raise TypeError(f"{key!r} is not a string")
+    if not text.strip():
+        raise ValueError("no text")
+    return text
+
+
+def dropped_examples(folder: Path) -> list[str]:
+    """Return the first few dropped records that readers noted in a folder."""
+    files = sorted(folder.glob("*.jsonl"))
+    records = [record for path in files for record in read_jsonl(path, {"reason": str})]
+    return [
+        f"/{record['file']}, {record['record']}: {record['reason']}"
+        for record in records[:SHOWN_EXAMPLES]
+    ]
+
+
+class FileReader(CountingReader, BaseDiskReader):
+    """Reads files, each by its kind; a bad line or row costs that record only."""
+
+    name = "📄 Files"
+
+    def __init__(self, *args: Any, kinds: Mapping[str, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kinds = kinds
+
+    def place(self, source_file: str, id_in_file: int | str) -> str:
+        """Return the line of JSON lines, else the record's number."""
+        return f"{_PLACES.get(self.kinds[source_file], 'row')} {id_in_file}"
+
+    def read_file(self, filepath: str) -> Generator[Document, None, None]:
+        """Yield the documents of one file."""
+        for number, record in self.read_records(filepath):
+            if isinstance(record, str):
+                self.stat_update("records")
+                self.drop("malformed", filepath, number, record)
+            elif document := self.get_document_from_dict(record, filepath, number):
+                yield document
+
+    def read_records(self, filepath: str) -> Records:
+        """Return the records of one file; lines and rows are numbered from 1."""
+        path = f"/{filepath}"
+        match self.kinds[filepath]:
+            case "jsonl":
+                return self._json_lines(path)
+            case "json":
+                return self._json_values(path)
+            case "text":
+                return self._text_file(path)
+            case kind:
+                return self._table(path, kind)
+
+    def _json_lines(self, path: str) -> Records:
+        for number, line in enumerate(_lines(path), start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip():
+                continue
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                try:
+                    record = self._repaired(parse_json(line.rstrip()))
+                except ValueError as error:
+                    yield number, str(error)
+                    continue
+            yield number, _object(record)
+
+    def _json_values(self, path: str) -> Records:
+        content = b"".join(_lines(path))
+        try:
+            for number, parsed in enumerate(parse_values(content), start=1):
+                yield number, _object(self._repaired(parsed))
+        except ValueError as error:
+            raise UserError(
+                f"input {path} cannot be read ({error}): correct it, or give --format text to "
+                "train on its letters"
+            ) from error
+
+    def _text_file(self, path: str) -> Records:
+        content = b"".join(_lines(path)).removeprefix(codecs.BOM_UTF8)
+        try:
+            yield 1, {self.text_key: content.decode()}
+        except UnicodeDecodeError as error:
+            yield 1, f"invalid UTF-8 ({error.reason})"
+
+    def _table(self, path: str, kind: str) -> Records:
+        import pyarrow
+
+        wanted = (self.text_key,) if self.chat is None else self.chat.fields
+        try:
+            yield from enumerate(table_rows(path, kind, wanted), start=1)
+        except (pyarrow.ArrowException, *BROKEN) as error:
+            raise _unreadable(path, error) from error
+
+    def _repaired(self, parsed: Parsed) -> Any:
+        for repair in parsed.repairs:
+            self.stat_update(repair)
+        return parsed.value
+
+
+class CountingHuggingFaceReader(CountingReader, HuggingFaceDatasetReader):
+    """Reads rows through the `datasets` library."""
+
+    def run(
+        self, data: Any = None, rank: int = 0, world_size: int = 1
+    ) -> Generator[Document, None, None]:
+        """Read this task's documents; the library's errors become one line."""
+        try:
+            yield from super().run(data, rank, world_size)
+        except UserError:
+            raise
+        except Exception as error:  # the library raises many kinds
+            raise UserError(
+                f"dataset {self.dataset!r} cannot be read ({first_line(error)}): download it and "
+                "give its files without --format huggingface"
+            ) from error
+
+
+def document_reader(
+    documents: Documents,
+    *,
+    paths_file: Path,
+    text_key: str,
+    chat: ChatRecords | None,
+    examples: Path | None,
+) -> CountingReader:
+    """Return the reader for `documents`."""
+    options: dict[str, Any] = {
+        "text_key": text_key,
+        "chat": chat,
+        "examples": None if examples is None else str(examples),
+    }
+    if documents.dataset:
+        return CountingHuggingFaceReader(
+            documents.dataset,
+            {"name": documents.dataset_config, "split": documents.dataset_split},
+            streaming=True,
+            **options,
+        )
+    kinds = {file.path.lstrip("/"): file.kind for file in documents.all_files()}
+    paths_file.parent.mkdir(parents=True, exist_ok=True)
+    paths_file.write_text("".join(f"{path}\n" for path in kinds))
+    return FileReader("/", paths_file=str(paths_file), kinds=kinds, **options)
+
+
+def _object(record: Any) -> dict[str, Any] | str:
+    return record if isinstance(record, dict) else "not a JSON object"
+
+
+def _only(record: Mapping[str, Any]) -> str:
+    """Return the names that a record has, to go after the one that it lacks."""
+    names = ", ".join(repr(name) for name in [*record][:_SHOWN_FIELDS])
+    more = f" and {len(record) - _SHOWN_FIELDS} more" if len(record) > _SHOWN_FIELDS else ""
+    return f", only {names:.200}{more}" if names else ""
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    try:
+        with open_file(path) as file:
+            lines = file if hasattr(file, "readline") else io.BufferedReader(file)
+            while line := lines.readline(_LONGEST_LINE + 1):
+                if len(line) > _LONGEST_LINE:
+                    raise UserError(
+                        f"input {path} has a line of more than {_LONGEST_LINE:,} bytes: split or "
+                        "remove it"
+                    )
+                yield line
+    except BROKEN as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> UserError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    return UserError(f"input {path} cannot be read to its end ({reason}): replace it")
