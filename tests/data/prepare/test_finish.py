@@ -53,7 +53,7 @@ def test_as_many_records_may_be_malformed_as_was_asked_for(tmp_path):
 class Written:
     """A preparation whose pipelines have ended; token 0 is the end of a document."""
 
-    eos_token, chat, licence, command, max_malformed = "<|endoftext|>", False, "test", "test", 0.1
+    eos_token, chat, licence, command, max_malformed = "<|endoftext|>", None, "test", "test", 0.1
     config = SimpleNamespace(cleaning=dict)
 
     def __init__(self, output: Path, tokenizer: Path) -> None:
