@@ -67,18 +67,18 @@ def test_texts_end_where_the_training_data_said(trained_run, ended_run):
         loaded = load_checkpoint(run)
         return text_ends(loaded, load_matching_tokenizer(loaded))
 
-    assert ends(trained_run) == (0, 2)
-    assert ends(ended_run.path) == (ended_run.end, 2)
+    assert ends(trained_run) == (0, 2, None)
+    assert ends(ended_run.path) == (ended_run.end, 2, None)
     assert ends(ended_run.path).stop_tokens == {ended_run.end, 2}
 
 
 @pytest.mark.parametrize(
     ("recorded", "ends"),
     [
-        ({"text": {"end_of_text": "a", "turn_end": "b"}}, ("a", "b")),
-        ({"text": {"end_of_text": "a", "turn_end": None}}, ("a", "<|im_end|>")),
-        ({"text": None}, ("<|endoftext|>", "<|im_end|>")),
-        ({}, ("<|endoftext|>", "<|im_end|>")),
+        ({"text": {"end_of_text": "a", "turn_end": "b"}}, ("a", "b", None)),
+        ({"text": {"end_of_text": "a", "begin_of_text": "c"}}, ("a", "<|im_end|>", "c")),
+        ({"text": None}, ("<|endoftext|>", "<|im_end|>", None)),
+        ({}, ("<|endoftext|>", "<|im_end|>", None)),
     ],
 )
 def test_an_imported_run_has_recorded_where_texts_end(own_run, recorded, ends):
@@ -86,7 +86,8 @@ def test_an_imported_run_has_recorded_where_texts_end(own_run, recorded, ends):
     config["dataloader"]["mixture"] = []
     (own_run / "config.json").write_text(json.dumps(config | recorded))
     tokenizer = byte_level_tokenizer()
-    assert text_ends(load_checkpoint(own_run), tokenizer) == tuple(map(tokenizer.token_to_id, ends))
+    ids = tuple(None if token is None else tokenizer.token_to_id(token) for token in ends)
+    assert text_ends(load_checkpoint(own_run), tokenizer) == ids
 
 
 def refusal(call) -> str:

@@ -229,7 +229,10 @@ class _Session:
         """Stream the completions of several prompts, side by side; an empty one begins a text."""
         from titan_loop.inference.rows import text_requests
 
-        beginning = [] if self.ends.end_of_text is None else [self.ends.end_of_text]
+        # Documents that begin with no token of their own begin after the last one's end.
+        before = [] if self.ends.end_of_text is None else [self.ends.end_of_text]
+        begin = self.ends.begin_of_text
+        beginning = before if begin is None else [begin]
         requests = text_requests(
             self.tokenizer,
             [prompt or beginning for prompt in prompts],
@@ -237,6 +240,7 @@ class _Session:
             max_new_tokens=self.generation.max_new_tokens,
             stop=self.generation.stop,
             prefixes=prefixes,
+            begin=begin,
         )
         return self.engine.stream(requests, sampling=self.sampling, generator=self.generator)
 

@@ -10,7 +10,14 @@ import numpy as np
 
 from titan_loop.data.packed_index import PIECE, WINDOW_END
 from titan_loop.data.shards import TokenShards, file_chunks, index_path, misplaced_eos
-from titan_loop.data.source_card import LOSS_SUFFIX, ShardCard, SourceCard, file_sha256, index_paths
+from titan_loop.data.source_card import (
+    BYTES_SUFFIX,
+    LOSS_SUFFIX,
+    ShardCard,
+    SourceCard,
+    file_sha256,
+    index_paths,
+)
 from titan_loop.errors import require_at_least
 from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
@@ -108,6 +115,8 @@ def _shard(
     hashes = {path: shard.sha256, index_path(path): shard.index_sha256}
     if card.has_loss_mask:
         hashes[mask] = shard.loss_sha256
+    if shard.bytes_sha256:
+        hashes[path.with_name(path.name + BYTES_SUFFIX)] = shard.bytes_sha256
     sound = True
     for file, sha256 in hashes.items():
         for fault in _file(file, sizes[f"{path.parent.name}/{file.name}"], sha256):

@@ -2,8 +2,9 @@
 
 The format is datatrove's: `.ds` holds little-endian token ids of 2 or 4 bytes, `.ds.index` the ends
 of its documents (uint64, in tokens, from the start of the shard), `.ds.loss`, where the card says
-so, a byte per token that is 0 where nothing is learnt. Opening a source costs one `stat` per file
-and the read of one token.
+so, a byte per token that is 0 where nothing is learnt, and `.ds.bytes`, where the card says so, the
+bytes of text behind each token (uint32). Opening a source costs one `stat` per file and the read of
+one token.
 
 Where the split's card says that EOS stands at the ends of documents and nowhere else, a window is
 one read and its ends are its EOS tokens. Otherwise they are looked up in the index.
@@ -14,17 +15,26 @@ import hashlib
 import os
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from titan_loop.data.open_files import OpenFiles
-from titan_loop.data.source_card import INDEX_SUFFIX, LOSS_SUFFIX, SourceCard
+from titan_loop.data.source_card import (
+    BYTES_SUFFIX,
+    INDEX_SUFFIX,
+    LOSS_SUFFIX,
+    TOKEN_BYTES,
+    SourceCard,
+)
 from titan_loop.errors import UserError
 from titan_loop.storage.transient import retried
+from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, token_byte_lengths
 
 _BYTE = np.dtype(np.uint8)
+_TOKEN_BYTES = np.dtype(TOKEN_BYTES)
 _DOCUMENT_END = np.dtype("<i8")  # written unsigned; no shard has 2**63 tokens
 _INDEX_BLOCK = 2048  # document ends read at once
 _CHUNK_BYTES = 1 << 24
@@ -34,7 +44,7 @@ class TokenShards:
     """One split of a prepared source, whose files must have the sizes that its card says.
 
     Reading raises `UserError` if a file disappeared, an id lies outside the vocabulary, or an index
-    is damaged. `disk_bytes` is the size of the split's tokens, document ends and loss masks.
+    is damaged. `disk_bytes` is the size of the split's shards and of the files beside them.
     """
 
     def __init__(
@@ -151,6 +161,31 @@ class TokenShards:
             for shard, first, last, _ in self._parts(start, count)
         ]
         return _joined(masks)
+
+    def read_bytes(self, start: int, count: int) -> np.ndarray:
+        """Return the bytes of text behind each of these tokens (int64).
+
+        Raises `UserError` if they are not stored and the tokenizer's table does not give them.
+        """
+        parts: list[np.ndarray] = []
+        for shard, first, last, _ in self._parts(start, count):
+            if self.split.shards[shard].bytes_sha256:
+                path = self._paths[shard] + BYTES_SUFFIX
+                parts.append(self.files.read(path, _TOKEN_BYTES, first, last - first))
+            else:
+                parts.append(self._byte_table[self._tokens_of(shard, first, last)])
+        return _joined(parts).astype(np.int64)
+
+    @cached_property
+    def _byte_table(self) -> np.ndarray:
+        path = self.folder / TOKENIZER_NAME
+        table = token_byte_lengths(load_tokenizer(path))
+        if table is None:
+            raise UserError(
+                f"source {self.folder} does not have the bytes behind its tokens, which "
+                f"{path} does not give, as it is not byte-level: prepare it again"
+            )
+        return table
 
     def document(self, number: int) -> np.ndarray:
         """Return the ids (int64) of the document at `number` in stored order, its EOS included."""

@@ -27,6 +27,10 @@ _OWN_HASH = "card_sha256"
 LOCK_NAME = "source.lock"
 INDEX_SUFFIX = ".index"
 LOSS_SUFFIX = ".loss"
+BYTES_SUFFIX = ".bytes"
+TOKEN_BYTES = "<u4"
+"""Type of the bytes of text behind a token, in files with this suffix."""
+_TOKEN_BYTES_SIZE = 4
 _DOCUMENT_END_BYTES = 8
 FORMAT_VERSION = 2
 SHORT_DIGEST = 16
@@ -42,7 +46,12 @@ def lock_source(folder: Path, field: str) -> FolderLock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardCard:
-    """One `.ds` file in its split's folder, with the checksums of its index and its loss mask."""
+    """One `.ds` file in its split's folder, with the checksums of the files beside it.
+
+    Attributes:
+        loss_sha256: Checksum of the loss mask; empty without one.
+        bytes_sha256: Checksum of the bytes of its tokens; empty where the tokenizer's table holds.
+    """
 
     file: str
     documents: int
@@ -51,6 +60,7 @@ class ShardCard:
     sha256: str
     index_sha256: str = ""
     loss_sha256: str = ""
+    bytes_sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +117,10 @@ class SourceCard:
         chat_template: Jinja text of the conversations; None for ChatML, or without a loss mask.
         template_variables: Special tokens that the template may use, such as `bos_token`.
         turn_end: The token that ends a turn in that template.
+        bos_id: Id of the token in front of every document but conversations, whose template may
+            write it; None for none.
+        round_trip: A sample of documents: how many were `decoded`, how many `changed` on the way
+            to tokens and back, and the `first` of these; empty if none was decoded.
     """
 
     name: str
@@ -125,6 +139,8 @@ class SourceCard:
     chat_template: str | None = None
     template_variables: dict[str, str] = field(default_factory=dict)
     turn_end: str | None = None
+    bos_id: int | None = None
+    round_trip: dict[str, Any] = field(default_factory=dict)
     format_version: int = field(default=FORMAT_VERSION)
 
     def write(self, folder: Path) -> None:
@@ -141,6 +157,8 @@ class SourceCard:
             sizes[name + INDEX_SUFFIX] = shard.documents * _DOCUMENT_END_BYTES
             if self.has_loss_mask:
                 sizes[name + LOSS_SUFFIX] = shard.tokens
+            if shard.bytes_sha256:
+                sizes[name + BYTES_SUFFIX] = shard.tokens * _TOKEN_BYTES_SIZE
         return sizes
 
     def files(self) -> list[str]:
@@ -190,11 +208,13 @@ class SourceCard:
                 split["packed"] = tuple(_typed(PackedCard, packed) for packed in split["packed"])
                 raw["splits"][name] = _typed(SplitCard, split)
             card = _typed(cls, raw)
-            if not 0 <= card.eos_id < card.vocab_size:
-                raise UserError(
-                    f"source card {path}: eos_id {card.eos_id} is outside its vocabulary of "
-                    f"{card.vocab_size}: restore it or prepare the source again"
-                )
+            for name in ("eos_id", "bos_id"):
+                value = getattr(card, name)
+                if value is not None and not 0 <= value < card.vocab_size:
+                    raise UserError(
+                        f"source card {path}: {name} {value} is outside its vocabulary of "
+                        f"{card.vocab_size}: restore it or prepare the source again"
+                    )
             card.files()  # refuses names that lead out of the folder
             return card
         except (AttributeError, KeyError, TypeError) as error:
@@ -212,14 +232,15 @@ def _typed(kind: type[Card], record: Mapping[str, Any]) -> Card:
 
 
 def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextFormat:
-    """Return the format of a mixture's text: its first source's EOS, its first chats' template."""
+    """Return the format of a mixture's text: its first source's ends, its first chats' template."""
     end_of_text = tokenizer.id_to_token(cards[0].eos_id)
     if end_of_text is None:
         raise UserError(
             f"source {cards[0].name}: its EOS id {cards[0].eos_id} is not in its tokenizer: "
             "restore source.json or prepare the source again"
         )
-    text = TextFormat(end_of_text=end_of_text)
+    begin = None if cards[0].bos_id is None else tokenizer.id_to_token(cards[0].bos_id)
+    text = TextFormat(end_of_text=end_of_text, begin_of_text=begin)
     chats = next((card for card in cards if card.has_loss_mask), None)
     if chats is None:
         return text

@@ -37,6 +37,7 @@ from titan_loop.inference.exit_policy import parse_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
 from titan_loop.inference.sampling import Sampling
+from titan_loop.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -182,7 +183,9 @@ class LoopLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Token in front of a text without context."""
+        """Token in front of a text without context: BOS, or the token between documents."""
+        if self._ends.begin_of_text is not None:
+            return self._ends.begin_of_text
         if self._ends.end_of_text is None:
             raise UserError(
                 f"the tokenizer of {self.loaded.checkpoint} has no token that ends a text"
@@ -206,8 +209,9 @@ class LoopLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return token ids; nothing is added to the text."""
-        return self._text_tokenizer.encode(string, add_special_tokens=False).ids
+        """Return token ids, with BOS in front if the model's documents begin with it."""
+        begin = None if add_special_tokens is False else self._ends.begin_of_text
+        return encode_prompt(self._text_tokenizer, string, begin)
 
     def loglikelihood_rolling(
         self, requests: list["Instance"], disable_tqdm: bool = False
@@ -216,7 +220,7 @@ class LoopLM(TemplateLM):
         windows: list[list[TokenRequest]] = []
         for instance in requests:
             rolling = get_rolling_token_windows(
-                token_list=self.tok_encode(instance.args[0]),
+                token_list=self.tok_encode(instance.args[0], add_special_tokens=False),
                 prefix_token=self.eot_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
@@ -313,7 +317,7 @@ class LoopLM(TemplateLM):
         self, text: tuple[str, str], context: list[int], continuation: list[int]
     ) -> TokenRequest:
         if not continuation:  # its text merged into the last token of the context
-            continuation = self.tok_encode(text[1])
+            continuation = self.tok_encode(text[1], add_special_tokens=False)
         if not continuation:
             raise UserError(f"a request scores an empty continuation, after {text[0][-40:]!r}")
         if len(continuation) > self.max_length:

@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
+from titan_loop.data.source_card import SourceCard
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import Exam, model_sizes, right_in_training
 from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
@@ -34,7 +35,7 @@ from titan_loop.evaluation.window_scores import (
     sum_windows,
     summarise,
 )
-from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
+from titan_loop.text.tokenizer import TOKENIZER_NAME, encode_prompt, load_tokenizer
 from titan_loop.training.callback import TrainingState
 from titan_loop.training.verdict import agree_to_stop
 
@@ -168,10 +169,11 @@ def questions(trainer: TrainingState, name: str, count: int) -> Ask:
     in the harness.
     """
     documents = OFFLINE_TASKS[name]()[:count]
-    tokenizer = load_tokenizer(Path(trainer.config.dataloader.source_paths()[0]) / TOKENIZER_NAME)
+    source = Path(trainer.config.dataloader.source_paths()[0])
+    tokenizer, begin = load_tokenizer(source / TOKENIZER_NAME), SourceCard.read(source).bos_id
     room = trainer.config.training.seq_len
     pairs = [
-        continuation_tokens(tokenizer, document["text"], f" {choice}")
+        continuation_tokens(tokenizer, document["text"], f" {choice}", begin)
         for document in documents
         for choice in document["choices"]
     ]
@@ -233,14 +235,15 @@ def task_exam(
 
 
 def continuation_tokens(
-    tokenizer: "Tokenizer", context: str, continuation: str
+    tokenizer: "Tokenizer", context: str, continuation: str, begin: int | None = None
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of both, cut where the context alone ends, as the harness cuts.
 
-    The context does not end in white space, and the continuation begins with a space.
+    The context does not end in white space, and the continuation begins with a space. `begin` is
+    the token in front of every document, if there is one.
     """
-    whole = tokenizer.encode(context + continuation, add_special_tokens=False).ids
-    first = tokenizer.encode(context, add_special_tokens=False).ids
+    whole = encode_prompt(tokenizer, context + continuation, begin)
+    first = encode_prompt(tokenizer, context, begin)
     return first, whole[len(first) :]
 
 

@@ -29,7 +29,6 @@ from titan_loop.evaluation.task_report import ReadingResult
 from titan_loop.models.context import PREFIX, WindowShare
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ def open_run(
                 f"--sources {path} is neither a folder nor a source of {run.path}"
                 + nearest(path, own)
             )
-        run.tokenizer(Path(path) / TOKENIZER_NAME)
+        run.check_source(Path(path))
     return open_sources(chosen, seq_len=seq_len or run.seq_len, count=count)
 
 

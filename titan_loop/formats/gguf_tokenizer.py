@@ -48,12 +48,12 @@ def write_tokenizer(writer: "GGUFWriter", tokenizer: TokenizerExport, *, rows: i
     writer.add_token_types(types)
     merges = record["model"]["merges"]
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    writer.add_bos_token_id(tokenizer.end_of_text_id)
+    writer.add_bos_token_id(tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
     writer.add_pad_token_id(tokenizer.end_of_text_id)
     if tokenizer.turn_end_id is not None:
         writer.add_eot_token_id(tokenizer.turn_end_id)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(tokenizer.text.begin_of_text is not None)
     if tokenizer.text.chat_template is not None:
         writer.add_chat_template(tokenizer.text.chat_template)
 

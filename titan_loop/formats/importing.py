@@ -29,7 +29,13 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_json_object
 from titan_loop.storage.regular_file import DamagedFileError, read_regular
 from titan_loop.text.text_format import TextFormat
-from titan_loop.text.tokenizer import END_OF_TEXT, TOKENIZER_NAME, check_vocabulary, load_tokenizer
+from titan_loop.text.tokenizer import (
+    END_OF_TEXT,
+    TOKENIZER_NAME,
+    check_vocabulary,
+    load_tokenizer,
+    template_bos,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -197,7 +203,9 @@ def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> 
     template = template if isinstance(template, str) else None
     begin, end = (_token(config, name, tokenizer) for name in ("bos_token_id", "eos_token_id"))
     known = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None
-    end_of_text = begin or known or end or END_OF_TEXT
+    # The template says whether texts begin with BOS. Without one, BOS separates documents.
+    bos_id = template_bos(tokenizer, str(path / TOKENIZER_NAME))
+    end_of_text = (begin if bos_id is None else end) or known or end or END_OF_TEXT
     if template is not None:
         token = settings.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token  # with its options
@@ -207,6 +215,7 @@ def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> 
         end_of_text=end_of_text,
         turn_end=None if end == end_of_text else end,
         chat_template=template,
+        begin_of_text=None if bos_id is None else tokenizer.id_to_token(bos_id),
     )
 
 

@@ -99,7 +99,7 @@ def write_model_folder(
         # Last: without it neither transformers nor our own import takes this folder for a model.
         config = shape.to_config(
             dtype=export.dtype,
-            bos_id=None if tokenizer is None else tokenizer.end_of_text_id,
+            bos_id=None if tokenizer is None else tokenizer.bos_id,
             eos_id=None if tokenizer is None else tokenizer.eos_id,
         )
         write_json(folder / CONFIG, config)

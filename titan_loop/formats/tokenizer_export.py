@@ -4,6 +4,7 @@ Transformers is told to load it with the generic fast class: a model family's ow
 pre-tokenizer in transformers 5 and would lose the splitting of digits.
 """
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import write_json
+from titan_loop.storage.regular_file import read_regular
 from titan_loop.text.chatml import CHAT_TEMPLATE
 from titan_loop.text.text_format import TextFormat
-from titan_loop.text.tokenizer import TOKENIZER_NAME, TURN_START, check_vocabulary, load_tokenizer
+from titan_loop.text.tokenizer import (
+    TOKENIZER_NAME,
+    TURN_START,
+    check_vocabulary,
+    load_tokenizer,
+    template_bos,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,12 +35,16 @@ PADDING_ROWS = 127
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerExport:
-    """A checked tokenizer, and the ids that end a document and, in chats, a turn."""
+    """A checked tokenizer, and the ids that end a document and, in chats, a turn.
+
+    `bos_id` begins a document; in most tokenizers here, the end of the one before does.
+    """
 
     path: Path
     text: TextFormat
     end_of_text_id: int
     turn_end_id: int | None
+    bos_id: int
 
     @property
     def eos_id(self) -> int:
@@ -41,14 +53,14 @@ class TokenizerExport:
 
     def write(self, folder: Path, *, max_positions: int) -> None:
         """Write the tokenizer's files and `generation_config.json`."""
-        shutil.copyfile(self.path, folder / TOKENIZER_NAME)
+        self._write_tokenizer(folder / TOKENIZER_NAME)
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": max_positions,
             "model_input_names": ["input_ids", "attention_mask"],
             "padding_side": "left",
             "clean_up_tokenization_spaces": False,
-            "bos_token": self.text.end_of_text,
+            "bos_token": self.text.begin_of_text or self.text.end_of_text,
             "eos_token": self.text.turn_end or self.text.end_of_text,
             "pad_token": self.text.end_of_text,
         }
@@ -57,12 +69,21 @@ class TokenizerExport:
             (folder / TEMPLATE).write_bytes(self.text.chat_template.encode())
         end = self.end_of_text_id
         generation = {
-            "bos_token_id": end,
+            "bos_token_id": self.bos_id,
             "do_sample": False,
             "eos_token_id": end if self.turn_end_id is None else [self.turn_end_id, end],
             "pad_token_id": end,
         }
         write_json(folder / "generation_config.json", generation)
+
+    def _write_tokenizer(self, path: Path) -> None:
+        """Copy the tokenizer; without its template, if that adds a BOS the model has never seen."""
+        tokenizer = load_tokenizer(self.path)
+        if self.text.begin_of_text is not None or template_bos(tokenizer) is None:
+            shutil.copyfile(self.path, path)
+            return
+        record = json.loads(read_regular(self.path, fix="give another"))
+        write_json(path, {**record, "post_processor": None})
 
 
 def open_tokenizer(
@@ -86,6 +107,9 @@ def open_tokenizer(
         text=text,
         end_of_text_id=_require(tokenizer, path, text.end_of_text, "name it with --eos-token"),
         turn_end_id=turn_end_id,
+        bos_id=_require(
+            tokenizer, path, text.begin_of_text or text.end_of_text, "name it with --eos-token"
+        ),
     )
 
 

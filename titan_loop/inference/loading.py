@@ -76,24 +76,28 @@ def load_matching_tokenizer(loaded: Loaded, given: str | Path | None = None) -> 
 
 
 class TextEnds(NamedTuple):
-    """Ids of the tokens that end a text and a chat turn; None if the tokenizer has none."""
+    """Ids of the tokens that end a text and a chat turn, and that begin a text; None for none."""
 
     end_of_text: int | None
     turn_end: int | None
+    begin_of_text: int | None
 
     @property
     def stop_tokens(self) -> frozenset[int]:
         """Tokens at which generation stops."""
-        return frozenset(token for token in self if token is not None)
+        ends = (self.end_of_text, self.turn_end)
+        return frozenset(token for token in ends if token is not None)
 
 
 def text_ends(loaded: Loaded, tokenizer: "Tokenizer") -> TextEnds:
-    """Return the tokens that ended texts in a model's training data.
+    """Return the tokens that ended and began texts in a model's training data.
 
     They come from an imported run's record or a prepared source's card; without either, they are
-    `<|endoftext|>` and `<|im_end|>`.
+    `<|endoftext|>` and `<|im_end|>`, and nothing begins a text.
     """
     text = loaded.run.text_format(tokenizer)
     return TextEnds(
-        tokenizer.token_to_id(text.end_of_text), tokenizer.token_to_id(text.turn_end or TURN_END)
+        tokenizer.token_to_id(text.end_of_text),
+        tokenizer.token_to_id(text.turn_end or TURN_END),
+        None if text.begin_of_text is None else tokenizer.token_to_id(text.begin_of_text),
     )

@@ -18,6 +18,7 @@ from titan_loop.inference.exit_decider import ExitDecider, append_rows
 from titan_loop.inference.sampling import Sampling, draw, probabilities
 from titan_loop.inference.stack import LoopState, Stack
 from titan_loop.models.context import LoopContext
+from titan_loop.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -56,17 +57,16 @@ def text_requests(
     stop: Sequence[str] = (),
     seeds: Sequence[int | None] | None = None,
     prefixes: Sequence[int | None] | None = None,
+    begin: int | None = None,
 ) -> list[Request]:
     """Return requests whose completions have text; prompts may contain special tokens as text.
 
-    As in training, nothing is added to a prompt, whatever `tokenizer.json` would add.
+    As in training, `begin` is put in front of texts, whatever `tokenizer.json` would add.
     """
     none = [None] * len(prompts)
     return [
         Request(
-            prompt=tokenizer.encode(prompt, add_special_tokens=False).ids
-            if isinstance(prompt, str)
-            else prompt,
+            prompt=encode_prompt(tokenizer, prompt, begin) if isinstance(prompt, str) else prompt,
             max_new_tokens=max_new_tokens,
             stop_tokens=stop_tokens,
             text=Detokenizer(tokenizer, stop),

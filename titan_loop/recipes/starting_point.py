@@ -14,7 +14,6 @@ from titan_loop.launcher import is_in_step
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 IMPORTED = "imported"
 """Run in a recipe's folder that holds an imported model."""
@@ -61,7 +60,7 @@ def check_tokenizer(recipe: Recipe, run: SavedRun, *, only: str | None) -> None:
     """Refuse data whose tokenizer differs from the tokenizer of the run to start from."""
     for stage in recipe.chosen(only):
         for source in stage.config.dataloader.source_paths():
-            run.tokenizer(Path(source) / TOKENIZER_NAME)
+            run.check_source(Path(source))
 
 
 def _import_once(model: ModelFolder, folder: Path, command: Sequence[str]) -> Path:

@@ -5,6 +5,7 @@ the keys of its `config.json`, and of older versions, are known here alone.
 """
 
 import itertools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from titan_loop.models.family import ModelOptions  # imports torchtitan, which takes seconds
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class SavedCheckpoint(NamedTuple):
@@ -262,6 +265,18 @@ class SavedRun:
                 f"tokenizer {path} is not the one {self.path} was trained with; use {own}"
             )
         return RunTokenizer(path, is_known=True)
+
+    def check_source(self, source: Path) -> None:
+        """Refuse a source with another tokenizer; warn if its documents begin otherwise."""
+        path, is_known = self.tokenizer(source / TOKENIZER_NAME)
+        begin = self.text_format(tokenizer := load_tokenizer(path)).begin_of_text
+        bos_id = SourceCard.read(source).bos_id
+        if is_known and bos_id != (None if begin is None else tokenizer.token_to_id(begin)):
+            logger.warning(
+                f"{self.path} was trained on documents {'with' if begin else 'without'} BOS, "
+                f"{source} has them {'without' if begin else 'with'} it: prepare it again, "
+                f"{'without' if begin else 'with'} --no-bos"
+            )
 
     def vocabulary(self) -> str | None:
         """Return the meaning of the model's token ids, as a phrase to compare and to show.

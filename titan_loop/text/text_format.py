@@ -1,4 +1,4 @@
-"""The format of training text: the tokens that end it, and the rendering of conversations."""
+"""The format of training text: the tokens around it, and the rendering of conversations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from titan_loop.text.tokenizer import END_OF_TEXT, TURN_END
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFormat:
-    """The end of documents and turns, and the rendering of conversations.
+    """The beginning and the end of documents, the end of turns, the rendering of conversations.
 
     Attributes:
         end_of_text: The token between documents.
@@ -18,6 +18,7 @@ class TextFormat:
         chat_template: Jinja text; None for a model that knows no conversations.
         template_variables: Special tokens that the template may use, such as `bos_token`.
         end_tokens: Further tokens at which generation stops.
+        begin_of_text: The token in front of every document; None for none.
     """
 
     end_of_text: str = END_OF_TEXT
@@ -25,6 +26,7 @@ class TextFormat:
     chat_template: str | None = None
     template_variables: Mapping[str, str] = field(default_factory=dict)
     end_tokens: Sequence[str] = ()
+    begin_of_text: str | None = None
 
     @property
     def template(self) -> ChatTemplate:

@@ -94,15 +94,40 @@ def require_token(tokenizer: "Tokenizer", token: str, field: str) -> int:
     return token_id
 
 
-def token_byte_lengths(tokenizer_path: str | Path) -> "np.ndarray":
+def template_bos(tokenizer: "Tokenizer", field: str = "tokenizer") -> int | None:
+    """Return the id that the tokenizer's template puts in front of every text; None for none.
+
+    Raises `UserError` about `field` if the template puts several tokens there.
+    """
+    text = "a"
+    whole = tokenizer.encode(text, add_special_tokens=True)
+    alone = tokenizer.encode(text, add_special_tokens=False)
+    before = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else 0
+    if before > 1 and len(whole) > len(alone):
+        raise UserError(
+            f"{field} puts {before} tokens in front of every text ({whole.tokens[:before]}), where "
+            "a language model has one or none: give --no-bos, or correct its post_processor"
+        )
+    return whole.ids[0] if before and len(whole) > len(alone) else None
+
+
+def encode_prompt(tokenizer: "Tokenizer", text: str, begin: int | None) -> list[int]:
+    """Return the ids of a text at the beginning of a document; it may spell out special tokens.
+
+    `begin` is the token in front of every document, which is not added to a text that spells it.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids if begin is None or ids[:1] == [begin] else [begin, *ids]
+
+
+def token_byte_lengths(tokenizer: "Tokenizer") -> "np.ndarray | None":
     """Return the bytes of text behind each token id: int64, shape (largest id + 1,).
 
-    Special tokens and ids without a token have 0. A tokenizer that is not byte-level is refused.
+    Special tokens and ids without a token have 0. None for a tokenizer that is not byte-level.
     """
     import numpy as np
     from tokenizers import pre_tokenizers
 
-    tokenizer = load_tokenizer(tokenizer_path)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
@@ -113,8 +138,7 @@ def token_byte_lengths(tokenizer_path: str | Path) -> "np.ndarray":
         elif alphabet.issuperset(token):
             lengths[token_id] = len(token)  # one character of this alphabet per byte
         else:
-            problem = f"tokenizer {tokenizer_path} is not byte-level"
-            raise UserError(f"{problem}: token {token!r} has no bytes")
+            return None
     return lengths
 
 

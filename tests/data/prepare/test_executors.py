@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from titan_loop.data.prepare.document_tokenizer import PlainTextTokenizer
 from titan_loop.data.prepare.executors import Pipeline, run_pipelines, slurm_chain
-from titan_loop.data.prepare.pipeline_steps import PlainTextTokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError

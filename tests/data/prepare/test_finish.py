@@ -54,6 +54,7 @@ class Written:
     """A preparation whose pipelines have ended; token 0 is the end of a document."""
 
     eos_token, chat, licence, command, max_malformed = "<|endoftext|>", None, "test", "test", 0.1
+    bos_token = None
     config = SimpleNamespace(cleaning=dict)
 
     def __init__(self, output: Path, tokenizer: Path) -> None:

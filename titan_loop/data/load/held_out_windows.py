@@ -17,7 +17,6 @@ from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError, require_at_least
 from titan_loop.models.context import PREFIX
 from titan_loop.ranks import warn_together
-from titan_loop.text.tokenizer import TOKENIZER_NAME, token_byte_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +89,14 @@ def held_out_windows(source_path: str | Path, *, seq_len: int, count: int) -> He
     (inputs, labels), windows = empty_batch(count, seq_len)
     for epoch, number, window in zip(epochs.tolist(), numbers.tolist(), windows, strict=True):
         source.read_into(epoch, number, window)
-    lengths = token_byte_lengths(Path(source_path) / TOKENIZER_NAME)
-    target = labels.numpy()
-    label_bytes = np.where(target == IGNORED, 0, lengths[target])
+    starts = [*map(source.start, epochs.tolist(), numbers.tolist())]
+    label_bytes = np.stack([shards.read_bytes(start + 1, seq_len) for start in starts])
+    label_bytes[labels.numpy() == IGNORED] = 0
     if not label_bytes.any():
         raise UserError(
             f"source {source_path}: none of its {count} held-out windows has a label, so there is "
             "no loss to report: ask for more windows or hold out more documents"
         )
-    starts = map(source.start, epochs.tolist(), numbers.tolist())
     return HeldOutWindows(
         inputs["input"],
         inputs["positions"],

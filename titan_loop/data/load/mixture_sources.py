@@ -30,6 +30,13 @@ def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
                 f"dataloader.mixture: {entry.path} was tokenised with another tokenizer than "
                 f"{mixture[0].path}: prepare both with the same tokenizer.json"
             )
+        if card.bos_id != cards[0].bos_id:
+            paths = (mixture[0].path, entry.path)
+            with_bos, without = paths[:: 1 if card.bos_id is None else -1]
+            raise UserError(
+                f"dataloader.mixture: documents of {with_bos} begin with BOS, those of {without} "
+                "do not: prepare both alike, with or without --no-bos"
+            )
         if card.has_loss_mask:
             chats.append((entry.path, card.chat_template))
     for path, template in chats[1:]:

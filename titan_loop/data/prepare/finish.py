@@ -1,15 +1,18 @@
 """Finish a preparation: check the pipelines' files, count dropped documents, commit the card."""
 
+import json
 import logging
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titan_loop.data.prepare.document_tokenizer import changed_examples
 from titan_loop.data.prepare.executors import Pipeline, statistics
-from titan_loop.data.prepare.pipelines import HOLD_OUT, READ, TOKENIZE
+from titan_loop.data.prepare.pipelines import CHANGES, HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.prepare.readers import (
     DROPPED_BY_READERS,
@@ -18,7 +21,14 @@ from titan_loop.data.prepare.readers import (
     dropped_examples,
 )
 from titan_loop.data.shards import file_chunks, index_path, misplaced_eos
-from titan_loop.data.source_card import LOSS_SUFFIX, ShardCard, SourceCard, SplitCard, file_sha256
+from titan_loop.data.source_card import (
+    BYTES_SUFFIX,
+    LOSS_SUFFIX,
+    ShardCard,
+    SourceCard,
+    SplitCard,
+    file_sha256,
+)
 from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import (
     TOKENIZER_NAME,
@@ -27,6 +37,9 @@ from titan_loop.text.tokenizer import (
     token_bytes,
     vocab_size,
 )
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +58,10 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
     tokenizer = load_tokenizer(output / TOKENIZER_NAME)
     eos_id = tokenizer.token_to_id(preparation.eos_token)
     assert eos_id is not None
+    bos = preparation.bos_token
+    bos_id = None if bos is None else tokenizer.token_to_id(bos)
     splits = {
-        name: _split_card(output / name, token_bytes(tokenizer), eos_id, counted[name][TOKENIZE])
+        name: _split_card(output / name, tokenizer, eos_id, bos_id, counted[name][TOKENIZE])
         for name in names
     }
     for name, split in splits.items():
@@ -85,6 +100,8 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
         dropped=dropped,
         repaired=_repaired(output, counted["train"][READ]),
         cleaning=preparation.config.cleaning(),
+        bos_id=bos_id,
+        round_trip=_round_trip(preparation, tokenizer, [counted[name][TOKENIZE] for name in names]),
         **({} if preparation.chat is None else preparation.chat.on_card(tokenizer)),
     )
     for name in names:
@@ -101,6 +118,39 @@ def _repaired(output: Path, counts: Counter[str]) -> dict[str, int]:
         shown = ", ".join(f"{count} {kind}" for kind, count in repaired.items())
         logger.info("%s: repaired %s of %d records", output, shown, counts["records"])
     return repaired
+
+
+def _round_trip(
+    preparation: Preparation, tokenizer: "Tokenizer", counts: Sequence[Counter[str]]
+) -> dict[str, Any]:
+    """Return the card's record of the documents that were decoded; warn about changed ones."""
+    decoded, changed = (sum(count[key] for count in counts) for key in ("decoded", "changed"))
+    if not decoded:
+        return {}
+    record: dict[str, Any] = {"decoded": decoded, "changed": changed}
+    if changed:
+        record["first"] = changed_examples(preparation.logs(CHANGES))[0]
+        logger.warning(
+            f"{preparation.output}: {changed} of {decoded} documents, a sample, do not come back "
+            f"from their tokens ({_parts(tokenizer)}); first {record['first']}"
+        )
+    return record
+
+
+def _parts(tokenizer: "Tokenizer") -> str:
+    """Name the parts of a tokenizer that may change a text."""
+    parts = json.loads(tokenizer.to_str())
+    return ", ".join(
+        f"{name.replace('_', '-')} {_kinds(parts[name])}"
+        for name in ("normalizer", "pre_tokenizer", "model", "decoder")
+    )
+
+
+def _kinds(part: Mapping[str, Any] | None) -> str:
+    if part is None:
+        return "none"
+    inner = [part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part]
+    return " + ".join(_kinds(each) for each in inner[0]) if inner and inner[0] else part["type"]
 
 
 def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> dict[str, int]:
@@ -130,8 +180,11 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
     return dict(dropped)
 
 
-def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) -> SplitCard:
+def _split_card(
+    folder: Path, tokenizer: "Tokenizer", eos_id: int, bos_id: int | None, counts: Counter[str]
+) -> SplitCard:
     shards: list[ShardCard] = []
+    id_bytes = token_bytes(tokenizer)
     max_token_id = -1
     misplaced = loss_tokens = 0
     for path in sorted(folder.glob("*_doc_shuffled.ds")):
@@ -150,6 +203,7 @@ def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) 
             for chunk in file_chunks(mask_path, "u1"):
                 loss_tokens += int(chunk.sum(dtype=np.int64))
             mask_sha256 = file_sha256(mask_path)
+        bytes_path = path.with_name(path.name + BYTES_SUFFIX)
         shard = ShardCard(
             file=path.name,
             documents=len(ends),
@@ -158,6 +212,7 @@ def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) 
             sha256=file_sha256(path),
             index_sha256=file_sha256(index_path(path)),
             loss_sha256=mask_sha256,
+            bytes_sha256=file_sha256(bytes_path) if bytes_path.exists() else "",
         )
         shards.append(shard)
     card = SplitCard(
@@ -169,7 +224,7 @@ def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) 
         loss_tokens=loss_tokens if any(shard.loss_sha256 for shard in shards) else None,
         eos_only_at_ends=not misplaced,
     )
-    if misplaced:
+    if misplaced and eos_id != bos_id:  # one token in both places ends no document by itself
         logger.warning(
             f"{folder}: document ends and EOS id {eos_id} disagree in {misplaced} places: use a "
             "tokenizer whose EOS is a special token"

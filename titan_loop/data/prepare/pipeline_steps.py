@@ -1,10 +1,6 @@
-"""The steps that we hand to datatrove: a split into training and held-out, and two tokenizers.
-
-datatrove's tokenizer encodes a special token that is spelt out in a text as that token.
-"""
+"""The steps that we hand to datatrove: a split into training and held-out, a tokenizer of chats."""
 
 from collections.abc import Generator, Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,16 +9,15 @@ from datatrove.data import Document
 from datatrove.pipeline.dedup.minhash import MinhashDedupSignature
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.readers.jsonl import JsonlReader
-from datatrove.pipeline.tokens.tokenizer import DocumentTokenizer, TokenizedFile
+from datatrove.pipeline.tokens.tokenizer import TokenizedFile
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 from datatrove.utils.batching import batched
-from tokenizers import Tokenizer
 
 from titan_loop.data.keyed import keyed_uniform
 from titan_loop.data.prepare.chat_records import ChatRecords
+from titan_loop.data.prepare.document_tokenizer import PlainTextTokenizer
 from titan_loop.text.chat_encoding import ChatEncoder
 from titan_loop.text.chat_template import ChatTemplate
-from titan_loop.text.tokenizer import keep_whole
 
 
 class HeldOutFilter(BaseFilter):
@@ -70,28 +65,6 @@ class ShortTextSignature(MinhashDedupSignature):
         return np.array([[hashed(text)]], dtype=np.uint64)
 
 
-class PlainTextTokenizer(DocumentTokenizer):
-    """Encodes a special token spelt out in a document as text; counts UTF-8 bytes: `text_bytes`."""
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return datatrove's tokenizer, which appends EOS, set to encode the rest as plain text."""
-        # `func` is the function behind datatrove's cached property.
-        tokenizer = DocumentTokenizer.tokenizer.func(self)
-        keep_whole(tokenizer)
-        tokenizer.encode_special_tokens = True
-        return tokenizer
-
-    def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
-        """Tokenise documents into a file, counting their bytes."""
-        return super().write_unshuffled(self._counted(data), filename)
-
-    def _counted(self, data: Any) -> Generator[Document, None, None]:
-        for document in data:
-            self.stat_update("text_bytes", value=len(document.text.encode()))
-            yield document
-
-
 class ChatTokenizer(PlainTextTokenizer):
     """Tokenises conversations with a loss mask over the assistant's turns.
 
@@ -105,16 +78,11 @@ class ChatTokenizer(PlainTextTokenizer):
     def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
         """Tokenise conversations into a file and its mask."""
         assert self.eos_token is not None
-        file = TokenizedFile(
-            self.output_folder,
-            filename,
-            save_loss_metadata=True,
-            tokenizer_name_or_path=self.tokenizer_name_or_path,
-            save_final_metadata=self.save_final_metadata,
-            token_size=self.token_size,
-        )
+        file = self.new_file(filename)
         encoder = ChatEncoder(self.tokenizer, self.template)
-        for batch in batched(self._counted(data), self.batch_size):
+        for batch in batched(data, self.batch_size):
+            for document in batch:
+                self.stat_update("text_bytes", value=len(document.text.encode()))
             chats = [ChatRecords.conversation(document.metadata) for document in batch]
             for ids, is_target in encoder.encode(chats, self.eos_token):
                 file.write(cast(list[int], ids), is_target)

@@ -19,17 +19,20 @@ from datatrove.pipeline.dedup.minhash import (
 
 from titan_loop.data.prepare.config import PrepareConfig, hash_config, quality_filter
 from titan_loop.data.prepare.decontamination import build_ngram_index, ngram_filter
+from titan_loop.data.prepare.document_tokenizer import PlainTextTokenizer
 from titan_loop.data.prepare.executors import Pipeline
 from titan_loop.data.prepare.pipeline_steps import (
     ChatTokenizer,
     HeldOutFilter,
     HeldOutReader,
-    PlainTextTokenizer,
     ShortTextSignature,
 )
 from titan_loop.data.prepare.preparation import Preparation
 from titan_loop.data.prepare.readers import document_reader
 from titan_loop.text.tokenizer import TOKENIZER_NAME
+
+CHANGES = "changed"
+"""Folder of the logs with documents that their tokens do not give back."""
 
 READ, HOLD_OUT, TOKENIZE = "read", "hold_out", "tokenize"
 """Names of steps. A filter's name counts its drops on the card, unless it gives reasons itself."""
@@ -44,10 +47,14 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
         options: dict[str, Any] = {
             "tokenizer_name_or_path": str(output / TOKENIZER_NAME),
             "eos_token": preparation.eos_token,
+            "bos_token": preparation.bos_token,
             "seed": 0,
         }
         if chat is None:
-            return PlainTextTokenizer(str(output / split), **options)
+            changes, keep_bytes = preparation.logs(CHANGES), split == "held_out"
+            return PlainTextTokenizer(
+                str(output / split), changes=changes, keep_bytes=keep_bytes, **options
+            )
         return ChatTokenizer(
             str(output / split), template=chat.template, save_loss_metadata=True, **options
         )

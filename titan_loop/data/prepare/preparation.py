@@ -32,6 +32,7 @@ class Preparation:
     config: PrepareConfig
     held_out_fraction: float
     eos_token: str
+    bos_token: str | None
     text_key: str
     chat: ChatRecords | None
     tasks: int
@@ -127,7 +128,7 @@ def _refuse_modified(preparation: Preparation, known: Sequence[int], found: Sequ
 
 def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
     files = [Path(file.path).stat() for file in preparation.documents.all_files()]
-    names = ("held_out_fraction", "eos_token", "text_key", "tasks")
+    names = ("held_out_fraction", "eos_token", "bos_token", "text_key", "tasks")
     settings = {
         "documents": asdict(preparation.documents),
         "bytes": [file.st_size for file in files],

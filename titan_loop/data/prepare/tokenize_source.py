@@ -23,7 +23,13 @@ from titan_loop.storage.local_path import require_local
 from titan_loop.storage.remote_folder import PATTERN_CHARACTERS
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.template_files import chosen_template
-from titan_loop.text.tokenizer import END_OF_TEXT, load_tokenizer, require_token, token_bytes
+from titan_loop.text.tokenizer import (
+    END_OF_TEXT,
+    load_tokenizer,
+    require_token,
+    template_bos,
+    token_bytes,
+)
 
 if TYPE_CHECKING:
     from titan_loop.data.prepare.executors import Pipeline
@@ -47,6 +53,7 @@ def tokenize_source(
     dataset_config: str | None = None,
     dataset_split: str = "train",
     eos_token: str = END_OF_TEXT,
+    no_bos: bool = False,
     config: str | Path | None = None,
     executor: Executor = "local",
     tasks: int = 1,
@@ -81,6 +88,7 @@ def tokenize_source(
         dataset_config: Configuration of a Hugging Face dataset.
         dataset_split: Split of a Hugging Face dataset.
         eos_token: Token that ends every document.
+        no_bos: Put no token in front of documents, though the tokenizer's template has one.
         config: TOML file that sets quality filters, deduplication, decontamination and the cluster.
         executor: datatrove's executor.
         tasks: Number of parts the work is cut into; at most one per file has work.
@@ -132,12 +140,19 @@ def tokenize_source(
         dataset_split=dataset_split,
         ours=written_by_us(output),
     )
+    loaded = load_tokenizer(tokenizer)
+    require_token(loaded, eos_token, "eos_token")
+    token_bytes(loaded)  # refuses ids that do not fit
+    bos = None if no_bos else template_bos(loaded, f"tokenizer {tokenizer}")
+    if no_bos and template_bos(loaded) is None:
+        raise UserError(f"no_bos has no effect: the template of {tokenizer} has no BOS; drop it")
     preparation = Preparation(
         output=output,
         documents=documents,
         config=settings,
         held_out_fraction=0.0 if documents.held_out_files else held_out_fraction,
         eos_token=eos_token,
+        bos_token=None if bos is None else loaded.id_to_token(bos),
         text_key=text_key,
         chat=ChatRecords(template=template, messages_key=messages_key) if chat else None,
         tasks=min(tasks, len(documents.all_files()) or tasks),
@@ -147,9 +162,6 @@ def tokenize_source(
     )
     if preparation.tasks < tasks:
         logger.info("%d tasks instead of %d: one per file", preparation.tasks, tasks)
-    loaded = load_tokenizer(tokenizer)
-    require_token(loaded, eos_token, "eos_token")
-    token_bytes(loaded)  # refuses ids that do not fit
     if preparation.chat is not None:
         preparation.chat.on_card(loaded)  # refuses a template that does not work
     if documents.dataset:

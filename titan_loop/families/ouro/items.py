@@ -18,9 +18,10 @@ from titan_loop.errors import UserError, nearest, require_at_least
 from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS
 from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
-from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
+from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.storage.json_files import read_jsonl
+from titan_loop.text.tokenizer import encode_prompt
 
 ITEMS = "mmlu_dev"
 """Default items of the analyses."""
@@ -88,12 +89,14 @@ def nats_of_choices(
     depths: Sequence[int],
     *,
     batch_rows: int = 8,
+    begin: int | None = None,
 ) -> np.ndarray:
     """Return the negative log likelihood of every choice after every depth.
 
     Args:
         items: Items with the same number of choices; a prompt that is too long loses its beginning.
         depths: Recurrent steps to read, all from one pass.
+        begin: Token in front of every prompt; None for none.
 
     Returns:
         float64, shape (items, depths, choices), summed over the tokens of a choice.
@@ -103,7 +106,7 @@ def nats_of_choices(
         for choice in item.choices:
             continuation = tokenizer.encode(f" {choice}", add_special_tokens=False).ids
             room = model.config.max_seq_len + 1 - len(continuation)
-            context = tokenizer.encode(item.text, add_special_tokens=False).ids[-room:]
+            context = encode_prompt(tokenizer, item.text, begin)[-room:]
             requests.append(TokenRequest(tuple(context), tuple(continuation)))
     scorer = TokenScorer(model, depth_readings(depths), batch_rows=batch_rows)
     nats = np.array([score.nats for score in scorer.score(requests)])
@@ -161,11 +164,14 @@ def open_items(run: Path, items: str, limit: int | None) -> tuple[Loaded, list[I
 
 def item_nats(loaded: Loaded, items: Sequence[Item], depths: Sequence[int]) -> np.ndarray:
     """Return `nats_of_choices` with the tokenizer of the checkpoint."""
-    return nats_of_choices(loaded.model, load_matching_tokenizer(loaded), items, depths)
+    tokenizer = load_matching_tokenizer(loaded)
+    begin = text_ends(loaded, tokenizer).begin_of_text
+    return nats_of_choices(loaded.model, tokenizer, items, depths, begin=begin)
 
 
 def item_states(loaded: Loaded, items: Sequence[Item], steps: int) -> np.ndarray:
     """Return `last_token_states` of the items' prompts."""
     tokenizer = load_matching_tokenizer(loaded)
-    prompts = [tokenizer.encode(item.text, add_special_tokens=False).ids for item in items]
+    begin = text_ends(loaded, tokenizer).begin_of_text
+    prompts = [encode_prompt(tokenizer, item.text, begin) for item in items]
     return last_token_states(loaded.model, prompts, steps)

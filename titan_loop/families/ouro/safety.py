@@ -96,7 +96,11 @@ def safety(
     for depth in depths:
         engine = Engine(loaded.model, recurrent_steps=depth)
         requests = text_requests(
-            tokenizer, prompts, stop_tokens=ends.stop_tokens, max_new_tokens=max_new_tokens
+            tokenizer,
+            prompts,
+            stop_tokens=ends.stop_tokens,
+            max_new_tokens=max_new_tokens,
+            begin=ends.begin_of_text,
         )
         responses = tuple(done.text for done in engine.complete(requests, rows=rows))
         scores = _judged(judge, prompts, responses)

@@ -1,0 +1,216 @@
+"""The step that turns documents into token files: ids, and the bytes of tokens to be scored.
+
+datatrove's own tokenizer encodes a special token that is spelt out in a text as that token, keeps
+the encodings of 10,000 documents in memory, and knows nothing of the text behind a token.
+"""
+
+from collections.abc import Generator, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.pipeline.tokens.tokenizer import DocumentTokenizer, TokenizedFile
+from tokenizers import Tokenizer
+
+from titan_loop.data.source_card import BYTES_SUFFIX, TOKEN_BYTES
+from titan_loop.storage.json_files import append_jsonl, read_jsonl
+from titan_loop.text.encoding import DocumentEncoder
+from titan_loop.text.tokenizer import require_token
+
+_BATCH_CHARACTERS = 1 << 20
+_BATCH_DOCUMENTS = 1000
+_ALL_DECODED = 100  # the first documents of a task; of the others, every _STRIDE-th is decoded
+_STRIDE = 100
+_CONTEXT = 15  # characters shown on either side of a change
+
+
+class PlainTextTokenizer(DocumentTokenizer):
+    """Encodes a special token spelt out in a document as text; counts UTF-8 bytes: `text_bytes`.
+
+    Of a sample of documents, `decoded`, it counts those that their tokens do not give back,
+    `changed`.
+
+    Args:
+        bos_token: Token in front of every document; None for none.
+        changes: Folder for each task's first changed document.
+        keep_bytes: Whether to write the bytes behind each token, unless the tokenizer's table
+            gives them.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        bos_token: str | None = None,
+        changes: Path | None = None,
+        keep_bytes: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.bos_token = bos_token
+        self.changes = changes
+        self.keep_bytes = keep_bytes
+        self.rank = 0
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        """Tokenise and shuffle this task's documents."""
+        self.rank = rank
+        if self.changes is not None:
+            self._changes_file().unlink(missing_ok=True)  # left by an interrupted attempt
+        return super().run(data, rank, world_size)
+
+    @cached_property
+    def encoder(self) -> DocumentEncoder:
+        """Return the encoder; loaded when first used, in the task's own process."""
+        assert self.tokenizer_name_or_path is not None
+        return DocumentEncoder(self.tokenizer_name_or_path)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the tokenizer, set to encode everything as plain text."""
+        return self.encoder.tokenizer
+
+    def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
+        """Tokenise documents into a file."""
+        file = self.new_file(filename)
+        assert self.eos_token is not None
+        begin, end = self.begin(), [require_token(self.tokenizer, self.eos_token, "eos_token")]
+        number = 0
+        for batch in _batches(data):
+            for document, ids in zip(
+                batch, self.encoder.ids([document.text for document in batch]), strict=True
+            ):
+                n_bytes = len(document.text.encode())
+                self.stat_update("text_bytes", value=n_bytes)
+                self.stat_update("tokens", value=len(begin) + len(ids) + 1)
+                if number < _ALL_DECODED or number % _STRIDE == 0:
+                    self._decode(document, ids)
+                number += 1
+                file.write_ids(np.concatenate([begin, ids, end]))
+                if self.keep_bytes:
+                    file.write_token_bytes(self._bytes(document.text, ids, n_bytes, len(begin)))
+        file.close()
+        return file
+
+    def new_file(self, filename: str) -> "CountedFile":
+        """Return an empty file for this task's tokens."""
+        return CountedFile(
+            self.output_folder,
+            filename,
+            save_loss_metadata=self.save_loss_metadata,
+            tokenizer_name_or_path=self.tokenizer_name_or_path,
+            save_final_metadata=self.save_final_metadata,
+            token_size=self.token_size,
+        )
+
+    def begin(self) -> list[int]:
+        """Return the ids in front of every document."""
+        if self.bos_token is None:
+            return []
+        return [require_token(self.tokenizer, self.bos_token, "bos_token")]
+
+    def _bytes(self, text: str, ids: np.ndarray, n_bytes: int, before: int) -> tuple[Any, bool]:
+        """Return the bytes behind each stored token, and whether they are the table's."""
+        encoder = self.encoder
+        if is_exact := encoder.is_exact(ids, n_bytes):
+            assert encoder.table is not None
+            text_bytes = encoder.table[ids]
+        else:
+            text_bytes = encoder.bytes_of_tokens(text)
+        lost = n_bytes - int(text_bytes.sum())  # all of a text without a token counts on its EOS
+        return np.concatenate([np.zeros(before), text_bytes, [lost]]), is_exact
+
+    def _decode(self, document: Document, ids: np.ndarray) -> None:
+        """Count a document of the sample, and note the first that its ids do not give back."""
+        decoded = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        self.stat_update("decoded")
+        if decoded == document.text:
+            return
+        self.stat_update("changed")
+        if self.changes is not None and not self._changes_file().exists():
+            change = f"{document.id}: {_first_change(document.text, decoded)}"
+            append_jsonl(self._changes_file(), {"change": change})
+
+    def _changes_file(self) -> Path:
+        assert self.changes is not None
+        return self.changes / f"{self.rank:05d}.jsonl"
+
+
+class CountedFile(TokenizedFile):
+    """A token file with a file of `TOKEN_BYTES` beside it, where the tokenizer's table is wrong."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._bytes_file: Any = None
+        self._needs_bytes = False
+
+    def write_ids(self, ids: np.ndarray) -> None:
+        """Append a document."""
+        self.write_bytes(ids.astype(f"<u{self.token_size}").tobytes())
+
+    def write_token_bytes(self, counted: tuple[np.ndarray, bool]) -> None:
+        """Append the bytes of a document's tokens, and whether the tokenizer's table gives them."""
+        n_bytes, is_exact = counted
+        if self._bytes_file is None:
+            self._bytes_file = self.output_folder.open(self.filename + BYTES_SUFFIX, mode="wb")
+        self._bytes_file.write(n_bytes.astype(TOKEN_BYTES).tobytes())
+        self._needs_bytes |= not is_exact
+
+    def close(self) -> None:
+        """Close the files and save the index."""
+        super().close()
+        if self._bytes_file is not None:
+            self._bytes_file.close()
+
+    def copy(self, save_filename: str, ordering: np.ndarray, *args: Any, **options: Any) -> Any:
+        """Write the documents in another order, with their bytes if the table is wrong."""
+        shuffled = super().copy(save_filename, ordering, *args, **options)
+        path = shuffled.filename + BYTES_SUFFIX
+        if shuffled.output_folder.exists(path):
+            shuffled.output_folder.rm_file(path)  # of an interrupted attempt
+        if self._needs_bytes:
+            starts, size = [0, *self.doc_ends], np.dtype(TOKEN_BYTES).itemsize
+            with (
+                self.output_folder.open(self.filename + BYTES_SUFFIX, mode="rb") as file,
+                shuffled.output_folder.open(path, mode="wb") as target,
+            ):
+                for number in ordering:
+                    file.seek(starts[number] * size)
+                    target.write(file.read((starts[number + 1] - starts[number]) * size))
+        return shuffled
+
+    def cleanup(self) -> None:
+        """Remove the files."""
+        super().cleanup()
+        if self._bytes_file is not None:
+            self.output_folder.rm_file(self.filename + BYTES_SUFFIX)
+
+
+def changed_examples(folder: Path) -> list[str]:
+    """Return the first changed document of every task that noted one."""
+    files = sorted(folder.glob("*.jsonl"))
+    return [record["change"] for path in files for record in read_jsonl(path, {"change": str})]
+
+
+def _batches(documents: Iterable[Document]) -> Generator[list[Document], None, None]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _first_change(text: str, decoded: str) -> str:
+    same = next(
+        (place for place, pair in enumerate(zip(text, decoded, strict=False)) if len({*pair}) > 1),
+        min(len(text), len(decoded)),
+    )
+    start = max(0, same - _CONTEXT)
+    parts = (whole[start : same + _CONTEXT] for whole in (text, decoded))
+    return " comes back as ".join(map(repr, parts))
