@@ -183,14 +183,18 @@ class LoopLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Token in front of a text without context: BOS, or the token between documents."""
-        if self._ends.begin_of_text is not None:
-            return self._ends.begin_of_text
+        """Token that ends a text."""
         if self._ends.end_of_text is None:
             raise UserError(
                 f"the tokenizer of {self.loaded.checkpoint} has no token that ends a text"
             )
         return self._ends.end_of_text
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Token in front of a text without context: BOS, or else the end of the text before."""
+        begin = self._ends.begin_of_text
+        return self.eot_token_id if begin is None else begin
 
     @property
     def tokenizer_name(self) -> str:
@@ -221,7 +225,7 @@ class LoopLM(TemplateLM):
         for instance in requests:
             rolling = get_rolling_token_windows(
                 token_list=self.tok_encode(instance.args[0], add_special_tokens=False),
-                prefix_token=self.eot_token_id,
+                prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )

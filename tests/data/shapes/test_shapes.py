@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,17 @@ import torch
 from tokenizers import Tokenizer
 from torchtitan.config import CompileConfig
 
+from tests.data.shapes import tokenizers
 from tests.data.shapes.shape import Shape
 from tests.data.shapes.table import PATH, ROWS, as_markdown
+from tests.data.shapes.writing import jsonl
 from titan_loop.data.inspect_source import show_source, verify_source
 from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
@@ -81,7 +85,10 @@ def check_tokens(row: Shape, out: Path, tokenizer: Tokenizer) -> None:
     if row.targets is None:
         tokenizer.encode_special_tokens = True
         end = tokenizer.token_to_id(END)
-        own = [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in row.train]
+        bos = not row.options.get("no_bos", False)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        own = [[*tokenizer.encode(text, add_special_tokens=bos).ids, end] for text in row.train]
         assert sorted(ids for ids, _ in seen) == sorted(own)
         assert all(targets == [*ids[1:], IGNORED] for ids, targets in seen)
     else:
@@ -134,6 +141,27 @@ def test_shape(
     else:
         assert "held_out" not in card.splits
     check_tokens(row, out, Tokenizer.from_file(str(tokenizer)))
+
+
+@pytest.mark.parametrize("row", [row for row in tokenizers.ROWS if not row.refused], ids=str)
+def test_the_bytes_of_tokens_are_the_documents(row: Shape, tmp_path: Path) -> None:
+    row.make(tmp_path)
+    assert row.tokenizer is not None
+    options = {"tokenizer": row.tokenizer(tmp_path), **row.options}
+    held_out = tmp_path / "a.jsonl"
+    (tmp_path / "b.jsonl").write_bytes(jsonl(["to train on"]))
+    source = tmp_path / "out"
+    tokenize_source(tmp_path / "b.jsonl", output=source, held_out_inputs=held_out, **options)
+    shards = TokenShards(source, "held_out")
+    assert list(verify_source(source)) == []
+    assert shards.split.text_bytes == sum(len(text.encode()) for text in row.train)
+    lengths = [len(shards.document(number)) for number in range(shards.split.documents)]
+    starts = [0, *accumulate(lengths)]
+    found = [shards.read_bytes(*part).sum() for part in zip(starts, lengths, strict=False)]
+    assert sorted(found) == sorted(len(text.encode()) for text in row.train)
+    seq_len = min(shards.tokens - 1, 24)
+    windows = held_out_windows(source, seq_len=seq_len, count=1)
+    assert 0 < windows.label_bytes.sum() <= shards.split.text_bytes
 
 
 def test_the_page_is_what_the_rows_say() -> None:

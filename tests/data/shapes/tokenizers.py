@@ -1,34 +1,265 @@
-"""Tokenizers that people bring, and the bytes that come back."""
+"""Tokenizers that people bring, and what comes back from their tokens."""
 
+import json
+import unicodedata
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from tests.data.shapes.shape import Shape
 from tests.data.shapes.writing import TEXTS, jsonl
-from titan_loop.text.tokenizer import load_tokenizer
 
-_TOKENIZERS = "Tokenizers"
+_END = "<|endoftext|>"
+_KOREAN = tuple(unicodedata.normalize("NFD", text) for text in ("안녕하세요 세계", "대한민국 서울"))
+_MIXED = ("Größe Ｆｕｌｌ ① x = 1", "if Ready:\n\treturn  2")
 
 
-def _bytes_alone(folder: Path) -> Path:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
+def _bytes(**parts: Any) -> Tokenizer:
+    """Return the 256 bytes without merges, in GPT-2's alphabet."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    load_tokenizer(folder / "tokenizer.json")
-    return folder / "tokenizer.json"
+    return _with(tokenizer, **parts)
+
+
+def _with(tokenizer: Tokenizer, *, added: tuple[Any, ...] = (), **parts: Any) -> Tokenizer:
+    tokenizer.add_special_tokens([_END, "<s>"])
+    tokenizer.add_tokens([*added])
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return tokenizer
+
+
+def _template(single: str) -> Any:
+    tokens = [(token, 257 if token == "<s>" else 256) for token in (_END, "<s>")]
+    return processors.TemplateProcessing(single=single, special_tokens=tokens)
+
+
+def _trained(model: Any, trainer: Any, **parts: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.train_from_iterator([*TEXTS, *_MIXED[:1]], trainer)
+    return _with(tokenizer)
+
+
+def _sentencepiece(**options: Any) -> Tokenizer:
+    """Return Llama 2's kind of tokenizer: bytes stand for characters that are not in it."""
+    vocabulary = {"<unk>": 0, **{f"<0x{value:02X}>": 1 + value for value in range(256)}}
+    for symbol in "▁abcdefghijklmnopqrstuvwxyz":
+        vocabulary[symbol] = len(vocabulary)
+    vocabulary["▁t"] = len(vocabulary)
+    model = models.BPE(
+        vocab=vocabulary,
+        merges=[("▁", "t")],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    back = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    return _with(
+        Tokenizer(model),
+        normalizer=normalizers.Sequence(steps),
+        decoder=decoders.Sequence(back),
+        **options,
+    )
+
+
+def _row(found: str, taken: str, tokenizer: Callable[[], Tokenizer | str], **row: Any) -> Shape:
+    texts = row.pop("texts", TEXTS)
+
+    def save(folder: Path) -> Path:
+        made = tokenizer()
+        text = made if isinstance(made, str) else made.to_str()
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+        return folder / "tokenizer.json"
+
+    return Shape(
+        section="Tokenizers",
+        found=found,
+        taken=taken,
+        make=lambda folder: (folder / "a.jsonl").write_bytes(jsonl(texts)),
+        tokenizer=save,
+        **({"train": texts} if "refused" not in row else {}),
+        **row,
+    )
+
+
+_BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_LOSES_SPACES = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), _BYTE_LEVEL])
+_SMALL: Mapping[str, Any] = {"vocab_size": 300, "show_progress": False}
+_BACK = "do not come back"
+
+
+def _without_bytes() -> Tokenizer:
+    return _trained(
+        models.BPE(),
+        trainers.BpeTrainer(**_SMALL),
+        pre_tokenizer=_BYTE_LEVEL,
+        decoder=decoders.ByteLevel(),
+    )
+
+
+def _word_piece() -> Tokenizer:
+    return _trained(
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(special_tokens=["[UNK]"], **_SMALL),
+        normalizer=normalizers.BertNormalizer(),
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+        decoder=decoders.WordPiece(),
+    )
+
+
+def _cutting() -> str:
+    tokenizer = _bytes()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8, pad_token=_END, pad_id=256)
+    return tokenizer.to_str()
+
+
+def _far_id() -> str:
+    record = json.loads(_bytes().to_str())
+    record["model"]["vocab"]["z" * 9] = 1 << 16
+    return json.dumps(record)
 
 
 ROWS = (
-    Shape(
-        section=_TOKENIZERS,
-        found="the 256 bytes without merges",
-        taken="every text comes back",
-        make=lambda folder: (folder / "a.jsonl").write_bytes(jsonl(TEXTS)),
-        tokenizer=_bytes_alone,
-        train=TEXTS,
+    _row("the 256 bytes without merges", "every text comes back", _bytes),
+    _row(
+        "normalizer NFC (Qwen), texts in NFD",
+        "the ids are of NFC, the bytes of the document; a warning with share and first example",
+        lambda: _bytes(normalizer=normalizers.NFC()),
+        texts=_KOREAN,
+        stored=tuple(unicodedata.normalize("NFC", text) for text in _KOREAN),
+        warned=("2 of 2 documents, a sample, " + _BACK + " from their tokens (normalizer NFC,",),
+    ),
+    _row(
+        "normalizer NFKC",
+        "the same",
+        lambda: _bytes(normalizer=normalizers.NFKC()),
+        texts=_MIXED,
+        stored=("Größe Full 1 x = 1", _MIXED[1]),
+        warned=("/a.jsonl/1: 'Größe Ｆｕｌｌ ① x = 1' comes back as 'Größe Full 1 x = 1'",),
+    ),
+    _row(
+        "normalizer Lowercase",
+        "the same: equal in bytes, another text",
+        lambda: _bytes(normalizer=normalizers.Lowercase()),
+        texts=_MIXED,
+        stored=("größe ｆｕｌｌ ① x = 1", "if ready:\n\treturn  2"),
+        warned=(_BACK,),
+    ),
+    _row(
+        "ByteLevel with `add_prefix_space` (RoBERTa)",
+        "a space in front that is no byte of the document; a warning",
+        lambda: _bytes(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        stored=tuple(f" {text}" for text in TEXTS),
+        warned=("3 of 3 documents",),
+    ),
+    _row(
+        "pre-tokenizer Whitespace",
+        "white space is lost to the ids and counted in the bytes; a warning",
+        lambda: _bytes(pre_tokenizer=_LOSES_SPACES),
+        texts=_MIXED,
+        stored=("GrößeＦｕｌｌ①x=1", "ifReady:return2"),
+        warned=("pre-tokenizer Whitespace + ByteLevel",),
+    ),
+    _row(
+        "byte-level BPE trained without all 256 bytes",
+        "missing bytes are lost to the ids and counted in the bytes; a warning",
+        _without_bytes,
+        texts=("x = 9 ~", "the third"),
+        stored=("x =  ", "the third"),
+        warned=("1 of 2 documents",),
+    ),
+    _row(
+        "WordPiece (BERT)",
+        "lower case, `[UNK]` for what it lacks; a warning",
+        _word_piece,
+        texts=("the Third 9", "second"),
+        stored=("the third [UNK] ", "second "),
+        warned=("normalizer BertNormalizer, pre-tokenizer BertPreTokenizer, model WordPiece",),
+    ),
+    _row(
+        "SentencePiece with byte fallback (Llama 2, TinyLlama, Mistral)",
+        "every text comes back; `generate`, scores and exports work",
+        _sentencepiece,
+        texts=("the 漢字 cat\n  sat", " A b"),
+    ),
+    _row(
+        "a BOS in the template (Llama 3, DeepSeek)",
+        "BOS in front of every document, which the card says",
+        lambda: _bytes(post_processor=_template("<s> $A")),
+        stored=tuple(f"<s>{text}" for text in TEXTS),
+    ),
+    _row(
+        "the same with `--no-bos`",
+        "no BOS; exports drop it from the template",
+        lambda: _bytes(post_processor=_template("<s> $A")),
+        options={"no_bos": True},
+    ),
+    _row(
+        "a BOS that is the EOS",
+        "`<|endoftext|>` on both sides of every document",
+        lambda: _bytes(post_processor=_template(f"{_END} $A")),
+        stored=tuple(f"{_END}{text}" for text in TEXTS),
+    ),
+    _row(
+        "a template with two tokens in front",
+        "refused; `--no-bos` leaves both out",
+        lambda: _bytes(post_processor=_template(f"<s> {_END} $A")),
+        refused="puts 2 tokens in front of every text .* give --no-bos",
+    ),
+    _row(
+        "`--no-bos` without a BOS in the template",
+        "refused",
+        _bytes,
+        options={"no_bos": True},
+        refused="no_bos has no effect",
+    ),
+    _row(
+        "an added token that swallows spaces",
+        "the spaces count as its bytes; a warning",
+        lambda: _bytes(added=(AddedToken("<tag>", lstrip=True, rstrip=True),)),
+        texts=("a <tag> b", "plain"),
+        stored=("a<tag>b", "plain"),
+        warned=("'a <tag> b' comes back as 'a<tag>b'",),
+    ),
+    _row("truncation and padding in tokenizer.json", "without effect", _cutting),
+    _row(
+        "a tokenizer without the EOS",
+        "refused; `--eos-token` names another",
+        lambda: Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).to_str(),
+        refused=r"eos_token '<\|endoftext\|>' is not in the tokenizer",
+    ),
+    _row(
+        "an id above 65,535 among fewer tokens",
+        "refused",
+        _far_id,
+        refused="an id of 65536 among 259 tokens, which two bytes cannot hold",
+    ),
+    _row(
+        "another file, such as SentencePiece's tokenizer.model",
+        "refused",
+        lambda: "\n\x0e\n\x05<unk>",
+        refused=r"is not a tokenizer\.json",
     ),
 )

@@ -1,0 +1,141 @@
+"""A BOS of the tokenizer's template: in the data, in prompts, in scores and in exports."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, processors
+
+from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from tests.evaluation.test_harness_model import ask, nats
+from titan_loop.cli.main import main
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.shards import TokenShards
+from titan_loop.data.source_card import SourceCard
+from titan_loop.errors import UserError
+from titan_loop.evaluation.harness_model import LoopLM
+from titan_loop.evaluation.training_tasks import continuation_tokens
+from titan_loop.evaluation.window_scores import open_run
+from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
+from titan_loop.inference.rows import text_requests
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.text.tokenizer import encode_prompt, template_bos
+
+BOS = "<|im_start|>"  # any special token of the tests' tokenizer may serve
+
+
+def of_template(tokenizer: Path, folder: Path) -> Path:
+    made = Tokenizer.from_file(str(tokenizer))
+    token = (BOS, made.token_to_id(BOS))
+    template = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[token])
+    made.post_processor = processors.Sequence([processors.ByteLevel(), template])  # type: ignore[assignment]
+    made.save(str(folder / "bos.json"))
+    return folder / "bos.json"
+
+
+@pytest.fixture(scope="module")
+def sources(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same documents with BOS and without."""
+    folder = tmp_path_factory.mktemp("sources")
+    tokenizer = of_template(source / "tokenizer.json", folder)
+    documents = folder / "documents"
+    documents.mkdir()
+    for number in range(40):
+        (documents / f"{number}.txt").write_text(
+            f"def f{number}(x):\n    return x + {number}\n" * 9
+        )
+    for name, no_bos in (("with", False), ("without", True)):
+        tokenize_source(
+            documents,
+            output=folder / name,
+            tokenizer=tokenizer,
+            held_out_fraction=0.5,
+            no_bos=no_bos,
+        )
+    return {name: folder / name for name in ("with", "without")}
+
+
+@pytest.fixture(scope="module")
+def runs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    runs = {}
+    for name, source in sources.items():
+        runs[name] = write_run_of(source, tmp_path_factory.mktemp(name) / "run")
+        write_checkpoint_of(runs[name], 3)
+    return runs
+
+
+def test_every_document_begins_with_it_and_nothing_predicts_it(sources: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.from_file(str(sources["with"] / "tokenizer.json"))
+    bos = tokenizer.token_to_id(BOS)
+    assert template_bos(tokenizer) == SourceCard.read(sources["with"]).bos_id == bos
+    assert SourceCard.read(sources["without"]).bos_id is None
+    with_bos, without = (TokenShards(sources[name]) for name in ("with", "without"))
+    for number in range(with_bos.split.documents):
+        ids = with_bos.document(number).tolist()
+        assert ids == [bos, *without.document(number).tolist()]
+    config = WindowLoader.Config(mixture=[f"{sources['with']}=1"], prefetch=False)
+    loader = config.build(dp_world_size=1, dp_rank=0, seq_len=96, local_batch_size=4)
+    for batch, labels in loader.read_step(4):
+        assert (batch["input"] == bos).any()
+        assert not (labels == bos).any()
+
+
+def test_prompts_and_scores_begin_with_it(runs: dict[str, Path]) -> None:
+    run = runs["with"]
+    loaded = load_checkpoint(run)
+    tokenizer = load_matching_tokenizer(loaded)
+    bos = text_ends(loaded, tokenizer).begin_of_text
+    assert bos == tokenizer.token_to_id(BOS)
+    lm, prompt = (
+        LoopLM(run, recurrent_steps=2),
+        tokenizer.encode("def f(", add_special_tokens=False).ids,
+    )
+    answer = tokenizer.encode("x):", add_special_tokens=False).ids
+    scores = lm.loglikelihood(ask(("def f(", "x):"), ("", "x):"), (f"{BOS}def f(", "x):")))
+    whole = -nats(run, [bos, *prompt, *answer], 1 + len(prompt), steps=2)
+    alone = -nats(run, [bos, *answer], 1, steps=2)
+    assert [score for score, _ in scores] == pytest.approx([whole, alone, whole], abs=1e-4)
+    # Not log p(BOS | BOS) first, as the harness' own model has it.
+    assert lm.loglikelihood_rolling(ask(("x):",))) == pytest.approx([alone], abs=1e-4)
+    begun = {"stop_tokens": frozenset(), "begin": bos}
+    (request,) = text_requests(tokenizer, ["def f("], **begun)
+    assert request.prompt == encode_prompt(tokenizer, "def f(", bos) == [bos, *prompt]
+    first, rest = continuation_tokens(tokenizer, "def f(", " x", bos)
+    assert first == [bos, *prompt]
+    assert rest == continuation_tokens(tokenizer, "def f(", " x")[1]
+
+
+def test_without_it_nothing_changes(runs: dict[str, Path]) -> None:
+    lm = LoopLM(runs["without"])
+    assert lm.prefix_token_id == lm.eot_token_id == 0
+    assert lm.tok_encode("def f(") == lm.tok_encode("def f(", add_special_tokens=False)
+
+
+def test_sources_that_begin_otherwise(
+    sources: dict[str, Path], runs: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    mixture = [f"{path}=1" for path in sources.values()]
+    with pytest.raises(UserError, match=r"with begin with BOS, those of .*without do not"):
+        WindowLoader.Config(mixture=mixture).build(
+            dp_world_size=1, dp_rank=0, seq_len=64, local_batch_size=1
+        )
+    open_run(SavedRun.open(runs["with"]), count=1, sources=[str(sources["without"])])
+    assert "was trained on documents with BOS" in caplog.text
+
+
+def test_exports_add_it_only_for_a_model_that_has_seen_it(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    for name, run in runs.items():
+        folder = tmp_path / name
+        assert main(["convert", "export", str(run), "--output", str(folder)]) == 0
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        bos = tokenizer.token_to_id(BOS) if name == "with" else 0
+        assert template_bos(tokenizer) == (bos or None)
+        assert json.loads((folder / "config.json").read_text())["bos_token_id"] == bos
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        assert tokenizer.token_to_id(settings["bos_token"]) == bos
+        again = tmp_path / f"again-{name}"
+        assert main(["convert", "import", str(folder), "--output", str(again)]) == 0
+        assert LoopLM(again).tok_encode("def") == LoopLM(run).tok_encode("def")
