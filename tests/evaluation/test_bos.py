@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, processors
@@ -85,12 +86,10 @@ def test_prompts_and_scores_begin_with_it(runs: dict[str, Path]) -> None:
     run = runs["with"]
     loaded = load_checkpoint(run)
     tokenizer = load_matching_tokenizer(loaded)
-    bos = text_ends(loaded, tokenizer).begin_of_text
+    bos: Any = text_ends(loaded, tokenizer).begin_of_text
     assert bos == tokenizer.token_to_id(BOS)
-    lm, prompt = (
-        LoopLM(run, recurrent_steps=2),
-        tokenizer.encode("def f(", add_special_tokens=False).ids,
-    )
+    lm: Any = LoopLM(run, recurrent_steps=2)
+    prompt = tokenizer.encode("def f(", add_special_tokens=False).ids
     answer = tokenizer.encode("x):", add_special_tokens=False).ids
     scores = lm.loglikelihood(ask(("def f(", "x):"), ("", "x):"), (f"{BOS}def f(", "x):")))
     whole = -nats(run, [bos, *prompt, *answer], 1 + len(prompt), steps=2)
@@ -98,8 +97,7 @@ def test_prompts_and_scores_begin_with_it(runs: dict[str, Path]) -> None:
     assert [score for score, _ in scores] == pytest.approx([whole, alone, whole], abs=1e-4)
     # Not log p(BOS | BOS) first, as the harness' own model has it.
     assert lm.loglikelihood_rolling(ask(("x):",))) == pytest.approx([alone], abs=1e-4)
-    begun = {"stop_tokens": frozenset(), "begin": bos}
-    (request,) = text_requests(tokenizer, ["def f("], **begun)
+    (request,) = text_requests(tokenizer, ["def f("], stop_tokens=frozenset(), begin=bos)
     assert request.prompt == encode_prompt(tokenizer, "def f(", bos) == [bos, *prompt]
     first, rest = continuation_tokens(tokenizer, "def f(", " x", bos)
     assert first == [bos, *prompt]

@@ -124,7 +124,7 @@ def _word_piece() -> Tokenizer:
         trainers.WordPieceTrainer(special_tokens=["[UNK]"], **_SMALL),
         normalizer=normalizers.BertNormalizer(),
         pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
-        decoder=decoders.WordPiece(),
+        decoder=decoders.Fuse(),
     )
 
 
@@ -192,10 +192,10 @@ ROWS = (
     ),
     _row(
         "WordPiece (BERT)",
-        "lower case, `[UNK]` for what it lacks; a warning",
+        "lower case, no spaces, `[UNK]` for what it lacks; a warning",
         _word_piece,
         texts=("the Third 9", "second"),
-        stored=("the third [UNK] ", "second "),
+        stored=("thethird[UNK]", "second"),
         warned=("normalizer BertNormalizer, pre-tokenizer BertPreTokenizer, model WordPiece",),
     ),
     _row(
