@@ -24,9 +24,9 @@ from torch import Tensor
 from titan_loop.checkpoint.safetensors_files import write_folder
 from titan_loop.families.nanbeige.formats import UnrolledShape
 from titan_loop.formats.importing import CONFIG
-from titan_loop.formats.tokenizer_export import TEMPLATE, TOKENIZER_CONFIG
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.staged_folder import staged_folder
+from titan_loop.text.template_files import TEMPLATE, TOKENIZER_CONFIG
 from titan_loop.text.tokenizer import END_OF_TEXT, TOKENIZER_NAME, TURN_END
 
 _SHARD_BYTES = 5 * 10**9

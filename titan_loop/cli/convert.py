@@ -162,9 +162,9 @@ def _tokenizer(
     if chatml:
         text = text.with_chatml()
     elif no_chatml:
-        text = replace(text, turn_end=None, chat_template=None)
+        text = text.without_chats()
     if eos_token is not None:
-        text = replace(text, end_of_text=eos_token)
+        text = replace(text, end_of_text=eos_token, end_tokens=())
     return open_tokenizer(known.path, vocab_size=vocab_size, text=text, is_known=known.is_known)
 
 

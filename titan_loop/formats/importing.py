@@ -7,7 +7,7 @@ config.json ─► LlamaShape ─► exactly these names and shapes must be ther
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,13 @@ from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError, listed, nearest
 from titan_loop.formats.format import Format
 from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
-from titan_loop.formats.tokenizer_export import PADDING_ROWS, TEMPLATE, TOKENIZER_CONFIG
+from titan_loop.formats.tokenizer_export import GENERATION_CONFIG, PADDING_ROWS
 from titan_loop.models.family import decoder_config
 from titan_loop.plugins import find, names
 from titan_loop.runs.conversion import written_run
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_json_object
-from titan_loop.storage.regular_file import DamagedFileError, read_regular
+from titan_loop.text.template_files import TEMPLATE, TOKENIZER_CONFIG, template_beside
 from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import (
     END_OF_TEXT,
@@ -78,7 +78,7 @@ class ModelFolder:
         if self.tokenizer is not None:
             loaded, rows = load_tokenizer(tokenizer), self.shape.vocab_size
             check_vocabulary(loaded, rows, str(tokenizer), most_spare_rows=PADDING_ROWS)
-            self.text = _text_format(files, config, loaded)
+            self.text = _text_format(files, path, config, loaded)
 
     @property
     def names(self) -> list[str]:
@@ -176,7 +176,7 @@ def _refuse_links_outside(folder: Path) -> None:
     inside = folder.resolve()
     # The cache of the Hugging Face Hub links to its own blobs.
     blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
-    names = (CONFIG, TOKENIZER_NAME, TOKENIZER_CONFIG, TEMPLATE, INDEX)
+    names = (CONFIG, GENERATION_CONFIG, TOKENIZER_NAME, TOKENIZER_CONFIG, TEMPLATE, INDEX)
     for file in (*(folder / name for name in names), *folder.glob("*.safetensors")):
         if file.is_symlink() and not {inside, blobs} & {*Path(os.path.realpath(file)).parents}:
             raise UserError(
@@ -185,49 +185,49 @@ def _refuse_links_outside(folder: Path) -> None:
             )
 
 
-def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> TextFormat:
+def _text_format(
+    files: Path, folder: Path, config: dict[str, Any], tokenizer: "Tokenizer"
+) -> TextFormat:
     # config.json names the end of a document, the tokenizer's config the end of a turn.
-    try:
-        settings = read_json_object(path / TOKENIZER_CONFIG, fix=_AGAIN)
-    except FileNotFoundError:
-        settings = {}
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # of named ones, of which chats take the default
-        named = [each for each in template if isinstance(each, dict)]
-        template = next((t.get("template") for t in named if t.get("name") == "default"), None)
-    if (path / TEMPLATE).exists():
-        try:
-            template = read_regular(path / TEMPLATE, fix=_AGAIN).decode()
-        except UnicodeDecodeError as error:
-            raise DamagedFileError(path / TEMPLATE, "not UTF-8", _AGAIN) from error
-    template = template if isinstance(template, str) else None
-    begin, end = (_token(config, name, tokenizer) for name in ("bos_token_id", "eos_token_id"))
-    known = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None
+    template = template_beside(files, fix=_AGAIN)
+    begins = _tokens(CONFIG, config, "bos_token_id", tokenizer)
+    ends = _tokens(CONFIG, config, "eos_token_id", tokenizer)
+    known = [END_OF_TEXT] if tokenizer.token_to_id(END_OF_TEXT) is not None else []
     # The template says whether texts begin with BOS. Without one, BOS separates documents.
-    bos_id = template_bos(tokenizer, str(path / TOKENIZER_NAME))
-    end_of_text = (begin if bos_id is None else end) or known or end or END_OF_TEXT
+    bos_id = template_bos(tokenizer, str(files / TOKENIZER_NAME))
+    separators = begins[:1] if bos_id is None else []
+    end_of_text = [*separators, *known, *ends[:1], END_OF_TEXT][0]
+    turn_end = ends[0] if ends else None
     if template is not None:
-        token = settings.get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token  # with its options
-        if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
-            end = token
-    return TextFormat(
+        token = template.variables.get("eos_token")
+        if token is not None and tokenizer.token_to_id(token) is not None:
+            turn_end = token
+    text = TextFormat(
         end_of_text=end_of_text,
-        turn_end=None if end == end_of_text else end,
-        chat_template=template,
+        turn_end=None if turn_end == end_of_text else turn_end,
+        chat_template=None if template is None else template.text,
+        template_variables={} if template is None else template.variables,
         begin_of_text=None if bos_id is None else tokenizer.id_to_token(bos_id),
     )
+    try:
+        generation = read_json_object(folder / GENERATION_CONFIG, fix=_AGAIN)
+    except FileNotFoundError:
+        generation = {}
+    named = _tokens(GENERATION_CONFIG, generation, "eos_token_id", tokenizer) or ends
+    usual = {text.turn_end, text.end_of_text}
+    return replace(text, end_tokens=tuple(named)) if {*named} - usual else text
 
 
-def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | None:
+def _tokens(file: str, config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> list[str]:
     value = config.get(name)
-    index = value[0] if isinstance(value, list) and value else value
-    if index is None:
-        return None
-    token = tokenizer.id_to_token(index) if type(index) is int and index >= 0 else None
-    if token is None:
-        raise UserError(
-            f"config.json: {name}={value!r} is not a token of the folder's {TOKENIZER_NAME}; name "
-            "one, or leave the field out"
-        )
-    return token
+    indices = value if isinstance(value, list) else [] if value is None else [value]
+    tokens: list[str] = []
+    for index in indices:
+        token = tokenizer.id_to_token(index) if type(index) is int and index >= 0 else None
+        if token is None:
+            raise UserError(
+                f"{file}: {name}={value!r} is not a token of the folder's {TOKENIZER_NAME}; name "
+                "one, or leave the field out"
+            )
+        tokens.append(token)
+    return tokens

@@ -102,6 +102,8 @@ def write_model_folder(
             bos_id=None if tokenizer is None else tokenizer.bos_id,
             eos_id=None if tokenizer is None else tokenizer.eos_id,
         )
+        if tokenizer is not None:
+            config["eos_token_id"] = tokenizer.eos
         write_json(folder / CONFIG, config)
 
 

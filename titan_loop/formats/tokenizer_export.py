@@ -14,6 +14,7 @@ from titan_loop.errors import UserError
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.regular_file import read_regular
 from titan_loop.text.chatml import CHAT_TEMPLATE
+from titan_loop.text.template_files import TEMPLATE, TOKENIZER_CONFIG
 from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import (
     TOKENIZER_NAME,
@@ -26,8 +27,7 @@ from titan_loop.text.tokenizer import (
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
-TEMPLATE = "chat_template.jinja"
+GENERATION_CONFIG = "generation_config.json"
 
 PADDING_ROWS = 127
 """Largest number of padding rows that an embedding may have after the tokenizer's last id."""
@@ -35,7 +35,7 @@ PADDING_ROWS = 127
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerExport:
-    """A checked tokenizer, and the ids that end a document and, in chats, a turn.
+    """A checked tokenizer, and the ids that end a document, a turn of a chat, and generation.
 
     `bos_id` begins a document; in most tokenizers here, the end of the one before does.
     """
@@ -45,11 +45,17 @@ class TokenizerExport:
     end_of_text_id: int
     turn_end_id: int | None
     bos_id: int
+    end_ids: tuple[int, ...]
 
     @property
     def eos_id(self) -> int:
         """Id that ends an answer: the end of a turn in chats, else the end of a document."""
         return self.end_of_text_id if self.turn_end_id is None else self.turn_end_id
+
+    @property
+    def eos(self) -> int | list[int]:
+        """The `eos_token_id` of a model's configuration: every id that ends generation."""
+        return self.end_ids[0] if len(self.end_ids) == 1 else [*self.end_ids]
 
     def write(self, folder: Path, *, max_positions: int) -> None:
         """Write the tokenizer's files and `generation_config.json`."""
@@ -63,6 +69,7 @@ class TokenizerExport:
             "bos_token": self.text.begin_of_text or self.text.end_of_text,
             "eos_token": self.text.turn_end or self.text.end_of_text,
             "pad_token": self.text.end_of_text,
+            **self.text.template_variables,
         }
         write_json(folder / TOKENIZER_CONFIG, config)
         if self.text.chat_template is not None:
@@ -71,10 +78,10 @@ class TokenizerExport:
         generation = {
             "bos_token_id": self.bos_id,
             "do_sample": False,
-            "eos_token_id": end if self.turn_end_id is None else [self.turn_end_id, end],
+            "eos_token_id": self.eos,
             "pad_token_id": end,
         }
-        write_json(folder / "generation_config.json", generation)
+        write_json(folder / GENERATION_CONFIG, generation)
 
     def _write_tokenizer(self, path: Path) -> None:
         """Copy the tokenizer; without its template, if that adds a BOS the model has never seen."""
@@ -102,14 +109,19 @@ def open_tokenizer(
         if text.chat_template == CHAT_TEMPLATE:
             _require(tokenizer, path, TURN_START, hint)
         turn_end_id = _require(tokenizer, path, text.turn_end, hint)
+    end_of_text_id = _require(tokenizer, path, text.end_of_text, "name it with --eos-token")
+    ends = [each for each in (turn_end_id, end_of_text_id) if each is not None]
+    hint = "use --no-chatml"
+    named = [_require(tokenizer, path, token, hint) for token in text.end_tokens]
     return TokenizerExport(
         path=path,
         text=text,
-        end_of_text_id=_require(tokenizer, path, text.end_of_text, "name it with --eos-token"),
+        end_of_text_id=end_of_text_id,
         turn_end_id=turn_end_id,
         bos_id=_require(
             tokenizer, path, text.begin_of_text or text.end_of_text, "name it with --eos-token"
         ),
+        end_ids=tuple(named or ends),
     )
 
 

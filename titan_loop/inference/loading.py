@@ -76,17 +76,21 @@ def load_matching_tokenizer(loaded: Loaded, given: str | Path | None = None) -> 
 
 
 class TextEnds(NamedTuple):
-    """Ids of the tokens that end a text and a chat turn, and that begin a text; None for none."""
+    """Ids of the tokens that end a text and a chat turn, and that begin a text; None for none.
+
+    `others` are further ones at which generation stops.
+    """
 
     end_of_text: int | None
     turn_end: int | None
     begin_of_text: int | None
+    others: frozenset[int] = frozenset()
 
     @property
     def stop_tokens(self) -> frozenset[int]:
         """Tokens at which generation stops."""
         ends = (self.end_of_text, self.turn_end)
-        return frozenset(token for token in ends if token is not None)
+        return self.others.union(token for token in ends if token is not None)
 
 
 def text_ends(loaded: Loaded, tokenizer: "Tokenizer") -> TextEnds:
@@ -96,8 +100,10 @@ def text_ends(loaded: Loaded, tokenizer: "Tokenizer") -> TextEnds:
     `<|endoftext|>` and `<|im_end|>`, and nothing begins a text.
     """
     text = loaded.run.text_format(tokenizer)
+    others = (tokenizer.token_to_id(token) for token in text.end_tokens)
     return TextEnds(
         tokenizer.token_to_id(text.end_of_text),
         tokenizer.token_to_id(text.turn_end or TURN_END),
         None if text.begin_of_text is None else tokenizer.token_to_id(text.begin_of_text),
+        frozenset(token for token in others if token is not None),
     )

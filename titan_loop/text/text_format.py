@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from titan_loop.text.chat_template import ChatTemplate
-from titan_loop.text.chatml import CHAT_TEMPLATE
 from titan_loop.text.tokenizer import END_OF_TEXT, TURN_END
 
 
@@ -17,7 +16,7 @@ class TextFormat:
         turn_end: The token that ends a turn; None where only documents end.
         chat_template: Jinja text; None for a model that knows no conversations.
         template_variables: Special tokens that the template may use, such as `bos_token`.
-        end_tokens: Further tokens at which generation stops.
+        end_tokens: Every token at which generation stops, where a model has more than these two.
         begin_of_text: The token in front of every document; None for none.
     """
 
@@ -37,7 +36,7 @@ class TextFormat:
 
     def with_chatml(self) -> "TextFormat":
         """Return the same documents, with ChatML conversations."""
-        return replace(self, turn_end=TURN_END, chat_template=CHAT_TEMPLATE, template_variables={})
+        return self.with_template(ChatTemplate(), TURN_END)
 
     def with_template(self, template: ChatTemplate, turn_end: str) -> "TextFormat":
         """Return the same documents, with conversations in a template."""
@@ -46,4 +45,9 @@ class TextFormat:
             turn_end=turn_end,
             chat_template=template.text,
             template_variables=template.variables,
+            end_tokens=(),
         )
+
+    def without_chats(self) -> "TextFormat":
+        """Return the same documents, without conversations."""
+        return TextFormat(end_of_text=self.end_of_text, begin_of_text=self.begin_of_text)

@@ -22,7 +22,7 @@ CONFIG_TYPES: dict[str, type | tuple[type, ...]] = {
     "max_window_layers": int,
     "total_ut_steps": int,
     "bos_token_id": int,
-    "eos_token_id": int,
+    "eos_token_id": (int, list),  # several, as in Llama 3.1's
     "rope_theta": float,
     "initializer_range": float,
     "tie_word_embeddings": bool,
@@ -54,7 +54,7 @@ def read_strictly(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, li
     config = json.loads((folder / "config.json").read_text())
     assert config.keys() == CONFIG_TYPES.keys() | CONFIG_VALUES.keys() | {"layer_types"}
     for name, kind in CONFIG_TYPES.items():
-        assert type(config[name]) is kind, name
+        assert type(config[name]) in (kind if isinstance(kind, tuple) else (kind,)), name
     for name, value in CONFIG_VALUES.items():
         assert config[name] == value, name
     assert config["layer_types"] == ["full_attention"] * config["num_hidden_layers"]

@@ -18,11 +18,13 @@ from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.checkpoint.upcycling import Upcycling
 from titan_loop.cli import main as cli
 from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
-from titan_loop.inference.loading import load_checkpoint
+from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.conversion import upcycle_run
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
+from titan_loop.text.chat_encoding import ChatEncoder
+from titan_loop.text.conversation import Conversation, Turn
 
 
 def load_run(run: Path) -> LoopDecoder:
@@ -143,8 +145,40 @@ def test_a_template_in_the_tokenizer_s_settings_ends_turns_with_its_token(
     convert("import", folder, "--output", tmp_path / "run")
     convert("export", tmp_path / "run", "--output", tmp_path / "again")
     config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 2)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, [2, 0])
     assert (tmp_path / "again" / "chat_template.jinja").read_bytes() == b"{{ messages }}\r\n"
+
+
+OWN_TEMPLATE = """\
+{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"""
+
+
+def test_a_folder_s_own_template_and_all_its_end_tokens_are_used_and_come_back(edited, tmp_path):
+    folder = edited()
+    (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0, 1]}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"bos_token": "<|im_start|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    convert("import", folder, "--output", tmp_path / "run")
+    loaded = load_checkpoint(tmp_path / "run")
+    tokenizer = load_matching_tokenizer(loaded)
+    assert text_ends(loaded, tokenizer).stop_tokens == {0, 1, 2}
+    template = loaded.run.text_format(tokenizer).template
+    question = Conversation((Turn("system", "Count."), Turn("user", "1 2 3")))
+    ids = ChatEncoder(tokenizer, template).prompt(question).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>[system] Count.<|im_end|>\n[user] 1 2 3<|im_end|>\n[assistant] "
+    )
+    assert (ids[0], ids.count(2)) == (1, 2)
+    convert("export", tmp_path / "run", "--output", tmp_path / "again")
+    for name in ("generation_config.json", "config.json"):
+        again = json.loads((tmp_path / "again" / name).read_text())
+        assert again["eos_token_id"] == [2, 0, 1]
+    assert (tmp_path / "again" / "chat_template.jinja").read_text() == OWN_TEMPLATE
+    again = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    assert again["bos_token"] == "<|im_start|>"
 
 
 def test_the_released_shapes_have_their_names():
