@@ -90,8 +90,9 @@ def test_mistakes_name_field_and_value(entries: list[str], message: str) -> None
 
 
 def test_a_weight_that_would_never_be_read_is_refused() -> None:
-    with pytest.raises(UserError, match="b=1e-06 is less than 1/10000"):
-        weight_shares(parse_mixture(["a=1", "b=0.000001"]))
+    counts = [f"{name}={tokens}" for name, tokens in zip("abc", (10**7, 90, 2), strict=True)]
+    with pytest.raises(UserError, match=r"2 of 3 sources .* first is b=90: raise .* to 1000\.01,"):
+        weight_shares(parse_mixture(counts))
 
 
 def test_options_of_an_entry() -> None:

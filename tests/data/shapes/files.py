@@ -467,6 +467,15 @@ _HELD_OUT_ROWS = (
     ),
     _shape(
         _HELD_OUT,
+        "`train.jsonl` and `held_out.jsonl` that share documents",
+        "stored as they are, with a warning that counts them",
+        {"train.jsonl": jsonl([A, A, B]), "held_out.jsonl": jsonl([C, B, B])},
+        train=(A, A, B),
+        held_out=(B, B, C),
+        warned=("1 of 2 different held-out texts are trained on, too",),
+    ),
+    _shape(
+        _HELD_OUT,
         "code with `train.py` and `test_model.py`",
         "all are trained on, with a warning",
         {"train.py": A, "test_model.py": B, "model.py": C},

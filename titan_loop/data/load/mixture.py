@@ -98,12 +98,13 @@ def weight_shares(mixture: Sequence[MixtureEntry], period: int = PERIOD_WINDOWS)
     """Round the weights to integer shares of one period (largest remainder) in lowest terms."""
     total = math.fsum(source.weight for source in mixture)
     exact = [source.weight / total * period for source in mixture]
-    for source, share in zip(mixture, exact, strict=True):
-        if 0 < share < 1:
-            raise UserError(
-                f"dataloader.mixture: {source.path}={source.weight:g} is less than 1/{period} of "
-                "the mixture: raise its weight or leave it out"
-            )
+    if small := [source for source, share in zip(mixture, exact, strict=True) if 0 < share < 1]:
+        first = small[0]
+        raise UserError(
+            f"dataloader.mixture: {len(small)} of {len(mixture)} sources have less than 1/{period} "
+            f"of the mixture, the first is {first.path}={first.weight:g}: raise their weights to "
+            f"{total / period:g}, leave them out, or prepare small sources together as one"
+        )
     # Rounding absorbs the last bits of weight/total, so that 0.3 of 10,000 is 3000 and not 2999.
     shares = [math.floor(round(share, 6)) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])

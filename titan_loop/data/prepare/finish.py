@@ -12,7 +12,8 @@ import numpy as np
 
 from titan_loop.data.prepare.document_tokenizer import changed_examples
 from titan_loop.data.prepare.executors import Pipeline, statistics
-from titan_loop.data.prepare.pipelines import CHANGES, HOLD_OUT, READ, TOKENIZE
+from titan_loop.data.prepare.pipeline_steps import TextHashes
+from titan_loop.data.prepare.pipelines import CHANGES, HASH_TEXTS, HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.prepare.readers import (
     DROPPED_BY_READERS,
@@ -86,6 +87,7 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
             effect = f"{held_out} tokens, which score only runs with a smaller training.seq_len"
         fix = "raise --held-out-fraction, or give --held-out-inputs"
         logger.warning("%s holds out %s: %s", output, effect, fix)
+    _warn_of_shared_texts(preparation)
     card = SourceCard(
         name=output.name,
         tokenizer_sha256=file_sha256(output / TOKENIZER_NAME),
@@ -110,6 +112,15 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
     card.write(output)
     shutil.rmtree(preparation.work, ignore_errors=True)
     return card
+
+
+def _warn_of_shared_texts(preparation: Preparation) -> None:
+    shared, texts = TextHashes.count_shared(preparation.work / HASH_TEXTS)
+    if shared:
+        logger.warning(
+            f"{preparation.output}: {shared} of {texts} different held-out texts are trained on, "
+            "too, so that scores on them say little: remove them from one side"
+        )
 
 
 def _repaired(output: Path, counts: Counter[str]) -> dict[str, int]:

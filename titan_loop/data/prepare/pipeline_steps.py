@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.minhash import MinhashDedupSignature
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.readers.jsonl import JsonlReader
@@ -13,9 +14,10 @@ from datatrove.pipeline.tokens.tokenizer import TokenizedFile
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 from datatrove.utils.batching import batched
 
-from titan_loop.data.keyed import keyed_uniform
+from titan_loop.data.keyed import keyed_integer, keyed_uniform
 from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.document_tokenizer import PlainTextTokenizer
+from titan_loop.data.shards import file_chunks
 from titan_loop.text.chat_encoding import ChatEncoder
 from titan_loop.text.chat_template import ChatTemplate
 
@@ -39,6 +41,43 @@ class HeldOutFilter(BaseFilter):
         if self.files:
             return doc.metadata["file_path"] not in self.files
         return keyed_uniform("held_out", doc.text) >= self.fraction
+
+
+class TextHashes(PipelineStep):
+    """Writes a keyed hash of every text into a folder, held-out `files` into a list apart."""
+
+    name = "🔑 Hashes of texts"
+
+    def __init__(self, files: Iterable[str], folder: Path) -> None:
+        super().__init__()
+        self.files = frozenset(path.lstrip("/") for path in files)
+        self.folder = folder
+
+    def run(
+        self, data: Any = None, rank: int = 0, world_size: int = 1
+    ) -> Generator[Document, None, None]:
+        """Pass on the documents of this task."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = self.folder / f"{rank:05d}"
+        with (
+            stem.with_suffix(".train").open("wb") as train,
+            stem.with_suffix(".held_out").open("wb") as held_out,
+        ):
+            for document in data:
+                file = held_out if document.metadata["file_path"] in self.files else train
+                file.write(keyed_integer("text", document.text).to_bytes(8, "little"))
+                yield document
+
+    @staticmethod
+    def count_shared(folder: Path) -> tuple[int, int]:
+        """Return how many different held-out texts are trained on, too, and how many there are."""
+        parts = [chunk for path in folder.glob("*.held_out") for chunk in file_chunks(path, "<u8")]
+        texts = np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
+        shared = np.zeros(len(texts), dtype=bool)
+        for path in folder.glob("*.train"):
+            for chunk in file_chunks(path, "<u8"):
+                shared |= np.isin(texts, chunk)
+        return int(shared.sum()), len(texts)
 
 
 class HeldOutReader(JsonlReader):

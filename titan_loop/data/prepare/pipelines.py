@@ -26,6 +26,7 @@ from titan_loop.data.prepare.pipeline_steps import (
     HeldOutFilter,
     HeldOutReader,
     ShortTextSignature,
+    TextHashes,
 )
 from titan_loop.data.prepare.preparation import Preparation
 from titan_loop.data.prepare.readers import document_reader
@@ -34,7 +35,7 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME
 CHANGES = "changed"
 """Folder of the logs with documents that their tokens do not give back."""
 
-READ, HOLD_OUT, TOKENIZE = "read", "hold_out", "tokenize"
+READ, HASH_TEXTS, HOLD_OUT, TOKENIZE = "read", "hash_texts", "hold_out", "tokenize"
 """Names of steps. A filter's name counts its drops on the card, unless it gives reasons itself."""
 
 
@@ -71,6 +72,8 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
         steps["contaminated"] = ngram_filter(config.decontaminate, index, config.language)
     if preparation.holds_out:
         files = [file.path for file in preparation.documents.held_out_files]
+        if files:  # otherwise equal texts are on the same side
+            steps[HASH_TEXTS] = TextHashes(files, work / HASH_TEXTS)
         steps[HOLD_OUT] = HeldOutFilter(files, preparation.held_out_fraction, work / "held_out")
     steps[TOKENIZE] = tokenize("train")
     pipelines.append(_pipeline(preparation, "train", steps, preparation.tasks))
