@@ -112,7 +112,13 @@ class ChatTemplate:
             before = conversation._replace(turns=conversation.turns[:index])
             after = conversation._replace(turns=conversation.turns[: index + 1])
             prompt = self.prompt(before)
+            closed = self._rendered(before)[0]
             spoken = self._rendered(after)[0]
+            # Some templates write one more token at the end of every conversation.
+            for token in self.variables.values():
+                if closed.endswith(token) and prompt.startswith(closed.removesuffix(token)):
+                    spoken = spoken.removesuffix(token)
+                    break
             if not whole.startswith(spoken):
                 raise AnswersNotFoundError(
                     "the chat template rewrites a turn once others follow, and it has no "

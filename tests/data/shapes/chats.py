@@ -1,29 +1,459 @@
-"""Conversations: which turns are targets, and what is counted."""
+"""Conversations: how they are written, which turns are targets, and what is counted."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from tests.data.shapes.shape import Shape
-from tests.data.shapes.writing import json_lines
+from tests.data.shapes.writing import TEXTS, json_lines, jsonl, parquet
+from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 
-_CHATS = "Chats, with `--chat`"
+_RECORDS, _TURNS, _TEMPLATES = (
+    "Chats, with `--chat`: records",
+    "Chats: messages and targets",
+    "Chats: templates",
+)
+_SUM = {"type": "object", "properties": {"a": {"type": "integer"}}}
+_FUNCTION = {"name": "add", "description": "Adds <é>", "parameters": _SUM}
+_TOOL = '{"type": "function", "function": ' + json.dumps(_FUNCTION, ensure_ascii=False) + "}"
+_TOOLS = (
+    f"You can call these functions:\n<tools>\n{_TOOL}\n</tools>\n"
+    "To call one, write its name and its arguments as JSON:\n"
+    '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
+)
+_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+_END = "<|im_end|>"
+_USER, _ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+
+
+def _chatml(*turns: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}{_END}\n" for role, text in turns)
+
+
+_PLAIN = _chatml(("user", "1+1?"), ("assistant", "2"))
+_TWICE = _chatml(("user", "1+1?"), ("assistant", "2"), ("user", "2+1?"), ("assistant", "3"))
+
+
+def _calling(**call: Any) -> list[dict[str, Any]]:
+    """Return messages with a call and its answer."""
+    done = {"role": "tool", "tool_call_id": "c", "content": "2"}
+    return [_USER, {"role": "assistant", **call}, done, _ANSWER]
+
+
+def _called(arguments: Any) -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+_WITH_CALL = _chatml(
+    ("user", "1+1?"),
+    ("assistant", _CALL),
+    ("tool", "<tool_response>\n2\n</tool_response>"),
+    ("assistant", "2"),
+)
+_CALL_TARGETS = f"{_CALL}{_END}2{_END}"
+
+
+def _row(
+    section: str,
+    found: str,
+    taken: str,
+    records: Sequence[Mapping[str, Any]],
+    train: str | tuple[str, ...] = _PLAIN,
+    targets: str | tuple[str, ...] = f"2{_END}",
+    **rest: Any,
+) -> Shape:
+    """Return a row of JSON lines that are chats; with `refused` nothing is stored."""
+    options = {"chat": True, **rest.pop("options", {})}
+    refused = rest.get("refused")
+    return Shape(
+        section=section,
+        found=found,
+        taken=taken,
+        make=rest.pop("make", lambda folder: (folder / "a.jsonl").write_bytes(json_lines(records))),
+        inputs=rest.pop("inputs", ("a.jsonl",)),
+        options=options,
+        train=() if refused else (train,) if isinstance(train, str) else train,
+        targets=None if refused else (targets,) if isinstance(targets, str) else targets,
+        **rest,
+    )
+
+
+def _messages(*messages: Mapping[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    return [{"messages": [*messages], **fields}]
+
+
+def _sharegpt(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"from": role, "value": text} for role, text in turns]
+
+
+def _with_template(text: str) -> Callable[[Path], object]:
+    def make(folder: Path) -> None:
+        (folder / "a.jsonl").write_bytes(json_lines(_messages(_USER, _ANSWER, *_MORE)))
+        (folder / "t.jinja").write_text(text)
+
+    return make
+
+
+def _own_template(folder: Path) -> Path:
+    """Write a tokenizer with a template of its own beside it."""
+    own = folder / "own"
+    own.mkdir()
+    settings = {"bos_token": {"content": "<|im_start|>"}, "chat_template": _BRACKETS}
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "text.jsonl").write_bytes(jsonl(TEXTS))
+    return train_tokenizer(folder / "text.jsonl", vocab_size=270, output=own)
+
+
+_MORE = ({"role": "user", "content": "2+1?"}, {"role": "assistant", "content": "3"})
+_BRACKETS = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+_MARKED = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'user' %}{{ m.content }}<|im_end|>"
+    "{% else %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{{ '\\n' }}"
+    "{% endfor %}"
+)
+_FORGETFUL = (
+    "{% for m in messages %}[{{ m.role }}] {% if loop.last or m.role == 'user' %}{{ m.content }}"
+    "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 
 ROWS = (
-    Shape(
-        section=_CHATS,
-        found="`messages` of `role` and `content`",
-        taken="ChatML; the assistant's words and the end of its turn are targets",
-        make=lambda folder: (folder / "a.jsonl").write_bytes(
-            json_lines(
-                [
-                    {
-                        "messages": [
-                            {"role": "user", "content": "1+1?"},
-                            {"role": "assistant", "content": "2"},
-                        ]
-                    }
-                ]
-            )
+    _row(
+        _RECORDS,
+        "`messages` of `role` and `content`",
+        "ChatML; the assistant's words and the end of its turn are targets",
+        _messages(_USER, _ANSWER),
+    ),
+    _row(
+        _RECORDS,
+        "`messages` as a JSON string",
+        "the same",
+        [{"messages": json.dumps([_USER, _ANSWER])}],
+    ),
+    _row(
+        _RECORDS,
+        "messages in `dialog`, with `--messages-key dialog`",
+        "the same",
+        [{"dialog": [_USER, _ANSWER]}],
+        options={"messages_key": "dialog"},
+    ),
+    _row(
+        _RECORDS,
+        "Parquet, where each message has every field",
+        "the same; null is absent",
+        [],
+        inputs=("a.parquet",),
+        make=lambda folder: (folder / "a.parquet").write_bytes(
+            parquet({"messages": [[{**_USER, "tool_calls": None, "weight": None}, _ANSWER]]})
         ),
-        options={"chat": True},
-        train=("<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n",),
-        targets=("2<|im_end|>",),
+    ),
+    _row(
+        _RECORDS,
+        "ShareGPT: `conversations` of `from` and `value`",
+        "the same; human is the user, gpt the assistant",
+        [{"conversations": _sharegpt(("human", "1+1?"), ("gpt", "2"))}],
+    ),
+    _row(
+        _RECORDS,
+        "`question` and `answer` beside `context` and `system`",
+        "`system` is the first turn; the context follows the question",
+        [{"question": "1+1?", "context": "In Z.", "answer": "2", "system": "Count."}],
+        _chatml(("system", "Count."), ("user", "1+1?\n\nIn Z."), ("assistant", "2")),
+    ),
+    _row(
+        _RECORDS,
+        "Alpaca: `instruction`, `input`, `output`",
+        "the input, if there is one, follows the instruction",
+        [
+            {"instruction": "Add.", "input": "1 1", "output": "2"},
+            {"instruction": "1+1?", "input": "", "output": "2"},
+        ],
+        (_chatml(("user", "Add.\n\n1 1"), ("assistant", "2")), _PLAIN),
+        (f"2{_END}", f"2{_END}"),
+    ),
+    _row(
+        _RECORDS,
+        "Alpaca with `history`, pairs of questions and answers",
+        "the pairs come first, and their answers are targets, too",
+        [{"instruction": "2+1?", "output": "3", "history": [["1+1?", "2"]]}],
+        _TWICE,
+        f"2{_END}3{_END}",
+    ),
+    _row(
+        _RECORDS,
+        "Dolly: `instruction`, `context`, `response`",
+        "the same as Alpaca",
+        [{"instruction": "Add.", "context": "1 1", "response": "2", "category": "math"}],
+        _chatml(("user", "Add.\n\n1 1"), ("assistant", "2")),
+    ),
+    _row(
+        _RECORDS,
+        "`prompt` and `completion`: strings",
+        "a question and its answer",
+        [{"prompt": "1+1?", "completion": "2"}],
+    ),
+    _row(
+        _RECORDS,
+        "`prompt` and `completion`: lists of messages",
+        "one after the other",
+        [{"prompt": [_USER], "completion": [_ANSWER]}],
+    ),
+    _row(
+        _RECORDS,
+        "a completion with `label: false`",
+        "dropped as rejected",
+        [
+            {"prompt": "1+1?", "completion": "3", "label": False},
+            {"prompt": "1+1?", "completion": "2", "label": True},
+        ],
+        dropped={"rejected": 1},
+        warned=("dropped 1 rejected",),
+    ),
+    _row(
+        _RECORDS,
+        "preferences: `prompt`, `chosen`, `rejected`, strings",
+        "the chosen answer",
+        [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}],
+    ),
+    _row(
+        _RECORDS,
+        "preferences: `chosen` is the whole conversation",
+        "that conversation",
+        [{"prompt": "1+1?", "chosen": [_USER, _ANSWER], "rejected": [_USER]}],
+    ),
+    _row(
+        _RECORDS,
+        "preferences: `conversations` up to the user's turn, `chosen` is one message",
+        "both",
+        [{"conversations": [_USER], "chosen": {"from": "gpt", "value": "2"}}],
+    ),
+    _row(
+        _RECORDS,
+        "a record with none of these",
+        "refused with its fields; up to `--max-malformed` of them are dropped",
+        [{"body": "1+1?", "reply": "2"}],
+        refused=r"no messages, or a question and its answer \(fields: body, reply\)",
+    ),
+    _row(
+        _TURNS,
+        "roles developer, human, Assistant, model and bot",
+        "system, user and assistant",
+        [
+            {"messages": [{"role": a, "content": "1+1?"}, {"role": b, "content": "2"}]}
+            for a, b in (("human", "Assistant"), ("user", "model"), ("User", "bot"))
+        ]
+        + _messages({"role": "developer", "content": "Count."}, _USER, _ANSWER),
+        (*[_PLAIN] * 3, _chatml(("system", "Count."), ("user", "1+1?"), ("assistant", "2"))),
+        (f"2{_END}",) * 4,
+    ),
+    _row(
+        _TURNS,
+        "a role that is unknown",
+        "malformed, with the message's fields",
+        _messages({"role": "narrator", "content": "Once."}, _ANSWER),
+        refused=r"a message has the role 'narrator' \(fields: role, content\)",
+    ),
+    _row(
+        _TURNS,
+        "content in parts of text",
+        "their texts, joined",
+        _messages(
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}],
+            },
+            {"role": "assistant", "content": ["2"]},
+        ),
+    ),
+    _row(
+        _TURNS,
+        "content in parts of another kind",
+        "malformed, with the kind",
+        _messages({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, _ANSWER),
+        refused="a part of type 'image_url', which is not text",
+    ),
+    _row(
+        _TURNS,
+        "`tool_calls` beside empty content, and `tools`",
+        "Hermes' form: tools in the system turn, the call as JSON; it is a target",
+        _messages(
+            {"role": "system", "content": "Count."},
+            *_calling(content="", tool_calls=[_called({"a": 1})]),
+            tools=[{"type": "function", "function": _FUNCTION}],
+        ),
+        _chatml(("system", f"Count.\n\n{_TOOLS}")) + _WITH_CALL,
+        _CALL_TARGETS,
+    ),
+    _row(
+        _TURNS,
+        "`tool_calls` with a JSON string, content null; `functions` without a system turn",
+        "the same",
+        _messages(*_calling(content=None, tool_calls=[_called('{"a": 1}')]), functions=[_FUNCTION]),
+        _chatml(("system", _TOOLS)) + _WITH_CALL,
+        _CALL_TARGETS,
+    ),
+    _row(
+        _TURNS,
+        "a call is the only answer, with words before it",
+        "both are targets",
+        _messages(_USER, {**_ANSWER, "tool_calls": [_called({"a": 1})] * 2}),
+        _chatml(("user", "1+1?"), ("assistant", f"2\n{_CALL}\n{_CALL}")),
+        f"2\n{_CALL}\n{_CALL}{_END}",
+    ),
+    _row(
+        _TURNS,
+        "`function_call` of an older API",
+        "a call",
+        _messages(*_calling(content=None, function_call={"name": "add", "arguments": '{"a": 1}'})),
+        _WITH_CALL,
+        _CALL_TARGETS,
+    ),
+    _row(
+        _TURNS,
+        "ShareGPT's turns function_call and observation; an answer between tags already",
+        "a call and a tool's answer",
+        [
+            {
+                "conversations": _sharegpt(
+                    ("human", "1+1?"),
+                    ("function_call", '{"name": "add", "arguments": {"a": 1}}'),
+                    ("observation", answer),
+                    ("gpt", "2"),
+                )
+            }
+            for answer in ("2", "<tool_response>\n2\n</tool_response>")
+        ],
+        (_WITH_CALL,) * 2,
+        (_CALL_TARGETS,) * 2,
+    ),
+    _row(
+        _TURNS,
+        "`reasoning_content`, or a part of type thinking",
+        "between `<think>` tags before the answer, in every turn; a target",
+        _messages(_USER, {**_ANSWER, "reasoning_content": "Add."})
+        + _messages(
+            _USER, {**_ANSWER, "content": [{"type": "thinking", "thinking": "Add."}, "2"]}, *_MORE
+        ),
+        (
+            _chatml(("user", "1+1?"), ("assistant", "<think>\nAdd.\n</think>\n\n2")),
+            _TWICE.replace("assistant\n2", "assistant\n<think>\nAdd.\n</think>\n\n2"),
+        ),
+        (
+            f"<think>\nAdd.\n</think>\n\n2{_END}",
+            f"<think>\nAdd.\n</think>\n\n2{_END}3{_END}",
+        ),
+    ),
+    _row(
+        _TURNS,
+        "`weight: 0`",
+        "read, but no target",
+        _messages(_USER, {**_ANSWER, "weight": 0}, _MORE[0], {**_MORE[1], "weight": 1}),
+        _TWICE,
+        f"3{_END}",
+    ),
+    _row(
+        _TURNS,
+        "an empty answer, without a call",
+        "never a target; a conversation without any is dropped as empty",
+        [
+            *_messages(_USER, {"role": "assistant", "content": ""}, *_MORE),
+            *_messages(_USER, {"role": "assistant", "content": None}),
+            *_messages(_USER, {**_ANSWER, "weight": 0}),
+        ],
+        _TWICE.replace("assistant\n2", "assistant\n"),
+        f"3{_END}",
+        dropped={"empty": 2},
+        warned=("dropped 2 empty",),
+    ),
+    _row(
+        _TURNS,
+        "`refusal` in place of content",
+        "what the assistant says",
+        _messages(_USER, {"role": "assistant", "content": None, "refusal": "No."}),
+        _chatml(("user", "1+1?"), ("assistant", "No.")),
+        f"No.{_END}",
+    ),
+    _row(
+        _TURNS,
+        "two different system prompts",
+        "malformed",
+        _messages({"role": "system", "content": "Count."}, _USER, _ANSWER, system="Add."),
+        refused="'system' and the first message are two system prompts",
+    ),
+    _row(
+        _TURNS,
+        "control tokens that a message spells",
+        "text; `data show` prints a backslash before them",
+        _messages({"role": "user", "content": f"1{_END}\n<|im_start|>assistant\n3"}, _ANSWER),
+        _chatml(("user", f"1{_END}\n<|im_start|>assistant\n3"), ("assistant", "2")),
+    ),
+    Shape(
+        section=_TURNS,
+        found="texts that are ChatML already, without `--chat`",
+        taken="text, of which every token is a target, with a warning",
+        make=lambda folder: (folder / "a.jsonl").write_bytes(jsonl([_PLAIN])),
+        train=(_PLAIN,),
+        warned=("1 documents spell <|im_start|>, which stays text",),
+    ),
+    _row(
+        _TEMPLATES,
+        "`--chat-template FILE` with `{% generation %}` marks",
+        "targets are what stands between them",
+        [],
+        f"user: 1+1?{_END}\nassistant: 2{_END}\nuser: 2+1?{_END}\nassistant: 3{_END}\n",
+        f"2{_END}3{_END}",
+        make=_with_template(_MARKED),
+        options={"chat_template": "t.jinja"},
+    ),
+    _row(
+        _TEMPLATES,
+        "`--chat-template tokenizer`: a template without marks beside the tokenizer",
+        "targets are what each answer adds, up to the token that ends it",
+        _messages(_USER, _ANSWER, *_MORE),
+        f"<|im_start|>[user] 1+1?{_END}\n[assistant] 2{_END}\n"
+        f"[user] 2+1?{_END}\n[assistant] 3{_END}\n",
+        f"2{_END}3{_END}",
+        tokenizer=_own_template,
+        options={"chat_template": "tokenizer"},
+    ),
+    _row(
+        _TEMPLATES,
+        "a template without marks that changes earlier turns",
+        "malformed",
+        [],
+        make=_with_template(_FORGETFUL),
+        options={"chat_template": "t.jinja"},
+        refused="the chat template rewrites a turn once others follow",
+    ),
+    _row(
+        _TEMPLATES,
+        "a template that refuses a conversation",
+        "malformed, with its own words",
+        [],
+        make=_with_template(
+            "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + _BRACKETS
+        ),
+        options={"chat_template": "t.jinja"},
+        refused="the chat template fails: too long",
+    ),
+    _row(
+        _TEMPLATES,
+        "a template whose answers end in no special token",
+        "refused",
+        [],
+        make=_with_template(_BRACKETS.replace("<|im_end|>", "")),
+        options={"chat_template": "t.jinja"},
+        refused="no special token ends the assistant's turn",
+    ),
+    _row(
+        _TEMPLATES,
+        "`--chat-template tokenizer` where there is none",
+        "refused",
+        _messages(_USER, _ANSWER),
+        options={"chat_template": "tokenizer"},
+        refused="chat_template=tokenizer: .* has neither chat_template.jinja",
     ),
 )
