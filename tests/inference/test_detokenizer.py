@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tests.data.shapes.tokenizers import sentencepiece
 from tests.inference.reference import CONTEXT, make_model
 from titan_loop.errors import UserError
 from titan_loop.inference.detokenizer import Detokenizer
@@ -148,3 +149,18 @@ def test_a_stream_gives_the_same_as_completing():
 def test_a_prompt_longer_than_the_context_is_one_line():
     with pytest.raises(UserError, match=f"prompt 0 has 60 tokens, the context of {CONTEXT}"):
         engine_of().complete(ask(["a" * 60]))
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_a_text_goes_on_after_its_prompt(cut):
+    """SentencePiece's decoder drops the first space of a text, not of a completion."""
+    tokenizer = sentencepiece()
+    text = "the 漢字 cat\n  sat"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    stream = Detokenizer(tokenizer, before=ids[:cut])
+    completion = "".join([*map(stream.push, ids[cut:]), stream.rest()])
+    before = tokenizer.decode(ids[:cut])
+    if "\ufffd" not in before:
+        assert before + completion == text
+    alone = Detokenizer(tokenizer)
+    assert "".join([*map(alone.push, ids), alone.rest()]) == text

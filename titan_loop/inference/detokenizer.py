@@ -13,10 +13,20 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-class Detokenizer:
-    """The text of one row, cut before the first stop string; `UserError` for an empty one."""
+_LONGEST_CHARACTER = 4  # bytes, and so tokens
+_BROKEN = "\ufffd"
 
-    def __init__(self, tokenizer: "Tokenizer", stop: Sequence[str] = ()) -> None:
+
+class Detokenizer:
+    """The text of one row, cut before the first stop string; `UserError` for an empty one.
+
+    `before` are the tokens that the text goes on from, if any: SentencePiece's decoder drops the
+    space at the beginning of a text.
+    """
+
+    def __init__(
+        self, tokenizer: "Tokenizer", stop: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
         from tokenizers.decoders import DecodeStream
 
         if "" in stop:
@@ -28,6 +38,9 @@ class Detokenizer:
         self._tokens: list[int] = []
         self._decoded = 0  # characters that the decoder has returned
         self._held = ""  # the last of them, which may begin a stop string
+        for token in self._whole_characters(before):
+            self._tokens.append(token)
+            self._decoded += len(self._decoder.step(tokenizer, token) or "")
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is now certain."""
@@ -40,6 +53,12 @@ class Detokenizer:
         """Return the text held back at the end: half a character, or part of a stop string."""
         whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         return self._release(whole[self._decoded :], at_end=True)
+
+    def _whole_characters(self, before: Sequence[int]) -> Sequence[int]:
+        """Return the last few of these tokens, which do not begin or end inside a character."""
+        few = (before[-count:] for count in range(1, 1 + min(_LONGEST_CHARACTER, len(before))))
+        whole = (each for each in few if _BROKEN not in self._tokenizer.decode([*each]))
+        return next(whole, ())
 
     def _release(self, piece: str, *, at_end: bool = False) -> str:
         text = self._held + piece

@@ -61,19 +61,25 @@ def text_requests(
 ) -> list[Request]:
     """Return requests whose completions have text; prompts may contain special tokens as text.
 
-    As in training, `begin` is put in front of texts, whatever `tokenizer.json` would add.
+    As in training, `begin` is put in front of texts, whatever `tokenizer.json` would add. What
+    follows a text goes on from it; what follows ids, as in chats, is a text of its own.
     """
     none = [None] * len(prompts)
+    encoded = [
+        encode_prompt(tokenizer, each, begin) if isinstance(each, str) else each for each in prompts
+    ]
     return [
         Request(
-            prompt=encode_prompt(tokenizer, prompt, begin) if isinstance(prompt, str) else prompt,
+            prompt=ids,
             max_new_tokens=max_new_tokens,
             stop_tokens=stop_tokens,
-            text=Detokenizer(tokenizer, stop),
+            text=Detokenizer(tokenizer, stop, ids if isinstance(prompt, str) else ()),
             seed=seed,
             prefix_tokens=prefix,
         )
-        for prompt, seed, prefix in zip(prompts, seeds or none, prefixes or none, strict=True)
+        for prompt, ids, seed, prefix in zip(
+            prompts, encoded, seeds or none, prefixes or none, strict=True
+        )
     ]
 
 

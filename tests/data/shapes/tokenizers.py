@@ -55,7 +55,7 @@ def _trained(model: Any, trainer: Any, **parts: Any) -> Tokenizer:
     return _with(tokenizer)
 
 
-def _sentencepiece(**options: Any) -> Tokenizer:
+def sentencepiece(**options: Any) -> Tokenizer:
     """Return Llama 2's kind of tokenizer: bytes stand for characters that are not in it."""
     vocabulary = {"<unk>": 0, **{f"<0x{value:02X}>": 1 + value for value in range(256)}}
     for symbol in "▁abcdefghijklmnopqrstuvwxyz":
@@ -201,7 +201,7 @@ ROWS = (
     _row(
         "SentencePiece with byte fallback (Llama 2, TinyLlama, Mistral)",
         "every text comes back; `generate`, scores and exports work",
-        _sentencepiece,
+        sentencepiece,
         texts=("the 漢字 cat\n  sat", " A b"),
     ),
     _row(
