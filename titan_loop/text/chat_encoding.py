@@ -81,6 +81,15 @@ class ChatEncoder:
             results.append((np.asarray(ids, dtype=np.int64), np.asarray(is_target)))
         return results
 
+    def texts(self, conversation: Conversation) -> list[tuple[str, Sequence[int]]]:
+        """Return text and ids of every piece of a conversation; control tokens have no text."""
+        pieces = [*self._pieces(conversation)]
+        (encoded,) = self._encoded([pieces])
+        return [
+            (piece.text if piece.control is None else "", ids)
+            for piece, (ids, _) in zip(pieces, encoded, strict=True)
+        ]
+
     def prompt(self, conversation: Conversation) -> Prompt:
         """Return the ids up to the assistant's next answer, as in training."""
         (pieces,) = self._encoded([[*self._pieces(conversation, answer_next=True)]])

@@ -9,6 +9,7 @@ words of the pre-tokenizer meet; a text without such a place is encoded whole.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +50,10 @@ class DocumentEncoder:
         self.tokenizer = load_tokenizer(path)
         self.tokenizer.encode_special_tokens = True  # despite the name: encode them as text
         self.table = token_byte_lengths(self.tokenizer)
-        self._may_cut = _may_cut(self.tokenizer)
+
+    @cached_property
+    def _may_cut(self) -> bool:
+        return _may_cut(self.tokenizer)
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids (uint32) of each text, without the tokens of the template."""

@@ -25,7 +25,7 @@ _KOREAN = tuple(unicodedata.normalize("NFD", text) for text in ("안녕하세요
 _MIXED = ("Größe Ｆｕｌｌ ① x = 1", "if Ready:\n\treturn  2")
 
 
-def _bytes(**parts: Any) -> Tokenizer:
+def byte_level(**parts: Any) -> Tokenizer:
     """Return the 256 bytes without merges, in GPT-2's alphabet."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -129,24 +129,24 @@ def _word_piece() -> Tokenizer:
 
 
 def _cutting() -> str:
-    tokenizer = _bytes()
+    tokenizer = byte_level()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8, pad_token=_END, pad_id=256)
     return tokenizer.to_str()
 
 
 def _far_id() -> str:
-    record = json.loads(_bytes().to_str())
+    record = json.loads(byte_level().to_str())
     record["model"]["vocab"]["z" * 9] = 1 << 16
     return json.dumps(record)
 
 
 ROWS = (
-    _row("the 256 bytes without merges", "every text comes back", _bytes),
+    _row("the 256 bytes without merges", "every text comes back", byte_level),
     _row(
         "normalizer NFC (Qwen), texts in NFD",
         "the ids are of NFC, the bytes of the document; a warning with share and first example",
-        lambda: _bytes(normalizer=normalizers.NFC()),
+        lambda: byte_level(normalizer=normalizers.NFC()),
         texts=_KOREAN,
         stored=tuple(unicodedata.normalize("NFC", text) for text in _KOREAN),
         warned=("2 of 2 documents, a sample, " + _BACK + " from their tokens (normalizer NFC,",),
@@ -154,7 +154,7 @@ ROWS = (
     _row(
         "normalizer NFKC",
         "the same",
-        lambda: _bytes(normalizer=normalizers.NFKC()),
+        lambda: byte_level(normalizer=normalizers.NFKC()),
         texts=_MIXED,
         stored=("Größe Full 1 x = 1", _MIXED[1]),
         warned=("/a.jsonl/1: 'Größe Ｆｕｌｌ ① x = 1' comes back as 'Größe Full 1 x = 1'",),
@@ -162,7 +162,7 @@ ROWS = (
     _row(
         "normalizer Lowercase",
         "the same: equal in bytes, another text",
-        lambda: _bytes(normalizer=normalizers.Lowercase()),
+        lambda: byte_level(normalizer=normalizers.Lowercase()),
         texts=_MIXED,
         stored=("größe ｆｕｌｌ ① x = 1", "if ready:\n\treturn  2"),
         warned=(_BACK,),
@@ -170,14 +170,14 @@ ROWS = (
     _row(
         "ByteLevel with `add_prefix_space` (RoBERTa)",
         "a space in front that is no byte of the document; a warning",
-        lambda: _bytes(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        lambda: byte_level(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
         stored=tuple(f" {text}" for text in TEXTS),
         warned=("3 of 3 documents",),
     ),
     _row(
         "pre-tokenizer Whitespace",
         "white space is lost to the ids and counted in the bytes; a warning",
-        lambda: _bytes(pre_tokenizer=_LOSES_SPACES),
+        lambda: byte_level(pre_tokenizer=_LOSES_SPACES),
         texts=_MIXED,
         stored=("GrößeＦｕｌｌ①x=1", "ifReady:return2"),
         warned=("pre-tokenizer Whitespace + ByteLevel",),
@@ -207,38 +207,38 @@ ROWS = (
     _row(
         "a BOS in the template (Llama 3, DeepSeek)",
         "BOS in front of every document, which the card says",
-        lambda: _bytes(post_processor=_template("<s> $A")),
+        lambda: byte_level(post_processor=_template("<s> $A")),
         stored=tuple(f"<s>{text}" for text in TEXTS),
     ),
     _row(
         "the same with `--no-bos`",
         "no BOS; exports drop it from the template",
-        lambda: _bytes(post_processor=_template("<s> $A")),
+        lambda: byte_level(post_processor=_template("<s> $A")),
         options={"no_bos": True},
     ),
     _row(
         "a BOS that is the EOS",
         "`<|endoftext|>` on both sides of every document",
-        lambda: _bytes(post_processor=_template(f"{_END} $A")),
+        lambda: byte_level(post_processor=_template(f"{_END} $A")),
         stored=tuple(f"{_END}{text}" for text in TEXTS),
     ),
     _row(
         "a template with two tokens in front",
         "refused; `--no-bos` leaves both out",
-        lambda: _bytes(post_processor=_template(f"<s> {_END} $A")),
+        lambda: byte_level(post_processor=_template(f"<s> {_END} $A")),
         refused="puts 2 tokens in front of every text .* give --no-bos",
     ),
     _row(
         "`--no-bos` without a BOS in the template",
         "refused",
-        _bytes,
+        byte_level,
         options={"no_bos": True},
         refused="no_bos has no effect",
     ),
     _row(
         "an added token that swallows spaces",
         "the spaces count as its bytes; a warning",
-        lambda: _bytes(added=(AddedToken("<tag>", lstrip=True, rstrip=True),)),
+        lambda: byte_level(added=(AddedToken("<tag>", lstrip=True, rstrip=True),)),
         texts=("a <tag> b", "plain"),
         stored=("a<tag>b", "plain"),
         warned=("'a <tag> b' comes back as 'a<tag>b'",),

@@ -89,7 +89,7 @@ class PlainTextTokenizer(DocumentTokenizer):
                 number += 1
                 file.write_ids(np.concatenate([begin, ids, end]))
                 if self.keep_bytes:
-                    file.write_token_bytes(self._bytes(document.text, ids, n_bytes, len(begin)))
+                    file.write_token_bytes(self._stored_bytes(document.text, ids, len(begin)))
         file.close()
         return file
 
@@ -110,16 +110,23 @@ class PlainTextTokenizer(DocumentTokenizer):
             return []
         return [require_token(self.tokenizer, self.bos_token, "bos_token")]
 
-    def _bytes(self, text: str, ids: np.ndarray, n_bytes: int, before: int) -> tuple[Any, bool]:
-        """Return the bytes behind each stored token, and whether they are the table's."""
-        encoder = self.encoder
-        if is_exact := encoder.is_exact(ids, n_bytes):
-            assert encoder.table is not None
-            text_bytes = encoder.table[ids]
-        else:
-            text_bytes = encoder.bytes_of_tokens(text)
-        lost = n_bytes - int(text_bytes.sum())  # all of a text without a token counts on its EOS
-        return np.concatenate([np.zeros(before), text_bytes, [lost]]), is_exact
+    def text_bytes(self, text: str, ids: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Return the bytes of a text behind each of its ids, and whether they are the table's."""
+        n_bytes = len(text.encode())
+        if not n_bytes:
+            return np.zeros(len(ids)), True
+        if self.encoder.is_exact(ids, n_bytes):
+            assert self.encoder.table is not None
+            return self.encoder.table[ids], True
+        found = self.encoder.bytes_of_tokens(text)
+        if len(found) != len(ids):  # other ids than of the text alone, as in the middle of a chat
+            found = np.diff(np.linspace(0, n_bytes, len(ids) + 1).astype(np.int64))
+        return found, False
+
+    def _stored_bytes(self, text: str, ids: np.ndarray, before: int) -> tuple[np.ndarray, bool]:
+        found, is_exact = self.text_bytes(text, ids)
+        lost = len(text.encode()) - int(found.sum())  # of a text without a token, on its EOS
+        return np.concatenate([np.zeros(before), found, [lost]]), is_exact
 
     def _decode(self, document: Document, ids: np.ndarray) -> None:
         """Count a document of the sample, and note the first that its ids do not give back."""

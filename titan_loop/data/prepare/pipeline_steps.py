@@ -123,8 +123,22 @@ class ChatTokenizer(PlainTextTokenizer):
             for document in batch:
                 self.stat_update("text_bytes", value=len(document.text.encode()))
             chats = [ChatRecords.conversation(document.metadata) for document in batch]
-            for ids, is_target in encoder.encode(chats, self.eos_token):
+            encoded = encoder.encode(chats, self.eos_token)
+            for chat, (ids, is_target) in zip(chats, encoded, strict=True):
                 file.write(cast(list[int], ids), is_target)
                 self.stat_update("tokens", value=len(ids))
+                if self.keep_bytes:
+                    file.write_token_bytes(self._chat_bytes(encoder.texts(chat), len(ids)))
         file.close()
         return file
+
+    def _chat_bytes(self, texts: list[tuple[str, Any]], count: int) -> tuple[np.ndarray, bool]:
+        """Return the bytes behind the tokens of a chat, and whether they are the table's."""
+        parts: list[np.ndarray] = []
+        all_exact = True
+        for text, ids in texts:
+            found, is_exact = self.text_bytes(text, np.asarray(ids, dtype=np.int64))
+            all_exact &= is_exact
+            parts.append(found)
+        n_bytes = np.concatenate(parts)
+        return np.append(n_bytes, np.zeros(count - len(n_bytes))), all_exact
