@@ -48,7 +48,7 @@ TOKENIZERS = {
     "no word": (lambda: byte_level(pre_tokenizer=_BYTES), False),
     "lookbehind": (lambda: split_by(r"(?<=a)\s+|\w+"), False),
     "anchor": (lambda: split_by(r"^\w+|\s+"), False),
-    "whole lines": (lambda: split_by(r"[^\n]+\n?"), True),
+    "whole lines": (lambda: split_by(r"[^\n]+\n?"), False),
     "SentencePiece": (sentencepiece, False),
 }
 
