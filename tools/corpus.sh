@@ -51,8 +51,15 @@ print(*(stage.name for stage in load_recipe(sys.argv[1]).stages))" "$recipe")
         [[ " $known " == *" $name "* ]] || refuse "$recipe has no stage '$name'; known: $known"
     done
 }
-recorded() { # recorded FILE: whether this result need not be made
-    [ -z "$again" ] && [ -f "$1" ]
+skipped=0
+recorded() { # recorded FILE: whether this result need not be made; counts those that need not
+    [ -z "$again" ] && [ -f "$1" ] && skipped=$((skipped + 1))
+}
+tell_skipped() { # tell_skipped: after the tables, how many of their arms were not trained here
+    if [ $skipped -gt 0 ]; then
+        echo "$skipped results were there already and nothing was trained for them; to train all" \
+            "arms here: bash $0 --again"
+    fi
 }
 # train_arms RECIPE: trains the chosen stages with every seed, examines and records each, and shows
 # the recipe's tables. Results that are there are skipped, and an interrupted run goes on. A script
@@ -80,6 +87,7 @@ train_arms() {
         done
     done
     titan_loop results show "$recipe" "${into[@]}"
+    tell_skipped
 }
 refuse() {
     printf 'titan-loop: error: %s: %s\n' "$0" "$1" >&2

@@ -39,3 +39,4 @@ for seed in $seeds; do
     fi
 done
 titan_loop results show $recipe "${into[@]}"
+tell_skipped

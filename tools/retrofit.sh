@@ -125,3 +125,4 @@ for seed in $seeds; do
     done
 done
 titan_loop results show $recipe "${into[@]}"
+tell_skipped

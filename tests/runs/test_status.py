@@ -85,7 +85,7 @@ def test_the_tree_says_how_far_everything_is(recipe_folder):
         "│  └─ annealing  not begun from 1b, 1,000 tokens",
         "├─ 2.6b          not begun from 1a, 1,000 tokens",
         "└─ trial         1.0% of 1,000 tokens, loss 2.5000, not running, not of the recipe",
-        "next: 1b",
+        f"next: titan-loop train {recipe_folder}/1b",
     ]
     _, ended, *_ = status_lines(read_status(recipe_folder))
     assert ended == "├─ 1b            52.0% of 1,000 tokens, loss 2.5000, not running"
@@ -117,7 +117,7 @@ def test_a_stage_without_a_whole_checkpoint_says_so_on_its_line(recipe_folder):
     assert damaged.startswith("├─ 1b            no checkpoint in ")
     assert "is usable (step-1: " in damaged
     assert len(rest) == 3
-    assert following == "next: 1b"
+    assert following == f"next: titan-loop train {recipe_folder}/1b"
 
 
 def test_what_is_next_follows_the_recipe_and_not_the_tree(tmp_path):
@@ -127,7 +127,7 @@ def test_what_is_next_follows_the_recipe_and_not_the_tree(tmp_path):
     for name in ("1a", "1b"):
         run(tmp_path / name, 1000, saved=1000)
     lines = status_lines(read_status(tmp_path))
-    assert lines[-1] == "next: 2.6b"
+    assert lines[-1] == f"next: titan-loop train mine --dump-folder {tmp_path}"
 
 
 @pytest.mark.parametrize(

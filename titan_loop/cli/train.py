@@ -40,12 +40,14 @@ def run(
       titan-loop train quickstart --learning-rate '0:0 linear 80K:3e-3 cosine 1600K:3e-4'
       titan-loop train miniature --stages.1b.total-tokens 50000 --stages.gate.loss.slope 20
       titan-loop train quickstart --from exported --dataloader.mixture sources/my=1
+      titan-loop train runs/quickstart                        # goes on with the run's own settings
       titan-loop train --config runs/quickstart/config.json   # the same run, once more
       torchrun --nproc-per-node 2 -m titan_loop train quickstart --training.local-batch-size 2
 
     Args:
-        recipe: Name that `titan-loop recipes` lists, PACKAGE.MODULE:FUNCTION, or --config with the
-            config.json of a run, which is trained again in a folder beside it.
+        recipe: Name that `titan-loop recipes` lists, PACKAGE.MODULE:FUNCTION, the folder of a run,
+            which goes on, or --config with the config.json of a run, which is trained again in a
+            folder beside it.
         stage: Train this stage alone, from its parent in DUMP_FOLDER or from
             --checkpoint.carry.parent CHECKPOINT.
         dump_folder: Folder of the recipe or run; by default the recipe's own.

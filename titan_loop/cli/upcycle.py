@@ -49,4 +49,5 @@ def run(
         comparison = report_upcycling(parent, child, held_out)
         print(comparison.table())
         print(f"The report is in {comparison.save(RunDirectory(output))}")
-    print(f"To train it: the parent's recipe with --dump-folder {output} --model.n-layers {layers}")
+    tokens = 2 * SavedRun(output).checkpoint().tokens
+    print(f"To train it: titan-loop train {output} --total-tokens {tokens}")

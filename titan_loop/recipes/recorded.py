@@ -32,14 +32,17 @@ from titan_loop.training.schedule import Knot, Schedule
 logger = logging.getLogger(__name__)
 
 
-def recorded_recipe(path: Path) -> Recipe:
+def recorded_recipe(path: Path, *, goes_on: bool = False) -> Recipe:
     """Return the recipe that trains a run again, in a folder beside it that ends in "-again".
 
     It reads the same sources, wherever they are now, and starts from the same parent checkpoint.
+
+    Args:
+        goes_on: Whether to go on in the run's own folder instead, from its newest checkpoint.
     """
     run = SavedRun(path.parent, config_json=path)
     before = run.lineage()[:-1]
-    if run.parent is None and before:
+    if run.parent is None and before and not goes_on:
         raise UserError(
             f"{path}: this run began as a copy of {before[-1].checkpoint}, which the file does not "
             "name; make that copy again, and continue it with a recipe"
@@ -49,13 +52,14 @@ def recorded_recipe(path: Path) -> Recipe:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     config.checkpoint.load_step = -1
-    if before:
+    if before and not (goes_on and run.parent is None):
         config.checkpoint.carry.parent = str(before[-1].checkpoint)
     elif run.parent is not None:
         config.checkpoint.carry.parent = str(run.parent)
     name = config.stage or "run"
     stage = Stage(name=name, config=config)
-    return Recipe(name=name, stages=[stage], folder=f"{run.path.resolve()}-again")
+    folder = str(run.path) if goes_on else f"{run.path.resolve()}-again"
+    return Recipe(name=name, stages=[stage], folder=folder)
 
 
 def _with_paths_found(run: SavedRun) -> dict[str, Any]:

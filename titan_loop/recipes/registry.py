@@ -1,7 +1,8 @@
 """Finds recipes: `NAME` is a public function of that name in a module of `train_configs`.
 
 Its annotation says that it returns a `Recipe`, or the `LoopTrainer.Config` of one run.
-`PACKAGE.MODULE:FUNCTION` names any other function; the path of a `config.json` repeats its run.
+`PACKAGE.MODULE:FUNCTION` names any other function; the path of a `config.json` repeats its run, and
+the folder of a run goes on with it.
 Names and summaries are parsed from the source files, because importing a recipe imports torch.
 """
 
@@ -58,12 +59,15 @@ def load_recipe(name: str) -> "Recipe":
 
     Args:
         name: A name of `recipe_summaries`, `PACKAGE.MODULE:FUNCTION` of a function without
-            arguments, or the path of a run's `config.json`.
+            arguments, the path of a run's `config.json`, or a run's folder.
     """
-    if name.endswith(".json"):
+    is_folder = Path(name).is_dir() and name not in _find_recipes()
+    if name.endswith(".json") or is_folder:
         from titan_loop.recipes.recorded import recorded_recipe
 
-        return recorded_recipe(Path(name))
+        return recorded_recipe(
+            _config_of(Path(name)) if is_folder else Path(name), goes_on=is_folder
+        )
     module, function_name = _open(name)
     function = vars(module).get(function_name)
     if not callable(function):
@@ -83,6 +87,21 @@ def load_recipe(name: str) -> "Recipe":
         raise UserError(f"recipe {name!r} returns {kind}; return a LoopTrainer.Config or a Recipe")
     result.check()
     return result
+
+
+def _config_of(folder: Path) -> Path:
+    from titan_loop.runs.run_directory import RunDirectory
+    from titan_loop.runs.status import read_plan
+
+    if plan := read_plan(folder):
+        raise UserError(
+            f"{folder} holds the stages of a recipe; give the recipe's name with --dump-folder "
+            f"{folder}, or one stage that has begun, such as {folder / plan[0].name}"
+        )
+    path = RunDirectory(folder).config_json
+    if not path.exists():
+        raise UserError(f"{folder} is neither a recipe nor a run; give a name or a run's folder")
+    return path
 
 
 def recipe_module(name: str) -> ModuleType:

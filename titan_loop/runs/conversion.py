@@ -74,6 +74,16 @@ def merge_runs(
     return RunDirectory(output).checkpoint(0)
 
 
+def how_to_train(run: Path) -> str:
+    """Return a line with the command that trains a converted run."""
+    tokens = f", on text prepared with {run / TOKENIZER_NAME}"
+    tokens = tokens if (run / TOKENIZER_NAME).exists() else ""
+    return (
+        f"To train it{tokens}: titan-loop train quickstart --from {run} --dataloader.mixture "
+        f"SOURCE=1 --learning-rate 1e-4 --dump-folder {run}-trained"
+    )
+
+
 @contextmanager
 def written_run(
     output: Path, config: Mapping[str, Any], command: Sequence[str], *, tokenizer: Path | None

@@ -7,7 +7,7 @@ the recipe's folder. A run outside the recipe that started from one of its stage
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titan_loop.checkpoint.folders import CHECKPOINTS
 from titan_loop.errors import UserError, seen_from
@@ -21,6 +21,7 @@ from titan_loop.tables import columns, format_duration
 
 RECIPE_JSON = "recipe.json"
 FORMAT_VERSION = 1
+_FIX = "train once more to write it"
 
 
 class PlannedStage(NamedTuple):
@@ -56,6 +57,7 @@ class StageStatus:
         position: Position in the recipe; forks come after all stages.
         damage: Reason why none of its checkpoints can be used; empty if one can, or none exists.
         decisions: Skipped spikes and rewinds, as a phrase; empty if there were none.
+        command: Command that trains it.
     """
 
     name: str
@@ -71,6 +73,7 @@ class StageStatus:
     damage: str = ""
     troubles: list[str] = field(default_factory=list)
     decisions: str = ""
+    command: str = ""
     children: list["StageStatus"] = field(default_factory=list)
 
     @property
@@ -80,24 +83,37 @@ class StageStatus:
 
 
 def read_status(folder: Path) -> list[StageStatus]:
-    """Return the stages of a recipe, or the run, that start from initial weights, as a tree."""
-    plan = read_plan(folder)
+    """Return the stages of a recipe, or the run, that start from initial weights, as a tree.
+
+    A folder of several runs and recipes, such as `runs`, gives all of them.
+    """
+    plan, recipe = read_plan(folder), ""
+    if plan:
+        recipe = f"titan-loop train {_read_plan(folder).get('name')} --dump-folder {folder}"
     places = {stage.name: (folder / stage.name).resolve() for stage in plan}
     parents = {places[stage.name]: places.get(stage.parent or "") for stage in plan}
     found = {
-        places[stage.name]: StageStatus(stage.name, stage.total_tokens, position=position)
+        places[stage.name]: StageStatus(
+            stage.name, stage.total_tokens, position=position, command=recipe
+        )
         for position, stage in enumerate(plan)
     }
+    recipes: list[StageStatus] = []
     for run in [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]:
+        if run != folder and (run / RECIPE_JSON).exists():
+            for root in read_status(run):
+                root.name = f"{run.name}/{root.name}"
+                recipes.append(root)
         if not RunDirectory(run).run_json.exists():
             continue
         saved, place = SavedRun(run), run.resolve()
         fork = StageStatus(run.name, saved.total_tokens, planned=not plan, position=len(found))
         status = found.setdefault(place, fork)
+        status.command = f"titan-loop train {run}"
         _measure(status, saved)
         if parents.get(place) is None:  # not the recipe's, or forked from elsewhere
             parents[place] = _parent_run(saved)
-    if not found:
+    if not found and not recipes:
         raise UserError(
             f"{folder} holds neither a run nor a recipe's stages; give the folder of one"
         )
@@ -106,7 +122,7 @@ def read_status(folder: Path) -> list[StageStatus]:
         parent = parents.get(place)
         status.parent = "" if parent is None else parent.name
         (found[parent].children if parent in found else roots).append(status)
-    return roots
+    return roots + recipes
 
 
 def status_lines(roots: list[StageStatus]) -> list[str]:
@@ -117,7 +133,7 @@ def status_lines(roots: list[StageStatus]) -> list[str]:
         lines += [f"{status.name}: {trouble}" for trouble in status.troubles]
     left = [status for _, status in rows if status.planned and not status.complete]
     waiting = min(left, key=lambda status: status.position, default=None)
-    lines.append(f"next: {waiting.name}" if waiting else "everything is trained")
+    lines.append(f"next: {waiting.command or waiting.name}" if waiting else "everything is trained")
     return lines
 
 
@@ -177,12 +193,15 @@ def read_plan(folder: Path) -> list[PlannedStage]:
                 f"{folder} is not a folder{seen_from(folder)}; give the folder of a run or a recipe"
             )
         return []
-    fix = "train once more to write it"
-    plan = read_versioned_json(path, format_version=FORMAT_VERSION, fix=fix)
+    plan = _read_plan(folder)
     try:
         return [PlannedStage(**stage) for stage in plan["stages"]]
     except (KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); {fix}") from error
+        raise UserError(f"{path} is damaged ({error}); {_FIX}") from error
+
+
+def _read_plan(folder: Path) -> dict[str, Any]:
+    return read_versioned_json(folder / RECIPE_JSON, format_version=FORMAT_VERSION, fix=_FIX)
 
 
 def _parent_run(run: SavedRun) -> Path | None:

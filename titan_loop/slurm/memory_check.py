@@ -16,16 +16,24 @@ from titan_loop.recipes.recipe import Recipe, Stage
 
 
 def memory_remarks(
-    recipe: Recipe, stages: Sequence[Stage], *, nodes: int, gpus_per_node: int, gpu: str
+    recipe: Recipe,
+    stages: Sequence[Stage],
+    *,
+    name: str,
+    nodes: int,
+    gpus_per_node: int,
+    gpu: str,
 ) -> list[str]:
     """Return lines about stages that barely fit or were not measured, or about an unknown GPU.
+
+    `name` is the recipe's as `titan-loop plan` takes it.
 
     Raises `UserError` if a stage needs more than the whole memory of a GPU.
     """
     kinds = [name for name in DEVICES if gpu and name.startswith(gpu.lower())]
     if not kinds:
         why = f"the GPU {gpu} is unknown" if gpu else "no kind of GPU is named"
-        return [f"memory was not checked: {why}; look at titan-loop plan {recipe.name} --gpu NAME"]
+        return [f"memory was not checked: {why}; look at titan-loop plan {name} --gpu NAME"]
     device = max((DEVICES[name] for name in kinds), key=lambda known: known.memory_bytes)
     # The MFU does not matter: times are not used.
     cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, gpu=device, mfu=1.0)
@@ -44,7 +52,7 @@ def memory_remarks(
         line = (
             f"stage {stage.name} needs {need / 2**30:.0f} GiB of the "
             f"{device.memory_bytes / 2**30:.0f} GiB of a {gpu}; titan-loop plan "
-            f"{recipe.name} --stage {stage.name} --nodes {nodes} --gpus-per-node {gpus_per_node} "
+            f"{name} --stage {stage.name} --nodes {nodes} --gpus-per-node {gpus_per_node} "
             "suggests a fix"
         )
         if need > device.memory_bytes:
@@ -52,7 +60,7 @@ def memory_remarks(
         found.append(line)
     if unmeasured:
         found.append(
-            f"peak memory is unknown for {', '.join(unmeasured)}; titan-loop plan {recipe.name} "
+            f"peak memory is unknown for {', '.join(unmeasured)}; titan-loop plan {name} "
             f"--nodes {nodes} --gpus-per-node {gpus_per_node} measures it"
         )
     return found

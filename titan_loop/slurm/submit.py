@@ -262,6 +262,7 @@ def remarks(request: Request, jobs: Sequence[Planned]) -> list[str]:
         found += memory_remarks(
             request.recipe,
             [request.recipe.stage(job.stage) for job in jobs],
+            name=request.train[jobs[0].stage][0],
             nodes=resources.nodes,
             gpus_per_node=resources.ranks_per_node,
             gpu=resources.gpu_type,

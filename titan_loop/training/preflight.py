@@ -260,6 +260,13 @@ def remarks(config: RunConfig) -> Iterator[str]:
         limits = f"{shortest} seconds (comm.init_timeout_seconds, comm.train_timeout_seconds)"
         given = f"hang_seconds={config.hang_seconds:g}"
         yield f"{given} has no effect on a collective that hangs: it fails after {limits}"
+    rate, end = config.learning_rate, config.total_tokens
+    if (last := rate.knots[-1].tokens) > end and rate(end) > rate.knots[-1].value:
+        yield (
+            f"learning_rate falls until {last:,} tokens and total_tokens={end:,} ends at a rate of "
+            f"{rate(end):.3g}, not {rate.knots[-1].value:.3g}: give --learning-rate a schedule "
+            "that ends there, or --total-flops, which stretches it"
+        )
     if unused := config.stability.unused():
         yield f"{unused} has no effect without stability.skip_spikes=True"
     if config.float8 != "off" and compat.device_type() == "cpu":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan_loop.families.moe.upcycling import MoEUpcycling, upcycle_to_experts
+from titan_loop.runs.conversion import how_to_train
 
 
 def moe(
@@ -53,4 +54,4 @@ def moe(
         routers=routers,
     )
     print(upcycle_to_experts(model, output, upcycling, sys.argv))
-    print(f"To train it: titan-loop train RECIPE --from {output}")
+    print(how_to_train(output))

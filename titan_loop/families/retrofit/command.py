@@ -7,6 +7,7 @@ from pathlib import Path
 from titan_loop.errors import UserError
 from titan_loop.families.retrofit.surgery import Mode, Surgery, retrofit_run
 from titan_loop.families.retrofit.tying import Tie
+from titan_loop.runs.conversion import how_to_train
 
 
 def retrofit(
@@ -89,4 +90,4 @@ def retrofit(
         noise=noise,
     )
     print(retrofit_run(model, output, surgery, sys.argv))
-    print(f"To train it: titan-loop train RECIPE --from {output}")
+    print(how_to_train(output))
