@@ -88,7 +88,8 @@ def evaluate(
     )
     if join_ranks()[0] == 0:
         print(depth_table(report))
-        print(f"The report is in {SavedRun.open(path).directory.evaluations}")
+        run = SavedRun.open(path).directory
+        print(f"The numbers are in {run.evaluations}; titan-loop report {run.path} makes a page")
     for baseline, share in gains.items():
         require_gain(report, share, baseline=baseline)
 

@@ -74,9 +74,27 @@ def test_new_parameters_alone_train_towards_a_teacher(
     )
 
 
+@pytest.mark.usefixtures("alone")
+def test_the_command_that_a_retrofit_advises_trains_it(
+    dense: Path, source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    start = tmp_path / "start"
+    retrofit(dense, "--output", start, *SPANS)
+    advice = capfd.readouterr().out.splitlines()[-1]
+    words = advice.partition("titan-loop ")[2].replace("SOURCE", str(source)).split()
+    small = ("--total-tokens", 128, "--training.seq-len", 32, "--batch.global-batch-tokens", 64)
+    small = (*small, "--held-out.interval", 0, "--training.local-batch-size", 1)
+    assert cli.main([*words, *map(str, small)]) == 0
+    trained = SavedRun(Path(f"{start}-trained"))
+    assert trained.config["model"]["family"] == "retrofit"
+    assert trained.checkpoint().tokens == 128
+
+
 def test_a_scan_says_what_the_plain_loop_costs(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
+    retrofit(dense, "--scan", "--windows", 1)  # lengths that these few layers have
+    assert "recommended: --prelude" in capsys.readouterr().out
     table = tmp_path / "scan.json"
     retrofit(dense, "--scan", "--lengths", 1, 2, "--windows", 4, "--output", table)
     assert "recommended: --prelude" in capsys.readouterr().out

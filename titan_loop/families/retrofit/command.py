@@ -51,7 +51,8 @@ def retrofit(
         noise: With dropped, σ of the state's initial noise in training; 0 starts at the prelude's
             output.
         scan: Measure the cost of looping each span of layers, and write no run.
-        lengths: Numbers of layers of the measured spans; 4, 8 and 12 by default.
+        lengths: Numbers of layers of the measured spans; 4, 8 and 12 by default, as far as the
+            model has more layers.
         sources: Prepared sources whose held-out text is read; the run's by default.
         windows: Held-out windows per source.
         seq_len: Tokens of a held-out window; the run's by default.
@@ -63,7 +64,7 @@ def retrofit(
         table = measured(
             model,
             sources=sources or (),
-            lengths=lengths or (4, 8, 12),
+            lengths=lengths or (),
             windows=windows,
             seq_len=seq_len,
             command=sys.argv,

@@ -157,7 +157,8 @@ def scan(
     Args:
         path: As in `opened`.
         sources: Prepared sources; none takes the run's.
-        lengths: Numbers of layers of a span.
+        lengths: Numbers of layers of a span; none takes those of 4, 8 and 12 that leave a layer,
+            or 1 in a model of fewer.
         windows: Held-out windows per source.
         seq_len: Tokens of a window; None takes the run's.
         command: As in `opened`.
@@ -172,6 +173,7 @@ def scan(
         device = rank_device()
         model = load_model(dense.checkpoint.path, dense.options, max_seq_len=longest).to(device)
     n_layers = len(model.layers)
+    lengths = lengths or [length for length in (4, 8, 12) if length < n_layers] or [1]
     for length in lengths:
         if not 1 <= length < n_layers:
             raise UserError(f"--lengths {length} must be from 1 to {n_layers - 1}")
