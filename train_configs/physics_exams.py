@@ -34,8 +34,8 @@ from titan_loop.families.ouro.layered_paths import LayeredPaths
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
-from train_configs.physics import MANO_PAPER, grid_name
-from train_configs.physics_small import (
+from .physics import MANO_PAPER, grid_name
+from .physics_small import (
     HOPS_LOOPS,
     HOPS_QUESTIONS,
     HOPS_SHARES,

@@ -38,8 +38,8 @@ from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
-from train_configs.physics import MANO_PAPER, grid_name
-from train_configs.quickstart import CORPUS
+from .physics import MANO_PAPER, grid_name
+from .quickstart import CORPUS
 
 MANO = Mano(modulus=5, max_operations=3)
 MANO_ROWS = {

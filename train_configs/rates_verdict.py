@@ -234,7 +234,7 @@ def _steps(count: int) -> str:
 
 def main() -> None:
     """Print the verdicts of a recipe's results."""
-    from train_configs.rates import TABLES
+    from .rates import TABLES
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", choices=TABLES)

@@ -44,8 +44,8 @@ from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Knot, Schedule
 from titan_loop.training.trainer import LoopTrainer
-from train_configs.physics_small import physics_small
-from train_configs.quickstart import CORPUS as TEXT
+from .physics_small import physics_small
+from .quickstart import CORPUS as TEXT
 
 CORPUS = "corpora/xllm/text"
 WINDOW, BATCH = 8_192, 512 * 8_192

@@ -89,6 +89,10 @@ def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
 
 
 VERBS = {
+    "demo": Verb(
+        "titan_loop.data.demo.sources:demo_sources",
+        "Build the quick start's sources from the text of this Python installation.",
+    ),
     "fetch": Verb(
         "titan_loop.data.prepare.fetch:fetch",
         "Download a public data set or tokenizer from the Hugging Face Hub.",

@@ -179,7 +179,7 @@ class SourceCard:
         if not folder.is_dir():
             raise UserError(
                 f"source {folder} is not a folder{seen_from(folder)}: prepare it with titan-loop "
-                "data tokenize"
+                "data tokenize (titan-loop data demo makes the quick start's)"
             )
         if not path.is_file():
             raise UserError(

@@ -20,7 +20,9 @@ from titan_loop.plugins import import_user_module
 if TYPE_CHECKING:
     from titan_loop.recipes.recipe import Recipe
 
-RECIPES_PACKAGE = "train_configs"
+RECIPES_PACKAGES = ("train_configs", "titan_loop.train_configs")
+"""Package of the recipes in a checkout, and where the wheel has it."""
+
 _RETURNED = ("Recipe", "LoopTrainer.Config")
 
 
@@ -35,7 +37,8 @@ def recipe_summaries() -> dict[str, str]:
 
 
 def _find_recipes() -> dict[str, _Found]:
-    spec = importlib.util.find_spec(RECIPES_PACKAGE)
+    specs = {name: importlib.util.find_spec(name) for name in RECIPES_PACKAGES}
+    package, spec = next(((name, spec) for name, spec in specs.items() if spec), ("", None))
     folders = spec.submodule_search_locations if spec is not None else None
     found: dict[str, _Found] = {}
     for path in sorted(path for folder in folders or () for path in Path(folder).glob("*.py")):
@@ -50,7 +53,7 @@ def _find_recipes() -> dict[str, _Found]:
                     places = f"{found[node.name].module} and {path.stem}"
                     raise UserError(f"two recipes are called {node.name}: in {places}; rename one")
                 summary = (ast.get_docstring(node) or "").partition("\n")[0]
-                found[node.name] = _Found(f"{RECIPES_PACKAGE}.{path.stem}", summary)
+                found[node.name] = _Found(f"{package}.{path.stem}", summary)
     return found
 
 

@@ -8,7 +8,7 @@ Every file has one role, chosen by a hash of its name, so no text stands in two 
 are taken, and which documents are held out, is a keyed hash, too: the same environment gives the
 same corpus.
 
-    python -m tools.demo.local_python OUTPUT [--code-megabytes 12 …]
+    python -m titan_loop.data.demo.local_python OUTPUT [--code-megabytes 12 …]
 """
 
 import ast
@@ -34,7 +34,7 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError, exit_code
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.local_path import require_local
-from tools.demo.overlap import WORDS, overlaps
+from titan_loop.data.demo.overlap import WORDS, overlaps
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def build_local_python_corpus(
 
     Returns:
         The card: per domain and split documents, bytes and SHA-256, what was dropped and why, the
-        held-out text that is in training, too (`tools.demo.overlap`), the licence of
+        held-out text that is in training, too (`titan_loop.data.demo.overlap`), the licence of
         every package used, versions and the command.
 
     Raises:

@@ -4,10 +4,10 @@
     assistant: Convert data to floats and compute the arithmetic mean.
 
 One chat in `_ONE_IN` is a Mano expression and its value. A file's chats are in the split in which
-`tools.demo.local_python` puts the document it makes of the file: text that is held out there is
+`titan_loop.data.demo.local_python` puts the document it makes of the file: text that is held out there is
 held out here.
 
-    python -m tools.demo.local_chats OUTPUT [--megabytes 1 …]
+    python -m titan_loop.data.demo.local_chats OUTPUT [--megabytes 1 …]
 """
 
 import ast
@@ -26,7 +26,7 @@ from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.storage.local_path import require_local
-from tools.demo.local_python import (
+from titan_loop.data.demo.local_python import (
     TextFile,
     document_identity,
     installed_distributions,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.demo import local_chats, local_python
+from titan_loop.data.demo import local_chats, local_python
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,6 @@
 """Sequences of twelve words that stand in training and in held-out text are counted."""
 
-from tools.demo.overlap import overlaps
+from titan_loop.data.demo.overlap import overlaps
 
 
 def words(first: int, count: int) -> str:

@@ -1,0 +1,1 @@
+"""Real text without a network: corpora made of the Python installation itself."""

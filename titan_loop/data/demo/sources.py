@@ -1,0 +1,61 @@
+"""The quick start's data: text of this Python installation, a tokenizer, three prepared sources."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan_loop.data.demo.local_python import DOMAINS, build_local_python_corpus
+from titan_loop.data.prepare.make_tokenizer import train_tokenizer
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.source_card import CARD_NAME
+from titan_loop.text.tokenizer import TOKENIZER_NAME
+
+
+def demo_sources(
+    output: Path = Path("corpora/quickstart"),
+    *,
+    code_megabytes: float = 12,
+    prose_megabytes: float = 8,
+    math_megabytes: float = 6,
+    held_out_fraction: float = 0.05,
+    at_least_megabytes: float = 20,
+    vocab_size: int = 1024,
+) -> Iterator[str]:
+    """Build the quick start's sources from the text of this Python installation, without a network.
+
+    What is complete is skipped, so the same command continues after an interruption.
+
+    Args:
+        output: Folder of text, tokenizer and sources; train quickstart reads the default.
+        code_megabytes: Size of the code in 10**6 bytes of text; less if there is not so much.
+        prose_megabytes: Size of the prose, likewise.
+        math_megabytes: Size of the mathematics, likewise.
+        held_out_fraction: Share of documents that are never trained on, in [0, 1).
+        at_least_megabytes: Smallest size of all domains together.
+        vocab_size: Number of tokens, special ones and the 256 bytes included.
+
+    Returns:
+        Paths of the sources.
+    """
+    text, tokenizer = output / "text", output / TOKENIZER_NAME
+    if not (text / "card.json").exists():
+        build_local_python_corpus(
+            text,
+            code_megabytes=code_megabytes,
+            prose_megabytes=prose_megabytes,
+            math_megabytes=math_megabytes,
+            held_out_fraction=held_out_fraction,
+            at_least_megabytes=at_least_megabytes,
+        )
+    if not tokenizer.exists():
+        files = [text / domain / "train.jsonl" for domain in DOMAINS]
+        train_tokenizer(files, vocab_size=vocab_size, output=tokenizer)
+    for domain in DOMAINS:
+        if not (output / domain / CARD_NAME).exists():
+            tokenize_source(
+                text / domain / "train.jsonl",
+                held_out_inputs=text / domain / "held_out.jsonl",
+                output=output / domain,
+                tokenizer=tokenizer,
+                licence=f"see {text}",
+            )
+        yield str(output / domain)

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# The wheel as a user installs it: outside a checkout it builds the quick start's data, trains and
+# generates, and it brings one top-level package.
+#
+#   bash tools/test_wheel.sh
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+folder=$(mktemp -d "${TMPDIR:-/tmp}/titan-loop-wheel.XXXXXX")
+trap 'rm -rf "$folder"' EXIT
+git archive HEAD | tar -x -C "$folder" --one-top-level=source # no build leaves files in the checkout
+"$VENV/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$folder/source"
+layered_environment "$folder/environment"
+"$VENV/bin/python" -m pip --python "$folder/environment/bin/python" install --quiet --no-deps \
+    --force-reinstall "$folder"/titan_loop-*.whl
+tops=$("$VENV/bin/python" -m zipfile -l "$folder"/titan_loop-*.whl | awk 'NR > 1 { split($1, part, "/"); print part[1] }' |
+    grep -v 'dist-info$' | sort -u)
+[ "$tops" = titan_loop ] || { echo "the wheel has the packages: $tops" >&2; exit 1; }
+
+mkdir "$folder/elsewhere"
+cd "$folder/elsewhere"
+export OMP_NUM_THREADS=1
+titan_loop=$folder/environment/bin/titan-loop
+from=$("$folder/environment/bin/python" -c 'import titan_loop; print(titan_loop.__file__)')
+[[ $from == "$folder/environment"/* ]] || { echo "titan_loop comes from $from" >&2; exit 1; }
+! "$titan_loop" train quickstart 2>advice.txt
+grep -q 'titan-loop data demo' advice.txt
+"$titan_loop" data demo --code-megabytes 0.2 --prose-megabytes 0.2 --math-megabytes 0.1 \
+    --at-least-megabytes 0 --held-out-fraction 0.2
+"$titan_loop" train quickstart --total-tokens 4096 --held-out.interval 0
+"$titan_loop" train runs/quickstart --total-tokens 8192
+"$titan_loop" generate runs/quickstart --prompt 'def ' --max-new-tokens 4
+"$titan_loop" recipes | grep -q depth_demo
+echo "tools/test_wheel.sh: the wheel works outside a checkout"
