@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titan_loop.analysis.results import RunResult
+
 from .rates_verdict import best_cells, worst_cells
 
 

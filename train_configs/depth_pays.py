@@ -35,6 +35,7 @@ from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizer import OptimizerName
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+
 from .quickstart import CORPUS
 
 TOTAL_TOKENS = 3_000_000

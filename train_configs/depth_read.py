@@ -32,6 +32,7 @@ from titan_loop.families.ouro.step_gains import StepGains
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+
 from .depth_pays import BATCH_TOKENS, LATE_FROM, STEPS, TOTAL_TOKENS, depth_pays
 from .physics_exams import REPORTED, physics_exams
 

@@ -47,6 +47,7 @@ from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.weight_average import WeightAverageConfig
+
 from .quickstart import CORPUS as TEXT
 
 CORPUS = "corpora/hrm_text"

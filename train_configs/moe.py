@@ -36,6 +36,7 @@ from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+
 from .quickstart import QUICK_TOKENS, quickstart
 
 DIM, EXPERT_WIDTH = 96, 128

@@ -7,6 +7,7 @@ bash tools/chat.sh nanbeige.gguf
 
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.training.trainer import LoopTrainer
+
 from .quickstart import quickstart
 
 

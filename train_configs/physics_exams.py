@@ -34,6 +34,7 @@ from titan_loop.families.ouro.layered_paths import LayeredPaths
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+
 from .physics import MANO_PAPER, grid_name
 from .physics_small import (
     HOPS_LOOPS,

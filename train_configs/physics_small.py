@@ -38,6 +38,7 @@ from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+
 from .physics import MANO_PAPER, grid_name
 from .quickstart import CORPUS
 

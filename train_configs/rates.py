@@ -27,6 +27,7 @@ from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizer import LoopOptimizers, OptimizerName
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+
 from .quickstart import CORPUS
 
 TOKENS, WINDOW, BATCH = 500_000, 256, 1_024

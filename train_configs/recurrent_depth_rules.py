@@ -20,6 +20,7 @@ from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+
 from .retrofit import FOLDER, SMOLLM2_ROWS, _smollm2
 
 TOKENIZER = f"{FOLDER}/smollm2/tokenizer.json"

@@ -19,6 +19,7 @@ from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+
 from .quickstart import CORPUS
 
 DIMS, STEPS = (48, 72, 96, 144), (1, 2, 4, 8)

@@ -44,6 +44,7 @@ from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Knot, Schedule
 from titan_loop.training.trainer import LoopTrainer
+
 from .physics_small import physics_small
 from .quickstart import CORPUS as TEXT
 

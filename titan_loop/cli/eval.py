@@ -88,8 +88,8 @@ def evaluate(
     )
     if join_ranks()[0] == 0:
         print(depth_table(report))
-        run = SavedRun.open(path).directory
-        print(f"The numbers are in {run.evaluations}; titan-loop report {run.path} makes a page")
+        done = SavedRun.open(path).directory
+        print(f"The numbers are in {done.evaluations}; titan-loop report {done.path} makes a page")
     for baseline, share in gains.items():
         require_gain(report, share, baseline=baseline)
 

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.errors import UserError
 from titan_loop.data.demo.local_python import DOMAINS, build_local_python_corpus, docstrings
 from titan_loop.data.demo.overlap import overlaps
+from titan_loop.errors import UserError
 
 SMALL = {"code_megabytes": 0.3, "prose_megabytes": 0.3, "math_megabytes": 0.3}
 

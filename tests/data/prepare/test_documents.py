@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from titan_loop.data.demo.local_chats import build_local_chats
+from titan_loop.data.demo.local_python import build_local_python_corpus
 from titan_loop.data.inspect_source import show_source
 from titan_loop.data.prepare.compression import zstd
 from titan_loop.data.prepare.documents import find_documents
@@ -19,8 +21,6 @@ from titan_loop.data.prepare.make_tokenizer import import_tokenizer, train_token
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
-from titan_loop.data.demo.local_chats import build_local_chats
-from titan_loop.data.demo.local_python import build_local_python_corpus
 
 TEXTS = [f"document number {n}: naïve 漢字 🙂\n" for n in range(7)]
 

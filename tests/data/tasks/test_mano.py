@@ -7,11 +7,11 @@ import pytest
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
+from titan_loop.data.demo.local_python import mano_text
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import OPERATORS, Mano, Question
 from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
-from titan_loop.data.demo.local_python import mano_text
 
 MODULUS, LONGEST, L = 23, 6, 64
 TASK = Mano(MODULUS, LONGEST)

@@ -4,8 +4,8 @@
     assistant: Convert data to floats and compute the arithmetic mean.
 
 One chat in `_ONE_IN` is a Mano expression and its value. A file's chats are in the split in which
-`titan_loop.data.demo.local_python` puts the document it makes of the file: text that is held out there is
-held out here.
+`local_python` puts the document it makes of the file: text that is held out there is held out
+here.
 
     python -m titan_loop.data.demo.local_chats OUTPUT [--megabytes 1 …]
 """
@@ -22,10 +22,6 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from titan_loop.data.keyed import keyed_integer
-from titan_loop.data.tasks.mano import Mano
-from titan_loop.errors import UserError
-from titan_loop.storage.local_path import require_local
 from titan_loop.data.demo.local_python import (
     TextFile,
     document_identity,
@@ -38,6 +34,10 @@ from titan_loop.data.demo.local_python import (
     write_card,
     write_lines,
 )
+from titan_loop.data.keyed import keyed_integer
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.errors import UserError
+from titan_loop.storage.local_path import require_local
 
 logger = logging.getLogger(__name__)
 

@@ -29,12 +29,12 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
+from titan_loop.data.demo.overlap import WORDS, overlaps
 from titan_loop.data.keyed import keyed_integer, keyed_uniform
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError, exit_code
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.local_path import require_local
-from titan_loop.data.demo.overlap import WORDS, overlaps
 
 logger = logging.getLogger(__name__)
 

@@ -157,8 +157,8 @@ def scan(
     Args:
         path: As in `opened`.
         sources: Prepared sources; none takes the run's.
-        lengths: Numbers of layers of a span; none takes those of 4, 8 and 12 that leave a layer,
-            or 1 in a model of fewer.
+        lengths: Numbers of layers of a span; none takes 4, 8 and 12, as far as a layer is left
+            outside, or 1 in a smaller model.
         windows: Held-out windows per source.
         seq_len: Tokens of a window; None takes the run's.
         command: As in `opened`.
