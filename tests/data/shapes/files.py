@@ -208,6 +208,12 @@ _SINGLE = (
     ),
     _shape(
         _FORMATS,
+        "an empty `.csv` or `.jsonl` beside others",
+        "no documents",
+        {"a.csv": _CSV, "b.csv": "", "c.jsonl": ""},
+    ),
+    _shape(
+        _FORMATS,
         "`a.txt`, or code",
         "one document, a byte order mark removed",
         {"a.txt": "\ufeff" + A},
@@ -234,7 +240,7 @@ _SINGLE = (
         "refused in one line",
         {"a.jsonl": _LINES, "b.jsonl": '{"body": 1}\n', "c.jsonl": '{"text": {"x": 1}}\n'},
         options={"format": "huggingface"},
-        refused="dataset '.*/in' cannot be read .*: download it and give its files",
+        refused="dataset '.*/in' cannot be read .*cast.*: download it, and give its files",
     ),
     _shape(
         _FORMATS,
@@ -299,8 +305,8 @@ _FOLDER = (
         "a repository of code with one `data.jsonl`",
         "refused: `--pattern` or `--format text` decides",
         {"data.jsonl": _LINES, "a.py": A, "b.py": B, "src/c.c": C},
-        refused=r"holds 1 \.jsonl among 2 \.py, 1 \.c: choose with --pattern, e\.g\. '\*\.jsonl', "
-        "or give --format text",
+        refused=r"holds 1 \.jsonl among 2 \.py, 1 \.c: choose with --pattern, e\.g\. '\*\.jsonl' "
+        r"or '\*\.py', or give --format text",
     ),
     _shape(
         _FOLDERS,
@@ -437,7 +443,7 @@ _HELD_OUT_ROWS = (
         "all are trained on, with a warning",
         {"train.jsonl": jsonl([A]), "test.jsonl": jsonl(TEXTS[1:])},
         inputs=("train.jsonl", "test.jsonl"),
-        warned=("in/test.jsonl) will be trained on; if they are tests, leave them out",),
+        warned=("1 file (test.jsonl) will be trained on; if they are tests, leave them out",),
     ),
     _shape(
         _HELD_OUT,

@@ -140,7 +140,7 @@ def _to_train_on(
         files += found
     tests = [file for file in singles if role_of(Path(Path(file.path).name)) in NEVER_TRAINED]
     if len(tests) < len(singles):
-        warn_of_tests(tests, Path("/"))
+        warn_of_tests(tests)
     return files, by_name
 
 

@@ -65,7 +65,8 @@ def _records_or_texts(folder: Path, kinds: Sequence[tuple[Path, str]]) -> list[t
         held = by_ending(path for path, _ in records)
         raise UserError(
             f"input folder {folder} holds {held} among {by_ending(texts)}: choose with --pattern, "
-            f"e.g. '*{records[0][0].suffix}', or give --format text to train on every file as text"
+            f"e.g. '*{records[0][0].suffix}' or '*{texts[0].suffix}', or give --format text to "
+            "train on every file as text"
         )
     if texts:
         logger.warning(

@@ -6,6 +6,7 @@ invalid byte.
 
 import codecs
 import io
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,10 @@ def _text(record: Mapping[str, Any], key: str) -> str:
             raise KeyError(f"{key!r} is null")
         raise KeyError(f"no field {key!r}{_only(record)}")
     if isinstance(text, bytes):
-        raise TypeError("invalid UTF-8")
+        try:
+            text = text.decode()
+        except UnicodeDecodeError:
+            raise TypeError("invalid UTF-8") from None
     if not isinstance(text, str):
         raise TypeError(f"{key!r} is not a string")
     if not text.strip():
@@ -140,17 +144,22 @@ def dropped_examples(folder: Path) -> list[str]:
 
 
 class FileReader(CountingReader, BaseDiskReader):
-    """Reads files, each by its kind; a bad line or row costs that record only."""
+    """Reads files of one kind, and `others` of other kinds; a bad line costs that record only."""
 
     name = "📄 Files"
 
-    def __init__(self, *args: Any, kinds: Mapping[str, str], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, kind: str, others: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kinds = kinds
+        self.kind = kind
+        self.others = others
+
+    def kind_of(self, path: str) -> str:
+        """Return the kind of a file."""
+        return self.others.get(path, self.kind)
 
     def place(self, source_file: str, id_in_file: int | str) -> str:
         """Return the line of JSON lines, else the record's number."""
-        return f"{_PLACES.get(self.kinds[source_file], 'row')} {id_in_file}"
+        return f"{_PLACES.get(self.kind_of(source_file), 'row')} {id_in_file}"
 
     def read_file(self, filepath: str) -> Generator[Document, None, None]:
         """Yield the documents of one file."""
@@ -164,7 +173,7 @@ class FileReader(CountingReader, BaseDiskReader):
     def read_records(self, filepath: str) -> Records:
         """Return the records of one file; lines and rows are numbered from 1."""
         path = f"/{filepath}"
-        match self.kinds[filepath]:
+        match self.kind_of(filepath):
             case "jsonl":
                 return self._json_lines(path)
             case "json":
@@ -236,8 +245,8 @@ class CountingHuggingFaceReader(CountingReader, HuggingFaceDatasetReader):
             raise
         except Exception as error:  # the library raises many kinds
             raise UserError(
-                f"dataset {self.dataset!r} cannot be read ({first_line(error)}): download it and "
-                "give its files without --format huggingface"
+                f"dataset {self.dataset!r} cannot be read ({' '.join(str(error).split()):.200}): "
+                "download it, and give its files or folder without --format huggingface"
             ) from error
 
 
@@ -265,7 +274,10 @@ def document_reader(
     kinds = {file.path.lstrip("/"): file.kind for file in documents.all_files()}
     paths_file.parent.mkdir(parents=True, exist_ok=True)
     paths_file.write_text("".join(f"{path}\n" for path in kinds))
-    return FileReader("/", paths_file=str(paths_file), kinds=kinds, **options)
+    # Every task gets a copy of the reader, and there may be a million files.
+    usual = Counter(kinds.values()).most_common(1)[0][0]
+    others = {path: kind for path, kind in kinds.items() if kind != usual}
+    return FileReader("/", paths_file=str(paths_file), kind=usual, others=others, **options)
 
 
 def _object(record: Any) -> dict[str, Any] | str:

@@ -75,8 +75,8 @@ def split_by_name(
     return [file for file in files if file not in never], held_out
 
 
-def warn_of_tests(files: Sequence[InputFile], root: Path) -> None:
-    """Warn about files that are called held_out or test and are trained on; names below `root`."""
+def warn_of_tests(files: Sequence[InputFile], root: Path | None = None) -> None:
+    """Warn about files that are called held_out or test and are trained on."""
     if files:
         logger.warning(
             f"{_named(files, root)} will be trained on; if they are tests, leave them out with "
@@ -84,6 +84,7 @@ def warn_of_tests(files: Sequence[InputFile], root: Path) -> None:
         )
 
 
-def _named(files: Sequence[InputFile], root: Path) -> str:
-    names = listed([str(Path(file.path).relative_to(root)) for file in files], _SHOWN)
-    return f"{len(files)} {'file' if len(files) == 1 else 'files'} ({names})"
+def _named(files: Sequence[InputFile], root: Path | None) -> str:
+    paths = [Path(file.path) for file in files]
+    names = [path.name if root is None else str(path.relative_to(root)) for path in paths]
+    return f"{len(names)} {'file' if len(names) == 1 else 'files'} ({listed(names, _SHOWN)})"

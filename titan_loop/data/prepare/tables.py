@@ -78,6 +78,8 @@ def _csv_rows(
 
     with open_file(path) as head:
         first = head.readline(1 << 20).decode("utf-8-sig", errors="replace")
+    if not first:  # as Spark writes an empty partition
+        return
     # Spreadsheets of many countries separate by semicolons.
     delimiter = "\t" if tabs else max(",;\t", key=first.count)
     names = next(csv.reader([first], delimiter=delimiter), [])

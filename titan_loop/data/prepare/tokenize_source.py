@@ -205,7 +205,7 @@ def _require_dataset(documents: Documents) -> None:
     except Exception as error:  # the library and the hub client raise many kinds
         raise UserError(
             f"dataset {documents.dataset!r} cannot be loaded ({first_line(error)}): check its "
-            "name and the network, or download it and give its files"
+            "name and the network, or give its files or folder without --format huggingface"
         ) from error
     if documents.dataset_split not in splits:  # slices cannot be streamed
         raise UserError(
