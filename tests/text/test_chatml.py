@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_loop.data.inspect_source import show_source, verify_source
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.prefix import prefix_of
 from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
@@ -113,6 +116,22 @@ def test_the_prompt_is_what_a_model_answers_to(tokenizer_path: Path) -> None:
     asked = ChatEncoder(tokenizer, ChatTemplate()).prompt(Conversation((chat[0],)))
     assert (asked.ids, asked.question_tokens) == (prompt, len(prompt))
     assert mask.index(True) == len(prompt)
+
+
+@pytest.mark.parametrize("weight", [None, 0])
+def test_the_first_question_is_the_prefix_in_training_and_in_a_prompt(
+    tokenizer_path: Path, weight: int | None
+) -> None:
+    messages = [turn.message() for turn in CHATS[1]]
+    messages[2]["weight"] = weight
+    conversation = parse_conversation({"messages": messages})
+    encoder = ChatEncoder(load_tokenizer(tokenizer_path), ChatTemplate())
+    ((ids, mask),) = encoder.encode([conversation], EOS)
+    labels = torch.from_numpy(np.where(mask[1:], ids[1:], IGNORED))[None]
+    column = prefix_of(torch.arange(len(labels[0]))[None], labels)
+    asked = encoder.prompt(conversation._replace(turns=conversation.turns[:-1]))
+    assert int(column.sum()) == asked.question_tokens
+    assert (asked.question_tokens == len(asked.ids)) == (weight == 0)  # then it is no answer
 
 
 def test_records() -> None:

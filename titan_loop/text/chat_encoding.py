@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from titan_loop.errors import UserError
 from titan_loop.text.chat_template import EXAMPLE, Answer, AnswersNotFoundError, ChatTemplate
 from titan_loop.text.chatml import CHAT_TEMPLATE
 from titan_loop.text.conversation import Conversation
@@ -91,8 +92,14 @@ class ChatEncoder:
         ]
 
     def prompt(self, conversation: Conversation) -> Prompt:
-        """Return the ids up to the assistant's next answer, as in training."""
-        (pieces,) = self._encoded([[*self._pieces(conversation, answer_next=True)]])
+        """Return the ids up to the assistant's next answer, as in training.
+
+        Raises `UserError` if the template refuses the conversation.
+        """
+        try:
+            (pieces,) = self._encoded([[*self._pieces(conversation, answer_next=True)]])
+        except TypeError as error:
+            raise UserError(f"{error}: use a conversation that it can write") from error
         ids: list[int] = []
         question_tokens = None
         for numbers, is_target in pieces:

@@ -89,8 +89,11 @@ class Turn(NamedTuple):
             message |= {"reasoning_content": self.reasoning, "thinking": self.reasoning}
         if self.calls:
             message["tool_calls"] = [
-                {"type": "function", "function": call}
-                | ({} if (number := call.get("id")) is None else {"id": number})
+                {
+                    **({"id": call["id"]} if "id" in call else {}),
+                    "type": "function",
+                    "function": {name: call[name] for name in ("name", "arguments")},
+                }
                 for call in self.calls
             ]
         if self.name:

@@ -129,13 +129,18 @@ def test_generation_is_the_full_forward_pass_at_every_exit(make_run):
 
 
 @torch.no_grad()
-def test_prompts_of_other_lengths_are_prefixes_of_their_own(make_run):
+@pytest.mark.parametrize("of_chats", [False, True])
+def test_prompts_of_other_lengths_have_prefixes_of_their_own(make_run, of_chats):
     model = make_run(n_layers=2, low_cycles=2).model.double()
-    requests = [Request(prompt=prompt, max_new_tokens=6) for prompt in prompts(9, 2, 6)]
+    prefixes = (4, 1, 6) if of_chats else (None,) * 3
+    requests = [
+        Request(prompt=prompt, max_new_tokens=6, prefix_tokens=prefix)
+        for prompt, prefix in zip(prompts(9, 2, 6), prefixes, strict=True)
+    ]
     together = Engine(model).complete(requests)
     for request, completion in zip(requests, together, strict=True):
         ids = [*request.prompt, *completion.tokens]
-        prefix = torch.arange(len(ids))[None] < len(request.prompt)
+        prefix = torch.arange(len(ids))[None] < (request.prefix_tokens or len(request.prompt))
         states = model(torch.tensor([ids]), columns={"prefix": prefix}).hidden_RBLD
         said = model.readout(states[-1])[0, len(request.prompt) - 1 : -1].argmax(-1).tolist()
         assert said == completion.tokens

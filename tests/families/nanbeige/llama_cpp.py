@@ -2,9 +2,10 @@
 
     python llama_cpp.py < requests.json > answers.json
 
-Input: {"model": PATH, "requests": [...]}. A request is {"text": …}, answered by token ids, or
-{"prompt": ids, "count": n, "vocabulary": V}: n greedy tokens after the prompt, each with the
-log-probability of all V tokens by id, or with "given": ids instead of "count", where these follow.
+Input: {"model": PATH, "requests": [...]}. A request is {"text": …}, answered by token ids,
+{"messages": …, "tools": …}, answered by the text up to the next answer, or {"prompt": ids,
+"count": n, "vocabulary": V}: n greedy tokens after the prompt, each with the log-probability of all
+V tokens by id, or with "given": ids instead of "count", where these follow.
 """
 
 import json
@@ -44,6 +45,8 @@ def answer(server: xllamacpp.Server, request: dict[str, Any]) -> Any:
     """Return the answer to one request."""
     if "text" in request:
         return ask(server, "tokenize", content=request["text"], add_special=False)["tokens"]
+    if "messages" in request:
+        return ask(server, "apply-template", **request)["prompt"]
     ids, given = [*request["prompt"]], request.get("given", [])
     log_probs: list[dict[int, float]] = []
     for index in range(len(given) or request["count"]):

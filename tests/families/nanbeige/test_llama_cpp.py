@@ -21,6 +21,8 @@ from titan_loop.models.family import build_decoder
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.saved_run import SavedRun
+from titan_loop.text.chat_template import ChatTemplate
+from titan_loop.text.conversation import Conversation, parse_messages
 from titan_loop.text.tokenizer import load_tokenizer
 
 DRIVER = Path(__file__).with_name("llama_cpp.py")
@@ -121,6 +123,34 @@ def test_a_thousand_documents_have_the_same_ids(python, make_run, tmp_path, digi
     answers = ask(python, file, *({"text": document} for document in documents))
     for document, answer in zip(documents, answers, strict=True):
         assert answer == ours.encode(document).ids, document
+
+
+def test_chats_are_written_as_in_training(python, make_run, tmp_path):
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json", digits=True, every_byte=True)
+    made = make_run(vocab_size=VOCABULARY + 100)
+    flags = ("--to", "gguf", "--tokenizer", tokenizer, "--chatml")
+    file = export(made.run, tmp_path / "model.gguf", *flags)
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": [1, "é"]}'}}
+    parameters = {"type": "object", "properties": {"a": {"type": "array"}}}
+    add = {"name": "add", "description": "Adds <é>.", "parameters": parameters}
+    chats = [
+        {"messages": [{"role": "user", "content": " Hi <b>&\"'é漢\n"}]},
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "1+1?"},
+                {"role": "assistant", "content": "Wait.", "tool_calls": [{**call, "id": "c"}] * 2},
+                {"role": "tool", "tool_call_id": "c", "content": "2"},
+                {"role": "assistant", "content": "2", "reasoning_content": "It says so."},
+                {"role": "user", "content": "Good."},
+            ],
+            "tools": [{"type": "function", "function": add}],
+        },
+    ]
+    for chat, answer in zip(chats, ask(python, file, *chats), strict=True):
+        turns = parse_messages(chat["messages"])
+        ours = Conversation(tuple(turns), tuple(chat.get("tools", ())))
+        assert answer == ChatTemplate().prompt(ours)
 
 
 def test_a_trained_model_quantised_to_eight_bits_reads_as_well(python, source, tmp_path, alone):

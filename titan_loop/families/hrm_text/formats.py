@@ -219,7 +219,8 @@ def _write(export: Export, output: Path) -> None:
         about="HRM-Text: two stacks of layers that take turns.",
         tags=("looped-language-model", "hrm_text"),
         mark=prefix if export.shape.prefix_lm else "",
-        usage="With `prefix_lm`, tokens whose `token_type_ids` are 1 see each other both ways.\n\n",
+        usage="With `prefix_lm`, tokens whose `token_type_ids` are 1 see each other both ways. In "
+        "a chat of several turns mark those before the first answer alone, as in training.\n\n",
     )
 
 

@@ -1,0 +1,109 @@
+"""Templates of sources: on their cards, in mixtures, and in prompts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_loop.data.load.mixture import parse_mixture
+from titan_loop.data.load.mixture_sources import read_cards
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.source_card import SourceCard, text_format
+from titan_loop.errors import UserError
+from titan_loop.text.chat_encoding import ChatEncoder
+from titan_loop.text.chat_template import ChatTemplate
+from titan_loop.text.conversation import Conversation, Turn, parse_messages
+from titan_loop.text.tokenizer import load_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+ASKED = Conversation(tuple(parse_messages([{"role": "user", "content": "1+1?"}])))
+REWRITING = (
+    "{% for m in messages %}[{{ m.role }}] {% if loop.last %}{{ m.content }}{% endif %}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def sources(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with sources in ChatML, in a template of its own, and of text."""
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "own").mkdir()
+    tokenizer = folder / "own" / "tokenizer.json"
+    tokenizer.write_bytes(small_tokenizer.read_bytes())
+    (folder / "own" / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (folder / "own" / "chat_template.jinja").write_text(TEMPLATE)
+    record = {"question": "1+1?", "answer": "2", "text": "1+1"}
+    (folder / "a.jsonl").write_text(json.dumps(record) + "\n")
+    options = {"tokenizer": tokenizer, "held_out_fraction": 0}
+    for name, more in {
+        "text": {},
+        "chatml": {"chat": True},
+        "template": {"chat": True, "chat_template": "tokenizer"},
+    }.items():
+        tokenize_source(folder / "a.jsonl", output=folder / name, **options, **more)
+    return folder
+
+
+def test_a_card_keeps_the_template_for_prompts(sources: Path) -> None:
+    cards = [SourceCard.read(sources / name) for name in ("text", "template")]
+    tokenizer = load_tokenizer(sources / "text" / "tokenizer.json")
+    text = text_format(cards, tokenizer)
+    assert (text.chat_template, text.turn_end) == (TEMPLATE, "<|im_end|>")
+    ids = ChatEncoder(tokenizer, text.template).prompt(ASKED).ids
+    assert tokenizer.decode(ids, False) == "[user] 1+1?<|im_end|>[assistant] "
+    older = replace(cards[1], chat_template=None, turn_end=None)  # before templates were kept
+    assert text_format([older], tokenizer).template == ChatTemplate()
+
+
+def test_sources_with_different_templates_are_not_mixed(sources: Path) -> None:
+    def mixed(*names: str) -> list[SourceCard]:
+        return read_cards(parse_mixture([f"{sources / name}=1" for name in names]))
+
+    assert len(mixed("text", "template")) == 2
+    with pytest.raises(UserError, match=r"/template has another chat template than .*/chatml"):
+        mixed("text", "chatml", "template")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"messages_key": "dialog"}, "messages_key 'dialog' has no effect without --chat"),
+        ({"chat_template": "t.jinja"}, "chat_template 't.jinja' has no effect without --chat"),
+        ({"chat": True, "chat_template": "no.jinja"}, "chat_template no.jinja is not a file"),
+        ({"chat": True, "chat_template": "t.jinja"}, "chat template: line 1: Unexpected end"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_mistakes(
+    sources: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, object],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.jinja").write_text("{% for m in messages %}")
+    tokenizer = sources / "own" / "tokenizer.json"
+    with pytest.raises(UserError, match=message):
+        tokenize_source(sources / "a.jsonl", output="out", tokenizer=tokenizer, **options)  # type: ignore[arg-type]
+
+
+def test_a_prompt_may_hold_turns_that_no_training_could_find(small_tokenizer: Path) -> None:
+    tokenizer = load_tokenizer(small_tokenizer)
+    asked = Conversation((*ASKED.turns, Turn("assistant", "2"), Turn("user", "2+1?")))
+    ids = ChatEncoder(tokenizer, ChatTemplate(text=REWRITING)).prompt(asked).ids
+    wanted = "[user] <|im_end|>[assistant] <|im_end|>[user] 2+1?<|im_end|>[assistant] "
+    assert tokenizer.decode(ids, False) == wanted
+    refusing = ChatTemplate(text="{{ raise_exception('no more') }}")
+    with pytest.raises(UserError, match="the chat template fails: no more"):
+        ChatEncoder(tokenizer, refusing).prompt(asked)
+
+
+def test_an_answer_that_is_begun_is_continued() -> None:
+    begun = Conversation((*ASKED.turns, Turn("assistant", "It is ")))
+    text = ChatTemplate().continued(begun)
+    assert text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nIt is"
