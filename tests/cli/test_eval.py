@@ -53,7 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def gain(report: str, share: float, *, baseline: str) -> None:
         found["gains"].append((report, share, baseline))
 
-    run = SimpleNamespace(directory=SimpleNamespace(evaluations="EVALUATIONS"))
+    run = SimpleNamespace(directory=SimpleNamespace(evaluations="EVALUATIONS", path="RUN"))
     monkeypatch.setattr(evaluate_run, "evaluate_run", evaluate)
     monkeypatch.setattr(depth_report, "require_gain", gain)
     monkeypatch.setattr(share_work, "join_ranks", lambda: (found["rank"], 2))
@@ -64,7 +64,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "printed"), [(0, "TABLE\nThe report is in EVALUATIONS\n"), (1, "")]
+    ("rank", "printed"),
+    [(0, "TABLE\nThe numbers are in EVALUATIONS; titan-loop report RUN makes a page\n"), (1, "")],
 )
 def test_rank_zero_alone_prints_the_table(asked, capsys, rank: int, printed: str):
     asked["rank"] = rank
