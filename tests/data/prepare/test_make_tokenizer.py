@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from titan_loop.data.prepare import make_tokenizer, training_texts
 from titan_loop.data.prepare.make_tokenizer import import_tokenizer, train_tokenizer
+from titan_loop.data.prepare.training_texts import LONGEST_WORD, without_long_words
 from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import (
     SPECIAL_TOKENS,
+    byte_symbols,
     load_tokenizer,
     token_byte_lengths,
 )
@@ -154,5 +157,67 @@ def test_training_mistakes(jsonl: Path, tmp_path: Path) -> None:
         train_tokenizer([tmp_path / "missing.jsonl"], vocab_size=300, output=tmp_path)
     with pytest.raises(UserError, match=r"output .*t\.json cannot be written \(File exists\)"):
         train_tokenizer([jsonl], vocab_size=300, output=jsonl / "t.json")
-    with pytest.raises(UserError, match=r"4 lack their text, .*line 1: no field 'body'"):
+    with pytest.raises(UserError, match=r"4 of 4 records .* lack their text.*line 1: no field 'b"):
         train_tokenizer([jsonl], vocab_size=300, output=tmp_path, text_key="body")
+    with pytest.raises(UserError, match=r"max_malformed 2 must lie in \[0, 1\]"):
+        train_tokenizer([jsonl], vocab_size=300, output=tmp_path, max_malformed=2)
+
+
+def test_a_few_bad_records_are_dropped_and_counted(
+    jsonl: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = train_tokenizer(jsonl, vocab_size=300, output=tmp_path / "0").read_bytes()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(jsonl.read_text() + '\n{"text": 3}\n')
+    made = train_tokenizer(bad, vocab_size=300, output=tmp_path / "1", max_malformed=0.5)
+    assert made.read_bytes() == expected
+    assert "dropped 1 malformed of 5 records" in caplog.text
+    with pytest.raises(UserError, match=r"1 of 5 records are malformed .* --max-malformed 0.1 all"):
+        train_tokenizer(bad, vocab_size=300, output=tmp_path / "1", max_malformed=0.1)
+
+
+def test_every_tokenizer_has_all_bytes(tmp_path: Path) -> None:
+    """Also the smallest, and with all of the alphabet but one letter missing in the text."""
+    (tmp_path / "a.txt").write_text("aaaa " * 9)
+    for vocab_size in (259, 260):
+        made = train_tokenizer(
+            tmp_path / "a.txt", vocab_size=vocab_size, output=tmp_path / "t.json"
+        )
+        assert {*byte_symbols().values()} <= {*load_tokenizer(made).get_vocab()}
+
+
+WORDS = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+
+
+def test_ordinary_texts_are_not_cut() -> None:
+    code = Path(make_tokenizer.__file__).read_text()
+    encoded = base64.b64encode(bytes(range(256)) * 99).decode()  # cut by digits and signs
+    for text in ("", "a" * LONGEST_WORD, code * 9, encoded, "漢字。" * 9999, "1" * 9999):
+        assert without_long_words(text, WORDS) == ([text], 0, 0)
+
+
+@pytest.mark.parametrize("letters", ["a", "漢", "=", " ", "a\u0301b"])
+@pytest.mark.parametrize("before", ["", "x = ", "a b\n" * 999])
+def test_long_words_are_cut(letters: str, before: str) -> None:
+    word = letters * (training_texts._LEARNT // len(letters) + 999)
+    text = f"{before}{word}1 and the rest\n"
+    parts, long_words, left_out = without_long_words(text, WORDS)
+    kept = "".join(parts)
+    assert kept.startswith(before)
+    assert kept.endswith("1 and the rest\n" if letters != " " else "and the rest\n")
+    assert len(kept) + left_out == len(text)
+    if letters == "a\u0301b":  # the accent is no letter: words of one each
+        assert (parts, long_words) == ([text], 0)
+        return
+    assert long_words == 1
+    assert abs(left_out - 999) < 9
+    longest = max(
+        last - first for part in parts for _, (first, last) in WORDS.pre_tokenize_str(part)
+    )
+    assert longest <= 128
+
+
+def test_a_word_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_texts, "_RUN_AT_ONCE", 10_000)
+    cut = without_long_words("b" * 45_000 + "1" + "c" * 5000 + " d " + "e" * 5000, WORDS)
+    assert (cut.long_words, cut.left_out) == (3, 0)

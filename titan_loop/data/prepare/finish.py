@@ -20,6 +20,7 @@ from titan_loop.data.prepare.readers import (
     REPAIRED_BY_READERS,
     SPELT_CHATML,
     dropped_examples,
+    refuse_malformed,
 )
 from titan_loop.data.shards import file_chunks, index_path, misplaced_eos
 from titan_loop.data.source_card import (
@@ -178,12 +179,7 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
     if not dropped:
         return {}
     examples = dropped_examples(preparation.logs("dropped"))
-    bad = reader["malformed"] + reader["missing_text"]
-    if bad > preparation.max_malformed * reader["records"]:
-        raise UserError(
-            f"inputs: {bad} of {reader['records']} records are malformed or lack their text, more "
-            f"than --max-malformed {preparation.max_malformed:g} allows; {'; '.join(examples)}"
-        )
+    refuse_malformed(reader, preparation.max_malformed, examples)
     summary = ", ".join(f"{count} {name}" for name, count in dropped.items())
     logger.warning("%s: dropped %s of %d records", preparation.output, summary, reader["records"])
     for example in examples:

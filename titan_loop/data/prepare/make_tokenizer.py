@@ -7,15 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
-from titan_loop.data.prepare.readers import (
-    DROPPED_BY_READERS,
-    document_reader,
-    dropped_examples,
-)
+from titan_loop.data.prepare.documents import Format, Inputs, find_documents
+from titan_loop.data.prepare.training_texts import training_texts
 from titan_loop.errors import UserError
 from titan_loop.storage.local_path import require_local
 from titan_loop.text.tokenizer import (
@@ -44,11 +39,12 @@ def train_tokenizer(
     format: Format = "auto",
     pattern: tuple[str, ...] = (),
     text_key: str = "text",
+    max_malformed: float = 0.01,
 ) -> Path:
     """Train a byte-level BPE on documents and write its tokenizer.json.
 
-    Digits are split individually; merges never cross the words of GPT-2's pattern. The result is
-    the same for the same documents.
+    Digits are split individually; merges never cross the words of GPT-2's pattern. Words of more
+    than 4,096 characters are cut for the training. The result is the same for the same documents.
 
     Args:
         inputs: Files as `data tokenize` reads them, or folders of these. A folder's held-out files
@@ -58,6 +54,7 @@ def train_tokenizer(
         format: Format of the files; auto reads it from their names.
         pattern: Patterns of file names in folders, e.g. '*.py' '*.md'.
         text_key: Field that holds a document's text.
+        max_malformed: Largest share of records that may be malformed or lack their text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -66,15 +63,18 @@ def train_tokenizer(
         raise UserError(
             f"vocab_size {vocab_size} is below {smallest}, 256 bytes and the special tokens"
         )
+    if not 0 <= max_malformed <= 1:
+        raise UserError(f"max_malformed {max_malformed} must lie in [0, 1]")
     documents = replace(find_documents(inputs, format=format, pattern=pattern), held_out_files=())
     output = _output_file(output)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+    words = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
+    tokenizer.pre_tokenizer = words  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -82,7 +82,8 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(documents, text_key), trainer)
+    texts = training_texts(documents, words, text_key=text_key, max_malformed=max_malformed)
+    tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise UserError(
             f"vocab_size {vocab_size} cannot be filled from this text, only "
@@ -120,27 +121,6 @@ def import_tokenizer(
             "give split_pattern as its publisher states it"
         )
     return _save(_from_ranks(ranks, split_pattern), output)
-
-
-def _texts(documents: Documents, text_key: str) -> Iterator[str]:
-    with TemporaryDirectory() as folder:
-        reader = document_reader(
-            documents,
-            paths_file=Path(folder) / "inputs.txt",
-            text_key=text_key,
-            chat=None,
-            examples=Path(folder),
-        )
-        yield from (document.text for document in reader.run())
-        counts = {kind: int(reader.stats[kind].total) for kind in DROPPED_BY_READERS}
-        if counts["malformed"] or counts["missing_text"]:
-            first = dropped_examples(Path(folder))[0]
-            raise UserError(
-                f"tokenizer inputs: {counts['malformed']} records are malformed and "
-                f"{counts['missing_text']} lack their text, first {first}; correct or remove them"
-            )
-        if counts["empty"]:
-            logger.warning("tokenizer inputs: %d documents without text", counts["empty"])
 
 
 def _output_file(output: str | Path) -> Path:

@@ -7,7 +7,7 @@ invalid byte.
 import codecs
 import io
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,16 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     if not text.strip():
         raise ValueError("no text")
     return text
+
+
+def refuse_malformed(counts: Mapping[str, int], most: float, examples: Sequence[str]) -> None:
+    """Raise `UserError` if more than a share `most` of the records are no documents by a fault."""
+    bad = counts["malformed"] + counts["missing_text"]
+    if bad > most * counts["records"]:
+        raise UserError(
+            f"inputs: {bad} of {counts['records']} records are malformed or lack their text, more "
+            f"than --max-malformed {most:g} allows; {'; '.join(examples)}"
+        )
 
 
 def dropped_examples(folder: Path) -> list[str]:
