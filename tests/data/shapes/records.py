@@ -1,8 +1,13 @@
 """Records of JSON lines and tables: what their text is, and what is repaired or dropped."""
 
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from tests.data.shapes.shape import Shape
 from tests.data.shapes.writing import TEXTS, files, jsonl, parquet
@@ -44,6 +49,23 @@ def _table(found: str, text: Any, **more: Any) -> Shape:
 
 _BYTES = [text.encode() for text in TEXTS]
 _SAME_LENGTH = [text.encode()[:7] for text in ("seven 1", "seven 2")]
+
+_OTHERS = "Files of other packages"
+
+
+def _copy(package: str, name: str) -> Callable[[Path], None]:
+    """Return a function that copies a file of an installed package into a folder."""
+
+    def copy(folder: Path) -> None:
+        found = find_spec(package)
+        places = [] if found is None else [*(found.submodule_search_locations or [])]
+        path = Path(*places[:1], name)
+        if not path.is_file():
+            pytest.skip(f"{package} has no {name} here")
+        shutil.copy(path, folder)
+
+    return copy
+
 
 ROWS = (
     _json(
@@ -214,5 +236,36 @@ ROWS = (
         options={"chat": True},
         train=("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n",),
         targets=("b<|im_end|>",),
+    ),
+    Shape(
+        section=_OTHERS,
+        found="a Parquet file that pyarrow 0.7.1 wrote in 2017, and `--text-key cut`",
+        taken="the column",
+        make=_copy("pyarrow", "tests/data/parquet/v0.7.1.parquet"),
+        options={"text_key": "cut"},
+        train=("Ideal", *["Premium"] * 2, *["Good"] * 2, *["Very Good"] * 4, "Fair"),
+    ),
+    Shape(
+        section=_OTHERS,
+        found="JSON lines that Apache ORC's tests call `….jsn.gz`, and `--text-key string1`",
+        taken="the field",
+        make=_copy("pyarrow", "tests/data/orc/TestOrcFile.test1.jsn.gz"),
+        options={"text_key": "string1"},
+        train=("hi", "bye"),
+    ),
+    Shape(
+        section=_OTHERS,
+        found="an ORC file",
+        taken="refused",
+        make=_copy("pyarrow", "tests/data/orc/TestOrcFile.test1.orc"),
+        inputs=("TestOrcFile.test1.orc",),
+        refused=r"test1\.orc is neither text nor in a format",
+    ),
+    Shape(
+        section=_OTHERS,
+        found="lm-evaluation-harness's JSON of one object, without a field of text",
+        taken="refused; the message names its fields",
+        make=_copy("lm_eval", "tasks/mmlu/flan_cot_fewshot/_cot_prompts.json"),
+        refused="1 of 1 records .* no field 'text', only '.* and 49 more",
     ),
 )
