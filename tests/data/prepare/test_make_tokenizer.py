@@ -1,6 +1,8 @@
 import base64
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,13 @@ def test_training_twice_gives_the_same_file(jsonl: Path, tmp_path: Path) -> None
         train_tokenizer([jsonl], vocab_size=300, output=tmp_path / f"{n}.json") for n in range(2)
     ]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_training_says_nothing(jsonl: Path, tmp_path: Path) -> None:
+    """datatrove logs every file unless it is told not to."""
+    command = [sys.executable, "-m", "titan_loop", "data", "train-tokenizer", str(jsonl)]
+    command += ["--vocab-size", "300", "--output", str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, check=True).stderr == b""
 
 
 def test_byte_lengths_of_every_token_sum_to_the_text(small_tokenizer: Path) -> None:

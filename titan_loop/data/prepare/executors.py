@@ -24,9 +24,9 @@ from typing import Any
 import dill
 from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.local import LocalPipelineExecutor
-from loguru import logger as datatrove_logger
 from tqdm import tqdm
 
+import titan_loop.data.prepare.quiet  # noqa: F401
 from titan_loop.data.prepare.config import Executor
 from titan_loop.data.prepare.submitted_jobs import JOBS_NAME, note_job
 from titan_loop.errors import UserError, nearest
@@ -34,11 +34,6 @@ from titan_loop.storage.json_files import read_json
 from titan_loop.storage.regular_file import DamagedFileError
 
 logger = logging.getLogger(__name__)
-
-# datatrove logs a banner and a drawing per task. Processes that run tasks import this module, too.
-datatrove_logger.disable("datatrove")
-# Ray does not pass its tasks' exceptions to the caller; this log is the only place they appear.
-datatrove_logger.enable("datatrove.executor.ray")
 
 _MOST_DEATHS = 2  # in a row without a finished task
 

@@ -16,6 +16,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from datatrove.pipeline.readers.huggingface import HuggingFaceDatasetReader
 
+import titan_loop.data.prepare.quiet  # noqa: F401
 from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.compression import BROKEN, open_file
 from titan_loop.data.prepare.documents import Documents

@@ -1,0 +1,10 @@
+"""Importing this module switches off datatrove's log, which has a banner and a drawing per task.
+
+Modules with readers and executors import it, so that processes that run their tasks do, too.
+"""
+
+from loguru import logger
+
+logger.disable("datatrove")
+# Ray does not pass its tasks' exceptions to the caller; this log is the only place they appear.
+logger.enable("datatrove.executor.ray")
