@@ -395,6 +395,12 @@ def test_numbers_as_answers_are_found_as_the_harness_finds_them(own_run: Path, t
     assert results[0].metrics == results[1].metrics == results[2].metrics
     assert results[0].metrics["answer_bits_per_byte"] > 0
     assert "num_fewshot=0 " in results[0].settings  # the file forbids examples
+    chat = TaskOptions(
+        tasks=tasks[:1], include_path=tmp_path, apply_chat_template=True, system_instruction="S"
+    )
+    asked = next(iter(evaluate_tasks(own_run, chat).tasks["text"].values()))
+    assert asked.settings.startswith("chat system=8de0b3c4 ")
+    assert asked.metrics != results[0].metrics
     assert (
         "names a file that does not exist (Unable to find '/no/such.jsonl')"
         in (report.failures["lost"])
@@ -418,6 +424,7 @@ def test_names_and_options_are_checked_before_anything_is_loaded(tmp_path: Path)
         ({"kv_cache": "lats"}, "kv_cache=lats is unknown; nearest: last"),
         ({"tokenizer": str(tmp_path / "none.json")}, "is not a file"),
         ({"depths": (1,), "frontier": True}, "exclude each other"),
+        ({"system_instruction": "S"}, "system_instruction has no effect without apply_chat"),
         ({"frontier": True, "exit": "q:0.5"}, "exit=q:0.5 has no effect with depths or frontier"),
         ({"depths": (1,), "recurrent_steps": 4}, "recurrent_steps=4 has no effect with depths"),
         ({"include_path": tmp_path / "none"}, "is not a folder"),

@@ -20,6 +20,10 @@ from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import QExit
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.inference.rows import text_requests
+from titan_loop.text.chat_encoding import ChatEncoder
+from titan_loop.text.chat_template import ChatTemplate
+from titan_loop.text.chatml import CHAT_TEMPLATE
+from titan_loop.text.conversation import Conversation, parse_messages
 
 END = 0
 TEXT = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
@@ -156,6 +160,47 @@ def test_options_of_generation(trained_run: Path, caplog):
     ):
         with pytest.raises(UserError, match=message):
             generate(**options)
+
+
+def test_conversations_are_asked_as_in_training(trained_run: Path):
+    """The header stands apart from the answer, and a prefix of the answer does not."""
+    lm = LoopLM(trained_run)
+    tokenizer = byte_level_tokenizer()
+    history = [{"role": "system", "content": "S"}, {"role": "user", "content": "a<|im_end|>"}]
+    prompt = lm.apply_chat_template(history)
+    assert prompt.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n")
+    encoder = ChatEncoder(tokenizer, ChatTemplate())
+    turns = parse_messages(history)
+    ids = encoder.prompt(Conversation(tuple(turns))).ids
+    assert ids.count(tokenizer.token_to_id("<|im_end|>")) == 2  # the one that is spelt is text
+    assert lm.tok_encode(prompt) == ids
+    assert lm._encode_pair(prompt, "x y") == (ids, tokenizer.encode("x y").ids)
+    ((score, _),) = lm.loglikelihood(ask((prompt, "x y")))
+    whole = [*ids, *tokenizer.encode("x y").ids]
+    assert -score == pytest.approx(nats(trained_run, whole, len(ids), steps=2), abs=1e-4)
+
+    begun = [*history, {"role": "assistant", "content": "The answer is "}]
+    prefix = lm.apply_chat_template(begun, add_generation_prompt=False)
+    assert prefix == f"{prompt}The answer is"
+    context, answer = lm._encode_pair(prefix, " x")
+    assert (context[: len(ids)], [*context[len(ids) :], *answer]) == (
+        ids,
+        tokenizer.encode("The answer is x").ids,
+    )
+    assert lm.chat_template(True) == CHAT_TEMPLATE
+    assert lm.tokenizer_name != LoopLM(trained_run)._tokenizer_digest
+
+
+def test_a_template_without_system_turns_gets_none(trained_run: Path, caplog):
+    lm = LoopLM(trained_run)
+    text = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    lm.__dict__["_chat_encoder"] = ChatEncoder(
+        byte_level_tokenizer(), ChatTemplate(text=text + CHAT_TEMPLATE)
+    )
+    user = {"role": "user", "content": "a"}
+    with_system = lm.apply_chat_template([{"role": "system", "content": "S"}, user])
+    assert with_system == lm.apply_chat_template([user])
+    assert "refuses system turns: they were left out" in caplog.text
 
 
 def test_a_prompt_leaves_room_for_the_whole_answer(trained_run: Path):

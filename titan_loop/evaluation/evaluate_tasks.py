@@ -6,6 +6,7 @@ A task is held-out text, an exam on token ids, or a task of the harness.
 import logging
 import os
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,6 +141,12 @@ class _Evaluation:
         length = "" if options.seq_len is None else f"seq_len={options.seq_len} "
         if options.prefill_steps is not None:
             length += f"prefill_steps={options.prefill_steps} "
+        if options.apply_chat_template and task.name in self._shots:
+            length += "chat "
+            if options.system_instruction is not None:
+                length += f"system={sha256(options.system_instruction.encode()).hexdigest()[:8]} "
+            if options.fewshot_as_multiturn:
+                length += "multiturn "
         own = named_sources([str(path) for path in self._loaded.run.sources])
         given = {os.path.realpath(own.get(name, name)) for name in options.sources}
         if task.name == HELD_OUT and (other := given - {*map(os.path.realpath, own.values())}):
@@ -202,7 +209,13 @@ class _Evaluation:
                 tokenizer=options.tokenizer,
                 cache=self._run.evaluations / CACHE_FOLDER if options.cache else None,
             )
-        return run_task(self._lm, loaded_task, limit=options.limit, confirm_run_unsafe_code=consent)
+        return run_task(
+            self._lm,
+            loaded_task,
+            limit=options.limit,
+            confirm_run_unsafe_code=consent,
+            chat=options.chat_arguments(),
+        )
 
     @cached_property
     def _windows(self) -> dict[str, HeldOutWindows]:

@@ -14,6 +14,7 @@ harness need not know about ranks.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from itertools import groupby
 from pathlib import Path
@@ -37,6 +38,8 @@ from titan_loop.inference.exit_policy import parse_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
 from titan_loop.inference.sampling import Sampling
+from titan_loop.text.chat_encoding import ChatEncoder
+from titan_loop.text.conversation import SYSTEM, Conversation, Turn, parse_messages
 from titan_loop.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
@@ -160,6 +163,7 @@ class LoopLM(TemplateLM):
         self._rows = rows
         # The digest is of the tokenizer's own text, so it takes a moment.
         self._tokenizer_digest = digest(self._text_tokenizer.to_str())
+        self._chats: dict[str, tuple[list[int], str]] = {}
         self._cache = RequestCache(None if cache is None else Path(cache), self._identity())
         self._truncated = 0
         self._warnings: set[str] = set()
@@ -198,8 +202,43 @@ class LoopLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in the harness' cache of request texts."""
-        return self._tokenizer_digest
+        """Name of tokenizer and chat template in the harness' cache of request texts."""
+        return digest([self._tokenizer_digest, self.chat_template()])
+
+    @cached_property
+    def _chat_encoder(self) -> ChatEncoder:
+        text = self.loaded.run.text_format(self._text_tokenizer)
+        if text.turn_end is None:
+            self._warn("this model was not trained on conversations; ChatML is used")
+        return ChatEncoder(self._text_tokenizer, text.template)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return the template of the model's conversations, Jinja text; it has but one."""
+        return self._chat_encoder.template.text
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as text up to the next answer, or to the end of a begun one.
+
+        A template that refuses a system turn gets none, as in the harness' own models.
+        """
+        turns = parse_messages(chat_history)
+        try:
+            return self._chat(turns, add_generation_prompt)
+        except (TypeError, UserError):
+            if turns[0].role != SYSTEM:
+                raise
+            self._warn("the chat template refuses system turns: they were left out")
+            return self._chat(turns[1:], add_generation_prompt)
+
+    def _chat(self, turns: list[Turn], answer_next: bool) -> str:
+        template, before = self._chat_encoder.template, turns if answer_next else turns[:-1]
+        conversation = Conversation(tuple(turns))
+        text = template.prompt(conversation) if answer_next else template.continued(conversation)
+        ids = self._chat_encoder.prompt(Conversation(tuple(before))).ids  # with the template's BOS
+        self._chats[text] = ids, "" if answer_next else turns[-1].content.rstrip()
+        return text
 
     def get_model_info(self) -> dict[str, Any]:
         """Return a description that the harness writes beside its results."""
@@ -214,8 +253,20 @@ class LoopLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Return token ids, with BOS in front if the model's documents begin with it."""
+        if string in self._chats:
+            ids, begun = self._chats[string]
+            return [*ids, *encode_prompt(self._text_tokenizer, begun, None)]
         begin = None if add_special_tokens is False else self._ends.begin_of_text
         return encode_prompt(self._text_tokenizer, string, begin)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if context not in self._chats:
+            return super()._encode_pair(context, continuation)
+        # As in training, an answer is encoded apart from the header before it.
+        ids, begun = self._chats[context]
+        said = len(encode_prompt(self._text_tokenizer, begun, None))
+        answer = encode_prompt(self._text_tokenizer, begun + continuation, None)
+        return [*ids, *answer[:said]], answer[said:]
 
     def loglikelihood_rolling(
         self, requests: list["Instance"], disable_tqdm: bool = False

@@ -126,11 +126,12 @@ def run_task(
     *,
     limit: int | None = None,
     confirm_run_unsafe_code: bool = False,
+    chat: Mapping[str, Any] | None = None,
 ) -> Results:
     """Return task → reading → result of a loaded task, or of a group and its members; collective.
 
     One pass gives the log-likelihoods of all readings; text is generated anew for each reading. All
-    ranks get all results.
+    ranks get all results. `chat` are the harness' own arguments for asking in conversations.
     """
     from lm_eval.evaluator import evaluate
 
@@ -144,6 +145,7 @@ def run_task(
             bootstrap_iters=_BOOTSTRAPS,
             log_samples=True,
             confirm_run_unsafe_code=confirm_run_unsafe_code,
+            **(chat or {}),
         )
         assert answer is not None, "every rank evaluates everything"
         for name, raw in answer.get("results", {}).items():

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import UseAppendAction
 
@@ -31,6 +31,9 @@ class TaskOptions:
             commas.
         num_fewshot: Number of examples, instead of each task's own.
         limit: Documents per task, for a first look.
+        apply_chat_template: Ask the harness' tasks in conversations, in the model's own template.
+        system_instruction: System turn of these conversations.
+        fewshot_as_multiturn: Make a turn of each example's question and answer.
         recurrent_steps: Number of recurrent steps R; by default the trained one.
         exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
             confidence:P, q:THRESHOLD, kl:KL,ENTROPY or contrast:STEP,STRENGTH,SHARE.
@@ -53,6 +56,9 @@ class TaskOptions:
     tasks: UseAppendAction[tuple[str, ...]] = ()
     num_fewshot: int | None = None
     limit: int | None = None
+    apply_chat_template: bool = False
+    system_instruction: str | None = None
+    fewshot_as_multiturn: bool = False
     recurrent_steps: int | None = None
     exit: str = "full"
     kv_cache: str = "full"
@@ -76,6 +82,13 @@ class TaskOptions:
 
         return expand_tasks(self._names, self.num_fewshot)
 
+    def chat_arguments(self) -> dict[str, Any]:
+        """Return the harness' arguments for asking in conversations; none without them."""
+        if not self.apply_chat_template:
+            return {}
+        names = ("apply_chat_template", "system_instruction", "fewshot_as_multiturn")
+        return {name: getattr(self, name) for name in names}
+
     def static_depths(self) -> Sequence[int]:
         """Return the depths to read at; empty to read at R, or by the exit policy."""
         sweeps = "depth" in self._names and self.exit == "full" and self.recurrent_steps is None
@@ -98,6 +111,9 @@ class TaskOptions:
         cache_strategy(self.kv_cache)
         if self.tokenizer is not None:
             load_tokenizer(self.tokenizer)
+        for name in ("system_instruction", "fewshot_as_multiturn"):
+            if getattr(self, name) and not self.apply_chat_template:
+                raise UserError(f"{name} has no effect without apply_chat_template; add it")
         if self.depths and frontier:
             raise UserError("depths and frontier exclude each other: a frontier has every depth")
         if (self.depths or frontier) and self.exit != "full":
