@@ -49,6 +49,7 @@ CONVERSATION_FIELDS = (
 )
 """Every field of a record that `parse_conversation` may read."""
 
+_MOST_LEVELS = 100  # templates write what they are given by recursion
 _OPENED, _CLOSED = "<tool_response>", "</tool_response>"
 
 
@@ -120,7 +121,10 @@ class Conversation(NamedTuple):
         return cls(tuple(Turn(*turn) for turn in turns), tuple(tools))
 
     def mapped(self, change: Callable[[str], str]) -> "Conversation":
-        """Return the same conversation with every text in it changed, of calls and tools too."""
+        """Return the same conversation with every text in it changed, of calls and tools too.
+
+        Raises `TypeError` for a tool or a call that is nested too deeply to be written.
+        """
         turns = [
             turn._replace(
                 content=change(turn.content),
@@ -164,7 +168,7 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
     tools = next((_tools(record[name], name) for name in _TOOLS if record.get(name)), ())
     if not any(turn.is_target for turn in turns):
         raise ValueError("no assistant turn with text or a call to train on")
-    return Conversation(tuple(turns), tools)
+    return Conversation(tuple(turns), tools).mapped(_encodable)
 
 
 def parse_messages(messages: Iterable[Mapping[str, Any]]) -> list[Turn]:
@@ -294,6 +298,8 @@ def _call(call: Any) -> Mapping[str, Any]:
 
 def _tools(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
     value = _from_json(value, name) if isinstance(value, str) and value.strip() else value
+    if value is None:
+        return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise TypeError(f"{name!r} is not a list of objects")
     return tuple(
@@ -334,11 +340,21 @@ def _names(record: Mapping[str, Any]) -> str:
     return ", ".join(map(str, record)) or "none"
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON within a string may hold one
+        raise TypeError("a message holds half of a surrogate pair") from error
+    return text
+
+
+def _mapped(value: Any, change: Callable[[str], str], levels: int = _MOST_LEVELS) -> Any:
+    if not levels:
+        raise TypeError(f"a tool or a call is nested more than {_MOST_LEVELS} levels deep")
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {change(name): _mapped(item, change) for name, item in value.items()}
+        return {change(name): _mapped(item, change, levels - 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(item, change) for item in value)
+        return type(value)(_mapped(item, change, levels - 1) for item in value)
     return value

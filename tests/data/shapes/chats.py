@@ -142,12 +142,21 @@ ROWS = (
     ),
     _row(
         _RECORDS,
-        "Parquet, where each message has every field",
-        "the same; null is absent",
+        "Parquet, where each message and each call has every field",
+        "the same; null is an absent field",
         [],
+        (_PLAIN, _WITH_CALL),
+        (f"2{_END}", _CALL_TARGETS),
         inputs=("a.parquet",),
         make=lambda folder: (folder / "a.parquet").write_bytes(
-            parquet({"messages": [[{**_USER, "tool_calls": None, "weight": None}, _ANSWER]]})
+            parquet(
+                {
+                    "messages": [
+                        [{**_USER, "weight": None}, _ANSWER],
+                        _calling(content=None, tool_calls=[_called({"a": 1, "b": None})]),
+                    ]
+                }
+            )
         ),
     ),
     _row(
@@ -375,6 +384,23 @@ ROWS = (
         _messages(_USER, {"role": "assistant", "content": None, "refusal": "No."}),
         _chatml(("user", "1+1?"), ("assistant", "No.")),
         f"No.{_END}",
+    ),
+    _row(
+        _TURNS,
+        "half of a surrogate pair in JSON within a string",
+        "malformed",
+        [{"messages": json.dumps([_USER, {**_ANSWER, "content": "\ud83d"}])}],
+        refused="a message holds half of a surrogate pair",
+    ),
+    _row(
+        _TURNS,
+        "arguments of a call that are not JSON, or nested without end",
+        "malformed",
+        [
+            *_messages(*_calling(tool_calls=[_called("{")])),
+            *_messages(*_calling(tool_calls=[_called("[" * 200 + "]" * 200)])),
+        ],
+        refused="'arguments' is a string, but not of JSON .* is nested more than 100 levels deep",
     ),
     _row(
         _TURNS,

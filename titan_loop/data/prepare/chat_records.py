@@ -48,6 +48,18 @@ class ChatRecords:
         """Return the conversation that `read` put into a document's metadata."""
         return Conversation.from_json(metadata[_CONVERSATION])
 
+    @staticmethod
+    def of_row(row: Any) -> Any:
+        """Return a table's row without nulls.
+
+        A column of objects has the fields of all of them: a null is the field of another's tool.
+        """
+        if isinstance(row, dict):
+            return {
+                name: ChatRecords.of_row(value) for name, value in row.items() if value is not None
+            }
+        return [ChatRecords.of_row(value) for value in row] if isinstance(row, list) else row
+
     def settings(self) -> dict[str, Any]:
         """Return what a restart must repeat."""
         template = None if self._is_chatml else asdict(self.template)

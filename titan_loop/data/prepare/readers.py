@@ -233,7 +233,10 @@ class FileReader(CountingReader, BaseDiskReader):
 
         wanted = (self.text_key,) if self.chat is None else self.chat.fields
         try:
-            yield from enumerate(table_rows(path, kind, wanted), start=1)
+            rows = table_rows(path, kind, wanted)
+            if self.chat is not None:
+                rows = map(self.chat.of_row, rows)
+            yield from enumerate(rows, start=1)
         except (pyarrow.ArrowException, *BROKEN) as error:
             raise _unreadable(path, error) from error
 
@@ -259,6 +262,13 @@ class CountingHuggingFaceReader(CountingReader, HuggingFaceDatasetReader):
                 f"dataset {self.dataset!r} cannot be read ({' '.join(str(error).split()):.200}): "
                 "download it, and give its files or folder without --format huggingface"
             ) from error
+
+    def get_document_from_dict(
+        self, data: Mapping[str, Any], source_file: str, id_in_file: int | str
+    ) -> Document | None:
+        """As in the base class; rows come from a table."""
+        row = data if self.chat is None else self.chat.of_row(data)
+        return super().get_document_from_dict(row, source_file, id_in_file)
 
 
 def document_reader(
