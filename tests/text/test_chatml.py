@@ -1,6 +1,7 @@
 """Masks against the tokenizer's own view of the whole ChatML text, and through a stored source."""
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -195,6 +196,23 @@ def test_a_chat_source_stores_masks_beside_tokens(tokenizer_path: Path, tmp_path
     assert re.search(r"<\|im_start\|>assistant\n⟦[^⟦⟧]+<\|im_end\|>⟧\n", shown.text)
     assert shown.text.count("⟦") == shown.text.count("<|im_start|>assistant")
     assert shown.targets == int(np.asarray(TokenShards(out).read_mask(0, shown.tokens)).sum())
+
+
+def test_fields_that_conversations_leave_out_are_counted(
+    tokenizer_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = [{"role": "user", "content": "a", "time": 1}, {"role": "assistant", "content": "b"}]
+    records = [
+        {"messages": messages, "answer": "c", "tools": [], "id": 1, "note": None},
+        {"messages": messages},
+        {"question": "a", "answer": "b", "rejected": "c"},
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with caplog.at_level(logging.INFO):
+        tokenize_source(path, output=tmp_path / "out", tokenizer=tokenizer_path, chat=True)
+    names = "answer (1 records), id (1 records), messages.time (2 records), rejected (1 records)"
+    assert f"fields that conversations leave out: {names}" in caplog.text
 
 
 def test_a_text_key_has_no_effect_on_chats(tokenizer_path: Path, tmp_path: Path) -> None:

@@ -49,6 +49,10 @@ CONVERSATION_FIELDS = (
 )
 """Every field of a record that `parse_conversation` may read."""
 
+_OF_MESSAGES = (
+    *("role", "from", "content", "value", "reasoning_content", "reasoning", "thinking"),
+    *("tool_calls", "function_call", "tool_call_id", "name", "refusal", "weight"),
+)
 _MOST_LEVELS = 100  # templates write what they are given by recursion
 _OPENED, _CLOSED = "<tool_response>", "</tool_response>"
 
@@ -169,6 +173,20 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
     if not any(turn.is_target for turn in turns):
         raise ValueError("no assistant turn with text or a call to train on")
     return Conversation(tuple(turns), tools).mapped(_encodable)
+
+
+def unused_fields(record: Mapping[str, Any], messages_key: str | None = None) -> list[str]:
+    """Return the fields of a record that its conversation leaves out; of messages, `LIST.FIELD`."""
+    name = _present(record, _LISTS if messages_key is None else (messages_key,))
+    if name is None:
+        return [field for field in _filled(record) if field not in CONVERSATION_FIELDS]
+    used = {name, "chosen", *_SYSTEM_PROMPTS, *_TOOLS}
+    messages = record[name] if isinstance(record[name], list) else ()
+    of_messages = dict.fromkeys(field for message in messages for field in _filled(message))
+    return [
+        *(field for field in _filled(record) if field not in used),
+        *(f"{name}.{field}" for field in of_messages if field not in _OF_MESSAGES),
+    ]
 
 
 def parse_messages(messages: Iterable[Mapping[str, Any]]) -> list[Turn]:
@@ -330,6 +348,10 @@ def _string(value: Any, name: str) -> str:
 def _present(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """Return the first of the fields that has a value; tables give absent ones as None."""
     return next((name for name in names if record.get(name) is not None), None)
+
+
+def _filled(record: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in record.items() if value is not None]
 
 
 def _without(record: Mapping[str, Any], wanted: str) -> str:

@@ -8,7 +8,12 @@ from titan_loop.errors import UserError
 from titan_loop.text.chat_encoding import ChatEncoder
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.chatml import CHAT_TEMPLATE, require_chatml
-from titan_loop.text.conversation import CONVERSATION_FIELDS, Conversation, parse_conversation
+from titan_loop.text.conversation import (
+    CONVERSATION_FIELDS,
+    Conversation,
+    parse_conversation,
+    unused_fields,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -42,6 +47,10 @@ class ChatRecords:
         conversation = parse_conversation(record, self.messages_key)
         text, _ = self.template.render(conversation)
         return text, {_CONVERSATION: conversation.as_json()}
+
+    def unused(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the record's fields that its conversation leaves out."""
+        return unused_fields(record, self.messages_key)
 
     @staticmethod
     def conversation(metadata: Mapping[str, Any]) -> Conversation:

@@ -19,6 +19,7 @@ from titan_loop.data.prepare.readers import (
     DROPPED_BY_READERS,
     REPAIRED_BY_READERS,
     SPELT_CHATML,
+    UNUSED,
     dropped_examples,
     refuse_malformed,
 )
@@ -71,6 +72,7 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
             f"{output}/{name}: {split.documents} documents, {split.tokens} tokens, "
             f"{split.text_bytes} bytes of text"
         )
+    _say_unused(output, counted["train"][READ])
     if spelt := counted["train"][READ][SPELT_CHATML]:
         logger.warning(
             f"{output}: {spelt} documents spell {TURN_START}, which stays text, and all of their "
@@ -122,6 +124,13 @@ def _warn_of_shared_texts(preparation: Preparation) -> None:
             f"{preparation.output}: {shared} of {texts} different held-out texts are trained on, "
             "too, so that scores on them say little: remove them from one side"
         )
+
+
+def _say_unused(output: Path, counts: Counter[str]) -> None:
+    unused = {key.removeprefix(UNUSED): n for key, n in counts.items() if key.startswith(UNUSED)}
+    if unused:
+        names = ", ".join(f"{name} ({count} records)" for name, count in unused.items())
+        logger.info("%s: fields that conversations leave out: %s", output, names)
 
 
 def _repaired(output: Path, counts: Counter[str]) -> dict[str, int]:

@@ -7,7 +7,7 @@ invalid byte.
 import codecs
 import io
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,13 @@ from titan_loop.text.tokenizer import TURN_START
 
 SHOWN_EXAMPLES = 3
 _SHOWN_FIELDS = 8
+_MOST_UNUSED = 20  # records may be keyed by names of their own
 _LONGEST_LINE = 1 << 28  # a sparse file would be one endless line
 DROPPED_BY_READERS = ("malformed", "missing_text", "empty", "rejected")
 """Lines that are not records, records without the field, without text, and with a bad answer."""
 REPAIRED_BY_READERS = (LENIENT, HALF_SURROGATE)
+UNUSED = "unused "
+"""Statistics of records with a field that conversations leave out: this, and the field's name."""
 SPELT_CHATML = "spelt_chatml"
 """Statistic of documents whose text spells the token that begins a turn."""
 
@@ -63,6 +66,7 @@ class CountingReader(BaseReader):
         self.chat = chat
         self.examples = examples
         self.shown = 0
+        self.unused: set[str] = set()
         self.rank = 0
 
     def run(
@@ -84,6 +88,7 @@ class CountingReader(BaseReader):
             if self.chat is not None:
                 text, conversation = self.chat.read(data)
                 metadata |= conversation
+                self._note_unused(self.chat.unused(data))
             else:
                 text = _text(data, self.text_key)
                 if TURN_START in text:
@@ -110,6 +115,12 @@ class CountingReader(BaseReader):
             place = self.place(source_file, id_in_file)
             record = {"file": source_file, "record": place, "reason": reason}
             append_jsonl(self._examples_file(), record)
+
+    def _note_unused(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self.unused or len(self.unused) < _MOST_UNUSED:
+                self.unused.add(name)
+                self.stat_update(f"{UNUSED}{name}")
 
     def _examples_file(self) -> Path:
         assert self.examples is not None
