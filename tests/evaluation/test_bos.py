@@ -21,7 +21,7 @@ from titan_loop.evaluation.window_scores import open_run
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.text.tokenizer import encode_prompt, template_bos
+from titan_loop.text.tokenizer import END_OF_TEXT, encode_prompt, template_prefix
 
 BOS = "<|im_start|>"  # any special token of the tests' tokenizer may serve
 
@@ -29,7 +29,10 @@ BOS = "<|im_start|>"  # any special token of the tests' tokenizer may serve
 def of_template(tokenizer: Path, folder: Path) -> Path:
     made = Tokenizer.from_file(str(tokenizer))
     token = (BOS, made.token_to_id(BOS))
-    template = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[token])
+    end = (END_OF_TEXT, made.token_to_id(END_OF_TEXT))  # which no prompt may end in
+    template = processors.TemplateProcessing(
+        single=f"{BOS} $A {END_OF_TEXT}", special_tokens=[token, end]
+    )
     made.post_processor = processors.Sequence([processors.ByteLevel(), template])  # type: ignore[assignment]
     made.save(str(folder / "bos.json"))
     return folder / "bos.json"
@@ -69,7 +72,8 @@ def runs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 def test_every_document_begins_with_it_and_nothing_predicts_it(sources: dict[str, Path]) -> None:
     tokenizer = Tokenizer.from_file(str(sources["with"] / "tokenizer.json"))
     bos = tokenizer.token_to_id(BOS)
-    assert template_bos(tokenizer) == SourceCard.read(sources["with"]).bos_id == bos
+    assert template_prefix(tokenizer) == [bos]
+    assert SourceCard.read(sources["with"]).bos_id == bos
     assert SourceCard.read(sources["without"]).bos_id is None
     with_bos, without = (TokenShards(sources[name]) for name in ("with", "without"))
     for number in range(with_bos.split.documents):
@@ -130,7 +134,7 @@ def test_exports_add_it_only_for_a_model_that_has_seen_it(
         assert main(["convert", "export", str(run), "--output", str(folder)]) == 0
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         bos = tokenizer.token_to_id(BOS) if name == "with" else 0
-        assert template_bos(tokenizer) == (bos or None)
+        assert tokenizer.encode("a").ids == encode_prompt(tokenizer, "a", bos or None)
         assert json.loads((folder / "config.json").read_text())["bos_token_id"] == bos
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         assert tokenizer.token_to_id(settings["bos_token"]) == bos

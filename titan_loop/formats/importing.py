@@ -194,7 +194,7 @@ def _text_format(
     ends = _tokens(CONFIG, config, "eos_token_id", tokenizer)
     known = [END_OF_TEXT] if tokenizer.token_to_id(END_OF_TEXT) is not None else []
     # The template says whether texts begin with BOS. Without one, BOS separates documents.
-    bos_id = template_bos(tokenizer, str(files / TOKENIZER_NAME))
+    bos_id = template_bos(tokenizer, str(files / TOKENIZER_NAME), "correct its post_processor")
     separators = begins[:1] if bos_id is None else []
     end_of_text = [*separators, *known, *ends[:1], END_OF_TEXT][0]
     turn_end = ends[0] if ends else None

@@ -20,8 +20,8 @@ from titan_loop.text.tokenizer import (
     TOKENIZER_NAME,
     TURN_START,
     check_vocabulary,
+    encode_prompt,
     load_tokenizer,
-    template_bos,
 )
 
 if TYPE_CHECKING:
@@ -84,13 +84,23 @@ class TokenizerExport:
         write_json(folder / GENERATION_CONFIG, generation)
 
     def _write_tokenizer(self, path: Path) -> None:
-        """Copy the tokenizer; without its template, if that adds a BOS the model has never seen."""
+        """Copy the tokenizer, but with a template that adds what the model has seen and no more."""
+        from tokenizers.processors import TemplateProcessing
+
         tokenizer = load_tokenizer(self.path)
-        if self.text.begin_of_text is not None or template_bos(tokenizer) is None:
+        begin, template = self.text.begin_of_text, None
+        bos_id = None if begin is None else self.bos_id
+        if tokenizer.encode("a").ids == encode_prompt(tokenizer, "a", bos_id):
             shutil.copyfile(self.path, path)
             return
+        if begin is not None:
+            added = [(begin, self.bos_id)]
+            tokenizer.post_processor = TemplateProcessing(
+                single=[begin, "$0"], special_tokens=added
+            )  # type: ignore[assignment]
+            template = json.loads(tokenizer.to_str())["post_processor"]
         record = json.loads(read_regular(self.path, fix="give another"))
-        write_json(path, {**record, "post_processor": None})
+        write_json(path, {**record, "post_processor": template})
 
 
 def open_tokenizer(

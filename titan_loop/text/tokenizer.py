@@ -94,21 +94,26 @@ def require_token(tokenizer: "Tokenizer", token: str, field: str) -> int:
     return token_id
 
 
-def template_bos(tokenizer: "Tokenizer", field: str = "tokenizer") -> int | None:
+def template_prefix(tokenizer: "Tokenizer") -> list[int]:
+    """Return the ids that the tokenizer's template puts in front of every text."""
+    whole = tokenizer.encode("a", add_special_tokens=True)
+    texts = [place for place, is_added in enumerate(whole.special_tokens_mask) if not is_added]
+    return whole.ids[: texts[0]] if texts else []
+
+
+def template_bos(tokenizer: "Tokenizer", name: str, fix: str) -> int | None:
     """Return the id that the tokenizer's template puts in front of every text; None for none.
 
-    Raises `UserError` about `field` if the template puts several tokens there.
+    Raises `UserError`, with the tokenizer's name and a fix, if it puts several ids there.
     """
-    text = "a"
-    whole = tokenizer.encode(text, add_special_tokens=True)
-    alone = tokenizer.encode(text, add_special_tokens=False)
-    before = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else 0
-    if before > 1 and len(whole) > len(alone):
+    before = template_prefix(tokenizer)
+    if len(before) > 1:
+        tokens = [tokenizer.id_to_token(token) for token in before]
         raise UserError(
-            f"{field} puts {before} tokens in front of every text ({whole.tokens[:before]}), where "
-            "a language model has one or none: give --no-bos, or correct its post_processor"
+            f"tokenizer {name} puts {len(before)} tokens in front of every text ({tokens}), where "
+            f"a language model has one or none: {fix}"
         )
-    return whole.ids[0] if before and len(whole) > len(alone) else None
+    return before[0] if before else None
 
 
 def encode_prompt(tokenizer: "Tokenizer", text: str, begin: int | None) -> list[int]:

@@ -229,6 +229,12 @@ ROWS = (
         refused="puts 2 tokens in front of every text .* give --no-bos",
     ),
     _row(
+        "the same with `--no-bos`",
+        "neither",
+        lambda: byte_level(post_processor=_template(f"<s> {_END} $A")),
+        options={"no_bos": True},
+    ),
+    _row(
         "`--no-bos` without a BOS in the template",
         "refused",
         byte_level,

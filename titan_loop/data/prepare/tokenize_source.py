@@ -28,6 +28,7 @@ from titan_loop.text.tokenizer import (
     load_tokenizer,
     require_token,
     template_bos,
+    template_prefix,
     token_bytes,
 )
 
@@ -143,8 +144,9 @@ def tokenize_source(
     loaded = load_tokenizer(tokenizer)
     require_token(loaded, eos_token, "eos_token")
     token_bytes(loaded)  # refuses ids that do not fit
-    bos = None if no_bos else template_bos(loaded, f"tokenizer {tokenizer}")
-    if no_bos and template_bos(loaded) is None:
+    fix = "give --no-bos, or correct its post_processor"
+    bos = None if no_bos else template_bos(loaded, str(tokenizer), fix)
+    if no_bos and not template_prefix(loaded):
         raise UserError(f"no_bos has no effect: the template of {tokenizer} has no BOS; drop it")
     preparation = Preparation(
         output=output,
