@@ -2,14 +2,14 @@
 
 | record | becomes |
 |---|---|
-| `messages` or `conversations`: a list, or a JSON string of one | its messages, and `chosen` |
+| `messages`, `conversations` or `chosen_messages`: a list, or its JSON | these, and `chosen` |
 | `prompt` with `completion`, `chosen` or `response`: text or messages | both, one after the other |
 | `chosen`: a list that begins with the user's turn | that list |
 | `question` with `answer`, `instruction` with `output` or `response` | two turns |
 
 `input` or `context` follows a question after an empty line; `history` is pairs of earlier questions
 and answers; `system` or `system_prompt` becomes the first turn, and `tools` or `functions` are what
-the assistant may call. A rejected answer, or a completion whose `label` is false, is not read.
+the assistant may call. A rejected answer, or a record whose `label` is false, is not read.
 A message has `role` or `from` and `content` or `value`: a string, or parts of text.
 """
 
@@ -28,7 +28,7 @@ _NAMES = {
 }
 _ROLES = {name: role for role, names in _NAMES.items() for name in names}
 
-_LISTS = ("messages", "conversations")
+_LISTS = ("messages", "conversations", "chosen_messages")
 _PAIRS = (
     ("question", "answer"),
     ("prompt", "completion"),
@@ -42,16 +42,18 @@ _PAIRS = (
 _ADDITIONS = ("input", "context")
 _SYSTEM_PROMPTS = ("system", "system_prompt")
 _TOOLS = ("tools", "functions")
+_WEIGHTS = ("weight", "loss_weight")
+_NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 _QUESTIONS_AND_ANSWERS = dict.fromkeys(name for pair in _PAIRS for name in pair)
 CONVERSATION_FIELDS = (
     *(*_LISTS, *_QUESTIONS_AND_ANSWERS, *_ADDITIONS, *_SYSTEM_PROMPTS, *_TOOLS),
-    *("history", "label"),
+    *("history", "label", *_NOT_TEXT),
 )
 """Every field of a record that `parse_conversation` may read."""
 
 _OF_MESSAGES = (
     *("role", "from", "content", "value", "reasoning_content", "reasoning", "thinking"),
-    *("tool_calls", "function_call", "tool_call_id", "name", "refusal", "weight"),
+    *("tool_calls", "function_call", "tool_call_id", "name", "refusal", *_WEIGHTS),
 )
 _MOST_LEVELS = 100  # templates write what they are given by recursion
 _OPENED, _CLOSED = "<tool_response>", "</tool_response>"
@@ -155,6 +157,8 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
         ValueError: The assistant never speaks, so that there is nothing to learn.
     """
     lists = _LISTS if messages_key is None else (messages_key,)
+    if (name := next(filter(record.get, _NOT_TEXT), None)) is not None:
+        raise TypeError(f"{name!r} is not empty, and only text can be trained on")
     if (name := _present(record, lists)) is not None:
         turns = _turns(record[name], name)
         if turns and turns[-1].role != ASSISTANT and record.get("chosen") is not None:
@@ -170,6 +174,8 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
                 raise TypeError(f"{name!r} and the first message are two system prompts")
             turns = [system, *turns]
     tools = next((_tools(record[name], name) for name in _TOOLS if record.get(name)), ())
+    if record.get("label") is False:
+        raise RejectedError("'label' is false: its answer is a bad one")
     if not any(turn.is_target for turn in turns):
         raise ValueError("no assistant turn with text or a call to train on")
     return Conversation(tuple(turns), tools).mapped(_encodable)
@@ -180,7 +186,7 @@ def unused_fields(record: Mapping[str, Any], messages_key: str | None = None) ->
     name = _present(record, _LISTS if messages_key is None else (messages_key,))
     if name is None:
         return [field for field in _filled(record) if field not in CONVERSATION_FIELDS]
-    used = {name, "chosen", *_SYSTEM_PROMPTS, *_TOOLS}
+    used = {name, "chosen", "label", *_SYSTEM_PROMPTS, *_TOOLS, *_NOT_TEXT}
     messages = record[name] if isinstance(record[name], list) else ()
     of_messages = dict.fromkeys(field for message in messages for field in _filled(message))
     return [
@@ -204,8 +210,6 @@ def _pair(record: Mapping[str, Any]) -> list[Turn]:
 
 
 def _asked(record: Mapping[str, Any], question: str, answer: str) -> list[Turn]:
-    if answer == "completion" and record.get("label") is False:
-        raise RejectedError("'label' is false: the completion is a bad one")
     answers = _answer(record[answer], answer)
     if any(turn.role == USER for turn in answers):
         return answers  # the whole conversation, as in many sets of preferences
@@ -244,12 +248,14 @@ def _turn(message: Any) -> Turn:
     if role is None:
         raise TypeError(f"a message has the role {said!r:.40} (fields: {_names(message)})")
     key = _present(message, ("content", "value"))
-    content, thought = _content(None if key is None else message[key], role)
+    content, thought, parts = _content(None if key is None else message[key], role)
     if role == _CALL:
-        return Turn(ASSISTANT, "", calls=_calls([_from_json(content, _CALL)]))
+        calls = _from_json(content, _CALL)
+        return Turn(ASSISTANT, "", calls=_calls(calls if isinstance(calls, list) else [calls]))
     calls = message.get("tool_calls") or ()
     if message.get("function_call"):
         calls = [message["function_call"]]
+    calls = calls or parts
     key = _present(message, ("reasoning_content", "reasoning", "thinking"))
     if key is not None:
         thought = _string(message[key], key)
@@ -257,7 +263,8 @@ def _turn(message: Any) -> Turn:
         content = content or message.get("refusal") or ""
     elif content is None and role != TOOL:
         raise TypeError(f"a message has no content (fields: {_names(message)})")
-    weight = message.get("weight")
+    key = _present(message, _WEIGHTS)
+    weight = None if key is None else message[key]
     if weight is not None and not isinstance(weight, int | float):
         raise TypeError(f"a message has the weight {weight!r:.40}, which is not a number")
     return Turn(
@@ -271,15 +278,15 @@ def _turn(message: Any) -> Turn:
     )
 
 
-def _content(value: Any, role: str) -> tuple[str | None, str]:
-    """Return a message's text, None without any, and the reasoning among its parts."""
+def _content(value: Any, role: str) -> tuple[str | None, str, list[Any]]:
+    """Return a message's text, None without any, and the reasoning and calls among its parts."""
     if isinstance(value, dict) and role in (TOOL, _CALL):
-        return json.dumps(value, ensure_ascii=False), ""
+        return json.dumps(value, ensure_ascii=False), "", []
     if value is None or isinstance(value, str):
-        return value, ""
+        return value, "", []
     if not isinstance(value, list):
         raise TypeError("the content of a message is neither a string nor a list of parts")
-    texts: dict[str, list[str]] = {"text": [], "thinking": []}
+    texts: dict[str, list[str]] = {"text": [], "thinking": [], "tool_call": []}
     for part in value:
         part = {"type": "text", "text": part} if isinstance(part, str) else part
         if not isinstance(part, dict):
@@ -290,9 +297,10 @@ def _content(value: Any, role: str) -> tuple[str | None, str]:
         )
         if name not in texts:
             raise TypeError(f"a message has a part of type {kind!r:.40}, which is not text")
-        key = _present(part, (name, "text"))
-        texts[name].append(_string(None if key is None else part[key], "text"))
-    return "".join(texts["text"]), "".join(texts["thinking"])
+        key = _present(part, (name, "text", "value"))
+        texts[name].append(_string(None if key is None else part[key], f"a part of type {kind}"))
+    calls = [_from_json(call, "tool_call") for call in texts["tool_call"]]
+    return "".join(texts["text"]), "".join(texts["thinking"]), calls
 
 
 def _calls(calls: Any) -> tuple[Mapping[str, Any], ...]:

@@ -212,14 +212,15 @@ ROWS = (
     ),
     _row(
         _RECORDS,
-        "a completion with `label: false`",
+        "a completion, or messages, with `label: false`",
         "dropped as rejected",
         [
             {"prompt": "1+1?", "completion": "3", "label": False},
             {"prompt": "1+1?", "completion": "2", "label": True},
+            *_messages(_USER, {**_ANSWER, "content": "3"}, label=False),
         ],
-        dropped={"rejected": 1},
-        warned=("dropped 1 rejected",),
+        dropped={"rejected": 2},
+        warned=("dropped 2 rejected",),
     ),
     _row(
         _RECORDS,
@@ -276,6 +277,38 @@ ROWS = (
             },
             {"role": "assistant", "content": ["2"]},
         ),
+    ),
+    _row(
+        _TURNS,
+        "parts of type text, reasoning and tool_call with a `value`, in `chosen_messages`",
+        "text, reasoning and a call",
+        [
+            {
+                "chosen_messages": [
+                    {"role": "user", "content": [{"type": "text", "value": "1+1?"}]},
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "reasoning", "value": "Add."},
+                            {
+                                "type": "tool_call",
+                                "value": '{"name": "add", "arguments": {"a": 1}}',
+                            },
+                        ],
+                    },
+                ],
+                "rejected_messages": [],
+            }
+        ],
+        _chatml(("user", "1+1?"), ("assistant", f"<think>\nAdd.\n</think>\n\n{_CALL}")),
+        f"<think>\nAdd.\n</think>\n\n{_CALL}{_END}",
+    ),
+    _row(
+        _TURNS,
+        "messages beside `images`, `audios` or `videos` that are not empty",
+        "malformed",
+        _messages({"role": "user", "content": "<image>What is it?"}, _ANSWER, images=["a.png"]),
+        refused="'images' is not empty, and only text can be trained on",
     ),
     _row(
         _TURNS,
@@ -357,11 +390,14 @@ ROWS = (
     ),
     _row(
         _TURNS,
-        "`weight: 0`",
+        "`weight: 0` or `loss_weight: 0`",
         "read, but no target",
-        _messages(_USER, {**_ANSWER, "weight": 0}, _MORE[0], {**_MORE[1], "weight": 1}),
-        _TWICE,
-        f"3{_END}",
+        [
+            {"messages": [_USER, {**_ANSWER, key: 0}, _MORE[0], {**_MORE[1], key: 1}]}
+            for key in ("weight", "loss_weight")
+        ],
+        (_TWICE, _TWICE),
+        (f"3{_END}", f"3{_END}"),
     ),
     _row(
         _TURNS,
