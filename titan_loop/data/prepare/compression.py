@@ -1,14 +1,18 @@
 """Files as bytes, whatever compressed them: the formats that fsspec knows by their suffix."""
 
+import io
 import lzma
 import sys
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
 import fsspec.utils
 from fsspec.implementations.local import LocalFileSystem
+
+from titan_loop.errors import UserError, first_line
 
 # Without this module fsspec opens .zst files with one that reads only the first frame, and takes a
 # cut-off file for a whole one.
@@ -16,6 +20,8 @@ if sys.version_info >= (3, 14):
     from compression import zstd
 else:
     from backports import zstd
+
+_LONGEST_LINE = 1 << 28  # a sparse file would be one endless line
 
 BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError, zipfile.BadZipFile)
 """Exceptions of files that cannot be read to their end."""
@@ -38,4 +44,29 @@ def uncompressed_name(path: str) -> str:
 
 def open_file(path: str) -> Any:
     """Open a local file to read its bytes, decompressed."""
-    return LocalFileSystem().open(path, "rb", compression="infer")
+    try:
+        return LocalFileSystem().open(path, "rb", compression="infer")
+    except RuntimeError as error:  # an encrypted .zip, or one of a method that Python lacks
+        raise zipfile.BadZipFile(str(error)) from error
+
+
+def file_lines(path: str) -> Iterator[bytes]:
+    """Yield the lines of a file; raise `UserError` for one that cannot be read to its end."""
+    try:
+        with open_file(path) as file:
+            lines = file if hasattr(file, "readline") else io.BufferedReader(file)
+            while line := lines.readline(_LONGEST_LINE + 1):
+                if len(line) > _LONGEST_LINE:
+                    raise UserError(
+                        f"input {path} has a line of more than {_LONGEST_LINE:,} bytes: split or "
+                        "remove it"
+                    )
+                yield line
+    except BROKEN as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: str, error: Exception) -> UserError:
+    """Return the error of a file that cannot be read to its end."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    return UserError(f"input {path} cannot be read to its end ({reason}): replace it")

@@ -5,7 +5,7 @@ invalid byte.
 """
 
 import codecs
-import io
+import csv
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from datatrove.pipeline.readers.huggingface import HuggingFaceDatasetReader
 
 import titan_loop.data.prepare.quiet  # noqa: F401
 from titan_loop.data.prepare.chat_records import ChatRecords
-from titan_loop.data.prepare.compression import BROKEN, open_file
+from titan_loop.data.prepare.compression import BROKEN, file_lines, unreadable
 from titan_loop.data.prepare.documents import Documents
 from titan_loop.data.prepare.json_records import (
     HALF_SURROGATE,
@@ -28,7 +28,7 @@ from titan_loop.data.prepare.json_records import (
     parse_values,
 )
 from titan_loop.data.prepare.tables import table_rows
-from titan_loop.errors import UserError, first_line
+from titan_loop.errors import UserError
 from titan_loop.storage.json_files import append_jsonl, read_jsonl
 from titan_loop.text.conversation import RejectedError
 from titan_loop.text.tokenizer import TURN_START
@@ -36,7 +36,6 @@ from titan_loop.text.tokenizer import TURN_START
 SHOWN_EXAMPLES = 3
 _SHOWN_FIELDS = 8
 _MOST_UNUSED = 20  # records may be keyed by names of their own
-_LONGEST_LINE = 1 << 28  # a sparse file would be one endless line
 DROPPED_BY_READERS = ("malformed", "missing_text", "empty", "rejected")
 """Lines that are not records, records without the field, without text, and with a bad answer."""
 REPAIRED_BY_READERS = (LENIENT, HALF_SURROGATE)
@@ -206,7 +205,7 @@ class FileReader(CountingReader, BaseDiskReader):
                 return self._table(path, kind)
 
     def _json_lines(self, path: str) -> Records:
-        for number, line in enumerate(_lines(path), start=1):
+        for number, line in enumerate(file_lines(path), start=1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
@@ -222,7 +221,7 @@ class FileReader(CountingReader, BaseDiskReader):
             yield number, _object(record)
 
     def _json_values(self, path: str) -> Records:
-        content = b"".join(_lines(path))
+        content = b"".join(file_lines(path))
         try:
             for number, parsed in enumerate(parse_values(content), start=1):
                 yield number, _object(self._repaired(parsed))
@@ -233,7 +232,7 @@ class FileReader(CountingReader, BaseDiskReader):
             ) from error
 
     def _text_file(self, path: str) -> Records:
-        content = b"".join(_lines(path)).removeprefix(codecs.BOM_UTF8)
+        content = b"".join(file_lines(path)).removeprefix(codecs.BOM_UTF8)
         try:
             yield 1, {self.text_key: content.decode()}
         except UnicodeDecodeError as error:
@@ -245,11 +244,13 @@ class FileReader(CountingReader, BaseDiskReader):
         wanted = (self.text_key,) if self.chat is None else self.chat.fields
         try:
             rows = table_rows(path, kind, wanted)
-            if self.chat is not None:
-                rows = map(self.chat.of_row, rows)
+            if (chat := self.chat) is not None:
+                rows = (row if isinstance(row, str) else chat.of_row(row) for row in rows)
             yield from enumerate(rows, start=1)
-        except (pyarrow.ArrowException, *BROKEN) as error:
-            raise _unreadable(path, error) from error
+        except UserError:
+            raise
+        except (pyarrow.ArrowException, csv.Error, ValueError, MemoryError, *BROKEN) as error:
+            raise unreadable(path, error) from error
 
     def _repaired(self, parsed: Parsed) -> Any:
         for repair in parsed.repairs:
@@ -321,23 +322,3 @@ def _only(record: Mapping[str, Any]) -> str:
     names = ", ".join(repr(name) for name in [*record][:_SHOWN_FIELDS])
     more = f" and {len(record) - _SHOWN_FIELDS} more" if len(record) > _SHOWN_FIELDS else ""
     return f", only {names:.200}{more}" if names else ""
-
-
-def _lines(path: str) -> Iterator[bytes]:
-    try:
-        with open_file(path) as file:
-            lines = file if hasattr(file, "readline") else io.BufferedReader(file)
-            while line := lines.readline(_LONGEST_LINE + 1):
-                if len(line) > _LONGEST_LINE:
-                    raise UserError(
-                        f"input {path} has a line of more than {_LONGEST_LINE:,} bytes: split or "
-                        "remove it"
-                    )
-                yield line
-    except BROKEN as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: str, error: Exception) -> UserError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-    return UserError(f"input {path} cannot be read to its end ({reason}): replace it")

@@ -1,11 +1,15 @@
-"""Rows of tables, through pyarrow: Parquet, Arrow, CSV and TSV."""
+"""Rows of tables: Parquet and Arrow through pyarrow, CSV and TSV through Python's `csv`.
+
+pyarrow's CSV reader ends a file at a row that has too many columns and is not UTF-8.
+"""
 
 import csv
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from titan_loop.data.prepare.compression import open_file
+from titan_loop.data.prepare.compression import file_lines, open_file
 
 if TYPE_CHECKING:
     import pyarrow
@@ -14,7 +18,7 @@ NOT_UTF8 = b"\xff"
 """The value of a cell that should be text and is not UTF-8."""
 
 _BATCH_ROWS = 1000
-_CSV_BLOCK_BYTES = 1 << 26  # pyarrow refuses a row that does not fit into two
+_LONGEST_CELL = 1 << 28
 
 
 def table_rows(path: str, kind: str, wanted: Sequence[str]) -> Iterator[dict[str, Any] | str]:
@@ -28,16 +32,13 @@ def table_rows(path: str, kind: str, wanted: Sequence[str]) -> Iterator[dict[str
         wanted: The columns to read, of which a table may lack some.
 
     Raises:
-        pyarrow.ArrowException: If the file is not such a table.
+        pyarrow.ArrowException, csv.Error or ValueError: If the file is not such a table.
     """
+    if kind in ("csv", "tsv"):
+        yield from _csv_rows(path, wanted, tabs=kind == "tsv")
+        return
     with open_file(path) as file:
-        match kind:
-            case "parquet":
-                yield from _parquet_rows(file, wanted)
-            case "arrow":
-                yield from _arrow_rows(file, wanted)
-            case _:
-                yield from _csv_rows(file, path, wanted, tabs=kind == "tsv")
+        yield from (_parquet_rows if kind == "parquet" else _arrow_rows)(file, wanted)
 
 
 def _parquet_rows(file: Any, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -70,46 +71,28 @@ def _arrow_rows(file: Any, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield from _rows(batch.select(read))
 
 
-def _csv_rows(
-    file: Any, path: str, wanted: Sequence[str], *, tabs: bool
-) -> Iterator[dict[str, Any] | str]:
-    import pyarrow
-    import pyarrow.csv
-
-    with open_file(path) as head:
-        first = head.readline(1 << 20).decode("utf-8-sig", errors="replace")
-    if not first:  # as Spark writes an empty partition
-        return
+def _csv_rows(path: str, wanted: Sequence[str], *, tabs: bool) -> Iterator[dict[str, Any] | str]:
+    csv.field_size_limit(_LONGEST_CELL)
+    # A cell that is not UTF-8 must not end the file.
+    lines = (line.decode(errors="surrogateescape") for line in file_lines(path))
+    first = next(lines, "").removeprefix("\ufeff")
     # Spreadsheets of many countries separate by semicolons.
     delimiter = "\t" if tabs else max(",;\t", key=first.count)
-    names = next(csv.reader([first], delimiter=delimiter), [])
+    rows = csv.reader(chain([first], lines), delimiter=delimiter)
+    names = next(rows, [])
     read = _columns(names, wanted)
-    faults: list[str] = []
+    for cells in rows:
+        if cells and len(cells) != len(names):
+            yield f"{len(cells)} columns instead of {len(names)}"
+        elif cells and read is None:
+            yield from _without_columns(names, 1)
+        elif cells:
+            row = dict(zip(names, cells, strict=True))
+            yield {name: row[name] if _is_utf8(row[name]) else NOT_UTF8 for name in read or ()}
 
-    def skip(row: Any) -> str:
-        faults.append(f"{row.actual_columns} columns instead of {row.expected_columns}")
-        return "skip"
 
-    reader = pyarrow.csv.open_csv(
-        file,
-        read_options=pyarrow.csv.ReadOptions(block_size=_CSV_BLOCK_BYTES, use_threads=False),
-        parse_options=pyarrow.csv.ParseOptions(
-            delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip
-        ),
-        # Bytes, because a row that is not UTF-8 must not end the file.
-        convert_options=pyarrow.csv.ConvertOptions(
-            include_columns=names if read is None else read,
-            column_types=dict.fromkeys(names, pyarrow.binary()),
-        ),
-    )
-    for batch in reader:
-        if read is None:
-            yield from _without_columns(names, batch.num_rows)
-        else:
-            yield from _rows(batch)
-        yield from faults
-        faults.clear()
-    yield from faults
+def _is_utf8(text: str) -> bool:
+    return text.isascii() or text.encode(errors="replace").decode() == text
 
 
 def _columns(names: list[str], wanted: Sequence[str]) -> list[str] | None:
