@@ -244,8 +244,8 @@ class FileReader(CountingReader, BaseDiskReader):
         wanted = (self.text_key,) if self.chat is None else self.chat.fields
         try:
             rows = table_rows(path, kind, wanted)
-            if (chat := self.chat) is not None:
-                rows = (row if isinstance(row, str) else chat.of_row(row) for row in rows)
+            if self.chat is not None:
+                rows = map(self.chat.of_row, rows)
             yield from enumerate(rows, start=1)
         except UserError:
             raise
