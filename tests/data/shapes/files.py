@@ -308,7 +308,7 @@ _FOLDER = (
         "one file of records and one text",
         "the records; the text is left out with a warning",
         {"a.jsonl": _LINES, "notes.txt": "my notes"},
-        warned=("left out 1 .txt beside 1 files of records",),
+        warned=("left out 1 .txt beside 1 .jsonl",),
     ),
     _shape(
         _FOLDERS,

@@ -61,8 +61,8 @@ def _records_or_texts(folder: Path, kinds: Sequence[tuple[Path, str]]) -> list[t
     texts = [path for path, kind in kinds if kind == "text"]
     if not records:
         return [(path, "text") for path, kind in kinds if kind in ("text", ABOUT)]
+    held = by_ending(path for path, _ in records)
     if len(texts) > len(records):
-        held = by_ending(path for path, _ in records)
         raise UserError(
             f"input folder {folder} holds {held} among {by_ending(texts)}: choose with --pattern, "
             f"e.g. '*{records[0][0].suffix}' or '*{texts[0].suffix}', or give --format text to "
@@ -70,8 +70,8 @@ def _records_or_texts(folder: Path, kinds: Sequence[tuple[Path, str]]) -> list[t
         )
     if texts:
         logger.warning(
-            f"{folder}: left out {by_ending(texts)} beside {len(records)} files of records; give "
-            "texts as an input of their own"
+            f"{folder}: left out {by_ending(texts)} beside {held}; give texts as an input of their "
+            "own"
         )
     return records
 

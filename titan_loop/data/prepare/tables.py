@@ -67,8 +67,10 @@ def _arrow_rows(file: Any, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
     for batch in batches:
         if read is None:
             yield from _without_columns(names, batch.num_rows)
-        else:
-            yield from _rows(batch.select(read))
+            continue
+        chosen = batch.select(read)
+        chosen.validate(full=True)  # a damaged file has offsets that lead out of its memory
+        yield from _rows(chosen)
 
 
 def _csv_rows(path: str, wanted: Sequence[str], *, tabs: bool) -> Iterator[dict[str, Any] | str]:
