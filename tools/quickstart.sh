@@ -63,12 +63,13 @@ sed "/^unigram/i $without" "$run/bits_per_byte.txt"
 
 stage "4/5 plots"
 titan_loop plot "$run"
+titan_loop plot "$run" "$unlooped"
 
 stage "5/5 completions after one recurrent step and after four"
 completions() { # completions R
     echo "R = $1"
     titan_loop generate "$run" --recurrent-steps "$1" --max-new-tokens 48 \
-        --prompt 'def ' --prompt 'The function ' --prompt 'x = ' 2>/dev/null | cat -s
+        --prompt 'def' --prompt 'The function' --prompt 'x =' 2>/dev/null | cat -s
 }
 completions 1 >"$run/completions-1.txt" &
 completions 4 >"$run/completions-4.txt"

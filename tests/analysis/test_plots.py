@@ -11,8 +11,9 @@ import pytest
 from titan_loop.analysis import drawing
 from titan_loop.analysis.depth_plots import plot_depths
 from titan_loop.analysis.evaluation_tables import depth_table
-from titan_loop.analysis.plots import plot_mixture
+from titan_loop.analysis.plots import plot_mixture, plot_throughput
 from titan_loop.analysis.report import plot_run
+from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths, UnitSums
 from titan_loop.evaluation.evals_log import (
@@ -192,7 +193,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return figures
 
 
-def test_depths_are_drawn_as_differences_on_their_own_axis(drawn: list[Any], tmp_path: Path):
+def test_depths_are_drawn_with_the_intervals_of_their_differences(drawn: list[Any], tmp_path: Path):
     changes = {1: Interval(0, 0, 0), 2: Interval(-0.25, -0.26, -0.24)}
     code = replace(REPORT.sources["code"], changes=changes)
     plot_depths(replace(REPORT, sources={"code": code, "math": REPORT.sources["math"]}), tmp_path)
@@ -200,11 +201,47 @@ def test_depths_are_drawn_as_differences_on_their_own_axis(drawn: list[Any], tmp
     points = next(
         line for line in axes.lines if len(line.get_xdata()) == 2 and line.get_marker() == "o"
     )
-    assert [*points.get_ydata()] == [0, -0.25]
+    assert [*points.get_ydata()] == [2.5, 2.25]
     low, high = axes.get_ylim()
-    assert -0.4 < low < -0.26
-    assert 0 < high < 0.1  # where no n-gram model squeezes it
-    assert "R = 1: 2.500" in axes.get_title()
+    assert 2.1 < low < 2.24
+    assert 2.5 < high < 2.6  # where no n-gram model squeezes it
+
+
+def test_several_runs_are_drawn_beside_each_other(drawn: list[Any], tmp_path: Path, capsys):
+    for name in ("deep", "flat"):
+        run = RunDirectory(tmp_path / name)
+        run.path.mkdir()
+        write_metrics(run, 6, gate=False)
+        records = read_jsonl(run.metrics_jsonl)
+        run.metrics_jsonl.unlink()
+        for record in records:
+            append_jsonl(run.metrics_jsonl, {**record, "recurrent_steps": 1})
+        sources = REPORT.sources
+        if name == "flat":  # without loops: one depth, a dashed line
+            code = sources["code"]
+            one = {"depths": {1: code.depths[1]}, "changes": {1: code.changes[1]}}
+            units = UnitSums(n_bytes=[1], nats={1: [2.5]})
+            sources = {"code": replace(code, **one, units=units)}
+        replace(REPORT, sources=sources).save(run)
+    folders = [str(tmp_path / name) for name in ("flat", "deep")]
+    assert main(["plot", *folders]) == 0
+    assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == [
+        "compared_losses.png",
+        "compared_bits_per_byte.png",
+    ]
+    losses, bits = drawn
+    assert {text.get_text() for text in losses.axes[0].texts} == {"flat", "deep"}
+    assert {text.get_text() for text in bits.axes[0].texts} == {"flat", "deep"}
+    (dashed,) = [line for line in bits.axes[0].lines if line.get_linestyle() == "--"]
+    assert [*dashed.get_ydata()] == [2.5, 2.5]
+
+
+def test_ticks_of_tokens_differ(drawn: list[Any], tmp_path: Path):
+    records = [{"tokens": n, "tokens_per_second": 1.0, "data_wait": 0.0} for n in (1010, 1020)]
+    plot_throughput(records, tmp_path / "x.png")
+    axes = drawn[0].axes[0]
+    shown = [axes.xaxis.get_major_formatter()(tick, 0) for tick in axes.get_xticks()]
+    assert len({*shown}) == len(shown)
 
 
 def test_sources_of_equal_shares_do_not_cover_each_other(drawn: list[Any], tmp_path: Path):

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from titan_loop.tables import short
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 else:
@@ -152,6 +150,8 @@ def depth_colors(count: int) -> list[Any]:
     """Return a colour per recurrent step, light for shallow; beyond six steps, some are grey."""
     import matplotlib as mpl
 
+    if count == 1:
+        return [COLORS[0]]  # the lightest colour hardly shows on white
     shown = np.linspace(0, count - 1, min(count, len(COLORS))).round()
     colors = mpl.colormaps["viridis_r"](np.linspace(0.12, 0.95, count))
     return [color if index in shown else GREY for index, color in enumerate(colors)]
@@ -204,4 +204,8 @@ def token_axis(axes: Axes, tokens: np.ndarray) -> None:
     axes.set_xlabel("tokens read")
     if tokens[0] < tokens[-1]:
         axes.set_xlim(tokens[0], tokens[-1] + 0.02 * (tokens[-1] - tokens[0]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    # As many digits as tell the ticks apart, in the unit of the last.
+    power = min(max(int(np.log10(max(tokens[-1], 1)) // 3), 0), 4)
+    unit, suffix = 1000.0**power, ("", "K", "M", "B", "T")[power]
+    label = FuncFormatter(lambda value, _: f"{value / unit:g}{suffix if value else ''}")
+    axes.xaxis.set_major_formatter(label)

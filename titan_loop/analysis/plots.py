@@ -30,7 +30,7 @@ def plot_step_losses(records: Records, path: Path) -> Path:
         drawing.token_axis(axes, tokens)
 
     ends = [
-        f"{last(losses[s]):.3f} after step {s}"
+        f"{last(losses[s]):.3f} after recurrent step {s}"
         for s in drawing.steps_with(records[-1:], "ce/step_")
     ]
     title = f"Training loss ends at {', '.join(dict.fromkeys([*ends[-1:], *ends[:1]]))}"

@@ -34,6 +34,16 @@ def plot_stages(folder: Path) -> Path:
     return plot_recipe(branches, folder / "plots" / "loss.png")
 
 
+def compare_losses(runs: Sequence[RunDirectory], path: Path) -> Path:
+    """Draw the last recurrent step's cross entropy of several runs; return the plot's path."""
+    branches = []
+    for run in runs:
+        if not (records := run.read_metrics()):
+            raise UserError(f"{run.path} has no records; train it first")
+        branches.append([StageCurve(run.path.resolve().name, 0, records)])
+    return plot_recipe(branches, path)
+
+
 def _branches(folder: Path, stage: StageStatus, *, start_tokens: int) -> Iterator[list[StageCurve]]:
     """Yield the branch from a stage down its first children, then the branches forked from it."""
     branch: list[StageCurve] = []
@@ -80,11 +90,14 @@ def plot_recipe(
                 most = max(most, float(tokens[-1]))
         drawing.show_the_bulk(axes, np.concatenate(everything))
         above = {"transform": axes.get_xaxis_transform(), "rotation": 30, "fontsize": 8}
+        if [*begins] == [0]:  # whole runs, which the ends of their lines name
+            begins.clear()
         for start, names in begins.items():
             axes.text(start, 1.01, ", ".join(names), **above)
         axes.set_ylabel("cross entropy after the last step (nats per token)")
         drawing.token_axis(axes, np.array([0.0, most]))
-        axes.set_xlabel("tokens read since the first stage began")
+        if begins:
+            axes.set_xlabel("tokens read since the first stage began")
 
     ends = [f"{last(_losses(branch[-1])):.3f} ({branch[-1].name})" for branch in branches]
     return drawing.draw_axes(draw, path, title=f"Training loss ends at {', '.join(ends)}")

@@ -14,10 +14,13 @@ from titan_loop.analysis.norm_plots import plot_norms
 from titan_loop.analysis.page import Section, page
 from titan_loop.analysis.plots import charts, plot_held_out, plot_mixture
 from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
+from titan_loop.analysis.results import total_flops
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import held_out_while_training
+from titan_loop.evaluation.exam import model_sizes
 from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.models.family import build_decoder
 from titan_loop.runs.decisions import decision_rows
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -60,17 +63,27 @@ def _records(run_directory: RunDirectory) -> list[dict[str, Any]]:
 def _summary(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> Section:
     run, saved = run_directory.read_run(), SavedRun(run_directory.path)
     versions = [f"{name} {version}" for name, version in run.get("versions", {}).items()]
-    size = saved.model_options.size
-    rows = [["", ""], ["model", size]]
+    options = saved.model_options
+    model = build_decoder(options, max_seq_len=saved.seq_len, device="meta")
+    (parameters, inner), config = model_sizes(model), model.config
+    rows = [
+        ["", ""],
+        ["model", f"{options.size}, family {options.family}"],
+        ["parameters", f"{parameters:,}, of them {inner:,} without embedding and head"],
+        ["layers", f"{len(config.layers)} of width {config.dim}, vocabulary {config.vocab_size:,}"],
+    ]
     for last in records[-1:]:  # imported and merged models have none
         share = last["tokens"] / saved.total_tokens
         rows += [
             ["recurrent steps", f"{last['recurrent_steps']} now"],
             ["tokens", f"{last['tokens']:,} of {saved.total_tokens:,} ({share:.0%})"],
             ["training steps", f"{last['step']:,}"],
+            *([["learning rate", f"{last['lr']:.3g} now"]] if "lr" in last else []),
+            *([["training FLOPs", f"{flops:.3g}"]] if (flops := total_flops(records)) else []),
             ["loss", "not finite" if last["loss"] is None else f"{last['loss']:.4f}"],
         ]
     rows += [
+        ["data", ", ".join(saved.mixture) or "generated, or none"],
         ["window", f"{saved.seq_len:,} tokens"],
         ["started", f"{run['created']}, restarted {len(run.get('restarts', []))} times"],
         ["versions", ", ".join(versions)],
@@ -115,9 +128,9 @@ def _depths(run_directory: RunDirectory) -> list[Section]:
         return []
     depths = DepthReport.latest(run_directory)
     text = (
-        f"Bits per byte at step {depths.step:,}. The plot shows differences from the first depth, "
-        "paired over the same windows, with 95 % intervals; grey marks the trained R; "
-        "deeper readings extrapolate. The table has the values, beside n-gram models."
+        f"Bits per byte at step {depths.step:,}. Bars are 95 % intervals of the difference from "
+        "the first depth, paired over the same windows; grey marks the trained R; deeper readings "
+        "extrapolate. The table has the values, beside n-gram models."
     )
     image = plot_depths(depths, run_directory.plots / "bits_per_byte.png")
     return [Section("Depth sweep on held-out text", text, image, depth_rows(depths))]

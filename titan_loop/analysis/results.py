@@ -232,7 +232,7 @@ class RunResult:
             ],
             task=config.get("dataloader", {}).get("task", {}),
             units=units_of(run),
-            flops=_flops(records),
+            flops=total_flops(records),
             unclean=not is_clean(start.get("commit")),
         )
 
@@ -299,7 +299,8 @@ def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
     return sum(tokens / speed for tokens, speed in speeds if speed)
 
 
-def _flops(records: Sequence[Mapping[str, Any]]) -> float | None:
+def total_flops(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the training FLOPs behind the records of a run; None for an older version's."""
     if not all(record.get("flops_per_token") for record in records):
         return None  # an older run
     return sum(tokens * record["flops_per_token"] for tokens, record in _intervals(records))

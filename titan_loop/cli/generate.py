@@ -186,15 +186,22 @@ class _Session:
 
     def print_answers(self, prompts: list[str]) -> None:
         """Print a single answer token by token, or several completions one below the other."""
+        from titan_loop.inference.exit_policy import StaticStep
         from titan_loop.inference.rows import Completion
 
+        if any(prompt.endswith(" ") for prompt in prompts) and not self.generation.chat:
+            self._note("a prompt ends in a space, which tokenizers join to the word that follows")
         start = time.perf_counter()
         alone = len(prompts) == 1
         completions = [Completion() for _ in prompts]
         shown = [""] * len(prompts)
+        shows = self.generation.show_steps and not isinstance(self.engine.exit_policy, StaticStep)
+        if self.generation.show_steps and not shows:
+            steps = self.engine.recurrent_steps
+            self._note(f"every token leaves after step {steps}; choose with --exit confidence:0.9")
         for event in self._answer(prompts[0]) if alone else self._complete(prompts):
             completions[event.row].add(event)
-            step = str(event.step).translate(_SUBSCRIPTS) if self.generation.show_steps else ""
+            step = str(event.step).translate(_SUBSCRIPTS) if shows else ""
             shown[event.row] += event.text + step
             if alone:
                 print(event.text + step, end="", flush=True)
@@ -202,11 +209,13 @@ class _Session:
             print("" if alone else f"=== {prompt}\n{text}", flush=True)
         print(f"[{self._cost(completions, time.perf_counter() - start)}]", file=sys.stderr)
         if any(completion.finish == "context" for completion in completions):
-            print(
-                f"[ended at the context of {self.engine.stack.context_tokens} tokens, by default "
-                "the trained window; --context sets another]",
-                file=sys.stderr,
+            self._note(
+                f"ended at the context of {self.engine.stack.context_tokens} tokens, by default "
+                "the trained window; --context sets another"
             )
+
+    def _note(self, text: str) -> None:
+        print(f"[{text}]", file=sys.stderr)
 
     def _answer(self, prompt: str) -> Iterator["GeneratedToken"]:
         from titan_loop.inference.rows import Completion
