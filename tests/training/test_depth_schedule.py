@@ -139,6 +139,7 @@ def test_a_lognormal_rate_keeps_the_mean_and_widens_the_draw(mean: int):
     ("fields", "complaint"),
     [
         ({"steps": Schedule.constant(0.4)}, "falls below 1"),
+        ({"steps": Schedule.constant(2.5)}, "'2.5' is rounded to whole steps"),
         ({"min_steps": 0}, "min_steps=0"),
         ({"from_data": True}, "needs recurrence.max_steps"),
         ({"from_data": True, "max_steps": 4, "poisson": True}, "no recurrence.poisson"),
@@ -152,6 +153,10 @@ def test_a_lognormal_rate_keeps_the_mean_and_widens_the_draw(mean: int):
 def test_bad_recurrence(fields: dict, complaint: str):
     (refusal,) = RecurrenceConfig(**fields).refusals()
     assert complaint in str(refusal)
+
+
+def test_a_mean_need_not_be_whole():
+    assert not [*RecurrenceConfig(steps=Schedule.constant(2.5), poisson=True).refusals()]
 
 
 def test_limits_may_meet():

@@ -142,6 +142,8 @@ def _reader_has_left() -> bool:
 
 def _dispatch(arguments: list[str]) -> int:
     verb, *rest = arguments or ["--help"]
+    if verb == "help":
+        verb, *rest = [*rest, "--help"]
     if verb in HELP:
         verbs = VERBS | {name: summary("verbs", name) for name in names("verbs")}
         lines = "\n".join(f"  {name:10} {text}" for name, text in verbs.items())

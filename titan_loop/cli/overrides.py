@@ -18,7 +18,7 @@ Config = TypeVar("Config")
 
 # A flag for tokens; and a count such as 4M or 4e6, which tyro's rule for integers does not read.
 _TOKENS_FLAG = re.compile(r"--[\w.-]*tokens")
-_SHORT_COUNT = re.compile(r"\d+(\.\d+)?([KMBT]|[eE]\+?\d{1,2})")
+_SHORT_COUNT = re.compile(r"\d+(\.\d+)?[a-zA-Z]\S*")
 
 
 def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> Config:

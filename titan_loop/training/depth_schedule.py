@@ -77,6 +77,10 @@ class RecurrenceConfig:
         if self.steps.smallest < 1:
             problem = "falls below 1; use at least 1 recurrent step"
             yield Refusal.of("recurrence.steps", repr(str(self.steps)), problem)
+        elif not self.poisson and any(knot.value % 1 for knot in self.steps.knots):
+            problem = "is rounded to whole steps; name whole numbers, or draw R with "
+            problem += "recurrence.poisson, whose mean it then is"
+            yield Refusal.of("recurrence.steps", repr(str(self.steps)), problem)
         if self.from_data and (self.poisson or self.max_steps is None):
             problem = "needs recurrence.max_steps, by which memory is planned, and no "
             problem += "recurrence.poisson; set max_steps to the steps of the deepest example and "

@@ -185,7 +185,10 @@ class Schedule:
 
 def parse_tokens(word: str) -> int:
     """Return a whole token count from its text, such as `200000`, `4M` or `1.4T`."""
-    tokens = _parse_number(word, word)
+    try:
+        tokens = _parse_number(word, word)
+    except UserError:
+        tokens = 0.5
     if tokens != int(tokens):
         raise UserError(f"tokens={word} is not a whole number of tokens; write it like 4M")
     return int(tokens)
