@@ -1,4 +1,7 @@
-"""Files as bytes, whatever compressed them: the formats that fsspec knows by their suffix."""
+"""Files as bytes, whatever compressed them: the formats that fsspec knows by their suffix.
+
+fsspec is imported when the first file is opened: `--help` opens none.
+"""
 
 import io
 import lzma
@@ -8,9 +11,6 @@ import zlib
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
-
-import fsspec.utils
-from fsspec.implementations.local import LocalFileSystem
 
 from titan_loop.errors import UserError, first_line
 
@@ -29,7 +29,9 @@ BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError, zipfile
 
 def is_compressed(name: str) -> bool:
     """Return whether a file's name says that it is compressed."""
-    return fsspec.utils.infer_compression(name) is not None
+    from fsspec.utils import infer_compression
+
+    return infer_compression(name) is not None
 
 
 def uncompressed_name(path: str) -> str:
@@ -44,6 +46,8 @@ def uncompressed_name(path: str) -> str:
 
 def open_file(path: str) -> Any:
     """Open a local file to read its bytes, decompressed."""
+    from fsspec.implementations.local import LocalFileSystem
+
     try:
         return LocalFileSystem().open(path, "rb", compression="infer")
     except RuntimeError as error:  # an encrypted .zip, or one of a method that Python lacks
