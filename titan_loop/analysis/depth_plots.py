@@ -56,11 +56,12 @@ def plot_depths(
             if name not in theirs.sources:
                 continue
             found = sorted(theirs.sources[name].depths.items())
-            style = {"color": colors[other], "label": other}
+            values = [at.value for _, at in found]
             if len(found) == 1:
-                axes.axhline(found[0][1].value, linestyle="--", **style)
+                axes.axhline(values[0], linestyle="--", color=colors[other], label=other)
             else:
-                axes.plot(*zip(*((r, at.value) for r, at in found), strict=True), "o-", **style)
+                steps = [steps for steps, _ in found]
+                axes.plot(steps, values, marker="o", color=colors[other], label=other)
         mark_trained_depth(axes, depths, report.trained_recurrent_steps)
         axes.set_title(f"{name} ({source.n_bytes / 1000:,.0f} kB)")
         axes.margins(y=0.08)
