@@ -132,13 +132,16 @@ def test_the_targets_of_chats_have_the_bytes_of_the_answers(kind: str, tmp_path:
     chats = [json.dumps({"messages": turns * count}) for count in (1, 2, 3)]
     (tmp_path / "a.jsonl").write_text("\n".join(chats[:1]))
     (tmp_path / "b.jsonl").write_text("\n".join(chats))
-    tokenize_source(
+    card = tokenize_source(
         tmp_path / "a.jsonl",
         held_out_inputs=tmp_path / "b.jsonl",
         output=tmp_path / "out",
         tokenizer=saved(made, tmp_path),
         chat=True,
     )
+    assert card is not None
+    assert card.round_trip["decoded"] == 4
+    assert card.round_trip["changed"] == (4 if kind == "NFC" else 0)
     shards = TokenShards(tmp_path / "out", "held_out")
     assert bool(shards.split.shards[0].bytes_sha256) == (kind != "bytes")
     n_bytes, mask = shards.read_bytes(0, shards.tokens), shards.read_mask(0, shards.tokens)

@@ -162,6 +162,13 @@ def test_the_bytes_of_tokens_are_the_documents(row: Shape, tmp_path: Path) -> No
     seq_len = min(shards.tokens - 1, 24)
     windows = held_out_windows(source, seq_len=seq_len, count=1)
     assert 0 < windows.label_bytes.sum() <= shards.split.text_bytes
+    (shard,) = shards.split.shards
+    if shard.bytes_sha256:
+        name = f"held_out/{shard.file}.bytes"
+        assert name in SourceCard.read(source).files()  # which remote sources copy
+        (source / name).write_bytes(bytes(4 * shard.tokens))
+        (fault,) = verify_source(source)
+        assert f"{name}: SHA-256" in fault
 
 
 def test_the_page_is_what_the_rows_say() -> None:

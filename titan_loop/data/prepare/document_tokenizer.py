@@ -4,7 +4,7 @@ datatrove's own tokenizer encodes a special token that is spelt out in a text as
 the encodings of 10,000 documents in memory, and knows nothing of the text behind a token.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,11 @@ class PlainTextTokenizer(DocumentTokenizer):
         self.changes = changes
         self.keep_bytes = keep_bytes
         self.rank = 0
+        self._number = 0  # of the documents so far
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
         """Tokenise and shuffle this task's documents."""
-        self.rank = rank
+        self.rank, self._number = rank, 0
         if self.changes is not None:
             self._changes_file().unlink(missing_ok=True)  # left by an interrupted attempt
         return super().run(data, rank, world_size)
@@ -76,17 +77,13 @@ class PlainTextTokenizer(DocumentTokenizer):
         file = self.new_file(filename)
         assert self.eos_token is not None
         begin, end = self.begin(), [require_token(self.tokenizer, self.eos_token, "eos_token")]
-        number = 0
         for batch in _batches(data):
             for document, ids in zip(
                 batch, self.encoder.ids([document.text for document in batch]), strict=True
             ):
-                n_bytes = len(document.text.encode())
-                self.stat_update("text_bytes", value=n_bytes)
                 self.stat_update("tokens", value=len(begin) + len(ids) + 1)
-                if number < _ALL_DECODED or number % _STRIDE == 0:
-                    self._decode(document, ids)
-                number += 1
+                if self.count(document):
+                    self.compare(document, [(document.text, ids)])
                 file.write_ids(np.concatenate([begin, ids, end]))
                 if self.keep_bytes:
                     file.write_token_bytes(self._stored_bytes(document.text, ids, len(begin)))
@@ -128,16 +125,28 @@ class PlainTextTokenizer(DocumentTokenizer):
         lost = len(text.encode()) - int(found.sum())  # of a text without a token, on its EOS
         return np.concatenate([np.zeros(before), found, [lost]]), is_exact
 
-    def _decode(self, document: Document, ids: np.ndarray) -> None:
-        """Count a document of the sample, and note the first that its ids do not give back."""
-        decoded = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    def count(self, document: Document) -> bool:
+        """Count a document's bytes; return whether it is of the sample."""
+        self.stat_update("text_bytes", value=len(document.text.encode()))
+        self._number += 1
+        return self._number <= _ALL_DECODED or self._number % _STRIDE == 0
+
+    def compare(self, document: Document, parts: Sequence[tuple[str, Any]]) -> None:
+        """Decode the parts of a document of the sample; note the first one that is changed.
+
+        What precedes a part decides whether SentencePiece's decoder gives the space before it.
+        """
         self.stat_update("decoded")
-        if decoded == document.text:
+        alone = len(parts) == 1
+        for text, ids in parts:
+            decoded = self.tokenizer.decode([*map(int, ids)], skip_special_tokens=False)
+            if decoded == text or (not alone and decoded.lstrip(" ") == text.lstrip(" ")):
+                continue
+            self.stat_update("changed")
+            if self.changes is not None and not self._changes_file().exists():
+                change = f"{document.id}: {_first_change(text, decoded)}"
+                append_jsonl(self._changes_file(), {"change": change})
             return
-        self.stat_update("changed")
-        if self.changes is not None and not self._changes_file().exists():
-            change = f"{document.id}: {_first_change(document.text, decoded)}"
-            append_jsonl(self._changes_file(), {"change": change})
 
     def _changes_file(self) -> Path:
         assert self.changes is not None

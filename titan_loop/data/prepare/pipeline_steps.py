@@ -120,11 +120,12 @@ class ChatTokenizer(PlainTextTokenizer):
         file = self.new_file(filename)
         encoder = ChatEncoder(self.tokenizer, self.template)
         for batch in batched(data, self.batch_size):
-            for document in batch:
-                self.stat_update("text_bytes", value=len(document.text.encode()))
             chats = [ChatRecords.conversation(document.metadata) for document in batch]
             encoded = encoder.encode(chats, self.eos_token)
-            for chat, (ids, is_target) in zip(chats, encoded, strict=True):
+            for document, chat, (ids, is_target) in zip(batch, chats, encoded, strict=True):
+                if self.count(document):
+                    texts = [(text, part) for text, part in encoder.texts(chat) if text]
+                    self.compare(document, texts)
                 file.write(cast(list[int], ids), is_target)
                 self.stat_update("tokens", value=len(ids))
                 if self.keep_bytes:

@@ -49,13 +49,12 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
             "tokenizer_name_or_path": str(output / TOKENIZER_NAME),
             "eos_token": preparation.eos_token,
             "bos_token": preparation.bos_token,
+            "changes": preparation.logs(CHANGES),
             "keep_bytes": split == "held_out",
             "seed": 0,
         }
         if chat is None:
-            return PlainTextTokenizer(
-                str(output / split), changes=preparation.logs(CHANGES), **options
-            )
+            return PlainTextTokenizer(str(output / split), **options)
         return ChatTokenizer(
             str(output / split), template=chat.template, save_loss_metadata=True, **options
         )
