@@ -283,9 +283,15 @@ _FOLDER = (
     ),
     _shape(
         _FOLDERS,
-        "`a.parquet`, `_metadata`, `dataset_info.json` and `SHA256SUMS`",
+        "`a.parquet`, `_metadata`, `_delta_log/0.json`, `dataset_info.json` and `SHA256SUMS`",
         "the Parquet file",
-        {"a.parquet": _TABLE, "_metadata": _TABLE, "dataset_info.json": "{}", "SHA256SUMS": "0f"},
+        {
+            "a.parquet": _TABLE,
+            "_metadata": _TABLE,
+            "_delta_log/0.json": '{"commitInfo": {}}',
+            "dataset_info.json": "{}",
+            "SHA256SUMS": "0f",
+        },
     ),
     _shape(
         _FOLDERS,

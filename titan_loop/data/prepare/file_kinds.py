@@ -66,9 +66,10 @@ class InputFile(NamedTuple):
     kind: str
 
 
-def kind_of(path: Path) -> str:
-    """Return the kind of a file in a folder: TEXT, one of RECORDS, or SIDE, ABOUT, OTHER."""
-    if _SIDE_NAME.fullmatch(path.name) or not _SIDE_FOLDERS.isdisjoint(path.parts):
+def kind_of(path: Path, folder: Path) -> str:
+    """Return the kind of a file below a folder: TEXT, one of RECORDS, or SIDE, ABOUT, OTHER."""
+    below = path.relative_to(folder).parts
+    if _SIDE_NAME.fullmatch(path.name) or not _SIDE_FOLDERS.isdisjoint(below):
         return SIDE
     if path.name == "state.json" and any(path.parent.glob("*.arrow")):
         return SIDE

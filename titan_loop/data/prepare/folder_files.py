@@ -34,7 +34,9 @@ def files_of(
         found = [(path, format) for path in matching]
     else:
         # A file that a pattern chooses is data, whatever it is called.
-        kinds = [(path, (contents_of if patterns else kind_of)(path)) for path in matching]
+        kinds = [
+            (path, contents_of(path) if patterns else kind_of(path, folder)) for path in matching
+        ]
         found = _of_format(kinds, format) if format != "auto" else _records_or_texts(folder, kinds)
         if others := [path for path, kind in kinds if kind == OTHER]:
             logger.warning(f"{folder}: left out {by_ending(others)}, which cannot be read as text")
