@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from tests.data.shapes.tokenizers import byte_level, sentencepiece
+from titan_loop.data.inspect_source import verify_source
+from titan_loop.data.load.held_out_windows import held_out_windows, why_not_scored
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
+from titan_loop.errors import UserError
 from titan_loop.text import encoding
 from titan_loop.text.encoding import DocumentEncoder
 
@@ -147,3 +150,35 @@ def test_the_targets_of_chats_have_the_bytes_of_the_answers(kind: str, tmp_path:
     n_bytes, mask = shards.read_bytes(0, shards.tokens), shards.read_mask(0, shards.tokens)
     assert mask is not None
     assert np.asarray(n_bytes)[mask == 1].sum() == 6 * len(answer.encode())
+
+
+@pytest.mark.parametrize("kind", ["bytes", "SentencePiece"])
+def test_sources_of_older_versions(kind: str, tmp_path: Path) -> None:
+    """Their cards know neither BOS, nor bytes of tokens, nor a sample."""
+    (tmp_path / "a.txt").write_text("a cat sat ")
+    (tmp_path / "b.txt").write_text("the 漢字 cat " * 9)
+    source = tmp_path / "out"
+    tokenize_source(
+        tmp_path / "a.txt",
+        held_out_inputs=tmp_path / "b.txt",
+        output=source,
+        tokenizer=saved(sentencepiece() if kind == "SentencePiece" else byte_level(), tmp_path),
+    )
+    assert why_not_scored(source, 16) == ""
+    windows = held_out_windows(source, seq_len=16, count=1)
+    card = json.loads((source / "source.json").read_text())
+    for name in ("bos_id", "round_trip", "card_sha256"):
+        del card[name]
+    for split in card["splits"].values():
+        for shard in split["shards"]:
+            del shard["bytes_sha256"]
+    (source / "source.json").write_text(json.dumps(card))
+    assert list(verify_source(source)) == []
+    if kind == "bytes":
+        assert why_not_scored(source, 16) == ""
+        again = held_out_windows(source, seq_len=16, count=1)
+        assert again.label_bytes.equal(windows.label_bytes)
+        return
+    assert "was prepared by an older version" in why_not_scored(source, 16)
+    with pytest.raises(UserError, match="is not byte-level: prepare it again"):
+        held_out_windows(source, seq_len=16, count=1)

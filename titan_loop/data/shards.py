@@ -182,8 +182,8 @@ class TokenShards:
         table = token_byte_lengths(load_tokenizer(path))
         if table is None:
             raise UserError(
-                f"source {self.folder} does not have the bytes behind its tokens, which "
-                f"{path} does not give, as it is not byte-level: prepare it again"
+                f"source {self.folder} was prepared by an older version, which did not store the "
+                f"bytes behind its tokens, and {path} is not byte-level: prepare it again"
             )
         return table
 

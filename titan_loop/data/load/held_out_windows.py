@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError, require_at_least
 from titan_loop.models.context import PREFIX
 from titan_loop.ranks import warn_together
+from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, token_byte_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +61,27 @@ class HeldOutWindows(NamedTuple):
 
 def why_not_scored(source_path: str | Path, seq_len: int) -> str:
     """Return why a source's held-out split fills no window of L tokens; empty if it fills one."""
-    split = SourceCard.read(Path(source_path)).splits.get("held_out")
+    card = SourceCard.read(Path(source_path))
+    split = card.splits.get("held_out")
     if split is None or not split.tokens:
         return f"source {source_path} holds out no document"
     if split.tokens > seq_len:
-        return ""
+        # Older preparations, whose cards have no round trip, stored no bytes.
+        if card.round_trip or _has_byte_table(Path(source_path), card.tokenizer_sha256):
+            return ""
+        return (
+            f"source {source_path} was prepared by an older version, which did not store the bytes "
+            "behind the tokens of a tokenizer that is not byte-level"
+        )
     return (
         f"source {source_path} holds out {split.tokens} tokens, less than one window of "
         f"training.seq_len + 1 = {seq_len + 1}"
     )
+
+
+@lru_cache(maxsize=64)
+def _has_byte_table(source: Path, sha256: str) -> bool:
+    return token_byte_lengths(load_tokenizer(source / TOKENIZER_NAME)) is not None
 
 
 def held_out_windows(source_path: str | Path, *, seq_len: int, count: int) -> HeldOutWindows:
