@@ -92,6 +92,21 @@ def test_mistakes(
         tokenize_source(sources / "a.jsonl", output="out", tokenizer=tokenizer, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("after", ["", "\n", "\n{{ '<|endoftext|>' if not m.more }}"])
+def test_a_target_ends_with_its_turn(small_tokenizer: Path, after: str) -> None:
+    """Whatever the template writes after that, and whichever tokens end the user's turn."""
+    text = TEMPLATE.replace("{% endfor %}", f"{after}{{% endfor %}}")
+    text = text.replace("not m.more", "loop.last and not add_generation_prompt")
+    variables = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    tokenizer = load_tokenizer(small_tokenizer)
+    encoder = ChatEncoder(tokenizer, ChatTemplate(text=text, variables=variables))
+    turns = (*ASKED.turns, Turn("assistant", "2"), *ASKED.turns, Turn("assistant", "3"))
+    ((ids, mask),) = encoder.encode([Conversation(turns)], "<|endoftext|>")
+    taught = tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False)
+    assert taught == "2<|im_end|>3<|im_end|>"
+    assert ids.tolist().count(0) == 1
+
+
 def test_a_prompt_may_hold_turns_that_no_training_could_find(small_tokenizer: Path) -> None:
     tokenizer = load_tokenizer(small_tokenizer)
     asked = Conversation((*ASKED.turns, Turn("assistant", "2"), Turn("user", "2+1?")))

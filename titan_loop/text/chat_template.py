@@ -115,7 +115,7 @@ class ChatTemplate:
             closed = self._rendered(before)[0]
             spoken = self._rendered(after)[0]
             # Some templates write one more token at the end of every conversation.
-            for token in self.variables.values():
+            for token in () if prompt.startswith(closed) else self.variables.values():
                 if closed.endswith(token) and prompt.startswith(closed.removesuffix(token)):
                     spoken = spoken.removesuffix(token)
                     break

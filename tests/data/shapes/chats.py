@@ -99,7 +99,8 @@ def _own_template(folder: Path) -> Path:
     """Write a tokenizer with a template of its own beside it."""
     own = folder / "own"
     own.mkdir()
-    settings = {"bos_token": {"content": "<|im_start|>"}, "chat_template": _BRACKETS}
+    settings = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>"}
+    settings["chat_template"] = _BRACKETS
     (own / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "text.jsonl").write_bytes(jsonl(TEXTS))
     return train_tokenizer(folder / "text.jsonl", vocab_size=270, output=own)
@@ -107,7 +108,7 @@ def _own_template(folder: Path) -> Path:
 
 _MORE = ({"role": "user", "content": "2+1?"}, {"role": "assistant", "content": "3"})
 _BRACKETS = (
-    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 _MARKED = (
@@ -475,8 +476,7 @@ ROWS = (
         "`--chat-template tokenizer`: a template without marks beside the tokenizer",
         "targets are what each answer adds, up to the token that ends it",
         _messages(_USER, _ANSWER, *_MORE),
-        f"<|im_start|>[user] 1+1?{_END}\n[assistant] 2{_END}\n"
-        f"[user] 2+1?{_END}\n[assistant] 3{_END}\n",
+        f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}[user] 2+1?{_END}[assistant] 3{_END}",
         f"2{_END}3{_END}",
         tokenizer=_own_template,
         options={"chat_template": "tokenizer"},
