@@ -6,6 +6,7 @@ state of trainer and loader is JSON inside the manifest: integers that mean the 
 of ranks.
 """
 
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_chec
 from titan_loop.checkpoint.start_from import StartFrom
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
 from titan_loop.errors import UserError, require_at_least, require_known
-from titan_loop.ranks import from_rank_zero
+from titan_loop.ranks import from_all_ranks, from_rank_zero
 from titan_loop.storage.remote_folder import check_address
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
@@ -200,12 +201,35 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self._best_before, self.best = self.best, best_with(self.best, self.measured, curr_step)
         if self.best is not None:
             content[BEST] = self.best
+        write = partial(self._write, rank_files=self._rank_files())
         if self._stager is None or last_step:
             # The last one is waited for in any case: its failure is the run's failure.
-            return self._noted(self._write(self.tensors, content, must_succeed=last_step))
+            return self._noted(write(self.tensors, content, must_succeed=last_step))
         self.staging_future = self._stage(self._stager)
-        self.save_future = self._writer.submit(self._write, self.staging_future.result, content)
+        self.save_future = self._writer.submit(write, self.staging_future.result, content)
         return True
+
+    def _rank_files(self) -> dict[str, bytes]:
+        """Return the files of the data's state that this rank writes: the first rank of several.
+
+        Raises `UserError` if ranks that must read the same data have not.
+        """
+        files: dict[str, bytes] = {}
+
+        def digests() -> dict[str, str]:
+            files.update(self.dataloader.rank_files())
+            return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+        every = from_all_ranks(self.group, digests)
+        first = {name: rank for rank, each in reversed([*enumerate(every)]) for name in each}
+        for rank, each in enumerate(every):
+            if other := [name for name in each if each[name] != every[first[name]][name]]:
+                raise UserError(
+                    f"rank {rank} has read other data than rank {first[other[0]]}, whose part of "
+                    "the model reads the same: dataloader.pipeline must do the same in every "
+                    "process that asks for the same rank; set its seeds"
+                )
+        return {name: files[name] for name in files if first[name] == dist.get_rank()}
 
     def _noted(self, saved: bool) -> bool:
         if not saved:  # undone in the training thread: on all ranks at the same step
@@ -245,6 +269,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         state_dict: Callable[[], dict[str, Any]],
         content: dict[str, Any],
         *,
+        rank_files: dict[str, bytes],
         must_succeed: bool = False,
     ) -> bool:
         """Write one checkpoint; a failure is logged, and raised only at the end of training."""
@@ -255,6 +280,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
                     target,
                     state_dict,
                     content,
+                    rank_files=rank_files,
                     group=self.group,
                     retry=self.config.retry,
                     on_commit=lambda: self._committed(content["step"]),
@@ -326,6 +352,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         # First: these two refuse a checkpoint that does not fit before any tensor is read.
         self.trainer.load_state_dict(manifest["trainer"])
         self.dataloader.load_state_dict(manifest["data"])
+        self.dataloader.load_rank_files(checkpoint)
         self._read(checkpoint)
         self.best = manifest.get(BEST)
         lineage = manifest["lineage"]

@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypedDict
@@ -151,12 +151,15 @@ def reference(checkpoint: Path) -> Reference:
     return {"path": str(checkpoint.resolve()), "manifest_sha256": digest}
 
 
-def file_records(checkpoint: Path, rank: int | None = None) -> dict[str, FileRecord]:
-    """Return sizes and hashes of the files that a rank wrote; None for all ranks."""
+def file_records(
+    checkpoint: Path, rank: int | None = None, further: Sequence[str] = ()
+) -> dict[str, FileRecord]:
+    """Return sizes and hashes of the files that a rank wrote, some by name; None for all ranks."""
     written = "*.distcp" if rank is None else f"__{rank}_*.distcp"
     names = sorted(path.name for path in checkpoint.glob(written))
     if not rank:  # rank 0 writes the tables of entries, too
         names += [METADATA, TABLE]
+    names += further
     return {name: _record(checkpoint / name) for name in names}
 
 

@@ -5,8 +5,9 @@ collectives. If a save fails on any rank, all of them try again.
 """
 
 import logging
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def save_checkpoint(
     group: dist.ProcessGroup,
     retry: RetryPolicy,
     on_commit: Callable[[], None],
+    rank_files: Mapping[str, bytes] | None = None,
 ) -> Reference | None:
     """Write and commit a checkpoint; collective over `group`.
 
@@ -61,6 +63,7 @@ def save_checkpoint(
             returns; an exception counts as a failure of the save.
         on_commit: Called on rank 0 after the commit; its errors are logged, since nothing may undo
             a commit.
+        rank_files: Content of further files, by name, that this rank writes.
 
     Returns:
         On rank 0, the checkpoint's reference for a descendant's lineage; None elsewhere. If no
@@ -68,7 +71,7 @@ def save_checkpoint(
     """
     rank, reason = dist.get_rank(group), None
     for attempt in retry.each():
-        written, reason = _attempt(checkpoint, state_dict, content, group)
+        written, reason = _attempt(checkpoint, state_dict, content, rank_files or {}, group)
         if reason is None:
             if rank == 0:
                 try:
@@ -85,6 +88,7 @@ def _attempt(
     checkpoint: Path,
     state_dict: Callable[[], dict[str, Any]],
     content: dict[str, Any],
+    rank_files: Mapping[str, bytes],
     group: dist.ProcessGroup,
 ) -> tuple[Reference | None, str | None]:
     """Try once; return the reference (None except on rank 0), and on every rank the first error.
@@ -100,7 +104,12 @@ def _attempt(
             save(tensors, checkpoint_id=checkpoint, storage_writer=writer, process_group=group)
         except CheckpointException as error:
             raise root_cause(error) from error
-        return file_records(checkpoint, rank)
+        for name, further in rank_files.items():
+            with (checkpoint / name).open("wb") as file:
+                file.write(further)
+                file.flush()
+                os.fsync(file.fileno())
+        return file_records(checkpoint, rank, [*rank_files])
 
     def commit(records: list[dict[str, FileRecord]]) -> Reference | None:
         if rank != 0:

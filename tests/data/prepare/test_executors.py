@@ -201,10 +201,9 @@ def test_a_worker_that_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         return Pipeline(name=name, steps={"die": partial(die, once)}, tasks=4, logs=tmp_path / name)
 
     assert run_pipelines([stage("once", tmp_path / "died")], "local", 2, {})
-    assert re.search(
-        r"once: a worker .* killed while task (\d or )?2( or 3)? of 4 ran", caplog.text
-    )
-    with pytest.raises(UserError, match=r"always: a worker .* 2.* of 4 ran .*: give fewer --work"):
+    said = r"once: a worker .* killed .*; begun and not finished: (\d, )?2(, 3)? of 4 tasks"
+    assert re.search(said, caplog.text)
+    with pytest.raises(UserError, match=r"always: a worker .* 2.* of 4 tasks; give fewer --work"):
         run_pipelines([stage("always", None)], "local", 2, {})
     left = stage("always", None).unfinished()
     assert 2 in left

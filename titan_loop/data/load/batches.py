@@ -18,6 +18,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -315,6 +316,13 @@ class GlobalBatchLoader(BaseDataLoader):
             "accepted": self.accepted,
             **jumped,
         }
+
+    def rank_files(self) -> dict[str, bytes]:
+        """Return files with the state of this data-parallel rank alone, by name; mostly none."""
+        return {}
+
+    def load_rank_files(self, folder: Path) -> None:
+        """Restore the state in the files of `rank_files`; call it after `load_state_dict`."""
 
     def check_state(self, state_dict: dict[str, Any]) -> list[str]:
         """Return the changes of the data that `dataloader.accept_change` accepts, or refuse them.

@@ -16,11 +16,13 @@ from titan_loop.data.load.mixture_sources import (
     read_cards,
     require_whole_prompts,
 )
+from titan_loop.data.load.pipeline_loader import PipelineLoader, pipeline_vocabulary
 from titan_loop.data.load.windows import Batch, Window
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.source_card import SHORT_DIGEST
 from titan_loop.errors import UserError, require_at_least, require_known
 from titan_loop.ranks import warn_together
+from titan_loop.text.tokenizer import END_OF_TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -68,18 +70,45 @@ class WindowLoader(GlobalBatchLoader):
         """Tokens of the mixture after which the same windows come again in the same order; None
         for no such repetition."""
 
+        pipeline: str = ""
+        """A torchdata pipeline of your own instead of the mixture: PACKAGE.MODULE:FUNCTION, called
+        with a data-parallel rank and their number. Resumes with the same number of ranks alone."""
+
+        tokenizer: str = ""
+        """The tokenizer.json of the pipeline's text or ids; prepared sources have theirs."""
+
+        eos_token: str = END_OF_TEXT
+        """Token that ends every document of the pipeline."""
+
+        def build(self, **split: Any) -> GlobalBatchLoader:
+            """Return the loader of the mixture, or of the pipeline."""
+            if self.pipeline:
+                return PipelineLoader(self, **split)
+            if self.tokenizer:
+                raise UserError(
+                    f"dataloader.tokenizer={self.tokenizer} has no effect without "
+                    "dataloader.pipeline: sources have their own; leave it out"
+                )
+            return GlobalBatchLoader.Config.build(self, **split)
+
         def vocabulary(self) -> DataVocabulary:
             """Return the vocabulary of all sources, held-out splits included."""
+            if self.pipeline:
+                return pipeline_vocabulary(self)
             cards = read_cards(parse_mixture(self.mixture))
             largest = max(split.max_token_id for card in cards for split in card.splits.values())
             return DataVocabulary(cards[0].vocab_size, largest)
 
         def source_paths(self) -> list[str]:
-            """Return the folders of the mixture."""
+            """Return the folders of the mixture; none with a pipeline, which replaces it."""
+            if self.pipeline:
+                return []
             return [entry.path for entry in parse_mixture(self.mixture)]
 
         def source_weights(self) -> dict[str, float]:
             """Return the weights of the mixture, by path."""
+            if self.pipeline:
+                return {}
             return {entry.path: entry.weight for entry in parse_mixture(self.mixture)}
 
         def check(self) -> None:

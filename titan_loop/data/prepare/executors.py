@@ -113,13 +113,13 @@ def _run_locally(pipeline: Pipeline, workers: int) -> None:
             begun = [task for task in left if _log(pipeline, task).exists()]
             deaths = deaths + 1 if len(left) == len(tasks) else 1
             problem = (
-                f"{pipeline.name}: a worker process was killed while task "
-                f"{' or '.join(map(str, begun))} of {pipeline.tasks} ran (out of memory?)"
+                f"{pipeline.name}: a worker process was killed (out of memory?); begun and not "
+                f"finished: {', '.join(map(str, begun)) or 'none'} of {pipeline.tasks} tasks"
             )
             if deaths == _MOST_DEATHS:
                 fix = "give fewer --workers or smaller files; the same command continues"
-                raise UserError(f"{problem}: {fix}") from error
-            logger.warning("%s: unfinished tasks start again (%d)", problem, len(left))
+                raise UserError(f"{problem}; {fix}") from error
+            logger.warning("%s; all %d unfinished ones start again", problem, len(left))
 
 
 def _log(pipeline: Pipeline, task: int) -> Path:

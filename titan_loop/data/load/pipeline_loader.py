@@ -1,0 +1,216 @@
+"""The training loader over a pipeline of one's own: its documents, packed into windows.
+
+Each data-parallel rank reads a pipeline; tensor- and context-parallel ranks read that of their
+data-parallel rank. Unlike other loaders, this one cannot find window k without reading all before
+it: a checkpoint holds the state of every rank's pipeline, and resumes with as many ranks alone.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.batches import BatchesRead, DataVocabulary, GlobalBatchLoader, Position
+from titan_loop.data.load.changes import SOURCES
+from titan_loop.data.load.windows import Window
+from titan_loop.data.pipeline import FIELD, Pipeline, pack_state, read_state
+from titan_loop.data.source_card import SHORT_DIGEST, file_sha256
+from titan_loop.errors import UserError
+from titan_loop.text.tokenizer import load_tokenizer, require_token, vocab_size
+
+if TYPE_CHECKING:
+    from titan_loop.data.load.loader import WindowLoader
+
+logger = logging.getLogger(__name__)
+
+RANKS = "pipeline_ranks"
+
+
+def pipeline_vocabulary(config: "WindowLoader.Config") -> DataVocabulary:
+    """Return the vocabulary of the tokenizer, whose ids the pipeline's are."""
+    size = vocab_size(load_tokenizer(config.tokenizer))
+    return DataVocabulary(size, size - 1)
+
+
+class PipelineLoader(GlobalBatchLoader):
+    """Packs the documents of `dataloader.pipeline` into windows of L + 1 tokens."""
+
+    def __init__(
+        self,
+        config: "WindowLoader.Config",
+        *,
+        seq_len: int,
+        dp_world_size: int,
+        dp_rank: int,
+        **split: Any,
+    ) -> None:
+        config.refuse_dataset()
+        if not config.tokenizer:
+            fix = "dataloader.tokenizer, the tokenizer.json that its text or ids belong to"
+            raise UserError(f"{FIELD}={config.pipeline} needs {fix}")
+        self._tokenizer = load_tokenizer(config.tokenizer)
+        self._tokenizer.encode_special_tokens = True  # spelt out in a text they are text
+        self._eos = require_token(self._tokenizer, config.eos_token, "dataloader.eos_token")
+        self._ids = vocab_size(self._tokenizer)
+        self._pipeline = Pipeline(config.pipeline, dp_rank, dp_world_size)
+        self._items = iter(self._pipeline)
+        # What was read and not yet used: tokens, where their documents end, and finished windows.
+        self._left = np.empty(0, dtype=np.int64)
+        self._ends: list[int] = []
+        self._windows: list[tuple[np.ndarray, ...]] = []
+        self._read_hash = ""
+        self._skipped = 0
+        self._resumes = False
+        description = {
+            "pipeline": config.pipeline,
+            "tokenizer": file_sha256(Path(config.tokenizer))[:SHORT_DIGEST],
+            "eos_id": self._eos,
+            "seq_len": seq_len,
+            SOURCES: [],
+        }
+        super().__init__(
+            config,
+            description,
+            seq_len=seq_len,
+            dp_world_size=dp_world_size,
+            dp_rank=dp_rank,
+            **split,
+        )
+        # A batch read ahead could not be given back. Pipelines have workers and prefetchers.
+        self._prefetch = False
+
+    def read(self, position: Position) -> BatchesRead:
+        """As in the base class, after the windows that are jumped over."""
+        numbers = self.next_windows(position.first_window, position.windows)
+        jumped = int(numbers[-1]) + 1 - position.first_window - position.windows
+        for _ in range(jumped // self._dp_world_size):
+            self._next_window()
+        return super().read(position)
+
+    def fill_window(self, identity: np.ndarray, window: Window) -> None:
+        """Write this rank's next window, whatever its number."""
+        inputs, labels, positions = self._next_window()
+        window.input[:], window.labels[:], window.positions[:] = inputs, labels, positions
+
+    def log_progress(self, step: int) -> None:
+        """Log the number of items that this rank's pipeline has yielded."""
+        empty = f", {self._skipped} of them without text" if self._skipped else ""
+        logger.info("items of the pipeline read by step %d: %d%s", step, self._pipeline.read, empty)
+
+    def close(self) -> None:
+        """Let go of the pipeline (see the base class)."""
+        super().close()
+        self._pipeline.close()
+
+    def _next_window(self) -> tuple[np.ndarray, ...]:
+        size = self._seq_len + 1
+        while not self._windows and len(self._left) < size:
+            item = next(self._items, None)
+            if item is None:
+                raise self._pipeline.ended()
+            for document in item:  # all of a batch: the pipeline's state is after it
+                self._take(document)
+        if self._windows:
+            return self._noted(*self._windows.pop(0))
+        window = Window(*(np.empty(self._seq_len, dtype=np.int64) for _ in range(3)))
+        ends = np.array([end for end in self._ends if end <= size], dtype=np.int64)
+        window.fill(self._left[:size], ends)
+        # Neighbours share a token, so that each one is predicted once.
+        self._left = self._left[self._seq_len :]
+        self._ends = [end - self._seq_len for end in self._ends if end > self._seq_len]
+        return self._noted(window.input, window.labels, window.positions)
+
+    def _take(self, document: Any) -> None:
+        if isinstance(document, Mapping):
+            self._windows.append(self._finished(document))
+        elif len(ids := self._encoded(document)):
+            self._left = np.concatenate([self._left, ids])
+            self._ends.append(len(self._left))
+
+    def _encoded(self, document: str | np.ndarray) -> np.ndarray:
+        """Return a document's ids with EOS; none if there is no text."""
+        if isinstance(document, str):
+            if not document.strip():
+                self._skipped += 1
+                return np.empty(0, dtype=np.int64)
+            ids = self._tokenizer.encode(document, add_special_tokens=False).ids
+            return np.array([*ids, self._eos], dtype=np.int64)
+        self._require_ids(document)
+        if not len(document):
+            self._skipped += 1
+        elif document[-1] != self._eos:
+            document = np.append(document, self._eos)
+        return document
+
+    def _finished(self, item: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+        if len(self._left):
+            raise self._pipeline.bad("a finished window among documents: yield one of the two")
+        length = self._seq_len
+        positions = item.get("positions", np.arange(length))
+        found = [np.asarray(each) for each in (item["input"], item["labels"], positions)]
+        for name, values in zip(("input", "labels", "positions"), found, strict=True):
+            if values.shape != (length,) or values.dtype.kind not in "iu":
+                kind = f"{name} of shape {values.shape} and type {values.dtype}"
+                raise self._pipeline.bad(f"{kind}: it takes {length} ids (training.seq_len)")
+        inputs, labels, positions = (values.astype(np.int64) for values in found)
+        self._require_ids(inputs)
+        self._require_ids(labels[labels != IGNORED])
+        return inputs, labels, positions
+
+    def _require_ids(self, ids: np.ndarray) -> None:
+        wrong = ids[(ids < 0) | (ids >= self._ids)]
+        if len(wrong):
+            fix = f"the tokenizer has the ids 0 to {self._ids - 1}"
+            raise self._pipeline.bad(f"the token id {wrong[0]}: {fix}")
+
+    def _noted(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        content = b"".join([self._read_hash.encode(), *(each.tobytes() for each in arrays)])
+        self._read_hash = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return arrays
+
+    # Resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in the base class; the pipelines' own states are in `rank_files`."""
+        return {**super().state_dict(), RANKS: self._dp_world_size, "read": {"windows": []}}
+
+    def rank_files(self) -> dict[str, bytes]:
+        """Return the state of this rank's pipeline (see the base class)."""
+        state = {
+            "pipeline": self._pipeline.state_dict(),
+            "read": self._pipeline.read,
+            "skipped": self._skipped,
+            "left": self._left,
+            "ends": self._ends,
+            "windows": self._windows,
+            "read_hash": self._read_hash,
+        }
+        return {self._file: pack_state(state)}
+
+    def load_rank_files(self, folder: Path) -> None:
+        """Continue this rank's pipeline (see the base class)."""
+        if not self._resumes:
+            return
+        state = read_state(folder / self._file)
+        self._pipeline.load_state_dict(state["pipeline"], state["read"])
+        self._left, self._ends, self._skipped = state["left"], state["ends"], state["skipped"]
+        self._windows = state["windows"]
+        self._read_hash = state["read_hash"]
+
+    @property
+    def _file(self) -> str:
+        return f"pipeline_{self._dp_rank:05d}.safetensors"
+
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        if (saved := state_dict[RANKS]) != self._dp_world_size:
+            name = self._description["pipeline"]
+            raise UserError(
+                f"{FIELD}={name} was saved on {saved} data-parallel ranks and cannot go on with "
+                f"{self._dp_world_size}: start {saved} ranks, or store its documents as a source, "
+                f"which any number can read: titan-loop data tokenize --pipeline {name}"
+            )
+        self._resumes = True
