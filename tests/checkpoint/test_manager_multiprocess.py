@@ -44,6 +44,12 @@ class Run:
     def lineage(self) -> dict[str, Any]:
         return {}
 
+    def rank_files(self) -> dict[str, bytes]:
+        return {}
+
+    def load_rank_files(self, folder: Path) -> None:
+        pass
+
     def state_dict(self) -> dict[str, Any]:
         return dict(self.state)
 
@@ -75,11 +81,11 @@ class Moments:
 def fail_on_rank_one(folder: Path, mode: str) -> tuple[list[bool], int]:
     real, threads = saving.file_records, []
 
-    def broken(checkpoint: Path, names: Any) -> Any:
+    def broken(checkpoint: Path, *which: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
         if dist.get_rank() == 1 and checkpoint.name == "step-2":
             raise OSError(5, "Input/output error")
-        return real(checkpoint, names)
+        return real(checkpoint, *which)
 
     saving.file_records = broken
     try:

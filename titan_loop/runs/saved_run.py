@@ -26,7 +26,7 @@ from titan_loop.errors import UserError, seen_from
 from titan_loop.runs.run_directory import REPAIR, RunDirectory
 from titan_loop.storage.json_files import nested
 from titan_loop.text.text_format import TextFormat
-from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
+from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, template_bos
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -194,7 +194,8 @@ class SavedRun:
     @property
     def mixture(self) -> list[str]:
         """The option `dataloader.mixture`, with the sources where they are now; may be empty."""
-        texts = self._option("dataloader", dict).get("mixture") or []
+        options = self._option("dataloader", dict)
+        texts = [] if options.get("pipeline") else options.get("mixture") or []
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise UserError(
                 f"{self.directory.config_json} has dataloader.mixture={texts!r:.40}, which must be "
@@ -231,6 +232,12 @@ class SavedRun:
         """
         if (recorded := self.config.get("text")) is not None:
             return TextFormat(**recorded)
+        if self._pipeline_tokenizer is not None:
+            bos = template_bos(tokenizer)
+            return TextFormat(
+                end_of_text=self._option("dataloader.eos_token", str),
+                begin_of_text=None if bos is None else tokenizer.id_to_token(bos),
+            )
         cards = self._cards()
         return text_format([*cards.values()], tokenizer) if cards else TextFormat()
 
@@ -242,6 +249,10 @@ class SavedRun:
         cards = self._cards()
         if self._imported_tokenizer.is_file():
             own, sha256 = self._imported_tokenizer, file_sha256(self._imported_tokenizer)
+        elif self._pipeline_tokenizer is not None:
+            own = self._pipeline_tokenizer
+            load_tokenizer(own)  # or one line says that it is gone
+            sha256 = file_sha256(own)
         elif cards:
             source, card = next(iter(cards.items()))
             own, sha256 = source / TOKENIZER_NAME, card.tokenizer_sha256
@@ -265,6 +276,12 @@ class SavedRun:
                 f"tokenizer {path} is not the one {self.path} was trained with; use {own}"
             )
         return RunTokenizer(path, is_known=True)
+
+    @property
+    def _pipeline_tokenizer(self) -> Path | None:
+        """The tokenizer that a run with `dataloader.pipeline` names."""
+        options = self._option("dataloader", dict, {})
+        return self.found(options["tokenizer"]) if options.get("pipeline") else None
 
     def check_source(self, source: Path) -> None:
         """Refuse a source with another tokenizer; warn if its documents begin otherwise."""

@@ -1,9 +1,9 @@
-"""A pipeline of one's own over a folder of JSONL files: `datasets` reads, torchdata feeds.
+r"""A pipeline of one's own over a folder of JSONL files: `datasets` reads, torchdata feeds.
 
     export PIPELINE_FOLDER=corpus/prose
-    titan-loop train quickstart --dataloader.pipeline tools.demo.folder_pipeline:endless \\
+    titan-loop train quickstart --dataloader.pipeline titan_loop.data.demo.folder_pipeline:endless \
         --dataloader.tokenizer tokenizer.json --held-out.interval 0
-    titan-loop data tokenize --pipeline tools.demo.folder_pipeline:once \\
+    titan-loop data tokenize --pipeline titan_loop.data.demo.folder_pipeline:once \
         --output sources/prose --tokenizer tokenizer.json
 
 Documents are shuffled by number, anew in every epoch. The buffer of a streaming

@@ -16,13 +16,16 @@ from titan_loop.data.load.mixture_sources import (
     read_cards,
     require_whole_prompts,
 )
-from titan_loop.data.load.pipeline_loader import PipelineLoader, pipeline_vocabulary
+from titan_loop.data.load.pipeline_loader import (
+    PipelineLoader,
+    PipelineOptions,
+    pipeline_vocabulary,
+)
 from titan_loop.data.load.windows import Batch, Window
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.source_card import SHORT_DIGEST
 from titan_loop.errors import UserError, require_at_least, require_known
 from titan_loop.ranks import warn_together
-from titan_loop.text.tokenizer import END_OF_TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class WindowLoader(GlobalBatchLoader):
     """Mixes the windows of prepared sources in an order that only seed and position decide."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GlobalBatchLoader.Config):
+    class Config(PipelineOptions):
         """The data; the window length and batch sizes come from `training`."""
 
         mixture: list[str] = field(default_factory=list)
@@ -70,16 +73,6 @@ class WindowLoader(GlobalBatchLoader):
         """Tokens of the mixture after which the same windows come again in the same order; None
         for no such repetition."""
 
-        pipeline: str = ""
-        """A torchdata pipeline of your own instead of the mixture: PACKAGE.MODULE:FUNCTION, called
-        with a data-parallel rank and their number. Resumes with the same number of ranks alone."""
-
-        tokenizer: str = ""
-        """The tokenizer.json of the pipeline's text or ids; prepared sources have theirs."""
-
-        eos_token: str = END_OF_TEXT
-        """Token that ends every document of the pipeline."""
-
         def build(self, **split: Any) -> GlobalBatchLoader:
             """Return the loader of the mixture, or of the pipeline."""
             if self.pipeline:
@@ -89,7 +82,7 @@ class WindowLoader(GlobalBatchLoader):
                     f"dataloader.tokenizer={self.tokenizer} has no effect without "
                     "dataloader.pipeline: sources have their own; leave it out"
                 )
-            return GlobalBatchLoader.Config.build(self, **split)
+            return PipelineOptions.build(self, **split)
 
         def vocabulary(self) -> DataVocabulary:
             """Return the vocabulary of all sources, held-out splits included."""

@@ -1,15 +1,16 @@
 """The training loader over a pipeline of one's own: its documents, packed into windows.
 
-Each data-parallel rank reads a pipeline; tensor- and context-parallel ranks read that of their
-data-parallel rank. Unlike other loaders, this one cannot find window k without reading all before
-it: a checkpoint holds the state of every rank's pipeline, and resumes with as many ranks alone.
+Each data-parallel rank has a pipeline, which its tensor- and context-parallel ranks read, too.
+Unlike other loaders, this one cannot find window k without reading all before it: a checkpoint
+holds the state of every rank's pipeline, and resumes with as many ranks alone.
 """
 
 import hashlib
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,17 +21,36 @@ from titan_loop.data.load.windows import Window
 from titan_loop.data.pipeline import FIELD, Pipeline, pack_state, read_state
 from titan_loop.data.source_card import SHORT_DIGEST, file_sha256
 from titan_loop.errors import UserError
-from titan_loop.text.tokenizer import load_tokenizer, require_token, vocab_size
-
-if TYPE_CHECKING:
-    from titan_loop.data.load.loader import WindowLoader
+from titan_loop.text.encoding import DocumentEncoder
+from titan_loop.text.tokenizer import (
+    END_OF_TEXT,
+    load_tokenizer,
+    require_token,
+    template_bos,
+    vocab_size,
+)
 
 logger = logging.getLogger(__name__)
 
 RANKS = "pipeline_ranks"
 
 
-def pipeline_vocabulary(config: "WindowLoader.Config") -> DataVocabulary:
+@dataclass(kw_only=True, slots=True)
+class PipelineOptions(GlobalBatchLoader.Config):
+    """Options of a pipeline of one's own."""
+
+    pipeline: str = ""
+    """A torchdata pipeline of your own instead of the mixture: PACKAGE.MODULE:FUNCTION, called with
+    a data-parallel rank and their number. Resumes with the same number of ranks alone."""
+
+    tokenizer: str = ""
+    """The tokenizer.json of the pipeline's text or ids; prepared sources have theirs."""
+
+    eos_token: str = END_OF_TEXT
+    """Token that ends every document of the pipeline."""
+
+
+def pipeline_vocabulary(config: PipelineOptions) -> DataVocabulary:
     """Return the vocabulary of the tokenizer, whose ids the pipeline's are."""
     size = vocab_size(load_tokenizer(config.tokenizer))
     return DataVocabulary(size, size - 1)
@@ -41,7 +61,7 @@ class PipelineLoader(GlobalBatchLoader):
 
     def __init__(
         self,
-        config: "WindowLoader.Config",
+        config: PipelineOptions,
         *,
         seq_len: int,
         dp_world_size: int,
@@ -52,10 +72,12 @@ class PipelineLoader(GlobalBatchLoader):
         if not config.tokenizer:
             fix = "dataloader.tokenizer, the tokenizer.json that its text or ids belong to"
             raise UserError(f"{FIELD}={config.pipeline} needs {fix}")
-        self._tokenizer = load_tokenizer(config.tokenizer)
-        self._tokenizer.encode_special_tokens = True  # spelt out in a text they are text
-        self._eos = require_token(self._tokenizer, config.eos_token, "dataloader.eos_token")
-        self._ids = vocab_size(self._tokenizer)
+        self._encoder = DocumentEncoder(config.tokenizer)
+        tokenizer = self._encoder.tokenizer
+        self._eos = require_token(tokenizer, config.eos_token, "dataloader.eos_token")
+        bos = template_bos(tokenizer, f"dataloader.tokenizer={config.tokenizer}")
+        self._begin = [] if bos is None else [bos]
+        self._ids = vocab_size(tokenizer)
         self._pipeline = Pipeline(config.pipeline, dp_rank, dp_world_size)
         self._items = iter(self._pipeline)
         # What was read and not yet used: tokens, where their documents end, and finished windows.
@@ -116,13 +138,14 @@ class PipelineLoader(GlobalBatchLoader):
                 self._take(document)
         if self._windows:
             return self._noted(*self._windows.pop(0))
-        window = Window(*(np.empty(self._seq_len, dtype=np.int64) for _ in range(3)))
+        inputs, positions, labels = np.empty((3, self._seq_len), dtype=np.int64)
+        window = Window(inputs, positions, labels)
         ends = np.array([end for end in self._ends if end <= size], dtype=np.int64)
         window.fill(self._left[:size], ends)
         # Neighbours share a token, so that each one is predicted once.
         self._left = self._left[self._seq_len :]
         self._ends = [end - self._seq_len for end in self._ends if end > self._seq_len]
-        return self._noted(window.input, window.labels, window.positions)
+        return self._noted(inputs, labels, positions)
 
     def _take(self, document: Any) -> None:
         if isinstance(document, Mapping):
@@ -137,8 +160,8 @@ class PipelineLoader(GlobalBatchLoader):
             if not document.strip():
                 self._skipped += 1
                 return np.empty(0, dtype=np.int64)
-            ids = self._tokenizer.encode(document, add_special_tokens=False).ids
-            return np.array([*ids, self._eos], dtype=np.int64)
+            (ids,) = self._encoder.ids([document])
+            return np.concatenate([self._begin, ids, [self._eos]]).astype(np.int64)
         self._require_ids(document)
         if not len(document):
             self._skipped += 1

@@ -37,11 +37,12 @@ FORMATS: tuple[str, ...] = get_args(Format)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """Files to read, or a dataset.
+    """Files to read, a dataset, or a pipeline.
 
     Attributes:
         held_out_files: Files of the held-out split; without any, a hash of each document decides.
         dataset: Name of a Hugging Face dataset, or a folder that `datasets` loads.
+        pipeline: Function that makes a torchdata pipeline.
     """
 
     files: tuple[InputFile, ...] = ()
@@ -49,6 +50,7 @@ class Documents:
     dataset: str = ""
     dataset_config: str | None = None
     dataset_split: str = "train"
+    pipeline: str = ""
 
     def all_files(self) -> tuple[InputFile, ...]:
         """Return the files of both splits."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_loop.data.pipeline import find_pipeline
 from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.config import EXECUTORS, Executor, read_prepare_config
 from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def tokenize_source(
-    inputs: Inputs,
+    inputs: Inputs = (),
     *,
     output: str | Path,
     tokenizer: str | Path,
@@ -53,6 +54,7 @@ def tokenize_source(
     held_out_fraction: float = 0.01,
     dataset_config: str | None = None,
     dataset_split: str = "train",
+    pipeline: str | None = None,
     eos_token: str = END_OF_TEXT,
     no_bos: bool = False,
     config: str | Path | None = None,
@@ -88,6 +90,8 @@ def tokenize_source(
             has no effect beside held-out inputs.
         dataset_config: Configuration of a Hugging Face dataset.
         dataset_split: Split of a Hugging Face dataset.
+        pipeline: A torchdata pipeline that yields texts, instead of inputs:
+            PACKAGE.MODULE:FUNCTION, called with the number of a task and the number of tasks.
         eos_token: Token that ends every document.
         no_bos: Put no token in front of documents, though the tokenizer's template has one.
         config: TOML file that sets quality filters, deduplication, decontamination and the cluster.
@@ -132,15 +136,22 @@ def tokenize_source(
     template = ChatTemplate()
     if chat_template is not None:
         template = chosen_template(chat_template, Path(tokenizer))
-    documents = find_documents(
-        inputs,
-        held_out_inputs,
-        format=format,
-        pattern=pattern,
-        dataset_config=dataset_config,
-        dataset_split=dataset_split,
-        ours=written_by_us(output),
-    )
+    if pipeline is not None:
+        find_pipeline(pipeline, "pipeline")
+        if inputs or held_out_inputs or chat:
+            fix = "leave out inputs, held_out_inputs and chat"
+            raise UserError(f"pipeline {pipeline} yields the texts itself: {fix}")
+        documents = Documents(pipeline=pipeline)
+    else:
+        documents = find_documents(
+            inputs,
+            held_out_inputs,
+            format=format,
+            pattern=pattern,
+            dataset_config=dataset_config,
+            dataset_split=dataset_split,
+            ours=written_by_us(output),
+        )
     loaded = load_tokenizer(tokenizer)
     require_token(loaded, eos_token, "eos_token")
     token_bytes(loaded)  # refuses ids that do not fit

@@ -1,0 +1,210 @@
+"""Pipelines of one's own: every token once, resumed exactly, and one line for every fault."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data import pipelines
+from tests.data.load.splits import rows
+from tests.data.pipelines import IDS, SEQ_LEN, TEXTS
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.pipeline import pack_state, read_state
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.errors import UserError
+from titan_loop.text.tokenizer import load_tokenizer
+
+# Of torchdata's own use of torch.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+BATCH = 8
+WORKING = ("texts", "ids", "shuffled_batches", "shards", "windows")
+PLACE = pipelines.__name__
+
+
+def load(name: str, tokenizer: Path, *, rank: int = 0, ranks: int = 1, **changes: Any) -> Any:
+    config = WindowLoader.Config(pipeline=f"{PLACE}:{name}", tokenizer=str(tokenizer), **changes)
+    return config.build(dp_world_size=ranks, dp_rank=rank, seq_len=SEQ_LEN, local_batch_size=2)
+
+
+def stored(loader: Any, folder: Path) -> dict[str, Any]:
+    """Store a loader's state as a checkpoint does; return the part in the manifest."""
+    for name, content in loader.rank_files().items():
+        (folder / name).write_bytes(content)
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_resumed_after_every_batch_is_uninterrupted(
+    name: str, rank: int, small_tokenizer: Path, tmp_path: Path
+) -> None:
+    options = {"rank": rank, "ranks": 2}
+    whole = load(name, small_tokenizer, **options)
+    expected = [rows(whole.read_step(BATCH)) for _ in range(4)]
+    assert whole.windows_consumed == 4 * BATCH
+    state: dict[str, Any] = {}
+    for batch in expected:
+        loader = load(name, small_tokenizer, **options)
+        loader.load_state_dict(state)
+        loader.load_rank_files(tmp_path)
+        assert rows(loader.read_step(BATCH)) == batch
+        state = stored(loader, tmp_path)
+        loader.read_step(BATCH)  # lost with the process
+        loader.close()
+    assert state["data_hash"] == whole.data_hash
+    whole.close()
+
+
+@pytest.mark.parametrize("name", ["texts", "ids", "empty_texts"])
+def test_every_token_is_predicted_once(name: str, small_tokenizer: Path) -> None:
+    tokenizer = load_tokenizer(small_tokenizer)
+    eos = tokenizer.token_to_id("<|endoftext|>")
+    documents = IDS if name == "ids" else [tokenizer.encode(text).ids for text in TEXTS]
+    stream = [token for document in documents for token in [*document, eos]]
+    starts = np.cumsum([0, *(len(document) + 1 for document in documents)])
+    loader = load(name, small_tokenizer)
+    for first in range(0, 40 * SEQ_LEN, 2 * SEQ_LEN):
+        ((inputs, labels),) = loader.read_step(2)
+        for row in range(2):
+            at = first + row * SEQ_LEN
+            assert inputs["input"][row].tolist() == stream[at : at + SEQ_LEN]
+            begins = np.maximum(
+                starts[np.searchsorted(starts, range(at, at + SEQ_LEN), "right") - 1], at
+            )
+            assert (
+                inputs["positions"][row].tolist() == (np.arange(at, at + SEQ_LEN) - begins).tolist()
+            )
+            next_ones = np.array(stream[at + 1 : at + SEQ_LEN + 1])
+            is_start = np.isin(np.arange(at + 1, at + SEQ_LEN + 1), starts)
+            assert labels[row].tolist() == np.where(is_start, IGNORED, next_ones).tolist()
+    with pytest.raises(
+        UserError, match=r"pipelines:\w+ of rank 0, after 30\d items, ended: let it"
+    ):
+        loader.read_step(2 * len(stream))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("short", "after 9 items, ended: let it begin again by itself, or lower total_tokens"),
+        ("not_a_pipeline", "is a list: return a node of torchdata.nodes or a StatefulDataLoader"),
+        ("not_built", r"could not be built \(no corpus here\)"),
+        ("buffer", "shuffles a stream of `datasets` with a buffer, whose documents are lost"),
+        ("raises", r"after 7 items, failed \(document 7 is torn\)"),
+        ("raises_in_a_worker", r"after 7 items, failed \(ValueError: document 7 is torn\)"),
+        ("floats", "yields float '0.5': yield texts, rows of token ids or windows"),
+        ("nothing", "yields NoneType 'None'"),
+        ("other_fields", "yields a record with 'content', 'url': it needs 'text', 'ids' or a win"),
+        ("wrong_id", "yields the token id 4000: the tokenizer has the ids 0 to 29"),
+        ("wrong_window", r"yields input of shape \(2,\) and type int64: it takes 32 ids"),
+        ("mixed", "yields a finished window among documents: yield one of the two"),
+        ("absent", f"{PLACE} has no function 'absent'"),
+    ],
+)
+def test_a_fault_is_one_line(name: str, message: str, small_tokenizer: Path) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load(name, small_tokenizer).read_step(2000)
+    assert f"dataloader.pipeline={PLACE}:{name}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline": "texts"}, "give PACKAGE.MODULE:FUNCTION"),
+        ({"pipeline": "no.such:texts"}, "give PACKAGE.MODULE:FUNCTION"),
+        ({"tokenizer": ""}, "needs dataloader.tokenizer"),
+        ({"eos_token": "<eos>"}, "dataloader.eos_token '<eos>' is not in the tokenizer"),
+        ({"pipeline": ""}, "dataloader.tokenizer=.* has no effect without dataloader.pipeline"),
+    ],
+)
+def test_options_that_do_not_fit(
+    changes: dict[str, Any], message: str, small_tokenizer: Path
+) -> None:
+    options = {"pipeline": f"{PLACE}:texts", "tokenizer": str(small_tokenizer), **changes}
+    with pytest.raises(UserError, match=message):
+        WindowLoader.Config(**options).build(
+            dp_world_size=1, dp_rank=0, seq_len=SEQ_LEN, local_batch_size=2
+        )
+
+
+def test_only_as_many_ranks_go_on(small_tokenizer: Path, tmp_path: Path) -> None:
+    loader = load("texts", small_tokenizer, ranks=2)
+    loader.read_step(BATCH)
+    state = stored(loader, tmp_path)
+    with pytest.raises(
+        UserError, match=r"2 data-parallel ranks and cannot go on with 3: .* data tok"
+    ):
+        load("texts", small_tokenizer, ranks=3).load_state_dict(state)
+    with pytest.raises(UserError, match=r"other data: pipeline .*:texts → .*:ids"):
+        load("ids", small_tokenizer, ranks=2).load_state_dict(state)
+    # Another pipeline begins at its beginning.
+    other = load("ids", small_tokenizer, ranks=2, accept_change=True)
+    other.load_state_dict(state)
+    other.load_rank_files(tmp_path)
+    assert rows(other.read_step(BATCH)) == rows(
+        load("ids", small_tokenizer, ranks=2).read_step(BATCH)
+    )
+
+
+def test_windows_that_are_jumped_over_are_read_and_dropped(small_tokenizer: Path) -> None:
+    whole = load("ids", small_tokenizer, ranks=2)
+    batches = [rows(whole.read_step(BATCH)) for _ in range(4)]
+    loader = load("ids", small_tokenizer, ranks=2)
+    loader.read_step(BATCH)
+    loader.jump([(BATCH, 3 * BATCH)])
+    assert rows(loader.read_step(BATCH)) == batches[3]
+
+
+def test_states_come_back_as_they_were(tmp_path: Path) -> None:
+    state = {
+        "numbers": [None, True, 1 << 130, -0.5, float("inf"), "text"],
+        "nested": ({"a": ()}, [{}], (1, (2,))),
+        7: {("a", 1): b"\x00\xff"},
+        "tensor": torch.arange(6).reshape(2, 3).T,
+        "array": np.arange(4, dtype=np.uint32),
+        "scalar": np.int64(3),
+    }
+    path = tmp_path / "state"
+    path.write_bytes(pack_state(state))
+    found = read_state(path)
+    assert torch.equal(found.pop("tensor"), state.pop("tensor"))
+    array, expected = found.pop("array"), state.pop("array")
+    assert array.dtype == expected.dtype
+    assert array.tolist() == expected.tolist()
+    assert found == state
+    assert type(found["nested"]) is tuple
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"state is damaged .*; choose another checkpoint"):
+        read_state(path)
+
+
+def test_a_state_that_cannot_be_stored(small_tokenizer: Path) -> None:
+    loader = load("set_state", small_tokenizer)
+    loader.read_step(BATCH)
+    with pytest.raises(UserError, match=r"dataloader.pipeline.*seen: .* state holds a set, which"):
+        loader.rank_files()
+
+
+def test_the_same_documents_as_a_source(small_tokenizer: Path, tmp_path: Path) -> None:
+    """The way out for another number of ranks."""
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    options = {"tokenizer": small_tokenizer, "held_out_fraction": 0.1}
+    files = tokenize_source(tmp_path / "texts.jsonl", output=tmp_path / "files", **options)
+    name = f"{PLACE}:empty_texts"
+    source = tokenize_source(pipeline=name, output=tmp_path / "pipeline", **options)
+    assert files is not None
+    assert source is not None
+    assert source.splits == files.splits
+    assert source.dropped == {"empty": 2}
+    with pytest.raises(UserError, match=r"pipeline=.*:raises of rank 0, after 7 items, failed"):
+        tokenize_source(pipeline=f"{PLACE}:raises", output=tmp_path / "raises", **options)
+    with pytest.raises(UserError, match="ids or windows: yield texts, which are tokenised here"):
+        tokenize_source(pipeline=f"{PLACE}:ids", output=tmp_path / "ids", **options)
+    with pytest.raises(UserError, match="yields the texts itself: leave out inputs"):
+        tokenize_source(tmp_path, pipeline=name, output=tmp_path / "both", **options)

@@ -1,0 +1,130 @@
+"""Pipelines of one's own for `dataloader.pipeline`: some that work, and some that do not."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torchdata.nodes as nodes
+from datasets import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+SEQ_LEN = 32
+TEXTS = [" ".join(f"word {i} of {j}" for j in range(i % 7 + 1)) for i in range(300)]
+IDS = [[3 + (i + j) % 200 for j in range(i % 30 + 1)] for i in range(300)]
+
+
+def texts(rank: int, ranks: int) -> Any:
+    return nodes.Prefetcher(nodes.IterableWrapper(TEXTS[rank::ranks]), 3)
+
+
+def ids(rank: int, ranks: int) -> Any:
+    return nodes.IterableWrapper([{"ids": each} for each in IDS[rank::ranks]])
+
+
+def shuffled_batches(rank: int, ranks: int) -> Any:
+    """Two workers, batches of four documents, a shuffled map-style data set."""
+    data = Dataset.from_dict({"text": TEXTS}).shard(ranks, rank)
+    generator = torch.Generator().manual_seed(rank)
+    return StatefulDataLoader(data, 4, shuffle=True, num_workers=2, generator=generator)
+
+
+def shards(rank: int, ranks: int) -> Any:
+    data = Dataset.from_dict({"text": TEXTS}).shard(ranks, rank).to_iterable_dataset(num_shards=4)
+    return StatefulDataLoader(data, batch_size=None, num_workers=2)
+
+
+class Draws(nodes.BaseNode[dict[str, Any]]):
+    """Finished windows, drawn by Python's and numpy's generators, whose states are tuples."""
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self.python, self.numpy = random.Random(0), np.random.RandomState(0)
+        if initial_state is not None:
+            self.python.setstate(initial_state["python"])
+            self.numpy.set_state(initial_state["numpy"])
+
+    def next(self) -> dict[str, Any]:
+        drawn = [self.python.randrange(200), *self.numpy.randint(0, 200, SEQ_LEN).tolist()]
+        return {"input": drawn[:-1], "labels": drawn[1:]}
+
+    def get_state(self) -> dict[str, Any]:
+        return {"python": self.python.getstate(), "numpy": self.numpy.get_state()}
+
+
+def windows(rank: int, ranks: int) -> Any:
+    return nodes.Batcher(Draws(), 3)
+
+
+def short(rank: int, ranks: int) -> Any:
+    return nodes.IterableWrapper(TEXTS[:9])
+
+
+def not_a_pipeline(rank: int, ranks: int) -> Any:
+    return TEXTS
+
+
+def not_built(rank: int, ranks: int) -> Any:
+    raise FileNotFoundError("no corpus here")
+
+
+def buffer(rank: int, ranks: int) -> Any:
+    data = Dataset.from_dict({"text": TEXTS}).to_iterable_dataset(num_shards=2)
+    return nodes.IterableWrapper(data.shuffle(seed=0, buffer_size=20))
+
+
+class RaisingData(torch.utils.data.Dataset[str]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> str:
+        if index == 7:
+            raise ValueError("document 7 is torn")
+        return TEXTS[index]
+
+
+def raises(rank: int, ranks: int) -> Any:
+    return nodes.Mapper(nodes.SamplerWrapper(range(20)), RaisingData().__getitem__)
+
+
+def raises_in_a_worker(rank: int, ranks: int) -> Any:
+    return StatefulDataLoader(RaisingData(), batch_size=None, num_workers=1)
+
+
+def _nonsense(*items: Any) -> Any:
+    return lambda rank, ranks: nodes.IterableWrapper([*items])
+
+
+floats = _nonsense(0.5)
+nothing = _nonsense(None)
+other_fields = _nonsense({"content": "text", "url": "x"})
+wrong_id = _nonsense({"ids": [5, 4000]})
+wrong_window = _nonsense({"input": [1, 2], "labels": [2, 3]})
+mixed = _nonsense("text", {"input": [1] * SEQ_LEN, "labels": [2] * SEQ_LEN})
+empty_texts = _nonsense("", "  ", *TEXTS)
+
+
+class SetState(nodes.BaseNode[str]):
+    """Its state is nothing that JSON or a tensor is."""
+
+    def next(self) -> str:
+        return "a text"
+
+    def get_state(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+
+def set_state(rank: int, ranks: int) -> Any:
+    return SetState()
+
+
+class Unseeded(SetState):
+    def next(self) -> str:
+        return str(random.SystemRandom().random())
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+
+def unseeded(rank: int, ranks: int) -> Any:
+    return Unseeded()

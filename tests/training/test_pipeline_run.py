@@ -1,0 +1,104 @@
+"""Runs on a pipeline of one's own: its state in checkpoints, on ranks that share it, resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data import pipelines
+from tests.support.tiny import act_as_launched, tiny_config
+from tests.training.records import MEASURED
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.pipeline import read_state
+from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.resolved_run import resolve
+from titan_loop.training.trainer import LoopTrainer
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
+
+STEPS = 4
+
+
+def train(
+    source: Path, run: Path, world: int, last: int, name: str, parallelism: dict[str, int]
+) -> str | None:
+    """Train to the step `last` of STEPS; return the refusal, if there is one."""
+    act_as_launched(world)
+    config = tiny_config(source, run, steps=STEPS)
+    config.dataloader = WindowLoader.Config(
+        pipeline=f"{pipelines.__name__}:{name}", tokenizer=str(source / "tokenizer.json")
+    )
+    for field, degree in parallelism.items():
+        setattr(config.parallelism, f"{field}_parallel_degree", degree)
+    trainer = LoopTrainer(resolve(config, world))
+    step = trainer.train_step
+
+    def train_step(data: Any) -> None:
+        step(data)
+        if trainer.step == last < STEPS:
+            raise InterruptedError
+
+    trainer.train_step = train_step
+    try:
+        trainer.train()
+    except InterruptedError:
+        pass
+    except UserError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return None
+
+
+def outcome(run: Path) -> tuple[Any, ...]:
+    """Return the records of a run and its last pipelines' states, as far as they must be equal."""
+    newest = run / "checkpoints" / f"step-{STEPS}"
+    files = sorted(name for name in read_manifest(newest)["files"] if name.startswith("pipeline"))
+    states = {name: read_state(newest / name) for name in files}
+    records = {record["step"]: record for record in RunDirectory(run).read_metrics()}
+    kept = [{k: v for k, v in each.items() if k not in MEASURED} for each in records.values()]
+    return kept, {name: state["read_hash"] for name, state in states.items()}
+
+
+@pytest.mark.parametrize(
+    ("world", "parallelism", "files"),
+    [(1, {}, 1), (2, {}, 2), (2, {"tensor": 2}, 1), (2, {"context": 2}, 1)],
+)
+def test_interrupted_and_resumed_is_uninterrupted(
+    world: int, parallelism: dict[str, int], files: int, gloo_pool, source: Path, tmp_path: Path
+) -> None:
+    pool = gloo_pool(world)
+
+    def run(name: str, last: int) -> None:
+        steps = pool.run(train, source, tmp_path / name, world, last, "texts", parallelism)
+        assert set(steps) == {None}
+
+    run("whole", STEPS)
+    run("parts", 1)
+    run("parts", 3)  # the checkpoint is of step 2: the third is repeated
+    run("parts", STEPS)
+    records, hashes = outcome(tmp_path / "whole")
+    assert len(records) == STEPS
+    assert len(hashes) == files
+    assert outcome(tmp_path / "parts") == (records, hashes)
+    if parallelism:
+        return
+    other = 3 - world
+    problem = f"saved on {world} data-parallel ranks and cannot go on with {other}"
+    for refusal in gloo_pool(other).run(
+        train, source, tmp_path / "parts", other, STEPS, "texts", {}
+    ):
+        assert problem in str(refusal)
+
+
+def test_ranks_of_one_part_must_read_the_same(gloo_pool, source: Path, tmp_path: Path) -> None:
+    for refusal in gloo_pool(2).run(
+        train, source, tmp_path / "run", 2, STEPS, "unseeded", {"tensor": 2}
+    ):
+        assert "rank 1 has read other data than rank 0" in str(refusal)
+        assert "set its seeds" in str(refusal)
