@@ -31,7 +31,7 @@ def train(
     act_as_launched(world)
     config = tiny_config(source, run, steps=STEPS)
     config.dataloader = WindowLoader.Config(
-        pipeline=f"{pipelines.__name__}:{name}", tokenizer=str(source / "tokenizer.json")
+        pipeline=f"{pipelines.__name__}:{name}", tokenizer_path=str(source / "tokenizer.json")
     )
     for field, degree in parallelism.items():
         setattr(config.parallelism, f"{field}_parallel_degree", degree)

@@ -281,7 +281,7 @@ class SavedRun:
     def _pipeline_tokenizer(self) -> Path | None:
         """The tokenizer that a run with `dataloader.pipeline` names."""
         options = self._option("dataloader", dict, {})
-        return self.found(options["tokenizer"]) if options.get("pipeline") else None
+        return self.found(options["tokenizer_path"]) if options.get("pipeline") else None
 
     def check_source(self, source: Path) -> None:
         """Refuse a source with another tokenizer; warn if its documents begin otherwise."""

@@ -27,7 +27,9 @@ PLACE = pipelines.__name__
 
 
 def load(name: str, tokenizer: Path, *, rank: int = 0, ranks: int = 1, **changes: Any) -> Any:
-    config = WindowLoader.Config(pipeline=f"{PLACE}:{name}", tokenizer=str(tokenizer), **changes)
+    config = WindowLoader.Config(
+        pipeline=f"{PLACE}:{name}", tokenizer_path=str(tokenizer), **changes
+    )
     return config.build(dp_world_size=ranks, dp_rank=rank, seq_len=SEQ_LEN, local_batch_size=2)
 
 
@@ -118,15 +120,18 @@ def test_a_fault_is_one_line(name: str, message: str, small_tokenizer: Path) -> 
     [
         ({"pipeline": "texts"}, "give PACKAGE.MODULE:FUNCTION"),
         ({"pipeline": "no.such:texts"}, "give PACKAGE.MODULE:FUNCTION"),
-        ({"tokenizer": ""}, "needs dataloader.tokenizer"),
+        ({"tokenizer_path": ""}, "needs dataloader.tokenizer_path"),
         ({"eos_token": "<eos>"}, "dataloader.eos_token '<eos>' is not in the tokenizer"),
-        ({"pipeline": ""}, "dataloader.tokenizer=.* has no effect without dataloader.pipeline"),
+        (
+            {"pipeline": ""},
+            "dataloader.tokenizer_path=.* has no effect without dataloader.pipeline",
+        ),
     ],
 )
 def test_options_that_do_not_fit(
     changes: dict[str, Any], message: str, small_tokenizer: Path
 ) -> None:
-    options = {"pipeline": f"{PLACE}:texts", "tokenizer": str(small_tokenizer), **changes}
+    options = {"pipeline": f"{PLACE}:texts", "tokenizer_path": str(small_tokenizer), **changes}
     with pytest.raises(UserError, match=message):
         WindowLoader.Config(**options).build(
             dp_world_size=1, dp_rank=0, seq_len=SEQ_LEN, local_batch_size=2

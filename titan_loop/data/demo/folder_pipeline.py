@@ -2,7 +2,7 @@ r"""A pipeline of one's own over a folder of JSONL files: `datasets` reads, torc
 
     export PIPELINE_FOLDER=corpus/prose
     titan-loop train quickstart --dataloader.pipeline titan_loop.data.demo.folder_pipeline:endless \
-        --dataloader.tokenizer tokenizer.json --held-out.interval 0
+        --dataloader.tokenizer-path tokenizer.json --held-out.interval 0
     titan-loop data tokenize --pipeline titan_loop.data.demo.folder_pipeline:once \
         --output sources/prose --tokenizer tokenizer.json
 

@@ -77,9 +77,9 @@ class WindowLoader(GlobalBatchLoader):
             """Return the loader of the mixture, or of the pipeline."""
             if self.pipeline:
                 return PipelineLoader(self, **split)
-            if self.tokenizer:
+            if self.tokenizer_path:
                 raise UserError(
-                    f"dataloader.tokenizer={self.tokenizer} has no effect without "
+                    f"dataloader.tokenizer_path={self.tokenizer_path} has no effect without "
                     "dataloader.pipeline: sources have their own; leave it out"
                 )
             return PipelineOptions.build(self, **split)

@@ -43,7 +43,7 @@ class PipelineOptions(GlobalBatchLoader.Config):
     """A torchdata pipeline of your own instead of the mixture: PACKAGE.MODULE:FUNCTION, called with
     a data-parallel rank and their number. Resumes with the same number of ranks alone."""
 
-    tokenizer: str = ""
+    tokenizer_path: str = ""
     """The tokenizer.json of the pipeline's text or ids; prepared sources have theirs."""
 
     eos_token: str = END_OF_TEXT
@@ -52,7 +52,7 @@ class PipelineOptions(GlobalBatchLoader.Config):
 
 def pipeline_vocabulary(config: PipelineOptions) -> DataVocabulary:
     """Return the vocabulary of the tokenizer, whose ids the pipeline's are."""
-    size = vocab_size(load_tokenizer(config.tokenizer))
+    size = vocab_size(load_tokenizer(config.tokenizer_path))
     return DataVocabulary(size, size - 1)
 
 
@@ -69,13 +69,13 @@ class PipelineLoader(GlobalBatchLoader):
         **split: Any,
     ) -> None:
         config.refuse_dataset()
-        if not config.tokenizer:
-            fix = "dataloader.tokenizer, the tokenizer.json that its text or ids belong to"
+        if not config.tokenizer_path:
+            fix = "dataloader.tokenizer_path, the tokenizer.json that its text or ids belong to"
             raise UserError(f"{FIELD}={config.pipeline} needs {fix}")
-        self._encoder = DocumentEncoder(config.tokenizer)
+        self._encoder = DocumentEncoder(config.tokenizer_path)
         tokenizer = self._encoder.tokenizer
         self._eos = require_token(tokenizer, config.eos_token, "dataloader.eos_token")
-        bos = template_bos(tokenizer, f"dataloader.tokenizer={config.tokenizer}")
+        bos = template_bos(tokenizer, f"dataloader.tokenizer_path={config.tokenizer_path}")
         self._begin = [] if bos is None else [bos]
         self._ids = vocab_size(tokenizer)
         self._pipeline = Pipeline(config.pipeline, dp_rank, dp_world_size)
@@ -89,7 +89,7 @@ class PipelineLoader(GlobalBatchLoader):
         self._resumes = False
         description = {
             "pipeline": config.pipeline,
-            "tokenizer": file_sha256(Path(config.tokenizer))[:SHORT_DIGEST],
+            "tokenizer": file_sha256(Path(config.tokenizer_path))[:SHORT_DIGEST],
             "eos_id": self._eos,
             "seq_len": seq_len,
             SOURCES: [],

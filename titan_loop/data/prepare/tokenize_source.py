@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_loop.data.pipeline import find_pipeline
 from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.config import EXECUTORS, Executor, read_prepare_config
 from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
@@ -105,6 +104,7 @@ def tokenize_source(
     Returns:
         The card that was written; None if jobs were submitted, the last of which writes it.
     """
+    from titan_loop.data.pipeline import find_pipeline
     from titan_loop.data.prepare.executors import Pipeline, run_pipelines
     from titan_loop.data.prepare.finish import write_card
     from titan_loop.data.prepare.pipelines import build_pipelines
