@@ -233,7 +233,7 @@ class SavedRun:
         if (recorded := self.config.get("text")) is not None:
             return TextFormat(**recorded)
         if self._pipeline_tokenizer is not None:
-            bos = template_bos(tokenizer)
+            bos = template_bos(tokenizer, str(self._pipeline_tokenizer), "train with another")
             return TextFormat(
                 end_of_text=self._option("dataloader.eos_token", str),
                 begin_of_text=None if bos is None else tokenizer.id_to_token(bos),

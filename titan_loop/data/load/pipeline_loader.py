@@ -75,7 +75,7 @@ class PipelineLoader(GlobalBatchLoader):
         self._encoder = DocumentEncoder(config.tokenizer_path)
         tokenizer = self._encoder.tokenizer
         self._eos = require_token(tokenizer, config.eos_token, "dataloader.eos_token")
-        bos = template_bos(tokenizer, f"dataloader.tokenizer_path={config.tokenizer_path}")
+        bos = template_bos(tokenizer, config.tokenizer_path, "correct its post_processor")
         self._begin = [] if bos is None else [bos]
         self._ids = vocab_size(tokenizer)
         self._pipeline = Pipeline(config.pipeline, dp_rank, dp_world_size)
