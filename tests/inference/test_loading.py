@@ -67,8 +67,8 @@ def test_texts_end_where_the_training_data_said(trained_run, ended_run):
         loaded = load_checkpoint(run)
         return text_ends(loaded, load_matching_tokenizer(loaded))
 
-    assert ends(trained_run) == (0, 2, None)
-    assert ends(ended_run.path) == (ended_run.end, 2, None)
+    assert ends(trained_run) == (0, 2, None, frozenset())
+    assert ends(ended_run.path) == (ended_run.end, 2, None, frozenset())
     assert ends(ended_run.path).stop_tokens == {ended_run.end, 2}
 
 
@@ -79,6 +79,7 @@ def test_texts_end_where_the_training_data_said(trained_run, ended_run):
         ({"text": {"end_of_text": "a", "begin_of_text": "c"}}, ("a", "<|im_end|>", "c")),
         ({"text": None}, ("<|endoftext|>", "<|im_end|>", None)),
         ({}, ("<|endoftext|>", "<|im_end|>", None)),
+        ({"text": {"end_of_text": "a", "end_tokens": ["b", "c"]}}, ("a", "<|im_end|>", None)),
     ],
 )
 def test_an_imported_run_has_recorded_where_texts_end(own_run, recorded, ends):
@@ -87,7 +88,11 @@ def test_an_imported_run_has_recorded_where_texts_end(own_run, recorded, ends):
     (own_run / "config.json").write_text(json.dumps(config | recorded))
     tokenizer = byte_level_tokenizer()
     ids = tuple(None if token is None else tokenizer.token_to_id(token) for token in ends)
-    assert text_ends(load_checkpoint(own_run), tokenizer) == ids
+    found = text_ends(load_checkpoint(own_run), tokenizer)
+    assert found[:3] == ids
+    others = (recorded.get("text") or {}).get("end_tokens", ())
+    assert found.others == {tokenizer.token_to_id(token) for token in others}
+    assert found.stop_tokens == {*ids[:2], *found.others}
 
 
 def refusal(call) -> str:
