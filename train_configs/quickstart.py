@@ -82,6 +82,20 @@ CANDIDATES = {
     "d128_grown": Candidate(1, 128, 384, 3_300_000, _grown(1_200_000, 2_300_000)),
 }
 TABLES = {
+    "quickstart": [
+        ResultTable(
+            name="bits_per_byte",
+            title="held-out bits per byte",
+            rows={f"R = {steps}": {"reading": f"static:{steps}"} for steps in range(1, 7)},
+            columns={
+                source: {"task": f"held_out/{source}"} for source in ("code", "prose", "math", "all")
+            },
+            everywhere={"stage": "quickstart", "metric": "bits_per_byte"},
+            factor=1.0,
+            digits=3,
+            headline="R = 4",
+        )
+    ],
     "quickstart_search": [
         ResultTable(
             name="bits",
