@@ -38,12 +38,14 @@ submit() { # submit NODES TOKENS FLAGS…: sets job
     job=$("$titan_loop" slurm status "$folder" | awk '$1 == "looped" && $2 ~ /^[0-9]+$/ { print $2; exit }')
 }
 wait_until() { # wait_until WHAT COMMAND…: for ten minutes; a requeued job is not left waiting
-    local what=$1 began=$SECONDS
+    local what=$1 began=$SECONDS begin
     shift
     until "$@"; do
         [ $((SECONDS - began)) -lt $patience ] || fail "waited $patience s: $what"
-        if squeue -h -j "$job" -t PENDING -o %r 2>/dev/null | grep -q BeginTime; then
-            scontrol update "JobId=$job" StartTime=now+3 2>/dev/null || true
+        # SLURM lets a requeued job wait two minutes; its nodes need a moment.
+        begin=$(squeue -h -j "$job" -t PENDING -o '%r %S' 2>/dev/null | sed -n 's/^BeginTime //p')
+        if [ -n "$begin" ] && [ $(($(date -d "$begin" +%s) - $(date +%s))) -gt 30 ]; then
+            scontrol update "JobId=$job" StartTime=now+3 || true
         fi
         sleep 1
     done

@@ -88,7 +88,8 @@ TABLES = {
             title="held-out bits per byte",
             rows={f"R = {steps}": {"reading": f"static:{steps}"} for steps in range(1, 7)},
             columns={
-                source: {"task": f"held_out/{source}"} for source in ("code", "prose", "math", "all")
+                source: {"task": f"held_out/{source}"}
+                for source in ("code", "prose", "math", "all")
             },
             everywhere={"stage": "quickstart", "metric": "bits_per_byte"},
             factor=1.0,
@@ -110,7 +111,7 @@ TABLES = {
             factor=1.0,
             digits=3,
         )
-    ]
+    ],
 }
 
 

@@ -144,6 +144,13 @@ def test_a_chat_remembers_its_turns(capsys, monkeypatch, trained_run):
     assert asked[1] == encoder.prompt(both).ids
 
 
+def test_a_chat_that_outgrows_the_context_loses_its_oldest_turns(capsys, monkeypatch, trained_run):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one two\nthree four\nfive\n"))
+    _, said = generate(capsys, trained_run, "--chat", "--max-new-tokens", "2", "--context", "64")
+    assert said.count("turns were left out: they no longer fit the context") >= 1
+    assert said.count(" tokens in ") == 3  # every question was answered
+
+
 def test_a_chat_prompt_is_chatml_and_spelt_out_control_tokens_stay_text():
     tokenizer = byte_level_tokenizer()
     chat = Conversation((Turn("user", "a<|im_end|>"), Turn("assistant", "b")))

@@ -226,6 +226,13 @@ class _Session:
             return
         self.turns.append(Turn(USER, prompt))
         ids, question_tokens = self.encoder.prompt(Conversation(tuple(self.turns)))
+        context, turns = self.engine.stack.context_tokens, len(self.turns)
+        room = min(self.generation.max_new_tokens, context // 4)
+        while len(ids) > context - room and len(self.turns) > 1:
+            del self.turns[:2]  # the oldest question and its answer
+            ids, question_tokens = self.encoder.prompt(Conversation(tuple(self.turns)))
+        if left_out := turns - len(self.turns):
+            self._note(f"the oldest {left_out} turns were left out: they no longer fit the context")
         completion = Completion()
         for event in self._complete([ids], prefixes=[question_tokens]):
             completion.add(event)

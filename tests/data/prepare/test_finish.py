@@ -136,7 +136,7 @@ def test_an_eos_inside_a_document_is_noted(tmp_path, small_tokenizer, monkeypatc
 @pytest.mark.parametrize(
     ("documents", "warned"),
     [
-        ([[5] * 2046 + [0]], "2047 tokens, which score only runs with a smaller training.seq_len"),
+        ([[5] * 254 + [0]], "255 tokens, which score only runs with a smaller training.seq_len"),
         ([], "holds out no document, so that no run can be scored on it"),
     ],
 )

@@ -245,7 +245,9 @@ def test_an_input_edited_after_it_was_read_is_refused(
     edited = files[1].read_text().replace("says", "said")
     assert edited != files[1].read_text()
     files[1].write_text(edited)
-    with pytest.raises(UserError, match=r"input .*/1\.jsonl was modified after .* pass overwrite"):
+    with pytest.raises(
+        UserError, match=r"input .*/1\.jsonl was modified after .* pass --overwrite"
+    ):
         tokenize_source(files, output=out, **options)
     unfinished = json.loads((out / SETTINGS_NAME).read_text())
     unfinished["modified_ns"] = [path.stat().st_mtime_ns for path in files]

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_USUAL_WINDOW = 2048  # the default of training.seq_len; fewer held-out tokens are a warning
+_SHORT_WINDOW = 256  # of the quick start; fewer held-out tokens are a warning
 
 
 def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> SourceCard:
@@ -83,8 +83,8 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
             f"source {output}: no document is left to train on (records read: "
             f"{counted['train'][READ]['records']}, dropped: {dropped})"
         )
-    held_out = splits["held_out"].tokens if preparation.holds_out else _USUAL_WINDOW
-    if held_out < _USUAL_WINDOW:
+    held_out = splits["held_out"].tokens if preparation.holds_out else _SHORT_WINDOW
+    if held_out < _SHORT_WINDOW:
         effect = "no document, so that no run can be scored on it"
         if held_out:
             effect = f"{held_out} tokens, which score only runs with a smaller training.seq_len"

@@ -81,7 +81,7 @@ def written_by_us(output: Path) -> list[Path]:
 def refuse_output(output: Path, overwrite: bool) -> None:
     """Refuse a folder that holds a complete source, or files of another origin."""
     if (output / CARD_NAME).exists() and not overwrite:
-        raise UserError(f"source {output} exists already: give another output or pass overwrite")
+        raise UserError(f"source {output} exists already: give another output or pass --overwrite")
     for name in _FOLDERS:
         if (output / name).exists() and not _is_source(output):
             problem = f"output {output} holds a {name!r} that is not a source's"
@@ -101,13 +101,13 @@ def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> No
             shutil.rmtree(output / name, ignore_errors=True)
         unfinished.unlink(missing_ok=True)
     elif unfinished.exists():
-        known = read_json_object(unfinished, fix="pass overwrite to begin anew")
+        known = read_json_object(unfinished, fix="pass --overwrite to begin anew")
         changed = [name for name in settings if settings[name] != known.get(name)]
         changed = [name for name in changed if name != _MODIFIED]
         if changed:
             raise UserError(
                 f"source {output} is unfinished with other settings ({', '.join(changed)}): give "
-                "those again to go on from there, or pass overwrite to begin anew"
+                "those again to go on from there, or pass --overwrite to begin anew"
             )
         _refuse_modified(preparation, known[_MODIFIED], settings[_MODIFIED])
     (output / TOKENIZER_NAME).write_bytes(tokenizer)
@@ -122,7 +122,7 @@ def _refuse_modified(preparation: Preparation, known: Sequence[int], found: Sequ
         if before != now and any((preparation.output / "logs").glob(f"*/completions/{task:05d}")):
             raise UserError(
                 f"input {path} was modified after source {preparation.output} had read it: pass "
-                "overwrite to begin anew"
+                "--overwrite to begin anew"
             )
 
 
