@@ -223,6 +223,12 @@ TARGETS = (
         spoiling.JSON_FILE,
         ("convert import",),
     ),
+    Target(
+        "end tokens of a folder",
+        "export/generation_config.json",
+        spoiling.JSON_FILE,
+        ("convert import",),
+    ),
     Target("template", "export/chat_template.jinja", spoiling.TEXT_FILE, ("convert import",)),
     Target(
         "documents",
