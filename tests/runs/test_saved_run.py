@@ -62,6 +62,20 @@ def test_a_mixture_that_is_no_list_of_texts_is_refused(old_run: Path, mixture: o
         SavedRun(old_run).sources  # noqa: B018
 
 
+def test_a_run_with_a_pipeline_has_the_pipelines_tokenizer(old_run: Path, tmp_path: Path):
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="a")).save(str(path))
+    options = {"pipeline": "my:documents", "tokenizer_path": str(path), "eos_token": "</s>"}
+    edit_config(old_run, dataloader={"mixture": ["unread=1"], **options})
+    run = SavedRun(old_run)
+    assert run.sources == []
+    assert run.tokenizer() == (path, True)
+    assert run.text_format(Tokenizer.from_file(str(path))) == TextFormat(end_of_text="</s>")
+    path.unlink()
+    with pytest.raises(UserError, match=r"tokenizer .*tokenizer.json is not a file"):
+        run.tokenizer()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
