@@ -38,8 +38,8 @@ def train(
     trainer = LoopTrainer(resolve(config, world))
     step = trainer.train_step
 
-    def train_step(data: Any) -> None:
-        step(data)
+    def train_step(data_iterator: Any) -> None:
+        step(data_iterator)
         if trainer.step == last < STEPS:
             raise InterruptedError
 
