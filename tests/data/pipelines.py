@@ -24,13 +24,15 @@ def ids(rank: int, ranks: int) -> Any:
 
 def shuffled_batches(rank: int, ranks: int) -> Any:
     """Two workers, batches of four documents, a shuffled map-style data set."""
-    data = Dataset.from_dict({"text": TEXTS}).shard(ranks, rank)
+    data: Any = Dataset.from_dict({"text": TEXTS}).shard(ranks, rank)
     generator = torch.Generator().manual_seed(rank)
     return StatefulDataLoader(data, 4, shuffle=True, num_workers=2, generator=generator)
 
 
 def shards(rank: int, ranks: int) -> Any:
-    data = Dataset.from_dict({"text": TEXTS}).shard(ranks, rank).to_iterable_dataset(num_shards=4)
+    data: Any = (
+        Dataset.from_dict({"text": TEXTS}).shard(ranks, rank).to_iterable_dataset(num_shards=4)
+    )
     return StatefulDataLoader(data, batch_size=None, num_workers=2)
 
 
@@ -84,7 +86,7 @@ class RaisingData(torch.utils.data.Dataset[str]):
 
 
 def raises(rank: int, ranks: int) -> Any:
-    return nodes.Mapper(nodes.SamplerWrapper(range(20)), RaisingData().__getitem__)
+    return nodes.Mapper(nodes.IterableWrapper(range(20)), RaisingData().__getitem__)
 
 
 def raises_in_a_worker(rank: int, ranks: int) -> Any:
