@@ -43,7 +43,7 @@ wait_until() { # wait_until WHAT COMMAND…: for ten minutes; a requeued job is 
     until "$@"; do
         [ $((SECONDS - began)) -lt $patience ] || fail "waited $patience s: $what"
         # SLURM lets a requeued job wait two minutes; its nodes need a moment.
-        begin=$(squeue -h -j "$job" -t PENDING -o '%r %S' 2>/dev/null | sed -n 's/^BeginTime //p')
+        begin=$(squeue -h -j "$job" -t PENDING -o '%r %S' 2>/dev/null | sed -n 's/^BeginTime \([0-9]\)/\1/p')
         if [ -n "$begin" ] && [ $(($(date -d "$begin" +%s) - $(date +%s))) -gt 30 ]; then
             scontrol update "JobId=$job" StartTime=now+3 || true
         fi

@@ -6,6 +6,7 @@ All runs of `one_run` must log bitwise the same losses, whatever happened to the
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from shutil import which
 
@@ -294,3 +295,19 @@ def test_a_bad_node_is_named_and_excluded(cluster, on_a_bad_node):
     assert host_names(fields["ExcNodeList"]) == ["n1", "n2", "n3"]
     assert host_names(fields["NodeList"]) == ["n4", "n5"]
     assert list(read_restarts(folder, "job").bad_nodes) == [BAD_NODE]
+
+
+def test_the_acceptance_of_two_nodes(cluster, tmp_path):
+    """Its folder may not be there, and its flags are those of `submit`."""
+    folder, flags = tmp_path / "acceptance", ("--gpus-per-node", "0", "--ranks-per-node", "1")
+    done = subprocess.run(
+        ["bash", "tools/acceptance.sh", *flags, "--site", str(cluster.site)],
+        env={**os.environ, "ACCEPTANCE_FOLDER": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.partition(" ")[0] for line in done.stdout.splitlines()] == [
+        *("1/5", "2/5", "3/5", "4/5", "5/5", "accepted:")
+    ]

@@ -7,6 +7,7 @@ Shapes: P readings, W windows, U units of the bootstrap, B windows of a batch, L
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from titan_loop.runs.saved_run import SavedRun
 
 logger = logging.getLogger(__name__)
 
+_SILENT_SECONDS = 20.0  # of a pass over many windows, then a line says how far it is
 _BATCH_WINDOWS = 8
 _FEWEST_DOCUMENTS = 10  # with fewer, windows are the units of the bootstrap
 
@@ -215,7 +217,11 @@ def sum_windows(
 
     def work(rows: Sequence[int]) -> list[Sums]:
         sums: list[Sums] = []
+        told = time.monotonic()
         for start in range(0, len(rows), batch_windows):
+            if time.monotonic() - told > _SILENT_SECONDS:
+                logger.info("%d of %d windows", start, len(rows))
+                told = time.monotonic()
             chosen = rows[start : start + batch_windows]
             value_PB, steps_PB = forward(windows.rows(chosen, device))
             sums += zip(value_PB.T.tolist(), steps_PB.T.tolist(), strict=True)
