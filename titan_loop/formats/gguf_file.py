@@ -25,7 +25,7 @@ import titan_loop
 from titan_loop.errors import UserError
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.gguf_tokenizer import write_tokenizer
-from titan_loop.formats.llama_shape import HEAD, LlamaShape
+from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.models.family import completed_architecture
 from titan_loop.plugins import find, names
 from titan_loop.storage.staged_folder import staged_file
@@ -126,9 +126,9 @@ def _announce_tensors(
                 weight = neighbours(weight, number)
         return quants.quantize(weight.contiguous().numpy(), kind)
 
-    for tensor, size in shape.tensor_shapes().items():
+    for tensor, size in shape.written_shapes().items():
         name = shape.gguf_name(tensor)
-        if name is None or (tensor == HEAD and shape.tie_weights):
+        if name is None:
             continue
         # Norms stay in fp32, as in every file of llama.cpp.
         stored = kind if len(size) > 1 else GGMLQuantizationType.F32

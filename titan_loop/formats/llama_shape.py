@@ -262,12 +262,16 @@ class LlamaShape:
             HEAD: (self.vocab_size, self.dim),
         }
 
-    def parameter_count(self) -> int:
-        """Return the number of parameters, a tied matrix counted once."""
+    def written_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return `tensor_shapes`, without a tied head: engines expect the matrix once."""
         shapes = self.tensor_shapes()
         if self.tie_weights:
             del shapes[HEAD]
-        return sum(prod(shape) for shape in shapes.values())
+        return shapes
+
+    def parameter_count(self) -> int:
+        """Return the number of parameters, a tied matrix counted once."""
+        return sum(map(prod, self.written_shapes().values()))
 
     def opened(self, folder: Path) -> SafetensorsFolder:
         """Return the tensors of a folder, by the names of `file_name`."""

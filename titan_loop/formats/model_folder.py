@@ -81,7 +81,7 @@ def write_model_folder(
         usage: Paragraphs about use, after the card's example.
     """
     shape, tokenizer = export.shape, export.tokenizer
-    shapes, read = shape.as_stored(shape.tensor_shapes(), export.read)
+    shapes, read = shape.as_stored(shape.written_shapes(), export.read)
     with staged_folder(output) as folder:
         write_folder(
             folder, shapes, export.torch_dtype, read, max_shard_bytes=export.max_shard_bytes

@@ -28,6 +28,8 @@ def load_reference_weights(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     for file in sorted(folder.glob("*.safetensors")):
         tensors.update(load_file(file))
     config = json.loads((folder / "config.json").read_text())
+    if config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     return config, {name: tensor.double() for name, tensor in tensors.items()}
 
 

@@ -354,13 +354,13 @@ def test_a_template_that_is_not_text_is_one_line(edited, tmp_path, capsys):
     assert "chat_template.jinja is damaged (not UTF-8)" in message
 
 
-def test_a_tied_head_may_be_left_out(grouped, tmp_path):
+def test_a_tied_head_may_stand_beside_the_embedding(grouped, tmp_path):
     folder = tmp_path / "tied"
     shutil.copytree(grouped.folder, folder)
     weights = tensors_of(folder)
     for file in folder.glob("model*safetensors*"):
         file.unlink()
-    del weights["lm_head.weight"]
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, folder / "model.safetensors")
     convert("import", folder, "--output", tmp_path / "run")
     assert_same(load_run(tmp_path / "run"), grouped.model)
