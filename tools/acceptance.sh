@@ -80,7 +80,7 @@ wait_until "job $job does not end" ended
 saved=$(newest)
 echo "4/5 cancelled: saved step $saved"
 
-last=$((saved + 100))
+last=$((saved + 50))
 submit 1 $((last * tokens_a_step)) "$@" --sbatch="--exclude=$first"
 wait_until "job $job does not end" ended
 [ "$(newest)" = $last ] || fail "the run ends at step $(newest), not $last"
