@@ -263,6 +263,9 @@ _UPSTREAM_NOISE = (
     "Training completed",  # also where `training.steps` cut it; `run_training` says what was done
     "Structured logging disabled",
     "[GC] ",
+    "Building device mesh with",  # again below, with the names of the dimensions
+    "Synchronizing and adjusting timeout",
+    "CPU capacity",
     "While redistributing from (_NormPartial",  # torch, of the norm that clips: two numbers a step
 )
 

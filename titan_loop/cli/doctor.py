@@ -101,7 +101,10 @@ def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
     processor = min(processor, wall)  # several threads may have used more
     from_disk = wall - processor
     read = "" if math.isnan(disk_bytes) else f" ({disk_bytes / 1e6:.0f} MB read)"
-    text = f"imports took {wall:.1f} s: {processor:.1f} on processor, {from_disk:.1f} on disk{read}"
+    text = (
+        f"imports took {wall:.1f} s: {processor:.1f} on a processor or waiting for one, "
+        f"{from_disk:.1f} on disk{read}"
+    )
     fix = None
     if wall > _SLOW_START_SECONDS:
         fix = "the disk is slow: put the environment (TITAN_LOOP_VENV) on a local one"

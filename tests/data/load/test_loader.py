@@ -152,9 +152,9 @@ def test_unread_tokens_are_reported_once(build: Build, caplog: pytest.LogCapture
         loader = build()
         loader.log_sources(4)
         loader.read_step(4)
-    messages = [r.message for r in caplog.records if "lie outside the cuts" in r.message]
+    messages = [r.message for r in caplog.records if "are left out of it" in r.message]
     assert len(messages) == 3
-    assert f"{loader.sources[0].unread_tokens_per_epoch} tokens an epoch" in messages[0]
+    assert f"the {loader.sources[0].unread_tokens_per_epoch} tokens before the first" in messages[0]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 

@@ -159,8 +159,8 @@ class CutWindows(SourceWindows):
     def describe_epoch(self) -> str:
         """See the base class."""
         return (
-            f"{self.windows_per_epoch} windows an epoch; {self.unread_tokens_per_epoch} tokens an "
-            "epoch are not predicted because they lie outside the cuts"
+            f"{self.windows_per_epoch} windows an epoch; the {self.unread_tokens_per_epoch} tokens "
+            "before the first and behind the last are left out of it"
         )
 
 
