@@ -1,6 +1,8 @@
 """Tokenizers as they are loaded, the sizes of their ids, and vocabularies that a model accepts."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
@@ -12,6 +14,7 @@ from titan_loop.text.tokenizer import (
     check_vocabulary,
     load_tokenizer,
     require_token,
+    same_ids,
     token_byte_lengths,
     token_bytes,
     vocab_size,
@@ -105,3 +108,28 @@ def test_spare_rows_of_a_padded_vocabulary_are_allowed(small_tokenizer: Path) ->
     for model_rows, spare in ((rows - 1, None), (rows + 11, 10)):
         with pytest.raises(UserError, match=f"vocabulary has {model_rows}; use the tokenizer"):
             check_vocabulary(tokenizer, model_rows, "of the test", most_spare_rows=spare)
+
+
+RESAVED = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [
+        ({"decoder": None, "post_processor": RESAVED, "truncation": None}, True),
+        ({"pre_tokenizer": RESAVED}, True),
+        ({"pre_tokenizer": RESAVED | {"use_regex": False}}, False),
+        ({"normalizer": {"type": "NFC"}}, False),
+        ({"added_tokens": []}, False),
+    ],
+    ids=str,
+)
+def test_what_decides_the_ids(tmp_path: Path, changes: dict[str, Any], is_same: bool) -> None:
+    tokenizer = of_ids(a=0, b=1)
+    tokenizer.add_tokens(["c"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    first, second = saved(tokenizer, tmp_path), tmp_path / "second.json"
+    record = json.loads(first.read_text())
+    second.write_text(json.dumps(record | changes))
+    assert same_ids(first, second) is is_same
+    assert not same_ids(first, tmp_path / "none.json")

@@ -103,8 +103,15 @@ def written_run(
 def _check_vocabularies(runs: Sequence[SavedRun]) -> None:
     known = [(run, name) for run in runs if (name := run.vocabulary()) is not None]
     for run, name in known[1:]:
-        if name != known[0][1]:
+        if name != known[0][1] and not _same_tokenizer(known[0][0], run):
             raise UserError(
                 f"{run.path} has another vocabulary than {known[0][0].path}: {name} instead of "
                 f"{known[0][1]}; merge models of one vocabulary"
             )
+
+
+def _same_tokenizer(first: SavedRun, second: SavedRun) -> bool:
+    try:
+        return first.reads(second.tokenizer().path)
+    except UserError:  # what one of them was trained on is gone, or not text
+        return False

@@ -26,7 +26,7 @@ from titan_loop.errors import UserError, seen_from
 from titan_loop.runs.run_directory import REPAIR, RunDirectory
 from titan_loop.storage.json_files import nested
 from titan_loop.text.text_format import TextFormat
-from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, template_bos
+from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, same_ids, template_bos
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -242,7 +242,7 @@ class SavedRun:
         return text_format([*cards.values()], tokenizer) if cards else TextFormat()
 
     def tokenizer(self, given: str | Path | None = None) -> RunTokenizer:
-        """Return the tokenizer of the training data, or the given `tokenizer.json` if it is equal.
+        """Return the tokenizer of the training data, or a given `tokenizer.json` of the same ids.
 
         Raises `UserError` if no tokenizer is found, or the given one differs.
         """
@@ -271,11 +271,19 @@ class SavedRun:
             )
         path = own if given is None else Path(given)
         load_tokenizer(path)
-        if file_sha256(path) != sha256:
+        is_own = file_sha256(path) == sha256
+        if not is_own and (path == own or not same_ids(path, own) or file_sha256(own) != sha256):
             raise UserError(
                 f"tokenizer {path} is not the one {self.path} was trained with; use {own}"
             )
         return RunTokenizer(path, is_known=True)
+
+    def reads(self, tokenizer: Path) -> bool:
+        """Return whether a `tokenizer.json` gives the ids that the run was trained on."""
+        try:
+            return self.tokenizer(tokenizer).is_known
+        except UserError:
+            return False
 
     @property
     def _pipeline_tokenizer(self) -> Path | None:

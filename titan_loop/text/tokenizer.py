@@ -1,7 +1,8 @@
 """Tokenizers: loading a `tokenizer.json`, special tokens, and the bytes that tokens stand for."""
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.storage.local_path import require_local
@@ -50,6 +51,28 @@ def keep_whole(tokenizer: "Tokenizer") -> None:
     """Switch off truncation and padding, which some publishers leave on in `tokenizer.json`."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
+
+
+def same_ids(first: Path, second: Path) -> bool:
+    """Return whether two `tokenizer.json` files, if both exist, turn every text into the same ids.
+
+    Programs that save a tokenizer again, such as transformers 5, keep the parts that decide the
+    ids, and write other decoders and post-processors. Only whole texts are encoded here, with BOS
+    added apart, so those count for nothing.
+    """
+    if not (first.is_file() and second.is_file()):
+        return False
+    return _deciding_parts(first) == _deciding_parts(second)
+
+
+def _deciding_parts(path: Path) -> dict[str, Any]:
+    record = json.loads(load_tokenizer(path).to_str())
+    splitter: dict[str, Any] = record["pre_tokenizer"] or {}
+    for part in (splitter, *splitter.get("pretokenizers", ())):
+        part.pop("trim_offsets", None)  # places of characters alone
+    return {name: record[name] for name in ("model", "normalizer", "added_tokens")} | {
+        "pre_tokenizer": splitter
+    }
 
 
 def vocab_size(tokenizer: "Tokenizer") -> int:

@@ -6,6 +6,7 @@ requires. Other optimiser settings need consent: a checkpoint's moments stem fro
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_loop.checkpoint.manifest import read_manifest
@@ -13,6 +14,7 @@ from titan_loop.errors import Refusal, UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun, vocabulary_of
 from titan_loop.storage.json_files import finite_or_null
+from titan_loop.text.tokenizer import TOKENIZER_NAME
 from titan_loop.training.config import DERIVED, RunConfig
 from titan_loop.training.depth_schedule import typical_recurrent_steps
 from titan_loop.training.resolved_run import ResolvedRun
@@ -73,7 +75,10 @@ def parent_changes(run: ResolvedRun) -> list[SettingChange]:
         before["window"], now["window"] = parent.seq_len, run.config.training.seq_len
         before["vocabulary"] = parent.vocabulary()
         vocabulary = vocabulary_of(run.config.open_data().state_dict())
-        now["vocabulary"] = vocabulary or before["vocabulary"]
+        sources = [Path(source) / TOKENIZER_NAME for source in run.config.dataloader.source_paths()]
+        known = vocabulary in (None, before["vocabulary"])
+        known = known or bool(sources and all(map(parent.reads, sources)))
+        now["vocabulary"] = before["vocabulary"] if known else vocabulary
     return [
         SettingChange(name, str(before[name]), str(value))
         for name, value in now.items()

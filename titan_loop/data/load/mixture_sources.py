@@ -1,6 +1,6 @@
 """The sources of a mixture: their names, cards and windows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from titan_loop.data.keyed import keyed_integer
@@ -8,8 +8,9 @@ from titan_loop.data.load.mixture import MixtureEntry
 from titan_loop.data.load.windows import CutWindows, PackedWindows, SourceWindows
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.shards import TokenShards
-from titan_loop.data.source_card import SourceCard
+from titan_loop.data.source_card import SourceCard, file_sha256
 from titan_loop.errors import UserError
+from titan_loop.text.tokenizer import TOKENIZER_NAME, same_ids
 
 
 def named_sources(paths: Sequence[str]) -> dict[str, str]:
@@ -20,12 +21,21 @@ def named_sources(paths: Sequence[str]) -> dict[str, str]:
     return dict(zip(names, paths, strict=True))
 
 
+def _share_ids(cards: Mapping[str, SourceCard]) -> bool:
+    hashes = {Path(path) / TOKENIZER_NAME: card.tokenizer_sha256 for path, card in cards.items()}
+    if len({*hashes.values()}) == 1:
+        return True
+    # The files decide only where they are still the ones of the preparations.
+    there = all(file.is_file() and file_sha256(file) == known for file, known in hashes.items())
+    return there and same_ids(*hashes)
+
+
 def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
     """Read the cards of a mixture's sources; raise `UserError` if they cannot be mixed."""
     cards = [SourceCard.read(Path(entry.path)) for entry in mixture]
     chats: list[tuple[str, str | None]] = []
     for entry, card in zip(mixture, cards, strict=True):
-        if card.tokenizer_sha256 != cards[0].tokenizer_sha256:
+        if not _share_ids({mixture[0].path: cards[0], entry.path: card}):
             raise UserError(
                 f"dataloader.mixture: {entry.path} was tokenised with another tokenizer than "
                 f"{mixture[0].path}: prepare both with the same tokenizer.json"

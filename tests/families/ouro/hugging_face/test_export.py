@@ -212,7 +212,8 @@ def test_the_tokenizer_is_that_of_the_training_data(
     assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == 1
     convert("export", "run", "--output", "other-eos", "--eos-token", "<|endoftext|>")
     assert json.loads(Path("other-eos/config.json").read_text())["eos_token_id"] == 0
-    Path("mine.json").write_text(tokenizer_file.read_text() + " ")
+    tokenizer = json.loads(tokenizer_file.read_text())
+    Path("mine.json").write_text(json.dumps(tokenizer | {"normalizer": {"type": "NFC"}}))
     for arguments in (["--tokenizer", "mine.json"], []):
         assert "is not the one" in error_of(
             capsys, "export", "run", "--output", "refused", *arguments
