@@ -205,13 +205,14 @@ def test_fields_that_conversations_leave_out_are_counted(
     records = [
         {"messages": messages, "answer": "c", "tools": [], "id": 1, "note": None},
         {"messages": messages},
-        {"question": "a", "answer": "b", "rejected": "c"},
+        {"question": "a", "answer": "b", "rejected": "c", "response": "d"},
     ]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     with caplog.at_level(logging.INFO):
         tokenize_source(path, output=tmp_path / "out", tokenizer=tokenizer_path, chat=True)
     names = "answer (1 records), id (1 records), messages.time (2 records), rejected (1 records)"
+    names += ", response (1 records)"
     assert f"fields that conversations leave out: {names}" in caplog.text
 
 

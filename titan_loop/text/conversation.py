@@ -42,12 +42,13 @@ _PAIRS = (
 _ADDITIONS = ("input", "context")
 _SYSTEM_PROMPTS = ("system", "system_prompt")
 _TOOLS = ("tools", "functions")
-_WEIGHTS = ("weight", "loss_weight")
+_WEIGHTS = ("weight", "loss_weight", "loss", "train", "training")
+_LABELS = ("label", "kto_tag")
 _NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 _QUESTIONS_AND_ANSWERS = dict.fromkeys(name for pair in _PAIRS for name in pair)
 CONVERSATION_FIELDS = (
     *(*_LISTS, *_QUESTIONS_AND_ANSWERS, *_ADDITIONS, *_SYSTEM_PROMPTS, *_TOOLS),
-    *("history", "label", *_NOT_TEXT),
+    *("history", *_LABELS, *_NOT_TEXT),
 )
 """Every field of a record that `parse_conversation` may read."""
 
@@ -174,8 +175,8 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
                 raise TypeError(f"{name!r} and the first message are two system prompts")
             turns = [system, *turns]
     tools = next((_tools(record[name], name) for name in _TOOLS if record.get(name)), ())
-    if record.get("label") is False:
-        raise RejectedError("'label' is false: its answer is a bad one")
+    if (name := next((name for name in _LABELS if record.get(name) is False), None)) is not None:
+        raise RejectedError(f"{name!r} is false: its answer is a bad one")
     if not any(turn.is_target for turn in turns):
         raise ValueError("no assistant turn with text or a call to train on")
     return Conversation(tuple(turns), tools).mapped(_encodable)
@@ -184,9 +185,11 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
 def unused_fields(record: Mapping[str, Any], messages_key: str | None = None) -> list[str]:
     """Return the fields of a record that its conversation leaves out; of messages, `LIST.FIELD`."""
     name = _present(record, _LISTS if messages_key is None else (messages_key,))
+    used = {*_LABELS, *_SYSTEM_PROMPTS, *_TOOLS, *_NOT_TEXT}
     if name is None:
-        return [field for field in _filled(record) if field not in CONVERSATION_FIELDS]
-    used = {name, "chosen", "label", *_SYSTEM_PROMPTS, *_TOOLS, *_NOT_TEXT}
+        used |= {*(_pair_of(record) or ["chosen"]), *_ADDITIONS, "history"}
+        return [field for field in _filled(record) if field not in used]
+    used |= {name, "chosen"}
     messages = record[name] if isinstance(record[name], list) else ()
     of_messages = dict.fromkeys(field for message in messages for field in _filled(message))
     return [
@@ -201,12 +204,18 @@ def parse_messages(messages: Iterable[Mapping[str, Any]]) -> list[Turn]:
 
 
 def _pair(record: Mapping[str, Any]) -> list[Turn]:
-    for question, answer in _PAIRS:
-        if record.get(question) is not None and record.get(answer) is not None:
-            return _asked(record, question, answer)
+    if (pair := _pair_of(record)) is not None:
+        return _asked(record, *pair)
     if isinstance(record.get("chosen"), list):
         return _turns(record["chosen"], "chosen")
-    raise KeyError(_without(record, "messages, or a question and its answer"))
+    raise KeyError(
+        _without(record, "messages, or a question and its answer")
+        + "; --messages-key names a field that holds messages"
+    )
+
+
+def _pair_of(record: Mapping[str, Any]) -> tuple[str, str] | None:
+    return next((pair for pair in _PAIRS if all(record.get(n) is not None for n in pair)), None)
 
 
 def _asked(record: Mapping[str, Any], question: str, answer: str) -> list[Turn]:

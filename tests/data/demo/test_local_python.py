@@ -1,10 +1,12 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
 
 from titan_loop.data.demo.local_python import DOMAINS, build_local_python_corpus, docstrings
 from titan_loop.data.demo.overlap import overlaps
+from titan_loop.data.demo.sources import demo_sources
 from titan_loop.errors import UserError
 
 SMALL = {"code_megabytes": 0.3, "prose_megabytes": 0.3, "math_megabytes": 0.3}
@@ -77,6 +79,14 @@ def test_the_same_environment_gives_the_same_corpus(corpus: Path, tmp_path: Path
         for split in ("train", "held_out"):
             name = Path(domain) / f"{split}.jsonl"
             assert (tmp_path / name).read_bytes() == (corpus / name).read_bytes()
+
+
+def test_a_small_demo_needs_no_other_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):  # the second time nothing is left to do, and says so
+        with caplog.at_level(logging.INFO):
+            sources = list(demo_sources(tmp_path, **SMALL, vocab_size=300))
+        assert sources == [str(tmp_path / domain) for domain in DOMAINS]
+    assert "text is complete: to build it with other sizes, remove" in caplog.text
 
 
 def test_docstrings_carry_their_names() -> None:

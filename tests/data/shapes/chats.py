@@ -213,15 +213,16 @@ ROWS = (
     ),
     _row(
         _RECORDS,
-        "a completion, or messages, with `label: false`",
+        "a completion, or messages, with `label: false` or `kto_tag: false`",
         "dropped as rejected",
         [
             {"prompt": "1+1?", "completion": "3", "label": False},
             {"prompt": "1+1?", "completion": "2", "label": True},
             *_messages(_USER, {**_ANSWER, "content": "3"}, label=False),
+            *_messages(_USER, {**_ANSWER, "content": "3"}, kto_tag=False),
         ],
-        dropped={"rejected": 2},
-        warned=("dropped 2 rejected",),
+        dropped={"rejected": 3},
+        warned=("dropped 3 rejected",),
     ),
     _row(
         _RECORDS,
@@ -246,7 +247,7 @@ ROWS = (
         "a record with none of these",
         "refused with its fields; up to `--max-malformed` of them are dropped",
         [{"body": "1+1?", "reply": "2"}],
-        refused=r"no messages, or a question and its answer \(fields: body, reply\)",
+        refused=r"no messages, .* answer \(fields: body, reply\); --messages-key names",
     ),
     _row(
         _TURNS,
@@ -391,14 +392,18 @@ ROWS = (
     ),
     _row(
         _TURNS,
-        "`weight: 0` or `loss_weight: 0`",
+        "`weight: 0`, `loss_weight: 0`, or `loss`, `train` or `training` that is false",
         "read, but no target",
         [
             {"messages": [_USER, {**_ANSWER, key: 0}, _MORE[0], {**_MORE[1], key: 1}]}
             for key in ("weight", "loss_weight")
+        ]
+        + [
+            {"messages": [_USER, {**_ANSWER, key: False}, _MORE[0], {**_MORE[1], key: True}]}
+            for key in ("loss", "train", "training")
         ],
-        (_TWICE, _TWICE),
-        (f"3{_END}", f"3{_END}"),
+        (_TWICE,) * 5,
+        (f"3{_END}",) * 5,
     ),
     _row(
         _TURNS,

@@ -19,6 +19,7 @@ A, B, C = TEXTS
 _LINES = jsonl(TEXTS)
 _ARRAY = json.dumps([{"text": text} for text in TEXTS])
 _CSV = 'id,text\n1,"{}"\n2,"{}"\n3,{}\n'.format(*TEXTS)
+_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1f\nsize 9\n"
 _TABLE = parquet({"text": TEXTS, "id": [1, 2, 3]})
 
 
@@ -201,6 +202,26 @@ _SINGLE = (
     ),
     _shape(
         _FORMATS,
+        "a quote that is not closed, or that closes before its cell ends",
+        "the same: one `malformed` for all rows that it takes",
+        {
+            "a.csv": _CSV + '4,"lost\n5,lost\n',
+            "b.tsv": 'text\tid\n"lost" she said\t1\n5" wide\t2\n',
+        },
+        options={"max_malformed": 0.5},
+        train=(*TEXTS, '5" wide'),
+        dropped={"malformed": 2},
+        warned=("dropped 2 malformed of 6 records",),
+    ),
+    _shape(
+        _FORMATS,
+        "a table with two columns `text`",
+        "refused",
+        {"a.csv": "text,text\none,two\n"},
+        refused="several columns are called 'text'",
+    ),
+    _shape(
+        _FORMATS,
         "a cell of CSV that is not UTF-8",
         "the same; in another column it costs nothing",
         {"a.csv": _CSV.encode() + b"4,\xff\n\xff,five\n"},
@@ -368,6 +389,24 @@ _FOLDER = (
     ),
     _shape(
         _FOLDERS,
+        "texts beside WARC files and Git LFS's pointer to an image",
+        "the texts; the others are left out with a warning",
+        {
+            **{f"{number}.txt": text for number, text in enumerate(TEXTS)},
+            "a.warc.wet.gz": gzip.compress(b"WARC/1.0\r\nWARC-Type: warcinfo\r\n\r\n"),
+            "b.png": _POINTER,
+        },
+        warned=("left out 1 .wet.gz, 1 .png, which cannot be read as text",),
+    ),
+    _shape(
+        _FOLDERS,
+        "`a.parquet` beside Git LFS's pointer to `b.jsonl.gz`",
+        "refused",
+        {"a.parquet": _TABLE, "b.jsonl.gz": _POINTER},
+        refused="b.jsonl.gz is only Git LFS's pointer to a file: run git lfs pull",
+    ),
+    _shape(
+        _FOLDERS,
         "hidden files",
         "left out with a warning",
         {"a.jsonl": _LINES, ".cache/b.jsonl": _LINES},
@@ -439,6 +478,14 @@ _HELD_OUT_ROWS = (
             **{f"{name}.jsonl": jsonl([name]) for name in ("test", "valid", "val", "dev", "eval")},
         },
         warned=(f"left out 5 files (dev.jsonl, eval.jsonl, test.jsonl, …) {_BESIDE}",),
+    ),
+    _shape(
+        _HELD_OUT,
+        "`train2017`, `val2017`, `test01`, `devset` and `testing`",
+        "the first; the others are left out with a warning",
+        {f"{name}.jsonl": jsonl([C]) for name in ("val2017", "test01", "devset", "testing")}
+        | {"train2017.jsonl": _LINES},
+        warned=(f"left out 4 files (devset.jsonl, test01.jsonl, testing.jsonl, …) {_BESIDE}",),
     ),
     _shape(
         _HELD_OUT,

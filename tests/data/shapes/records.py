@@ -252,6 +252,7 @@ ROWS = (
         make=_copy("pyarrow", "tests/data/orc/TestOrcFile.test1.jsn.gz"),
         options={"text_key": "string1"},
         train=("hi", "bye"),
+        warned=("1 file (TestOrcFile.test1.jsn.gz) will be trained on; if they are tests",),
     ),
     Shape(
         section=_OTHERS,

@@ -151,7 +151,7 @@ def build_local_python_corpus(
     if found < at_least_megabytes:
         raise UserError(
             f"this environment has {found:.1f} MB of text and at_least_megabytes is "
-            f"{at_least_megabytes:g}; install more packages into it, or ask for less"
+            f"{at_least_megabytes:g}: install more packages into it, or lower it"
         )
     written = {name: _write_domain(domain) for name, domain in domains.items()}
     _count_overlaps(domains, written)

@@ -1,5 +1,6 @@
 """The quick start's data: text of this Python installation, a tokenizer, three prepared sources."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import CARD_NAME
 from titan_loop.text.tokenizer import TOKENIZER_NAME
+
+logger = logging.getLogger(__name__)
 
 
 def demo_sources(
@@ -30,7 +33,7 @@ def demo_sources(
         prose_megabytes: Size of the prose, likewise.
         math_megabytes: Size of the mathematics, likewise.
         held_out_fraction: Share of documents that are never trained on, in [0, 1).
-        at_least_megabytes: Smallest size of all domains together.
+        at_least_megabytes: Smallest size of all domains together; less where less was asked for.
         vocab_size: Number of tokens, special ones and the 256 bytes included.
 
     Returns:
@@ -44,8 +47,12 @@ def demo_sources(
             prose_megabytes=prose_megabytes,
             math_megabytes=math_megabytes,
             held_out_fraction=held_out_fraction,
-            at_least_megabytes=at_least_megabytes,
+            at_least_megabytes=min(
+                at_least_megabytes, code_megabytes + prose_megabytes + math_megabytes
+            ),
         )
+    else:
+        logger.info("%s is complete: to build it with other sizes, remove %s", text, output)
     if not tokenizer.exists():
         files = [text / domain / "train.jsonl" for domain in DOMAINS]
         train_tokenizer(files, vocab_size=vocab_size, output=tokenizer)

@@ -5,6 +5,7 @@ name ends in .json                           JSON lines, or JSON values: the fir
 Parquet's or Arrow's mark                    that kind, under any name
 first line is a JSON object                  JSON lines, under any name
 bytes of 0, archives, unfinished downloads   not read
+a pointer of Git LFS                         refused under a name of records, else not read
 anything else                                text
 """
 
@@ -23,6 +24,7 @@ from titan_loop.data.prepare.compression import (
     uncompressed_name,
 )
 from titan_loop.data.prepare.json_records import parse_json
+from titan_loop.errors import UserError
 
 RECORDS = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")
 TEXT = "text"
@@ -53,6 +55,8 @@ _ABOUT_NAME = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|authors)([._-].*)?", re.IGNORECASE
 )
 _UNFINISHED = {".tmp", ".part", ".incomplete", ".crdownload", ".bak", ".orig", ".swp"}
+_POINTER, _LONGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
+_WEB_ARCHIVE = b"WARC/"
 _SAYS_NOTHING = re.compile(r"|\.(txt|old|\d+)")
 _HEAD_BYTES = 1 << 12
 _SHOWN_ENDINGS = 5
@@ -89,6 +93,10 @@ def contents_of(path: Path) -> str:
         known = _BY_SUFFIX.get(suffix, "")
         if not name.name or suffix in _UNFINISHED or path.name.endswith("~"):
             return OTHER
+        if _is_pointer(path):
+            if not known:
+                return OTHER
+            raise UserError(f"input {path} is only Git LFS's pointer to a file: run git lfs pull")
         if known and known != "json":
             return known
         if found := _by_first_bytes(path):
@@ -122,9 +130,13 @@ def _by_first_bytes(path: Path) -> str:
             return "parquet"
         if head.startswith(b"ARROW1"):
             return "arrow"
-        if b"\0" in head:
+        if b"\0" in head or head.startswith(_WEB_ARCHIVE):
             return OTHER
         return "jsonl" if _first_line_is_object(head, file) else ""
+
+
+def _is_pointer(path: Path) -> bool:
+    return path.stat().st_size <= _LONGEST_POINTER and path.read_bytes().startswith(_POINTER)
 
 
 def _first_line_is_object(head: bytes, file: Any) -> bool:

@@ -15,9 +15,9 @@ from titan_loop.errors import listed
 logger = logging.getLogger(__name__)
 
 _NAMES = {
-    "held_out": r"held[-_. ]?out|validation",
-    "test": "tests?|val|valid|dev|eval",
-    "train": r"train(?:ing)?\d*",
+    "held_out": r"held[-_. ]?out\d*|validation(?:set)?\d*",
+    "test": r"(?:tests?|testing|val|valid|dev|eval)(?:set)?\d*",
+    "train": r"train(?:ing)?(?:set)?\d*",
 }
 """Where a part of a path has two of them, the first counts: nothing held out is trained on."""
 

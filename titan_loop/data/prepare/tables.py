@@ -80,11 +80,14 @@ def _csv_rows(path: str, wanted: Sequence[str], *, tabs: bool) -> Iterator[dict[
     first = next(lines, "").removeprefix("\ufeff")
     # Spreadsheets of many countries separate by semicolons.
     delimiter = "\t" if tabs else max(",;\t", key=first.count)
-    rows = csv.reader(chain([first], lines), delimiter=delimiter)
+    # Otherwise a quote that is not closed takes the rows behind it into its cell, in silence.
+    rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
     names = next(rows, [])
     read = _columns(names, wanted)
-    for cells in rows:
-        if cells and len(cells) != len(names):
+    for cells in _each_row(rows):
+        if isinstance(cells, str):
+            yield cells
+        elif cells and len(cells) != len(names):
             yield f"{len(cells)} columns instead of {len(names)}"
         elif cells and read is None:
             yield from _without_columns(names, 1)
@@ -93,13 +96,26 @@ def _csv_rows(path: str, wanted: Sequence[str], *, tabs: bool) -> Iterator[dict[
             yield {name: row[name] if _is_utf8(row[name]) else NOT_UTF8 for name in read or ()}
 
 
+def _each_row(rows: Iterator[list[str]]) -> Iterator[list[str] | str]:
+    while True:
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"quotes are not as in CSV ({error})"
+
+
 def _is_utf8(text: str) -> bool:
     return text.isascii() or text.encode(errors="replace").decode() == text
 
 
 def _columns(names: list[str], wanted: Sequence[str]) -> list[str] | None:
     """Return the columns to read; None if there is none."""
-    return [name for name in names if name in wanted] or None
+    read = [name for name in names if name in wanted]
+    if twice := next((name for name in read if read.count(name) > 1), None):
+        raise ValueError(f"several columns are called {twice!r}")
+    return read or None
 
 
 def _without_columns(names: list[str], rows: int) -> Iterator[dict[str, Any]]:
