@@ -1,4 +1,4 @@
-"""How a preparation reads records as conversations."""
+"""Reading of records as conversations, in a preparation."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""What one file holds, by its name and its first bytes: records, text, or nothing to learn from.
+"""The contents of a file, by its name and first bytes: records, text, or nothing to learn from.
 
 name ends in .jsonl, .csv, .parquet, …       that kind, below any compression
 name ends in .json                           JSON lines, or JSON values: the first line decides
