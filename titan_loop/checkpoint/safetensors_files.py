@@ -91,12 +91,13 @@ class SafetensorsFolder:
     def _files(self) -> dict[str, set[str] | None]:
         """Return the names that the index lists for each file (None without an index)."""
         index = self._folder / INDEX
-        if not index.is_file():
-            if not (self._folder / SINGLE).is_file():
-                raise UserError(
-                    f"{self._folder} has neither {SINGLE} nor {INDEX}; only safetensors are read"
-                )
+        # Where both are there, transformers reads the one file.
+        if (self._folder / SINGLE).is_file():
             return {SINGLE: None}
+        if not index.is_file():
+            raise UserError(
+                f"{self._folder} has neither {SINGLE} nor {INDEX}; only safetensors are read"
+            )
         placed = read_json_object(index, fix=_AGAIN).get("weight_map")
         if not isinstance(placed, dict) or not all(type(file) is str for file in placed.values()):
             raise DamagedFileError(index, "it has no weight_map with file names", _AGAIN)

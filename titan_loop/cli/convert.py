@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def import_(folder: Path, *, output: Path, dtype: Dtype = "float32") -> None:
-    """Import a released or exported Ouro, Nanbeige or Llama model as a new run directory.
+    """Import a released or exported model as a new run directory.
 
     Args:
         folder: Folder with config.json and safetensors.

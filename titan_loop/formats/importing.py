@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 _AGAIN = "download it again"
+_COMPUTED = "rotary_emb.inv_freq"
+"""A buffer that old versions of transformers saved; it follows from rope_theta."""
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "spiece.model")
 
 
 def _shape_of(config: dict[str, Any]) -> LlamaShape:
@@ -70,10 +73,15 @@ class ModelFolder:
         config = read_json_object(path / CONFIG, fix=_AGAIN)
         self.shape = _shape_of(config)
         self._files = self.shape.opened(path)
+        for name in [*self._files.shapes]:
+            if name.endswith(_COMPUTED):
+                del self._files.shapes[name]
         self._check_tensors()
         files = path / self.shape.tokenizer_folder
         tokenizer = files / TOKENIZER_NAME
         self.tokenizer = tokenizer if tokenizer.exists() else None
+        if self.tokenizer is None:
+            _refuse_other_tokenizers(files)
         self.text: TextFormat | None = None
         if self.tokenizer is not None:
             loaded, rows = load_tokenizer(tokenizer), self.shape.vocab_size
@@ -182,6 +190,17 @@ def _refuse_links_outside(folder: Path) -> None:
             raise UserError(
                 f"{file} is a link out of its folder, to {file.readlink()}; put the file itself "
                 "there if you trust it"
+            )
+
+
+def _refuse_other_tokenizers(folder: Path) -> None:
+    """Refuse a tokenizer in files that name no pre-tokenizer: only its class knows how to split."""
+    for name in _OTHER_TOKENIZERS:
+        if (folder / name).exists():
+            raise UserError(
+                f"{folder} has {name} but no {TOKENIZER_NAME}, which transformers makes: "
+                f'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}"); or remove '
+                f"{name} to import the model without a tokenizer"
             )
 
 

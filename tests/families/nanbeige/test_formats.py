@@ -228,6 +228,8 @@ def test_a_tokenizer_that_llama_cpp_lacks(
         ({"pretraining_tp": 2}, "pretraining_tp=2"),
         ({"model_type": "qwen2"}, "model_type='qwen2' cannot be imported"),
         ({"head_dim": 32}, "head_dim=32"),
+        ({"model_type": "mistral"}, "sliding_window='absent, which means 4096' is not supported"),
+        ({"model_type": "mistral", "sliding_window": 32}, "sliding_window=32"),
     ],
 )
 def test_a_llama_that_is_none_of_ours_is_one_line(
@@ -241,13 +243,26 @@ def test_a_llama_that_is_none_of_ours_is_one_line(
     assert message in error_of(capsys, "import", out, "--output", tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["qk_layernorm", "loop_share_kv", "enable_mhc"])
-def test_extensions_of_nanbeige_are_refused(make_run, tmp_path, capsys, name):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("qk_layernorm", True),
+        ("loop_share_kv", True),
+        ("enable_mhc", True),
+        ("loop_loss_weights", [0.5]),  # of 2 loops
+        ("loop_loss_weights", 3),
+    ],
+)
+def test_extensions_of_nanbeige_are_refused(make_run, tmp_path, capsys, name, value):
     out = tmp_path / "out"
-    convert("export", make_run().run, "--to", "nanbeige", "--output", out, "--no-tokenizer")
-    config = json.loads((out / "config.json").read_text()) | {name: True}
-    (out / "config.json").write_text(json.dumps(config))
-    assert f"{name}=True" in error_of(capsys, "import", out, "--output", tmp_path / "run")
+    run = make_run(recurrent_steps=4).run
+    convert("export", run, "--to", "nanbeige", "--output", out, "--no-tokenizer")
+    written = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(written | {name: value}))
+    assert f"{name}={value}" in error_of(capsys, "import", out, "--output", tmp_path / "run")
+    known = {"loop_loss_weights": [0.1, 0.2, 0.3]}  # of 4 loops
+    (out / "config.json").write_text(json.dumps(written | known))
+    convert("import", out, "--output", tmp_path / "run")
 
 
 def test_a_gguf_file_has_every_tensor_and_key(make_run, tmp_path, ascii_tokenizer):

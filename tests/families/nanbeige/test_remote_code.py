@@ -194,8 +194,11 @@ def test_the_harness_finds_the_same_answers_in_two_engines(make_run, tmp_path, a
     assert scores[0] == scores[1]
 
 
-def test_a_folder_that_transformers_wrote_is_imported(transformers, tmp_path):
-    config = transformers.LlamaConfig(
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+def test_a_folder_that_transformers_wrote_is_imported(transformers, tmp_path, kind):
+    window = {"sliding_window": None} if kind == "Mistral" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        **window,
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
@@ -206,7 +209,7 @@ def test_a_folder_that_transformers_wrote_is_imported(transformers, tmp_path):
         tie_word_embeddings=True,
     )
     torch.manual_seed(1)
-    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     theirs.save_pretrained(tmp_path / "llama")
     convert("import", tmp_path / "llama", "--output", tmp_path / "run")
     run = SavedRun.open(tmp_path / "run")

@@ -31,6 +31,8 @@ _OFF = (
     "enable_depth_attention",
 )
 
+_MISTRAL = "mistral"
+
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockShape(LlamaShape):
@@ -87,6 +89,14 @@ class NanbeigeShape(_BlockShape):
         skips = config.get("skip_loop_final_norm", False)
         if not isinstance(skips, bool):
             raise UserError(f"config.json: skip_loop_final_norm={skips!r} must be true or false")
+        # MLX and the released code count these instead of num_loops, if there are any.
+        weights = config.get("loop_loss_weights") or []
+        if weights and (type(weights) is not list or len(weights) + 1 != config.get("num_loops")):
+            raise UserError(
+                f"config.json: loop_loss_weights={weights!r:.80} contradicts num_loops="
+                f"{config.get('num_loops')!r:.40}: engines run a loop more than there are weights; "
+                "leave it out if num_loops is right"
+            )
         placement = "readout" if skips else "every_step"
         return super().read_fields(config) | {"norm_placement": placement}
 
@@ -128,6 +138,21 @@ class UnrolledShape(_BlockShape):
     prelude_layers: int = 0
     coda_layers: int = 0
     visits: tuple[int, ...] = ()
+
+    @classmethod
+    def describes(cls, config: Mapping[str, Any]) -> bool:
+        """As in the base class; Mistral's models, too."""
+        return super().describes(config) or config.get("model_type") == _MISTRAL
+
+    @classmethod
+    def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As in the base class; without a sliding window, Mistral computes what Llama does."""
+        if config.get("model_type") == _MISTRAL:
+            window = config.get("sliding_window", "absent, which means 4096")
+            if window is not None:
+                raise unsupported("sliding_window", window, None)
+            config = {**config, "model_type": cls.model_type}
+        return super().read_fields(config)
 
     @classmethod
     def from_architecture(

@@ -16,10 +16,22 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.errors import UserError
 from titan_loop.families.nanbeige.formats import UnrolledShape
+from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.formats.model_folder import write_model_folder
+from titan_loop.models.llama import LLAMA_SIZES
+
+_PARTS: Mapping[str, type] = {
+    "prelude_layers": int,
+    "coda_layers": int,
+    "bridge": bool,
+    "mixer": bool,
+    "damping": int,
+}
+"""Options that have the same names in config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +50,8 @@ class RetrofitShape(LlamaShape):
     title: ClassVar[str] = "retrofit"
     family: ClassVar[str] = "retrofit"
     model_type: ClassVar[str] = "titan_loop_retrofit"
+    steps_field: ClassVar[str | None] = "num_loops"
+    fixed: ClassVar[Mapping[str, Any]] = {**LlamaShape.fixed, "skip_loop_final_norm": True}
     of_model: ClassVar[Mapping[str, str]] = {
         **LlamaShape.of_model,
         "model.bridge.": "bridge.",
@@ -51,6 +65,34 @@ class RetrofitShape(LlamaShape):
     mixer: bool = False
     start_noise: float = 0.0
     damping: int = 1
+
+    @classmethod
+    def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As in the base class, with the loop's parts."""
+        known = super().read_fields(config)
+        for name, kind in _PARTS.items():
+            value = config.get(name)
+            if value is None or type(value) is not kind or value < 0:
+                expected = "true or false" if kind is bool else "a whole number"
+                raise UserError(f"config.json: {name}={value!r:.40} must be {expected}")
+            known[name] = value
+        # Older exports said only whether there was noise.
+        noise = config.get("start_noise", None if config.get("start_at_zero") else 0.0)
+        if type(noise) not in (int, float) or not 0 <= noise < float("inf"):
+            raise UserError(
+                f"config.json: start_noise={noise!r:.40} must be a number of at least 0: the "
+                "model.start_noise of the training"
+            )
+        return known | {"start_noise": float(noise)}
+
+    def options(self) -> RetrofitOptions:
+        """As in the base class."""
+        return RetrofitOptions(
+            **self.shared_options(LLAMA_SIZES, RetrofitOptions().size),
+            norm_eps=self.norm_eps,
+            start_noise=self.start_noise,
+            **{name: getattr(self, name) for name in _PARTS},
+        )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """As in the base class, with bridge or mixer."""
@@ -73,12 +115,9 @@ class RetrofitShape(LlamaShape):
             },
             "num_loops": self.recurrent_steps,
             "skip_loop_final_norm": True,
-            "prelude_layers": self.prelude_layers,
-            "coda_layers": self.coda_layers,
-            "bridge": self.bridge,
-            "mixer": self.mixer,
+            **{name: getattr(self, name) for name in _PARTS},
             "start_at_zero": self.start_noise > 0,
-            "damping": self.damping,
+            "start_noise": self.start_noise,
         }
 
 
@@ -148,6 +187,7 @@ LOOPED = Format(
     shape=RetrofitShape.from_architecture,
     write=_write_looped,
     dtypes=("float32", "bfloat16", "float16"),
+    folder=RetrofitShape,
 )
 UNROLLED = Format(
     summary="folder for every engine in which every visit is a layer of Llama, adapters merged",

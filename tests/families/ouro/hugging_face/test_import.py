@@ -354,6 +354,24 @@ def test_a_template_that_is_not_text_is_one_line(edited, tmp_path, capsys):
     assert "chat_template.jinja is damaged (not UTF-8)" in message
 
 
+def test_files_are_read_as_transformers_reads_them(grouped, tmp_path, capsys):
+    folder = shutil.copytree(grouped.folder, tmp_path / "folder")
+    whole = tensors_of(folder)
+    shard = next(folder.glob("model-*.safetensors"))
+    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard)
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(whole | buffer, folder / "model.safetensors")  # beside the index of older shards
+    convert("import", folder, "--output", tmp_path / "run")
+    assert_same(load_run(tmp_path / "run"), grouped.model)
+    (folder / "tokenizer.json").unlink()
+    convert("import", folder, "--output", tmp_path / "without")
+    for name in ("tokenizer.model", "vocab.json"):
+        (folder / name).touch()
+        message = error_of(capsys, "import", folder, "--output", tmp_path / "refused")
+        assert f"has {name} but no tokenizer.json" in message
+        (folder / name).unlink()
+
+
 def test_a_tied_head_may_stand_beside_the_embedding(grouped, tmp_path):
     folder = tmp_path / "tied"
     shutil.copytree(grouped.folder, folder)
