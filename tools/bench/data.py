@@ -328,9 +328,11 @@ def _loader(sources: list[Path], length: int) -> WindowLoader:
     """Return a loader without its thread: here nothing trains meanwhile."""
     weights = WEIGHTS if len(sources) == len(WEIGHTS) else [1.0] * len(sources)
     mixture = [f"{source}={weight}" for source, weight in zip(sources, weights, strict=True)]
-    return WindowLoader.Config(mixture=mixture, prefetch=False).build(
+    loader = WindowLoader.Config(mixture=mixture, prefetch=False).build(
         dp_world_size=1, dp_rank=0, seq_len=length, local_batch_size=_local_batch(length)
     )
+    assert isinstance(loader, WindowLoader)  # a pipeline has another
+    return loader
 
 
 def dense_source(
