@@ -110,11 +110,13 @@ def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path, caplog
 
     # More questions replace an answer, fewer do not; the other readings keep theirs.
     for limit in (5, 3):
-        evaluate_tasks(own_run, TaskOptions(tasks=("mano",), exit="q:0.5", limit=limit))
+        both = ("mano", "multi_hop")
+        evaluate_tasks(own_run, TaskOptions(tasks=both, exit="q:0.5", limit=limit))
     (merged,) = TaskReport.all_of(run)
     limits = {name: result.settings.split()[1] for name, result in merged.tasks["mano"].items()}
     assert limits == {"static:1": "limit=4", "static:4": "limit=4", "q:0.5": "limit=5"}
     assert "the older result, whose sample is larger (windows=64 limit=5" in caplog.text
+    assert caplog.text.count("keeps the older result") == 2  # once a task
 
 
 def test_a_smaller_sample_of_text_is_not_kept_and_a_task_that_works_failed_no_more(

@@ -5,6 +5,7 @@ A task is held-out text, an exam on token ids, or a task of the harness.
 
 import logging
 import os
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -112,6 +113,7 @@ class _Evaluation:
     def run(self) -> TaskReport:
         """Ask the tasks one by one."""
         for task in self._options.suite_tasks():
+            before = {*self._report.tasks}
             try:
                 for name, results in self._ask(task).items():
                     for reading, result in results.items():
@@ -132,7 +134,8 @@ class _Evaluation:
                 self._report.failures[task.name] = reason
                 logger.exception("%s failed: %s", task.name, reason)
             if join_ranks()[0] == 0:
-                self._report.save(self._run)
+                new = {n: r for n, r in self._report.tasks.items() if n not in before}
+                replace(self._report, tasks=new).save(self._run)
         return self._report
 
     def _settings(self, task: SuiteTask) -> str:

@@ -24,13 +24,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, listed
 from titan_loop.evaluation.intervals import Interval, of_questions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import count, number, read_json_object, write_json
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = 3
 _SIZES = re.compile(r"(?:windows|limit)=(\d+|None)")
 
 
@@ -149,8 +150,10 @@ class TaskReport:
                 for old in others:  # of another text or context: no sweep with this one
                     del known[old]
                 if others:
-                    message = "%s: %d older results were asked otherwise and left %s"
-                    logger.warning(message, name, len(others), path)
+                    logger.warning(
+                        f"{name}: removed {listed(others, _SHOWN)} from {path}, asked with other "
+                        f"settings than {result.settings}"
+                    )
                 known[reading] = result
             for asked in (name, name.partition("/")[0]):  # held_out answers as held_out/SOURCE
                 self.failures.pop(asked, None)

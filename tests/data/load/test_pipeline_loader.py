@@ -138,6 +138,11 @@ def test_options_that_do_not_fit(
         )
 
 
+def test_a_run_that_asks_for_the_vocabulary_first_names_the_flag_of_the_tokenizer() -> None:
+    with pytest.raises(UserError, match=r"texts needs dataloader\.tokenizer_path"):
+        WindowLoader.Config(pipeline=f"{PLACE}:texts").vocabulary()
+
+
 def test_only_as_many_ranks_go_on(small_tokenizer: Path, tmp_path: Path) -> None:
     loader = load("texts", small_tokenizer, ranks=2)
     loader.read_step(BATCH)
@@ -196,7 +201,9 @@ def test_a_state_that_cannot_be_stored(small_tokenizer: Path) -> None:
         loader.rank_files()
 
 
-def test_the_same_documents_as_a_source(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_the_same_documents_as_a_source(
+    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The way out for another number of ranks."""
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
     options = {"tokenizer": small_tokenizer, "held_out_fraction": 0.1}
@@ -207,6 +214,7 @@ def test_the_same_documents_as_a_source(small_tokenizer: Path, tmp_path: Path) -
     assert source is not None
     assert source.splits == files.splits
     assert source.dropped == {"empty": 2}
+    assert f"dropped {name}, row" in caplog.text
     with pytest.raises(UserError, match=r"pipeline=.*:raises of rank 0, after 7 items, failed"):
         tokenize_source(pipeline=f"{PLACE}:raises", output=tmp_path / "raises", **options)
     with pytest.raises(UserError, match="ids or windows: yield texts, which are tokenised here"):

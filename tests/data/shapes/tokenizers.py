@@ -157,7 +157,10 @@ ROWS = (
         lambda: byte_level(normalizer=normalizers.NFKC()),
         texts=_MIXED,
         stored=("Größe Full 1 x = 1", _MIXED[1]),
-        warned=("/a.jsonl/1: 'Größe Ｆｕｌｌ ① x = 1' comes back as 'Größe Full 1 x = 1'",),
+        warned=(
+            "first /",
+            "/a.jsonl/1: 'Größe Ｆｕｌｌ ① x = 1' comes back as 'Größe Full 1 x = 1'",
+        ),
     ),
     _row(
         "normalizer Lowercase",

@@ -52,8 +52,15 @@ class PipelineOptions(GlobalBatchLoader.Config):
 
 def pipeline_vocabulary(config: PipelineOptions) -> DataVocabulary:
     """Return the vocabulary of the tokenizer, whose ids the pipeline's are."""
-    size = vocab_size(load_tokenizer(config.tokenizer_path))
+    size = vocab_size(load_tokenizer(_tokenizer_path(config)))
     return DataVocabulary(size, size - 1)
+
+
+def _tokenizer_path(config: PipelineOptions) -> str:
+    if not config.tokenizer_path:
+        fix = "dataloader.tokenizer_path, the tokenizer.json that its text or ids belong to"
+        raise UserError(f"{FIELD}={config.pipeline} needs {fix}")
+    return config.tokenizer_path
 
 
 class PipelineLoader(GlobalBatchLoader):
@@ -69,10 +76,7 @@ class PipelineLoader(GlobalBatchLoader):
         **split: Any,
     ) -> None:
         config.refuse_dataset()
-        if not config.tokenizer_path:
-            fix = "dataloader.tokenizer_path, the tokenizer.json that its text or ids belong to"
-            raise UserError(f"{FIELD}={config.pipeline} needs {fix}")
-        self._encoder = DocumentEncoder(config.tokenizer_path)
+        self._encoder = DocumentEncoder(_tokenizer_path(config))
         tokenizer = self._encoder.tokenizer
         self._eos = require_token(tokenizer, config.eos_token, "dataloader.eos_token")
         bos = template_bos(tokenizer, config.tokenizer_path, "correct its post_processor")

@@ -33,7 +33,7 @@ class HeldOutFilter(BaseFilter):
 
     def __init__(self, files: Iterable[str], fraction: float, folder: Path) -> None:
         super().__init__(JsonlWriter(str(folder), "${rank}.jsonl.gz"))
-        self.files = frozenset(path.lstrip("/") for path in files)
+        self.files = frozenset(files)
         self.fraction = fraction
 
     def filter(self, doc: Document) -> bool:
@@ -50,7 +50,7 @@ class TextHashes(PipelineStep):
 
     def __init__(self, files: Iterable[str], folder: Path) -> None:
         super().__init__()
-        self.files = frozenset(path.lstrip("/") for path in files)
+        self.files = frozenset(files)
         self.folder = folder
 
     def run(

@@ -165,7 +165,7 @@ def dropped_examples(folder: Path) -> list[str]:
     files = sorted(folder.glob("*.jsonl"))
     records = [record for path in files for record in read_jsonl(path, {"reason": str})]
     return [
-        f"/{record['file']}, {record['record']}: {record['reason']}"
+        f"{record['file']}, {record['record']}: {record['reason']}"
         for record in records[:SHOWN_EXAMPLES]
     ]
 
@@ -186,15 +186,17 @@ class FileReader(CountingReader, BaseDiskReader):
 
     def place(self, source_file: str, id_in_file: int | str) -> str:
         """Return the line of JSON lines, else the record's number."""
-        return f"{_PLACES.get(self.kind_of(source_file), 'row')} {id_in_file}"
+        kind = self.kind_of(source_file.removeprefix("/"))
+        return f"{_PLACES.get(kind, 'row')} {id_in_file}"
 
     def read_file(self, filepath: str) -> Generator[Document, None, None]:
         """Yield the documents of one file."""
+        path = f"/{filepath}"
         for number, record in self.read_records(filepath):
             if isinstance(record, str):
                 self.stat_update("records")
-                self.drop("malformed", filepath, number, record)
-            elif document := self.get_document_from_dict(record, filepath, number):
+                self.drop("malformed", path, number, record)
+            elif document := self.get_document_from_dict(record, path, number):
                 yield document
 
     def read_records(self, filepath: str) -> Records:
