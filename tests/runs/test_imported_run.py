@@ -54,4 +54,4 @@ def test_status_and_eval_say_what_it_is(imported, capfd):
     assert main.main(["status", str(imported)]) == 0
     assert "complete, 0 tokens" in capfd.readouterr().out
     assert main.main(["eval", str(imported)]) == 2
-    assert "was imported or trained on generated data" in capfd.readouterr().err
+    assert "was imported, or trained on a pipeline or generated data" in capfd.readouterr().err

@@ -203,7 +203,7 @@ def test_fields_that_conversations_leave_out_are_counted(
 ) -> None:
     messages = [{"role": "user", "content": "a", "time": 1}, {"role": "assistant", "content": "b"}]
     records = [
-        {"messages": messages, "answer": "c", "tools": [], "id": 1, "note": None},
+        {"messages": messages, "answer": "c", "tools": [], "id": 1, "note": None, "label": "x"},
         {"messages": messages},
         {"question": "a", "answer": "b", "rejected": "c", "response": "d"},
     ]
@@ -211,9 +211,21 @@ def test_fields_that_conversations_leave_out_are_counted(
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     with caplog.at_level(logging.INFO):
         tokenize_source(path, output=tmp_path / "out", tokenizer=tokenizer_path, chat=True)
-    names = "answer (1 records), id (1 records), messages.time (2 records), rejected (1 records)"
-    names += ", response (1 records)"
+    names = "answer (1 records), id (1 records), label (1 records), messages.time (2 records), "
+    names += "rejected (1 records), response (1 records)"
     assert f"fields that conversations leave out: {names}" in caplog.text
+    bare = ChatTemplate(
+        text="{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    )
+    whole = parse_conversation(
+        {
+            "messages": [*messages[:1], {"role": "assistant", "content": "b", "reasoning": "c"}],
+            "tools": [{"name": "add"}],
+            "system": "d",
+        }
+    )
+    assert bare.left_out(whole, "ab") == ["system", "reasoning", "tools"]
+    assert bare.left_out(whole, "abcd add") == []
 
 
 def test_a_text_key_has_no_effect_on_chats(tokenizer_path: Path, tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def open_run(
     own = named_sources([str(path) for path in run.sources])
     if not own and not sources:
         raise NotAskedError(
-            f"{run.path} was imported or trained on generated data: it has no held-out text; "
-            "name prepared sources with --sources"
+            f"{run.path} was imported, or trained on a pipeline or generated data: it has no "
+            "held-out text; name prepared sources with --sources"
         )
     chosen = [own.get(name, name) for name in sources] or list(own.values())
     for path in chosen if sources else ():

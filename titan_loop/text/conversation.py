@@ -175,7 +175,7 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
                 raise TypeError(f"{name!r} and the first message are two system prompts")
             turns = [system, *turns]
     tools = next((_tools(record[name], name) for name in _TOOLS if record.get(name)), ())
-    if (name := next((name for name in _LABELS if record.get(name) is False), None)) is not None:
+    if (name := next((n for n in _LABELS if _says(record, n, "false")), None)) is not None:
         raise RejectedError(f"{name!r} is false: its answer is a bad one")
     if not any(turn.is_target for turn in turns):
         raise ValueError("no assistant turn with text or a call to train on")
@@ -185,7 +185,8 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
 def unused_fields(record: Mapping[str, Any], messages_key: str | None = None) -> list[str]:
     """Return the fields of a record that its conversation leaves out; of messages, `LIST.FIELD`."""
     name = _present(record, _LISTS if messages_key is None else (messages_key,))
-    used = {*_LABELS, *_SYSTEM_PROMPTS, *_TOOLS, *_NOT_TEXT}
+    used = {*_SYSTEM_PROMPTS, *_TOOLS, *_NOT_TEXT}
+    used |= {name for name in _LABELS if _says(record, name, "true")}
     if name is None:
         used |= {*(_pair_of(record) or ["chosen"]), *_ADDITIONS, "history"}
         return [field for field in _filled(record) if field not in used]
@@ -365,6 +366,11 @@ def _string(value: Any, name: str) -> str:
 def _present(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """Return the first of the fields that has a value; tables give absent ones as None."""
     return next((name for name in names if record.get(name) is not None), None)
+
+
+def _says(record: Mapping[str, Any], name: str, word: str) -> bool:
+    """Return whether a field is true or false, which CSV writes as a word."""
+    return str(record.get(name)).lower() == word
 
 
 def _filled(record: Mapping[str, Any]) -> list[str]:

@@ -213,16 +213,17 @@ ROWS = (
     ),
     _row(
         _RECORDS,
-        "a completion, or messages, with `label: false` or `kto_tag: false`",
+        'a completion, or messages, with `label: false`, `"False"` of a table, or `kto_tag: false`',
         "dropped as rejected",
         [
             {"prompt": "1+1?", "completion": "3", "label": False},
             {"prompt": "1+1?", "completion": "2", "label": True},
+            {"prompt": "1+1?", "completion": "3", "label": "False"},
             *_messages(_USER, {**_ANSWER, "content": "3"}, label=False),
             *_messages(_USER, {**_ANSWER, "content": "3"}, kto_tag=False),
         ],
-        dropped={"rejected": 3},
-        warned=("dropped 3 rejected",),
+        dropped={"rejected": 4},
+        warned=("dropped 4 rejected",),
     ),
     _row(
         _RECORDS,
@@ -505,6 +506,20 @@ ROWS = (
         ),
         options={"chat_template": "t.jinja"},
         refused="the chat template fails: too long",
+    ),
+    _row(
+        _TEMPLATES,
+        "a template that leaves out tool calls",
+        "a conversation with calls is malformed; tools, reasoning and system turns are named",
+        [
+            *_messages(_USER, {"role": "assistant", "content": "", "tool_calls": [_FUNCTION]}),
+            *_messages(_USER, {**_ANSWER, "reasoning": "Add."}, tools=[_FUNCTION]),
+        ],
+        f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}",
+        tokenizer=_own_template,
+        options={"chat_template": "tokenizer", "max_malformed": 0.5},
+        dropped={"malformed": 1},
+        warned=("dropped 1 malformed of 2 records",),
     ),
     _row(
         _TEMPLATES,

@@ -389,14 +389,15 @@ _FOLDER = (
     ),
     _shape(
         _FOLDERS,
-        "texts beside WARC files and Git LFS's pointer to an image",
+        "texts beside a notebook, WARC files and Git LFS's pointer to an image",
         "the texts; the others are left out with a warning",
         {
             **{f"{number}.txt": text for number, text in enumerate(TEXTS)},
             "a.warc.wet.gz": gzip.compress(b"WARC/1.0\r\nWARC-Type: warcinfo\r\n\r\n"),
             "b.png": _POINTER,
+            "c.ipynb": json.dumps({"cells": []}, indent=1),
         },
-        warned=("left out 1 .wet.gz, 1 .png, which cannot be read as text",),
+        warned=("left out 1 .wet.gz, 1 .png, 1 .ipynb, which cannot be read as text",),
     ),
     _shape(
         _FOLDERS,

@@ -116,6 +116,13 @@ ROWS = (
         train=("one", "two"),
     ),
     _json(
+        "a number of 5,000 digits in another field",
+        "read, and counted as `python_json`",
+        f'{{"text": "two", "id": {"1" * 5000}}}',
+        train=("one", "two"),
+        repaired={"python_json": 1},
+    ),
+    _json(
         "`<|endoftext|>` spelt out in a text",
         "text, not the token",
         '{"text": "a <|endoftext|> b"}',

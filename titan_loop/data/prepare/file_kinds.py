@@ -4,7 +4,7 @@ name ends in .jsonl, .csv, .parquet, …       that kind, below any compression
 name ends in .json                           JSON lines, or JSON values: the first line decides
 Parquet's or Arrow's mark                    that kind, under any name
 first line is a JSON object                  JSON lines, under any name
-bytes of 0, archives, unfinished downloads   not read
+bytes of 0, archives, notebooks, unfinished  not read
 a pointer of Git LFS                         refused under a name of records, else not read
 anything else                                text
 """
@@ -54,7 +54,7 @@ _SIDE_FOLDERS = {"_delta_log", "_temporary", "__MACOSX"}
 _ABOUT_NAME = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|authors)([._-].*)?", re.IGNORECASE
 )
-_UNFINISHED = {".tmp", ".part", ".incomplete", ".crdownload", ".bak", ".orig", ".swp"}
+_NOT_READ = {".ipynb", ".tmp", ".part", ".incomplete", ".crdownload", ".bak", ".orig", ".swp"}
 _POINTER, _LONGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
 _WEB_ARCHIVE = b"WARC/"
 _SAYS_NOTHING = re.compile(r"|\.(txt|old|\d+)")
@@ -91,7 +91,7 @@ def contents_of(path: Path) -> str:
         name = PurePath(uncompressed_name(str(path)))
         suffix = name.suffix.lower()
         known = _BY_SUFFIX.get(suffix, "")
-        if not name.name or suffix in _UNFINISHED or path.name.endswith("~"):
+        if not name.name or suffix in _NOT_READ or path.name.endswith("~"):
             return OTHER
         if _is_pointer(path):
             if not known:

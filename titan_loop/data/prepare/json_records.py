@@ -6,6 +6,7 @@ Python writes NaN, Infinity and halves of surrogate pairs into JSON, and nests a
 import codecs
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,14 @@ _DEEPEST = 200  # `json` raises RecursionError below a thousand, less the frames
 _HALF = re.compile("[\ud800-\udfff]")
 _MARK = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 _SPACE = re.compile(r"\s*")
+
+
+def _integer(digits: str) -> int | float:
+    """Return a number, as a float where Python reads so many digits no longer."""
+    return int(digits) if len(digits) < sys.int_info.str_digits_check_threshold else float(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 class Parsed(NamedTuple):
@@ -36,9 +45,9 @@ def parse_json(content: bytes) -> Parsed:
     text = _decoded(content)
     try:
         try:
-            return _without_halves(json.loads(text))
+            return _without_halves(_DECODER.decode(text))
         except RecursionError:
-            return _without_halves(json.loads(_shallow(text)))
+            return _without_halves(_DECODER.decode(_shallow(text)))
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg}, column {error.pos + 1}") from None
 
@@ -62,10 +71,10 @@ def _records(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _one_after_another(text: str) -> Iterator[Any]:
-    decoder, at = json.JSONDecoder(), _end_of_space(text, 0)
+    at = _end_of_space(text, 0)
     while at < len(text):
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = _DECODER.raw_decode(text, at)
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON: {error.msg}, line {error.lineno}") from None
         yield value

@@ -91,9 +91,9 @@ class CountingReader(BaseReader):
         metadata: dict[str, Any] = {"file_path": source_file}
         try:
             if self.chat is not None:
-                text, conversation = self.chat.read(data)
+                text, conversation, unused = self.chat.read(data)
                 metadata |= conversation
-                self._note_unused(self.chat.unused(data))
+                self._note_unused(unused)
             else:
                 text = _text(data, self.text_key)
                 if TURN_START in text:
