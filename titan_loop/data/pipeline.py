@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
 from titan_loop.plugins import import_user_module
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FIELD = "dataloader.pipeline"
+MIXED = "a finished window among documents: yield one of the two"
 _STATE = "state"
 _MOST_OBJECTS = 10_000  # of a pipeline are looked at; the buffer is near its root
 
@@ -138,6 +140,34 @@ class Pipeline:
             shown = f"{type(item).__name__} {str(item)[:40]!r}"
             raise self._fault(f"yields {shown}: yield texts, rows of token ids or windows")
         yield ids.astype(np.int64)
+
+    def ids(self, document: np.ndarray, vocabulary: int, eos_id: int) -> np.ndarray:
+        """Return a document's ids, checked, with EOS at the end; an empty one stays empty."""
+        self._require_ids(document, vocabulary)
+        if len(document) and document[-1] != eos_id:
+            return np.append(document, eos_id)
+        return document
+
+    def window(
+        self, item: Mapping[str, Any], vocabulary: int, length: int, field: str
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return input, labels and positions of a finished window of a length that `field` sets."""
+        positions = item.get("positions", np.arange(length))
+        found = [np.asarray(each) for each in (item["input"], item["labels"], positions)]
+        for name, values in zip(("input", "labels", "positions"), found, strict=True):
+            if values.shape != (length,) or values.dtype.kind not in "iu":
+                kind = f"{name} of shape {values.shape} and type {values.dtype}"
+                raise self.bad(f"{kind}: it takes {length} ids ({field})")
+        inputs, labels, positions = (values.astype(np.int64) for values in found)
+        self._require_ids(inputs, vocabulary)
+        self._require_ids(labels[labels != IGNORED], vocabulary)
+        return inputs, labels, positions
+
+    def _require_ids(self, ids: np.ndarray, vocabulary: int) -> None:
+        wrong = ids[(ids < 0) | (ids >= vocabulary)]
+        if len(wrong):
+            fix = f"the tokenizer has the ids 0 to {vocabulary - 1}"
+            raise self.bad(f"the token id {wrong[0]}: {fix}")
 
     def ended(self) -> UserError:
         """Return the error of a pipeline that ends before the run does."""

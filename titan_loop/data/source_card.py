@@ -121,6 +121,8 @@ class SourceCard:
             write it; None for none.
         round_trip: A sample of documents: how many were `decoded`, how many `changed` on the way
             to tokens and back, and the `first` of these; empty if none was decoded.
+        given_ids: Whether documents are a pipeline's ids as they came: EOS may be anywhere in them,
+            and a loss mask is of finished windows, not of conversations.
     """
 
     name: str
@@ -141,7 +143,13 @@ class SourceCard:
     turn_end: str | None = None
     bos_id: int | None = None
     round_trip: dict[str, Any] = field(default_factory=dict)
+    given_ids: bool = False
     format_version: int = field(default=FORMAT_VERSION)
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether the documents are conversations."""
+        return self.has_loss_mask and not self.given_ids
 
     def write(self, folder: Path) -> None:
         """Write the card and its hash to `folder`, atomically: temporary file, fsync, rename."""
@@ -241,7 +249,7 @@ def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextForm
         )
     begin = None if cards[0].bos_id is None else tokenizer.id_to_token(cards[0].bos_id)
     text = TextFormat(end_of_text=end_of_text, begin_of_text=begin)
-    chats = next((card for card in cards if card.has_loss_mask), None)
+    chats = next((card for card in cards if card.has_chats), None)
     if chats is None:
         return text
     if chats.chat_template is None or chats.turn_end is None:

@@ -76,6 +76,9 @@ class WindowLoader(GlobalBatchLoader):
         def build(self, **split: Any) -> GlobalBatchLoader:
             """Return the loader of the mixture, or of the pipeline."""
             if self.pipeline:
+                if self.mixture:
+                    replaced = " ".join(self.mixture)
+                    logger.info(f"dataloader.pipeline replaces dataloader.mixture={replaced}")
                 return PipelineLoader(self, **split)
             if self.tokenizer_path:
                 raise UserError(

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.batches import BatchesRead, DataVocabulary, GlobalBatchLoader, Position
 from titan_loop.data.load.changes import SOURCES
 from titan_loop.data.load.windows import Window
-from titan_loop.data.pipeline import FIELD, Pipeline, pack_state, read_state
+from titan_loop.data.pipeline import FIELD, MIXED, Pipeline, pack_state, read_state
 from titan_loop.data.source_card import SHORT_DIGEST, file_sha256
 from titan_loop.errors import UserError
 from titan_loop.text.encoding import DocumentEncoder
@@ -166,33 +165,14 @@ class PipelineLoader(GlobalBatchLoader):
                 return np.empty(0, dtype=np.int64)
             (ids,) = self._encoder.ids([document])
             return np.concatenate([self._begin, ids, [self._eos]]).astype(np.int64)
-        self._require_ids(document)
         if not len(document):
             self._skipped += 1
-        elif document[-1] != self._eos:
-            document = np.append(document, self._eos)
-        return document
+        return self._pipeline.ids(document, self._ids, self._eos)
 
     def _finished(self, item: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
         if len(self._left):
-            raise self._pipeline.bad("a finished window among documents: yield one of the two")
-        length = self._seq_len
-        positions = item.get("positions", np.arange(length))
-        found = [np.asarray(each) for each in (item["input"], item["labels"], positions)]
-        for name, values in zip(("input", "labels", "positions"), found, strict=True):
-            if values.shape != (length,) or values.dtype.kind not in "iu":
-                kind = f"{name} of shape {values.shape} and type {values.dtype}"
-                raise self._pipeline.bad(f"{kind}: it takes {length} ids (training.seq_len)")
-        inputs, labels, positions = (values.astype(np.int64) for values in found)
-        self._require_ids(inputs)
-        self._require_ids(labels[labels != IGNORED])
-        return inputs, labels, positions
-
-    def _require_ids(self, ids: np.ndarray) -> None:
-        wrong = ids[(ids < 0) | (ids >= self._ids)]
-        if len(wrong):
-            fix = f"the tokenizer has the ids 0 to {self._ids - 1}"
-            raise self._pipeline.bad(f"the token id {wrong[0]}: {fix}")
+            raise self._pipeline.bad(MIXED)
+        return self._pipeline.window(item, self._ids, self._seq_len, "training.seq_len")
 
     def _noted(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
         content = b"".join([self._read_hash.encode(), *(each.tobytes() for each in arrays)])
@@ -238,6 +218,7 @@ class PipelineLoader(GlobalBatchLoader):
             raise UserError(
                 f"{FIELD}={name} was saved on {saved} data-parallel ranks and cannot go on with "
                 f"{self._dp_world_size}: start {saved} ranks, or store its documents as a source, "
-                f"which any number can read: titan-loop data tokenize --pipeline {name}"
+                f"which any number can read, with titan-loop data tokenize --pipeline {name} if it "
+                "ends; one that begins again needs a function of one pass"
             )
         self._resumes = True

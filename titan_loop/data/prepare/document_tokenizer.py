@@ -75,6 +75,12 @@ class PlainTextTokenizer(DocumentTokenizer):
     def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
         """Tokenise documents into a file."""
         file = self.new_file(filename)
+        self.write_texts(file, data)
+        file.close()
+        return file
+
+    def write_texts(self, file: "CountedFile", data: Iterable[Document]) -> None:
+        """Tokenise documents into an open file."""
         assert self.eos_token is not None
         begin, end = self.begin(), [require_token(self.tokenizer, self.eos_token, "eos_token")]
         for batch in _batches(data):
@@ -87,8 +93,6 @@ class PlainTextTokenizer(DocumentTokenizer):
                 file.write_ids(np.concatenate([begin, ids, end]))
                 if self.keep_bytes:
                     file.write_token_bytes(self._stored_bytes(document.text, ids, len(begin)))
-        file.close()
-        return file
 
     def new_file(self, filename: str) -> "CountedFile":
         """Return an empty file for this task's tokens."""

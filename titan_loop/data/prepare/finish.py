@@ -12,6 +12,7 @@ import numpy as np
 
 from titan_loop.data.prepare.document_tokenizer import changed_examples
 from titan_loop.data.prepare.executors import Pipeline, statistics
+from titan_loop.data.prepare.pipeline_documents import GIVEN
 from titan_loop.data.prepare.pipeline_steps import TextHashes
 from titan_loop.data.prepare.pipelines import CHANGES, HASH_TEXTS, HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
@@ -63,10 +64,13 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
     assert eos_id is not None
     bos = preparation.bos_token
     bos_id = None if bos is None else tokenizer.token_to_id(bos)
+    given = counted["train"][READ][GIVEN] > 0
+    eos_anywhere = given or eos_id == bos_id  # one token in both places ends no document by itself
     splits = {
-        name: _split_card(output / name, tokenizer, eos_id, bos_id, counted[name][TOKENIZE])
+        name: _split_card(output / name, tokenizer, eos_id, eos_anywhere, counted[name][TOKENIZE])
         for name in names
     }
+    masked = preparation.chat is not None or (given and _has_windows(preparation, splits))
     for name, split in splits.items():
         logger.info(
             f"{output}/{name}: {split.documents} documents, {split.tokens} tokens, "
@@ -101,7 +105,8 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
         licence=preparation.licence,
         versions=preparation.versions(),
         command=preparation.command,
-        has_loss_mask=preparation.chat is not None,
+        has_loss_mask=masked,
+        given_ids=given,
         dropped=dropped,
         repaired=_repaired(output, counted["train"][READ]),
         cleaning=preparation.config.cleaning(),
@@ -115,6 +120,22 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
     card.write(output)
     shutil.rmtree(preparation.work, ignore_errors=True)
     return card
+
+
+def _has_windows(preparation: Preparation, splits: Mapping[str, SplitCard]) -> bool:
+    masks = {bool(shard.loss_sha256) for split in splits.values() for shard in split.shards}
+    if len(masks) > 1:
+        raise UserError(
+            f"pipeline {preparation.documents.pipeline} yields finished windows on some ranks and "
+            "documents on others: yield one of the two"
+        )
+    if found := True in masks:
+        output = preparation.output
+        logger.info(
+            f"{output}: finished windows of L ids; titan-loop data pack {output} --seq-len L, and "
+            f"{output}=1:packed in dataloader.mixture, give them back whole"
+        )
+    return found
 
 
 def _warn_of_shared_texts(preparation: Preparation) -> None:
@@ -197,7 +218,7 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
 
 
 def _split_card(
-    folder: Path, tokenizer: "Tokenizer", eos_id: int, bos_id: int | None, counts: Counter[str]
+    folder: Path, tokenizer: "Tokenizer", eos_id: int, eos_anywhere: bool, counts: Counter[str]
 ) -> SplitCard:
     shards: list[ShardCard] = []
     id_bytes = token_bytes(tokenizer)
@@ -240,7 +261,7 @@ def _split_card(
         loss_tokens=loss_tokens if any(shard.loss_sha256 for shard in shards) else None,
         eos_only_at_ends=not misplaced,
     )
-    if misplaced and eos_id != bos_id:  # one token in both places ends no document by itself
+    if misplaced and not eos_anywhere:
         logger.warning(
             f"{folder}: document ends and EOS id {eos_id} disagree in {misplaced} places: use a "
             "tokenizer whose EOS is a special token"

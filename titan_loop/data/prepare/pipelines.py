@@ -21,6 +21,7 @@ from titan_loop.data.prepare.config import PrepareConfig, hash_config, quality_f
 from titan_loop.data.prepare.decontamination import build_ngram_index, ngram_filter
 from titan_loop.data.prepare.document_tokenizer import PlainTextTokenizer
 from titan_loop.data.prepare.executors import Pipeline
+from titan_loop.data.prepare.pipeline_documents import PipelineReader, PipelineTokenizer
 from titan_loop.data.prepare.pipeline_steps import (
     ChatTokenizer,
     HeldOutFilter,
@@ -54,7 +55,8 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
             "seed": 0,
         }
         if chat is None:
-            return PlainTextTokenizer(str(output / split), **options)
+            own = PipelineTokenizer if preparation.documents.pipeline else PlainTextTokenizer
+            return own(str(output / split), **options)
         return ChatTokenizer(
             str(output / split), template=chat.template, save_loss_metadata=True, **options
         )
@@ -87,6 +89,16 @@ def _pipeline(preparation: Preparation, name: str, steps: dict[str, Any], tasks:
 
 
 def _reader(preparation: Preparation, examples: Path | None) -> Any:
+    if pipeline := preparation.documents.pipeline:
+        return PipelineReader(
+            pipeline,
+            tokenizer=preparation.output / TOKENIZER_NAME,
+            eos_token=preparation.eos_token,
+            rewrites="c4_quality" in preparation.config.quality,
+            text_key=preparation.text_key,
+            chat=None,
+            examples=None if examples is None else str(examples),
+        )
     return document_reader(
         preparation.documents,
         paths_file=preparation.logs("inputs.txt"),

@@ -8,7 +8,6 @@ import codecs
 import csv
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from datatrove.pipeline.readers.huggingface import HuggingFaceDatasetReader
 
 import titan_loop.data.prepare.quiet  # noqa: F401
-from titan_loop.data.pipeline import Pipeline
 from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.compression import BROKEN, file_lines, unreadable
 from titan_loop.data.prepare.documents import Documents
@@ -291,27 +289,6 @@ class CountingHuggingFaceReader(CountingReader, HuggingFaceDatasetReader):
         return super().get_document_from_dict(row, source_file, id_in_file)
 
 
-class PipelineReader(CountingReader):
-    """Reads the texts of a pipeline: task r of n is its rank r of n."""
-
-    def __init__(self, pipeline: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.pipeline = pipeline
-
-    def run(
-        self, data: Any = None, rank: int = 0, world_size: int = 1
-    ) -> Generator[Document, None, None]:
-        """Read this task's documents."""
-        self.begin(rank)
-        pipeline = Pipeline(self.pipeline, rank, world_size, field="pipeline")
-        for number, text in enumerate(chain.from_iterable(pipeline), start=1):
-            if not isinstance(text, str):
-                raise pipeline.bad("ids or windows: yield texts, which are tokenised here")
-            record = {self.text_key: text}
-            if document := self.get_document_from_dict(record, self.pipeline, number):
-                yield document
-
-
 def document_reader(
     documents: Documents,
     *,
@@ -326,8 +303,6 @@ def document_reader(
         "chat": chat,
         "examples": None if examples is None else str(examples),
     }
-    if documents.pipeline:
-        return PipelineReader(documents.pipeline, **options)
     if documents.dataset:
         return CountingHuggingFaceReader(
             documents.dataset,

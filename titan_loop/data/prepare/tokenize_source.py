@@ -89,8 +89,8 @@ def tokenize_source(
             has no effect beside held-out inputs.
         dataset_config: Configuration of a Hugging Face dataset.
         dataset_split: Split of a Hugging Face dataset.
-        pipeline: A torchdata pipeline that yields texts, instead of inputs:
-            PACKAGE.MODULE:FUNCTION, called with the number of a task and the number of tasks.
+        pipeline: A torchdata pipeline instead of inputs, read to its end: PACKAGE.MODULE:FUNCTION,
+            called with the number of a task and the number of tasks. Ids and windows are kept.
         eos_token: Token that ends every document.
         no_bos: Put no token in front of documents, though the tokenizer's template has one.
         config: TOML file that sets quality filters, deduplication, decontamination and the cluster.
@@ -140,7 +140,7 @@ def tokenize_source(
         find_pipeline(pipeline, "pipeline")
         if inputs or held_out_inputs or chat:
             fix = "leave out inputs, held_out_inputs and chat"
-            raise UserError(f"pipeline {pipeline} yields the texts itself: {fix}")
+            raise UserError(f"pipeline {pipeline} yields the documents itself: {fix}")
         documents = Documents(pipeline=pipeline)
     else:
         documents = find_documents(
