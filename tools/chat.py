@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import struct
 import sys
 import urllib.error
 import urllib.request
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import xllamacpp  # pyright: ignore[reportMissingImports]
+
+GGUF_STRING = 8
+"""The number of this type of a value in a GGUF file."""
 
 
 def ask(server: Any, path: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -22,10 +26,25 @@ def ask(server: Any, path: str, content: dict[str, Any]) -> dict[str, Any]:
         return json.load(answer)
 
 
-def has_template(model: Path) -> bool:
-    """Say whether a file has a chat template; its keys stand at its start."""
-    with model.open("rb") as file:
-        return b"tokenizer.chat_template" in file.read(1 << 24)
+def text_of(start: bytes, key: str) -> str | None:
+    """Return the value of a key that holds a text, from the start of a GGUF file."""
+    found = start.find(key.encode() + struct.pack("<I", GGUF_STRING))
+    if found < 0:
+        return None
+    begin = found + len(key) + 4 + 8
+    (size,) = struct.unpack("<Q", start[begin - 8 : begin])
+    return start[begin : begin + size].decode()
+
+
+def why_not(start: bytes) -> str:
+    """Return why llama.cpp did not load a file, as far as its keys tell, and what to do."""
+    architecture = text_of(start, "general.architecture")
+    if architecture == "ouro":
+        return (
+            "no released llama.cpp knows its architecture 'ouro'; use titan-loop generate, or "
+            "train family nanbeige"
+        )
+    return f"its architecture is {architecture!r}; export it again, or set a newer llama.cpp up"
 
 
 def main() -> int:
@@ -41,6 +60,15 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    with given.model.open("rb") as file:
+        start = file.read(1 << 24)  # every key that is asked for stands here
+    if text_of(start, "tokenizer.ggml.model") == "none":
+        print(
+            f"titan-loop: error: {given.model} has no tokenizer, which llama.cpp's server needs; "
+            "export it again without --no-tokenizer",
+            file=sys.stderr,
+        )
+        return 2
     params = xllamacpp.CommonParams()
     params.model.path = str(given.model)
     params.n_parallel = 1
@@ -50,11 +78,11 @@ def main() -> int:
         server = xllamacpp.Server(params)
     except RuntimeError:
         print(
-            f"titan-loop: error: llama.cpp cannot load {given.model}; export it again",
+            f"titan-loop: error: llama.cpp cannot load {given.model}: {why_not(start)}",
             file=sys.stderr,
         )
         return 2
-    chats = has_template(given.model)
+    chats = text_of(start, "tokenizer.chat_template") is not None
     print("Your turn:" if chats else "A text to continue:", file=sys.stderr)
     turns: list[dict[str, str]] = []
     sampling = {"n_predict": given.tokens, "max_tokens": given.tokens, "temperature": 0}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests of exported models in llama.cpp, which comes as a wheel (xllamacpp) into an environment
-# of its own.
+# The tests of exported models in llama.cpp and MLX, which come as wheels (xllamacpp; mlx for CPUs) into
+# environments of their own.
 #
 #   bash tools/test_engines.sh [PYTEST ARGUMENTS]
 set -euo pipefail
@@ -8,6 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 set_up_tests
 
 source tools/engines.sh
+engine_environment mlx
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TITAN_LOOP_REQUIRE=engines \
-    TITAN_LOOP_ENGINES_PYTHON=$ENGINES/bin/python \
+    TITAN_LOOP_ENGINES_PYTHON=$ENGINES/bin/python TITAN_LOOP_MLX_PYTHON=$VENV/mlx/bin/python \
     "$VENV/bin/python" -m pytest -q -m engines tests/families "$@"

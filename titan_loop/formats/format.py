@@ -51,6 +51,7 @@ class Format:
             it raises `UserError` if the format cannot hold the model.
         folder: Shape class of folders that `convert import` reads; None if it reads none.
         gguf: Shape class for the family's GGUF files; None means `folder`.
+        programs: Returns which programs run a model of this shape, where the summary does not say.
     """
 
     summary: str
@@ -59,6 +60,7 @@ class Format:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     folder: type[LlamaShape] | None = None
     gguf: type[LlamaShape] | None = None
+    programs: Callable[[LlamaShape], str] | None = None
 
 
 def get_format(name: str) -> Format:

@@ -24,7 +24,7 @@ from torch import Tensor
 import titan_loop
 from titan_loop.errors import UserError
 from titan_loop.formats.format import Export, Format
-from titan_loop.formats.gguf_tokenizer import write_tokenizer
+from titan_loop.formats.gguf_tokenizer import open_vocabulary, write_tokenizer
 from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.models.family import completed_architecture
 from titan_loop.plugins import find, names
@@ -33,8 +33,13 @@ from titan_loop.storage.staged_folder import staged_file
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
+logger = logging.getLogger(__name__)
+
 UNROLLED = "llama"
 """`general.architecture` of a file in which every visit is a layer of its own."""
+
+MOST_VISITS = 512
+"""llama.cpp's `LLAMA_MAX_LAYERS`: the most layers of a model, every visit of a loop counted."""
 
 _TYPES = {
     "float32": ("F32", "ALL_F32"),
@@ -44,6 +49,10 @@ _TYPES = {
 }
 """ggml's names for the type of a matrix and of a file."""
 _Q8_BLOCK = 32
+_WITHOUT_TOKENIZER = (
+    "has no tokenizer; programs that give llama.cpp's library ids can run it, llama-server and "
+    "llama-cli cannot"
+)
 _FORMS = ("looped", "unrolled")
 
 
@@ -68,14 +77,15 @@ def write(export: Export, output: Path) -> None:
             problem = f"--dtype=q8_0 needs a multiple of {_Q8_BLOCK} as model.{name}, not {width}"
             raise UserError(f"{problem}; use float16")
     assert shape.gguf_architecture is not None
+    vocabulary = None if export.tokenizer is None else open_vocabulary(export.tokenizer)
     with staged_file(output) as path:
         with closing(gguf.GGUFWriter(path, shape.gguf_architecture)) as writer:
             _write_keys(writer, export, output.stem)
             writer.add_file_type(gguf.LlamaFileType[file_type])
-            if export.tokenizer is None:
+            if export.tokenizer is None or vocabulary is None:
                 writer.add_tokenizer_model("none")
             else:
-                write_tokenizer(writer, export.tokenizer, rows=shape.vocab_size)
+                write_tokenizer(writer, vocabulary, export.tokenizer, rows=shape.vocab_size)
             tensors = _announce_tensors(writer, export, kind)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -86,6 +96,7 @@ def write(export: Export, output: Path) -> None:
                 file.write(bytes(-file.tell() % writer.data_alignment))
                 file.write(produce().data)
             file.write(bytes(-file.tell() % writer.data_alignment))
+    logger.info(f"{output}: {shape.gguf_programs if vocabulary else _WITHOUT_TOKENIZER}")
 
 
 def _write_keys(writer: "GGUFWriter", export: Export, name: str) -> None:
@@ -148,8 +159,21 @@ def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) 
         if shape is None or shape.family != family or shape.gguf_architecture is None:
             continue
         if (shape.gguf_architecture == UNROLLED) == unrolled:
-            return shape.from_architecture(architecture, **arguments)
+            return _checked(shape.from_architecture(architecture, **arguments))
     raise UserError(f"model.family={family}: llama.cpp cannot run it {_FORMS[unrolled]}")
+
+
+def _checked(shape: LlamaShape) -> LlamaShape:
+    if shape.slots > MOST_VISITS:
+        raise UserError(
+            f"llama.cpp runs at most {MOST_VISITS} layers, and this model has {shape.slots} with "
+            "every recurrent step counted; export fewer steps with --recurrent-steps"
+        )
+    return shape
+
+
+def _programs(shape: LlamaShape) -> str:
+    return shape.gguf_programs
 
 
 GGUF = Format(
@@ -157,10 +181,12 @@ GGUF = Format(
     shape=partial(_fitting, False),
     write=write,
     dtypes=tuple(_TYPES),
+    programs=_programs,
 )
 GGUF_UNROLLED = Format(
     summary="file for llama.cpp, and for older engines, in which every visit is a layer of Llama",
     shape=partial(_fitting, True),
     write=write,
     dtypes=tuple(_TYPES),
+    programs=_programs,
 )

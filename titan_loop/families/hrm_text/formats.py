@@ -63,7 +63,7 @@ class HrmTextShape(LlamaShape):
 
     @property
     def slots(self) -> int:
-        """Number of slots of a cache: one for each layer in every pass of its stack."""
+        """As in the base class: one for each layer in every pass of its stack."""
         return self.recurrent_steps * (self.low_cycles + 1) * self.n_layers // 2
 
     @classmethod

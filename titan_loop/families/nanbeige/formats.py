@@ -16,7 +16,7 @@ from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.gguf_file import UNROLLED
 from titan_loop.formats.llama_shape import LlamaShape, unsupported
-from titan_loop.formats.model_folder import write_model_folder
+from titan_loop.formats.model_folder import engines_of_llama, write_model_folder
 from titan_loop.models.final_norm import NormPlacement
 from titan_loop.models.llama import LLAMA_SIZES
 
@@ -197,7 +197,7 @@ def _write_nanbeige(export: Export, output: Path) -> None:
         f"{shape.recurrent_steps} times to every token{between}.",
         tags=("looped-language-model", "nanbeige", "custom_code"),
         remote_code=("titan_loop.families.nanbeige.remote_code",),
-        usage="SGLang and MLX have code of their own for this format.\n\n",
+        usage=engines_of_llama(output.name, remote_code=True),
     )
 
 
@@ -211,6 +211,7 @@ def _write_llama(export: Export, output: Path) -> None:
         output,
         about=f"A language model of {shape.n_layers} Llama blocks{note}.",
         tags=("llama",),
+        usage=engines_of_llama(output.name, remote_code=False),
     )
 
 

@@ -21,7 +21,7 @@ from titan_loop.families.nanbeige.formats import UnrolledShape
 from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.llama_shape import LlamaShape
-from titan_loop.formats.model_folder import write_model_folder
+from titan_loop.formats.model_folder import engines_of_llama, write_model_folder
 from titan_loop.models.llama import LLAMA_SIZES
 
 _PARTS: Mapping[str, type] = {
@@ -162,7 +162,8 @@ class RetrofitUnrolledShape(UnrolledShape):
 
 def _write(export: Export, output: Path) -> None:
     about = f"A language model of {export.shape.n_layers} Llama blocks, unrolled from a loop."
-    write_model_folder(export, output, about=about, tags=("llama",))
+    usage = engines_of_llama(output.name, remote_code=False)
+    write_model_folder(export, output, about=about, tags=("llama",), usage=usage)
 
 
 def _write_looped(export: Export, output: Path) -> None:

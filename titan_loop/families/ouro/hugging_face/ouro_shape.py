@@ -29,6 +29,10 @@ class OuroShape(LlamaShape):
     family: ClassVar[str] = "ouro"
     model_type: ClassVar[str] = "ouro"
     gguf_architecture: ClassVar[str | None] = "ouro"
+    gguf_programs: ClassVar[str] = (
+        "no released llama.cpp loads it: architecture ouro is only in an unmerged branch; "
+        "family nanbeige runs in the released ones"
+    )
     steps_field: ClassVar[str | None] = "total_ut_steps"
     fixed: ClassVar[Mapping[str, Any]] = {
         **LlamaShape.fixed,

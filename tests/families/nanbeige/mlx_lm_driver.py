@@ -1,0 +1,33 @@
+"""Asks MLX; runs in an environment of its own, with mlx-lm and nothing of this project.
+
+    python mlx_lm_driver.py < requests.json > answers.json
+
+Input: {"model": FOLDER, "prompt": ids, "count": n}; output: n greedy tokens after the prompt,
+computed through MLX's cache, and the log-probabilities of all tokens before each.
+"""
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import load
+from mlx_lm.generate import generate_step
+
+
+def answer(model: str, prompt: list[int], count: int) -> dict[str, Any]:
+    """Return tokens and log-probabilities."""
+    loaded, _ = load(model, tokenizer_config={"trust_remote_code": True})[:2]
+    found = [*generate_step(mx.array(prompt), loaded, max_tokens=count)]
+    return {
+        "tokens": [int(token) for token, _ in found],
+        "log_probs": [log_probs.tolist() for _, log_probs in found],
+    }
+
+
+if __name__ == "__main__":
+    request = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = answer(**request)
+    json.dump(found, sys.stdout)
