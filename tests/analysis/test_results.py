@@ -426,8 +426,8 @@ def test_only_changed_code_makes_a_commit_unclean(tmp_path, monkeypatch):
 def test_mistakes(tmp_path, capsys):
     assert main(["results", "show", COMMAND[2], "--folder", str(tmp_path)]) == 2
     assert f"{tmp_path / 'mine'} has no result" in capsys.readouterr().err
-    assert main(["results", "show", "quickstart"]) == 2
-    assert "has no TABLES['quickstart']" in capsys.readouterr().err
+    assert main(["results", "show", "nanbeige_quickstart"]) == 2
+    assert "has no TABLES['nanbeige_quickstart']" in capsys.readouterr().err
     RunDirectory(tmp_path).create_or_open(["python", "mine.py"], config={})
     with pytest.raises(UserError, match=r"started by 'python mine.py', not by titan-loop train"):
         RunResult.of(RunDirectory(tmp_path))

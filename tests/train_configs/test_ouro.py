@@ -1,7 +1,6 @@
 """Ouro's recipe against the paper's Tables 1-6, as the trainer will read it, step by step."""
 
 import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.mixture import parse_mixture
@@ -130,7 +130,7 @@ def write_source(folder: Path, tokens: int) -> None:
             max_token_id=vocabulary - 1,
             shards=(card,),
         )
-    (folder / "tokenizer.json").write_text(json.dumps({}))
+    (folder / "tokenizer.json").write_text(Tokenizer(models.BPE()).to_str())
     SourceCard(
         name=folder.name,
         tokenizer_sha256=f"of {vocabulary} tokens",
