@@ -18,6 +18,7 @@ EXIT_NON_FINITE = 3  # max_skipped_steps non-finite steps in a row
 EXIT_UNSTABLE = 4  # spikes went on after every rewind; see titan_loop/training/stability
 EXIT_STOPPED = 75  # ended by a signal or the watchdog (EX_TEMPFAIL): start again to go on
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_MOST_KNOWN = 60  # names to list; lm-evaluation-harness has thousands of tasks
 
 
 class UserError(ValueError):
@@ -147,8 +148,8 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
-    """Return "; nearest: a, b" with at most `count` candidates, or "; known: …" with all."""
+    """Return "; nearest: a, b" with at most `count` candidates, or "; known: …" with the first."""
     known = sorted(set(candidates))
     if close := difflib.get_close_matches(name, known, n=count, cutoff=0.5):
         return f"; nearest: {', '.join(close)}"
-    return f"; known: {', '.join(known)}" if known else ""
+    return f"; known: {listed(known, _MOST_KNOWN)}" if known else ""
