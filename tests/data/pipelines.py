@@ -134,6 +134,7 @@ def _nonsense(*items: Any) -> Any:
 
 floats = _nonsense(0.5)
 nothing = _nonsense(None)
+half = _nonsense("a\ud83d b")
 other_fields = _nonsense({"content": "text", "url": "x"})
 wrong_id = _nonsense({"ids": [5, 4000]})
 wrong_window = _nonsense({"input": [1, 2], "labels": [2, 3]})

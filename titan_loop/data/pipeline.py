@@ -129,6 +129,9 @@ class Pipeline:
             names = ", ".join(map(repr, item))
             raise self._fault(f"yields a record with {names}: it needs 'text', 'ids' or a window")
         if isinstance(item, str):
+            if item.encode(errors="replace").decode() != item:
+                fix = "replace it, as text.encode(errors='replace').decode() does"
+                raise self._fault(f"yields a text with half of a surrogate pair: {fix}")
             yield item
             return
         if isinstance(item, list | tuple) and any(not isinstance(each, int) for each in item):

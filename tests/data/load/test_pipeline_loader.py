@@ -105,6 +105,7 @@ def test_every_token_is_predicted_once(name: str, small_tokenizer: Path) -> None
         ("raises_in_a_worker", r"after 7 items, failed \(ValueError: document 7 is torn\)"),
         ("floats", "yields float '0.5': yield texts, rows of token ids or windows"),
         ("nothing", "yields NoneType 'None'"),
+        ("half", "yields a text with half of a surrogate pair: replace it, as"),
         ("other_fields", "yields a record with 'content', 'url': it needs 'text', 'ids' or a win"),
         ("wrong_id", "yields the token id 4000: the tokenizer has the ids 0 to 29"),
         ("wrong_window", r"yields input of shape \(2,\) and type int64: it takes 32 ids"),
