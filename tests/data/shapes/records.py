@@ -228,6 +228,18 @@ ROWS = (
     ),
     Shape(
         section=_TABLES,
+        found="a column of Parquet's type JSON: a text and an object",
+        taken="the text that the JSON writes; the object is counted as `malformed`",
+        make=files(
+            {"a.parquet": parquet({"text": pa.array(['"one\\n"', '{"a": 1}'], pa.json_())})}
+        ),
+        options=_HALF,
+        train=("one\n",),
+        dropped={"malformed": 1},
+        warned=("dropped 1 malformed of 2 records",),
+    ),
+    Shape(
+        section=_TABLES,
         found="conversations in `binary`, beside times in nanoseconds",
         taken="ChatML; a time that Python cannot hold costs nothing",
         make=files(

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from titan_loop.data.prepare.compression import file_lines, open_file
+from titan_loop.data.prepare.json_records import parse_json
 
 if TYPE_CHECKING:
     import pyarrow
@@ -129,11 +130,23 @@ def _rows(batch: "pyarrow.RecordBatch") -> Iterator[dict[str, Any]]:
 
 
 def _cells(column: "pyarrow.Array") -> list[Any]:
+    import pyarrow
+
+    if isinstance(column.type, pyarrow.JsonType):
+        return [_json(cell) for cell in column.to_pylist()]
     try:
         cells = column.to_pylist()
     except ValueError:  # not UTF-8, or a time that Python cannot hold
         cells = [_cell(value) for value in column]
     return [_as_text(cell) for cell in cells] if _holds_bytes(column.type) else cells
+
+
+def _json(cell: str | None) -> Any:
+    """Return the value of a cell of Parquet's type JSON, whose syntax is not text."""
+    try:
+        return None if cell is None else parse_json(cell.encode()).value
+    except ValueError:
+        return {}  # malformed as a text and as a conversation
 
 
 def _cell(value: Any) -> Any:
