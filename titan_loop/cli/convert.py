@@ -93,7 +93,7 @@ def export(
     trainer = reader.manifest["trainer"]
     steps = recurrent_steps or trainer["recurrent_steps"]
     if list:
-        print(_formats_of(trainer["architecture"], steps, run.seq_len))
+        print(_formats_of(run, trainer["architecture"], steps, tokenizer))
         return
     assert output is not None
     form = get_format(to)
@@ -130,20 +130,29 @@ def export(
         print(push_folder(output, push))
 
 
-def _formats_of(architecture: dict, recurrent_steps: int, max_positions: int) -> str:
+def _formats_of(
+    run: "SavedRun", architecture: dict, recurrent_steps: int, tokenizer: str | None
+) -> str:
     from titan_loop.formats.format import get_format
     from titan_loop.plugins import names
 
+    try:
+        path = run.tokenizer(tokenizer).path
+    except UserError:  # not here: nothing is said about it
+        path = None
     rows = [("format", "this model")]
     for name in names("formats"):
         form = get_format(name)
         answer = f"yes: {form.summary}; {', '.join(form.dtypes)}"
         try:
             shape = form.shape(
-                architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
+                architecture, recurrent_steps=recurrent_steps, max_positions=run.seq_len
             )
             if form.programs is not None:
                 answer += f"; {form.programs(shape)}"
+            if path is not None and form.tokenizer_problem is not None:
+                problem = form.tokenizer_problem(path)
+                answer += f"; but its tokenizer {problem}" if problem else ""
         except UserError as error:
             answer = f"no: {error}"
         rows.append((name, answer))

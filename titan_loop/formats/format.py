@@ -52,6 +52,8 @@ class Format:
         folder: Shape class of folders that `convert import` reads; None if it reads none.
         gguf: Shape class for the family's GGUF files; None means `folder`.
         programs: Returns which programs run a model of this shape, where the summary does not say.
+        tokenizer_problem: Returns why a tokenizer.json has no place in the format; None means that
+            every tokenizer has.
     """
 
     summary: str
@@ -61,6 +63,7 @@ class Format:
     folder: type[LlamaShape] | None = None
     gguf: type[LlamaShape] | None = None
     programs: Callable[[LlamaShape], str] | None = None
+    tokenizer_problem: Callable[[Path], str | None] | None = None
 
 
 def get_format(name: str) -> Format:

@@ -24,7 +24,7 @@ from torch import Tensor
 import titan_loop
 from titan_loop.errors import UserError
 from titan_loop.formats.format import Export, Format
-from titan_loop.formats.gguf_tokenizer import open_vocabulary, write_tokenizer
+from titan_loop.formats.gguf_tokenizer import open_vocabulary, tokenizer_problem, write_tokenizer
 from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.models.family import completed_architecture
 from titan_loop.plugins import find, names
@@ -182,6 +182,7 @@ GGUF = Format(
     write=write,
     dtypes=tuple(_TYPES),
     programs=_programs,
+    tokenizer_problem=tokenizer_problem,
 )
 GGUF_UNROLLED = Format(
     summary="file for llama.cpp, and for older engines, in which every visit is a layer of Llama",
@@ -189,4 +190,5 @@ GGUF_UNROLLED = Format(
     write=write,
     dtypes=tuple(_TYPES),
     programs=_programs,
+    tokenizer_problem=tokenizer_problem,
 )

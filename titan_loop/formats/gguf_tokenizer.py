@@ -18,6 +18,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan_loop.errors import UserError
@@ -86,8 +87,8 @@ def open_vocabulary(tokenizer: TokenizerExport) -> Vocabulary:
     Raises:
         UserError: llama.cpp has no such tokenizer, or reads many texts otherwise.
     """
-    record = json.loads(load_tokenizer(tokenizer.path).to_str())
     path = tokenizer.path
+    record = _record(path)
     for problem in _problems(record):
         raise UserError(f"tokenizer {path} {problem}; {_ADVICE}")
     if is_sentencepiece(record):
@@ -99,6 +100,11 @@ def open_vocabulary(tokenizer: TokenizerExport) -> Vocabulary:
     for difference in _differences(record):
         logger.warning(f"tokenizer {path} {difference}")
     return Vocabulary(record, pre)
+
+
+def tokenizer_problem(path: Path) -> str | None:
+    """Return why llama.cpp cannot have a tokenizer, as the end of a sentence about it."""
+    return next(_problems(_record(path)), None)
 
 
 def write_tokenizer(
@@ -147,6 +153,10 @@ def write_tokenizer(
     writer.add_add_bos_token(tokenizer.text.begin_of_text is not None)
     if tokenizer.text.chat_template is not None:
         writer.add_chat_template(tokenizer.text.chat_template)
+
+
+def _record(path: Path) -> dict[str, Any]:
+    return json.loads(load_tokenizer(path).to_str())
 
 
 def _problems(record: dict[str, Any]) -> Iterator[str]:

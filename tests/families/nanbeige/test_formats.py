@@ -115,11 +115,18 @@ def test_the_list_says_why_not(make_run, capsys):
     assert "family ouro alone" in lines["transformers"]
 
 
-def test_the_list_says_what_llama_cpp_has(make_run, tmp_path_factory, capsys):
+def test_the_list_says_what_llama_cpp_has(
+    make_run, tmp_path, tmp_path_factory, capsys, ascii_tokenizer
+):
     run = make_run().run
     for format_ in ("gguf", "gguf-unrolled"):
         assert listed(capsys, run, "--recurrent-steps", 256)[format_].startswith("yes")
         assert listed(capsys, run, "--recurrent-steps", 257)[format_].startswith("no: llama.cpp")
+    other = changed(ascii_tokenizer, tmp_path / "tokenizer.json", {"merges": []})
+    for format_ in ("gguf", "gguf-unrolled"):
+        answer = listed(capsys, run, "--tokenizer", other)[format_]
+        assert "; but its tokenizer has no merges, and llama.cpp loads" in answer
+        assert "tokenizer" not in listed(capsys, run, "--tokenizer", ascii_tokenizer)[format_]
     ouro = maker(OuroOptions, tmp_path_factory)().run
     assert "no released llama.cpp loads it" in listed(capsys, ouro)["gguf"]
 
