@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.families.ouro.hugging_face.conftest import tokenizer_file  # noqa: F401
+
 
 @pytest.fixture(
     scope="session",

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from tests.families.folders import CASES, write_folder
+from tests.families.folders import CASES, OWN_CODE, write_folder
 from titan_loop.formats.format import get_format
 from titan_loop.plugins import names
 
@@ -24,3 +25,160 @@ def test_a_tied_matrix_is_written_once(tmp_path, name):
     assert "lm_head.weight" not in tensors
     assert json.loads((written.folder / "config.json").read_text())["tie_word_embeddings"]
     assert tensors["model.embed_tokens.weight"].shape == (300, written.model.config.dim)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request, tmp_path_factory, tokenizer_file):
+    """Return the name of a format and a folder of it, of a model trained on conversations."""
+    place = tmp_path_factory.mktemp(request.param)
+    written = write_folder(place, request.param, tokenizer_file, "--chatml")
+    return request.param, written.folder
+
+
+@pytest.fixture(params=OWN_CODE)
+def load(request, tmp_path, tokenizer_file):
+    """Return a function that loads a folder with code of ours."""
+    written = write_folder(tmp_path, request.param, tokenizer_file)
+
+    def loaded():
+        import transformers
+
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            written.folder, trust_remote_code=True
+        )
+
+    return loaded
+
+
+IDS = torch.arange(40)[None] * 7 % 300
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*is deprecated:FutureWarning")
+def test_gradients_are_the_same_when_visits_are_computed_again(transformers, load):
+    gradients = []
+    for reentrant in (None, True, False):
+        model = load().train()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(IDS, labels=IDS, use_cache=reentrant is not None).loss.backward()
+        found = {name: each.grad for name, each in model.named_parameters()}
+        gradients.append({name: each for name, each in found.items() if each is not None})
+    for found in gradients[1:]:
+        assert found.keys() == gradients[0].keys()
+        for name, gradient in gradients[0].items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5)
+    model.train()
+    cache = load().eval()(IDS, use_cache=True)[1]
+    with pytest.raises(ValueError, match="gradient checkpointing cannot go on from a cache"):
+        model(IDS, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_the_number_of_visits_takes_what_it_gives(transformers, load):
+    model = load().eval()
+    visits, layers = model.config.num_hidden_layers, len(model.model.layers)
+    want = model(IDS).logits
+    plain = model.generate(IDS[:, 1:9], **GREEDY)
+    if not model._is_stateful:
+        drafted = model.generate(IDS[:, 1:9], assistant_early_exit=1, **GREEDY)
+        assert drafted.tolist() == plain.tolist()
+    model.config.num_hidden_layers = 1
+    model.config.num_hidden_layers = visits
+    assert model.config.num_hidden_layers == visits
+    assert model.config.to_dict()["num_hidden_layers"] == layers
+    assert "visit_limit" not in model.config.to_dict()
+    assert torch.equal(model(IDS).logits, want)
+
+
+@torch.no_grad()
+def test_generate_takes_what_transformers_offers(transformers, load):
+    model = load().eval()
+    prompt, mask = IDS[:, 1:17], torch.ones(1, 16, dtype=torch.long)
+    want = model.generate(prompt, attention_mask=mask, **GREEDY)[:, -8:].tolist()
+    embedded = model.get_input_embeddings()(prompt)
+    for options in (
+        {"inputs_embeds": embedded},
+        {"input_ids": prompt, "inputs_embeds": embedded},
+        {"input_ids": prompt, "prefill_chunk_size": 5},
+        {"input_ids": prompt, "cache_implementation": "static"},
+        {"input_ids": prompt, "cache_implementation": "dynamic"},
+    ):
+        found = model.generate(**options, attention_mask=mask, **GREEDY)
+        assert found[:, -8:].tolist() == want, options.keys()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@torch.no_grad()
+def test_forward_takes_masks_and_indices_and_is_one_graph(transformers, load):
+    model = load().eval()
+    want = model(IDS).logits
+    causal = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
+    assert torch.equal(model(IDS, attention_mask=causal).logits, want)
+    kept = torch.tensor([3, 7])
+    torch.testing.assert_close(
+        model(IDS, logits_to_keep=kept).logits, want[:, kept], atol=1e-5, rtol=0
+    )
+    padded = (torch.arange(40) > 2).long()[None]
+    want = model(IDS, attention_mask=padded).logits
+    inputs = {"attention_mask": padded, "use_cache": False}
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(IDS, **inputs).logits, want)
+    exported = torch.export.export(model, (IDS,), inputs).module()
+    torch.testing.assert_close(exported(IDS, **inputs).logits, want)
+
+
+@pytest.mark.hf5
+@torch.no_grad()
+def test_requests_are_batched_continuously(load):
+    import transformers
+
+    model = load().eval()
+    prompts = [IDS[:, 1:17], IDS[:, 4:9]]
+    settings = transformers.GenerationConfig(
+        max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    size = transformers.ContinuousBatchingConfig(max_batch_tokens=64, num_blocks=8)
+    found = model.generate_batch(
+        [prompt[0].tolist() for prompt in prompts],
+        generation_config=settings,
+        continuous_batching_config=size,
+        warmup=False,
+    )
+    for prompt, answer in zip(prompts, found.values(), strict=True):
+        want = model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY)
+        assert answer.error is None
+        assert answer.generated_tokens == want[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.hf5
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("trainer", ["transformers", "trl"])
+def test_it_trains_with_the_defaults_of(folder, tmp_path, trainer):
+    import datasets
+    import transformers
+    import trl
+
+    name, path = folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    before = {key: each.clone() for key, each in model.named_parameters()}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    where = {"output_dir": tmp_path, "use_cpu": True, "max_steps": 1, "report_to": "none"}
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, you."}]
+    if trainer == "trl":
+        data = datasets.Dataset.from_list([{"messages": chat}] * 8)
+        arguments = trl.SFTConfig(**where)
+        assert arguments.bf16
+        assert arguments.gradient_checkpointing
+        taught = trl.SFTTrainer(
+            model=model, args=arguments, train_dataset=data, processing_class=tokenizer
+        )
+    else:
+        rows = [{"input_ids": list(range(3, 40)), "labels": list(range(3, 40))}] * 8
+        taught = transformers.Trainer(
+            model=model,
+            args=transformers.TrainingArguments(**where),
+            train_dataset=datasets.Dataset.from_list(rows),
+        )
+    assert taught.train().training_loss > 0
+    assert any(not torch.equal(each, before[key]) for key, each in model.named_parameters()), name

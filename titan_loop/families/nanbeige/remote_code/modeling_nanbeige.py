@@ -14,7 +14,9 @@ import inspect
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -50,8 +52,10 @@ class NanbeigeVisit(nn.Module):
     ) -> Tensor:
         """Return (B, L, N, H) of (B, N, L, H) queries and (B, N_kv, L, H) keys and values."""
         if cache is not None:
-            place = {"cache_position": cache_position}  # read by static caches before version 5
-            keys, values = cache.update(keys, values, self.layer_idx, place)
+            # Static caches before version 5 read the place, caches of continuous batching the rest.
+            place = {"cache_position": cache_position}
+            more = {"kwargs": kwargs} if _CACHE == "cache" else {"cache_kwargs": place}
+            keys, values = cache.update(keys, values, self.layer_idx, **more)
         # In this form, since vLLM looks for the assignment in the source.
         attend = eager_attention_forward
         if self.config._attn_implementation != "eager":
@@ -94,7 +98,7 @@ class NanbeigeAttention(nn.Module):
         return self.o_proj(out.reshape(*hidden.shape[:-1], -1))
 
 
-class NanbeigeDecoderLayer(nn.Module):
+class NanbeigeDecoderLayer(GradientCheckpointingLayer):
     """x + attention(n1(x)), then x + mlp(n2(x))."""
 
     def __init__(self, config: NanbeigeConfig):
@@ -115,6 +119,7 @@ class NanbeigePreTrainedModel(PreTrainedModel):
 
     config_class = NanbeigeConfig
     base_model_prefix = "model"
+    supports_gradient_checkpointing = True
     _no_split_modules = ["NanbeigeDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = [_CACHE]  # noqa: RUF012
     _supports_flash_attn = True
@@ -135,6 +140,7 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         self._add_visits()
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
         self.post_init()
 
     def forward(
@@ -161,10 +167,15 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         cache = past_key_values if cache is None else cache
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            # A visit that is computed again would add its keys twice.
+            if cache is not None and cache.get_seq_length():
+                raise ValueError("gradient checkpointing cannot go on from a cache; leave it out")
+            use_cache, cache = False, None
         if use_cache and cache is None:
             cache = DynamicCache()
         seen = 0
-        if cache is not None:
+        if isinstance(cache, Cache):  # one of continuous batching is not
             self._grow(cache, visits)
             seen = cache.get_seq_length()
         if cache_position is None:
@@ -220,7 +231,7 @@ class NanbeigeModel(NanbeigePreTrainedModel):
 
     def _add_visits(self) -> int:
         """Add modules until every visit has one; return the number of visits, which R changes."""
-        visits = self.config.num_hidden_layers
+        visits = self.config.count_visits(len(self.layers))
         missing = range(len(self.visits), visits)
         self.visits.extend(NanbeigeVisit(self.config, index) for index in missing)
         return visits

@@ -101,15 +101,23 @@ class OuroConfig(PretrainedConfig):
         self.layer_types = layer_types
         self.early_exit_threshold = early_exit_threshold
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        self.visit_limit = None
 
     @property
     def num_hidden_layers(self):
         """Layer visits, the number that caches and engines need; files hold the unique layers."""
+        if vars(self).get("visit_limit") is not None:
+            return self.visit_limit
         return self.num_unique_layers * self.total_ut_steps
 
     @num_hidden_layers.setter
-    def num_hidden_layers(self, layers):
-        self.num_unique_layers = layers
+    def num_hidden_layers(self, number):
+        # Afterwards it takes what it gives: assisted decoding sets it, and sets it back.
+        if "visit_limit" not in vars(self):
+            self.num_unique_layers = number
+        else:
+            whole = self.num_unique_layers * self.total_ut_steps
+            self.visit_limit = None if number == whole else number
 
     @property
     def layer_types(self):
@@ -123,6 +131,7 @@ class OuroConfig(PretrainedConfig):
     def to_dict(self):
         """Return the content of config.json."""
         content = super().to_dict()
+        content.pop("visit_limit", None)
         layers = content.pop("num_unique_layers")
         return content | {
             "num_hidden_layers": layers,

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -72,6 +73,10 @@ class OuroCache(DynamicCache):
     def wait(self, step: int, hidden_BLD: Tensor) -> None:
         """Keep states that did not go through `step`, after those that wait for it already."""
         self._waiting[step] = self.catch_up(step, hidden_BLD)
+
+    def is_waiting(self) -> bool:
+        """Return whether tokens have exited early."""
+        return bool(self._waiting)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows of the batch, for beam search."""
@@ -141,9 +146,12 @@ class OuroVisit(nn.Module):
 
     def forward(self, q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, context: Context) -> Tensor:
         """Return (B, L, N, H)."""
+        settings = dict(context.settings)  # the cache of continuous batching writes into it
         if context.cache is not None:
-            place = {"cache_position": context.place_L}  # read by static caches before version 5
-            k_BNLH, v_BNLH = context.cache.update(k_BNLH, v_BNLH, self.layer_idx, place)
+            # Static caches before version 5 read the place, caches of continuous batching the rest.
+            place = {"cache_position": context.place_L}
+            more = {"kwargs": settings} if _CACHE == "cache" else {"cache_kwargs": place}
+            k_BNLH, v_BNLH = context.cache.update(k_BNLH, v_BNLH, self.layer_idx, **more)
         # In this form, since vLLM looks for the assignment in the source.
         attend = eager_attention_forward
         if self.config._attn_implementation != "eager":
@@ -156,7 +164,7 @@ class OuroVisit(nn.Module):
             context.mask,
             dropout=0.0,
             scaling=self.scaling,
-            **context.settings,
+            **settings,
         )
         return out_BLNH
 
@@ -212,7 +220,7 @@ class OuroGate(nn.Module):
         return logit_BL1.squeeze(-1)
 
 
-class OuroDecoderLayer(nn.Module):
+class OuroDecoderLayer(GradientCheckpointingLayer):
     """x + n2(attention(n1(x))), then x + n4(mlp(n3(x)))."""
 
     def __init__(self, config: OuroConfig):
@@ -305,6 +313,7 @@ class OuroPreTrainedModel(PreTrainedModel):
 
     config_class = OuroConfig
     base_model_prefix = "model"
+    supports_gradient_checkpointing = True
     _no_split_modules = ["OuroDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = [_CACHE]  # noqa: RUF012
     _supports_flash_attn = True
@@ -312,11 +321,6 @@ class OuroPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _is_stateful = True  # assisted decoding would have to shorten the cache: `generate` refuses it
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        """Have `generate` leave the cache to `prepare_inputs_for_generation`."""
-        return False
 
 
 class OuroModel(OuroPreTrainedModel):
@@ -331,6 +335,7 @@ class OuroModel(OuroPreTrainedModel):
         self._add_visits()
         self.norm = OuroRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.early_exit_gate = OuroGate(config.hidden_size)
+        self.gradient_checkpointing = False
         self.post_init()
 
     def forward(
@@ -342,7 +347,7 @@ class OuroModel(OuroPreTrainedModel):
         use_cache: bool | None = None,
         exit_at_step: int | None = None,
         exit_threshold: float | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         position_ids: Tensor | None = None,
@@ -355,12 +360,13 @@ class OuroModel(OuroPreTrainedModel):
         Args:
             input_ids: (B, L) tokens the cache has not seen.
             attention_mask: (B, K) over all tokens so far, 0 at padding; positions do not count it.
+                Or a mask of queries and keys, (B, 1, L, K), taken as it is.
             past_key_values: An `OuroCache`; with another cache every step is computed.
             inputs_embeds: (B, L, D) instead of `input_ids`.
             use_cache: Whether to start a cache; None takes the config's, and none in training.
             exit_at_step: Read every token out after this step, counted from 0.
             exit_threshold: In [0, 1]; None takes the config's. 1.0 reads the last step.
-            logits_to_keep: Number of last tokens to read out; 0 for all.
+            logits_to_keep: Number of last tokens to read out, 0 for all; or their indices.
             output_hidden_states: Whether to return the state after each step.
             return_dict: False returns a tuple.
             position_ids: (B, L); None counts the tokens of the mask.
@@ -376,10 +382,11 @@ class OuroModel(OuroPreTrainedModel):
         hidden_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         length = hidden_BLD.shape[1]
         cache = self._open_cache(past_key_values if cache is None else cache, use_cache)
-        total = length + (0 if cache is None else cache.get_seq_length())
+        # A cache of continuous batching is no `Cache`; positions and masks come with it.
+        total = length + (cache.get_seq_length() if isinstance(cache, Cache) else 0)
         keeps_waiting = cache is None or isinstance(cache, OuroCache)
         token_BK = self._tokens(attention_mask, total)
-        read_BL = self._read_out(hidden_BLD, attention_mask, logits_to_keep)
+        read_BL = self._read_out(hidden_BLD, token_BK, logits_to_keep)
 
         readout = Readout(hidden_BLD, threshold)
         context, step = None, 0
@@ -444,41 +451,40 @@ class OuroModel(OuroPreTrainedModel):
 
     def _open_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         """Return the cache to use, with one slot per visit."""
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            # A visit that is computed again would add its keys twice.
+            if cache is not None and cache.get_seq_length():
+                raise ValueError("gradient checkpointing cannot go on from a cache; leave it out")
+            return None
         if cache is None:
             wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
             cache = OuroCache() if wanted else None
         if isinstance(cache, OuroCache):
             cache.start(self.config.total_ut_steps)
-        elif cache is not None and cache.layers and cache.layer_class_to_replicate is None:
+        elif isinstance(cache, Cache) and cache.layers and cache.layer_class_to_replicate is None:
             # transformers made a slot per layer; every visit needs one.
             missing = self.config.total_ut_steps * len(self.layers) - len(cache.layers)
             cache.layers.extend(copy.deepcopy(cache.layers[0]) for _ in range(missing))
         return cache
 
     def _tokens(self, attention_mask: Tensor | None, total: int) -> Tensor | None:
-        """Return (B, K) True at tokens, None if there is no padding."""
-        if attention_mask is None:
+        """Return (B, K) True at tokens, None if the mask does not tell."""
+        if attention_mask is None or is_whole(attention_mask):
             return None
         if attention_mask.ndim != 2 or attention_mask.shape[1] != total:
             raise ValueError(
                 f"attention_mask has shape {tuple(attention_mask.shape)}; it must be "
                 f"(batch, {total}): all tokens so far, those in the cache included"
             )
-        token_BK = attention_mask != 0
-        return None if bool(token_BK.all()) else token_BK
+        return attention_mask != 0
 
     def _read_out(
-        self, hidden_BLD: Tensor, attention_mask: Tensor | None, logits_to_keep: int
+        self, hidden_BLD: Tensor, token_BK: Tensor | None, logits_to_keep: int | Tensor
     ) -> Tensor:
         """Return (B, L) True at tokens whose readout is needed."""
-        batch, length = hidden_BLD.shape[:2]
-        read_BL = torch.ones(batch, length, dtype=torch.bool, device=hidden_BLD.device)
-        if attention_mask is not None:
-            read_BL = attention_mask[:, -length:] != 0
-        if logits_to_keep:
-            recent_L = torch.arange(length, device=hidden_BLD.device) >= length - logits_to_keep
-            read_BL = read_BL & recent_L
-        return read_BL
+        read_BL = torch.zeros_like(hidden_BLD[..., 0], dtype=torch.bool)
+        read_BL[:, kept(logits_to_keep)] = True
+        return read_BL if token_BK is None else read_BL & token_BK[:, -hidden_BLD.shape[1] :]
 
     def _context(
         self,
@@ -492,6 +498,10 @@ class OuroModel(OuroPreTrainedModel):
     ) -> Context:
         """Build rotations and mask for the last `hidden_BLD.shape[1]` of all tokens."""
         length, device = hidden_BLD.shape[1], hidden_BLD.device
+        if is_whole(attention_mask) and isinstance(cache, OuroCache) and cache.is_waiting():
+            raise ValueError(
+                "attention_mask has no rows for tokens that exited early; give (batch, tokens)"
+            )
         place_L = torch.arange(total - length, total, device=device)
         is_given = position_BL is not None and position_BL.shape[1] == length
         if is_given:
@@ -549,7 +559,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         exit_at_step: int | None = None,
         exit_threshold: float | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cache: Cache | None = None,
@@ -560,7 +570,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         `labels` are (B, L) tokens like `input_ids`, -100 where there is no loss; they need all
         logits. See `OuroModel.forward` for the other arguments.
         """
-        if labels is not None and logits_to_keep:
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("labels need all logits; leave logits_to_keep at 0")
         output = self.model(
             input_ids=input_ids,
@@ -574,7 +584,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             **settings,
         )
-        logits_BLV = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
+        logits_BLV = self.lm_head(output.last_hidden_state[:, kept(logits_to_keep)])
         loss = None
         if labels is not None:
             # A trainer that accumulates gradients names the number of targets in the settings.
@@ -589,6 +599,14 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         )
         return result.to_tuple() if return_dict is False else result
 
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *sizes):
+        """Take an `OuroCache`, with which exits save work, unless `generate` names another kind."""
+        names = (generation_config.cache_implementation, model_kwargs.get(_CACHE))
+        if names == (None, None) and generation_config.use_cache is not False:
+            model_kwargs[_CACHE] = OuroCache()
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *sizes)
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
@@ -597,23 +615,32 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         exit_at_step: int | None = None,
         exit_threshold: float | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        next_sequence_length: int | None = None,
+        cache_position: Tensor | None = None,
         **kwargs,
     ) -> dict:
         """Pass the tokens that the cache does not hold; positions follow from the mask."""
         cache = past_key_values if cache is None else cache
-        if cache is None and use_cache is not False:
-            cache = OuroCache()
-        total = (input_ids if attention_mask is None else attention_mask).shape[1]
         seen = 0 if cache is None else cache.get_seq_length()
-        if not 0 < total - seen <= input_ids.shape[1]:
+        if inputs_embeds is not None and use_cache is False:
+            raise ValueError("inputs_embeds are the prompt alone: generate with use_cache=True")
+        # Embeddings are the prompt; the tokens after it are ids.
+        has_ids = inputs_embeds is None or seen >= inputs_embeds.shape[1]
+        given = input_ids if has_ids else inputs_embeds
+        if next_sequence_length is None and cache_position is not None:  # before version 5
+            next_sequence_length = cache_position.shape[0]
+        if next_sequence_length is not None:
+            given = given[:, -next_sequence_length:]
+        if attention_mask is not None and attention_mask.shape[1] != seen + given.shape[1]:
             raise ValueError(
-                f"input_ids has {input_ids.shape[1]} tokens and the cache {seen} of {total}; give "
-                "all tokens, those in the cache included"
+                f"attention_mask has {attention_mask.shape[1]} tokens, the cache {seen} and the "
+                f"input {given.shape[1]} more; give all tokens, those in the cache included"
             )
         return {
-            "input_ids": input_ids[:, seen - total :],
+            ("input_ids" if has_ids else "inputs_embeds"): given,
             _CACHE: cache,
             "attention_mask": attention_mask,
             "use_cache": use_cache,
@@ -622,6 +649,16 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             "logits_to_keep": logits_to_keep,
             "output_hidden_states": kwargs.get("output_hidden_states"),
         }
+
+
+def is_whole(mask: Any) -> bool:
+    """Return whether a mask is one of queries and keys, which transformers takes as it is."""
+    return mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
+
+
+def kept(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """Return the index of the tokens to read out."""
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
 
 def rotate(x_BNLH: Tensor, cos_BLH: Tensor, sin_BLH: Tensor) -> Tensor:
