@@ -131,8 +131,7 @@ def test_forward_takes_masks_and_indices_and_is_one_graph(transformers, load):
 @pytest.mark.hf5
 @torch.no_grad()
 def test_requests_are_batched_continuously(load):
-    import transformers
-
+    transformers = pytest.importorskip("transformers", reason="see tools/test_hf.sh")
     model = load().eval()
     prompts = [IDS[:, 1:17], IDS[:, 4:9]]
     settings = transformers.GenerationConfig(
@@ -155,8 +154,8 @@ def test_requests_are_batched_continuously(load):
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("trainer", ["transformers", "trl"])
 def test_it_trains_with_the_defaults_of(folder, tmp_path, trainer):
+    transformers = pytest.importorskip("transformers", reason="see tools/test_hf.sh")
     import datasets
-    import transformers
     import trl
 
     name, path = folder
