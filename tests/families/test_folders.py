@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tests.families.folders import CASES, OWN_CODE, write_folder
 from titan_loop.formats.format import get_format
 from titan_loop.plugins import names
+from titan_loop.text.tokenizer import same_ids
 
 XLLM = {"xllm", "xllm-moe"}  # their own code unties
 
@@ -164,6 +165,12 @@ def test_it_trains_with_the_defaults_of(folder, tmp_path, trainer):
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=True)
     where = {"output_dir": tmp_path, "use_cpu": True, "max_steps": 1, "report_to": "none"}
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, you."}]
+    marked = tokenizer.apply_chat_template(
+        chat, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert 0 < sum(marked["assistant_masks"]) < len(marked["input_ids"])
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert same_ids(path / "tokenizer.json", tmp_path / "again" / "tokenizer.json")
     if trainer == "trl":
         data = datasets.Dataset.from_list([{"messages": chat}] * 8)
         arguments = trl.SFTConfig(**where)

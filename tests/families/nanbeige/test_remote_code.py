@@ -1,6 +1,8 @@
 """The Nanbeige folder's own code in transformers: logits, caches, attention functions."""
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,23 +158,55 @@ def test_the_loss_counts_the_targets_of_all_micro_batches(transformers, exported
     torch.testing.assert_close(half, whole / 2)
 
 
+def begin_with(bos: str, tokenizer: Path) -> None:
+    """Have a `tokenizer.json` put a token in front of every text."""
+    record = json.loads(tokenizer.read_text())
+    (number,) = (each["id"] for each in record["added_tokens"] if each["content"] == bos)
+    record["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {bos: {"id": bos, "ids": [number], "tokens": [bos]}},
+    }
+    tokenizer.write_text(json.dumps(record))
+
+
+def alone(engine, text: str) -> float:
+    """Return the log-likelihood of a text after one BOS, by the harness' model of transformers."""
+    text_ids = engine.tok_encode(text, add_special_tokens=False)
+    ids = torch.tensor([[engine.prefix_token_id, *text_ids]])
+    nats = engine.model(ids).logits[0, :-1].log_softmax(-1)
+    return nats.gather(1, ids[0, 1:, None]).sum().item()
+
+
 @pytest.mark.hf5  # with version 4 the harness' model for transformers is not tried
-@pytest.mark.parametrize("to", ["llama-unrolled", "nanbeige"])
-def test_the_harness_finds_the_same_answers_in_two_engines(make_run, tmp_path, ascii_tokenizer, to):
+@pytest.mark.parametrize("has_bos", [True, False], ids=["bos", "plain"])
+@pytest.mark.parametrize(("to", "batch"), [("llama-unrolled", 1), ("nanbeige", 8)])
+@torch.no_grad()
+def test_the_harness_finds_the_same_answers_in_two_engines(
+    make_run, tmp_path, ascii_tokenizer, to, batch, has_bos
+):
     pytest.importorskip("transformers", reason="see tools/test_hf.sh")
     from lm_eval import simple_evaluate
+    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     from titan_loop.evaluation.harness_model import LoopLM
     from titan_loop.evaluation.offline_tasks import offline_config
 
-    run = make_run(recurrent_steps=2).run
-    folder = tmp_path / "model"
-    convert("export", run, "--to", to, "--output", folder, "--tokenizer", ascii_tokenizer)
-    window = {"max_length": 1024, "batch_size": 1}
+    folder, run = tmp_path / "model", tmp_path / "run"
+    flags = ("--to", to, "--output", folder, "--tokenizer", ascii_tokenizer)
+    convert("export", make_run(recurrent_steps=2).run, *flags)
+    if has_bos:
+        begin_with("<|endoftext|>", folder / "tokenizer.json")
+    convert("import", folder, "--output", run)
+    window = {"max_length": 1024, "batch_size": batch}
     models = (
-        LoopLM(checkpoint=str(run), tokenizer=str(ascii_tokenizer), **window),
+        LoopLM(checkpoint=str(run), **window),
         HFLM(pretrained=str(folder), trust_remote_code=True, device="cpu", **window),
     )
     answers = [
@@ -180,7 +214,7 @@ def test_the_harness_finds_the_same_answers_in_two_engines(make_run, tmp_path, a
             model=model,
             tasks=[offline_config("multi_hop")],
             task_manager=TaskManager(include_defaults=False),
-            limit=20,
+            limit=40,
             log_samples=True,
         )
         for model in models
@@ -189,9 +223,14 @@ def test_the_harness_finds_the_same_answers_in_two_engines(make_run, tmp_path, a
         [[nats for nats, _ in sample["filtered_resps"]] for sample in found["samples"]["multi_hop"]]
         for found in answers
     )
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-3, rtol=0)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=0)
     scores = [found["results"]["multi_hop"]["acc,none"] for found in answers]
     assert scores[0] == scores[1]
+    texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in ("Hello, you.", "def f")]
+    ours, theirs = (torch.tensor(model.loglikelihood_rolling(texts)) for model in models)
+    if has_bos:  # theirs scores BOS after BOS, and the text after both
+        theirs = torch.tensor([alone(models[1], text.args[0]) for text in texts])
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral"])
