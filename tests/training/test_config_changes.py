@@ -125,6 +125,7 @@ def test_another_vocabulary_than_the_parents_is_a_change(
         recurrence=RecurrenceConfig(steps=Schedule.constant(4)),
         training=SimpleNamespace(seq_len=32),
         open_data=lambda: SimpleNamespace(state_dict=dict),
+        dataloader=SimpleNamespace(source_paths=lambda: []),  # else their tokenizers are compared
     )
     run: Any = SimpleNamespace(config=config, architecture={"dim": 64})
     assert config_changes.parent_changes(run) == change
