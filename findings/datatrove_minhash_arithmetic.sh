@@ -8,9 +8,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    'datatrove==0.10.1' 'spacy>=3.8,<4' 'xxhash==3.6.0' 'orjson>=3.10,<4' 'fasteners' 'regex' 'nltk' 'tldextract' 'fasttext-numpy2-wheel' 2>/dev/null ||
-    "$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-        'datatrove==0.10.1' 'spacy>=3.8,<4' 'xxhash==3.6.0' 'orjson>=3.10,<4' 'fasteners' 'regex' 'nltk' 'tldextract'
+    'datatrove==0.10.1' 'spacy==3.8.18' 'xxhash==3.6.0' 'orjson>=3.10,<4' 'tokenizers==0.23.3' regex
 cat >"$folder/try.py" <<'PYTHON'
 import random
 import sys
