@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from tests.families.ouro.hugging_face.conftest import convert, write_run
+from tests.families.ouro.hugging_face.conftest import convert, randomise, write_run
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, get_family
 from titan_loop.plugins import names
@@ -57,11 +56,7 @@ def write_folder(
     chosen = get_family(case.family).options(vocab_size=VOCABULARY, **{**case.options, **options})
     torch.manual_seed(20)
     model = build_decoder(chosen, max_seq_len=WINDOW).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            nn.init.normal_(parameter, std=0.1)
-            if "norm" in parameter_name:
-                parameter.add_(1.0)
+    randomise(model)
     write_run(place / "run", chosen, model)  # type: ignore[arg-type]
     with_tokenizer = ("--no-tokenizer",) if tokenizer is None else ("--tokenizer", tokenizer)
     convert(

@@ -29,17 +29,22 @@ STEP, TOKENS = 7, 7 * 4096
 LINEAGE = {"parent": None, "recipe_sha256": "c0ffee", "stage": "1a"}
 
 
-def random_model(options: OuroOptions) -> LoopDecoder:
-    """Build a model whose every weight matters: norms away from 1, gate logits of both signs."""
-    torch.manual_seed(20)
-    model = build_decoder(options, max_seq_len=WINDOW).eval()
+def randomise(model: LoopDecoder) -> None:
+    """Make every weight matter: matrices at random, norms away from 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             nn.init.normal_(parameter, std=0.1)
             if "norm" in name:
                 parameter.add_(1.0)
-        if model.exit_gate is not None:
-            model.exit_gate.weight.normal_(std=0.2)
+
+
+def random_model(options: OuroOptions) -> LoopDecoder:
+    """Build a model whose every weight matters, with gate logits of both signs."""
+    torch.manual_seed(20)
+    model = build_decoder(options, max_seq_len=WINDOW).eval()
+    randomise(model)
+    if model.exit_gate is not None:
+        nn.init.normal_(model.exit_gate.weight, std=0.2)
     return model
 
 
