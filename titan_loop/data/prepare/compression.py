@@ -45,21 +45,22 @@ def uncompressed_name(path: str) -> str:
 
 
 def open_file(path: str) -> Any:
-    """Open a local file to read its bytes, decompressed."""
+    """Open a local file to read its bytes and lines, decompressed."""
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        return LocalFileSystem().open(path, "rb", compression="infer")
+        file = LocalFileSystem().open(path, "rb", compression="infer")
     except RuntimeError as error:  # an encrypted .zip, or one of a method that Python lacks
         raise zipfile.BadZipFile(str(error)) from error
+    # Some decompressors read bytes alone.
+    return file if hasattr(file, "readline") else io.BufferedReader(file)
 
 
 def file_lines(path: str) -> Iterator[bytes]:
     """Yield the lines of a file; raise `UserError` for one that cannot be read to its end."""
     try:
         with open_file(path) as file:
-            lines = file if hasattr(file, "readline") else io.BufferedReader(file)
-            while line := lines.readline(_LONGEST_LINE + 1):
+            while line := file.readline(_LONGEST_LINE + 1):
                 if len(line) > _LONGEST_LINE:
                     raise UserError(
                         f"input {path} has a line of more than {_LONGEST_LINE:,} bytes: split or "

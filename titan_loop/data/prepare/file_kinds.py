@@ -9,7 +9,6 @@ a pointer of Git LFS                         refused under a name of records, el
 anything else                                text
 """
 
-import io
 import json
 import re
 from collections import Counter
@@ -144,8 +143,7 @@ def _first_line_is_object(head: bytes, file: Any) -> bool:
     if not line.startswith(b"{"):
         return False
     if b"\n" not in line and len(head) == _HEAD_BYTES:
-        lines = file if hasattr(file, "readline") else io.BufferedReader(file)
-        line += lines.readline(_LONGEST_FIRST_LINE)
+        line += file.readline(_LONGEST_FIRST_LINE)
     try:
         return bool(parse_json(line.partition(b"\n")[0].strip()).value)
     except ValueError:
