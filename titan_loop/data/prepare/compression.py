@@ -49,7 +49,7 @@ def open_file(path: str) -> Any:
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        file = LocalFileSystem().open(path, "rb", compression="infer")
+        file: Any = LocalFileSystem().open(path, "rb", compression="infer")
     except RuntimeError as error:  # an encrypted .zip, or one of a method that Python lacks
         raise zipfile.BadZipFile(str(error)) from error
     # Some decompressors read bytes alone.
