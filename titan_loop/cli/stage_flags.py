@@ -32,6 +32,7 @@ def resolve_recipe(
         prepare: Changes the recipe before the flags do.
     """
     recipe = load_recipe(name)
+    recipe.words = (name, *flags)
     prepare(recipe)
     apply_to_stages(recipe, flags, f"titan-loop {verb} {name}", only=only)
     if only is not None and recipe.stage(only).config.checkpoint.carry.parent:

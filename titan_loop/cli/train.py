@@ -65,6 +65,8 @@ def run(
                 parents.append(
                     start_from(recipe, from_, only=stage, folder=dump_folder, command=sys.argv)
                 )
+                name, *flags = recipe.words
+                recipe.words = (name, "--from", str(from_), *flags)
 
         resolved = resolve_recipe(recipe, flags, only=stage, prepare=prepare)
         for parent in parents:

@@ -33,8 +33,13 @@ class PackedIndex:
         self.card = packed
         self._shards = shards
         windows_path, pieces_path = index_paths(shards.folder / shards.name, seq_len)
-        _require_size(windows_path, packed.windows * WINDOW_END.itemsize)
-        _require_size(pieces_path, packed.pieces * PIECE.itemsize)
+        split = " --long-documents split" * bool(packed.split_documents)
+        self._fix = (
+            "pack the source again with titan-loop data pack "
+            f"{shards.folder} --seq-len {seq_len}{split}"
+        )
+        _require_size(windows_path, packed.windows * WINDOW_END.itemsize, self._fix)
+        _require_size(pieces_path, packed.pieces * PIECE.itemsize, self._fix)
         self._windows_path, self._pieces_path = str(windows_path), str(pieces_path)
 
     @property
@@ -62,15 +67,14 @@ class PackedIndex:
 
     def _damaged(self, window: int) -> UserError:
         return UserError(
-            f"packed index {self._pieces_path}: window {window} is damaged; pack the source again "
-            "with titan-loop data pack"
+            f"packed index {self._pieces_path}: window {window} is damaged; {self._fix}"
         )
 
 
-def _require_size(path: Path, expected_bytes: int) -> None:
+def _require_size(path: Path, expected_bytes: int, fix: str) -> None:
     found_bytes = path.stat().st_size if path.is_file() else None
     if found_bytes != expected_bytes:
         raise UserError(
             f"packed index {path} has {found_bytes or 'no'} bytes, its card says {expected_bytes}: "
-            "pack the source again with titan-loop data pack"
+            f"{fix}"
         )

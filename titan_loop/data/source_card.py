@@ -192,7 +192,8 @@ class SourceCard:
         if not path.is_file():
             raise UserError(
                 f"source {folder} has no {CARD_NAME}: it is not a prepared source or its "
-                "preparation was interrupted; run titan-loop data tokenize again"
+                "preparation was interrupted; run titan-loop data tokenize again with the same "
+                "arguments"
             )
         return cls._parse(path)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ADVICE = (
-    "write a folder instead, which takes every tokenizer (titan-loop convert export --list names "
+    "write a folder instead, which takes every tokenizer (titan-loop convert export RUN --list names "
     "the formats); --no-tokenizer writes a file for programs that give llama.cpp's library ids, "
     "which its server and its command line cannot do"
 )

@@ -128,7 +128,7 @@ class LlamaShape:
         if family != cls.family:
             raise UserError(
                 f"model.family={family}: the {cls.title} format holds models of family "
-                f"{cls.family} alone; titan-loop convert export --list names the others"
+                f"{cls.family} alone; titan-loop convert export RUN --list names the others"
             )
         if recurrent_steps > _MOST_STEPS:
             raise UserError(

@@ -42,6 +42,9 @@ class Recipe:
     folder: str = ""
     """Folder of the stages' run directories; empty for `runs/NAME`."""
 
+    words: tuple[str, ...] = ()
+    """Words after `titan-loop train` that name and change it; empty if no command line did."""
+
     @classmethod
     def of_one_run(cls, name: str, config: LoopTrainer.Config) -> "Recipe":
         """Return a recipe with one run, which trains in the config's own folder."""

@@ -89,7 +89,9 @@ def run_recipe(
         planned = [
             PlannedStage(s.name, s.parent, s.config.total_tokens, s.control) for s in recipe.stages
         ]
-        write_plan(root, recipe.name, planned)
+        name, *flags = recipe.words or (recipe.name,)
+        # The flags of a start of one stage are not the other stages'.
+        write_plan(root, name, planned, flags=flags if only is None else ())
     try:
         for number, stage in enumerate(stages, start=1):
             if len(recipe.stages) > 1:

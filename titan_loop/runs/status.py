@@ -4,6 +4,7 @@ It is read from files alone: `recipe.json`, which the runner writes, and the run
 the recipe's folder. A run outside the recipe that started from one of its stages is a fork.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,10 +37,18 @@ class PlannedStage(NamedTuple):
     control: bool = False
 
 
-def write_plan(folder: Path, recipe: str, stages: Iterable[PlannedStage]) -> None:
-    """Record a recipe's stages, in their order, in its folder; call it on one rank."""
+def write_plan(
+    folder: Path, recipe: str, stages: Iterable[PlannedStage], *, flags: Iterable[str] = ()
+) -> None:
+    """Record a recipe's stages, in their order, in its folder; call it on one rank.
+
+    Args:
+        recipe: Name that `titan-loop train` takes.
+        flags: Flags of all stages, for the command that starts the next one.
+    """
     recorded = [stage._asdict() for stage in stages]
-    plan = {"format_version": FORMAT_VERSION, "name": recipe, "stages": recorded}
+    plan = {"format_version": FORMAT_VERSION, "name": recipe, "flags": [*flags]}
+    plan["stages"] = recorded
     write_json(folder / RECIPE_JSON, plan)
 
 
@@ -87,9 +96,8 @@ def read_status(folder: Path) -> list[StageStatus]:
 
     A folder of several runs and recipes, such as `runs`, gives all of them.
     """
-    plan, recipe = read_plan(folder), ""
-    if plan:
-        recipe = f"titan-loop train {_read_plan(folder).get('name')} --dump-folder {folder}"
+    plan = read_plan(folder)
+    recipe = _command_of(folder) if plan else ""
     places = {stage.name: (folder / stage.name).resolve() for stage in plan}
     parents = {places[stage.name]: places.get(stage.parent or "") for stage in plan}
     found = {
@@ -109,7 +117,7 @@ def read_status(folder: Path) -> list[StageStatus]:
         saved, place = SavedRun(run), run.resolve()
         fork = StageStatus(run.name, saved.total_tokens, planned=not plan, position=len(found))
         status = found.setdefault(place, fork)
-        status.command = f"titan-loop train {run}"
+        status.command = f"titan-loop train {shlex.quote(str(run))}"
         _measure(status, saved)
         if parents.get(place) is None:  # not the recipe's, or forked from elsewhere
             parents[place] = _parent_run(saved)
@@ -202,6 +210,16 @@ def read_plan(folder: Path) -> list[PlannedStage]:
 
 def _read_plan(folder: Path) -> dict[str, Any]:
     return read_versioned_json(folder / RECIPE_JSON, format_version=FORMAT_VERSION, fix=_FIX)
+
+
+def _command_of(folder: Path) -> str:
+    plan = _read_plan(folder)
+    flags = plan.get("flags", [])  # older versions recorded none
+    if not isinstance(flags, list):
+        raise UserError(f"{folder / RECIPE_JSON} is damaged (flags is no list); {_FIX}")
+    words = [str(plan.get("name")), "--dump-folder", str(folder), *map(str, flags)]
+    # Flags come last: `activation-checkpoint:KIND` must.
+    return f"titan-loop train {shlex.join(words)}"
 
 
 def _parent_run(run: SavedRun) -> Path | None:

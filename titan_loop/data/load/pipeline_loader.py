@@ -218,7 +218,8 @@ class PipelineLoader(GlobalBatchLoader):
             raise UserError(
                 f"{FIELD}={name} was saved on {saved} data-parallel ranks and cannot go on with "
                 f"{self._dp_world_size}: start {saved} ranks, or store its documents as a source, "
-                f"which any number can read, with titan-loop data tokenize --pipeline {name} if it "
-                "ends; one that begins again needs a function of one pass"
+                f"which any number can read, with titan-loop data tokenize --pipeline {name} "
+                "--output FOLDER --tokenizer FILE if it ends; one that begins again needs a "
+                "function of one pass"
             )
         self._resumes = True

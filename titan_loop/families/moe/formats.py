@@ -99,8 +99,8 @@ class MoEShape(UnrolledShape):
             if whole[name] != value:
                 raise UserError(
                     f"model.{name}={whole[name]}: the {cls.title} format supports only "
-                    f"model.{name}={value}; titan-loop convert export --list names the formats of "
-                    "this model"
+                    f"model.{name}={value}; titan-loop convert export RUN --list names the "
+                    "formats of this model"
                 )
         normed = whole.get("norm_placement") == "every_step"
         if normed and (recurrent_steps > 1 or whole["coda_layers"]):
@@ -361,8 +361,8 @@ def _sparse_span(dense: list[bool]) -> tuple[int, int]:
 def _misplaced(shape: MoEShape, place: str) -> UserError:
     return UserError(
         f"model.dense_layers={[*shape.dense_layers]}: {shape.title} allows {place} of the "
-        f"{shape.n_layers} unrolled ones to be dense; titan-loop convert export --list names "
-        "the formats of this model"
+        f"{shape.n_layers} unrolled ones to be dense; titan-loop convert export RUN --list "
+        "names the formats of this model"
     )
 
 
