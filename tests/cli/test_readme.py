@@ -1,61 +1,72 @@
-"""Every command of a README is accepted: `train` with its flags, the others by their parser."""
+"""Commands of Markdown files and of `--help` are accepted; files that READMEs name exist."""
 
-import inspect
-import itertools
+import ast
 import re
-import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from titan_loop.cli import main, train
-from titan_loop.cli.arguments import bind
-from titan_loop.cli.overrides import apply_overrides
-from titan_loop.cli.stage_flags import split_by_stage
+from tests.support.command_lines import accept, commands_of, examples_of
+from titan_loop.cli import main
+from titan_loop.errors import UserError
 from titan_loop.plugins import names
-from titan_loop.recipes.registry import load_recipe
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-# `train` is above, `lm_eval` is the harness' command line; `data plan` needs data: tests/data.
-CHECKED_ELSEWHERE = ("train", "lm_eval")
+HISTORY = ("CHANGELOG.md", "LOG.md")  # as it was then
 
 
-def train_commands() -> list[list[str]]:
-    """Return the arguments after `train` of every indented command line."""
-    text = README.read_text(encoding="utf-8").replace("\\\n", " ")
-    commands: list[list[str]] = []
-    for line in text.splitlines():
-        if not line.startswith("    "):
-            continue  # prose, which mentions commands in part
-        words = shlex.split(line, comments=True) if " train " in line else []
-        for program, verb in itertools.pairwise(words):
-            of_a_run = words[-1].startswith("runs/")  # tests/cli/test_hints.py trains one
-            if program in ("titan-loop", "titan_loop") and verb == "train" and not of_a_run:
-                commands.append(words[words.index("train") + 1 :])
-    return commands
+def commands() -> Iterator[tuple[str, list[str], bool]]:
+    """Yield (place, words, whether in prose) of each command of Markdown files and help texts."""
+    seen: list[object] = []
+    texts: list[tuple[Path, str]] = []
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."]
+    found = [path for folder in folders for path in folder.rglob("*.md")]
+    for path in sorted([*ROOT.glob("*.md"), *found]):
+        if path.name not in HISTORY:
+            texts.append((path, path.read_text(encoding="utf-8")))
+    for path in sorted((ROOT / "titan_loop").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node, clean=False)):
+                texts.append((path, examples_of(doc)))
+    for path, text in texts:
+        for words, in_prose in commands_of(text):
+            if (words, in_prose) not in seen:
+                seen.append((words, in_prose))
+                yield str(path.relative_to(ROOT)), words, in_prose
 
 
-def test_all_commands_are_found():
-    assert len(train_commands()) >= 3
+COMMANDS = list(commands())
 
 
-@pytest.mark.parametrize("command", train_commands(), ids=" ".join)
-def test_the_command_is_accepted(command: list[str], capsys: pytest.CaptureFixture[str]):
-    given = bind("train", inspect.unwrap(train.run), command).keywords
-    flags, only, folder = given["flags"], given["stage"], given["dump_folder"]
-    recipe = load_recipe(command[0])
-    assert flags or only or folder or len(recipe.stages) > 1
-    flags, own = split_by_stage(flags, [stage.name for stage in recipe.stages])
-    for stage in recipe.stages if only is None else [recipe.stage(only)]:
-        given = [*flags, *own.get(stage.name, [])]
-        if "--help" in given:
-            with pytest.raises(SystemExit) as stop:
-                apply_overrides(stage.config, given, "titan-loop train")
-            assert stop.value.code == 0
-            assert "--total-tokens" in capsys.readouterr().out
-        elif given:
-            assert apply_overrides(stage.config, given, "titan-loop train") != stage.config
+@pytest.mark.parametrize(
+    ("words", "in_prose"),
+    [pytest.param(*rest, id=f"{place}: {' '.join(rest[0])}") for place, *rest in COMMANDS],
+)
+def test_the_program_accepts_it(words: list[str], in_prose: bool):
+    accept(words, in_part=in_prose)
+
+
+def test_every_verb_is_shown():
+    verbs = {*main.VERBS, *names("verbs")}
+    assert verbs <= {words[0] for place, words, in_prose in COMMANDS if not in_prose}
+    assert sum(place.endswith(".py") for place, _, _ in COMMANDS) > 5
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("train quickstart --nonesuch 1", "nonesuch"),
+        ("train depth_demo --stage nonesuch", "nonesuch"),
+        ("convert export runs/my --nonesuch", "nonesuch"),
+        ("eval", "Missing"),
+        ("slurm submit quickstart --nodes 1 --gpus-per-node 1 --time 1 --debug.sed 1", "debug.sed"),
+    ],
+)
+def test_a_wrong_one_is_not_accepted(words: str, problem: str):
+    with pytest.raises(UserError, match=problem):
+        accept(words.split())
 
 
 def test_the_file_map_names_every_module_and_folder():
@@ -79,45 +90,3 @@ def test_files_that_a_readme_names_exist(readme: Path):
     assert [
         path for path in named if not any((at / path).exists() for at in (ROOT, readme.parent))
     ] == []
-
-
-def other_commands() -> list[list[str]]:
-    """Return what follows `titan-loop` on every line of a README that is such a command."""
-    commands = []
-    for readme in [README, *sorted(ROOT.glob("*/**/README.md"))]:
-        if any(part.startswith(".") for part in readme.relative_to(ROOT).parts):
-            continue  # an environment
-        for line in readme.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
-            words = line.split()
-            if words[:1] != ["titan-loop"] or "…" in line:
-                continue
-            command = shlex.split(_braces_expanded(line), comments=True)[1:]
-            if command[0] not in CHECKED_ELSEWHERE and " ".join(command[:2]) != "data plan":
-                commands.append(command)
-    return commands
-
-
-def _braces_expanded(line: str) -> str:
-    """Write `a{b,c}` as a shell reads it, `ab ac`."""
-    pattern = r"(\S*)\{([^,{}]+),([^,{}]+)\}"
-    return re.sub(pattern, r"\1\2 \1\3", line)
-
-
-def test_other_commands_are_found():
-    verbs = {*main.VERBS, *names("verbs")}
-    assert {command[0] for command in other_commands()} == verbs - {*CHECKED_ELSEWHERE}
-
-
-class AcceptedError(Exception):
-    """The command line was accepted."""
-
-
-@pytest.mark.parametrize("command", other_commands(), ids=" ".join)
-def test_the_parser_accepts_it(command: list[str], monkeypatch: pytest.MonkeyPatch):
-    def accept(*arguments: object) -> None:
-        bind(*arguments)
-        raise AcceptedError
-
-    monkeypatch.setattr("titan_loop.cli.arguments.bind", accept)
-    with pytest.raises(AcceptedError):
-        main._dispatch(command)
