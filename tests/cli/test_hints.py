@@ -1,94 +1,204 @@
-"""Commands that the program advises: they exist with their flags, and some run as printed."""
+"""Commands that the program advises: each is run as printed, or parsed with its values in place.
+
+Every string of the package with `titan-loop VERB …` is a hint. `FOLLOWED` are run by the tests here
+as they were printed, `ELSEWHERE` by another test; `PARSED` have real values for what the string
+leaves open; `EXCUSED` are no advice. A hint that is in none of them fails.
+"""
 
 import ast
+import gc
+import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from shutil import rmtree
+from shutil import copytree, rmtree
 
 import pytest
+import titan_loop.compat as compat
 
 import titan_loop
-from tests.support.tiny import tiny_config
-from titan_loop.cli.main import VERBS, main
-from titan_loop.recipes.recipe import Recipe
+from tests.data.tasks.toy_task import Backwards
+from tests.support.command_lines import accept
+from tests.support.tiny import SEQ_LEN, standard_library_texts, tiny_config
+from titan_loop.analysis.frontier import dense_reports
+from titan_loop.cli.main import main
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.errors import UserError
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.registry import load_recipe
 from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.starting_point import start_from
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import read_status, status_lines
+from titan_loop.training.trainer import LoopTrainer
 
 PACKAGE = Path(titan_loop.__file__).parent
-# `titan-loop WORDS`, up to a quote or a mark of punctuation.
-ADVICE = re.compile(r"titan-loop ([a-z]\w+(?![\w:])(?:[\w./={}…-]| (?! ))*)")
-PLUGGED = ("retrofit", "moe")
-"""Verbs that families register."""
+# `titan-loop WORDS`, up to a quote or a mark of punctuation; the verb may be a value.
+ADVICE = re.compile(
+    r"titan-loop ((?:[a-z]\w+(?![\w:])|\{\} (?=VERB|--))(?:[\w./={}…-]|:(?=\S)| (?! ))*)"
+)
+RECIPE = "tests.cli.test_hints:two_stages"
+FOLLOWED: set[str] = set()
+ELSEWHERE = {
+    "checkpoint/tensor_table.py: checkpoint convert {}": "tests/cli/test_checkpoint.py::"
+    "test_checkpoints_of_an_older_version_are_converted_by_the_command_that_refusals_name",
+    "cli/plan.py: plan {}": "tests/families/moe/test_budget.py::"
+    "test_the_recipe_of_the_best_model_is_planned",
+    "runs/conversion.py: train quickstart --from {} --dataloader.mixture SOURCE=1 --learning-rate "
+    "1e-4 --dump-folder {}-trained": "tests/families/retrofit/test_run.py::"
+    "test_the_command_that_a_retrofit_advises_trains_it",
+}
+"""Hint → the test that runs it as printed."""
+LIST = "convert export runs/my --list"
+PLAN = "plan tests.slurm.recipes:two_stages"
+PARSED = {
+    # Offline tasks take a minute; tests/evaluation asks them.
+    "analysis/report.py: eval {} --tasks {} --depths 1 2 3 4": "eval runs/my --tasks offline "
+    "--depths 1 2 3 4",
+    # `results add` refuses uncommitted code; tests/analysis adds results.
+    "analysis/results.py: results add RUN": "results add runs/my",
+    "analysis/results.py: train RECIPE": "train quickstart",
+    "analysis/scaling/published.py: scaling": "scaling runs/a runs/b",
+    "checkpoint/manager.py: convert export": "convert export runs/my --output mine",
+    "checkpoint/manager.py: convert import": "convert import mine --output runs/my",
+    "cli/flag_help.py: convert export": "convert export runs/my --output mine",
+    "cli/lm_eval.py: eval": "eval runs/my --tasks mano",
+    "cli/lm_eval.py: lm_eval ls tasks": "lm_eval ls tasks",
+    "cli/main.py: train quickstart --total-tokens 200000": "train quickstart --total-tokens 200000",
+    "cli/slurm.py: slurm status {}": "slurm status runs/my",
+    "cli/scaling.py: scaling {}": "scaling runs/a runs/b",
+    "data/load/pipeline_loader.py: data tokenize --pipeline {} --output FOLDER --tokenizer FILE": (
+        "data tokenize --pipeline my:documents --output sources/my --tokenizer tokenizer.json"
+    ),
+    "data/prepare/finish.py: data pack {} --seq-len L": "data pack sources/my --seq-len 256",
+    # Tokenises all of Python's installation; the quick start in CI runs it.
+    "data/source_card.py: data demo": "data demo",
+    "evaluation/harness_tasks.py: eval": "eval runs/my --tasks offline",
+    "evaluation/while_training.py: eval": "eval runs/my",
+    "families/moe/budget.py: scaling": "scaling runs/a",
+    "families/moe/formats.py: convert export RUN --list": LIST,
+    "formats/gguf_tokenizer.py: convert export RUN --list": LIST,
+    "slurm/allocation.py: slurm submit": "slurm submit quickstart --nodes 1 --gpus-per-node 8 "
+    "--time 1:00:00",
+    "slurm/memory_check.py: plan {} --gpu NAME": f"{PLAN} --gpu h100-80gb",
+    "slurm/memory_check.py: plan {} --nodes {} --gpus-per-node {}": f"{PLAN} --nodes 2 "
+    "--gpus-per-node 8",
+    "slurm/memory_check.py: plan {} --stage {} --nodes {} --gpus-per-node {}": f"{PLAN} "
+    "--stage first --nodes 2 --gpus-per-node 8",
+    "slurm/submit.py: slurm cancel {}": "slurm cancel runs/my",
+    "slurm/submit.py: slurm submit": "slurm submit quickstart --nodes 1 --gpus-per-node 8 "
+    "--time 1:00:00",
+}
+"""Hint → its command with values."""
+EXCUSED = {
+    "analysis/results.py: train {}": "names how a run was started",
+    "analysis/scaling/data.py: plan": "says what a law cannot be used for",
+    "cli/arguments.py: {} VERB": "usage of a group, above the list of its verbs",
+    "training/evaluation_config.py: eval": "says that nothing can score a source",
+}
 
 
-def advised() -> Iterator[tuple[str, str]]:
-    """Yield (place, words after `titan-loop`) of every string in the package but docstrings."""
+def hints() -> Iterator[tuple[str, str]]:
+    """Yield (place, `FILE: words after titan-loop`) of every string but docstrings."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        nodes = [*ast.walk(tree)]
-        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        inner = {
-            id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values
-        }
+        name, nodes = path.relative_to(PACKAGE), [*ast.walk(ast.parse(path.read_text()))]
+        formatted = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+        skipped = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        skipped |= {id(part) for node in formatted for part in node.values}
         for node in nodes:
-            if id(node) in docs | inner:
+            if id(node) in skipped or not isinstance(node, (ast.Constant, ast.JoinedStr)):
                 continue
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                text = node.value
-            elif isinstance(node, ast.JoinedStr):
-                text = "".join(
-                    part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
-                )
-            else:
-                continue
+            text = ""
+            for part in node.values if isinstance(node, ast.JoinedStr) else [node]:
+                text += str(part.value) if isinstance(part, ast.Constant) else "{}"
             for found in ADVICE.finditer(text):
-                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", found[1].strip()
+                yield f"{name}:{node.lineno}", f"{name}: {found[1].strip()}"
 
 
-def test_every_command_that_is_advised_exists_with_its_flags(capfd: pytest.CaptureFixture[str]):
-    helps: dict[tuple[str, ...], str] = {}
-    seen = 0
-    for place, words in advised():
-        verb, *rest = words.split()
-        assert verb in (*VERBS, *PLUGGED), (place, words)
-        group = rest[:1] if verb in ("data", "convert", "checkpoint", "slurm", "results") else []
-        group = [word for word in group if re.fullmatch("[a-z-]+", word)]
-        recipe = ["quickstart"] if verb == "train" or [verb, *group] == ["slurm", "submit"] else []
-        key = (verb, *group, *recipe)
-        flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
-        if flags and key not in helps:
-            main([verb, *group, *recipe, "--help"])
-            helps[key] = capfd.readouterr().out
-            if recipe:
-                main([verb, *group, "--help"])
-                helps[key] += capfd.readouterr().out
-        seen += 1
-        for flag in flags:
-            assert re.search(rf"{flag}\b", helps[key]), (place, words, flag)
-    assert seen > 40
+def follows(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Mark a test that runs these hints as they were printed."""
+    FOLLOWED.update(keys)
+    return lambda test: test
 
 
-def train(config, folder: Path) -> None:
-    config.checkpoint.interval = 2
-    run_recipe(Recipe.of_one_run("tiny", config), folder=str(folder))
+def told(text: str, key: str) -> list[str]:
+    """Return the words of a hint as they stand in what was printed."""
+    words = key.partition(": ")[2]
+    pattern = re.escape(f"titan-loop {words}").replace(r"\{\}\ ", r"[^\n;,)<]+?\ ")
+    pattern = pattern.replace(r"\{\}", r"[^\s;,)<]+")
+    (found,) = set(re.findall(pattern, text))
+    return shlex.split(found)[1:]
 
 
-def words_after(line: str) -> list[str]:
-    return shlex.split(line.partition("titan-loop ")[2])
+def test_every_hint_is_tested():
+    known = sorted([*FOLLOWED, *ELSEWHERE, *PARSED, *EXCUSED], key=len, reverse=True)
+    assert len(known) == len({*known})
+    met: set[str] = set()
+    for place, hint in hints():
+        key = next((key for key in known if re.match(re.escape(key) + r"(?!\S)", hint)), None)
+        assert key, f"{place}: no test runs or parses `{hint}`: add it to {__name__}"
+        untested = re.search(r"\{\}|--", hint.removeprefix(key))
+        assert untested is None, f"{place}: not all of `{hint}` is tested in {__name__}"
+        met.add(key)
+    assert {*known} - met == set(), "no such hint is left in the code"
+    own = Path(__file__).read_text()
+    assert [key for key in FOLLOWED if own.count(f'"{key}"') < 2] == [], "no test reads it"
 
 
+@pytest.mark.parametrize(("key", "test"), ELSEWHERE.items(), ids=[*ELSEWHERE])
+def test_a_hint_that_another_test_runs(key: str, test: str):
+    path, _, name = test.partition("::")
+    assert f"def {name}(" in (PACKAGE.parent / path).read_text(), key
+
+
+@pytest.mark.parametrize(("key", "command"), PARSED.items(), ids=[*PARSED])
+def test_a_hint_that_is_parsed(key: str, command: str):
+    open_word = r"\{\}|RUN|RECIPE|FOLDER|FILE|NAME|L(?= |$)"
+    words = re.split(open_word, key.partition(": ")[2])
+    assert re.match(r"\S+".join(map(re.escape, words)) + r"(?!\S)", command)
+    accept(command.split())
+
+
+def two_stages() -> Recipe:
+    """A recipe whose source comes from a flag."""
+    stages = [tiny_config(Path("nowhere"), Path("unused"), steps=2) for _ in range(2)]
+    first, second = (Stage(name=name, config=one) for name, one in zip("ab", stages, strict=True))
+    second.parent = first.name
+    return Recipe(name="not_the_function", stages=[first, second])
+
+
+def one_task() -> LoopTrainer.Config:
+    """A run on generated examples."""
+    config = tiny_config(Path("nowhere"), Path("unused"), steps=2)
+    config.dataloader = TaskLoader.Config(task=Backwards())
+    return config
+
+
+@pytest.fixture(scope="module")
+def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    run, saved = tmp_path_factory.mktemp("trained") / "run", dict(os.environ)
+    compat.skip_final_pause()
+    run_recipe(Recipe.of_one_run("tiny", tiny_config(source, run, steps=2)), folder=str(run))
+    os.environ.clear()
+    os.environ.update(saved)
+    gc.enable()  # torchtitan turns it off
+    return run
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+@follows("cli/upcycle.py: train {} --total-tokens {}", "runs/status.py: train {}")
 def test_what_upcycle_and_status_advise_trains(
-    alone: None, source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    alone: None, trained: Path, tmp_path: Path, capfd: Captured
 ):
-    run, wide = tmp_path / "run", tmp_path / "wide"
-    train(tiny_config(source, run, steps=2), run)
+    run, wide = copytree(trained, tmp_path / "run"), tmp_path / "wide"
     assert main(["upcycle", str(run), "--output", str(wide), "--layers", "4"]) == 0
     advice = capfd.readouterr().out.splitlines()[-1]
     tokens = SavedRun(wide).checkpoint().tokens
-    assert main(words_after(advice)) == 0
+    assert main(told(advice, "cli/upcycle.py: train {} --total-tokens {}")) == 0
     assert SavedRun(wide).checkpoint().tokens == 2 * tokens
     assert SavedRun(wide).config["model"]["n_layers"] == 4
 
@@ -97,6 +207,133 @@ def test_what_upcycle_and_status_advise_trains(
     rmtree(SavedRun(run).checkpoint().path)  # as if it had been interrupted
     *_, following = status_lines(read_status(tmp_path))
     assert following == f"next: titan-loop train {run}"
-    assert main(words_after(following)) == 0
+    assert main(told(following, "runs/status.py: train {}")) == 0
     assert SavedRun(run).checkpoint().tokens == 2 * tokens
     assert status_lines(read_status(tmp_path))[-1] == "everything is trained"
+
+
+@follows("cli/recipes.py: train PACKAGE.MODULE:FUNCTION", "runs/status.py: train {}")
+def test_a_stage_that_has_not_begun_is_trained_by_the_recipe_with_its_flags(
+    alone: None, source: Path, tmp_path: Path, capfd: Captured
+):
+    assert main(["recipes"]) == 0
+    words = told(capfd.readouterr().out, "cli/recipes.py: train PACKAGE.MODULE:FUNCTION")
+    words[1] = words[1].replace("PACKAGE.MODULE:FUNCTION", RECIPE)
+    folder, flags = tmp_path / "a folder", ["--dataloader.mixture", f"{source}=1"]
+    flags += ["--stages.b.learning-rate", "0:1e-3 constant 1K:1e-3"]
+    assert main([*words, "--dump-folder", str(folder), *flags]) == 0
+    wanted = SavedRun(folder / "b").config
+    rmtree(folder / "b")  # as if it had been stopped before
+    assert main(["status", str(folder)]) == 0
+    following = capfd.readouterr().out.splitlines()[-1]
+    assert main(shlex.split(following.partition("titan-loop ")[2])) == 0
+    assert SavedRun(folder / "b").config == wanted
+
+
+@follows(
+    "analysis/report.py: eval {}",
+    "analysis/report.py: eval {} --tasks {} --frontier",
+    "analysis/frontier.py: eval {} --tasks …",
+    "cli/eval.py: report {}",
+)
+def test_what_a_report_lacks_and_a_frontier_needs_is_made(
+    alone: None, trained: Path, tmp_path: Path, capfd: Captured
+):
+    assert main(["report", str(trained)]) == 0
+    text = (trained / "report.html").read_text()
+    dense = copytree(trained, tmp_path / "dense")
+    assert main(told(text, "analysis/report.py: eval {} --tasks {} --frontier")) == 0
+    assert main(told(text, "analysis/report.py: eval {}")) == 0
+    assert main(told(capfd.readouterr().out, "cli/eval.py: report {}")) == 0
+    assert "titan-loop eval" not in (trained / "report.html").read_text()
+    frontier = ["eval", str(trained), "--tasks", "held_out", "--frontier", "--dense", str(dense)]
+    assert main(frontier) == 2
+    first = told(capfd.readouterr().err, "analysis/frontier.py: eval {} --tasks …")
+    assert main([*first[:-1], "held_out"]) == 0
+    assert dense_reports(dense)
+
+
+@follows("data/packed_index.py: data pack {} --seq-len {}")
+def test_a_source_that_is_not_packed_or_damaged_is_packed(
+    alone: None, source: Path, tmp_path: Path, capfd: Captured
+):
+    copy = copytree(source, tmp_path / "source")
+    train = ["train", RECIPE, "--stage", "a", "--dataloader.mixture", f"{copy}=1:packed"]
+    train += ["--dump-folder", str(tmp_path / "run")]
+    assert main(train) == 2
+    pack = told(capfd.readouterr().err, "data/packed_index.py: data pack {} --seq-len {}")
+    assert main(pack) == 2
+    assert "or split them with --long-documents split" in capfd.readouterr().err
+    assert main([*pack, "--long-documents", "split"]) == 0
+    index = copy / "train" / f"packed_{SEQ_LEN}.windows"
+    whole = index.read_bytes()
+    index.write_bytes(whole[:-8])
+    assert main(train) == 2
+    error = capfd.readouterr().err
+    assert main(shlex.split(error.partition("with titan-loop ")[2])) == 0
+    assert index.read_bytes() == whole
+    assert main(train) == 0
+
+
+@follows("data/source_card.py: data tokenize")
+def test_a_source_whose_preparation_was_interrupted_is_tokenised_again(
+    source: Path, tmp_path: Path, capfd: Captured
+):
+    (tmp_path / "a.txt").write_text("\n".join(standard_library_texts(5)))
+    out = tmp_path / "out"
+    tokenizer = ["--tokenizer", str(source / "tokenizer.json")]
+    words = ["data", "tokenize", str(tmp_path / "a.txt"), "--output", str(out), *tokenizer]
+    assert main(words) == 0
+    card = (out / "source.json").read_bytes()
+    (out / "source.json").unlink()
+    assert main(["data", "verify", str(out)]) == 2
+    assert told(capfd.readouterr().err, "data/source_card.py: data tokenize") == words[:2]
+    assert main(words) == 0
+    assert (out / "source.json").read_bytes() == card
+
+
+@follows(
+    "formats/llama_shape.py: convert export RUN --list",
+    "recipes/starting_point.py: convert import {} --output {}",
+)
+def test_what_a_refused_export_and_start_advise(
+    trained: Path, tmp_path: Path, capfd: Captured, monkeypatch: pytest.MonkeyPatch
+):
+    export = ["convert", "export", str(trained), "--output", str(tmp_path / "mine")]
+    assert main([*export, "--to", "xllm", "--dtype", "bfloat16"]) == 2
+    words = told(capfd.readouterr().err, "formats/llama_shape.py: convert export RUN --list")
+    assert main([word.replace("RUN", str(trained)) for word in words]) == 0
+    assert re.search("^transformers +yes", capfd.readouterr().out, re.MULTILINE)
+    assert main(export) == 0
+
+    def start() -> SavedRun:
+        recipe, folder = load_recipe("quickstart"), str(tmp_path / "run")
+        return start_from(recipe, tmp_path / "mine", only=None, folder=folder, command=[])
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError) as refused:
+        start()
+    key = "recipes/starting_point.py: convert import {} --output {}"
+    assert main(told(str(refused.value), key)) == 0
+    assert start().checkpoint().tokens == 0
+
+
+@follows("cli/arguments.py: {} --help", "cli/arguments.py: {} VERB --help")
+def test_help_is_where_it_is_said_to_be(capfd: Captured):
+    assert main(["data", "pack", "--sequences", "1"]) == 2
+    assert main(told(capfd.readouterr().err, "cli/arguments.py: {} --help")) == 0
+    shown = capfd.readouterr().out
+    assert "--seq-len" in shown
+    assert main(["data"]) == 0
+    words = told(capfd.readouterr().out, "cli/arguments.py: {} VERB --help")
+    assert main([word.replace("VERB", "pack") for word in words]) == 0
+    assert capfd.readouterr().out == shown
+
+
+@follows("runs/saved_run.py: eval {} --tasks {}")
+def test_a_run_without_text_is_asked_its_task(alone: None, tmp_path: Path, capfd: Captured):
+    run = str(tmp_path / "run")
+    assert main(["train", "tests.cli.test_hints:one_task", "--dump-folder", run]) == 0
+    assert main(["generate", run, "--prompt", "x"]) == 2
+    assert main(told(capfd.readouterr().err, "runs/saved_run.py: eval {} --tasks {}")) == 0
+    assert "backwards" in capfd.readouterr().out

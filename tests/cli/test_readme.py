@@ -42,7 +42,7 @@ COMMANDS = list(commands())
 
 @pytest.mark.parametrize(
     ("words", "in_prose"),
-    [pytest.param(*rest, id=f"{place}: {' '.join(rest[0])}") for place, *rest in COMMANDS],
+    [pytest.param(words, part, id=f"{at}: {' '.join(words)}") for at, words, part in COMMANDS],
 )
 def test_the_program_accepts_it(words: list[str], in_prose: bool):
     accept(words, in_part=in_prose)

@@ -36,7 +36,7 @@ def index(
 
 
 def shards(folder: Path, tokens: int = 24) -> Any:
-    card = SimpleNamespace(windows=3, pieces=4, tokens=tokens, seq_len=SEQ_LEN)
+    card = SimpleNamespace(windows=3, pieces=4, tokens=tokens, seq_len=SEQ_LEN, split_documents=0)
     packed = {SEQ_LEN: card}
     split = SimpleNamespace(packed=[card], packed_for=packed.get)
     return SimpleNamespace(folder=folder, name="train", split=split, files=Files(), tokens=TOKENS)

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import titan_loop.compat as compat
+
 from titan_loop.cli import arguments, main
 from titan_loop.cli.stage_flags import PREFIX, resolve_recipe
 from titan_loop.errors import UserError

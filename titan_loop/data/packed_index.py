@@ -33,11 +33,11 @@ class PackedIndex:
         self.card = packed
         self._shards = shards
         windows_path, pieces_path = index_paths(shards.folder / shards.name, seq_len)
-        split = " --long-documents split" * bool(packed.split_documents)
         self._fix = (
-            "pack the source again with titan-loop data pack "
-            f"{shards.folder} --seq-len {seq_len}{split}"
+            f"pack the source again with titan-loop data pack {shards.folder} --seq-len {seq_len}"
         )
+        if packed.split_documents:
+            self._fix += " --long-documents split"
         _require_size(windows_path, packed.windows * WINDOW_END.itemsize, self._fix)
         _require_size(pieces_path, packed.pieces * PIECE.itemsize, self._fix)
         self._windows_path, self._pieces_path = str(windows_path), str(pieces_path)

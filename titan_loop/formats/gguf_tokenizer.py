@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ADVICE = (
-    "write a folder instead, which takes every tokenizer (titan-loop convert export RUN --list names "
-    "the formats); --no-tokenizer writes a file for programs that give llama.cpp's library ids, "
-    "which its server and its command line cannot do"
+    "write a folder instead, which takes every tokenizer (titan-loop convert export RUN --list "
+    "names the formats); --no-tokenizer writes a file for programs that give llama.cpp's library "
+    "ids, which its server and its command line cannot do"
 )
 
 _ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
