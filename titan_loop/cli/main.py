@@ -99,7 +99,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except StoppedError as stop:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together; one reports it
             print(f"titan-loop: {stop}", file=sys.stderr)
-        return EXIT_STOPPED
+        return exit_code(stop)
     except BrokenPipeError:
         if not _reader_has_left():
             raise
