@@ -97,7 +97,7 @@ def test_every_token_is_predicted_once(name: str, small_tokenizer: Path) -> None
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("short", "after 9 items, ended: let it begin again by itself, or lower total_tokens"),
+        ("short", "after 9 items, ended: let it yield more, or begin again by itself"),
         ("not_a_pipeline", "is a list: return a node of torchdata.nodes or a StatefulDataLoader"),
         ("not_built", r"could not be built \(no corpus here\)"),
         ("buffer", "shuffles a stream of `datasets` with a buffer, whose documents are lost"),
