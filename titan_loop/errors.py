@@ -85,7 +85,7 @@ class StoppedError(RuntimeError):
 
 
 class DataEndedError(StoppedError):
-    """A rank had no data for the next step, so all stopped before it; ends with `EXIT_USER_ERROR`."""
+    """A rank has no data for the next step, so all stop before it; ends with `EXIT_USER_ERROR`."""
 
 
 EXIT_CODES: dict[type[Exception], int] = {

@@ -122,9 +122,7 @@ def ending(rank: int, ranks: int) -> Any:
 
 
 def failing(rank: int, ranks: int) -> Any:
-    return nodes.Mapper(
-        nodes.IterableWrapper(range(10_000)), Rows("fail", rank, ranks).__getitem__
-    )
+    return nodes.Mapper(nodes.IterableWrapper(range(10_000)), Rows("fail", rank, ranks).__getitem__)
 
 
 def faulty(rank: int, ranks: int) -> Any:

@@ -11,6 +11,8 @@ safetensors file with JSON in its header: nothing is read from a pickle.
 
 import copy
 import json
+import logging
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +27,8 @@ from titan_loop.plugins import import_user_module
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 FIELD = "dataloader.pipeline"
 MIXED = "a finished window among documents: yield one of the two"
@@ -125,8 +129,11 @@ class Pipeline:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         if self._loader is None:
+            logger.info("building %s", self._called)
             try:
-                made = self._function(*self._place)
+                with warnings.catch_warnings():  # of torchdata's own use of torch
+                    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+                    made = self._function(*self._place)
             except UserError:
                 raise
             except Exception as error:

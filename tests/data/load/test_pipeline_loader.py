@@ -22,9 +22,6 @@ from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import load_tokenizer, token_byte_lengths
 
-# Of torchdata's own use of torch.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-
 BATCH = 8
 WORKING = ("texts", "ids", "shuffled_batches", "shards", "windows")
 PLACE = pipelines.__name__
