@@ -84,6 +84,10 @@ class StoppedError(RuntimeError):
     """A signal asked the run to stop, and it did at a step boundary; ends with `EXIT_STOPPED`."""
 
 
+class DataEndedError(StoppedError):
+    """A rank has no data for the next step, so all stop before it; ends with `EXIT_USER_ERROR`."""
+
+
 EXIT_CODES: dict[type[Exception], int] = {
     UserError: EXIT_USER_ERROR,
     RunFailedError: EXIT_CRASH,
@@ -111,6 +115,8 @@ def exit_code(error: BaseException) -> int:
     """Return the exit code of a command that an error ends."""
     if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)):
         return EXIT_USER_ERROR if error.errno in USER_ERRNOS else EXIT_CRASH
+    if isinstance(error, DataEndedError):
+        return EXIT_USER_ERROR
     if isinstance(error, StoppedError):
         return EXIT_STOPPED
     if isinstance(error, KeyboardInterrupt):

@@ -128,12 +128,20 @@ def test_unknown_names_are_answered_with_the_nearest(capsys):
     assert "no module 'no_such_package'" in error_of(capsys, "train", "no_such_package.m:f")
 
 
+def test_datasets_draws_no_bars_between_lines_of_the_log(monkeypatch):
+    monkeypatch.delenv("HF_DATASETS_DISABLE_PROGRESS_BARS", raising=False)
+    assert cli.main(["--version"]) == 0
+    check = "from datasets import are_progress_bars_disabled as off; print(off())"
+    assert run_python(check).stdout == "True\n"
+
+
 def test_mistakes_of_a_verb_name_it(capsys):
     assert "data train-tokenizer: --vocab-size INT" in error_of(
         capsys, "data", "train-tokenizer", "x"
     )
-    assert "--count: invalid literal for int() with base 10: 'x'; see titan-loop data" in error_of(
-        capsys, "data", "show", "corpora/x", "--count", "x"
+    assert (
+        "data show: --count=x is not a whole number; write it like 2000; see titan-loop data"
+        in error_of(capsys, "data", "show", "corpora/x", "--count", "x")
     )
     assert "the recipe comes first" in error_of(capsys, "train", "--total-tokens", "3")
     assert "is not a folder; give a run or" in error_of(capsys, "eval", "/nonexistent/run")

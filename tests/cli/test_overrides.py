@@ -28,6 +28,7 @@ class Outer:
     learning_rate: Schedule = field(default_factory=lambda: Schedule.constant(1e-3))
     sources: list[str] = field(default_factory=list)
     inner: Inner = field(default_factory=Inner)
+    optional: float | None = None
 
 
 def parse(*arguments: str) -> Outer:
@@ -65,7 +66,9 @@ def test_token_counts_accept_suffixes(arguments):
 
 
 def test_suffixes_are_for_tokens_only():
-    with pytest.raises(UserError, match=r"Error parsing --inner\.seq-len: invalid literal"):
+    with pytest.raises(
+        UserError, match=r"^--inner\.seq-len=4K is not a whole number; write it like"
+    ):
         parse("--inner.seq-len", "4K")
 
 
@@ -80,12 +83,13 @@ def test_a_schedule_is_read_from_its_text():
         (["--inner.seqlen", "3"], "unknown flag --inner.seqlen; nearest: --inner.seq-len"),
         (["--total-token", "3"], "unknown flag --total-token; nearest: --total-tokens"),
         (["stray"], "unknown argument stray"),
-        (["--total-tokens", "0.0001K"], "tokens=0.0001K is not a whole number of tokens"),
-        (["--total-tokens", "1.5e0"], "tokens=1.5e0 is not a whole number of tokens"),
+        (["--total-tokens", "0.0001K"], "--total-tokens=0.0001K is not a whole number of tokens"),
+        (["--total-tokens", "1.5e0"], "--total-tokens=1.5e0 is not a whole number of tokens"),
         (
             ["--total-tokens", "x"],
-            "Error parsing --total-tokens: invalid literal",
+            "--total-tokens=x is not a whole number; write it like 2000",
         ),
+        (["--optional", "3X"], "--optional=3X is not a number; write it like 0.1"),
         (["--learning-rate", "fast"], "schedule 'fast' has 'fast' where a number belongs"),
         (["--inner.seq-len"], "Missing value for argument '--inner.seq-len'"),
         (["--inner.seq-len", "0"], "inner.seq_len=0 must be at least 1"),

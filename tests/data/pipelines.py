@@ -97,6 +97,40 @@ def short(rank: int, ranks: int) -> Any:
     return nodes.IterableWrapper(TEXTS[:9])
 
 
+class Rows(torch.utils.data.Dataset[list[int]]):
+    """Half a window each. Those of the last rank end, fail or are faulty at item `broken_at`."""
+
+    broken_at = 10_000
+
+    def __init__(self, kind: str, rank: int, ranks: int) -> None:
+        self.kind, self.rank, self.ranks = kind, rank, ranks
+        self.good = self.broken_at // ranks if rank == ranks - 1 else 10_000
+
+    def __len__(self) -> int:
+        return self.good if self.kind == "end" else 10_000
+
+    def __getitem__(self, index: int) -> list[int]:
+        if index >= self.good and self.kind == "fail":
+            raise OSError("the disk is gone")
+        if index >= self.good and self.kind == "fault":
+            return [4000]
+        return [3 + (index * self.ranks + self.rank + j) % 200 for j in range(SEQ_LEN // 2 - 1)]
+
+
+def ending(rank: int, ranks: int) -> Any:
+    return StatefulDataLoader(Rows("end", rank, ranks), batch_size=None)
+
+
+def failing(rank: int, ranks: int) -> Any:
+    return nodes.Mapper(nodes.IterableWrapper(range(10_000)), Rows("fail", rank, ranks).__getitem__)
+
+
+def faulty(rank: int, ranks: int) -> Any:
+    """Batches of two, of which the second is faulty."""
+    rows = Rows("fault", rank, ranks)
+    return nodes.Batcher(nodes.Mapper(nodes.IterableWrapper(range(10_000)), rows.__getitem__), 2)
+
+
 def not_a_pipeline(rank: int, ranks: int) -> Any:
     return TEXTS
 

@@ -295,16 +295,23 @@ def test_the_harness_finds_the_registered_model(trained_run: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("verb", "error", "message"),
     [
         (
+            "lm_eval",
             ValueError("Tasks not found: toyy"),
             "Tasks not found: toyy; `titan-loop lm_eval ls tasks`",
         ),
-        (ConnectionError("nobody\nanswers"), "the Hugging Face hub, which cannot be reached"),
+        (
+            "lm-eval",
+            ConnectionError("nobody\nanswers"),
+            "the Hugging Face hub, which cannot be reached",
+        ),
     ],
 )
-def test_what_the_harness_command_raises_is_one_line(monkeypatch, capsys, error, message: str):
+def test_what_the_harness_command_raises_is_one_line(
+    monkeypatch, capsys, verb: str, error: Exception, message: str
+):
     def fail() -> None:
         raise error
 
@@ -312,7 +319,7 @@ def test_what_the_harness_command_raises_is_one_line(monkeypatch, capsys, error,
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    assert main(["lm_eval", "--tasks", "toyy"]) == EXIT_USER_ERROR
+    assert main([verb, "--tasks", "toyy"]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert message in said

@@ -225,7 +225,7 @@ def test_more_steps_than_a_gpu_can_hold_a_state_of_are_refused_without_a_rehears
         ),
         (["--stage", "1b", "--nodes", "0"], "--nodes=0 must be at least 1"),
         (["--mfu", "2"], "--mfu 2.0 must be above 0"),
-        (["--mfu", "most"], "could not convert string to float: 'most'"),
+        (["--mfu", "most"], "--mfu=most is not a number; write it like 0.1 or 1e-4"),
         (["--gpu", "h100"], "--gpu h100 is unknown; nearest: h100-80gb"),
         (["--stage", "1c"], "has no stage '1c'"),
     ],

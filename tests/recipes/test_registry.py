@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from titan_loop.cli.main import main
 from titan_loop.errors import UserError
-from titan_loop.recipes.registry import load_recipe, recipe_summaries
+from titan_loop.recipes.registry import load_recipe, recipe_summaries, recipes_by_study
 
 RECIPES = """
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -36,6 +37,19 @@ def test_every_recipe_of_the_package_has_a_summary_and_loads():
     for name, summary in summaries.items():
         assert summary, name
         assert load_recipe(name).stages
+
+
+def test_recipes_are_listed_by_study_and_the_quick_start_first(capsys):
+    studies = recipes_by_study()
+    assert next(iter(studies)).startswith("The quick start:")
+    assert next(iter(studies[next(iter(studies))])) == "quickstart"
+    assert all(studies)  # every module says what it is about
+    listed = [name for recipes in studies.values() for name in recipes]
+    assert sorted(listed) == [*recipe_summaries()]
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == listed
+    assert [line for line in lines if line in studies] == [*studies]
 
 
 def test_a_recipe_in_the_working_folder_is_found(own_recipes):

@@ -1,25 +1,26 @@
 """Runs on a pipeline of one's own: its state in checkpoints, on ranks that share it, resumed."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data import pipelines
-from tests.support.tiny import act_as_launched, tiny_config
+from tests.support.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
 from tests.training.records import MEASURED
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.cli.main import main
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.pipeline import read_state
-from titan_loop.errors import UserError
+from titan_loop.errors import DataEndedError, UserError, exit_code
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.resolved_run import resolve
+from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-]
+pytestmark = pytest.mark.multiprocess
 
 STEPS = 4
 
@@ -48,8 +49,8 @@ def train(
         trainer.train()
     except InterruptedError:
         pass
-    except UserError as error:
-        return str(error)
+    except (UserError, DataEndedError) as error:
+        return f"exit {exit_code(error)}: {error}"
     finally:
         trainer.close()
     return None
@@ -94,6 +95,67 @@ def test_interrupted_and_resumed_is_uninterrupted(
         train, source, tmp_path / "parts", other, STEPS, "texts", {}
     ):
         assert problem in str(refusal)
+
+
+def train_on_rows(broken_at: int, *arguments: Any) -> str | None:
+    """Train on a pipeline whose last rank breaks at an item, counted over all ranks."""
+    pipelines.Rows.broken_at = broken_at
+    return train(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "problem"),
+    [
+        (1, "ending", "after 58 items, ended: let it yield more, or begin again by itself"),
+        (2, "ending", "after 29 items, ended: let it yield more, or begin again by itself"),
+        (2, "failing", "after 29 items, failed (the disk is gone)"),
+        (2, "faulty", "after 15 items, yields the token id 4000: the tokenizer has the ids 0 to"),
+    ],
+)
+def test_a_pipeline_that_ends_or_fails_on_one_rank_loses_no_step(
+    world: int, name: str, problem: str, gloo_pool, source: Path, tmp_path: Path
+) -> None:
+    pool = gloo_pool(world)
+
+    def run(folder: str, broken_at: int = 10_000) -> set[str | None]:
+        arguments = (source, tmp_path / folder, world, STEPS, name, {})
+        return set(pool.run(train_on_rows, broken_at, *arguments))
+
+    in_the_last_step = 2 * BATCH_WINDOWS * STEPS - 6
+    for _ in range(2):  # it ends there again, and does not begin again
+        (message,) = run("parts", in_the_last_step)
+        assert str(message).startswith("exit 2: dataloader.pipeline=")
+        assert problem in str(message)
+        assert f"rank {world - 1}, " in str(message)
+        assert "; stopped after step 3 of 4, 768 of 1,024 tokens: start again" in str(message)
+    assert committed_steps(tmp_path / "parts" / "checkpoints") == [2, 3]
+    assert run("parts") == run("whole") == {None}
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
+def test_a_pipeline_too_short_for_a_step_saves_nothing(
+    gloo_pool, source: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    for message in gloo_pool(2).run(train_on_rows, 6, source, run, 2, STEPS, "ending", {}):
+        assert str(message).endswith("itself; stopped after step 0 of 4, 0 of 1,024 tokens")
+    assert committed_steps(run / "checkpoints") == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_on_a_pipeline_goes_on_with_its_own_settings(source: Path, tmp_path: Path) -> None:
+    config = tiny_config(source, tmp_path / "run", steps=STEPS)
+    config.stage = "run"
+    config.dataloader = WindowLoader.Config(
+        mixture=[f"{source}=1"],  # which the pipeline replaces
+        pipeline=f"{pipelines.__name__}:texts",
+        tokenizer_path=str(source / "tokenizer.json"),
+    )
+    config.training.steps = 2  # of 4
+    run_training(config)
+    assert main(["train", str(tmp_path / "run"), "--training.steps", "3"]) == 0
+    log = RunDirectory(tmp_path / "run").log_txt.read_text()
+    assert re.findall("changed since the last start: (.*)", log) == ["training.steps 2 → 3"]
 
 
 def test_ranks_of_one_part_must_read_the_same(gloo_pool, source: Path, tmp_path: Path) -> None:

@@ -96,10 +96,10 @@ def test_numbers_with_suffixes(text: str, value: float):
 
 
 def test_tokens_are_whole():
-    assert parse_tokens("1.4T") == 1_400_000_000_000
-    assert type(parse_tokens("2e3")) is int
-    with pytest.raises(UserError, match=r"tokens=1.5 is not a whole number of tokens"):
-        parse_tokens("1.5")
+    assert parse_tokens("1.4T", "--x") == 1_400_000_000_000
+    assert type(parse_tokens("2e3", "--x")) is int
+    with pytest.raises(UserError, match=r"--total-tokens=1.5 is not a whole number of tokens"):
+        parse_tokens("1.5", "--total-tokens")
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.model = ModelWrapper(model_parts)
         self.optimizers = optimizers
         self.parent: Reference | None = None
+        self._last_saved = 0
         self.inherited: dict[str, Any] = {}
         self.best: Best | None = None
         self._best_before: Best | None = None  # to return to if the newest save fails
@@ -191,6 +192,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
         if self.trainer.held_back:  # as the newest step's verdict, read just now, says
             return False
         self.maybe_wait_for_saving()
+        if curr_step == self._last_saved:  # a run whose data ended comes here once more
+            return False
         content = new_content(
             curr_step,
             self.trainer.state_dict(),
@@ -291,6 +294,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             if dist.get_rank() == 0:
                 logger.error("%s. Training goes on; older checkpoints are untouched", error)
             return False
+        self._last_saved = content["step"]
         if written is not None:
             self.parent = written
             logger.info("Saved %s", target)
@@ -354,6 +358,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.dataloader.load_state_dict(manifest["data"])
         self.dataloader.load_rank_files(checkpoint)
         self._read(checkpoint)
+        self._last_saved = step
         self.best = manifest.get(BEST)
         lineage = manifest["lineage"]
         self.inherited = {name: lineage[name] for name in INHERITED if name in lineage}

@@ -47,6 +47,12 @@ HELP = {"-h", "--help"}
 _FLAGS = "flags"
 _FREE_TEXT = {"--sbatch", "--prompt", "--stop"}  # flags whose text may begin with dashes
 
+# What Python says of a text that is not a number.
+_NO_NUMBER = {
+    "could not convert string to float": r"\1=\2 is not a number; write it like 0.1 or 1e-4",
+    r"invalid literal for int\(\) with base 10": r"\1=\2 is not a whole number; write it like 2000",
+}
+
 _recipe_first: set[Callable[..., Any]] = set()
 _registry = ConstructorRegistry()
 
@@ -204,6 +210,9 @@ def _joined(page: str) -> str:
         elif len(line) - len(line.lstrip()) < 10:  # texts of flags are indented further
             parts[-1:] = [" ".join([*parts[-1:], text]).strip()]
     text = "; ".join(part.rstrip(".:") for part in parts if part)
+    for kind, problem in _NO_NUMBER.items():
+        optional = r"(?:no type matching .*)?"  # with the errors of each type
+        text = re.sub(rf"Error parsing (\S+): {optional}{kind}: '(.*?)'.*", problem, text)
     return re.sub(r"^Error parsing (\S+): (?=\1\.)", "", text)  # the message names the field itself
 
 

@@ -21,7 +21,6 @@ from titan_loop.errors import (
     EXIT_CRASH,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    EXIT_STOPPED,
     StoppedError,
     UserError,
     exit_code,
@@ -68,6 +67,8 @@ For details: titan-loop VERB --help. On several processes:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default the command line of this process; return the exit code."""
     code = EXIT_CRASH
+    # Its bars would stand between lines of the log. It reads this when it is imported.
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     _read_and_write_any_bytes()
     try:
         code = _run(arguments)
@@ -99,7 +100,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except StoppedError as stop:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together; one reports it
             print(f"titan-loop: {stop}", file=sys.stderr)
-        return EXIT_STOPPED
+        return exit_code(stop)
     except BrokenPipeError:
         if not _reader_has_left():
             raise
@@ -144,6 +145,8 @@ def _dispatch(arguments: list[str]) -> int:
     verb, *rest = arguments or ["--help"]
     if verb == "help":
         verb, *rest = [*rest, "--help"]
+    if verb == "lm-eval":  # as the package is called; its own command is `lm_eval`
+        verb = "lm_eval"
     if verb in HELP:
         verbs = VERBS | {name: summary("verbs", name) for name in names("verbs")}
         lines = "\n".join(f"  {name:10} {text}" for name, text in verbs.items())

@@ -61,7 +61,7 @@ def _write_out_token_counts(arguments: Sequence[str]) -> list[str]:
     for previous, argument in zip(["", *arguments], arguments, strict=False):
         flag, equals, value = argument.rpartition("=")
         if _TOKENS_FLAG.fullmatch(flag or previous) and _SHORT_COUNT.fullmatch(value):
-            argument = f"{flag}{equals}{parse_tokens(value)}"
+            argument = f"{flag}{equals}{parse_tokens(value, flag or previous)}"
         written.append(argument)
     return written
 

@@ -9,7 +9,10 @@ Its state may hold all that JSON holds, tuples, bytes, arrays and tensors. It is
 safetensors file with JSON in its header: nothing is read from a pickle.
 """
 
+import copy
 import json
+import logging
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +27,8 @@ from titan_loop.plugins import import_user_module
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 FIELD = "dataloader.pipeline"
 MIXED = "a finished window among documents: yield one of the two"
@@ -55,14 +60,18 @@ class Pipeline:
         self._place = rank, ranks
         self._loader: Any = None
         self._items: Iterator[Any] | None = None
-        self.read = 0
+        self._stopped = False
+        self._noted: tuple[Mapping[str, Any] | None, int] = None, 0
+        self.read = self._used = 0
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield the content of each item: documents (a text, or int64 ids), windows (mappings)."""
         while True:
+            self._used = self.read
             try:
                 item = next(self._open())
             except StopIteration:
+                self._stopped = True
                 return
             except UserError:
                 raise
@@ -71,18 +80,40 @@ class Pipeline:
             self.read += 1
             yield [*self._documents(item)]
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return torchdata's state after the last item."""
+    def note_state(self) -> None:
+        """Keep torchdata's state after the last item; call it before the first item is read."""
         self._open()
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], read: int) -> None:
-        """Continue after the item that `state` followed."""
         try:
-            self._made().load_state_dict(state)
+            state = self._loader.state_dict()
+        except Exception as error:
+            raise self._fault(f"has no state that can be saved ({_told(error)})") from error
+        # A copy: it may share lists with the pipeline, which changes them.
+        self._noted = copy.deepcopy(state), self.read
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last item in use: torchdata's, and the items read since it.
+
+        After an end or a fault torchdata's is the newest that was noted. Its present one is behind
+        the faulty item; after its end, a longer `StatefulDataLoader` would begin at its first item.
+        """
+        if not self._stopped:
+            self.note_state()
+            self._used = self.read
+        state, read = self._noted
+        return {"pipeline": state, "read": read, "read_since": self._used - read}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the item that `state` followed."""
+        noted, self.read = state["pipeline"], state["read"]
+        self._noted = copy.deepcopy(noted), self.read
+        try:
+            self._made().load_state_dict(noted)
         except Exception as error:
             raise self._fault(f"cannot continue from its state ({_told(error)})") from error
-        self.read = read
+        items = iter(self)
+        for _ in range(state.get("read_since", 0)):  # older checkpoints have none
+            if next(items, None) is None:
+                raise self._fault("ended before the place where the checkpoint goes on")
 
     def close(self) -> None:
         """Let go of the pipeline, which ends its workers."""
@@ -98,8 +129,11 @@ class Pipeline:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         if self._loader is None:
+            logger.info("building %s", self._called)
             try:
-                made = self._function(*self._place)
+                with warnings.catch_warnings():  # of torchdata's own use of torch
+                    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+                    made = self._function(*self._place)
             except UserError:
                 raise
             except Exception as error:
@@ -174,13 +208,14 @@ class Pipeline:
 
     def ended(self) -> UserError:
         """Return the error of a pipeline that ends before the run does."""
-        return self._fault("ended: let it begin again by itself, or lower total_tokens")
+        return self._fault("ended: let it yield more, or begin again by itself")
 
     def bad(self, problem: str) -> UserError:
         """Return the error of a document or window that cannot be used."""
         return self._fault(f"yields {problem}")
 
     def _fault(self, problem: str) -> UserError:
+        self._stopped = True
         return UserError(f"{self._called}, after {self.read} items, {problem}")
 
 

@@ -23,17 +23,37 @@ if TYPE_CHECKING:
 RECIPES_PACKAGES = ("train_configs", "titan_loop.train_configs")
 """Package of the recipes in a checkout, and where the wheel has it."""
 
+_FIRST = ("quickstart", "depth_demo", "nanbeige", "miniature")
+"""Modules that a newcomer looks at first, in this order."""
+
 _RETURNED = ("Recipe", "LoopTrainer.Config")
 
 
 class _Found(NamedTuple):
     module: str
     summary: str
+    study: str
 
 
 def recipe_summaries() -> dict[str, str]:
     """Return name → first line of the function's docstring, in alphabetical order."""
     return {name: found.summary for name, found in sorted(_find_recipes().items())}
+
+
+def recipes_by_study() -> dict[str, dict[str, str]]:
+    """Return first line of a module's docstring → its recipes, in its order, and their summaries.
+
+    The modules for newcomers come first, then the others by name.
+    """
+
+    def place(found: _Found) -> tuple[int, str]:
+        module = found.module.rpartition(".")[2]
+        return _FIRST.index(module) if module in _FIRST else len(_FIRST), module
+
+    studies: dict[str, dict[str, str]] = {}
+    for name, found in sorted(_find_recipes().items(), key=lambda item: place(item[1])):
+        studies.setdefault(found.study, {})[name] = found.summary
+    return studies
 
 
 def _find_recipes() -> dict[str, _Found]:
@@ -42,7 +62,8 @@ def _find_recipes() -> dict[str, _Found]:
     folders = spec.submodule_search_locations if spec is not None else None
     found: dict[str, _Found] = {}
     for path in sorted(path for folder in folders or () for path in Path(folder).glob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:
             if (
                 isinstance(node, ast.FunctionDef)
                 and not node.name.startswith("_")
@@ -52,8 +73,10 @@ def _find_recipes() -> dict[str, _Found]:
                 if node.name in found:
                     places = f"{found[node.name].module} and {path.stem}"
                     raise UserError(f"two recipes are called {node.name}: in {places}; rename one")
-                summary = (ast.get_docstring(node) or "").partition("\n")[0]
-                found[node.name] = _Found(f"{package}.{path.stem}", summary)
+                lines = [
+                    (ast.get_docstring(each) or "").partition("\n")[0] for each in (node, tree)
+                ]
+                found[node.name] = _Found(f"{package}.{path.stem}", *lines)
     return found
 
 

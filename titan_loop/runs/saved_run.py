@@ -189,6 +189,8 @@ class SavedRun:
     def dataloader(self) -> Mapping[str, Any]:
         """The options of the loader, with the sources where they are now."""
         options = self._option("dataloader", dict)
+        if options.get("pipeline"):  # it replaces the mixture, which stays as it was given
+            return options
         return {**options, "mixture": self.mixture} if "mixture" in options else options
 
     @property

@@ -183,14 +183,14 @@ class Schedule:
         return {"knots": [asdict(knot) for knot in self.knots]}
 
 
-def parse_tokens(word: str) -> int:
-    """Return a whole token count from its text, such as `200000`, `4M` or `1.4T`."""
+def parse_tokens(word: str, flag: str) -> int:
+    """Return the whole token count that a flag has as text, such as `200000`, `4M` or `1.4T`."""
     try:
         tokens = _parse_number(word, word)
     except UserError:
         tokens = 0.5
     if tokens != int(tokens):
-        raise UserError(f"tokens={word} is not a whole number of tokens; write it like 4M")
+        raise UserError(f"{flag}={word} is not a whole number of tokens; write it like 4M")
     return int(tokens)
 
 

@@ -5,7 +5,7 @@ One training step:
     plan_step(tokens) ─► R, β, learning rate, windows
     loader.read_step ─► micro-batches ─► forward, backward ─► gradients ─► clip
     finite on all ranks, and no callback objects? ─► update, else skip ─► metrics, callbacks
-    any rank asked to stop? ─► save and leave
+    any rank asked to stop, or without data for the next step? ─► save and leave
 
 Every schedule is a pure function of the global token count, which does not depend on the number of
 ranks. Upstream builds meshes and model and runs the outer loop; other features are callbacks.
@@ -30,10 +30,17 @@ from titan_loop.checkpoint.start_from import check_parent
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.kept_layouts import kept_layout
-from titan_loop.errors import NonFiniteError, StoppedError
+from titan_loop.errors import DataEndedError, NonFiniteError, StoppedError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.streamed_loss import StreamedLoss
-from titan_loop.ranks import all_ranks, meeting, on_rank_zero, require_equal, warn_together
+from titan_loop.ranks import (
+    all_ranks,
+    from_all_ranks,
+    meeting,
+    on_rank_zero,
+    require_equal,
+    warn_together,
+)
 from titan_loop.runs.run_directory import RunDirectory, library_versions
 from titan_loop.storage.kept_records import give_up_kept, write_kept
 from titan_loop.training.built_in import built_in_callbacks
@@ -176,6 +183,8 @@ class LoopTrainer(Trainer):
         self.stop_listener.progress()
         # Before the data is read: the plan sets the number of windows.
         plan = self._plan(self.step)
+        if self.dataloader.may_end and self._data_ends(plan.windows):
+            return
         for callback in self.callbacks:
             plan = callback.plan(self, plan)
         trained = self.update(plan)
@@ -275,6 +284,25 @@ class LoopTrainer(Trainer):
         self._end_after_save(
             StoppedError(f"asked to stop, stopped {where}; the same command goes on from there")
         )
+
+    def _data_ends(self, windows: int) -> bool:
+        """Return whether any rank has no data for this step, which is then undone; collective.
+
+        It waits for the device: a rank must not start a step that another one cannot take part in.
+        """
+        self._enter("reading data")
+        began = time.perf_counter()
+        reason = self.dataloader.why_it_ends(windows)
+        self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
+        if not agree_to_stop(reason is not None, self.device):
+            return False
+        reasons = [each for each in from_all_ranks(all_ranks(), lambda: reason) if each]
+        self.step -= 1
+        done = f"{reasons[0]}; stopped after step {self.step} of {self.config.training.steps}, "
+        done += f"{self.tokens:,} of {self.config.total_tokens:,} tokens"
+        fix = f": start again to go on, or end there with total_tokens={self.tokens}"
+        self._end_after_save(DataEndedError(done + fix if self.step else done))
+        return True
 
     def _follow_folder(self) -> bool:
         """Return whether the folder is lost, in which case the run ends after this step's save."""

@@ -22,9 +22,6 @@ from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import load_tokenizer, token_byte_lengths
 
-# Of torchdata's own use of torch.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-
 BATCH = 8
 WORKING = ("texts", "ids", "shuffled_batches", "shards", "windows")
 PLACE = pipelines.__name__
@@ -97,7 +94,7 @@ def test_every_token_is_predicted_once(name: str, small_tokenizer: Path) -> None
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("short", "after 9 items, ended: let it begin again by itself, or lower total_tokens"),
+        ("short", "after 9 items, ended: let it yield more, or begin again by itself"),
         ("not_a_pipeline", "is a list: return a node of torchdata.nodes or a StatefulDataLoader"),
         ("not_built", r"could not be built \(no corpus here\)"),
         ("buffer", "shuffles a stream of `datasets` with a buffer, whose documents are lost"),

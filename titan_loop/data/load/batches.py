@@ -105,8 +105,11 @@ class GlobalBatchLoader(BaseDataLoader):
         level: Level of the next window in a curriculum; 0 without one.
         rate_start_tokens: Tokens at which the learning rate's schedule began; 0 unless a level
             restarts it.
+        may_end: Whether the data may end or fail on one rank at a step that no rank knows before;
+            the ranks then agree before every step whether all have data for it.
     """
 
+    may_end: bool = False
     level: int = 0
     rate_start_tokens: int = 0
 
@@ -234,6 +237,10 @@ class GlobalBatchLoader(BaseDataLoader):
     def next_windows(self, first: int, count: int) -> np.ndarray:
         """Return the numbers of the next `count` windows from `first` that are not jumped over."""
         return next_windows(first, count, self.jumped)
+
+    def why_it_ends(self, global_batch_windows: int) -> str | None:
+        """Return why this rank cannot read the next global batch; None if it can."""
+        return None
 
     def read_step(self, global_batch_windows: int) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch and move on by that batch.

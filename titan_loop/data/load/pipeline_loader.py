@@ -7,7 +7,7 @@ holds the state of every rank's pipeline, and resumes with as many ranks alone.
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ def _tokenizer_path(config: PipelineOptions) -> str:
 
 class PipelineLoader(GlobalBatchLoader):
     """Packs the documents of `dataloader.pipeline` into windows of L + 1 tokens."""
+
+    may_end = True
 
     def __init__(
         self,
@@ -131,16 +133,44 @@ class PipelineLoader(GlobalBatchLoader):
         super().close()
         self._pipeline.close()
 
+    def why_it_ends(self, global_batch_windows: int) -> str | None:
+        """As in the base class: read this rank's windows, which the next `read_step` takes."""
+        first = self.windows_consumed
+        last = int(self.next_windows(first, global_batch_windows)[-1])
+        try:
+            self._queue((last + 1 - first) // self._dp_world_size)
+        except UserError as error:
+            return str(error)
+        return None
+
     def _next_window(self) -> tuple[np.ndarray, ...]:
-        size = self._seq_len + 1
-        while not self._windows and len(self._left) < size:
-            item = next(self._items, None)
-            if item is None:
+        self._queue(1)
+        return self._noted(*self._windows.pop(0))
+
+    def _queue(self, windows: int) -> None:
+        """Read until so many windows are finished."""
+        if not self._pipeline.read:
+            self._pipeline.note_state()
+        while len(self._windows) < windows:
+            if len(self._left) > self._seq_len:
+                self._windows.append(self._cut())
+            elif (item := next(self._items, None)) is None:
                 raise self._pipeline.ended()
-            for document in item:  # all of a batch: the pipeline's state is after it
+            else:
+                self._take_all(item)
+
+    def _take_all(self, item: Sequence[Any]) -> None:
+        """Take all of an item, since the pipeline's state is after it; nothing if any is faulty."""
+        before = self._left, [*self._ends], [*self._windows], self._skipped
+        try:
+            for document in item:
                 self._take(document)
-        if self._windows:
-            return self._noted(*self._windows.pop(0))
+        except UserError:
+            self._left, self._ends, self._windows, self._skipped = before
+            raise
+
+    def _cut(self) -> tuple[np.ndarray, ...]:
+        size = self._seq_len + 1
         inputs, positions, labels = np.empty((3, self._seq_len), dtype=np.int64)
         window = Window(inputs, positions, labels)
         ends = np.array([end for end in self._ends if end <= size], dtype=np.int64)
@@ -148,7 +178,7 @@ class PipelineLoader(GlobalBatchLoader):
         # Neighbours share a token, so that each one is predicted once.
         self._left = self._left[self._seq_len :]
         self._ends = [end - self._seq_len for end in self._ends if end > self._seq_len]
-        return self._noted(inputs, labels, positions)
+        return inputs, labels, positions
 
     def _take(self, document: Any) -> None:
         if isinstance(document, Mapping):
@@ -188,8 +218,7 @@ class PipelineLoader(GlobalBatchLoader):
     def rank_files(self) -> dict[str, bytes]:
         """Return the state of this rank's pipeline (see the base class)."""
         state = {
-            "pipeline": self._pipeline.state_dict(),
-            "read": self._pipeline.read,
+            **self._pipeline.state_dict(),
             "skipped": self._skipped,
             "left": self._left,
             "ends": self._ends,
@@ -203,7 +232,7 @@ class PipelineLoader(GlobalBatchLoader):
         if not self._resumes:
             return
         state = read_state(folder / self._file)
-        self._pipeline.load_state_dict(state["pipeline"], state["read"])
+        self._pipeline.load_state_dict(state)
         self._left, self._ends, self._skipped = state["left"], state["ends"], state["skipped"]
         self._windows = state["windows"]
         self._read_hash = state["read_hash"]
