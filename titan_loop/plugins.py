@@ -1,6 +1,7 @@
 """Registration of families and their parts, ours and a user's.
 
     titan_loop/families/NAME/__init__.py ─┐
+    train_configs/NAME/__init__.py ───────┤
     TITAN_LOOP_PLUGINS=my_package.mine ───┼─► register(Plugin(…)) ─► find("families", "mine")
     import of a module by a recipe ───────┘
 
@@ -13,6 +14,7 @@ but no module: the user decides which modules are imported, not a downloaded run
 """
 
 import importlib
+import importlib.util
 import os
 import pkgutil
 import sys
@@ -26,6 +28,8 @@ from titan_loop.errors import UserError, seen_from
 
 PLUGINS = "TITAN_LOOP_PLUGINS"
 FAMILIES = "titan_loop.families"
+_STUDIES = ("train_configs", "titan_loop.train_configs")
+"""The package of the studies, one folder each, in a checkout and where the wheel has it."""
 _CORE = ("titan_loop.analysis.steps", "titan_loop.data.tasks", "titan_loop.formats")
 """Packages of the core that register names for every family."""
 
@@ -119,9 +123,19 @@ def summary(kind: str, name: str) -> str:
     return _known[kind][name].summary
 
 
+def studies() -> dict[str, Path]:
+    """Return package → folder of every study, `train_configs/NAME`."""
+    for name in _STUDIES:
+        if spec := importlib.util.find_spec(name):
+            folders = [Path(place) for place in spec.submodule_search_locations or ()]
+            found = sorted(path.parent for each in folders for path in each.glob("*/__init__.py"))
+            return {f"{name}.{folder.name}": folder for folder in found}
+    return {}
+
+
 def _import_own() -> None:
     families = pkgutil.iter_modules(importlib.import_module(FAMILIES).__path__)
-    for package in (*_CORE, *(f"{FAMILIES}.{family.name}" for family in families)):
+    for package in (*_CORE, *(f"{FAMILIES}.{family.name}" for family in families), *studies()):
         importlib.import_module(package)
 
 

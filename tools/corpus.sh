@@ -74,7 +74,7 @@ train_arms() {
     for seed in $seeds; do
         folder=runs/$recipe-seed$seed$again
         for arm in "${stages[@]}"; do
-            if recorded "train_configs/results/$recipe/$arm-seed$seed.json"; then
+            if recorded train_configs/*/results/"$recipe/$arm-seed$seed.json"; then
                 continue
             fi
             stage "$arm, seed $seed"

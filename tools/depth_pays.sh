@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains and examines the arms of train_configs/depth_pays.py, and prints their tables.
+# Trains and examines the arms of train_configs/depth_pays, and prints their tables.
 #
 #   bash tools/depth_pays.sh [--rates | --tuned] [--unclean] [--again] [--seeds "1 2 3"] [ARM...]
 #
 # --rates, --tuned: the arms of depth_pays_rates or depth_pays_tuned instead.
-# Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, unless
+# Every arm leaves train_configs/depth_pays/results/RECIPE/ARM-seedS.json. What is there is skipped, unless
 # --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

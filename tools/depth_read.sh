@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trains and examines the stages of train_configs/depth_read.py, and prints their tables.
+# Trains and examines the stages of train_configs/depth_read, and prints their tables.
 #
 #   bash tools/depth_read.sh [--unclean] [--again] [--seeds "1 2 3"] [STAGE...]
 #
-# Every stage leaves train_configs/results/depth_read/STAGE-seedS.json. What is there is skipped,
+# Every stage leaves train_configs/depth_read/results/depth_read/STAGE-seedS.json. What is there is skipped,
 # unless --again asks for it, and a stage that was interrupted goes on from its newest checkpoint. A
 # stage ARM_gate, _long or _ahead starts from ARM of the same seed, which has to be there or before it.
 set -euo pipefail

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trains and examines the arms of looped_moe_small in train_configs/moe.py, and prints their tables.
+# Trains and examines the arms of looped_moe_small in train_configs/moe, and prints their tables.
 #
 #   bash tools/looped_moe.sh [--unclean] [--again] [--seeds "1 2 3"] [ARM...]
 #
-# Every arm leaves train_configs/results/looped_moe_small/ARM-seedS.json. What is there is skipped,
+# Every arm leaves train_configs/moe/results/looped_moe_small/ARM-seedS.json. What is there is skipped,
 # unless --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -2,7 +2,7 @@
 # Ouro's whole recipe in miniature: data, all stages and the fork, plots, depths, exit policies and a
 # report. On a fresh machine with only Python 3.11 or later.
 #
-#   bash tools/miniature.sh             24 minutes on two cores, see train_configs/LOG.md
+#   bash tools/miniature.sh             24 minutes on two cores, see train_configs/miniature/README.md
 #   bash tools/miniature.sh --short     1/32 of the tokens, to see that all of it works
 #   bash tools/miniature.sh --readable  without the fork, with an objective that reads every step
 #

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains the stages of train_configs/physics_small.py, prints their tables and fits the scaling law.
+# Trains the stages of train_configs/physics/small.py, prints their tables and fits the scaling law.
 #
 #   bash tools/physics.sh [--exams] [--unclean] [--again] [--seeds "1 2 3"] [STAGE...]
 #
 # --exams: the stages of physics_exams instead.
-# Every stage leaves train_configs/results/RECIPE/STAGE-seedS.json. What is there is skipped,
+# Every stage leaves train_configs/physics/results/RECIPE/STAGE-seedS.json. What is there is skipped,
 # unless --again asks for it, and a stage that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -25,7 +25,7 @@ fi
 for seed in $seeds; do
     folder=runs/$recipe-seed$seed$again
     for name in "${stages[@]}"; do
-        if recorded "train_configs/results/$recipe/$name-seed$seed.json"; then
+        if recorded "train_configs/physics/results/$recipe/$name-seed$seed.json"; then
             continue
         fi
         stage "$name, seed $seed"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains the arms of train_configs/rates.py, and prints their tables, the best rate by R and width, and
+# Trains the arms of train_configs/rates, and prints their tables, the best rate by R and width, and
 # the loss at the rate that all of them share.
 #
 #   bash tools/rates.sh [--muon | --boundary] [--unclean] [--again] [--seeds "1 2"] [ARM...]
 #
 # --muon, --boundary: the arms of rates_muon or of boundary instead, boundary with seeds 1, 2 and 3.
-# Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, unless
+# Every arm leaves train_configs/rates/results/RECIPE/ARM-seedS.json. What is there is skipped, unless
 # --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -32,4 +32,4 @@ print(load_recipe(sys.argv[1]).stage(sys.argv[2]).config.model.recurrent_steps)"
 
 train_arms $recipe
 stage "verdicts"
-"$VENV/bin/python" -m train_configs.rates_verdict $recipe
+"$VENV/bin/python" -m train_configs.rates.verdict $recipe

@@ -8,7 +8,7 @@
 # --rules teaches questions of several hops instead, and asks more hops than were taught; --told
 # does so with the facts in the prompt.
 # --parity compares the untrained loop with transformers, and unrolled with llama.cpp, and ends.
-# Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped,
+# Every arm leaves train_configs/*/results/RECIPE/ARM-seedS.json. What is there is skipped,
 # unless --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 # Without arms: all of them.
 set -euo pipefail
@@ -31,7 +31,7 @@ if [ $mode = rules ] || [ $mode = told ]; then
     recipe=retrofit_$mode
     generated=true
 fi
-results=train_configs/results/$recipe
+results=$(echo train_configs/*/results/$recipe)
 seeds=0
 choose $recipe "$@"
 
@@ -62,7 +62,7 @@ tokenised() { # tokenised: the quick start's text in the model's tokens
 start() { # start ARM: the run that an arm starts from
     local -a flags
     read -ra flags <<<"$("$VENV/bin/python" -c "import sys
-from train_configs.retrofit import start_of
+from train_configs.retrofit.recipes import start_of
 print(*start_of(sys.argv[1]))" "$1")"
     if [ ${#flags[@]} -gt 0 ] && [ ! -f "$folder/start/${flags[0]}/run.json" ]; then
         titan_loop retrofit $folder/dense --output "$folder/start/${flags[0]}" "${flags[@]:1}"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains the stages of train_configs/scaling_small.py, prints their table and fits the scaling law.
+# Trains the stages of train_configs/scaling_small, prints their table and fits the scaling law.
 #
 #   bash tools/scaling.sh [--unclean] [--again] [--seeds "1 2 3"] [STAGE...]
 #
-# Every stage leaves train_configs/results/scaling_small/STAGE-seedS.json. What is there is skipped,
+# Every stage leaves train_configs/scaling_small/results/scaling_small/STAGE-seedS.json. What is there is skipped,
 # unless --again asks for it, and a stage that was interrupted goes on from its newest checkpoint.
-# The law is fitted to the runs of all seeds, whose losses go to train_configs/results/
+# The law is fitted to the runs of all seeds, whose losses go to train_configs/scaling_small/results/
 # scaling_small.csv; where the runs are not on this machine, it is fitted to that table.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -21,8 +21,8 @@ train_arms $recipe
 
 stage "the law"
 shopt -s nullglob
-table=train_configs/results/$recipe.csv
-results=(train_configs/results/$recipe/*.json)
+table=train_configs/scaling_small/results/$recipe.csv
+results=(train_configs/scaling_small/results/$recipe/*.json)
 runs=()
 for folder in "runs/$recipe"-seed*/; do
     [[ "$folder" = *-again/ ]] || runs+=("$folder"d*_r*)

@@ -17,8 +17,8 @@ tree=$(mktemp -d)
 trap 'git worktree remove --force "$tree"' EXIT
 git worktree add --quiet --detach "$tree"
 cd "$tree"
-git rm -rq "titan_loop/families/$name" "tests/families/$name" "train_configs/$name.py"
-git rm -rq --ignore-unmatch train_configs/results/"$name"* "train_configs/${name}_"*.py
+git rm -rq "titan_loop/families/$name" "tests/families/$name"
+git rm -rq --ignore-unmatch "train_configs/$name" "tests/train_configs/$name"
 # The environment imports titan_loop from the checkout unless another stands before it.
 export PYTHONPATH=$tree
 "$VENV/bin/ruff" check --quiet

@@ -1,7 +1,7 @@
-"""The recipes: one module for each paper or purpose, one public function for each recipe.
+"""The studies: a folder for each paper or purpose.
 
-`titan-loop train NAME` finds the function NAME; flags override any field. LOG.md has the results,
-failures included.
+NAME/__init__.py    the record of its tasks, analyses and objectives (`titan_loop/plugins.py`)
+NAME/recipes.py     one public function for each recipe, which `titan-loop train` finds by name
+NAME/README.md      what its runs showed, failures included
+NAME/results/       a small JSON for each finished run; NAME/plots/ is drawn from them
 """
-
-import titan_loop.compat  # noqa: F401  before a recipe imports torchtitan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from titan_loop.analysis.results import RunResult
 
-from .rates_verdict import best_cells, worst_cells
+from .rates.verdict import best_cells, worst_cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +98,14 @@ def _hops(stage: str, hops: int, steps: int, task: str = "english") -> Cell:
 
 
 def _ruled_worst(results: Sequence[RunResult]) -> list[Cell]:
-    from .rates import TABLES  # imports torch
+    from .rates.recipes import TABLES  # imports torch
 
     _, ruled = TABLES["rates"]
     return [Cell(stage=stage, name=name) for stage, name in worst_cells(ruled, results)]
 
 
 def _boundary_best(results: Sequence[RunResult]) -> list[Cell]:
-    from .rates import TABLES
+    from .rates.recipes import TABLES
 
     (table,) = TABLES["boundary"]
     plain_first = best_cells(table, results)

@@ -406,7 +406,11 @@ def test_only_changed_code_makes_a_commit_unclean(tmp_path, monkeypatch):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
 
-    kept = ["titan_loop/__init__.py", "train_configs/results/r/a-seed1.json", "train_configs/r.py"]
+    kept = [
+        "titan_loop/__init__.py",
+        "train_configs/s/results/r/a-seed1.json",
+        "train_configs/s/r.py",
+    ]
     for name in kept:
         write_text(tmp_path / name, "1\n")
     git("init")

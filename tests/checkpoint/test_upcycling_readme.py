@@ -14,7 +14,7 @@ from titan_loop.errors import EXIT_OK
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.run import run_training
-from train_configs.quickstart import quickstart
+from train_configs.quickstart.recipes import quickstart
 
 README = Path(titan_loop.checkpoint.__path__[0]) / "UPCYCLING.md"
 

@@ -9,7 +9,7 @@ from tests.support.tiny import tiny_config
 from titan_loop.cli.main import main
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.recipes.recipe import Recipe, Stage
-from train_configs.quickstart import BATCH_TOKENS, WINDOW_TOKENS, quickstart
+from train_configs.quickstart.recipes import BATCH_TOKENS, WINDOW_TOKENS, quickstart
 
 WriteSource = Callable[..., Path]
 

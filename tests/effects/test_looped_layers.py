@@ -1,4 +1,4 @@
-"""Loops of one layer learn in minutes what it cannot in one visit; tables are in LOG.md."""
+"""Loops of one layer learn in minutes what it cannot in one visit."""
 
 from pathlib import Path
 

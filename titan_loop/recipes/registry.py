@@ -1,4 +1,4 @@
-"""Finds recipes: `NAME` is a public function of that name in a module of `train_configs`.
+"""Finds recipes: `NAME` is a public function of that name in a folder of `train_configs`.
 
 Its annotation says that it returns a `Recipe`, or the `LoopTrainer.Config` of one run.
 `PACKAGE.MODULE:FUNCTION` names any other function; the path of a `config.json` repeats its run, and
@@ -7,24 +7,19 @@ Names and summaries are parsed from the source files, because importing a recipe
 """
 
 import ast
-import importlib
-import importlib.util
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan_loop.errors import UserError, nearest
-from titan_loop.plugins import import_user_module
+from titan_loop.plugins import import_user_module, studies
 
 if TYPE_CHECKING:
     from titan_loop.recipes.recipe import Recipe
 
-RECIPES_PACKAGES = ("train_configs", "titan_loop.train_configs")
-"""Package of the recipes in a checkout, and where the wheel has it."""
-
 _FIRST = ("quickstart", "depth_demo", "nanbeige", "miniature")
-"""Modules that a newcomer looks at first, in this order."""
+"""Studies that a newcomer looks at first, in this order."""
 
 _RETURNED = ("Recipe", "LoopTrainer.Config")
 
@@ -43,12 +38,12 @@ def recipe_summaries() -> dict[str, str]:
 def recipes_by_study() -> dict[str, dict[str, str]]:
     """Return first line of a module's docstring → its recipes, in its order, and their summaries.
 
-    The modules for newcomers come first, then the others by name.
+    The studies for newcomers come first, then the others by name.
     """
 
     def place(found: _Found) -> tuple[int, str]:
-        module = found.module.rpartition(".")[2]
-        return _FIRST.index(module) if module in _FIRST else len(_FIRST), module
+        study = found.module.split(".")[-2]
+        return _FIRST.index(study) if study in _FIRST else len(_FIRST), found.module
 
     studies: dict[str, dict[str, str]] = {}
     for name, found in sorted(_find_recipes().items(), key=lambda item: place(item[1])):
@@ -57,11 +52,13 @@ def recipes_by_study() -> dict[str, dict[str, str]]:
 
 
 def _find_recipes() -> dict[str, _Found]:
-    specs = {name: importlib.util.find_spec(name) for name in RECIPES_PACKAGES}
-    package, spec = next(((name, spec) for name, spec in specs.items() if spec), ("", None))
-    folders = spec.submodule_search_locations if spec is not None else None
     found: dict[str, _Found] = {}
-    for path in sorted(path for folder in folders or () for path in Path(folder).glob("*.py")):
+    modules = {
+        f"{package}.{path.stem}": path
+        for package, folder in studies().items()
+        for path in sorted(folder.glob("*.py"))
+    }
+    for module, path in modules.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in tree.body:
             if (
@@ -71,12 +68,12 @@ def _find_recipes() -> dict[str, _Found]:
                 and ast.unparse(node.returns) in _RETURNED
             ):
                 if node.name in found:
-                    places = f"{found[node.name].module} and {path.stem}"
+                    places = f"{found[node.name].module} and {module}"
                     raise UserError(f"two recipes are called {node.name}: in {places}; rename one")
                 lines = [
                     (ast.get_docstring(each) or "").partition("\n")[0] for each in (node, tree)
                 ]
-                found[node.name] = _Found(f"{package}.{path.stem}", *lines)
+                found[node.name] = _Found(module, *lines)
     return found
 
 

@@ -244,7 +244,7 @@ def _one_series(
 def source_commit() -> str | None:
     """Return the commit of this code's checkout, with "-dirty" if its code was changed."""
     # Results and documents change between runs, but affect no number of the next one.
-    outputs = ":!train_configs/results", ":!train_configs/plots", ":!*.md"
+    outputs = ":!train_configs/*/results/*", ":!train_configs/*/plots/*", ":!*.md"
     changed = _git("diff", "--name-only", "HEAD", "--", ".", *outputs)
     commit = _git("describe", "--always", "--exclude=*")
     return commit and commit + "-dirty" * bool(changed)

@@ -20,13 +20,13 @@ from titan_loop.errors import UserError
 from titan_loop.families.adaptive.exit_policy import Survival
 from titan_loop.families.adaptive.model import AdaptiveOptions
 from titan_loop.families.adaptive.objective import PonderCostLoss
-from titan_loop.families.adaptive.survival import survival_errors
 from titan_loop.inference.cache import FullCache
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import ExitPolicy, StaticStep
 from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, decoder_config
+from train_configs.adaptive.survival import survival_errors
 
 EXACT = 1e-10  # both sides compute in float64
 # fp32 sums in another order, relative to the largest entry of a gradient.

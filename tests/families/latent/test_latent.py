@@ -18,8 +18,6 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import example_windows
 from titan_loop.families.latent.model import LatentDecoder, LatentOptions
 from titan_loop.families.latent.objective import LatentSupervision
-from titan_loop.families.latent.solved import share_solved
-from titan_loop.families.latent.task import DagArithmetic
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.training.batch_schedule import BatchConfig
@@ -27,6 +25,8 @@ from titan_loop.training.chosen_model import chosen_model
 from titan_loop.training.preflight import refusals
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+from train_configs.latent.solved import share_solved
+from train_configs.latent.task import DagArithmetic
 
 EXACT = 1e-10  # float64; sums in another order
 TASK = DagArithmetic(

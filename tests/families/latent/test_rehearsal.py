@@ -10,8 +10,8 @@ from tests.planning.test_rehearsal import (  # noqa: F401
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.families.latent.model import LatentOptions
 from titan_loop.families.latent.objective import LatentSupervision
-from titan_loop.families.latent.task import DagArithmetic
 from titan_loop.training.schedule import Schedule
+from train_configs.latent.task import DagArithmetic
 
 
 @pytest.mark.parametrize("state", ["discrete", "continuous"])

@@ -10,7 +10,6 @@ from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.families.latent.model import LatentOptions
 from titan_loop.families.latent.objective import LatentSupervision
-from titan_loop.families.latent.task import DagArithmetic
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.batch_schedule import BatchConfig
@@ -19,6 +18,7 @@ from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+from train_configs.latent.task import DagArithmetic
 
 TASK = DagArithmetic(modulus=5, nodes=6, leaves=3, names=12, most_depth=4, test_nodes=(5, 9))
 WINDOW = 40

@@ -15,7 +15,7 @@ from titan_loop.inference.exit_policy import Confidence
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.training.depth_schedule import RecurrenceConfig, depths_over
 from titan_loop.training.schedule import Schedule
-from train_configs.xllm import PART_ONE, PART_TWO
+from train_configs.xllm.recipes import PART_ONE, PART_TWO
 
 BATCH_TOKENS = 4_194_304
 STOPS = {

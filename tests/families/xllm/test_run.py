@@ -16,7 +16,6 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
-from titan_loop.families.xllm.analysis import learned_depths
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.prior import LearnedDepth, PriorSettings
@@ -27,6 +26,7 @@ from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+from train_configs.xllm.analysis import learned_depths
 
 WINDOW, WINDOWS, STEPS = 32, 8, 8
 # fp32 sums in another order, through eight updates of AdamW

@@ -47,7 +47,7 @@ _MANO_SHARE = 0.1
 _QUESTIONS_PER_DOCUMENT = 50
 _STANDARD_LIBRARY = "python"
 _SKIPPED_PACKAGES = frozenset({"titan-loop", "pytest-xdist", "execnet"})
-"""Ourselves, and tools that came after the corpus of LOG.md, which they would change."""
+"""Ourselves, and tools that came after the corpus of the results, which they would change."""
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 
 

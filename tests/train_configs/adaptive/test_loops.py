@@ -1,0 +1,61 @@
+"""Iterations against the loss, from made-up records of training."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.evaluation.task_run import write_task_run
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR
+from titan_loop.families.adaptive.model import AdaptiveOptions
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl
+from train_configs.adaptive.loops import loops_of
+
+NATS = [4.0, 3.0, 2.0, 1.0]
+LAYERS = {1: [2.0, 1.5, 1.6, 1.7], 2: [2.0, 1.3, 1.0, 2.5]}
+RECORDS = [
+    {
+        "step": step,
+        "tokens": 10 * step,
+        "ce/step_1": nats,
+        **{f"loops/layer_{layer}": values[step] for layer, values in LAYERS.items()},
+    }
+    for step, nats in enumerate(NATS)
+]
+
+
+def test_layers_loop_least_where_their_mean_is_smallest():
+    loops = loops_of([{"step": 0, "tokens": 0}, *RECORDS])
+    assert loops.nats.tolist() == NATS
+    np.testing.assert_array_equal(loops.iterations, [*LAYERS.values()])
+    assert loops.lowest == 2  # layer 1 alone is lowest at 1
+
+
+def test_the_verb_draws_layers_or_runs(tmp_path: Path, capsys):
+    runs = [write_task_run(tmp_path / name, AdaptiveOptions()) for name in ("loop3", "loop5")]
+    for run in runs:
+        for record in RECORDS:
+            append_jsonl(RunDirectory(run).metrics_jsonl, record)
+    assert main(["analyse", "loops", str(runs[0])]) == 0
+    assert "layers loop least at a cross entropy of 2.000 nats" in capsys.readouterr().out
+    record = json.loads((runs[0] / "evals" / "loops-step-3.json").read_text())
+    results = record["results"]
+    assert results["loops/onset_nats/lowest"] == 2.0
+    assert results["loops/layer_2/iterations/end"] == 2.5
+    plot = runs[0] / "plots" / "loops-by-loss.png"
+    alone = plot.read_bytes()
+    assert main(["analyse", "loops", str(runs[0]), "--beside", str(runs[1])]) == 0
+    assert plot.read_bytes() != alone
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_run_without_iterations_is_refused(tmp_path: Path, capsys, which):
+    runs = [write_task_run(tmp_path / name, AdaptiveOptions()) for name in ("with", "without")]
+    for record in RECORDS:
+        append_jsonl(RunDirectory(runs[0]).metrics_jsonl, record)
+    asked = [str(runs[1])] if which else [str(runs[0]), "--beside", str(runs[1])]
+    assert main(["analyse", "loops", *asked]) == EXIT_USER_ERROR
+    assert "without is no run that recorded iterations" in capsys.readouterr().err

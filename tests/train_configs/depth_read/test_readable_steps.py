@@ -1,0 +1,191 @@
+"""Stage I's options against their definition in float64, token by token with all logits."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config.configs import ParallelismConfig
+
+from tests.objectives.test_expected_loss import (
+    EXACT,
+    STEPS,
+    build_head,
+    draw_batch,
+    parameters,
+    valid_tokens,
+)
+from titan_loop.models.output import LoopOutput
+from titan_loop.models.readout import LMHead
+from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.training.schedule import Schedule
+from train_configs.depth_read.readable_steps import ReadableStepsLoss
+
+BETA = 0.1
+_EARLY = [1 / r**2 for r in range(1, STEPS)]
+CONSTANT = {
+    "even": [1 / STEPS] * STEPS,
+    "first": [*(x / sum(_EARLY) * (1 - 1 / STEPS) for x in _EARLY), 1 / STEPS],
+}
+
+
+def build(head: LMHead, *, every_step: float = 1.0, distance: float = 0.0, **options: Any):
+    loss_fn = ReadableStepsLoss.Config(**options).build()
+    loss_fn.set_lm_head(head)
+    loss_fn.set_schedules(
+        {"entropy_weight": BETA, "every_step": every_step, "state_distance": distance}
+    )
+    return loss_fn
+
+
+def definition(
+    pred: LoopOutput,
+    head_weight: Tensor,
+    labels: Tensor,
+    *,
+    every_step: float,
+    weights: str = "gate",
+    distillation: float = 0.0,
+    distance: float = 0.0,
+) -> Tensor:
+    total, last = torch.zeros((), dtype=torch.float64), pred.hidden_RBLD[-1]
+    places = [tuple(place) for place in (labels != IGNORE_INDEX).nonzero().tolist()]
+    for b, i in places:
+        survival = torch.ones((), dtype=torch.float64)
+        log_q = F.log_softmax(head_weight @ last[b, i], dim=0).detach()
+        for r in range(STEPS):
+            rate = torch.sigmoid(pred.exit_logit_RBL[r][b, i])
+            p = survival * rate if r < STEPS - 1 else survival
+            survival = survival * (1 - rate)
+            constant = CONSTANT[weights][r] if weights != "gate" else 0.0
+            weight = p if weights == "gate" else torch.tensor(constant, dtype=torch.float64)
+            log_p = F.log_softmax(head_weight @ pred.hidden_RBLD[r][b, i], dim=0)
+            ce = -log_p[labels[b, i]]
+            if r == STEPS - 1:
+                total = total + (1 - every_step) * ce + every_step * weight * ce
+            else:
+                kl = (log_q.exp() * (log_q - log_p)).sum()
+                mixed = (1 - distillation) * ce + distillation * kl
+                if distillation:  # the gate compares cross entropies, whatever the states learn
+                    seen = weight * ce.detach() - (weight * ce).detach()
+                    mixed = weight.detach() * mixed + seen
+                else:
+                    mixed = weight * mixed
+                total = total + every_step * mixed
+                far = (pred.hidden_RBLD[r][b, i] - last[b, i].detach()).square().sum()
+                norm = last[b, i].detach().square().sum()
+                total = total + distance / (STEPS - 1) * far / norm
+            if weights == "gate":
+                total = total + every_step * BETA * p * p.log()
+    return total / len(places)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every_step": 0.3},
+        {"every_step": 0.3, "weights": "even"},
+        {"every_step": 0.7, "distillation": 1.0},
+        {"every_step": 0.6, "weights": "first", "distillation": 0.5},
+        {"every_step": 1.0, "distillation": 0.4},
+        {"every_step": 0.5, "distillation": 0.4, "weights": "even", "distance": 2.0},
+        {"every_step": 0.0, "distance": 0.5},
+    ],
+)
+def test_loss_and_every_gradient_equal_the_definition(options: dict[str, Any]):
+    head = build_head()
+    pred, labels = draw_batch()
+    loss, _ = build(head, **options)(pred, labels, valid_tokens(labels))
+    want = definition(pred, head.weight, labels, **options)
+    torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)
+    inputs = parameters(pred, head)
+    got = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    expected = torch.autograd.grad(want, inputs, allow_unused=True, materialize_grads=True)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
+
+
+def test_the_defaults_are_stage_one_bit_for_bit():
+    head = build_head()
+    pred, labels = draw_batch()
+    plain = ExpectedExitLoss.Config().build()
+    plain.set_lm_head(head)
+    plain.set_schedules({"entropy_weight": BETA})
+    want, want_metrics = plain(pred, labels, valid_tokens(labels))
+    loss, metrics = build(head)(pred, labels, valid_tokens(labels))
+    assert torch.equal(loss, want)
+    assert metrics == want_metrics
+    inputs = parameters(pred, head)
+    for one, other in zip(
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(want, inputs), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_only_the_last_step_is_read_while_the_others_have_no_weight():
+    head = build_head()
+    pred, labels = draw_batch()
+    read: list[int] = []
+
+    def counting(states, **rest):
+        read.append(len(states))
+        return head(states, **rest)
+
+    loss_fn = build(head, every_step=0.0)
+    loss_fn.lm_head = counting  # type: ignore[assignment]
+    loss, metrics = loss_fn(pred, labels, valid_tokens(labels))
+    assert read == [1]
+    assert list(metrics) == [f"ce/step_{STEPS}"]
+    torch.testing.assert_close(metrics[f"ce/step_{STEPS}"], loss.detach(), rtol=EXACT, atol=EXACT)
+    gate = torch.autograd.grad(loss, pred.exit_logit_RBL)  # in the graph, with a gradient of zero
+    assert not any(gradient.any() for gradient in gate)
+
+
+def test_metrics_of_distillation_and_distance():
+    head = build_head()
+    pred, labels = draw_batch()
+    valid = labels != IGNORE_INDEX
+    _, metrics = build(head, distillation=1.0, distance=0.1)(pred, labels, valid_tokens(labels))
+    last = pred.hidden_RBLD[-1]
+    log_q = (last @ head.weight.T).log_softmax(-1)[valid]
+    for r, hidden in enumerate(pred.hidden_RBLD[:-1], start=1):
+        log_p = (hidden @ head.weight.T).log_softmax(-1)[valid]
+        kl = F.kl_div(log_p, log_q, log_target=True, reduction="batchmean")
+        assert metrics[f"kl/step_{r}"].item() == pytest.approx(kl.item())
+        share = ((hidden - last).square().sum(-1) / last.square().sum(-1))[valid].mean()
+        assert metrics[f"distance/step_{r}"].item() == pytest.approx(share.item())
+        ce = F.cross_entropy(hidden[valid] @ head.weight.T, labels[valid])
+        assert metrics[f"ce/step_{r}"].item() == pytest.approx(ce.item())
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_one_step_is_the_plain_loss_with_any_option():
+    head = build_head()
+    pred, labels = draw_batch(steps=1)
+    want = F.cross_entropy((pred.hidden_RBLD[0] @ head.weight.T).flatten(0, 1), labels.flatten())
+    loss_fn = build(head, distillation=0.5, distance=1.0, every_step=0.5)
+    loss, _ = loss_fn(pred, labels, valid_tokens(labels))
+    torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)
+
+
+def test_bad_settings_are_one_line():
+    def complaints(exit_gate: bool = True, **fields: Any) -> list[str]:
+        config = ReadableStepsLoss.Config(**fields)
+        found = config.refusals(trainable="all", exit_gate=exit_gate, fewest_steps=1)
+        return [str(refusal) for refusal in found]
+
+    assert complaints() == complaints(distillation=1.0, weights="even") == []
+    (line,) = complaints(exit_gate=False)
+    assert line.startswith("model.exit_gate=False ReadableStepsLoss weighs steps")
+    assert complaints(distillation=1.5) == ["loss.distillation=1.5 must be from 0 to 1"]
+    (line,) = complaints(distillation=1.0, every_step=Schedule.constant(0))
+    assert "has no effect with loss.every_step=0" in line
+    (line,) = complaints(every_step=Schedule.parse("0:0 linear 1M:2"))
+    assert line == "loss.every_step='0:0 linear 1M:2' rises above 1; 1 is Stage I"
+    (line,) = complaints(weights="evenly")
+    assert line.startswith("loss.weights=evenly is unknown")
+    near = ReadableStepsLoss.Config(state_distance=Schedule.constant(0.1))
+    (refusal,) = near.parallelism_refusals(ParallelismConfig(tensor_parallel_degree=2))
+    assert "tensor_parallel_degree=2 is not supported with loss.state_distance" in str(refusal)

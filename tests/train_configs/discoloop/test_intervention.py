@@ -1,0 +1,113 @@
+"""The training-free intervention against the equations, question by question."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.evaluation.task_run import TASK, random_model, write_task_run
+from tests.families.rooms import families
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR
+from titan_loop.evaluation.exam import Exam, right_at_readings
+from titan_loop.evaluation.readings import depth_readings
+from titan_loop.evaluation.window_scores import sum_windows
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.models.decoder import LoopDecoder
+from train_configs.discoloop.intervention import intervention
+
+STEPS, COUNT, STRATUM = 3, 40, "3_hops"
+MODELS = {
+    **{
+        name: options
+        for name, options in families("analyse", "generate").items()
+        if name != "ponder"
+    },
+    "readout": OuroOptions(norm_placement="readout"),
+    "readout by step": OuroOptions(readout_rank=2),
+}
+"""Those whose steps start from the state; a PonderLM's start from a sum."""
+
+
+def by_step(model: LoopDecoder, read: Tensor, step: int) -> Tensor:
+    """Apply the step's own readout, if the model has one."""
+    own = getattr(model, "step_readout", None)
+    return read if own is None else own(read, step=step)
+
+
+def says(model: LoopDecoder, tokens: Tensor, strength: float, after: int) -> int:
+    """Return the answer to a question; its first hop is at position 1."""
+    context = model.make_context(tokens)
+    state = model.tok_embeddings(tokens)
+    for step in range(1, STEPS + 1):
+        if step > 1:
+            state = model.advance(state, state, step - 1, context)
+        for layer in model.layers.values():
+            state = layer(state, context)
+        read = model.norm(state)
+        if model.norm_placement == "every_step":
+            state = read
+        read = by_step(model, read, step)
+        if step == after:
+            table = model.tok_embeddings.weight
+            token = table[int((read[0, 1] @ model.lm_head.weight.T).argmax())]
+            token = token / token.square().mean().sqrt()
+            state = state.clone()
+            state[0, 1] = (1 - strength) * state[0, 1] + strength * token
+            read = model.norm(state)
+    last = read if model.norm_placement == "readout" else by_step(model, state, STEPS)
+    return int((last[0, -1] @ model.lm_head.weight.T).argmax())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("after", [1, 2])
+@torch.no_grad()
+def test_accuracy_is_that_of_every_question_alone(name, after):
+    model = random_model(MODELS[name])
+    strengths = [0.0, 0.4, 1.0]
+    found = intervention(
+        model,
+        TASK,
+        STRATUM,
+        strengths=strengths,
+        steps=STEPS,
+        count=COUNT,
+        after=after,
+        batch_rows=16,
+    )
+    wanted = torch.zeros(len(strengths))
+    for question in TASK.held_out_questions(COUNT, TASK.strata[STRATUM]):
+        *prompt, answer = TASK.encode(question).tokens.tolist()
+        for index, strength in enumerate(strengths):
+            wanted[index] += says(model, torch.tensor([prompt]), strength, after) == answer
+    assert found == pytest.approx((wanted / COUNT).tolist())
+    exam = Exam(TASK, COUNT, vocab_size=TASK.vocab_size, room=16, strata=[STRATUM])
+    (windows,) = exam.windows.values()
+    right, _ = sum_windows(
+        windows, right_at_readings(model, depth_readings([STEPS])), device=torch.device("cpu")
+    )
+    assert found[0] == right.mean()
+
+
+def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
+    run = write_task_run(tmp_path / "run", OuroOptions())
+    words = ["analyse", "intervention", str(run), "--questions", "8"]
+    assert main([*words, "--strengths", "0", "0.5"]) == 0
+    assert "2_hops" in capsys.readouterr().out
+    record = json.loads((run / "evals" / "intervention-step-3.json").read_text())
+    assert "1_hops" not in record["accuracy"]  # nothing but the target
+    assert len(record["accuracy"]["2_hops"]) == 2
+    assert (record["task"], record["step"]) == (TASK.name, 3)
+    assert (
+        record["results"]["hops/2_hops/intervention/alpha:0.5"] == record["accuracy"]["2_hops"][1]
+    )
+    assert (run / "plots" / "intervention.png").is_file()
+    for wrong, message in (
+        (["--waypoint", "bridge"], "waypoint=bridge: 2_hops has none"),
+        (["--after", "3"], "after=3 must be at least 1 and below the 3 recurrent steps"),
+        (["--strengths", "1.5"], "strengths=1.5 must be between 0 and 1"),
+    ):
+        assert main([*words, *wrong]) == EXIT_USER_ERROR
+        assert message in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""DiscoLoop's recipes: the published settings, what arms share, a little training."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+
+from titan_loop.cli.main import main
+from titan_loop.families.discoloop.model import DiscoLoopOptions
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.models.family import build_decoder
+from titan_loop.recipes.registry import load_recipe
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import read_jsonl
+from train_configs.discoloop.recipes import SMALL, TABLES
+
+T_440M = 19_074 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "examples", "steps"),
+    [
+        ("discoloop_symbolic", 3_000, 20_000, 2),
+        ("discoloop_three_hop", 3_000, 20_000, 3),
+        ("discoloop_language", 5_000, 20_000, 2),
+    ],
+)
+def test_arms_share_all_but_the_model(name, epochs, examples, steps):
+    recipe = load_recipe(name)
+    layers = {}
+    for stage in recipe.stages:
+        config, arm = stage.config, stage.name.rpartition("_")[2]
+        assert config.total_tokens == epochs * examples * config.training.seq_len
+        assert config.recurrence.steps(0) == (1 if arm == "untied" else steps)
+        layers[arm] = config.model.n_layers
+        assert config.model.tie_weights
+        if isinstance(config.model, DiscoLoopOptions):
+            assert config.model.temperature == config.model.channel_strength == 1.0
+            gate = "learned" if name == "discoloop_language" else "fixed"
+            assert (config.model.channel_gate, config.model.top_k) == (gate, None)
+    assert layers["plain"] == layers["discoloop"] == layers["untied"] / steps
+
+
+@pytest.mark.parametrize("name", ["two_hop_small", "three_hop_small", "two_hop_short"])
+def test_small_arms_share_all_but_the_recurrence(name):
+    stages = {stage.name: stage.config for stage in load_recipe(name).stages}
+    arms = [stages[arm] for arm in ("plain", "discoloop", "untied")]
+    shared = []
+    for config in arms:
+        model = {
+            option.name: getattr(config.model, option.name)
+            for option in dataclasses.fields(OuroOptions)
+            if hasattr(DiscoLoopOptions, option.name) and option.name not in ("family", "n_layers")
+        }
+        rates = [config.learning_rate(share * config.total_tokens // 35) for share in (0, 1, 35)]
+        assert rates == pytest.approx([0, 1e-2, 1e-4])
+        shared.append((model, rates, config.adamw, config.dataloader))
+    assert shared[0] == shared[1] == shared[2]
+    of_plain, of_loop, of_copies = (config.total_tokens for config in arms)
+    assert of_plain == of_loop
+    assert of_copies == of_plain or name == "three_hop_small"
+    assert shared[0][0]["embedding_dropout"] == shared[0][0]["dropout"] == 0.2
+
+
+def test_three_hops_begin_where_two_hops_end():
+    stages = {stage.name: stage for stage in load_recipe("three_hop_small").stages}
+    alone = {stage.name: stage.config for stage in load_recipe("two_hop_small").stages}
+    for arm in ("plain", "discoloop"):
+        first, then = stages[f"{arm}_two_hops"], stages[arm]
+        assert (first.config.model, first.config.dataloader) == (
+            alone[arm].model,
+            alone[arm].dataloader,
+        )
+        assert (first.parent, then.parent) == (None, first.name)
+        assert then.config.model == first.config.model
+        assert [stage.config.recurrence.steps(0) for stage in (first, then)] == [2, 3]
+    copies, loops = stages["untied"], stages["plain"]
+    assert copies.parent is None
+    both = loops.config.total_tokens + stages["plain_two_hops"].config.total_tokens
+    assert copies.config.total_tokens > both
+
+
+def test_strengths_change_one_option_of_discoloop():
+    arms = {stage.name: stage.config.model for stage in load_recipe("two_hop_small").stages}
+    names = {"alpha": "channel_strength", "tau": "temperature"}
+    unchanged, *others = load_recipe("two_hop_strengths").stages
+    assert (unchanged.name, unchanged.config.model) == ("both_1", arms["discoloop"])
+    for stage in others:
+        symbol, value = stage.name.split("_")
+        changed = dataclasses.replace(arms["discoloop"], **{names[symbol]: float(value)})
+        assert stage.config.model == changed != arms["discoloop"]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_name_stages_and_strata_that_there_are(name):
+    stages = {stage.name: stage.config for stage in load_recipe(name).stages}
+    task = dataclasses.replace(SMALL, hops=3 if name == "three_hop_small" else 2)
+    for table in TABLES[name]:
+        for row, column in itertools.product(table.rows.values(), table.columns.values()):
+            where = {**table.everywhere, **row, **column}
+            assert where["task"].removeprefix("two_graph/") in task.strata
+            reading = where["reading"].removeprefix("static:")
+            if reading != where["reading"]:
+                assert int(reading) in stages[where["stage"]].suite.depths
+            assert set(table.paper) <= set(table.rows)
+            assert all(set(told) <= set(table.columns) for told in table.paper.values())
+
+
+def test_the_language_models_are_the_papers():
+    stages = {stage.name: stage.config for stage in load_recipe("discoloop_440m").stages}
+    assert stages["discoloop"].model.top_k == 128
+    assert (stages["ponder"].model.top_k, stages["ponder"].model.scale_embeddings) == (None, True)
+    assert stages["ponder"].model.start_factor == stages["ponder"].recurrence.steps(0) - 1 == 3
+    for config in stages.values():
+        options = dataclasses.replace(config.model, attention="sdpa")
+        model = build_decoder(options, max_seq_len=8, device="meta")
+        assert round(sum(p.numel() for p in model.parameters()) / 1e6) == 441
+        assert config.total_tokens == T_440M
+        assert config.training.seq_len * 128 == config.batch.global_batch_tokens(0)
+        rate = config.learning_rate
+        ends = [rate(0), rate(500 * 2**20), rate(1_000 * 2**20), rate(T_440M)]
+        assert ends == pytest.approx([0, 1.5e-3, 3e-3, 1e-5])
+        assert (config.optimizer.name, config.adamw.eps) == ("muon", 1e-15)
+
+
+def test_the_plan_counts_what_is_decoded(capfd):
+    words = ["plan", "discoloop_440m", "--nodes", "8", "--gpus-per-node", "8", "--no-memory"]
+    assert main(words) == 0
+    (row,) = [line for line in capfd.readouterr().out.splitlines() if "decoding" in line]
+    plain, ponder, disco = (float(word) for word in row.split()[1:])
+    assert plain == 0 < disco < ponder
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_short_form_trains_and_examines_every_arm(tmp_path: Path, capfd):
+    run = tmp_path / "run"
+    half = ["--training.steps", "12"]  # to the first checkpoint and exam
+    assert main(["train", "two_hop_short", "--dump-folder", str(run), *half]) == 0
+    for arm, steps in (("plain", 2), ("discoloop", 2), ("untied", 1)):
+        last = read_jsonl(RunDirectory(run / arm).evals_jsonl)[-1]
+        assert f"two_graph/ood_2/acc,none/static:{steps}" in last["results"]
+    capfd.readouterr()
+    words = ["analyse", "intervention", str(run / "plain"), "--questions", "8"]
+    assert main([*words, "--strengths", "0", "0.5"]) == 0
+    assert "ood_2" in capfd.readouterr().out

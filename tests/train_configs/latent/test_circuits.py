@@ -1,0 +1,259 @@
+"""Planted activations, matrices and models are found as what they are."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titan_loop.families.latent.model import LatentDecoder, LatentOptions
+from titan_loop.models.family import build_decoder
+from titan_loop.models.positions import every_head
+from train_configs.latent import circuits as latent_circuits
+from train_configs.latent.analysis import circuit_tables
+from train_configs.latent.circuit_plots import draw_frequencies, draw_variance
+from train_configs.latent.circuits import (
+    Circuits,
+    classify_errors,
+    find_circuits,
+    frequency_groups,
+    frequency_patterns,
+    look,
+    norm_amplification,
+    probe_of,
+    relative_variance,
+)
+from train_configs.latent.repair import share_repaired
+from train_configs.latent.task import DagArithmetic, Size
+
+TASK = DagArithmetic(modulus=5, nodes=8, leaves=4, names=16, test_nodes=(8,))
+NODES = Size(8, None)
+
+
+def model(**changed: Any) -> LatentDecoder:
+    torch.manual_seed(0)
+    given = {"vocab_size": 7, "factors": TASK.factor_sizes, "relative_window": 8, **changed}
+    options = LatentOptions(**given)
+    built = build_decoder(options, max_seq_len=120).eval()
+    assert isinstance(built, LatentDecoder)
+    return built
+
+
+def test_relative_variance_and_amplification_by_hand():
+    outputs = torch.tensor([[3.0, 1.0], [3.0, -1.0]])
+    assert relative_variance(outputs) == pytest.approx(1 / 10)
+    assert relative_variance(outputs[:1].repeat(5, 1)) == 0
+    matrix = torch.diag(torch.tensor([2.0, 0.5]))
+    vectors = torch.tensor([[4.0, 0.0], [0.0, 1.0]])
+    assert norm_amplification(matrix, vectors) == pytest.approx((2 + 0.5) / 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "frequencies"),
+    [
+        ("0 0 0", (0, 0, 0)),
+        ("j 0 0", (0, 2, 0)),
+        ("j k 0", (1, 0, 2)),
+        ("j j 0", (2, 2, 0)),
+        ("j j j", (2, 2, 2)),
+        ("j j k", (1, 1, 2)),
+        ("j k l", (1, 2, 3)),
+    ],
+)
+def test_a_wave_stands_in_the_group_of_its_frequencies(pattern, frequencies):
+    m = 7
+    values = np.stack(np.meshgrid(*[np.arange(m)] * 3, indexing="ij"), axis=-1)
+    phase = 2 * np.pi * (values @ np.array(frequencies)) / m
+    norms = frequency_groups(np.stack([np.cos(phase), 3 * np.sin(phase)], axis=-1))
+    assert list(norms) == frequency_patterns(3)
+    assert max(norms, key=lambda name: norms[name]) == pattern
+    assert sum(value > 1e-12 for value in norms.values()) <= 2  # −f may be of another pattern
+
+
+def test_patterns_of_two_and_three_frequencies():
+    assert frequency_patterns(2) == ["0 0", "j 0", "j j", "j k"]
+    three = ["0 0 0", "j 0 0", "j j 0", "j k 0", "j j j", "j j k", "j k l"]
+    assert frequency_patterns(3) == three
+
+
+def test_a_probe_tells_what_is_worked_out_before_its_step():
+    (graph,) = TASK.held_out_questions(1, Size(8, None), seed=3)
+    depths = [node.depth for node in graph]
+    first = depths.index(2)
+    told = probe_of(TASK, graph, (0, first), 15, at_its_step=True)
+    values = [int(told.factors[at, 0]) for at in told.sources]
+    assert max(depths) > 2
+    assert values == [n.value if n.depth <= 2 else TASK.empty for n in graph]
+    assert int(told.factors[told.result, 0]) == TASK.empty
+
+
+@pytest.mark.parametrize("by_depth", [False, True])
+@pytest.mark.parametrize("number", range(4))
+def test_a_probe_points_at_its_names(number: int, by_depth: bool):
+    task = replace(TASK, by_depth=by_depth)
+    graph = TASK.held_out_questions(4, NODES)[number]
+    unused = next(n for n in range(16) if all(n != node.name for node in graph))
+    probe = probe_of(task, graph, (5, 0, 6), unused)
+    names = probe.factors[:, 2].tolist()
+    assert [names[at] for at in probe.operands] == [graph[p].name for p in (5, 0, 6)]
+    assert [names[at] for at in probe.solved_at] == [graph[p].name for p in (5, 0, 6)]
+    assert [int(probe.factors[at, 0]) for at in probe.solved_at] == [
+        graph[p].value for p in (5, 0, 6)
+    ]
+    assert names[probe.result] == unused
+    assert int(probe.factors[probe.result, 0]) == TASK.empty
+    assert [names[at] for at in probe.sources] == [node.name for node in graph]
+    assert [int(probe.factors[at, 0]) for at in probe.sources] == [node.value for node in graph]
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_scores_by_terms": True}, {"n_kv_heads": 2}])
+def test_a_look_shows_the_step_and_its_attention(options):
+    built = model(**options)
+    (graph,) = TASK.held_out_questions(1, NODES)
+    probe = probe_of(TASK, graph, (0, 1, 2), 15)
+    states = probe.factors.repeat(2, 1, 1)
+    states[1, probe.solved_at[0], 0] = 0
+    seen = look(built, states, [probe.result] * 2)
+    assert seen.attention[1].sum(-1) == pytest.approx(torch.ones(2, 4))
+    columns = {"factors": states[..., 1:]}
+    hidden = built(states[..., 0], recurrent_steps=1, columns=columns).hidden_RBLD[0]
+    assert torch.equal(built.lm_head(hidden)[:, probe.result].argmax(-1), seen.values)
+    # Heads mix the values of their layer by the weights that are shown.
+    block = built.layers["0"]
+    normed = block.attention_norm(built.tok_embeddings(states))
+    values = every_head(block.attention.qkv_linear(normed)[2], 4)
+    mixed = torch.einsum("mns,msnh->mnh", seen.attention[0], values)
+    of_heads = block.attention.wo.weight.split(16, dim=1)
+    added = torch.stack([mixed[:, h] @ part.T for h, part in enumerate(of_heads)], dim=1)
+    torch.testing.assert_close(added, seen.heads[0])
+    torch.testing.assert_close(added.sum(1), block.attention.wo(mixed.flatten(1)))
+
+
+@pytest.mark.parametrize("operands", [2, 3])
+def test_heads_without_differences_form_no_group(tmp_path: Path, operands: int):
+    built, task = model(), replace(TASK, most_parents=operands)
+    with torch.no_grad():  # the second layer's attention sees nothing of the values
+        built.layers["1"].attention.qkv_linear.wv.weight.zero_()
+        built.layers["1"].attention.qkv_linear.wv.weight[:16] = 0.1
+    found = find_circuits(built, task, nodes=8, samples=6)
+    assert np.array(found.value_variance).shape == (operands, 4)
+    assert np.array(found.name_variance).shape == (operands + 1, 4)
+    grouped = [head for group in found.value_groups for head in group]
+    assert set(grouped) <= {0}
+    assert [*found.frequencies["logits"]] == frequency_patterns(operands)
+    assert 0 <= found.right <= 1
+    graphs = task.held_out_questions(6, NODES)
+    counts = classify_errors(built, task, found, graphs)
+    wide = sum(len(node.parents) == operands for graph in graphs for node in graph)
+    assert sum(counts.values()) == wide > 0
+    for plot in (draw_variance, draw_frequencies):
+        assert plot(found, tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@torch.no_grad()
+def test_a_planted_head_is_the_group_of_its_name():
+    """One head looks at the first operand by its place and passes its variable on."""
+    built = model()
+    for factor, table in enumerate(built.tok_embeddings.weight.split(built.config.sizes)):
+        table.mul_(1 if factor == 2 else 0.1)
+    attention = built.layers["0"].attention
+    width = attention.head_dim
+    distance = 2 * 3  # of the first of three operands from the result
+    attend = attention.inner_attention.forward
+
+    def looks(q, k, v, **named):
+        out = attend(q, k, v, **named)
+        out[:, distance:, 1] = v[:, :-distance, 1]
+        return out
+
+    attention.inner_attention.forward = looks
+    found = find_circuits(built, TASK, nodes=8, samples=20)
+    assert found.name_variance[0][1] > 0.3
+    assert 1 in found.name_groups[0]
+    assert all(row[1] == pytest.approx(0, abs=1e-6) for row in found.name_variance[1:])
+    tables = circuit_tables(asdict(found) | {"errors": {"right": 2, "copy": 1}})
+    assert tables["Heads by the change they respond to"][0][1:] == [
+        "operand 1",
+        "operand 2",
+        "operand 3",
+        "result",
+    ]
+    assert "1" in tables["Heads by the change they respond to"][1][1].split()
+    assert tables["Norm amplification by head group"][0][1:] == [*latent_circuits.FACTORS]
+    assert tables["Errors by their source"] == [["equations", "right", "copy"], ["count", "2", "1"]]
+    # The head's OV matrix, by hand.
+    gain = (
+        attention.wo.weight[:, width : 2 * width]
+        @ attention.qkv_linear.wv.weight[width : 2 * width]
+    )
+    gain = gain * built.layers["0"].attention_norm.weight
+    names = built.tok_embeddings.weight.split(built.config.sizes)[2]
+    wanted = float(((names @ gain.T).norm(dim=1) / names.norm(dim=1)).mean())
+    alone = latent_circuits._amplification(built, 0, [1])
+    assert alone["variable"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_errors_are_of_the_first_part_that_failed(monkeypatch):
+    built = model()
+    graphs = TASK.held_out_questions(40, NODES)
+    wide = sum(len(node.parents) == 3 for graph in graphs for node in graph)
+    none: list[list[int]] = [[], [], []]
+    shared = {"name_variance": [], "value_variance": [], "amplification": {}}
+    circuits = Circuits(**shared, name_groups=none, value_groups=none, frequencies={}, right=0.0)
+    counts = classify_errors(built, TASK, circuits, graphs)
+    assert sum(counts.values()) == wide
+    assert counts["right"] + counts["feed-forward"] == wide
+    wrong = counts["feed-forward"]
+    # An untrained head attends to its name with 1/L.
+    attending = replace(circuits, name_groups=[[0], [1], [2]], value_groups=[[0], [], []])
+    assert classify_errors(built, TASK, attending, graphs)["first attention"] == wrong
+    monkeypatch.setattr(latent_circuits, "_ATTENDED", 0.0)
+    monkeypatch.setattr(latent_circuits, "_COPIED", 2.0)
+    # Only equations whose first value stands in one that comes out right can be told from it.
+    values: dict[bool, list[int]] = {True: [], False: []}
+    for graph in graphs:
+        for index, node in enumerate(graph):
+            if len(node.parents) == 3:
+                equation = (node.parents, node.name, node.operations)
+                probe = probe_of(TASK, graph[:index], *equation, at_its_step=True)
+                said = int(look(built, probe.factors[None], [probe.result]).values)
+                values[said == node.value].append(graph[node.parents[0]].value)
+    assert len(values[False]) == wrong < wide
+    copied = sum(value in values[True] for value in values[False])
+    assert classify_errors(built, TASK, attending, graphs)["copy"] == copied > 0
+    assert asdict(circuits)["right"] == 0.0
+
+
+def test_repair_counts_what_one_step_restores(monkeypatch):
+    built = model()
+
+    def solver(told: torch.Tensor, positions: torch.Tensor, **named) -> object:
+        states.append(told)
+        return type("Output", (), {"hidden_RBLD": (told,)})
+
+    def share(says) -> float:
+        class Model:
+            config = built.config
+            lm_head = staticmethod(says)
+            __call__ = staticmethod(solver)
+
+        return share_repaired(Model(), TASK, "8_nodes", count=20)  # type: ignore[arg-type]
+
+    states: list[torch.Tensor] = []
+    one_hot = torch.nn.functional.one_hot
+    assert share(lambda state: one_hot(state, 7)) == 0  # repeats what it is told
+    examples = [TASK.encode(q) for q in TASK.held_out_questions(20, TASK.strata["8_nodes"])]
+    length = states[0].shape[1]
+    solved = torch.zeros(20, length, dtype=torch.int64)
+    for row, example in enumerate(examples):
+        solved[row, : min(length, len(example.labels))] = torch.from_numpy(example.labels[:length])
+    assert share(lambda state: one_hot(solved, 7)) == 1
+    hit = (states[0] != solved) & (states[0] != TASK.empty)
+    depths = [torch.from_numpy(example.columns["depth"]) for example in examples]
+    for row in range(20):
+        at = hit[row].nonzero().flatten()
+        at = at[at < len(depths[row])]
+        assert len(at)
+        assert len({int(depths[row][a]) for a in at}) == 1  # of one step

@@ -1,0 +1,224 @@
+"""How answers form over steps: the definitions, planted signals, and the verb on a run."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.inference.conftest import byte_level_tokenizer
+from tests.inference.reference import CONTEXT, make_model
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR, UserError
+from train_configs.ouro.agreement import agreement
+from train_configs.ouro.components import analyse_components, principal_components
+from train_configs.ouro.items import (
+    Item,
+    item_states,
+    last_token_states,
+    nats_of_choices,
+    open_items,
+    read_items,
+)
+from train_configs.ouro.probes import ProbeScore, analyse_probes, probe
+
+ITEMS = [Item(f"{a} and {b} make", ("one", "two", "six"), (a + b) % 3) for a in "12" for b in "34"
+         for a, b in [(int(a), int(b))]]  # fmt: skip
+
+
+def test_agreement_counts_items_answered_alike():
+    nats = np.array([[[1, 2], [1, 2], [2, 1]], [[2, 1], [1, 2], [1, 2]]], dtype=float)
+    answers, matrix = agreement(nats)
+    assert answers.tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert matrix.tolist() == [[2, 1, 0], [1, 2, 1], [0, 1, 2]]
+
+
+def test_choices_are_scored_as_separate_passes_score_them():
+    model, tokenizer = make_model(vocab_size=300).double(), byte_level_tokenizer()
+    nats = nats_of_choices(model, tokenizer, ITEMS, [1, 3], batch_rows=3)
+    assert nats.shape == (len(ITEMS), 2, 3)
+    for at, depth in enumerate((1, 3)):
+        for index, item in enumerate(ITEMS):
+            for number, choice in enumerate(item.choices):
+                prompt = tokenizer.encode(item.text).ids
+                answer = tokenizer.encode(f" {choice}").ids
+                output = model(torch.tensor([prompt + answer]), recurrent_steps=depth)
+                logits = model.readout(output.hidden_RBLD[-1])[0, len(prompt) - 1 : -1]
+                picked = logits.log_softmax(-1)[range(len(answer)), answer]
+                assert nats[index, at, number] == pytest.approx(-picked.sum().item(), rel=1e-9)
+
+
+def test_a_prompt_that_is_too_long_loses_its_beginning():
+    model, tokenizer = make_model(vocab_size=300), byte_level_tokenizer()
+    room = model.config.max_seq_len + 1 - len(" yes")
+    long = "".join(chr(97 + index % 26) for index in range(60))
+
+    def nats(text: str) -> list[float]:
+        items = [Item(text, ("yes", "not"))]
+        return nats_of_choices(model, tokenizer, items, [2]).flatten().tolist()
+
+    assert nats(long) == nats(long[-room:]) != nats(long[1 - room :])
+    prompt = list(range(9, 9 + 60))
+    states = [last_token_states(model, [tokens], 2) for tokens in (prompt, prompt[-CONTEXT:])]
+    assert np.array_equal(*states)
+
+
+def test_states_are_those_of_a_pass_without_padding():
+    model, prompts = make_model(vocab_size=300), [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+    states = last_token_states(model, prompts, 3, batch_rows=2)
+    assert states.shape == (3, 3, len(model.layers), model.config.dim)
+    for prompt, state in zip(prompts, states, strict=True):
+        hidden = model.norm(torch.from_numpy(state[:, -1]))
+        output = model(torch.tensor([prompt]), recurrent_steps=3, collect="all")
+        expected = torch.stack([h[0, -1] for h in output.hidden_RBLD])
+        torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_probe_finds_the_step_whose_states_hold_the_answer():
+    random = np.random.default_rng(0)
+    answers = random.integers(3, size=(150, 2))
+    states = random.normal(size=(150, 2, 1, 8)).astype(np.float32)
+    states[np.arange(150), 1, 0, answers[:, 1]] += 4  # step 2 holds its own answer, step 1 nothing
+    scores = {(s.state_step, s.answer_step): s for s in probe(states, answers, [1, 2])}
+    assert scores[2, 2].auc > 0.95
+    assert scores[2, 2].low > 0.9
+    for pair in ((1, 1), (1, 2), (2, 1)):  # chance: 0.5 with a standard error below 0.04
+        assert abs(scores[pair].auc - 0.5) < 0.15
+        assert scores[pair].low < 0.55
+    with pytest.raises(UserError, match="nothing to predict"):
+        probe(states, np.zeros((150, 2), dtype=int), [1, 2])
+
+
+def test_a_probe_reads_the_states_of_its_own_step_and_layer():
+    """Five items an answer are enough; step 1, and an answer of four items, have too few."""
+    answers = np.array([[0, kind] for kind in (1, 2, 3) for _ in range(5)])[:14]
+    states = np.random.default_rng(2).normal(size=(14, 2, 2, 3)).astype(np.float32)
+    states[:, 1, 0, 2] += 50 * answers[:, 1]
+    scores = probe(states, answers, [1, 2])
+    places = [(score.answer_step, score.state_step, score.layer) for score in scores]
+    assert places == [(2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2)]
+    assert [score.auc == 1 for score in scores] == [False, False, True, False]
+    assert (scores[2].low, scores[2].high) == (1, 1)
+    assert all(score.low < score.auc < score.high for score in scores if score.auc < 1)
+
+
+def test_probes_of_a_run_are_of_its_trained_steps_unless_it_is_asked_for_others(
+    own_run, tmp_path: Path, monkeypatch
+):
+    items, asked = str(write_items(tmp_path / "items.jsonl")), []
+    scores = [ProbeScore(1, 2, 2, 0.75, 0.5, 1.0), ProbeScore(2, 1, 2, 0.875, 0.625, 1.0)]
+
+    def scored(states, answers, steps, *, seed):
+        asked.append((states.shape[:2], answers.shape, steps, seed))
+        return scores
+
+    monkeypatch.setattr("train_configs.ouro.probes.probe", scored)
+    found = analyse_probes(own_run, items=items)
+    analyse_probes(own_run, items=items, recurrent_steps=3, limit=2, seed=5)
+    assert asked == [((4, 2), (4, 2), [1, 2], 0), ((2, 3), (2, 3), [1, 2, 3], 5)]
+    text = " ".join(found.text().split())
+    assert "step 2 step 1 2 0.750 0.500 to 1.000 step 2 step 2 1 0.875 0.625 to 1.000" in text
+    assert found.record["probes"][0] == {
+        "state_step": 1, "layer": 2, "answer_step": 2, "auc": 0.75, "low": 0.5, "high": 1.0,
+    }  # fmt: skip
+    assert all(path.is_file() for path in found.save())
+
+
+def test_components_are_those_of_the_covariance():
+    random = np.random.default_rng(1)
+    states = random.normal(size=(40, 3, 5)) * np.array([5, 3, 1, 0.5, 0.1])
+    points, shares = principal_components(states)
+    flat = states.reshape(-1, 5)
+    values = np.sort(np.linalg.eigvalsh(np.cov(flat.T)))[::-1]
+    assert shares == pytest.approx(values[:2] / values.sum())
+    assert points.reshape(-1, 2).var(axis=0, ddof=1) == pytest.approx(values[:2])
+
+
+def test_components_of_a_run_are_those_of_its_last_layer(own_run, tmp_path: Path):
+    items = str(write_items(tmp_path / "items.jsonl"))
+    loaded, chosen = open_items(own_run, items, None)
+    for steps, options in ((2, {}), (3, {"recurrent_steps": 3})):
+        found = analyse_components(own_run, items=items, **options)
+        points, shares = principal_components(item_states(loaded, chosen, steps)[:, :, -1])
+        assert np.array(found.record["points"]) == pytest.approx(points)
+        assert found.record["variance"] == pytest.approx(shares)
+    assert found.record["right_answers"] == [item.answer for item in ITEMS]
+    with pytest.raises(UserError, match="limit=0 must be at least 1"):
+        open_items(own_run, items, 0)
+
+
+def write_items(path: Path) -> Path:
+    lines = [{"text": i.text, "choices": list(i.choices), "answer": i.answer} for i in ITEMS]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_verbs_leave_records_and_plots_that_the_report_shows(own_run, tmp_path: Path, capsys):
+    items = str(write_items(tmp_path / "items.jsonl"))
+    assert main(["analyse", "agreement", str(own_run), "--items", items, "--depths", "1", "3"]) == 0
+    assert "step 3" in capsys.readouterr().out
+    record = json.loads((own_run / "evals" / "agreement-step-5.json").read_text())
+    assert np.shape(record["answers"]) == (len(ITEMS), 2)
+    assert np.diag(record["agreement"]).tolist() == [len(ITEMS)] * 2
+    assert main(["analyse", "pca", str(own_run), "--items", items]) == 0
+    assert {"agreement.png", "pca.png"} <= {p.name for p in (own_run / "plots").iterdir()}
+
+
+JUDGE = "import sys, json; [print(5 if 'a' in json.loads(l)['prompt'] else 2) for l in sys.stdin]"
+
+
+def test_a_judge_scores_the_completions_of_every_depth(own_run, tmp_path: Path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "say a"}\n{"text": "be"}\n{"text": "bo"}\n')
+    words = ["analyse", "safety", str(own_run), "--prompts", str(prompts), "--max-new-tokens", "3"]
+    judge = f'{sys.executable} -c "{JUDGE}"'
+    assert main([*words, "--judge", judge, "--depths", "1", "2"]) == 0
+    (record,) = (own_run / "evals").glob("safety-*.json")
+    depths = json.loads(record.read_text())["depths"]
+    assert [depth["scores"] for depth in depths] == [[5, 2, 2]] * 2
+    capsys.readouterr()
+    for judge, message in (
+        ("no-such-judge", "is not a command that can be found"),
+        (f'{sys.executable} -c "exit(3)"', "failed with code 3"),
+        (f'{sys.executable} -c "print(7)"', "must print a score from 1 to 5 for each"),
+    ):
+        assert main([*words, "--judge", judge, "--depths", "1"]) == EXIT_USER_ERROR
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"text": "a", "choices": ["b"]}\n', r"choices=\('b',\) must be at least two"),
+        ('{"text": "a", "choices": ["b", "c"], "answer": 2}\n', "answer=2 must be an index below"),
+        (
+            '{"text": "a", "choices": ["b", "c"]}\n{"text": "a", "choices": ["b", "c", "d"]}\n',
+            "mixes numbers of choices",
+        ),
+        ('{"text": "a", "choices": ["b", "c"], "answer": -1}\n', r"line 1: answer=-1 must be"),
+        ('{"text": "a", "choices": ["b", "c"], "answer": true}\n', "answer=True must be an index"),
+        ('{"text": "a", "choices": ["b", ""]}\n', "must be at least two strings"),
+        ("", "has no items"),
+    ],
+)
+def test_items_that_cannot_be_asked_are_refused(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "items.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_items(str(path))
+
+
+def test_two_choices_and_their_first_and_last_answer_are_read(tmp_path: Path):
+    path = tmp_path / "items.jsonl"
+    lines = [{"text": "a", "choices": ["b", "c"], "answer": answer} for answer in (0, 1, None)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_items(str(path), 2) == [Item("a", ("b", "c"), answer) for answer in (0, 1)]
+    assert read_items(str(path))[2].answer is None
+    assert len(read_items("mmlu_dev", 3)) == 3
+
+
+def test_an_unknown_task_is_answered_with_the_nearest():
+    with pytest.raises(UserError, match=r"items=mmlu is neither a file nor a task.*mmlu_dev"):
+        read_items("mmlu")

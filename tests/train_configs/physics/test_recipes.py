@@ -1,0 +1,157 @@
+"""Ouro's section 6: the published settings, what compared stages share, a little training."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_loop.cli.main import main
+from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.recipes.registry import load_recipe
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import read_jsonl
+from titan_loop.training.trainer import LoopTrainer
+from train_configs.physics import exams as physics_exams
+from train_configs.physics import recipes as physics
+from train_configs.physics import small as physics_small
+from train_configs.physics.capo import Capo
+from train_configs.physics.commuted_mano import CommutedMano
+from train_configs.physics.layered_qa import LayeredQA
+
+
+def configs(name: str) -> dict[str, LoopTrainer.Config]:
+    return {stage.name: stage.config for stage in load_recipe(name).stages}
+
+
+def test_mano_is_trained_as_published():
+    found = configs("ouro_mano")
+    assert len(found) == 21
+    for length, steps in ((10, 80_000), (16, 110_000), (24, 200_000)):
+        config = found[f"2x6_l{length}"]
+        assert config.dataloader.generated_task() == CommutedMano(23, length)
+        assert config.total_tokens == steps * 128 * 1024
+        assert (config.model.n_layers, config.recurrence.steps(0)) == (2, 6)
+        rate = config.learning_rate
+        ends = [rate(0), rate(1_000 * 128 * 1024), rate(config.total_tokens)]
+        assert ends == pytest.approx([0, 2e-4, 2e-5])
+        assert (config.adamw.weight_decay, config.adamw.beta2) == (0.1, 0.98)
+    visits = {
+        (c.model.n_layers or 0) * c.recurrence.steps(0)
+        for name, c in found.items()
+        if "x1_" not in name
+    }
+    assert visits == {12}
+
+
+def test_questions_and_biographies_are_trained_as_published():
+    questions = configs("ouro_multi_hop")
+    assert len(questions) == 40
+    config = questions["6x4_120"]
+    assert config.dataloader.generated_task() == LayeredQA(trained_questions=120_000)
+    assert config.total_tokens == 20_000 * 2_048 * 1_024
+    assert config.learning_rate(1_000 * 2_048 * 1_024) == pytest.approx(5e-4)
+    biographies = configs("ouro_capo")
+    assert len(biographies) == 40
+    config = biographies["4-4-l4_100"]
+    task = config.dataloader.generated_task()
+    assert task == Capo(people=100_000)
+    sample = Capo(people=300)
+    tokens = [len(sample.encode(q).tokens) for q in sample.held_out_questions(300, "names")]
+    exposures = config.total_tokens * len(tokens) / sum(tokens) / 100_000
+    assert 1_000 <= exposures < 1_020
+    assert config.batch.global_batch_tokens(0) == 192 * 512
+    assert (config.adamw.weight_decay, config.learning_rate(192 * 512_000)) == (0.02, 1e-3)
+    assert config.model.tie_weights
+
+
+@pytest.mark.parametrize("module", [physics, physics_exams, physics_small])
+def test_tables_ask_for_stages_and_depths_that_are_trained(module):
+    for name, tables in module.TABLES.items():
+        stages, asked = configs(name), set()
+        for table in tables:
+            for row in table.rows:
+                for column in table.columns:
+                    where, number = table.address(row, column)
+                    config = stages[where["stage"]]
+                    asked.add(where["stage"])
+                    loops = round(config.recurrence.steps(0))
+                    assert where["reading"] == f"static:{loops}"
+                    task = config.dataloader.generated_task()
+                    assert number.startswith("held_out/" if task is None else task.name)
+        assert {stage for stage in stages if not stage.startswith("scaling_")} == asked
+
+
+def test_stages_of_a_comparison_differ_in_what_their_names_say():
+    found = configs("physics_small")
+    assert len(found) == 34
+    for prefix in ("mano", "capo", "hops", "scaling", "prior"):
+        group = [config for name, config in found.items() if name.startswith(prefix)]
+        assert len({c.total_tokens for c in group}) == 1
+        assert len({str(c.learning_rate) for c in group}) == 1
+    tasks = [c.dataloader.generated_task() for n, c in found.items() if n.startswith("hops_r4")]
+    trained = [task.trained_questions for task in tasks if isinstance(task, LayeredQA)]
+    assert trained == [921, 2304, 4608, 9216]
+    priors = {name: c.loss for name, c in found.items() if name.startswith("prior")}
+    etas = [
+        loss.geometric_eta
+        for loss in priors.values()
+        if isinstance(loss, ExpectedExitLoss.Config) and loss.prior == "geometric"
+    ]
+    assert etas == [0.1, 0.3, 0.5, 0.7]
+    shapes = {
+        (c.model.dim, c.recurrence.steps(0))
+        for name, c in found.items()
+        if name.startswith("scaling")
+    }
+    assert len(shapes) == 9
+
+
+def test_stages_with_larger_exams_are_those_of_physics_small_on_another_task():
+    small, found = configs("physics_small"), configs("physics_exams")
+    assert len(found) == 35
+    for name, config in found.items():
+        task = config.dataloader.generated_task()
+        assert config.suite.tasks == [task.name]
+        known = small.get(name)
+        if known is not None:
+            for field in ("model", "optimizer", "learning_rate", "total_tokens", "recurrence"):
+                assert getattr(config, field) == getattr(known, field), field
+            assert known.dataloader.generated_task().name in ("mano", "layered_qa")
+    more, once = found["mano_1x1_more"], found["mano_1x1"]
+    assert more.total_tokens == 4 * once.total_tokens
+    assert more.learning_rate(more.total_tokens) == once.learning_rate(once.total_tokens)
+    for arm in ("1x1", "1x4", "4x1", "1x1_more"):
+        rates = [found[f"mano_{arm}{rate}"].learning_rate.largest
+                 for rate in ("_125e-5", "_25e-4", "_5e-3", "", "_2e-2")]  # fmt: skip
+        assert rates == [1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2]
+
+
+def test_larger_exams_have_1000_questions():
+    found = configs("physics_exams")
+    tasks = {found[name].dataloader.generated_task() for name in ("mano_1x4", "hops_r4_100")}
+    for task in tasks:
+        *_, reported, tuning = task.strata
+        exam = task.exam(1_000, strata=[reported, tuning])
+        assert len(exam[reported]) == 1_000
+        assert len(exam[tuning]) > 500
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["ouro_multi_hop", "--stage", "6x4_120"], ["ouro_capo", "--stage", "8-12-l4_20"]],
+)
+def test_the_plan_of_a_published_stage_refuses_nothing(words: list[str], capsys):
+    words += ["--nodes", "1", "--gpus-per-node", "8", "--no-memory"]
+    assert main(["plan", *words]) == 0
+    assert "all stages: " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_short_form_trains_and_examines_every_task(tmp_path: Path):
+    run = tmp_path / "run"
+    assert main(["train", "physics_short", "--dump-folder", str(run)]) == 0
+    for stage, result in (
+        ("mano_1x4", "mano/acc,none/static:4"),
+        ("capo_l4", "capo/knowledge/bits_per_parameter/static:4"),
+        ("hops_r2_25", "layered_qa/held_out_3_hops/acc,none/static:2"),
+    ):
+        assert result in read_jsonl(RunDirectory(run / stage).evals_jsonl)[-1]["results"]

@@ -1,0 +1,141 @@
+"""Two hops over one graph: answers are walked again; training never composes OOD facts."""
+
+from itertools import islice
+
+import pytest
+
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.tasks.recorded_task import recorded_task
+from titan_loop.errors import UserError
+from train_configs.recurrent_depth.two_hop_systematic import PaddedTwoHop, TwoHopSystematic
+
+SMALL = TwoHopSystematic(entities=30, relations=9, degree=5, ood_share=0.2, inferred_ratio=2.0)
+
+
+def told(task: TwoHopSystematic, question: tuple[int, ...]) -> tuple[list[int], int]:
+    """Prompt and answer, from the tokens alone."""
+    example = task.encode(question)
+    *prompt, answer = example.tokens.tolist()
+    graded = [label for label in example.answer_labels().tolist() if label != IGNORED]
+    assert graded == [answer]
+    return prompt, answer
+
+
+@pytest.fixture(scope="module")
+def world() -> dict[tuple[int, int], int]:
+    """(head, relation's token) → tail, as the atomic facts of training say."""
+    facts = {}
+    for question in islice(SMALL.questions(key=0), 8000):
+        prompt, answer = told(SMALL, question)
+        if len(prompt) == 2:
+            facts[prompt[0], prompt[1]] = answer
+    assert len(facts) == 30 * 5  # one of 150 is missed once in 10^8 tests
+    return facts
+
+
+def test_every_entity_has_its_degree_of_distinct_relations(world):
+    for head in range(30):
+        assert sum(entity == head for entity, _ in world) == 5
+    assert all(30 <= relation < SMALL.vocab_size for _, relation in world)
+    assert all(0 <= tail < 30 for tail in world.values())
+
+
+def test_every_answer_is_reached_by_walking(world):
+    exam = [q for at in SMALL.strata.values() for q in SMALL.held_out_questions(200, at)]
+    for question in [*islice(SMALL.questions(key=1), 500), *exam]:
+        (entity, *relations), answer = told(SMALL, question)
+        for relation in relations:
+            entity = world[entity, relation]
+        assert entity == answer
+
+
+def test_splits_by_the_facts_that_training_composes():
+    """Enumerates all questions of two hops: 150 · 5; 120 facts are not OOD."""
+    heads_of = {fact: fact // 5 for fact in range(150)}
+    tails = SMALL.edges[1].tolist()
+    every = [(f, g) for f in range(150) for g in range(150) if heads_of[g] == tails[f]]
+    assert len(every) == 750
+    asked = {name: set(SMALL.held_out_questions(4000, at)) for name, at in SMALL.strata.items()}
+    drawn = {q for q in islice(SMALL.questions(key=2), 20_000) if len(q) == 2}
+    assert drawn == asked["train_2"]  # 4,000 draws miss one of 240 once in 10^5 tests
+    assert len(drawn) == 2 * 120
+    composed = {fact for question in drawn for fact in question}
+    ood = {fact for question in asked["ood_2"] for fact in question}
+    assert len(composed) > 90
+    assert not composed & ood
+    composable = {fact for name in ("train_2", "id_2") for q in asked[name] for fact in q}
+    assert len(composable | ood) <= 150
+    assert composable & ood == set()
+    assert asked["train_2"] | asked["id_2"] == {
+        (f, g) for f, g in every if f in composable and g in composable
+    }
+    assert {SMALL.is_held_out(q) for q in drawn | asked["atomic"]} == {False}
+    mixed = [q for q in every if (q[0] in ood) != (q[1] in ood)]
+    assert mixed
+    assert all(SMALL.is_held_out(q) for q in [*asked["id_2"], *asked["ood_2"], *mixed])
+
+
+def test_examples_are_drawn_as_often_as_the_training_set_has_them():
+    hops = [len(q) for q in islice(SMALL.questions(key=5), 8000)]
+    assert hops.count(1) / 8000 == pytest.approx(150 / 390, abs=0.028)  # five deviations
+
+
+def test_the_papers_sizes():
+    task = TwoHopSystematic()
+    sizes = {name: len(numbers) for name, numbers in task._splits.items()}
+    assert sizes["atomic"] == 40_000
+    assert sizes["train"] == 273_600
+    assert sizes["ood"] == pytest.approx(2000, rel=0.25)  # "nearly 2k"
+
+
+def test_a_checkpoint_brings_the_graph_back():
+    state = {"data": {"task": "two_hop_systematic", "entities": 90, "graph_seed": 9}}
+    assert recorded_task(state) == TwoHopSystematic(entities=90, graph_seed=9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"relations": 19}, "relations 19 must be at least its degree 20"),
+        ({"entities": 1}, "entities 1 and degree 20 must be at least 2 and 1"),
+        ({"ood_share": 0.0}, "ood_share 0.0 must lie between 0 and 1"),
+        ({"ood_share": 1.0}, "ood_share 1.0 must lie between 0 and 1"),
+        ({"inferred_ratio": 0.0}, "inferred_ratio 0 must be above 0 and at most 18"),
+        ({"inferred_ratio": 19.0}, "inferred_ratio 19 must be above 0 and at most 18"),
+        ({"entities": 5, "ood_share": 0.001}, "has no question for ood"),
+    ],
+)
+def test_parameters_that_leave_no_task_are_refused(change: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        TwoHopSystematic(**change)
+
+
+def test_waypoints_are_bridge_and_target():
+    systematic = TwoHopSystematic(entities=30, relations=9, degree=5, inferred_ratio=2.0)
+    (question,) = systematic.held_out_questions(1, "id")
+    _, tails = systematic.edges
+    bridge = int(tails[question[0]])
+    assert question[1] // 5 == bridge
+    assert systematic.waypoints(question) == {
+        "bridge": (1, bridge), "target": (2, int(tails[question[1]])),
+    }  # fmt: skip
+    assert list(systematic.waypoints(question[:1])) == ["target"]
+
+
+def test_padding_lets_every_answer_be_read_at_the_third_token():
+    padded = PaddedTwoHop(entities=30, relations=9, degree=5, ood_share=0.2, inferred_ratio=2.0)
+    assert padded.vocab_size == SMALL.vocab_size + 1 == 40
+    for stratum, split in padded.strata.items():
+        for question in padded.held_out_questions(20, split):
+            (prompt, answer), plain = told(padded, question), told(SMALL, question)
+            assert answer == plain[1]
+            assert prompt == (plain[0] if stratum != "atomic" else [*plain[0], 39])
+    assert padded.level_examples(0) == 150 + 2 * 120
+
+
+def test_as_many_questions_may_be_trained_as_the_exam_leaves():
+    """95 % of degree 5 at an OOD share of 0.2 are 3.8 per fact."""
+    sizes = {"entities": 30, "relations": 9, "degree": 5, "ood_share": 0.2}
+    assert len(TwoHopSystematic(**sizes, inferred_ratio=3.8)._splits["train"]) == round(3.8 * 120)
+    with pytest.raises(UserError, match=r"must be above 0 and at most 3\.8"):
+        TwoHopSystematic(**sizes, inferred_ratio=3.81)

@@ -1,0 +1,21 @@
+"""Adaptive loops and memory: recipes, their task, and analyses of layers that loop."""
+
+from titan_loop.plugins import Plugin, Verb, register
+
+register(
+    Plugin(
+        tasks={
+            "mano_capo": f"{__name__}.task:ManoCapo",
+        },
+        analyses={
+            "loops": Verb(
+                f"{__name__}.loops:analyse_loops",
+                "draw the iterations of layers against the loss, over training",
+            ),
+            "survival": Verb(
+                f"{__name__}.survival:survival",
+                "halt tokens one by one in layers that loop; show the cost",
+            ),
+        },
+    )
+)

@@ -1,0 +1,79 @@
+"""The purpose of looping, on the Mano task: one layer visited once, and visited four times.
+
+Both runs have the same single layer and read the same data; the looped one also has an exit gate.
+The exam asks for the values of held-out prefix expressions of the largest length. Every answer
+needs a chain of dependent operations, for which one visit is too shallow.
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6, Appendix B.2, scaled down.
+"""
+
+from titan_loop.analysis.results import ResultTable
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.evaluation_config import SuiteConfig
+from titan_loop.training.optimizer import AdamWConfig
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+MODULUS = 5
+MAX_OPERATIONS = 3
+RECURRENT_STEPS = 4
+WINDOW_TOKENS = 64
+BATCH_TOKENS = 16 * WINDOW_TOKENS
+TOTAL_TOKENS = 4_000_000
+
+TABLES = {
+    "depth_demo": [
+        ResultTable(
+            name="accuracy",
+            title="% right",
+            rows={"looped": {"stage": "looped"}, "not looped": {"stage": "not_looped"}},
+            columns={f"R = {r}": {"reading": f"static:{r}"} for r in (1, 2, 4, 6)},
+            everywhere={"task": "mano", "metric": "acc,none"},
+        )
+    ]
+}
+
+
+def depth_demo() -> Recipe:
+    """Why loop: modular arithmetic by the same layer four times, and once."""
+    return Recipe(
+        name="depth_demo",
+        stages=[
+            Stage(name="looped", config=_run(RECURRENT_STEPS)),
+            Stage(name="not_looped", config=_run(1)),
+        ],
+    )
+
+
+def _run(recurrent_steps: int) -> LoopTrainer.Config:
+    looped = recurrent_steps > 1
+    config = LoopTrainer.Config(
+        total_tokens=TOTAL_TOKENS,
+        model=OuroOptions(
+            size="debugmodel", n_layers=1, recurrent_steps=recurrent_steps, exit_gate=looped
+        ),
+        dataloader=TaskLoader.Config(task=Mano(MODULUS, MAX_OPERATIONS)),
+        learning_rate=Schedule.warmup_cosine(
+            4e-3, start=4e-4, warmup_tokens=200_000, total_tokens=TOTAL_TOKENS, final=4e-4
+        ),
+        entropy_weight=Schedule.constant(0.05),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(recurrent_steps)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
+        adamw=AdamWConfig(beta2=0.98, eps=1e-6),
+        suite=SuiteConfig(
+            interval=500,
+            tasks=["mano"],
+            depths=[1, 2, 4, 6] if looped else [1],
+            questions=512,
+        ),
+    )
+    config.training.seq_len = WINDOW_TOKENS
+    config.training.local_batch_size = 16
+    config.checkpoint.interval = 1000
+    config.metrics.log_freq = 100
+    return config

@@ -1,0 +1,253 @@
+"""HRM-Text as published, and beside loops and a plain decoder in miniature.
+
+    hrm_text_1b     the released model: pretraining on prompts and answers, then fine-tuning
+    hrm_small       HRM-Text beside a plain decoder and a loop at equal parameters and FLOPs
+    hrm_short       a minute of its generated tasks: shows that the arms run, not that they learn
+
+`hrm_text_1b` reads two sources, tokenised with a tokenizer of at most 65,536 tokens as prompts and
+answers (`titan-loop data tokenize --chat`) and packed into windows (`titan-loop data pack`):
+
+    corpora/hrm_text/data-io   sapientinc/HRM-Text-data-io-cleaned-20260515, 40B tokens, 4 epochs
+    corpora/hrm_text/sft       your own prompts and answers, 5 epochs
+
+Published: sizes, cycles, window, batch, rates, warm-up, decay, β, averages, and the growth of the
+backward pass from 2 to 5 passes over the first fifth. Not published, hence ours: tokens of an epoch
+(15.0B, counted by a public rerun of their pipeline), ChatML in place of their marks, AdamW in place
+of Adam-atan2 (no ε), the fine-tuning's window (theirs follows the data), and the way the work is
+spread: 48 windows a step are shared by 16 groups of 4 GPUs (`titan-loop plan hrm_text_1b --nodes
+8`), or by 4 such groups on the two nodes of the released run.
+
+The small one asks where two stacks with cycles are worth more than one loop. Every arm of a task
+has the same layers' parameters and optimiser: HRM-Text of 1 + 1 layers visited 8 times, two layers
+visited once (`plain`) and four times (`loop`); their `_flops` arms get HRM-Text's training FLOPs in
+place of its tokens. Tasks have prompts, which HRM-Text reads in both directions, but for
+`hrm_causal`. Text has none.
+
+Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released configuration.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from titan_loop.analysis.results import ResultTable
+from titan_loop.data.load.batches import GlobalBatchLoader
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.distributed.activation_checkpointing import SelectiveAC
+from titan_loop.families.hrm_text.model import HrmTextOptions
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.models.family import ModelOptions
+from titan_loop.plugins import find
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
+from titan_loop.training.optimizer import AdamWConfig
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+from titan_loop.training.weight_average import WeightAverageConfig
+
+from ..quickstart.recipes import CORPUS as TEXT
+
+CORPUS = "corpora/hrm_text"
+WINDOW, BATCH = 4_096, 196_608
+EPOCHS, EPOCH_TOKENS = 4, 15_016_536_580
+TOKENS = EPOCHS * EPOCH_TOKENS // BATCH * BATCH
+SFT_WINDOW, SFT_BATCH, SFT_STEPS = 2_048, 32_768, 1_300
+
+HIGH, LOW = 2, 3
+LEAST_REACH, MOST_REACH = 2, 5
+"""Passes of a stack that the backward pass reaches, at first and after a fifth of the tokens."""
+
+LAYERS, LOOPS = 2, HIGH * (LOW + 1) // 2
+SHAPE: dict[str, Any] = {"size": "debugmodel", "dim": 96, "n_layers": LAYERS}
+WIDE, WIDER = 256, 288
+"""F of HRM-Text's layers, and of layers that have no gate: as many parameters."""
+
+ARMS: dict[str, dict[str, Any]] = {
+    "hrm": {"prefix_lm": True},
+    "hrm_causal": {"prefix_lm": False},
+    "plain": {"loops": 1},
+    "plain_flops": {"loops": 1, "same_flops": True},
+    "loop": {"loops": LOOPS},
+    "loop_flops": {"loops": LOOPS, "same_flops": True},
+}
+BATCH_TOKENS = 1_024
+TASKS: dict[str, tuple[GlobalBatchLoader.Config, int, int, int]] = {
+    "text": (
+        WindowLoader.Config(mixture=[f"{TEXT}/code=0.4", f"{TEXT}/prose=0.4", f"{TEXT}/math=0.2"]),
+        256,
+        BATCH_TOKENS,
+        1_500_000,
+    ),
+    "mano": (
+        TaskLoader.Config(task=Mano(modulus=5, max_operations=3)),
+        64,
+        BATCH_TOKENS,
+        3_600_000,
+    ),
+}
+"""Name → data, window, batch and tokens."""
+
+if TwoGraph := find("tasks", "two_graph"):  # family discoloop, which may be deleted, has it
+    _two_hops = TwoGraph(entities=40, relations=10, degree=10, inferred_ratio=7.5)
+    _window = _two_hops.longest_example - 1
+    _examples = TaskLoader.Config(task=_two_hops, window="example")
+    TASKS["two_hop"] = (_examples, _window, 256 * _window, 2_400_000)
+
+FLOPS = {"text": 9.60e12, "two_hop": 1.006e13, "mano": 1.639e13}
+"""Training FLOPs of HRM-Text's arms; `titan-loop plan hrm_small` prints those of a token."""
+
+_ROWS = {
+    arm: {"stage": arm, "reading": f"static:{options.get('loops', HIGH)}"}
+    for arm, options in ARMS.items()
+}
+TABLES = {
+    "hrm_small": [
+        ResultTable(
+            name="text",
+            title="held-out bits per byte",
+            rows={arm: where for arm, where in _ROWS.items() if arm != "hrm"},
+            columns={
+                source: {"stage": "text", "task": f"held_out/{source}"}
+                for source in ("code", "prose", "math")
+            },
+            everywhere={"metric": "bits_per_byte"},
+            factor=1.0,
+            digits=3,
+        ),
+        ResultTable(
+            name="tasks",
+            title="% right",
+            rows=_ROWS,
+            columns={
+                label: {"stage": task, "task": result}
+                for label, task, result in (
+                    ("two hops, in distribution", "two_hop", "two_graph/id_2"),
+                    ("two hops, OOD", "two_hop", "two_graph/ood_2"),
+                    ("arithmetic", "mano", "mano"),
+                )
+                if task in TASKS
+            },
+            everywhere={"metric": "acc,none"},
+        ),
+    ]
+}
+
+
+def hrm_text_1b() -> Recipe:
+    """HRM-Text 1B: 60B tokens of prompts and answers, then fine-tuning on your own."""
+    pretraining = _published("data-io", TOKENS, WINDOW, BATCH, epochs=EPOCHS)
+    pretraining.learning_rate = Schedule.warmup_constant(2.2e-4, warmup_tokens=2_000 * BATCH)
+    pretraining.recurrence.backward_growth = _growth(TOKENS)
+    pretraining.ema = WeightAverageConfig(decay=0.9999)
+    tokens = SFT_STEPS * SFT_BATCH
+    sft = _published("sft", tokens, SFT_WINDOW, SFT_BATCH, epochs=5)
+    sft.learning_rate = Schedule.warmup_cosine(
+        3e-5, warmup_tokens=0, total_tokens=tokens, final=3e-6
+    )
+    sft.recurrence.backward_steps = MOST_REACH
+    sft.ema = WeightAverageConfig(decay=0.999)
+    sft.checkpoint.interval = 100
+    return Recipe(
+        name="hrm_text_1b",
+        stages=[
+            Stage(name="pretraining", config=pretraining),
+            Stage(name="sft", config=sft, parent="pretraining"),
+        ],
+    )
+
+
+def hrm_small() -> Recipe:
+    """HRM-Text, a plain decoder and a plain loop on text, two hops and arithmetic, on one core."""
+    stages = [
+        Stage(name=f"{arm}_{task}", config=_small(task, **options))
+        for task in TASKS
+        for arm, options in ARMS.items()
+        if (task, arm) != ("text", "hrm")  # text has no prompts
+    ]
+    return Recipe(name="hrm_small", stages=stages)
+
+
+def hrm_short() -> Recipe:
+    """HRM-Text on the generated tasks for a few steps: shows that they run."""
+    stages = [stage for stage in hrm_small().stages if stage.name in ("hrm_two_hop", "hrm_mano")]
+    for stage in stages:
+        config = stage.config
+        config.total_tokens = 12 * round(config.batch.global_batch_tokens(0))
+        config.checkpoint.interval, config.metrics.log_freq = 6, 4
+        config.suite.interval, config.suite.questions = 12, 16
+    return Recipe(name="hrm_short", stages=stages)
+
+
+def _growth(tokens: int) -> Schedule:
+    """Return the reach of the backward pass, which grows over the first fifth of `tokens`."""
+    reaches = range(LEAST_REACH, MOST_REACH + 1)
+    warmup = tokens // 5
+    return Schedule.steps(
+        (index * warmup // (len(reaches) - 1), reach) for index, reach in enumerate(reaches)
+    )
+
+
+def _published(
+    source: str, tokens: int, window: int, batch: int, *, epochs: int
+) -> LoopTrainer.Config:
+    config = LoopTrainer.Config(
+        total_tokens=tokens,
+        model=HrmTextOptions(size="1b"),
+        dataloader=WindowLoader.Config(
+            mixture=[f"{CORPUS}/{source}=1:packed:max_epochs={epochs}"], prefix=True
+        ),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(HIGH)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch)),
+        adamw=AdamWConfig(weight_decay=0.1, beta2=0.95, eps=1e-15),
+        held_out=HeldOutConfig(depths=[1, HIGH]),
+    )
+    config.training.seq_len = window
+    config.training.local_batch_size = 1
+    config.training.max_norm = 1.0
+    config.parallelism.tensor_parallel_degree = 4
+    config.activation_checkpoint = SelectiveAC.Config()
+    config.checkpoint.interval = 2_000
+    return config
+
+
+def _small(
+    task: str, *, loops: int | None = None, prefix_lm: bool = False, same_flops: bool = False
+) -> LoopTrainer.Config:
+    """Return an arm: HRM-Text, or with `loops` a stack that is visited so often."""
+    data, window, batch, tokens = TASKS[task]
+    model: ModelOptions = HrmTextOptions(
+        **SHAPE, hidden_dim=WIDE, recurrent_steps=HIGH, low_cycles=LOW, prefix_lm=prefix_lm
+    )
+    recurrence = RecurrenceConfig(steps=Schedule.constant(HIGH), backward_growth=_growth(tokens))
+    if loops is not None:
+        model = OuroOptions(**SHAPE, hidden_dim=WIDER, recurrent_steps=loops, exit_gate=False)
+        recurrence = RecurrenceConfig(steps=Schedule.constant(loops))
+    steps = loops or HIGH
+    config = LoopTrainer.Config(
+        total_tokens=tokens,
+        total_flops=FLOPS[task] if same_flops else None,
+        model=model,
+        dataloader=replace(data, prefix=prefix_lm),
+        learning_rate=Schedule.warmup_cosine(
+            1e-2, warmup_tokens=tokens // 20, total_tokens=tokens, final=1e-3
+        ),
+        recurrence=recurrence,
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch)),
+        held_out=HeldOutConfig(depths=[steps], windows=128),
+    )
+    if task != "text":
+        assert isinstance(data, TaskLoader.Config)
+        config.suite = SuiteConfig(
+            interval=1_000, tasks=[data.task.name], depths=[steps], questions=500
+        )
+        config.adamw.beta2 = 0.98
+    config.optimizer.name = "muon"
+    config.training.seq_len = window
+    config.training.local_batch_size = batch // window
+    config.checkpoint.interval = 10_000
+    config.checkpoint.keep_latest_k = 2
+    config.metrics.log_freq = 50
+    return config

@@ -1,0 +1,26 @@
+"""Latent-space reasoning: recipes, graphs of arithmetic, and analyses of the circuits."""
+
+from titan_loop.plugins import Plugin, Verb, register
+
+register(
+    Plugin(
+        tasks={
+            "dag_arithmetic": f"{__name__}.task:DagArithmetic",
+            "dag_chain_of_thought": f"{__name__}.task:DagChainOfThought",
+        },
+        analyses={
+            "circuits": Verb(
+                f"{__name__}.analysis:circuits",
+                "find the heads that copy names and values, the form of sums, sources of errors",
+            ),
+            "repair": Verb(
+                f"{__name__}.analysis:repair",
+                "corrupt values of the previous step; count the graphs that one step repairs",
+            ),
+            "solved": Verb(
+                f"{__name__}.analysis:solved",
+                "count graphs whose every factor at every position is right, as in the paper",
+            ),
+        },
+    )
+)

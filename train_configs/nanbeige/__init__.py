@@ -1,0 +1,1 @@
+"""Looped Llama blocks on the quick start's corpus: a model that inference engines run."""

@@ -1,0 +1,184 @@
+"""One learning rate for all R and widths: `model.branch_scale` and `model.base_width`, on trial.
+
+    rates        R = 1, 2, 4, 8 at D = 128; D = 64, 128, 256 at R = 2; with and without the rules
+    rates_muon   the same with Muon
+    boundary     R = 4, with a norm after every step to which the prelude's output is added, and
+                 without, at four rates, on three times the tokens and equal FLOPs
+
+Every model is a prelude, two looped layers and a coda of Llama's blocks, on 0.5M tokens of the
+quick start's text. Rates are apart by √2. `bash tools/rates.sh` runs the arms of `rates`, with
+`--muon` or `--boundary` the arms of the other recipes, and prints the verdicts of
+`rates_verdict.py`.
+
+Sources: arXiv 2606.18524 (λ / (R·√L), λ = 1); Yang et al. 2022, arXiv 2203.03466 (µP).
+"""
+
+import math
+from typing import Any
+
+from titan_loop.analysis.results import ResultTable
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.evaluation.offline_tasks import HELD_OUT
+from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.evaluation_config import HeldOutConfig
+from titan_loop.training.optimizer import LoopOptimizers, OptimizerName
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+from ..quickstart.recipes import CORPUS
+
+TOKENS, WINDOW, BATCH = 500_000, 256, 1_024
+HEAD, BASE, STEPS = 32, 128, 2
+DEPTHS, WIDTHS = (1, 2, 4, 8), (64, 128, 256)
+SHAPES = {
+    **{f"r{steps}": (steps, BASE) for steps in DEPTHS},
+    **{f"d{width}": (STEPS, width) for width in WIDTHS if width != BASE},
+}
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ruled": {"branch_scale": 1.0, "base_width": BASE},
+}
+RATES = {
+    f"{rate:.1e}".replace("e-0", "e-"): rate
+    for rate in (4e-3 * math.sqrt(2) ** place for place in range(-2, 5))
+}
+
+
+def _table(rule: str, optimizer: str) -> ResultTable:
+    rows = {f"R = {steps}, D = {width}": shape for shape, (steps, width) in SHAPES.items()}
+    how = f"{optimizer}, {'with' if rule == 'ruled' else 'without'} the rules"
+    ends = [row for row, shape in rows.items() if shape in ("r1", "r8")]
+    at = "; ".join(
+        f"at {rate} " + ", ".join(f"{row}: {{{row}|{rate}}}" for row in ends)
+        for rate in ("2.8e-3", "4.0e-3")
+    )
+    return ResultTable(
+        name=rule,
+        title=f"bits per byte, {how}",
+        rows={
+            row: {"stage": f"{rule}_{shape}", "reading": f"static:{SHAPES[shape][0]}"}
+            for row, shape in rows.items()
+        },
+        columns={rate: {"stage": rate} for rate in RATES},
+        everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+        columns_are="largest learning rate",
+        factor=1.0,
+        digits=3,
+        message=f"Held-out bits per byte, {how}: {at}",
+    )
+
+
+BOUNDARY_TOKENS, BOUNDARY_STEPS = 3 * TOKENS, 4
+BOUNDARIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "boundary": {"norm_placement": "every_step", "injection": "additive"},
+}
+BOUNDARY_RATES = {label: rate for label, rate in RATES.items() if 2.7e-3 < rate < 9e-3}
+
+TABLES = {
+    "rates": [_table(rule, "AdamW") for rule in RULES],
+    "rates_muon": [_table(rule, "Muon") for rule in RULES],
+    "boundary": [
+        ResultTable(
+            name="bits_per_byte",
+            title="held-out bits per byte at R = 4, by learning rate",
+            rows={name: {"stage": name} for name in BOUNDARIES},
+            columns={label: {"stage": label} for label in BOUNDARY_RATES},
+            everywhere={
+                "task": f"{HELD_OUT}/all",
+                "metric": "bits_per_byte",
+                "reading": f"static:{BOUNDARY_STEPS}",
+            },
+            columns_are="largest learning rate",
+            factor=1.0,
+            digits=3,
+            less="plain",
+            message="Bits per byte of the boundary operator and of the plain loop: "
+            + "; ".join(
+                f"at {rate} {{boundary|{rate}}} and {{plain|{rate}}}" for rate in BOUNDARY_RATES
+            ),
+        )
+    ],
+}
+
+
+def rates() -> Recipe:
+    """Learning rates over R and width with AdamW, with the rules and without."""
+    return _recipe("rates", "adamw")
+
+
+def rates_muon() -> Recipe:
+    """The same with Muon."""
+    return _recipe("rates_muon", "muon")
+
+
+def boundary() -> Recipe:
+    """A norm and the prelude's output between the steps of a loop, and neither."""
+    return Recipe(
+        name="boundary",
+        stages=[
+            Stage(
+                name=f"{name}_{label}",
+                config=_arm(BOUNDARY_STEPS, BASE, rate, options, "adamw", tokens=BOUNDARY_TOKENS),
+            )
+            for name, options in BOUNDARIES.items()
+            for label, rate in BOUNDARY_RATES.items()
+        ],
+    )
+
+
+def _recipe(name: str, optimizer: OptimizerName) -> Recipe:
+    return Recipe(
+        name=name,
+        stages=[
+            Stage(
+                name=f"{rule}_{shape}_{label}", config=_arm(steps, width, rate, options, optimizer)
+            )
+            for rule, options in RULES.items()
+            for shape, (steps, width) in SHAPES.items()
+            for label, rate in RATES.items()
+        ],
+    )
+
+
+def _arm(
+    steps: int,
+    width: int,
+    rate: float,
+    options: dict[str, Any],
+    optimizer: OptimizerName,
+    *,
+    tokens: int = TOKENS,
+) -> LoopTrainer.Config:
+    config = LoopTrainer.Config(
+        total_tokens=tokens,
+        model=NanbeigeOptions(
+            size="quickstart",
+            dim=width,
+            n_heads=width // HEAD,
+            n_kv_heads=width // HEAD,
+            hidden_dim=3 * width,
+            prelude_layers=1,
+            coda_layers=1,
+            recurrent_steps=steps,
+            **options,
+        ),
+        dataloader=WindowLoader.Config(
+            mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
+        ),
+        learning_rate=Schedule.warmup_cosine(
+            rate, warmup_tokens=tokens // 10, total_tokens=tokens, final=rate / 10
+        ),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
+        optimizer=LoopOptimizers.Config(name=optimizer),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH)),
+        held_out=HeldOutConfig(interval=0, depths=[steps]),
+    )
+    config.training.seq_len = WINDOW
+    config.training.local_batch_size = BATCH // WINDOW
+    config.checkpoint.interval = 1_000
+    config.metrics.log_freq = 50
+    return config

@@ -1,0 +1,22 @@
+"""Recurrent depth: recipes, facts to compose, and an exam after every recurrent step."""
+
+from titan_loop.plugins import Plugin, Verb, register
+
+register(
+    Plugin(
+        tasks={
+            "english_hops": f"{__name__}.english_hops:EnglishHops",
+            "padded_hops": f"{__name__}.permutation_hops:PaddedHops",
+            "padded_two_hop": f"{__name__}.two_hop_systematic:PaddedTwoHop",
+            "permutation_hops": f"{__name__}.permutation_hops:PermutationHops",
+            "told_hops": f"{__name__}.english_hops:ToldHops",
+            "two_hop_systematic": f"{__name__}.two_hop_systematic:TwoHopSystematic",
+        },
+        analyses={
+            "steps": Verb(
+                f"{__name__}.step_exam:analyse_steps",
+                "ask the exam after every step: accuracy, margin, where exit policies halt",
+            ),
+        },
+    )
+)
