@@ -1,4 +1,4 @@
-"""Writes train_configs/REPRODUCE.md: the claims of train_configs/claims.py against the results.
+"""Writes train_configs/REPRODUCE.md: the claims of train_configs/*/claims.py and the results.
 
     python -m tools.reproduce [--check]
 
@@ -9,6 +9,7 @@ With --check nothing is written, and another file than the committed one is an e
 """
 
 import argparse
+import importlib
 import math
 import sys
 from collections.abc import Sequence
@@ -17,14 +18,14 @@ from pathlib import Path
 from titan_loop.analysis.results import UNCLEAN, RunResult
 from titan_loop.errors import UserError
 from titan_loop.evaluation.intervals import of_seeds
-from train_configs.claims import CLAIMS, Cell, Claim
+from train_configs.claims import Cell, Claim
 
 ROOT = Path("train_configs")
 ENOUGH_SEEDS = 3
 
 HEADER = """# What is reproduced, and what is not
 
-Written by `python -m tools.reproduce` from `train_configs/claims.py` and `results/`; do not edit.
+Written by `python -m tools.reproduce` from each folder's `claims.py` and `results/`; do not edit.
 Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops. A
 dash marks a claim of this project, or of the paper that the remark names. Everything here but
 SmolLM2-135M is small: models of 10^4 to 10^6 parameters, trained on a CPU or, if their JSON says
@@ -127,10 +128,16 @@ def row(claim: Claim, results: Sequence[RunResult]) -> str:
 
 def page() -> str:
     """Return the whole file; a claim without a seed that has all of its results has no row."""
-    asked = {claim.recipe for claim in CLAIMS}
+    claims = [
+        claim
+        for path in sorted(ROOT.glob("*/claims.py"))
+        for claim in importlib.import_module(f"train_configs.{path.parent.name}.claims").CLAIMS
+    ]
+    claims.sort(key=lambda claim: claim.paper)
+    asked = {claim.recipe for claim in claims}
     folders = {path.name: path for path in ROOT.glob("*/results/*") if path.name in asked}
     results = {name: RunResult.all_of(path) for name, path in folders.items()}
-    known = [(claim, results.get(claim.recipe, [])) for claim in CLAIMS]
+    known = [(claim, results.get(claim.recipe, [])) for claim in claims]
     rows = [row(claim, found) for claim, found in known if numbers(claim, found)]
     return HEADER + "\n".join(rows) + "\n"
 

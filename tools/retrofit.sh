@@ -8,7 +8,7 @@
 # --rules teaches questions of several hops instead, and asks more hops than were taught; --told
 # does so with the facts in the prompt.
 # --parity compares the untrained loop with transformers, and unrolled with llama.cpp, and ends.
-# Every arm leaves train_configs/*/results/RECIPE/ARM-seedS.json. What is there is skipped,
+# Every arm leaves train_configs/retrofit/results/RECIPE/ARM-seedS.json. What is there is skipped,
 # unless --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 # Without arms: all of them.
 set -euo pipefail
@@ -31,7 +31,7 @@ if [ $mode = rules ] || [ $mode = told ]; then
     recipe=retrofit_$mode
     generated=true
 fi
-results=$(echo train_configs/*/results/$recipe)
+results=train_configs/retrofit/results/$recipe
 seeds=0
 choose $recipe "$@"
 

@@ -5,11 +5,9 @@ from titan_loop.plugins import Plugin, Verb, register
 register(
     Plugin(
         tasks={
-            "english_hops": f"{__name__}.english_hops:EnglishHops",
             "padded_hops": f"{__name__}.permutation_hops:PaddedHops",
             "padded_two_hop": f"{__name__}.two_hop_systematic:PaddedTwoHop",
             "permutation_hops": f"{__name__}.permutation_hops:PermutationHops",
-            "told_hops": f"{__name__}.english_hops:ToldHops",
             "two_hop_systematic": f"{__name__}.two_hop_systematic:TwoHopSystematic",
         },
         analyses={

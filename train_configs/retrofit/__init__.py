@@ -1,1 +1,12 @@
-"""Loops made of dense models: SmolLM2-135M on one core, and TinyLlama-1.1B as published."""
+"""Retrofits of SmolLM2 and others: recipes, and facts and questions in English."""
+
+from titan_loop.plugins import Plugin, register
+
+register(
+    Plugin(
+        tasks={
+            "english_hops": f"{__name__}.english_hops:EnglishHops",
+            "told_hops": f"{__name__}.english_hops:ToldHops",
+        },
+    )
+)

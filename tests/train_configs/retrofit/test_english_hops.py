@@ -5,7 +5,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
-from train_configs.recurrent_depth.english_hops import (
+from train_configs.recurrent_depth.permutation_hops import Path
+from train_configs.retrofit.english_hops import (
     _WORDS,
     NAMES,
     RELATIONS,
@@ -13,7 +14,6 @@ from train_configs.recurrent_depth.english_hops import (
     Told,
     ToldHops,
 )
-from train_configs.recurrent_depth.permutation_hops import Path
 
 
 @pytest.fixture(scope="module")

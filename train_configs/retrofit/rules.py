@@ -20,8 +20,8 @@ from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..retrofit.recipes import FOLDER, SMOLLM2_ROWS, _smollm2
 from .english_hops import EnglishHops, ToldHops
+from .recipes import FOLDER, SMOLLM2_ROWS, _smollm2
 
 TOKENIZER = f"{FOLDER}/smollm2/tokenizer.json"
 RULES, RULES_TOKENS, RULES_WINDOW_TOKENS = EnglishHops(tokenizer=TOKENIZER), 49_152, 128

@@ -18,7 +18,7 @@ from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
 
-from .permutation_hops import Hops, Path, PermutationHops
+from ..recurrent_depth.permutation_hops import Hops, Path, PermutationHops
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,0 +1,35 @@
+"""Claims about early steps that can be read, and the results that show them or do not."""
+
+from ..claims import Claim, text_cell
+
+_READ = "bash tools/depth_read.sh"
+
+CLAIMS = [
+    *(
+        Claim(
+            paper="–",
+            text=f"text: step {steps} of a loop that can stop at every step, minus {other}",
+            theirs="",
+            recipe="depth_read",
+            cells=[text_cell("rank32_distilled_first_quarter", steps), text_cell(stage, steps)],
+            at_most=most,
+            factor=1.0,
+            unit="bits per byte",
+            command=_READ,
+            note="the best of 20 settings (here rank 32 and distillation) by seed 1's score on "
+            f"this exam, beside one setting; {cost}",
+        )
+        for steps, stage, other, most, cost in (
+            (1, "r1", "a layer trained at R = 1", 0.05, "4.1 times the FLOPs"),
+            (2, "r2", "a layer trained at R = 2", 0.05, "2.5 times the FLOPs"),
+            (3, "r3", "a layer trained at R = 3", 0.05, "1.8 times the FLOPs"),
+            (
+                4,
+                "last_step",
+                "R = 4 trained on the last step's loss alone",
+                0.01,
+                "1.02 times the FLOPs, and 1.4 times those of a model with a single readout",
+            ),
+        )
+    ),
+]
