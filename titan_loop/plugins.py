@@ -55,10 +55,6 @@ class Plugin:
         charts: Plots of `metrics.jsonl` (`titan_loop/analysis/drawing.py`).
         suites: Tuples of `SuiteTask`s (`titan_loop/evaluation/suites.py`).
         formats: Formats of other programs (`titan_loop/formats/format.py`).
-        matches: Tables of `titan-loop plan --match COST`, by cost: functions from a stage's config
-            and the cost to lines.
-        rankings: The table of `titan-loop plan --budget`, as "budget": a function from a scaling
-            law and limits to lines and the words of `plan`, a recipe and its flags.
         verbs: Verbs of `titan-loop` itself (`titan_loop/cli/arguments.py`), each a `Verb`.
     """
 
@@ -70,8 +66,6 @@ class Plugin:
     charts: Mapping[str, Any] = field(default_factory=dict)
     suites: Mapping[str, Any] = field(default_factory=dict)
     formats: Mapping[str, Any] = field(default_factory=dict)
-    matches: Mapping[str, Any] = field(default_factory=dict)
-    rankings: Mapping[str, Any] = field(default_factory=dict)
     verbs: Mapping[str, Verb] = field(default_factory=dict)
 
 

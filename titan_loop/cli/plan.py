@@ -1,4 +1,4 @@
-"""`titan-loop plan …`: needs of a recipe's stages, or models for a budget or of equal cost."""
+"""`titan-loop plan RECIPE`: needs of a recipe's stages on a cluster."""
 
 import sys
 from collections.abc import Sequence
@@ -8,8 +8,7 @@ import tyro
 
 from titan_loop.cli.arguments import command, recipe_first
 from titan_loop.cli.stage_flags import resolve_recipe
-from titan_loop.errors import UserError, nearest
-from titan_loop.plugins import find, names
+from titan_loop.errors import UserError
 
 if TYPE_CHECKING:
     from titan_loop.planning.cluster import Cluster
@@ -44,8 +43,6 @@ def plan(
     measure the peak memory of a GPU and the communication of a step. That takes up to half a minute
     per stage, and is repeated only when the stage's assembly or the software changes. Exits with
     code 2 if a stage does not fit, and suggests a fix. Other flags are flags of titan-loop train.
-    With --budget FLOPS and no recipe: the best models by a scaling law (plan --budget 1e21 --help).
-    With --match COST: mixtures of experts at the cost of a model (plan --match flops --help).
 
     For example:
       titan-loop plan ouro_1_4b --nodes 64
@@ -125,110 +122,4 @@ def _refuse(refused: Sequence[tuple[str, str]], stages: int) -> None:
         raise UserError(f"plan: {len(names)} of {stages} stages do not fit; {name}: {refusal}")
 
 
-def best(
-    flags: Sequence[str],
-    *,
-    budget: float,
-    law: str = "loop-moe",
-    memory: str | None = None,
-    tokens: float | None = None,
-    unique_tokens: float | None = None,
-    inference_tokens: float = 0.0,
-    weight_bits: float = 4.0,
-    context_tokens: int = 0,
-    vocabulary: int = 128_256,
-    most_experts: int = 1024,
-) -> None:
-    """Print the best models for a budget by a scaling law, then the plan of the best one.
-
-    For example:
-      titan-loop plan --budget 5e21 --memory 3GB
-      titan-loop plan --budget 5e21 --law scaling/scaling.json --inference-tokens 1e12 --nodes 16
-
-    Args:
-        flags: Flags of `titan-loop plan RECIPE`, such as --nodes.
-        budget: FLOPs of training and serving together.
-        law: Published law (loop-moe), or FILE[:FORM] of a scaling.json.
-        memory: Maximum bytes of weights and cache when serving, such as 3GB.
-        tokens: Number of training tokens; left out, the budget pays for as many as it can.
-        unique_tokens: Number of tokens of text; training on more repeats them. Needs a law that was
-            fitted to repeated text.
-        inference_tokens: Number of tokens served over the model's life.
-        weight_bits: Bits of a weight when serving.
-        context_tokens: Number of tokens in the cache of keys and values when serving.
-        vocabulary: Number of tokens in the vocabulary, rows of the embedding.
-        most_experts: Largest number of experts in a layer; 1 for dense models.
-    """
-    from titan_loop.analysis.scaling.published import read_law
-    from titan_loop.recipes.registry import recipe_summaries
-
-    for before, word in zip(["", *flags], flags, strict=False):
-        is_flag_or_value = word.startswith("-") or before.startswith("-")
-        if not is_flag_or_value and (not before or word in recipe_summaries()):
-            raise UserError(
-                f"plan: --budget chooses the model, so recipe {word} has no effect: leave it out, "
-                "or leave --budget out to plan it"
-            )
-    rank = find("rankings", "budget")
-    if rank is None:
-        raise UserError(f"--budget {budget:g}: no family or plug-in here ranks models")
-    limits = {
-        "flops": budget,
-        "memory": memory,
-        "tokens": tokens,
-        "unique_tokens": unique_tokens,
-        "inference_tokens": inference_tokens,
-        "weight_bits": weight_bits,
-        "context_tokens": context_tokens,
-        "vocabulary": vocabulary,
-        "most_experts": most_experts,
-    }
-    lines, words = rank(read_law(law), limits)
-    if not words:
-        print("\n".join(lines))
-        return
-    words = [*words, *flags]
-    print("\n".join(lines), f"titan-loop plan {' '.join(words)}\n", flush=True)
-    command("plan")(plan)(words)
-
-
-@recipe_first
-def matching(
-    recipe: str, flags: Sequence[str], *, match: str, stage: str | None = None
-) -> list[str]:
-    """Print looped mixtures of experts that cost as much as a stage's dense model, within 1 %.
-
-    All other flags are flags of titan-loop train.
-
-    For example:
-      titan-loop plan --match flops looped_moe_small --stage dense
-
-    Args:
-        recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
-        match: Cost that must be equal: flops (per trained token), parameters, or kv (bytes per
-            token in the cache).
-        stage: The stage, if the recipe has several.
-    """
-    import titan_loop.compat as compat
-
-    table = find("matches", match)
-    if table is None:
-        raise UserError(f"--match {match} is unknown{nearest(match, names('matches'))}")
-    with compat.assuming("cuda"):
-        resolved = resolve_recipe(recipe, flags, verb="plan", only=stage)
-    if stage is None and len(resolved.stages) > 1:
-        stages = ", ".join(each.name for each in resolved.stages)
-        raise UserError(
-            f"--match {match} needs one stage of {recipe}: --stage with one of {stages}"
-        )
-    return table((resolved.stages[0] if stage is None else resolved.stage(stage)).config, match)
-
-
-def run(words: Sequence[str]) -> int:
-    """Run `plan --budget …` (without a recipe), `plan --match … RECIPE`, or `plan RECIPE …`."""
-    if words and words[0].split("=")[0] == "--match":  # the recipe comes first
-        first = 1 if "=" in words[0] else 2
-        words = [*words[first:], *words[:first]]
-    given = {word.split("=")[0] for word in words}
-    function = best if "--budget" in given else matching if "--match" in given else plan
-    return command("plan")(function)(words)
+run = command("plan")(plan)

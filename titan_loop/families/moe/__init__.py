@@ -14,8 +14,6 @@ register(
             "ernie4_5_moe-unrolled": f"{_HERE}.formats:ERNIE_FOLDER",
             "xllm-moe": f"{_HERE}.xllm_formats:XLLM_MOE_FOLDER",
         },
-        matches=dict.fromkeys(("flops", "parameters", "kv"), f"{_HERE}.match:matched"),
-        rankings={"budget": f"{_HERE}.budget:ranked"},
         objectives={"MoELoss": f"{_HERE}.objective:MoELoss"},
         verbs={
             "moe": Verb(f"{_HERE}.command:moe", "experts for a dense model, a loop for a mixture"),
