@@ -43,8 +43,6 @@ FOLLOWED: set[str] = set()
 ELSEWHERE = {
     "checkpoint/tensor_table.py: checkpoint convert {}": "tests/cli/test_checkpoint.py::"
     "test_checkpoints_of_an_older_version_are_converted_by_the_command_that_refusals_name",
-    "cli/plan.py: plan {}": "tests/families/moe/test_budget.py::"
-    "test_the_recipe_of_the_best_model_is_planned",
     "runs/conversion.py: train quickstart --from {} --dataloader.mixture SOURCE=1 --learning-rate "
     "1e-4 --dump-folder {}-trained": "tests/families/retrofit/test_run.py::"
     "test_the_command_that_a_retrofit_advises_trains_it",
@@ -76,7 +74,6 @@ PARSED = {
     "data/source_card.py: data demo": "data demo",
     "evaluation/harness_tasks.py: eval": "eval runs/my --tasks offline",
     "evaluation/while_training.py: eval": "eval runs/my",
-    "families/moe/budget.py: scaling": "scaling runs/a",
     "families/moe/formats.py: convert export RUN --list": LIST,
     "formats/gguf_tokenizer.py: convert export RUN --list": LIST,
     "slurm/allocation.py: slurm submit": "slurm submit quickstart --nodes 1 --gpus-per-node 8 "

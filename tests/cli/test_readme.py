@@ -14,7 +14,7 @@ from titan_loop.plugins import names
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-HISTORY = ("CHANGELOG.md", "LOG.md")  # as it was then
+HISTORY = [ROOT / "CHANGELOG.md", *ROOT.glob("train_configs/*/README.md")]  # as it was then
 
 
 def commands() -> Iterator[tuple[str, list[str], bool]]:
@@ -24,7 +24,7 @@ def commands() -> Iterator[tuple[str, list[str], bool]]:
     folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."]
     found = [path for folder in folders for path in folder.rglob("*.md")]
     for path in sorted([*ROOT.glob("*.md"), *found]):
-        if path.name not in HISTORY:
+        if path not in HISTORY:
             texts.append((path, path.read_text(encoding="utf-8")))
     for path in sorted((ROOT / "titan_loop").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

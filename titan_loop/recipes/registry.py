@@ -45,10 +45,10 @@ def recipes_by_study() -> dict[str, dict[str, str]]:
         study = found.module.split(".")[-2]
         return _FIRST.index(study) if study in _FIRST else len(_FIRST), found.module
 
-    studies: dict[str, dict[str, str]] = {}
+    grouped: dict[str, dict[str, str]] = {}
     for name, found in sorted(_find_recipes().items(), key=lambda item: place(item[1])):
-        studies.setdefault(found.study, {})[name] = found.summary
-    return studies
+        grouped.setdefault(found.study, {})[name] = found.summary
+    return grouped
 
 
 def _find_recipes() -> dict[str, _Found]:
