@@ -183,8 +183,8 @@ class OuroVisit(nn.Module):
 class OuroAttention(nn.Module):
     """The projections, which all visits of a layer share.
 
-    Names of arguments and attributes, and the pair returned, are those of transformers' models.
-    TransformerLens computes attention itself from them, with the slot `layer_idx + cycle_offset`.
+    Arguments, attributes and the returned pair are named and ordered as in transformers' models:
+    TransformerLens puts its own attention here, which uses slot `layer_idx + cycle_offset`.
     """
 
     def __init__(self, config: OuroConfig, layer_idx: int):
