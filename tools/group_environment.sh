@@ -4,7 +4,8 @@
 # It sees the main environment behind its own packages: torch is there already, and only packages
 # that the group needs in other versions are installed on top (datatrove then finds an older
 # huggingface_hub than it asks for). Kept until pyproject changes. Releases are pinned there, as a
-# minor version of transformers 5 renames arguments.
+# minor version of transformers 5 renames arguments. A group GROUP-no-deps is installed after GROUP,
+# without dependencies.
 
 # What pip finds in the main environment it cannot replace: that lies outside of the environment it
 # installs into. The constraint keeps it from laying another torch on top.
@@ -14,7 +15,12 @@ install_group() { # install_group GROUP FOLDER
     layered_environment "$2"
     echo "torch==$(usable_torch "$VENV/bin/python")" >"$2/constraints.txt"
     "$2/bin/python" -m pip install --only-binary=:all: --progress-bar off --no-compile --upgrade \
-        -c "$2/constraints.txt" "${group[@]}"
+        -c "$2/constraints.txt" "${group[@]}" || return
+    if grep -q "^$1-no-deps = " pyproject.toml; then
+        mapfile -t group < <(requirements "$1-no-deps")
+        "$2/bin/python" -m pip install --only-binary=:all: --progress-bar off --no-compile \
+            --no-deps "${group[@]}"
+    fi
 }
 
 group_environment() { # group_environment GROUP: its folder is $VENV/GROUP

@@ -59,7 +59,7 @@ Other programs, which run every recurrent step of every token:
 
     python -m mlx_lm generate --model {name} --prompt "Once upon a time"
     vllm serve {name}{vllm}
-    python -m sglang.launch_server --model-path {name}{trust}
+    sglang serve --model-path {name}{trust}
 
 | program | tried with | what to know |
 |---|---|---|

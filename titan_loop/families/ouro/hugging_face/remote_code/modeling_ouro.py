@@ -24,7 +24,7 @@ the released checkpoints.
 import copy
 import inspect
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,17 +106,6 @@ class Keys:
         return self._total, 0
 
 
-class Context(NamedTuple):
-    """Inputs that all layers of a step share: rotations and places of queries, mask and cache."""
-
-    cos_BLH: Tensor
-    sin_BLH: Tensor
-    place_L: Tensor
-    mask: Any
-    cache: Cache | None
-    settings: dict[str, Any]
-
-
 class OuroRMSNorm(nn.Module):
     """RMSNorm with statistics in fp32."""
 
@@ -129,6 +118,21 @@ class OuroRMSNorm(nn.Module):
         wide = hidden_BLD.float()
         wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return self.weight * wide.to(hidden_BLD.dtype)
+
+
+class OuroRotaryEmbedding(nn.Module):
+    """(B, L) places -> cos and sin (B, L, H) in fp32, without a buffer that could be saved."""
+
+    def __init__(self, config: OuroConfig):
+        super().__init__()
+        self.config = config
+
+    def forward(self, hidden_BLD: Tensor, position_BL: Tensor) -> tuple[Tensor, Tensor]:
+        exponent = torch.arange(0, self.config.head_dim, 2, device=hidden_BLD.device).float()
+        frequency = self.config.rope_theta ** (-exponent / self.config.head_dim)
+        angle_BLH = position_BL[..., None].float() * frequency
+        angle_BLH = torch.cat([angle_BLH, angle_BLH], dim=-1)
+        return angle_BLH.cos(), angle_BLH.sin()
 
 
 class OuroVisit(nn.Module):
@@ -144,36 +148,48 @@ class OuroVisit(nn.Module):
         self.attention_dropout = 0.0
         self.is_causal = True
 
-    def forward(self, q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, context: Context) -> Tensor:
-        """Return (B, L, N, H)."""
-        settings = dict(context.settings)  # the cache of continuous batching writes into it
-        if context.cache is not None:
+    def forward(
+        self,
+        q_BNLH: Tensor,
+        k_BNLH: Tensor,
+        v_BNLH: Tensor,
+        attention_mask: Any,
+        past_key_values: Cache | None,
+        cache_position: Tensor,
+        **settings,
+    ):
+        """Return (B, L, N, H), and the weights if the attention function has them."""
+        if past_key_values is not None:
             # Static caches before version 5 read the place, caches of continuous batching the rest.
-            place = {"cache_position": context.place_L}
+            place = {"cache_position": cache_position}
             more = {"kwargs": settings} if _CACHE == "cache" else {"cache_kwargs": place}
-            k_BNLH, v_BNLH = context.cache.update(k_BNLH, v_BNLH, self.layer_idx, **more)
+            k_BNLH, v_BNLH = past_key_values.update(k_BNLH, v_BNLH, self.layer_idx, **more)
         # In this form, since vLLM looks for the assignment in the source.
         attend = eager_attention_forward
         if self.config._attn_implementation != "eager":
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        out_BLNH, _ = attend(
+        return attend(
             self,
             q_BNLH,
             k_BNLH,
             v_BNLH,
-            context.mask,
+            attention_mask,
             dropout=0.0,
             scaling=self.scaling,
             **settings,
         )
-        return out_BLNH
 
 
 class OuroAttention(nn.Module):
-    """The projections, which all visits of a layer share."""
+    """The projections, which all visits of a layer share.
 
-    def __init__(self, config: OuroConfig):
+    Arguments, attributes and the returned pair are named and ordered as in transformers' models:
+    TransformerLens puts its own attention here, which uses slot `layer_idx + cycle_offset`.
+    """
+
+    def __init__(self, config: OuroConfig, layer_idx: int):
         super().__init__()
+        self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
@@ -181,16 +197,24 @@ class OuroAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
 
-    def forward(self, hidden_BLD: Tensor, context: Context, visit: OuroVisit) -> Tensor:
+    def forward(
+        self,
+        hidden_BLD: Tensor,
+        visit: OuroVisit,
+        position_embeddings: tuple[Tensor, Tensor],
+        cycle_offset: int,
+        **context,
+    ):
         heads = (*hidden_BLD.shape[:2], -1, self.head_dim)
         q_BNLH = self.q_proj(hidden_BLD).view(heads).transpose(1, 2)
         k_BNLH = self.k_proj(hidden_BLD).view(heads).transpose(1, 2)
         v_BNLH = self.v_proj(hidden_BLD).view(heads).transpose(1, 2)
-        q_BNLH = rotate(q_BNLH, context.cos_BLH, context.sin_BLH)
-        k_BNLH = rotate(k_BNLH, context.cos_BLH, context.sin_BLH)
-        out_BLNH = visit(q_BNLH, k_BNLH, v_BNLH, context)
-        return self.o_proj(out_BLNH.reshape(*hidden_BLD.shape[:2], -1))
+        q_BNLH = rotate(q_BNLH, *position_embeddings)
+        k_BNLH = rotate(k_BNLH, *position_embeddings)
+        out_BLNH, weights = visit(q_BNLH, k_BNLH, v_BNLH, **context)
+        return self.o_proj(out_BLNH.reshape(*hidden_BLD.shape[:2], -1)), weights
 
 
 class OuroMLP(nn.Module):
@@ -223,9 +247,9 @@ class OuroGate(nn.Module):
 class OuroDecoderLayer(GradientCheckpointingLayer):
     """x + n2(attention(n1(x))), then x + n4(mlp(n3(x)))."""
 
-    def __init__(self, config: OuroConfig):
+    def __init__(self, config: OuroConfig, layer_idx: int):
         super().__init__()
-        self.self_attn = OuroAttention(config)
+        self.self_attn = OuroAttention(config, layer_idx)
         self.mlp = OuroMLP(config)
         dim, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = OuroRMSNorm(dim, eps)
@@ -233,8 +257,8 @@ class OuroDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = OuroRMSNorm(dim, eps)
         self.post_attention_layernorm_2 = OuroRMSNorm(dim, eps)
 
-    def forward(self, hidden_BLD: Tensor, context: Context, visit: OuroVisit) -> Tensor:
-        attended_BLD = self.self_attn(self.input_layernorm(hidden_BLD), context, visit)
+    def forward(self, hidden_BLD: Tensor, visit: OuroVisit, **context) -> Tensor:
+        attended_BLD, _ = self.self_attn(self.input_layernorm(hidden_BLD), visit, **context)
         hidden_BLD = hidden_BLD + self.input_layernorm_2(attended_BLD)
         fed_BLD = self.mlp(self.post_attention_layernorm(hidden_BLD))
         return hidden_BLD + self.post_attention_layernorm_2(fed_BLD)
@@ -329,8 +353,9 @@ class OuroModel(OuroPreTrainedModel):
     def __init__(self, config: OuroConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary_emb = OuroRotaryEmbedding(config)
         layers = range(config.num_unique_layers)
-        self.layers = nn.ModuleList(OuroDecoderLayer(config) for _ in layers)
+        self.layers = nn.ModuleList(OuroDecoderLayer(config, index) for index in layers)
         self.visits = nn.ModuleList()
         self._add_visits()
         self.norm = OuroRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -389,11 +414,12 @@ class OuroModel(OuroPreTrainedModel):
         read_BL = self._read_out(hidden_BLD, token_BK, logits_to_keep)
 
         readout = Readout(hidden_BLD, threshold)
-        context, step = None, 0
+        context, context_length, step = {}, None, 0
         for step in range(steps if keeps_waiting else self.config.total_ut_steps):
             if isinstance(cache, OuroCache):
                 hidden_BLD = cache.catch_up(step, hidden_BLD)
-            if context is None or context.cos_BLH.shape[1] != hidden_BLD.shape[1]:
+            if context_length != hidden_BLD.shape[1]:
+                context_length = hidden_BLD.shape[1]
                 context = self._context(
                     hidden_BLD, token_BK, attention_mask, position_ids, total, cache, settings
                 )
@@ -495,8 +521,8 @@ class OuroModel(OuroPreTrainedModel):
         total: int,
         cache: Cache | None,
         settings: dict[str, Any],
-    ) -> Context:
-        """Build rotations and mask for the last `hidden_BLD.shape[1]` of all tokens."""
+    ) -> dict[str, Any]:
+        """Build what layers need for the last `hidden_BLD.shape[1]` of all tokens."""
         length, device = hidden_BLD.shape[1], hidden_BLD.device
         if is_whole(attention_mask) and isinstance(cache, OuroCache) and cache.is_waiting():
             raise ValueError(
@@ -511,10 +537,6 @@ class OuroModel(OuroPreTrainedModel):
         else:
             position_BK = token_BK.long().cumsum(dim=1) - 1
             position_BL = position_BK.clamp(min=0)[:, total - length :]
-        exponent = torch.arange(0, self.config.head_dim, 2, device=device).float()
-        frequency = self.config.rope_theta ** (-exponent / self.config.head_dim)
-        angle_BLH = position_BL[..., None].float() * frequency
-        angle_BLH = torch.cat([angle_BLH, angle_BLH], dim=-1)
         keys = Keys(total - length, total) if isinstance(cache, OuroCache) else cache
         asked = {
             "config": self.config,
@@ -529,11 +551,19 @@ class OuroModel(OuroPreTrainedModel):
         mask = create_causal_mask(
             **{name: value for name, value in asked.items() if name in _MASK_ARGUMENTS}
         )
-        return Context(angle_BLH.cos(), angle_BLH.sin(), place_L, mask, cache, settings)
+        return {
+            **settings,
+            "position_embeddings": self.rotary_emb(hidden_BLD, position_BL),
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "cache_position": place_L,
+        }
 
-    def _step(self, hidden_BLD: Tensor, context: Context, step: int) -> Tensor:
+    def _step(self, hidden_BLD: Tensor, context: dict[str, Any], step: int) -> Tensor:
+        offset = step * len(self.layers)
         for index, layer in enumerate(self.layers):
-            hidden_BLD = layer(hidden_BLD, context, self.visits[step * len(self.layers) + index])
+            visit = self.visits[offset + index]
+            hidden_BLD = layer(hidden_BLD, visit, cycle_offset=offset, **context)
         return self.norm(hidden_BLD)
 
 
