@@ -64,31 +64,28 @@ export OMP_NUM_THREADS=1 # with several, MKL picks their number by the load, and
 export CUDA_VISIBLE_DEVICES="" # kernels of GPUs add in any order
 here=$PWD
 folder=$(mktemp -d "${TMPDIR:-/tmp}/titan-loop-same-run.XXXXXX")
-trap 'git worktree remove --force "$folder/checkout" 2>/dev/null; rm -rf "$folder"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; wait; git worktree remove --force "$folder/checkout" 2>/dev/null; rm -rf "$folder"' EXIT
 git worktree add --quiet --detach "$folder/checkout" "$revision"
 
-of() { # of CHECKOUT MODULE_AND_ARGUMENTS...: a module with the code of that checkout, beside the corpus
-    (cd "$folder" && PYTHONPATH="$1" "$VENV/bin/python" -m "${@:2}")
+failed() { # failed LOG WHAT...
+    tail -n 30 "$1" >&2
+    echo "titan-loop: error: tools/same_run.sh: failed: ${*:2}" >&2
+    exit 1
 }
 logged() { # logged LOG COMMAND...: its output only if it fails
-    if ! "${@:2}" >>"$1" 2>&1; then
-        tail -n 30 "$1" >&2
-        echo "titan-loop: error: tools/same_run.sh: failed: ${*:2}" >&2
-        exit 1
-    fi
+    "${@:2}" >>"$1" 2>&1 || failed "$@"
 }
-train() { # train CHECKOUT RUN STEPS RECIPE FLAGS...
+of() { # of CHECKOUT MODULE_AND_ARGUMENTS...: become a module of that checkout, beside the corpus
+    cd "$folder" && PYTHONPATH="$1" exec "$VENV/bin/python" -m "${@:2}"
+}
+start() { # start CHECKOUT RUN STEPS: trains $recipe in the background, as process $!
     local -a module=(titan_loop)
     [ "$world" = 1 ] || module=(torch.distributed.run --standalone --nproc-per-node "$world" -m titan_loop)
-    logged "$2.log" of "$1" "${module[@]}" train "${@:4}" --dump-folder "$2" --training.steps "$3" \
-        --metrics.log-freq 1
-}
-train_here() { # train_here RUN RECIPE FLAGS...
-    ! $resume || train "$here" "$1" $((steps / 2)) "${@:2}"
-    train "$here" "$1" "$steps" "${@:2}"
+    of "$1" "${module[@]}" train "$recipe" "${flags[@]}" --dump-folder "$2" --training.steps "$3" \
+        --metrics.log-freq 1 >>"$2.log" 2>&1 &
 }
 titan_loop() { # what prepares corpora and checkpoints to start from
-    of "$folder/checkout" titan_loop "$@"
+    (of "$folder/checkout" titan_loop "$@")
 }
 prepare() { # prepare WHAT COMMAND...: its tools are of this checkout, its titan-loop is REVISION's
     echo "== $1, prepared by $revision"
@@ -177,6 +174,8 @@ for name in "$@"; do
     esac
 done
 
+ends=$steps resumed=""
+! $resume || ends="$((steps / 2)) $steps" resumed=", resumed after step $((steps / 2))"
 different=0
 for world in $ranks; do
     for name in "$@"; do
@@ -189,16 +188,17 @@ for world in $ranks; do
         if [ -n "$parent" ]; then
             flags+=(--checkpoint.carry.parent "$parent")
             # A revision before tensors.json; it does not mind the file.
-            [ -f "$parent/tensors.json" ] || logged "$folder/convert.log" of "$here" titan_loop checkpoint convert "$parent"
+            [ -f "$parent/tensors.json" ] || (logged "$folder/convert.log" of "$here" titan_loop checkpoint convert "$parent")
         fi
-        how="$world rank$([ "$world" = 1 ] || echo s)"
-        ! $resume || how+=", resumed after step $((steps / 2))"
+        how="$world rank$([ "$world" = 1 ] || echo s)$resumed"
         echo "== $name: $steps steps in $revision and here, on $how"
-        train "$folder/checkout" "$before" "$steps" "$recipe" "${flags[@]}" &
-        there=$! failed=0
-        (train_here "$after" "$recipe" "${flags[@]}") || failed=1
-        wait $there || failed=1
-        [ $failed = 0 ] || exit 1
+        start "$folder/checkout" "$before" "$steps"
+        there=$!
+        for end in $ends; do
+            start "$here" "$after" "$end"
+            wait $! || failed "$after.log" "$name here"
+        done
+        wait $there || failed "$before.log" "$name in $revision"
         same "$before/$stage" "$after/$stage" || different=1
         echo "   $((SECONDS - began)) s"
     done
