@@ -22,7 +22,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
 
 EVERYTHING=(quickstart nanbeige_quickstart latent_small:discrete_first looped_moe_small:looped_moe
-    retrofit_smollm2:identity)
+    retrofit_smollm2:identity_new)
 
 usage() {
     echo "titan-loop: error: $1; usage: tools/same_run.sh [--steps N] [--ranks \"N...\"] [--resume]" \
@@ -64,7 +64,14 @@ export OMP_NUM_THREADS=1 # with several, MKL picks their number by the load, and
 export CUDA_VISIBLE_DEVICES="" # kernels of GPUs add in any order
 here=$PWD
 folder=$(mktemp -d "${TMPDIR:-/tmp}/titan-loop-same-run.XXXXXX")
-trap 'kill $(jobs -p) 2>/dev/null; wait; git worktree remove --force "$folder/checkout" 2>/dev/null; rm -rf "$folder"' EXIT
+finish() { # whatever fails here, the script's exit code stays
+    set +e
+    kill $(jobs -p) 2>/dev/null
+    wait
+    git worktree remove --force "$folder/checkout" 2>/dev/null
+    rm -rf "$folder"
+}
+trap finish EXIT
 git worktree add --quiet --detach "$folder/checkout" "$revision"
 
 failed() { # failed LOG WHAT...
@@ -170,7 +177,7 @@ prepare "the corpus" miniature_corpus "$SHORT_CORPUS" $SHORT_CHAT_MEGABYTES "${S
 for name in "$@"; do
     case $name in
     retrofit_smollm2:*) prepare "SmolLM2's ${name#*:}" smollm2 "${name#*:}" ;;
-    retrofit_smollm2) usage "$name has many arms; choose one: $name:identity" ;;
+    retrofit_smollm2) usage "$name has many arms; choose one, such as $name:identity_new" ;;
     esac
 done
 
