@@ -6,7 +6,8 @@
 #   bash tools/same_run.sh --all HEAD~1     # before every merge of a refactor; minutes on two cores
 #
 # Each RECIPE is trained for N steps (default 30) in a worktree of REVISION and, beside it, here; every
-# step's loss, data_hash and ce/step_r must be equal. A stage that has a parent starts in both from
+# step's loss, grad_norm, data_hash and ce/step_r must be equal; grad_norm shows last bits of weights
+# that a loss rounds away. A stage that has a parent starts in both from
 # the last checkpoint of that parent's run in REVISION: name the parent before it. Both read the corpus
 # of the scripts' short forms, prepared by REVISION's code: older code may not read what newer code
 # writes. The recipes are looked up by name in each, so modules may move.
@@ -111,7 +112,7 @@ flags_of() { # flags_of RECIPE STAGE: sets flags: what makes a recipe short, and
             --held-out.interval 0)
         ;;
     miniature_short) flags+=(--total-tokens 60000) ;; # its own stages have fewer than 30 steps
-    retrofit_smollm2) flags+=(--training.seq-len 32 --batch.global-batch-tokens 128) ;; # 135 M parameters
+    retrofit_smollm2) flags+=(--training.seq-len 16 --batch.global-batch-tokens 64) ;; # 135 M parameters
     esac
     [ -z "$2" ] || flags+=(--stage "$2")
     [ "$world" = 1 ] || flags+=(--training.local-batch-size 1)
@@ -149,7 +150,7 @@ def records(folder: Path) -> dict[str, list[tuple[int, dict[str, object]]]]:
                 {
                     key: value
                     for key, value in record.items()
-                    if key in ("loss", "data_hash") or key.startswith("ce/step_")
+                    if key in ("loss", "grad_norm", "data_hash") or key.startswith("ce/step_")
                 },
             )
             for record in map(json.loads, file.read_text().splitlines())
@@ -167,7 +168,7 @@ for run in old:
         if (found := [step for step, _ in logged]) != steps:
             sys.exit(f"{run}: {name} has the steps {found} and not 1 to {len(steps)}")
     for (step, values), (_, found) in zip(old[run], new[run], strict=True):
-        if values != found or len(values) < 3:
+        if values != found or len(values) < 4:
             sys.exit(f"{run}: step {step} differs:\n  before {values}\n  after  {found}")
     print(f"{run}: {len(steps)} steps, {len(old[run][0][1])} values each, equal")
 PYTHON
