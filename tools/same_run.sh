@@ -7,17 +7,17 @@
 #
 # Each RECIPE is trained for N steps (default 30) in a worktree of REVISION and, beside it, here; every
 # step's loss, grad_norm, data_hash and ce/step_r must be equal; grad_norm shows last bits of weights
-# that a loss rounds away. A stage that has a parent starts in both from
-# the last checkpoint of that parent's run in REVISION: name the parent before it. Both read the corpus
-# of the scripts' short forms, prepared by REVISION's code: older code may not read what newer code
-# writes. The recipes are looked up by name in each, so modules may move.
+# that a loss rounds away. A stage that has a parent starts in both from the last checkpoint of that
+# parent's run in REVISION: name the parent before it. Both read the corpus of the scripts' short
+# forms, prepared by REVISION's code: older code may not read what newer code writes. The recipes are
+# looked up by name in each, so modules may move.
 #
 #   --ranks "1 4"  trains on so many gloo ranks of torchrun, one number after the other (default 1)
 #   --resume       the run here ends after half of the steps, and another process goes on from its
 #                  checkpoint; the run in REVISION is never interrupted. `training.steps` ends it, which
 #                  no schedule reads: schedules follow the tokens.
 #   --all          EVERYTHING below, of which each recipe is another family, on 1 and 4 ranks and
-#                  across a resume; 8 steps unless --steps says otherwise
+#                  across a resume; 6 steps unless --steps says otherwise
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
@@ -52,9 +52,10 @@ done
 if $all; then
     [ $# = 1 ] || usage "--all takes a revision and no recipe"
     set -- "$1" "${EVERYTHING[@]}"
-    steps=${steps:-8} ranks="1 4" resume=true
+    steps=${steps:-6} ranks="1 4" resume=true
 fi
 steps=${steps:-30}
+[[ " $* " != *" retrofit_smollm2 "* ]] || usage "retrofit_smollm2 has many arms; choose one: retrofit_smollm2:identity_new"
 [ $# -ge 2 ] || usage "a revision and at least one recipe are needed"
 ! $resume || [ "$steps" -gt 1 ] || usage "--resume needs at least --steps 2"
 revision=$1
@@ -176,10 +177,7 @@ PYTHON
 
 prepare "the corpus" miniature_corpus "$SHORT_CORPUS" $SHORT_CHAT_MEGABYTES "${SHORT_TEXT[@]}"
 for name in "$@"; do
-    case $name in
-    retrofit_smollm2:*) prepare "SmolLM2's ${name#*:}" smollm2 "${name#*:}" ;;
-    retrofit_smollm2) usage "$name has many arms; choose one, such as $name:identity_new" ;;
-    esac
+    [[ "$name" != retrofit_smollm2:* ]] || prepare "SmolLM2's ${name#*:}" smollm2 "${name#*:}"
 done
 
 ends=$steps resumed=""
