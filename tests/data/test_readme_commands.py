@@ -1,4 +1,4 @@
-"""The commands and the configuration file of the data package's README work as they stand."""
+"""The commands and the configuration file of the data package's READMEs work as they stand."""
 
 import glob
 import json
@@ -13,11 +13,13 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.prepare.config import Minhash, read_prepare_config
 from titan_loop.errors import EXIT_OK
 
-README = (Path(titan_loop.data.__path__[0]) / "README.md").read_text()
+PACKAGE = Path(titan_loop.data.__path__[0])
+README = (PACKAGE / "README.md").read_text()
+PREPARING = (PACKAGE / "prepare" / "README.md").read_text()
 
 
-def block(language: str) -> str:
-    (found,) = README.split(f"```{language}\n")[1:]
+def block(text: str, language: str) -> str:
+    (found,) = text.split(f"```{language}\n")[1:]
     return found.split("```")[0]
 
 
@@ -33,7 +35,7 @@ def test_the_commands_run(
         (tmp_path / "my" / f"{name}.jsonl").write_text("".join(lines))
     chats = [{"question": f"{n} + {n}?", "answer": f"{2 * n}."} for n in range(40)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    commands = block("bash").replace("\\\n", " ").splitlines()
+    commands = block(README, "bash").replace("\\\n", " ").splitlines()
     assert len(commands) == 6
     for command in commands:
         program, *words = shlex.split(command)
@@ -50,7 +52,7 @@ def test_the_commands_run(
 
 def test_the_configuration_file_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "prepare.toml"
-    path.write_text(block("toml"))
+    path.write_text(block(PREPARING, "toml"))
     config = read_prepare_config(path)
     assert list(config.quality) == ["gopher_quality", "gopher_repetition"]
     assert config.minhash == Minhash()

@@ -1,4 +1,4 @@
-"""The README's commands for mixing and reading run, and its numbers are those of the code."""
+"""The commands of `load/README.md` for mixing and reading run, and its numbers are the code's."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ from titan_loop.cli.main import main
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.runs.run_directory import RunDirectory
 
-README = (Path(titan_loop.data.__path__[0]) / "README.md").read_text()
+README = (Path(titan_loop.data.__path__[0]) / "load" / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def test_the_meter_s_peak_is_near_the_allocator_s(gloo_pool, case):
 
 
 def check_peak(gloo_pool, case: str, settings: dict[str, Any]) -> None:
-    """With `-rP` the numbers are shown: the table of `titan_loop/distributed/README.md`."""
+    """With `-rP` the numbers are shown: `titan_loop/distributed/README.md` sums them up."""
     counted = metered(settings)
     peak = min(peak for peak, _, _ in gloo_pool(2).run(allocated, settings))
     print(f"{case} | {peak / 2**20:.1f} | {counted / 2**20:.1f} | {counted / peak - 1:+.1%}")

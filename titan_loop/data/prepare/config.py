@@ -1,4 +1,4 @@
-"""The TOML file that switches on cleaning and describes a cluster; `data/README.md` shows one."""
+"""The TOML file that switches on cleaning and describes a cluster; `README.md` shows one."""
 
 import importlib
 import inspect
