@@ -260,7 +260,7 @@ _UPSTREAM_NOISE = (
     "Peak FLOPS used for computing MFU",  # an A100's figure for every unknown device
     "Sleeping 2 seconds",
     "torch.distributed is already initialized",  # by the stage before, as it should be
-    "Training completed",  # also where `training.steps` cut it; `run_training` says what was done
+    "Training completed",  # also where `training.steps` cut it; `run.py` says what was done
     "Structured logging disabled",
     "[GC] ",
     "Building device mesh with",  # again below, with the names of the dimensions

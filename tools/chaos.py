@@ -42,7 +42,7 @@ from titan_loop.checkpoint.folders import committed_steps, step_folder, unfinish
 from titan_loop.checkpoint.manager import AsyncMode
 from titan_loop.errors import EXIT_USER_ERROR, exit_code
 from titan_loop.recipes.recipe import Recipe
-from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl, write_json
 from titan_loop.storage.remote_folder import RemoteFolder

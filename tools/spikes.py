@@ -12,13 +12,14 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for tests.support
 
-import titan_loop.compat as compat  # before any torchtitan module
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 
 from tests.support.spikes import Spikes
 from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config, tiny_source
+from titan_loop.recipes.recipe import Recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.decisions import decision_rows
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.run import run_training, shutdown
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -48,11 +49,10 @@ def demonstration(source: Path, folder: Path) -> LoopTrainer.Config:
 
 def main() -> None:
     """Train, then print the table of decisions as Markdown."""
-    compat.skip_final_pause()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(scratch) / "run"
-        run_training(demonstration(tiny_source(Path(scratch)), folder))
-        shutdown()
+        config = demonstration(tiny_source(Path(scratch)), folder)
+        run_recipe(Recipe.of_one_run("spikes", config))
         header, *rows = decision_rows(RunDirectory(folder).read_decisions())
         for row in (header, ["---"] * len(header), *rows):
             print(f"| {' | '.join(row)} |")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoint.test_choosing import committed
 from tests.checkpoint.test_remote import remote
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.best import Best, better, named_checkpoint
 from titan_loop.checkpoint.folders import committed_steps
@@ -24,12 +24,11 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_run import evaluate_run
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
-from titan_loop.evaluation.while_training import HeldOutLoss, evaluations
+from titan_loop.evaluation.while_training import HeldOutLoss
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 
@@ -136,11 +135,11 @@ def test_a_run_keeps_its_best_checkpoint_through_a_restart(
     with monkeypatch.context() as scripted:
         scripted.setattr(HeldOutLoss, "value", lambda self, report, depth: script[report.step])
         for limit, steps in ((1, [1]), (4, [2, 3, 4]), (0, [2, 4, 6])):
-            run_training(config_of(source, run.path, limit=limit), evaluations=evaluations)
+            train_run(config_of(source, run.path, limit=limit))
             assert committed_steps(run.checkpoints) == steps
     best = {"step": 2, "held_out_loss": 3.0, "measured_on": "4 windows of source 1"}
     assert read_manifest(run.checkpoint(6))["best"] == best
-    run_training(tiny_config(source, tmp_path / "plain"))
+    train_run(tiny_config(source, tmp_path / "plain"))
     plain = RunDirectory(tmp_path / "plain").read_metrics()
     assert [r["loss"] for r in run.read_metrics()] == [r["loss"] for r in plain]
 
@@ -181,7 +180,7 @@ def test_an_evaluation_does_not_wait_for_the_save_of_the_best_checkpoint(
     config = config_of(source, run.path)
     config.checkpoint.interval, config.checkpoint.async_mode = 100, "async"
     config.checkpoint.keep_latest_k, config.checkpoint.save_attempts = 0, 1
-    run_training(config, evaluations=evaluations)
+    train_run(config)
     assert committed_steps(run.checkpoints) == ([1, 6] if fails else [1, 2, 6])
     assert read_manifest(run.checkpoint(6))["best"]["step"] == (1 if fails else 2)
 
@@ -189,7 +188,7 @@ def test_an_evaluation_does_not_wait_for_the_save_of_the_best_checkpoint(
 @pytest.mark.usefixtures("alone")
 def test_the_loss_is_that_at_the_trained_depth(source: Path, tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
-    run_training(config_of(source, run.path, limit=4), evaluations=evaluations)
+    train_run(config_of(source, run.path, limit=4))
     name = "held_out/source/nats_per_token/static:{}"
     losses = {
         record["step"]: record["results"][name.format(4 if record["step"] <= 3 else 2)]
@@ -223,4 +222,4 @@ def test_without_held_out_text_it_is_refused(
     if interval is None:
         config.dataloader = TaskLoader.Config(task=Mano(5, 3))
     with pytest.raises(UserError, match=f"best=True, but {said}"):
-        run_training(config, evaluations=evaluations)
+        train_run(config)

@@ -16,14 +16,13 @@ import titan_loop.compat as compat
 import torch
 import torch.distributed as dist
 
-from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
+from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config, train_run
 from titan_loop.checkpoint import keep_policy, saving
 from titan_loop.checkpoint.folders import add_tag, committed_steps
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -45,7 +44,7 @@ def train(source: Path, run: Path, steps: int = STEPS, **settings: Any) -> Path:
     config.training.steps = steps
     for name, value in settings.items():
         setattr(config.checkpoint, name, value)
-    run_training(config, command=["test"])
+    train_run(config)
     return run / "checkpoints"
 
 
@@ -192,7 +191,7 @@ def test_r_may_change_on_resume(source, tmp_path):
     train(source, tmp_path / "run", steps=4)
     config = small_config(source, tmp_path / "run", steps=STEPS)
     config.recurrence.steps = Schedule.constant(3)
-    run_training(config, command=["test"])
+    train_run(config)
     steps = [r["recurrent_steps"] for r in RunDirectory(tmp_path / "run").read_metrics()]
     assert steps[3:] == [2, 3, 3]
     manifest = read_manifest(tmp_path / "run" / "checkpoints" / "step-6")
@@ -211,7 +210,7 @@ def test_ends_of_stages_multiples_and_tags_outlive_the_keep_policy(source, tmp_p
     longer = small_config(source, tmp_path / "run", steps=9)
     for name, value in settings.items():
         setattr(longer.checkpoint, name, value)
-    run_training(longer, command=["test"])
+    train_run(longer)
     assert committed_steps(checkpoints) == [3, 4, 6, 8, 9]  # a stage ended with 6
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.families.ouro.hugging_face.conftest import random_model, write_run
 from tests.support.multiprocess import preloaded_context
 from tests.support.peak_memory import peak_growth
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint import merging
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
 from titan_loop.checkpoint.merging import merge_checkpoints
@@ -29,9 +29,8 @@ from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe
-from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 
 ARCHITECTURE = {"dim": 5, "n_layers": 1}
@@ -304,7 +303,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parents(alone: None, trained: Path, source: Path) -> list[Path]:
     """Return the last two checkpoints of a trained run, with the optimiser's moments."""
     if not trained.exists():
-        run_training(tiny_config(source, trained), command=["test"])
+        train_run(tiny_config(source, trained))
     return [RunDirectory(trained).checkpoint(step) for step in (6, 4)]
 
 

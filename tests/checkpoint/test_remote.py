@@ -14,7 +14,7 @@ import fsspec
 import pytest
 
 from tests.checkpoint.test_choosing import committed
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import add_tag, committed_steps, read_tags, remove_tag
 from titan_loop.checkpoint.keep_policy import KeepPolicy
@@ -22,9 +22,9 @@ from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manife
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_needed
 from titan_loop.checkpoint.saving import RetryPolicy
 from titan_loop.errors import RunFailedError, UserError
+from titan_loop.recipes.on_disk import fetch_checkpoints
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.remote_folder import RemoteFolder
-from titan_loop.training.run import fetch_checkpoints, run_training
 
 
 @pytest.fixture
@@ -295,17 +295,17 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_pa
         made.checkpoint.adopt_remote = True
         return made
 
-    run_training(config("whole"))
+    train_run(config("whole"))
     url = f"file://{tmp_path}/remote"
-    run_training(config("run", limit=4, url=url))
+    train_run(config("run", limit=4, url=url))
     assert read_manifest(tmp_path / "remote" / "step-4")["step"] == 4
     shutil.rmtree(tmp_path / "run")
-    run_training(config("run", url=url))
+    train_run(config("run", url=url))
     whole, run = (RunDirectory(tmp_path / name).read_metrics() for name in ("whole", "run"))
     assert [r["loss"] for r in run] == [r["loss"] for r in whole[4:]]
     assert committed_steps(tmp_path / "run" / "checkpoints") == [4, 6]
     shutil.rmtree(tmp_path / "remote" / "step-6")  # killed after the last save, before its copy
-    run_training(config("run", url=url))
+    train_run(config("run", url=url))
     assert read_manifest(tmp_path / "remote" / "step-6")["step"] == 6
 
 

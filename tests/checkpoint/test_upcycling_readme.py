@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 import titan_loop.checkpoint
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import EXIT_OK
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.run import run_training
 from train_configs.quickstart.recipes import quickstart
 
 README = Path(titan_loop.checkpoint.__path__[0]) / "UPCYCLING.md"
@@ -35,7 +34,7 @@ def test_the_commands_run(
     monkeypatch.chdir(tmp_path)
     parent = tiny_config(source, Path("runs/quickstart"), steps=2)
     parent.model = OuroOptions(size="debugmodel", n_layers=1)
-    run_training(parent, command=["test"])
+    train_run(parent)
     assert main(upcycle) == EXIT_OK
     assert "held-out nats per token" in capfd.readouterr().out
     assert "--dump-folder runs/deeper --model.n-layers 2" in shlex.join(train)
@@ -45,7 +44,7 @@ def test_the_commands_run(
     at = train.index("--total-tokens") + 1
     assert int(train[at]) == 2 * quickstart().total_tokens
     train[at] = str(2 * base.total_tokens)
-    run_training(apply_overrides(base, train[2:], "titan-loop train quickstart"), command=["test"])
+    train_run(apply_overrides(base, train[2:], "titan-loop train quickstart"))
     assert main(evaluate) == EXIT_OK
     first, last = (read_manifest(RunDirectory("runs/deeper").checkpoint(step)) for step in (2, 4))
     assert last["trainer"]["tokens"] == 2 * first["trainer"]["tokens"]

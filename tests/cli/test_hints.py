@@ -27,7 +27,7 @@ from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.errors import UserError
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.registry import load_recipe
-from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.recipes.starting_point import start_from
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import read_status, status_lines

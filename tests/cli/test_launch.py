@@ -13,7 +13,7 @@ from tests.support.tiny import SEQ_LEN, act_as_launched
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
-from titan_loop.recipes import runner
+from titan_loop.recipes import start as runner
 from titan_loop.runs.run_directory import RunDirectory
 
 pytestmark = pytest.mark.multiprocess

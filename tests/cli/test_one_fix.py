@@ -7,7 +7,7 @@ import pytest
 from titan_loop.cli.main import main
 from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import UserError
-from titan_loop.recipes.runner import check_placed
+from titan_loop.recipes.start import check_placed
 
 
 @pytest.mark.parametrize(

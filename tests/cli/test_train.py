@@ -35,17 +35,15 @@ def trained(
         return Recipe(name="pair", stages=stages)
 
     monkeypatch.setattr("titan_loop.cli.stage_flags.load_recipe", recipe)
-    monkeypatch.setattr("titan_loop.recipes.runner.run_training", record)
+    monkeypatch.setattr("titan_loop.recipes.start.start", record)
+    monkeypatch.setattr("titan_loop.recipes.start.shutdown", lambda: shutdowns.append(len(configs)))
     monkeypatch.setattr(
-        "titan_loop.recipes.runner.shutdown", lambda: shutdowns.append(len(configs))
-    )
-    monkeypatch.setattr(
-        "titan_loop.recipes.runner.resolve",
+        "titan_loop.recipes.start.resolve",
         lambda config, world_size, saved=None: ResolvedRun(
             config, decoder_config(config.model, max_seq_len=32)
         ),
     )
-    monkeypatch.setattr("titan_loop.recipes.runner.remarks", lambda config: ())
+    monkeypatch.setattr("titan_loop.recipes.start.remarks", lambda config: ())
     monkeypatch.setattr(LoopTrainer.Config, "open_data", lambda self: None)
     return configs
 

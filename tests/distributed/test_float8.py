@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.distributed import float8
 from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.distributed.float8 import float8_linears, in_float8
@@ -21,7 +21,6 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.layout_preflight import layout_refusals
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 
 LENGTH = 32
@@ -92,7 +91,7 @@ def test_a_run_trains_in_emulated_float8(source: Path, tmp_path: Path):
         config.float8 = recipe
         config.activation_checkpoint = SelectiveAC.Config(save=["mm"])
         assert any("emulated" in line for line in remarks(config)) == (recipe != "off")
-        run_training(config, command=["test"])
+        train_run(config)
         losses.append([r["loss"] for r in RunDirectory(tmp_path / recipe).read_metrics()])
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
@@ -110,7 +109,7 @@ def test_a_start_warns_of_a_large_error_and_trains_as_without_the_measurement(
         config = replace(tiny_config(source, run.path, steps=2), float8="rowwise")
         config.model = replace(config.model, dropout=0.2)  # training's, not the measurement's
         config.recurrence.steps = Schedule.parse("0:1 linear 1M:4")  # measured at the largest
-        run_training(replace(config, float8_error=most), command=["test"])
+        train_run(replace(config, float8_error=most))
         losses.append([record["loss"] for record in run.read_metrics()])
         lines = run.log_txt.read_text().splitlines()
         warnings.append([line for line in lines if "float8 changes the state" in line])

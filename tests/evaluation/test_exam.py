@@ -27,7 +27,7 @@ from titan_loop.evaluation.readings import depth_readings, policy_reading
 from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.window_scores import sum_windows
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.data.tasks.toy_run import TASK, toy_config
 from tests.support.multiprocess import RankError
-from tests.support.tiny import BATCH_WINDOWS, SEQ_LEN, act_as_launched
+from tests.support.tiny import BATCH_WINDOWS, SEQ_LEN, act_as_launched, train_run
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.task_loader import TaskLoader
@@ -22,7 +21,6 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -137,7 +135,7 @@ def test_a_level_that_misses_its_limit_stops_the_run(tmp_path: Path):
         tmp_path / "run", interval=2, accuracy=1.0, questions=64, limit_tokens=limit
     )
     with pytest.raises(UserError, match=r"stops at step 4: level 1 of 3: backwards/1_letters \d"):
-        run_training(config, ["test"], evaluations=evaluations)
+        train_run(config)
     run = RunDirectory(config.dump_folder)
     first, last = read_jsonl(run.evals_jsonl)
     assert {first["asked"], last["asked"]} == {"promotion"}
@@ -167,7 +165,7 @@ def test_rate_and_moments_start_again_with_a_level(tmp_path: Path):
             zero = all(not state["exp_avg"].any() for state in states)
             assert zero == (trainer.step in (2, 4))
 
-    run_training(config, ["test"], evaluations=lambda config: [*evaluations(config), Watch(0)])
+    train_run(config, callbacks=[Watch(0)])
     assert steps_taken == [1, 0, 1, 0, 1, 2]
     rates = [record["lr"] for record in RunDirectory(tmp_path / "run").read_metrics()]
     assert rates[0] == pytest.approx(1e-4)
@@ -190,7 +188,7 @@ def test_an_exam_after_every_epoch_of_a_level_read_where_a_policy_halts(
     config = toy_config(tmp_path / "run", **questions)
     assert isinstance(config.dataloader, TaskLoader.Config)
     config.dataloader.window = "example"
-    run_training(config, ["test"], evaluations=evaluations)
+    train_run(config)
     asked = read_jsonl(RunDirectory(tmp_path / "run").evals_jsonl)
     assert [record["step"] for record in asked] == [2, 5]
     for record in asked:
@@ -215,7 +213,3 @@ def test_mistakes(tmp_path: Path):
     config = toy_config(tmp_path / "run", interval=2, exit="kl:1")
     with pytest.raises(UserError, match="exit=kl:1: kl takes 2 number"):
         evaluations(config)
-    config = toy_config(tmp_path / "run", interval=2)
-    with pytest.raises(UserError, match=r"curriculum\.enabled has no exam without evaluations"):
-        run_training(config, ["test"])
-    assert not torch.distributed.is_initialized()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.evaluation.runs import ask_untrained
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
@@ -27,12 +27,11 @@ from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.training_tasks import sums_in_training
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory, read_jsonl
 from titan_loop.training import preflight
 from titan_loop.training.callback import TrainingState
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
-from titan_loop.training.run import run_training
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
@@ -142,20 +141,6 @@ def test_held_out_text_is_scored_unless_told_otherwise(
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("field", ["held_out", "suite"])
-def test_what_is_asked_is_never_left_out_silently(source: Path, tmp_path: Path, field: str):
-    """`run_training` called directly refuses, or evaluates as a recipe does."""
-    config = tiny_config(source, tmp_path / "run", steps=2)
-    config.suite = suite(["held_out"], interval=0)
-    getattr(config, field).interval = 2
-    with pytest.raises(UserError, match=rf"{field}\.interval=2 has no effect without evaluations"):
-        run_training(config)
-    assert not (tmp_path / "run").exists()
-    run_training(config, evaluations=evaluations)
-    assert len(read_jsonl(RunDirectory(tmp_path / "run").evals_jsonl)) == 1
-
-
-@pytest.mark.usefixtures("alone")
 def test_mano_in_token_ids(source: Path, tmp_path: Path):
     config = tiny_config(source, tmp_path / "run", steps=2)
     config.dataloader = TaskLoader.Config(task=Mano(3, 2))
@@ -247,7 +232,7 @@ def test_a_stop_does_not_wait_for_the_evaluation(
     monkeypatch.setattr(HeldOutWindows, "rows", signalled)
     ends = pytest.raises(StoppedError, match="stopped after step 2") if steps > 2 else nullcontext()
     with StopListener() as listener, ends:
-        run_training(config, evaluations=evaluations, stop_listener=listener)
+        train_run(config, stop_listener=listener)
     assert len(batches) == (3 if steps > 2 else 2)  # the next step's evaluation reads one
     run = RunDirectory(tmp_path)
     assert run.checkpoint(2).is_dir()

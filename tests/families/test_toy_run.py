@@ -10,13 +10,12 @@ import torch.distributed as dist
 
 from tests.families.toy_recipe import toy
 from tests.support.multiprocess import RankError
-from tests.support.tiny import act_as_launched
+from tests.support.tiny import act_as_launched, train_run
 from titan_loop.cli import main
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.callback import Callback
-from titan_loop.training.run import run_training
 
 STEPS = 6
 RECIPE = "tests.families.toy_recipe:toy"
@@ -32,7 +31,7 @@ def train(folder: Path, world: int, killed_at: int | None = None) -> None:
             if trainer.step == killed_at and dist.get_rank() == world - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    run_training(config, evaluations=lambda config: [Killer()])
+    train_run(config, callbacks=[Killer()])
 
 
 def stream(folder: Path) -> dict[int, str]:

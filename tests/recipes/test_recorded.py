@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
@@ -23,7 +23,6 @@ from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.recorded import recorded_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 
@@ -48,13 +47,13 @@ def test_the_same_run_once_more_from_anywhere(
     second.mkdir()
     monkeypatch.chdir(first)
     parent = tiny_config(Path("source"), Path("runs/parent"), steps=2)
-    run_training(parent)
+    train_run(parent)
     config = tiny_config(Path("source"), Path("runs/child"))
     config.checkpoint.carry.parent = "runs/parent"
     config.checkpoint.interval = 3
-    run_training(config)
+    train_run(config)
     parent.total_tokens *= 2
-    run_training(parent)  # the child started from an older checkpoint than this one
+    train_run(parent)  # the child started from an older checkpoint than this one
     monkeypatch.chdir(second)
     child = RunDirectory(first / "runs" / "child")
     assert main(["train", "--config", str(child.config_json)]) == 0

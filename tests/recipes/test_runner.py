@@ -23,7 +23,7 @@ from titan_loop.errors import UserError
 from titan_loop.models.family import decoder_config
 from titan_loop.recipes.preflight import repetition_refusals
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.runner import check_placed, run_recipe
+from titan_loop.recipes.start import check_placed, run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import read_status
 from titan_loop.training import chosen_model
@@ -332,7 +332,7 @@ MISTAKES: dict[str, tuple[int, Callable[[Recipe], Any], str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_any_stage_stops_the_first(source, tmp_path, monkeypatch, mistake):
     world_size, change, message = MISTAKES[mistake]
-    monkeypatch.setattr("titan_loop.recipes.runner.compat.start_runtime", lambda: (0, world_size))
+    monkeypatch.setattr("titan_loop.recipes.start.compat.start_runtime", lambda: (0, world_size))
     recipe = chain(source, tmp_path / "run")
     change(recipe)
     with pytest.raises(UserError, match=message) as caught:
@@ -464,13 +464,13 @@ def test_memory_returns_between_the_stages_of_one_launch(source, tmp_path, monke
     resident: list[int] = []
     groups: set[Any] = set()
 
-    def watched(config: LoopTrainer.Config, **how: Any) -> None:
+    def watched(*arguments: Any, **how: Any) -> None:
         resident.append(resident_bytes())
         assert not [thing for thing in gc.get_objects() if type(thing) is LoopTrainer]
-        run_training(config, **how)
+        run_training(*arguments, **how)
         groups.add(dist.group.WORLD)
 
-    monkeypatch.setattr("titan_loop.recipes.runner.run_training", watched)
+    monkeypatch.setattr("titan_loop.recipes.start.run_training", watched)
     run_recipe(Recipe(name="five", folder=str(tmp_path), stages=stages))
     assert len(resident) == len(stages)
     assert len(groups) == 1

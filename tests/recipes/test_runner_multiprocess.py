@@ -7,11 +7,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.tiny import act_as_launched, tiny_config
-from titan_loop.recipes import runner
+from titan_loop.recipes import start as runner
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
-from titan_loop.training.trainer import LoopTrainer
 
 STEPS = 2
 STAGES = ("1a", "1b", "1c")
@@ -40,8 +39,8 @@ def train_chain(
     stages[1].config.checkpoint.carry.upcycle = "stacked"
     groups: set[Any] = set()
 
-    def watched(config: LoopTrainer.Config, **how: Any) -> None:
-        train(config, **how)
+    def watched(*arguments: Any, **how: Any) -> None:
+        train(*arguments, **how)
         groups.add(dist.group.WORLD)
 
     looks: list[int] = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.multiprocess import preloaded_context
-from tests.support.tiny import SEQ_LEN, tiny_config
+from tests.support.tiny import SEQ_LEN, tiny_config, train_run
 from titan_loop.checkpoint import tensors
 from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.checkpoint.manifest import read_manifest
@@ -22,7 +22,6 @@ from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -54,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parent(trained: Path, source: Path) -> Path:
     """A run of 2 layers and R = 4 that stopped in the middle of its schedule."""
     if not trained.exists():
-        run_training(config(source, trained, stop=STEPS), command=["test"])
+        train_run(config(source, trained, stop=STEPS))
     return trained
 
 
@@ -64,7 +63,7 @@ def kept(parent: Path, source: Path) -> Path:
     run = parent.with_name("kept")
     if not run.exists():
         shutil.copytree(parent, run)
-        run_training(config(source, run), command=["test"])
+        train_run(config(source, run))
     return run
 
 
@@ -91,7 +90,7 @@ def test_training_goes_on_without_a_spike_beyond_the_reported_jump(
     branch = config(source, deeper)
     branch.model.n_layers = 4
     branch.recurrence.steps = Schedule.constant(2)
-    run_training(branch, command=["test"])
+    train_run(branch)
     after, before = series(deeper, "ce/step_2"), series(kept, "ce/step_4")
     assert list(after) == list(before) == [*range(STEPS + 1, STEPS + AFTER + 1)]
     excess = [after[step] - before[step] for step in after]
@@ -224,4 +223,4 @@ def test_a_model_of_another_depth_does_not_resume(parent: Path, source: Path, tm
     deeper = tmp_path / "deeper"
     assert main(["upcycle", str(parent), "--output", str(deeper), "--layers", "4"]) == EXIT_OK
     with pytest.raises(ValueError, match=r"another architecture: model.n_layers=2 \(checkpoint: 4"):
-        run_training(config(source, deeper), command=["test"])
+        train_run(config(source, deeper))

@@ -13,7 +13,7 @@ from titan_loop.cli import main
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe
-from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm.conftest import ROOT, Cluster, losses, wait_for
 from tests.slurm.recipes import STEPS
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
 from titan_loop.runs.run_directory import RunDirectory
@@ -22,7 +22,6 @@ from titan_loop.runs.status import read_status
 from titan_loop.slurm.commands import host_names, show, slurm
 from titan_loop.slurm.record import read_restarts, slurm_folder
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.training.run import run_training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -260,7 +259,7 @@ def test_a_rank_that_aborts_or_fails_alone_ends_the_job_and_it_goes_on(
 
 @pytest.mark.usefixtures("alone")
 def test_an_array_evaluates_every_checkpoint_once(cluster, source, tmp_path, monkeypatch):
-    run_training(tiny_config(source, tmp_path / "run", steps=4))
+    train_run(tiny_config(source, tmp_path / "run", steps=4))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "site.sh").write_text(cluster.site.read_text())

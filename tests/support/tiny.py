@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import titan_loop.compat as compat  # before any torchtitan module
@@ -11,9 +13,13 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.recipes.start import start
 from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.callback import Callback
+from titan_loop.training.config import RunConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
+from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
 SEQ_LEN = 32
@@ -69,6 +75,19 @@ def tiny_config(source: Path, dump_folder: Path, *, steps: int = 6) -> LoopTrain
     config.checkpoint.interval = 2
     config.metrics.log_freq = 1
     return config
+
+
+def train_run(
+    config: RunConfig,
+    *,
+    callbacks: Sequence[Callback] = (),
+    stop_listener: StopListener | None = None,
+) -> None:
+    """Train one run as `titan-loop train` does, alone or as a rank of a pool, whose group stays."""
+    rank, _ = compat.start_runtime()
+    compat.start_logging(rank)
+    config = replace(config, callbacks=(*config.callbacks, *callbacks))
+    start(config, stop_listener=stop_listener)
 
 
 def act_as_launched(world_size: int) -> None:

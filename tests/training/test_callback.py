@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.tiny import BATCH_WINDOWS, tiny_config
+from tests.support.tiny import BATCH_WINDOWS, tiny_config, train_run
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -40,7 +39,7 @@ def test_hooks_come_in_the_order_of_a_step(source: Path, tmp_path: Path):
     config.training.steps = 1
     config.training.local_batch_size = 4  # two micro-batches
     config.callbacks = (recorder(calls),)
-    run_training(config)
+    train_run(config)
     micro_batch = ["before_forward", "after_forward"]
     assert calls == [
         "on_train_start",
@@ -101,12 +100,12 @@ def test_a_callback_can_veto_an_update_and_a_save_and_keeps_its_state(source: Pa
         return result
 
     first, second = Veto(), Veto()
-    run_training(config(4, first))
+    train_run(config(4, first))
     run = RunDirectory(tmp_path / "run")
     assert first.updated == {1: True, 2: True, 3: False, 4: True}
     assert committed_steps(run.checkpoints) == [1, 2, 4]
     assert read_manifest(run.checkpoint(4))["trainer"]["veto"] == [1, 2, 3, 4]
     assert [record["veto/step"] for record in run.read_metrics()] == [1, 2, 3, 4]
-    run_training(config(0, second))
+    train_run(config(0, second))
     assert second.found == [1, 2, 3, 4]
     assert [*second.updated] == [5, 6]

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 YEARS = 10 * 365 * 86_400.0
@@ -37,10 +36,10 @@ def losses(run: Path) -> list[float]:
 
 
 def test_a_clock_that_jumps_changes_no_number(source, tmp_path, monkeypatch):
-    run_training(tiny_config(source, tmp_path / "right"))
+    train_run(tiny_config(source, tmp_path / "right"))
     config = tiny_config(source, tmp_path / "jumps")
     config.callbacks = (SetClock(monkeypatch),)
-    run_training(config)
+    train_run(config)
     assert losses(tmp_path / "jumps") == losses(tmp_path / "right")
     assert all(
         record["tokens_per_second"] > 0
@@ -49,10 +48,10 @@ def test_a_clock_that_jumps_changes_no_number(source, tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_from_the_last_step_whatever_the_files_dates(source, tmp_path):
-    run_training(tiny_config(source, tmp_path / "right"))
+    train_run(tiny_config(source, tmp_path / "right"))
     config = tiny_config(source, tmp_path / "dated")
     config.training.steps = 4
-    run_training(config)
+    train_run(config)
     checkpoints = tmp_path / "dated" / "checkpoints"
     for step, when in ((4, time.time() - YEARS), (2, time.time() + YEARS)):
         for path in (checkpoints / f"step-{step}", *(checkpoints / f"step-{step}").iterdir()):
@@ -60,5 +59,5 @@ def test_a_run_goes_on_from_the_last_step_whatever_the_files_dates(source, tmp_p
     found = newest_good(checkpoints)
     assert found is not None
     assert found[0] == 4
-    run_training(tiny_config(source, tmp_path / "dated"))
+    train_run(tiny_config(source, tmp_path / "dated"))
     assert losses(tmp_path / "dated") == losses(tmp_path / "right")

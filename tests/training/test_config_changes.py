@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny import BATCH_TOKENS, tiny_config
+from tests.support.tiny import BATCH_TOKENS, tiny_config, train_run
 from titan_loop.errors import UserError
+from titan_loop.recipes.start import shutdown
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training import config_changes
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import run_training, shutdown
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -29,7 +29,7 @@ def begun(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = started(source, tmp_path_factory.mktemp("begun") / "run")
     config.training.steps = 2
     environment = dict(os.environ)
-    run_training(config, command=["test"])
+    train_run(config)
     shutdown()
     os.environ.clear()
     os.environ.update(environment)
@@ -60,7 +60,7 @@ def test_one_line_a_field(
     config.recurrence = RecurrenceConfig(steps=Schedule.constant(3))
     config.batch.global_batch_tokens = Schedule.constant(BATCH_TOKENS // 2)
     config.debug.seed = 7
-    run_training(config, command=["test"])
+    train_run(config)
     lines = [
         record.getMessage() for record in caplog.records if "last start" in record.getMessage()
     ]
@@ -76,7 +76,7 @@ def test_one_line_a_field(
     assert json.loads(kept.read_text())["debug"]["seed"] == 0
     caplog.clear()
     config.total_tokens += 4 * BATCH_TOKENS
-    run_training(config, command=["test"])
+    train_run(config)
     lines = [
         record.getMessage() for record in caplog.records if "last start:" in record.getMessage()
     ]
@@ -86,17 +86,17 @@ def test_one_line_a_field(
 def test_other_moments_need_consent(config: LoopTrainer.Config):
     config.adamw.weight_decay = 100.0
     with pytest.raises(UserError, match=r"adamw\.weight_decay.*0\.1 → 100\.0; undo this"):
-        run_training(config, command=["test"])
+        train_run(config)
     config.adamw.beta2 = 0.99
     message = r"adamw\.weight_decay 0\.1 → 100\.0; adamw\.beta2 0\.95 → 0\.99; .*--accept-change"
     with pytest.raises(UserError, match=message):
-        run_training(config, command=["test"])
+        train_run(config)
     assert len(RunDirectory(config.dump_folder).read_run()["restarts"]) == 0
     config.dataloader.seed = 3
     with pytest.raises(UserError, match="reading other data"):
-        run_training(config, command=["test"])
+        train_run(config)
     config.accept_change = True  # both
-    run_training(config, command=["test"])
+    train_run(config)
     assert len(RunDirectory(config.dump_folder).read_run()["restarts"]) == 1
 
 

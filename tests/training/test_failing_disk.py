@@ -13,17 +13,16 @@ import pytest
 
 from tests.support.failing_disk import FailingDisk
 from tests.support.multiprocess import preloaded_context
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.errors import EXIT_CRASH, EXIT_OK, exit_code
-from titan_loop.evaluation.while_training import WhileTraining, evaluations
+from titan_loop.evaluation.while_training import WhileTraining
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import room, transient
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.callback import Callback
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 STEPS = 4
@@ -67,7 +66,8 @@ def train(config: LoopTrainer.Config) -> tuple[int, str]:
     """Return the exit code of a start, and how it ended."""
     transient.WAIT_SECONDS = room.WAIT_SECONDS = 0.0
     try:
-        return run_training(config, command=["test"], evaluations=evaluations), ""
+        train_run(config)
+        return EXIT_OK, ""
     except Exception as error:
         return exit_code(error), str(error)
 

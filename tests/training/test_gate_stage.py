@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from tests.support.tiny import BATCH_WINDOWS, act_as_launched, standard_library_texts, tiny_config
+from tests.support.tiny import (
+    BATCH_WINDOWS,
+    act_as_launched,
+    standard_library_texts,
+    tiny_config,
+    train_run,
+)
 from tests.training.records import assert_same_records
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.data.load.task_loader import TaskLoader
@@ -21,10 +27,9 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -89,7 +94,7 @@ def test_only_the_gate_trains(source, tmp_path, variant):
 
 @pytest.mark.usefixtures("alone")
 def test_the_metrics_of_a_step(source, tmp_path):
-    run_training(gate_config(source, tmp_path / "run"), command=["test"])
+    train_run(gate_config(source, tmp_path / "run"))
     for record in RunDirectory(tmp_path / "run").read_metrics():
         steps = record["recurrent_steps"]
         pairs = range(2, steps + 1)
@@ -143,18 +148,18 @@ def test_moments_of_other_parameters_are_refused_before_anything_starts(source, 
         run_recipe(recipe)
     assert not (tmp_path / "lm").exists()
     # Nor does a run turn into a gate stage halfway.
-    run_training(tiny_config(source, tmp_path / "run", steps=2), command=["test"])
+    train_run(tiny_config(source, tmp_path / "run", steps=2))
     with pytest.raises(UserError, match="entries are not wanted"):
-        run_training(gate_config(source, tmp_path / "run"), command=["test"])
+        train_run(gate_config(source, tmp_path / "run"))
 
 
 @pytest.mark.usefixtures("alone")
 def test_an_interrupted_gate_stage_continues_bitwise(source, tmp_path):
-    run_training(gate_config(source, tmp_path / "whole"), command=["test"])
+    train_run(gate_config(source, tmp_path / "whole"))
     half = gate_config(source, tmp_path / "broken")
     half.training.steps = 2
-    run_training(half, command=["test"])
-    run_training(gate_config(source, tmp_path / "broken"), command=["test"])
+    train_run(half)
+    train_run(gate_config(source, tmp_path / "broken"))
     one, other = (
         CheckpointReader(tmp_path / name / "checkpoints" / f"step-{STEPS}")
         for name in ("whole", "broken")

@@ -19,11 +19,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import titan_loop
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop import compat
 from titan_loop.data.load import batches
 from titan_loop.training import gradients
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.verdict import StepVerdict
 
@@ -131,7 +130,7 @@ def test_between_logging_steps_the_host_reads_the_verdict_on_the_step_before_and
     config.metrics.log_freq = 5
     config.checkpoint.interval = 100
     config.training.local_batch_size = 4  # two micro-batches
-    run_training(config)
+    train_run(config)
     # Windows are put together on the host, from tensors that are not on a device yet.
     on_host = ("data/", "models/readout.py:")  # and the head copies exponentials over its logits
     steps = [[read for read in step if not read.startswith(on_host)] for step in reads_of_steps]
@@ -165,7 +164,7 @@ def test_the_training_thread_pins_no_batch_but_the_first(
     monkeypatch.setattr(gradients, "_split", seen)
     config = tiny_config(source, tmp_path, steps=3)
     config.training.local_batch_size = 8  # one micro-batch
-    run_training(config)
+    train_run(config)
     first = [ndim for main, ndim, _ in pins if main and ndim]
     assert len(first) == 3  # input, positions and labels of step 1
     assert len([ndim for main, ndim, _ in pins if not main and ndim]) >= 6

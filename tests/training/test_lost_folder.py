@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny import BATCH_WINDOWS, tiny_config
+from tests.support.tiny import BATCH_WINDOWS, tiny_config, train_run
 from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
@@ -17,7 +17,6 @@ from titan_loop.storage import folder_lock
 from titan_loop.storage.folder_lock import FolderLock, LostFolder
 from titan_loop.training import lost_folder
 from titan_loop.training.callback import Callback
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -53,7 +52,7 @@ def stopped(source: Path, run: Path, act: Callable[[], object], *, steps: int = 
     config.training.local_batch_size = BATCH_WINDOWS
     config.callbacks = (At(2, act),)
     with pytest.raises(UserError) as caught:
-        run_training(config)
+        train_run(config)
     return str(caught.value)
 
 
@@ -69,7 +68,7 @@ def test_a_deleted_lock_ends_the_run_after_a_save(source, tmp_path, steps):
     message = stopped(source, run, (run / LOCK).unlink, steps=steps)
     assert "run.lock was deleted while it was in use" in message
     assert good_steps(run) == [3]
-    run_training(tiny_config(source, run, steps=4))
+    train_run(tiny_config(source, run, steps=4))
     assert good_steps(run)[-1] == 4
 
 
@@ -109,7 +108,7 @@ def test_a_stalled_server_stalls_no_training_step(source, tmp_path, monkeypatch)
     config = tiny_config(source, tmp_path / "run", steps=2)
     config.checkpoint.interval = 100
     config.callbacks = (At(1, lambda: stalled.wait(60), heard=False),)
-    run_training(config)
+    train_run(config)
     over.set()
     assert looks.count("folder-watch") == 1
     assert len(looks) == 2  # of the save at the end

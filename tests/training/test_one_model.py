@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.tiny import act_as_launched, tiny_config
+from tests.support.tiny import act_as_launched, tiny_config, train_run
 from titan_loop.checkpoint import manifest
 from titan_loop.errors import EXIT_CRASH, exit_code
 from titan_loop.storage import json_files
 from titan_loop.training.callback import Callback
-from titan_loop.training.run import run_training
 
 pytestmark = pytest.mark.multiprocess
 
@@ -37,7 +36,7 @@ def train_parent(source: Path, run: Path) -> None:
     act_as_launched(2)
     config = tiny_config(source, run, steps=STEPS)
     config.model.rope_theta = BASE
-    run_training(config, command=["test"])
+    train_run(config)
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def fork(source: Path, parent: Path, run: Path, blind: int) -> float:
     if dist.get_rank() == blind:
         manifest.read_json_object = stale
     try:
-        run_training(config, command=["test"])
+        train_run(config)
     finally:
         manifest.read_json_object = json_files.read_json_object
     return trained.rope_theta[0]
@@ -92,7 +91,7 @@ def other_config_on_rank_one(source: Path, run: Path) -> tuple[int, str]:
     config = tiny_config(source, run, steps=STEPS)
     config.model.rope_theta = BASE / (1 + dist.get_rank())
     try:
-        run_training(config, command=["test"])
+        train_run(config)
     except Exception as error:
         return exit_code(error), str(error)
     return 0, ""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.data import pipelines
-from tests.support.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
+from tests.support.tiny import BATCH_WINDOWS, act_as_launched, tiny_config, train_run
 from tests.training.records import MEASURED
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
@@ -17,7 +17,6 @@ from titan_loop.data.pipeline import read_state
 from titan_loop.errors import DataEndedError, UserError, exit_code
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.multiprocess
@@ -152,7 +151,7 @@ def test_a_run_on_a_pipeline_goes_on_with_its_own_settings(source: Path, tmp_pat
         tokenizer_path=str(source / "tokenizer.json"),
     )
     config.training.steps = 2  # of 4
-    run_training(config)
+    train_run(config)
     assert main(["train", str(tmp_path / "run"), "--training.steps", "3"]) == 0
     log = RunDirectory(tmp_path / "run").log_txt.read_text()
     assert re.findall("changed since the last start: (.*)", log) == ["training.steps 2 → 3"]

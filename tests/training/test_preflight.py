@@ -19,9 +19,12 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.recipes.on_disk import check_resumable
+from titan_loop.recipes.recipe import Recipe
+from titan_loop.recipes.start import run_recipe
+from titan_loop.training.chosen_model import newest_of
 from titan_loop.training.preflight import setting_refusals
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import check_resumable, run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -368,15 +371,15 @@ def test_a_checkpoint_of_another_architecture_is_refused_before_anything_starts(
         "files": {},
     }
     write_manifest(checkpoint, manifest)
-    assert check_resumable(saved)
+    assert check_resumable(saved, newest_of(config))
     config.total_tokens = 2 * BATCH_TOKENS
-    assert not check_resumable(resolve(config, 1))  # nothing left to train
+    assert not check_resumable(resolve(config, 1), newest_of(config))  # nothing left to train
 
     other = tiny_config(source, run)
     other.model.n_layers = 3
     other.model.exit_gate = False
     with pytest.raises(UserError) as caught:
-        check_resumable(resolve(other, 1))
+        check_resumable(resolve(other, 1), newest_of(other))
     message = str(caught.value)
     assert "model.n_layers=3 (checkpoint: 2)" in message
     assert "model.exit_gate=False (checkpoint: True)" in message
@@ -385,13 +388,13 @@ def test_a_checkpoint_of_another_architecture_is_refused_before_anything_starts(
     other = tiny_config(source, run)
     other.checkpoint.load_step = 7
     with pytest.raises(UserError, match=r"checkpoint\.load_step=7 does not exist"):
-        check_resumable(resolve(other, 1))
+        check_resumable(resolve(other, 1), newest_of(other))
     newer = run / "checkpoints" / "step-4"
     newer.mkdir()
     (newer / "manifest.json").write_text("{ torn")
     other.checkpoint.load_step = 2
     with pytest.raises(UserError, match=r"would leave newer checkpoints \[4\]"):
-        check_resumable(resolve(other, 1))
+        check_resumable(resolve(other, 1), newest_of(other))
 
 
 @pytest.mark.parametrize(
@@ -414,7 +417,7 @@ def test_unusable_checkpoint_settings_are_refused(field, value):
 def test_a_run_directory_below_a_file_is_refused(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        run_training(tiny_config(source, tmp_path / "file" / "run"))
+        run_recipe(Recipe.of_one_run("run", tiny_config(source, tmp_path / "file" / "run")))
 
 
 def _train_as(user: int, source: Path, run: Path, answer: Connection) -> None:
@@ -422,7 +425,7 @@ def _train_as(user: int, source: Path, run: Path, answer: Connection) -> None:
     os.setgid(user)
     os.setuid(user)
     try:
-        run_training(tiny_config(source, run))
+        run_recipe(Recipe.of_one_run("run", tiny_config(source, run)))
     except UserError as error:
         answer.send(str(error))
 

@@ -13,20 +13,18 @@ from typing import Any
 import pytest
 
 from tests.support.multiprocess import preloaded_context
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
 from titan_loop.data.open_files import open_file_limit
 from titan_loop.errors import EXIT_INTERRUPTED, EXIT_STOPPED, StoppedError, UserError
-from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe
-from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.exit_reports import REPORTS_VARIABLE, read_exits
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import run_training
 from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
 from titan_loop.training.trainer import LoopTrainer
 
@@ -65,7 +63,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.mark.usefixtures("alone")
 def test_a_run_saves_at_the_next_boundary_and_goes_on(source, tmp_path):
-    run_training(tiny_config(source, tmp_path / "whole", steps=STEPS))
+    train_run(tiny_config(source, tmp_path / "whole", steps=STEPS))
     config = tiny_config(source, tmp_path / "stopped", steps=STEPS)
     config.checkpoint.interval = 100
     config.held_out.interval = 1  # a signal may come in the middle of it
@@ -73,11 +71,11 @@ def test_a_run_saves_at_the_next_boundary_and_goes_on(source, tmp_path):
     callback = SignalAt(2)
     config.callbacks = (callback,)
     with StopListener() as listener, pytest.raises(StoppedError, match="after step 3 of 6"):
-        run_training(config, stop_listener=listener, evaluations=evaluations)
+        train_run(config, stop_listener=listener)
     assert listener.requested_by == "SIGUSR1"
     assert not callback.ended
     assert committed_steps(tmp_path / "stopped" / "checkpoints") == [3]
-    run_training(tiny_config(source, tmp_path / "stopped", steps=STEPS))
+    train_run(tiny_config(source, tmp_path / "stopped", steps=STEPS))
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
@@ -97,7 +95,7 @@ def test_a_signal_in_the_last_step_stops_nothing(source, tmp_path):
     config = tiny_config(source, tmp_path / "run", steps=2)
     config.callbacks = (SignalAt(2),)
     with StopListener() as listener:
-        run_training(config, stop_listener=listener)
+        train_run(config, stop_listener=listener)
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
 
 

@@ -11,17 +11,18 @@ import pytest
 import titan_loop.compat as compat
 import torch
 
-from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
+from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config, train_run
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
+from titan_loop.recipes.recipe import Recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import transient
 from titan_loop.training import metrics_processor, optimizer
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -50,7 +51,7 @@ def losses(run: Path) -> dict[int, float]:
 def test_a_run_writes_what_its_schedules_say(source, tmp_path):
     config = tiny_config(source, tmp_path / "run", steps=STEPS)
     learning_rate, entropy_weight = config.learning_rate, config.entropy_weight
-    run_training(config, command=["test"])
+    train_run(config)
     records = RunDirectory(tmp_path / "run").read_metrics()
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     assert [r["tokens"] for r in records] == [BATCH_TOKENS * i for i in range(1, STEPS + 1)]
@@ -84,7 +85,7 @@ def test_mfu_counts_every_step_at_its_own_r(source, tmp_path, monkeypatch):
     )
     config = whole_batches(source, tmp_path / "run", steps=STEPS)
     config.metrics.log_freq = STEPS
-    run_training(config, command=["test"])
+    train_run(config)
     _, record = RunDirectory(tmp_path / "run").read_metrics()  # steps 1 and 6
     model = resolve(config, 1).model
     flops = [model.training_flops(config.training.seq_len, r).total for r in (4, 4, 2, 2, 2)]
@@ -104,7 +105,7 @@ def test_the_backward_pass_reaches_further_as_it_grows(source, tmp_path):
     config.model.tie_weights = True
     config.recurrence.backward_growth = Schedule.steps([(0, 1), (2 * BATCH_TOKENS, 3)])
     config.callbacks = (Watch(),)
-    run_training(config, command=["test"])
+    train_run(config)
     assert reached == [1, 1, 3, 3]
 
 
@@ -126,7 +127,7 @@ def test_a_checkpoint_records_the_r_that_was_trained(source, tmp_path, changes, 
     config.training.steps = 2
     for name, value in changes.items():
         setattr(config.recurrence, name, value)
-    run_training(config, command=["test"])
+    train_run(config)
     state = read_manifest(RunDirectory(tmp_path / "run").checkpoint(2))["trainer"]
     assert state["recurrent_steps"] == depth
     last = RunDirectory(tmp_path / "run").read_metrics()[-1]["recurrent_steps"]
@@ -135,7 +136,7 @@ def test_a_checkpoint_records_the_r_that_was_trained(source, tmp_path, changes, 
 
 def test_a_folder_that_lets_nobody_write_is_one_line(source):
     with pytest.raises(UserError, match=r"dump_folder=/proc/x cannot be written \(No such file"):
-        run_training(tiny_config(source, Path("/proc/x")), command=["test"])
+        run_recipe(Recipe.of_one_run("run", tiny_config(source, Path("/proc/x"))))
 
 
 def test_the_local_batch_does_not_change_the_loss(source, tmp_path):
@@ -144,7 +145,7 @@ def test_the_local_batch_does_not_change_the_loss(source, tmp_path):
     for local_batch in (1, 2, 8):
         config = tiny_config(source, tmp_path / f"run{local_batch}", steps=2)
         config.training.local_batch_size = local_batch
-        run_training(config, command=["test"])
+        train_run(config)
         results.append(losses(tmp_path / f"run{local_batch}"))
     for result in results[1:]:
         for step, loss in results[0].items():
@@ -156,7 +157,7 @@ def test_a_batch_ramp_changes_the_accumulation(source, tmp_path):
     config.batch.global_batch_tokens = Schedule.steps(
         [(0, BATCH_TOKENS), (2 * BATCH_TOKENS, 2 * BATCH_TOKENS)]
     )
-    run_training(config, command=["test"])
+    train_run(config)
     records = RunDirectory(tmp_path / "run").read_metrics()
     assert [r["global_batch_tokens"] // BATCH_TOKENS for r in records] == [1, 1, 2, 2]
     assert records[-1]["tokens"] == 6 * BATCH_TOKENS
@@ -166,7 +167,7 @@ def test_the_loss_falls_with_eight_recurrent_steps(source, tmp_path):
     config = whole_batches(source, tmp_path / "run", steps=20)
     config.recurrence.steps = Schedule.constant(8)
     config.checkpoint.enable = False
-    run_training(config, command=["test"])
+    train_run(config)
     series = losses(tmp_path / "run")
     assert max(series.values()) < series[1] + 0.1  # no spike
     assert series[20] < series[1] - 0.5
@@ -184,7 +185,7 @@ def test_random_recurrent_steps_and_dropout_are_drawn_again_on_resume(source, tm
 
     for run, limits in (("whole", [0]), ("broken", [4, 0])):
         for limit in limits:
-            run_training(config(run, limit), command=["test"])
+            train_run(config(run, limit))
     whole, broken = (
         [r["recurrent_steps"] for r in RunDirectory(tmp_path / run).read_metrics()]
         for run in ("whole", "broken")
@@ -205,7 +206,7 @@ def test_repeated_reads_are_counted_in_the_metrics(source, tmp_path, monkeypatch
 
     monkeypatch.setattr(transient, "_retries", 3)  # later tests compare records
     monkeypatch.setattr(os, "pread", flaky)
-    run_training(whole_batches(source, tmp_path / "run", steps=2))
+    train_run(whole_batches(source, tmp_path / "run", steps=2))
     last = RunDirectory(tmp_path / "run").read_metrics()[-1]
     assert last["io_retries"] == 5
 
@@ -213,16 +214,16 @@ def test_repeated_reads_are_counted_in_the_metrics(source, tmp_path, monkeypatch
 def test_a_run_resumed_with_another_batch_still_ends_at_its_tokens(source, tmp_path):
     first = tiny_config(source, tmp_path / "run", steps=STEPS)
     first.training.steps = 4
-    run_training(first, command=["test"])
+    train_run(first)
     second = tiny_config(source, tmp_path / "run", steps=STEPS)
     second.batch.global_batch_tokens = Schedule.constant(BATCH_TOKENS // 2)
-    run_training(second, command=["test"])
+    train_run(second)
     records = RunDirectory(tmp_path / "run").read_metrics()
     assert [r["tokens"] for r in records[3:]] == [
         BATCH_TOKENS * halves // 2 for halves in (8, 9, 10, 11, 12)
     ]
     assert committed_steps(tmp_path / "run" / "checkpoints")[-1] == 8
-    run_training(second, command=["test"])  # nothing left: returns at once
+    train_run(second)  # nothing left: returns at once
     assert len(RunDirectory(tmp_path / "run").read_metrics()) == len(records)
 
 
@@ -243,7 +244,7 @@ def test_optimiser_settings_of_this_start_win_over_those_that_older_versions_sav
     first.training.steps = 2
     with monkeypatch.context() as patched:
         patched.setattr(optimizer, "_SETTINGS", "nothing")
-        run_training(first, command=["test"])
+        train_run(first)
     saved = CheckpointReader(tmp_path / "run/checkpoints/step-2").keys()
     assert any("param_groups" in key for key in saved)
     second = whole_batches(source, tmp_path / "run", steps=STEPS)
@@ -262,20 +263,20 @@ def test_optimiser_settings_of_this_start_win_over_those_that_older_versions_sav
 def test_other_data_is_refused_on_resume(source, tmp_path):
     first = whole_batches(source, tmp_path / "run", steps=STEPS)
     first.training.steps = 2
-    run_training(first, command=["test"])
+    train_run(first)
     second = whole_batches(source, tmp_path / "run", steps=STEPS)
     second.dataloader.seed = 1
     with pytest.raises(UserError, match="seed"):
-        run_training(second, command=["test"])
+        train_run(second)
 
 
 def test_an_uncommitted_checkpoint_is_not_used(source, tmp_path):
     run = tmp_path / "run"
-    run_training(whole_batches(source, run, steps=STEPS), command=["test"])
+    train_run(whole_batches(source, run, steps=STEPS))
     before = losses(run)
     (run / "checkpoints" / "step-6" / "manifest.json").unlink()
     (run / "metrics.jsonl").unlink()
-    run_training(whole_batches(source, run, steps=STEPS), command=["test"])
+    train_run(whole_batches(source, run, steps=STEPS))
     assert losses(run) == {step: before[step] for step in (5, 6)}
     assert committed_steps(run / "checkpoints") == [2, 4, 6]
 
@@ -285,7 +286,7 @@ def test_the_keep_policy_counts_committed_checkpoints_only(source, tmp_path):
     (run / "checkpoints" / "step-1").mkdir(parents=True)
     config = whole_batches(source, run, steps=STEPS)
     config.checkpoint.keep_latest_k = 2
-    run_training(config, command=["test"])
+    train_run(config)
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-4", "step-6"]
 
 
@@ -390,7 +391,7 @@ def test_callbacks_see_every_step_and_the_logged_record(source, tmp_path):
     config = whole_batches(source, tmp_path / "run", steps=4)
     config.metrics.log_freq = 3
     config.callbacks = (Recorder(),)
-    run_training(config, command=["test"])
+    train_run(config)
     assert seen == [("start", 0), (1, True), (2, False), (3, True), (4, True), ("end", 4)]
 
 
@@ -401,7 +402,7 @@ def test_profiler_and_flight_recorder_switches_pass_through(source, tmp_path):
     config.profiler.profile_freq = 5
     config.recurrence.steps = Schedule.constant(1)
     config.comm.trace_buf_size = 10
-    run_training(config, command=["test"])
+    train_run(config)
     assert list((tmp_path / "run" / "profiling" / "traces").rglob("*.json*"))
     assert (tmp_path / "run" / "comm_traces").is_dir()
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "10"

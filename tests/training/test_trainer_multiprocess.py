@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.support import multiprocess
 from tests.support.multiprocess import RankError
-from tests.support.tiny import act_as_launched, tiny_config
+from tests.support.tiny import act_as_launched, tiny_config, train_run
 from tests.training.records import RELATIVE_TOLERANCE, assert_same_records
 from titan_loop.checkpoint.difference import differences
 from titan_loop.checkpoint.folders import committed_steps
@@ -26,7 +26,6 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import run_training
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
@@ -325,7 +324,7 @@ def train_with_an_error_on_rank_one(source: Path, run: Path) -> None:
     config.callbacks = (RaisesOnRankOne(),)
     LoopTrainer.close = lambda *_, **__: threading.Event().wait()  # type: ignore[method-assign]
     with StopListener(leave=0.1) as listener:
-        run_training(config, stop_listener=listener)
+        train_run(config, stop_listener=listener)
 
 
 def test_an_error_of_one_rank_ends_it_though_its_peers_never_come(
@@ -362,7 +361,7 @@ def train_and_look_for_the_others(source: Path, run: Path) -> bool:
     act_as_launched(2)
     config = tiny_config(source, run, steps=2)
     config.callbacks = (SlowToClose(),)
-    run_training(config)
+    train_run(config)
     return (run / CLOSED).exists()
 
 

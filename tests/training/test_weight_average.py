@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, act_as_launched, tiny_config
+from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, act_as_launched, tiny_config, train_run
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.cli.main import main
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.weight_average import WeightAverage, WeightAverageConfig
 
@@ -81,9 +80,9 @@ def saved(run: Path, step: int) -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("alone")
 def test_a_resumed_average_goes_on_bit_for_bit(source, tmp_path):
-    run_training(config_of(source, tmp_path / "whole", decay=0.5))
+    train_run(config_of(source, tmp_path / "whole", decay=0.5))
     for steps in (2, 6):
-        run_training(config_of(source, tmp_path / "halves", decay=0.5, steps=steps))
+        train_run(config_of(source, tmp_path / "halves", decay=0.5, steps=steps))
     whole, halves = (saved(tmp_path / name, 6) for name in ("whole", "halves"))
     assert whole.keys() == halves.keys()
     assert all(torch.equal(whole[key], halves[key]) for key in whole)
@@ -94,7 +93,7 @@ def test_a_resumed_average_goes_on_bit_for_bit(source, tmp_path):
 @pytest.mark.usefixtures("alone")
 def test_an_average_may_begin_and_end_in_the_middle_of_a_run(source, tmp_path):
     for steps, decay in ((2, 0.0), (4, 0.5), (6, 0.0)):
-        run_training(config_of(source, tmp_path, decay=decay, steps=steps))
+        train_run(config_of(source, tmp_path, decay=decay, steps=steps))
     names = [key for key in saved(tmp_path, 2) if not key.startswith("optimizer.")]
     plain = {step: saved(tmp_path, step) for step in (2, 4, 6)}
     averaged = [{k for k in plain[step] if k.startswith(AVERAGE_PREFIX)} for step in (2, 4, 6)]
@@ -106,7 +105,7 @@ def averaged(request, source, tmp_path_factory) -> tuple[Path, Path]:
     """A run with an average, and a copy of it whose weights are that average."""
     folder = tmp_path_factory.mktemp("averaged")
     act_as_launched(1)
-    run_training(config_of(source, folder / "run", decay=0.5, steps=2, tied=request.param))
+    train_run(config_of(source, folder / "run", decay=0.5, steps=2, tied=request.param))
     dist.destroy_process_group()
     shutil.copytree(folder / "run", folder / "copy")
     step = RunDirectory(folder / "copy").checkpoint(2)
@@ -128,7 +127,7 @@ def test_a_fork_starts_its_own_average(source, averaged, tmp_path, start_steps):
     fork = config_of(source, tmp_path / "fork", decay=0.9, steps=1, tied=tied)
     fork.checkpoint.carry.parent = str(averaged[0])
     fork.ema.start_tokens = start_steps * BATCH_TOKENS
-    run_training(fork)
+    train_run(fork)
     entries = saved(tmp_path / "fork", 1)
     averages = [key for key in entries if key.startswith(AVERAGE_PREFIX)]
     assert averages

@@ -75,7 +75,7 @@ def run(
             check_tokenizer(resolved, parent, only=stage)
 
         from titan_loop.checkpoint.saving import SaveFailedError
-        from titan_loop.recipes.runner import run_recipe
+        from titan_loop.recipes.start import run_recipe
 
         try:
             run_recipe(resolved, folder=dump_folder, only=stage, stop_listener=stop_listener)

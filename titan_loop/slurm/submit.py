@@ -14,7 +14,7 @@ import titan_loop.compat as compat  # before any torchtitan module
 
 from titan_loop.errors import RunFailedError, UserError, nearest, require_at_least
 from titan_loop.recipes.recipe import Recipe
-from titan_loop.recipes.runner import check_placed, is_complete
+from titan_loop.recipes.start import check_placed, is_complete
 from titan_loop.slurm.chain import read_chain
 from titan_loop.slurm.commands import (
     CommandFailedError,

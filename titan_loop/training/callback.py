@@ -5,7 +5,7 @@
     ─► on_verdict ─► record ─► on_step_end ─► may_save ─► state_dict ─► … ─► on_train_end ─► close
 
 A run has the callbacks that its config switches on (`built_in.py`), the recipe's, and the
-evaluations that `run_training` appends. They see the run through `TrainingState`.
+evaluations that the start appends. They see the run through `TrainingState`.
 """
 
 from collections.abc import Mapping

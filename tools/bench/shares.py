@@ -22,8 +22,9 @@ from small_run import add_run_flags, run_config
 from tests.support.tiny import tiny_source
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.load.loader import WindowLoader
+from titan_loop.recipes.recipe import Recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 WARMUP_STEPS = 5
@@ -43,7 +44,7 @@ def main() -> int:
     _timed(LoopCheckpointManager, "save", seconds)
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        run_training(_config(options, Path(folder)))
+        run_recipe(Recipe.of_one_run("shares", _config(options, Path(folder))))
         whole = time.perf_counter() - began
     loop = sum(seconds[step][WARMUP_STEPS:]) + sum(seconds["save"][WARMUP_STEPS:])
     print("part | calls | seconds | of the loop")

@@ -100,7 +100,7 @@ def _train_one_step(options: argparse.Namespace, source: Path, run: Path) -> int
     from torch._dynamo.utils import counters
 
     from titan_loop.recipes.recipe import Recipe
-    from titan_loop.recipes.runner import run_recipe
+    from titan_loop.recipes.start import run_recipe
 
     config = run_config(options, source, steps=1)
     config.compile.enable = not options.no_compile

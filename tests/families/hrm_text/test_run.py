@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.inference.generation import check_generation
 from tests.inference.reference import prompts
 from tests.support.multiprocess import RankError
-from tests.support.tiny import act_as_launched
+from tests.support.tiny import act_as_launched, train_run
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
@@ -28,7 +28,6 @@ from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.weight_average import WeightAverageConfig
@@ -64,7 +63,6 @@ def config_of(folder: Path) -> LoopTrainer.Config:
 
 def train(folder: Path, world: int, killed_at: int | None = None, examined: bool = False) -> None:
     """Train on `world` ranks, of which the last is killed after a step."""
-    from titan_loop.evaluation.while_training import evaluations
 
     class Killer(Callback):
         def on_step_end(self, trainer: Any, metrics: Any) -> None:
@@ -72,9 +70,8 @@ def train(folder: Path, world: int, killed_at: int | None = None, examined: bool
                 os.kill(os.getpid(), signal.SIGKILL)
 
     act_as_launched(world)
-    run_training(
-        config_of(folder),
-        evaluations=evaluations if examined else lambda config: [Killer()],
+    train_run(
+        config_of(folder) if examined else lambda config: [Killer()],
     )
 
 
@@ -154,4 +151,4 @@ def test_prefixes_for_a_model_without_them_are_refused(tmp_path: Path, capfd):
     config = config_of(tmp_path / "run")
     config.dataloader.prefix = False
     with pytest.raises(UserError, match="the model reads prefix, and dataloader=TaskLoader"):
-        run_training(config)
+        train_run(config)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny import act_as_launched
+from tests.support.tiny import act_as_launched, train_run
 from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.families.latent.model import LatentOptions
@@ -15,7 +15,6 @@ from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from train_configs.latent.task import DagArithmetic
@@ -46,10 +45,9 @@ def config_of(folder: Path, options: LatentOptions) -> LoopTrainer.Config:
 
 
 def train(folder: Path, world: int, options: LatentOptions) -> None:
-    from titan_loop.evaluation.while_training import evaluations
 
     act_as_launched(world)
-    run_training(config_of(folder, options), evaluations=evaluations)
+    train_run(config_of(folder, options))
 
 
 @pytest.mark.multiprocess

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.multiprocess import RankError
-from tests.support.tiny import act_as_launched, tiny_config
+from tests.support.tiny import act_as_launched, tiny_config, train_run
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.moe.model import MoEOptions
@@ -22,7 +22,6 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.callback import Callback
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 RATE = 0.01
@@ -102,7 +101,7 @@ def spread(
             if trainer.step == killed_at and dist.get_rank() == world - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    run_training(config, evaluations=lambda config: [Killer()])
+    train_run(config, callbacks=[Killer()])
 
 
 @pytest.mark.multiprocess
@@ -139,12 +138,12 @@ def test_a_checkpoint_without_experts_is_refused_in_a_line(source: Path, tmp_pat
     dense.training.steps = 2
     dense.loss = ExpectedExitLoss.Config()
     dense.model = NanbeigeOptions()
-    run_training(dense)
+    train_run(dense)
     resumed, started = moe_config(source, tmp_path / "dense"), moe_config(source, tmp_path / "new")
     started.checkpoint.carry.parent = str(tmp_path / "dense")
     for config in (resumed, started):
         with pytest.raises(UserError, match="is of another architecture") as found:
-            run_training(config)
+            train_run(config)
         assert "model.family=moe (checkpoint: nanbeige)" in str(found.value)
         assert "model.experts=4 (checkpoint: unknown)" in str(found.value)
         assert "\n" not in str(found.value)

@@ -19,7 +19,7 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.conversation import Conversation, parse_messages

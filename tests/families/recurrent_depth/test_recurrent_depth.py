@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT
-from tests.support.tiny import act_as_launched
+from tests.support.tiny import act_as_launched, train_run
 from titan_loop.errors import UserError
-from titan_loop.evaluation.while_training import evaluations
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
 from titan_loop.inference.exit_policy import HiddenDifference
 from titan_loop.models.decoder import LoopDecoder
@@ -22,7 +21,6 @@ from titan_loop.models.family import build_decoder
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 
 EXACT = 1e-10  # both sides compute in float64
@@ -172,7 +170,7 @@ def train(folder: Path, world: int) -> None:
     config.learning_rate = Schedule.constant(1e-3)
     config.dataloader.curriculum.interval = 3
     config.suite.interval, config.metrics.log_freq = 0, 1
-    run_training(config, evaluations=evaluations)
+    train_run(config)
 
 
 @pytest.mark.multiprocess

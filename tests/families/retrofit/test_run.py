@@ -9,14 +9,13 @@ import torch
 
 from tests.families.nanbeige.test_formats import convert
 from tests.families.retrofit.conftest import opened
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.cli import main as cli
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.retrofit.distillation import DistillationLoss
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -33,7 +32,7 @@ def dense(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             patch.delenv(name, raising=False)
-        run_training(config)
+        train_run(config)
         torch.distributed.destroy_process_group()
     return folder
 
@@ -62,7 +61,7 @@ def test_new_parameters_alone_train_towards_a_teacher(
     retrofit(dense, "--output", start, "--mode", "identity", "--rank", 2, *SPANS)
     config = distilled(source, start, tmp_path / "run", "" if own else str(dense))
     config.model.trained = "new"  # type: ignore[attr-defined]
-    run_training(config)
+    train_run(config)
     before, after = (opened(path).state_dict() for path in (start, tmp_path / "run"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     new = {n for n in before if n.startswith("bridge.") or n.endswith((".up", ".down"))}

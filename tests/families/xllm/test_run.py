@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.multiprocess import RankError
-from tests.support.tiny import act_as_launched
+from tests.support.tiny import act_as_launched, train_run
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
@@ -23,7 +23,6 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from train_configs.xllm.analysis import learned_depths
@@ -70,7 +69,7 @@ def train(folder: Path, world: int, killed_at: int | None = None) -> None:
     act_as_launched(world)
     settings = PriorSettings(burn_in=1, rate=0.3, mean=2.5)
     learned = LearnedDepth(capped_depths(2.5, 0.5, 6).tolist(), settings=settings)
-    run_training(config_of(folder, learned), evaluations=lambda config: [Killer()])
+    train_run(config_of(folder, learned), callbacks=[Killer()])
 
 
 @pytest.fixture
@@ -124,7 +123,7 @@ def halves() -> DrawnDepth:
 def train_halves(folder: Path, world: int) -> None:
     """Train on `world` ranks, with a depth for either half of the batch."""
     act_as_launched(world)
-    run_training(config_of(folder, halves()))
+    train_run(config_of(folder, halves()))
 
 
 @pytest.mark.multiprocess
@@ -176,7 +175,7 @@ def test_the_learned_distribution_is_shown_as_it_was_at_each_checkpoint(whole: P
 def test_depths_that_micro_batches_cannot_share_are_refused(tmp_path: Path):
     config = config_of(tmp_path / "run", replace(halves(), per_step=3))
     with pytest.raises(UserError, match="4 micro-batches cannot have 3 depths: draw fewer, or set"):
-        run_training(config)
+        train_run(config)
     with pytest.raises(UserError, match="per_step"):
         replace(halves(), per_step=0)
 
@@ -184,7 +183,7 @@ def test_depths_that_micro_batches_cannot_share_are_refused(tmp_path: Path):
 @pytest.mark.usefixtures("alone")
 def test_a_run_has_the_depths_that_are_drawn(tmp_path: Path):
     drawn = DrawnDepth(probabilities=capped_depths(2.5, 0.5, 6).tolist(), antithetic=True)
-    run_training(config_of(tmp_path / "run", drawn))
+    train_run(config_of(tmp_path / "run", drawn))
     depths = [record["recurrent_steps"] for record in records(tmp_path / "run").values()]
     assert depths == [drawn.draw(step) for step in range(STEPS)]
     with pytest.raises(UserError, match="no learned distribution of depths; train with"):

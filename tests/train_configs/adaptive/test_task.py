@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from tests.train_configs.physics.test_capo import SMALL, check_bits
 from titan_loop.cli.flag_help import flags_of
 from titan_loop.cli.overrides import apply_overrides
@@ -16,11 +16,9 @@ from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.task_options import TaskOptions
-from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recorded import recorded_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 from train_configs.adaptive.task import ManoCapo
 
@@ -80,7 +78,7 @@ def test_a_run_on_both_is_asked_and_trained_again_from_what_it_recorded(tmp_path
     config.dataloader = TaskLoader.Config(task=BOTH)
     config.suite.interval, config.suite.tasks, config.suite.depths = 2, [BOTH.name], [1]
     config.suite.questions = 12
-    run_training(config, evaluations=evaluations)
+    train_run(config)
     run = RunDirectory(config.dump_folder)
     (record,) = read_jsonl(run.evals_jsonl)
     found = evaluate_tasks(run.path, TaskOptions(tasks=(BOTH.name,), depths=[1], limit=12))

@@ -9,12 +9,11 @@ import pytest
 
 from tests.families.latent.test_run import OPTIONS, TASK, WINDOW, config_of
 from tests.families.xllm.test_run import config_of as of_mano
-from tests.support.tiny import act_as_launched
+from tests.support.tiny import act_as_launched, train_run
 from titan_loop.errors import UserError
 from titan_loop.evaluation.task_report import TaskReport, graded
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.evaluation_config import SuiteConfig
-from titan_loop.training.run import run_training
 from train_configs.latent import analysis
 from train_configs.latent.analysis import circuit_tables, circuits, repair, solved
 
@@ -29,7 +28,7 @@ def trained(folder: Path, **options: Any) -> Path:
     act_as_launched(1)
     config = config_of(folder, replace(OPTIONS, **options))
     config.total_tokens, config.suite = 2 * 4 * WINDOW, SuiteConfig(interval=0)
-    run_training(config)
+    train_run(config)
     return folder
 
 
@@ -110,7 +109,7 @@ def test_only_models_of_the_family_are_analysed(tmp_path: Path, monkeypatch):
     assert solved(smooth).record["solved"]["9_nodes"] == "0.500"
     with pytest.raises(UserError, match="smooth is not a discrete model of the family latent"):
         repair(smooth)
-    run_training(of_mano(tmp_path / "mano"))
+    train_run(of_mano(tmp_path / "mano"))
     with pytest.raises(UserError, match="was not trained on"):
         solved(tmp_path / "mano")
 

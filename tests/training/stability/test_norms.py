@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.analysis.report import write_report
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.run import run_training
 from titan_loop.training.stability.norms import (
     GROWTH,
     WeightNorms,
@@ -90,7 +89,7 @@ def test_a_run_writes_its_norms_and_warns_once(
     monkeypatch.setattr("titan_loop.training.stability.norms.GROWTH", 0.1)
     config = tiny_config(source, tmp_path, steps=5)
     config.stability.norms_interval = 2
-    run_training(config)
+    train_run(config)
     found = RunDirectory(tmp_path).read_norms()
     assert [each["step"] for each in found] == [2, 4]
     assert found[0]["state_rms"][0] == [None] * len(found[0]["state_rms"][1])
@@ -109,4 +108,4 @@ def test_a_negative_interval_is_refused(alone: None, source: Path, tmp_path: Pat
     config = tiny_config(source, tmp_path)
     config.stability.norms_interval = -1
     with pytest.raises(UserError, match=r"stability\.norms_interval=-1 is negative"):
-        run_training(config)
+        train_run(config)

@@ -13,10 +13,10 @@ import pytest
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
 
-import titan_loop.training.run
+import titan_loop.recipes.on_disk
 from tests.support.multiprocess import preloaded_context
 from tests.support.spikes import Spikes
-from tests.support.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
+from tests.support.tiny import BATCH_WINDOWS, act_as_launched, tiny_config, train_run
 from titan_loop.analysis.report import write_report
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
@@ -29,7 +29,6 @@ from titan_loop.runs.exit_reports import RankExit
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.slurm.requeue import final_code
 from titan_loop.training.callback import Callback, TrainingState
-from titan_loop.training.run import run_training
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 from tools.spikes import STEPS, demonstration
@@ -82,7 +81,7 @@ def passed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     config = demonstration(source, folder)
     config.callbacks = (*config.callbacks, kept)
     try:
-        run_training(config)
+        train_run(config)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -139,7 +138,7 @@ def test_a_skipped_step_leaves_muon_alone(source: Path, tmp_path: Path):
     config.optimizer.name, config.training.steps = "muon", 14
     config.training.local_batch_size = 4  # two micro-batches
     config.callbacks = (*config.callbacks, kept)
-    run_training(config)
+    train_run(config)
     assert decisions(tmp_path) == [("skip", 14)]
     assert kept.equal(13, 14)
     assert not kept.equal(12, 13)
@@ -160,7 +159,7 @@ def test_spikes_that_go_on_end_the_run_with_a_code_of_its_own(source: Path, tmp_
     with pytest.raises(
         UnstableError, match=r"no rewind is left \(stability.rewinds=1\)"
     ) as failure:
-        run_training(config)
+        train_run(config)
     unstable = RankExit(0, "", EXIT_UNSTABLE)
     assert exit_code(failure.value) == EXIT_UNSTABLE == final_code(143, [unstable])
     taken = " ".join(name for name, _ in decisions(tmp_path))
@@ -181,7 +180,7 @@ def test_the_fewest_checkpoints_that_are_not_refused_suffice(
     config.checkpoint.interval, config.checkpoint.keep_latest_k = 4, 3
     bad = [window for step in (13, second) for window in range(8 * step - 8, 8 * step)]
     config.callbacks = (Spikes(bad),)
-    run_training(config)
+    train_run(config)
     back = [record for record in RunDirectory(tmp_path).read_decisions() if "to_step" in record]
     assert [record["to_step"] for record in back] == went_to
 
@@ -195,7 +194,7 @@ def test_a_run_that_is_asked_to_stop_at_a_skipped_step_saves_it(
     monkeypatch.setattr(StopListener, "requested_by", asked)
     config.callbacks = (*config.callbacks, kept)
     with pytest.raises(StoppedError, match="stopped after step 14"):
-        run_training(config)
+        train_run(config)
     assert decisions(tmp_path) == [("skip", 14)]
     assert committed_steps(tmp_path / "checkpoints")[-1] == 14
 
@@ -205,7 +204,7 @@ def test_a_spike_before_the_first_checkpoint_ends_the_run(source: Path, tmp_path
     config = demonstration(source, tmp_path)
     config.checkpoint.interval = 20
     with pytest.raises(UnstableError, match="no good checkpoint from before step 14"):
-        run_training(config)
+        train_run(config)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +235,7 @@ def test_what_cannot_work_is_refused(
     for name, value in changes.items():
         setattr(config.stability, name, value)
     with pytest.raises(UserError, match=message):
-        run_training(config)
+        train_run(config)
 
 
 @pytest.mark.usefixtures("alone")
@@ -247,7 +246,7 @@ def test_a_rewind_survives_the_loss_of_the_disk(
     config = demonstration(source, tmp_path / "run")
     config.checkpoint.remote = f"file://{tmp_path}/remote"
     config.checkpoint.adopt_remote = True
-    real = titan_loop.training.run.take_up_rewinds
+    real = titan_loop.recipes.on_disk.take_up_rewinds
 
     def killed(run: Path, *arguments: Any) -> None:
         if read_rewinds(run):
@@ -255,11 +254,11 @@ def test_a_rewind_survives_the_loss_of_the_disk(
         real(run, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(titan_loop.training.run, "take_up_rewinds", killed)
+        patch.setattr(titan_loop.recipes.on_disk, "take_up_rewinds", killed)
         with pytest.raises(KeyboardInterrupt):
-            run_training(config)
+            train_run(config)
     shutil.rmtree(tmp_path / "run")
-    run_training(config)
+    train_run(config)
     whole, run = RunDirectory(passed[0]), RunDirectory(tmp_path / "run")
     found, expected = run.read_metrics(), whole.read_metrics()
     assert [record["data_hash"] for record in found] == [r["data_hash"] for r in expected[12:]]
@@ -277,12 +276,12 @@ def train_alone(source: Path, run: Path) -> None:
     os.setsid()
     start_alone()
     torch.set_num_threads(1)
-    run_training(demonstration(source, run))
+    train_run(demonstration(source, run))
 
 
 def train_on_two(source: Path, run: Path) -> None:
     act_as_launched(2)
-    run_training(demonstration(source, run))
+    train_run(demonstration(source, run))
 
 
 def killed_when(source: Path, run: Path, reached: tuple[str, int]) -> None:

@@ -7,9 +7,8 @@ import pytest
 from torchtitan.config import CompileConfig
 
 from tests.support.spikes import Spikes
-from tests.support.tiny import BATCH_WINDOWS, act_as_launched
+from tests.support.tiny import BATCH_WINDOWS, act_as_launched, train_run
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from tools.spikes import demonstration
 
@@ -40,7 +39,7 @@ def train(source: Path, run: Path, layout: str) -> None:
     else:
         for name, degree in changes.items():
             setattr(config.parallelism, name, degree)
-    run_training(config)
+    train_run(config)
 
 
 def decisions(run: Path) -> list[dict[str, Any]]:

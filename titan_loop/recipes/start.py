@@ -1,4 +1,9 @@
-"""Runs a recipe's incomplete stages, one after another, in one process per rank.
+"""The only start: a recipe's incomplete stages, one after another, in one process per rank.
+
+    place ─► copy remote sources ─► look (rank 0): disk, model, refusals of every stage
+                                      └─► a stage: look (rank 0) ─► resolve ─► train ─┐
+                                           ▲   the next stage, or again after a rewind │
+                                           └──────────────────────────────────────────┘
 
 Mistakes in any stage are reported before the first one starts. A complete stage is skipped, an
 interrupted one continues from its newest checkpoint, and a new one starts from its parent's last
@@ -6,18 +11,30 @@ checkpoint. All stages share the process group; each is freed before the next on
 """
 
 import gc
+import os
 from collections.abc import Mapping
-from typing import cast
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import titan_loop.compat as compat  # before any torchtitan module
+import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_loop.distributed.compiler import forget_compiled_stage, keep_compiled_code
-from titan_loop.errors import UserError, raise_first
+from titan_loop.errors import UnstableError, UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.ranks import decided_by_rank_zero, warn_together
+from titan_loop.models.family import size_notes
+from titan_loop.ranks import all_ranks, decided_by_rank_zero, from_rank_zero, warn_together
+from titan_loop.recipes.on_disk import (
+    Found,
+    check_resumable,
+    copy_sources,
+    fetch_checkpoints,
+    find,
+)
 from titan_loop.recipes.preflight import (
     carry_refusals,
     parent_refusals,
@@ -30,16 +47,12 @@ from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import PlannedStage, write_plan
 from titan_loop.storage.room import require_writable, wait_for_room
 from titan_loop.training.chosen_model import Newest, newest_of, saved_architecture
+from titan_loop.training.config import RunConfig
 from titan_loop.training.optimizer import OptimizerName
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import ResolvedRun, resolve
-from titan_loop.training.run import (
-    check_resumable,
-    copy_sources,
-    fetch_checkpoints,
-    run_training,
-    shutdown,
-)
+from titan_loop.training.run import remote_of, run_training
+from titan_loop.training.stability.recovery import SpikesError, rewind
 from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
@@ -69,14 +82,16 @@ def run_recipe(
     compat.start_logging(rank)
     recipe.check()
     root = recipe.place(folder)
+    # On every rank, since a node may lack the mount, or have it read-only.
     require_writable(root, f"dump_folder={root}")
     stages = recipe.chosen(only)
+    # Before ranks meet: a download may take longer than any collective waits.
     copy_sources([stage.config for stage in stages])
 
     def look() -> dict[str, tuple[int, Trainable]]:
-        wait_for_room(root, 0)
+        wait_for_room(root, 0)  # a checkpoint that is fetched needs some
         for stage in recipe.stages:
-            fetch_checkpoints(stage.config)
+            fetch_checkpoints(stage.config)  # before the checks, which read the newest checkpoints
         check_placed(recipe, world_size, only=only)
         return {s.name: (s.config.total_tokens, s.config.trainable) for s in recipe.stages}
 
@@ -97,15 +112,78 @@ def run_recipe(
             if len(recipe.stages) > 1:
                 logger.info("Stage %s (%d of %d)", stage.name, number, len(stages))
             decided_by_rank_zero(lambda stage=stage: raise_first(parent_refusals(recipe, stage)))
-            run_training(
-                stage.config, stop_listener=stop_listener, evaluations=evaluations, startup=startup
-            )
+            start(stage.config, stop_listener=stop_listener, startup=startup)
             if startup.finished:
                 startup = StartupClock()  # for the next stage
             forget_compiled_stage()
             gc.collect()  # torchtitan turns automatic collection off; a model has cycles
     finally:
         shutdown()  # may wait for ranks that wait for this one; StopListener.leave ends the wait
+
+
+def start(
+    config: RunConfig,
+    *,
+    stop_listener: StopListener | None = None,
+    startup: StartupClock | None = None,
+) -> None:
+    """Train one run to its end, starting again after each rewind; collective.
+
+    The process group stays for the next run of a recipe: call `shutdown` after the last. Raises as
+    `run_recipe` does, and `UnstableError` if spikes go on after every rewind.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        compat.skip_final_pause()
+    startup = startup or StartupClock()
+    while True:
+        # Rank 0 alone looks: ranks that see different checkpoints would train different models.
+        saved, found = decided_by_rank_zero(lambda config=config: _look(config, world_size))
+        if found is None:
+            logger.info("Nothing left to train in %s", config.dump_folder)
+            return
+        run = resolve(config, world_size, saved)
+        try:
+            run_training(
+                run,
+                evaluations(config),
+                notes=[*size_notes(config.model, run.model.vocab_size)],
+                changes=found.changes,
+                from_parent=found.from_parent,
+                stop_listener=stop_listener,
+                startup=startup,
+            )
+            return
+        except SpikesError as error:
+            spikes = error.spikes  # without the error, whose traceback holds the trainer
+        gc.collect()
+        forget_compiled_stage()
+        decide = partial(
+            rewind,
+            RunDirectory(config.dump_folder),
+            remote_of(config),
+            spikes,
+            config.stability,
+        )
+        if stop := from_rank_zero(all_ranks(), decide):
+            raise UnstableError(stop)
+        # The rewind decides where to go on from, not the checkpoint that was asked for.
+        config = replace(config, checkpoint=replace(config.checkpoint, load_step=-1))
+        startup = StartupClock()
+
+
+def _look(config: RunConfig, world_size: int) -> tuple[Mapping[str, Any], Found | None]:
+    """Return the architecture of the weights to start from, and the state of the run's folder."""
+    fetch_checkpoints(config)  # first: a rewind or a copy changes which checkpoint is the newest
+    newest = newest_of(config)
+    saved = saved_architecture(config, newest)
+    return saved, find(resolve(config, world_size, saved), newest)
+
+
+def shutdown() -> None:
+    """Leave the process group, if there is one, after the last run of the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) -> list[Stage]:
