@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from tests.data.shapes.writing import TEXTS
+from tests.data.shapes.shape import TEXTS
 from titan_loop.data.inspect_source import show_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.errors import UserError

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data.shapes.writing import TEXTS, jsonl
+from tests.data.shapes.shape import TEXTS, jsonl
 from titan_loop.data.inspect_source import verify_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
