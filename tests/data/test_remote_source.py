@@ -1,11 +1,8 @@
 """Sources in an object store: copied once, whole, and read like local ones."""
 
-import errno
-import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,26 +147,6 @@ def test_an_interrupted_copy_is_completed_and_nothing_is_copied_twice(memory, mo
     monkeypatch.setattr(remote_source, "_complete", set())  # as in another process
     SourceCard.read(cached())
     assert sorted(copied) == sorted(files)
-
-
-@pytest.mark.parametrize("fault", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_cache_without_locks_is_filled_with_a_warning(memory, monkeypatch, caplog, fault):
-    def flock(*_: object) -> None:
-        raise OSError(fault, os.strerror(fault))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with caplog.at_level(logging.WARNING):
-        loader(ADDRESS)
-    assert "lock cannot be locked" in caplog.text
-    assert "others may copy, too" in caplog.text
-
-
-def test_a_copy_says_how_far_it_is(memory, monkeypatch, caplog):
-    monkeypatch.setattr(remote_source, "PROGRESS_SECONDS", 0.0)
-    with caplog.at_level(logging.INFO, logger="titan_loop"):
-        loader(ADDRESS)
-    files = int(re.search(r"Copying (\d+) files", caplog.text)[1])
-    assert caplog.text.count("Copied 0.0 of 0.0 GiB of memory://bucket/corpora/tiny") == files
 
 
 def test_a_file_that_arrives_short_is_copied_again(memory, monkeypatch, caplog):

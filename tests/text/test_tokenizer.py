@@ -13,7 +13,6 @@ from titan_loop.text.tokenizer import (
     byte_symbols,
     check_vocabulary,
     load_tokenizer,
-    require_token,
     same_ids,
     token_byte_lengths,
     token_bytes,
@@ -36,16 +35,6 @@ def test_the_largest_id_has_24_bits(tmp_path: Path) -> None:
     assert vocab_size(load_tokenizer(largest)) == 2**24
     with pytest.raises(UserError, match="has the id 16777216; the limit is 16777215"):
         load_tokenizer(saved(of_ids(a=2**24), tmp_path))
-
-
-def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
-    tokenizer = of_ids(a=0, b=1)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.enable_truncation(2)
-    tokenizer.enable_padding(length=4, pad_token="b", pad_id=1)
-    path = saved(tokenizer, tmp_path)
-    assert load_tokenizer(path).encode("a").ids == [0]
-    assert load_tokenizer(path).encode("a a a a a").ids == [0] * 5
 
 
 class PanicException(BaseException):
@@ -89,14 +78,6 @@ def test_bytes_behind_a_token() -> None:
     assert lengths is not None
     assert lengths.tolist() == [1, 3, 0, 2]
     assert token_byte_lengths(of_ids(a=0, 漢=1)) is None
-
-
-def test_a_required_token_may_have_id_0() -> None:
-    tokenizer = of_ids(a=1)
-    tokenizer.add_special_tokens(["<|end|>"])
-    assert require_token(of_ids(a=0), "a", "eos_token") == 0
-    with pytest.raises(UserError, match=r"eos_token '<\|ends\|>' is not in the tok.*: <\|end\|>"):
-        require_token(tokenizer, "<|ends|>", "eos_token")
 
 
 def test_spare_rows_of_a_padded_vocabulary_are_allowed(small_tokenizer: Path) -> None:

@@ -33,28 +33,6 @@ def test_sizes_and_fields(corpus: Path) -> None:
         assert records(corpus, domain, "held_out")
 
 
-def test_no_document_or_text_occurs_twice(corpus: Path) -> None:
-    all_records = [
-        record
-        for domain in DOMAINS
-        for split in ("train", "held_out")
-        for record in records(corpus, domain, split)
-    ]
-    assert len({record["id"] for record in all_records}) == len(all_records)
-    assert len({record["text"] for record in all_records}) == len(all_records)
-    files = [record["id"].removesuffix("#docstrings") for record in all_records]
-    assert len(set(files)) == len(files)  # a file is taken whole or for its docstrings, never both
-
-
-def test_sympy_is_only_in_math(corpus: Path) -> None:
-    for split in ("train", "held_out"):
-        assert {r["source"] for r in records(corpus, "math", split)} <= {"sympy", "mano"}
-        for domain in ("code", "prose"):
-            assert not {"sympy", "titan-loop", "execnet"} & {
-                r["source"] for r in records(corpus, domain, split)
-            }
-
-
 def test_the_card_describes_the_corpus(corpus: Path) -> None:
     card = json.loads((corpus / "card.json").read_text())
     used = set()

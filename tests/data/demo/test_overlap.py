@@ -24,8 +24,3 @@ def test_a_copy_is_a_near_duplicate_and_shorter_passages_are_a_share() -> None:
         "near_duplicates": 0,
         "near_duplicate_bytes": 0.0,
     }
-
-
-def test_a_corpus_without_held_out_text_shares_nothing() -> None:
-    none = {"shared_12_words": 0.0, "near_duplicates": 0, "near_duplicate_bytes": 0.0}
-    assert overlaps([words(0, 30)], {"code": []}) == {"code": none}

@@ -1,5 +1,4 @@
 import logging
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchtitan.components.loss import IGNORE_INDEX
 
-from tests.data.load.splits import GLOBAL_BATCH, STEPS, L, rows, splits
+from tests.data.load.splits import GLOBAL_BATCH, L, rows
 from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
@@ -48,27 +47,6 @@ def build(write_source: Callable[..., Path], documents: DocumentMaker) -> Build:
     return build
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(splits, splits, st.integers(0, STEPS))
-def test_any_split_and_kill_point_reads_the_same(
-    build: Build, before: tuple[int, int], after: tuple[int, int], killed_at: int
-) -> None:
-    reference = build()
-    expected = [Counter(rows(reference.read_step(GLOBAL_BATCH))) for _ in range(STEPS)]
-
-    loaders = [build(before[0], rank, before[1]) for rank in range(before[0])]
-    for step in range(STEPS):
-        if step == killed_at:
-            state = loaders[0].state_dict()
-            loaders = [build(after[0], rank, after[1]) for rank in range(after[0])]
-            for loader in loaders:
-                loader.load_state_dict(state)
-        read = [window for loader in loaders for window in rows(loader.read_step(GLOBAL_BATCH))]
-        assert Counter(read) == expected[step]
-    assert {loader.data_hash for loader in loaders} == {reference.data_hash}
-    assert {loader.windows_consumed for loader in loaders} == {STEPS * GLOBAL_BATCH}
-
-
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
 def test_the_stream_does_not_depend_on_batch_sizes(build: Build, batches: list[int]) -> None:
@@ -85,12 +63,6 @@ def test_a_rank_gets_its_rows_of_every_micro_batch(build: Build) -> None:
         assert [len(labels) for _, labels in batches] == [3] * 4
         mine = [ordered[m * 6 + rank * 3 + row] for m in range(4) for row in range(3)]
         assert rows(batches) == mine
-
-
-def test_iterating_equals_reading_steps(build: Build) -> None:
-    iterated, stepped = iter(build(2, 1, 3)), build(2, 1, 3)
-    batches = [next(iterated) for _ in range(4)]
-    assert rows(batches) == rows(stepped.read_step(GLOBAL_BATCH))
 
 
 def test_dtype_and_shape(build: Build) -> None:
@@ -121,12 +93,6 @@ def test_resuming_far_away_replays_nothing(build: Build) -> None:
     assert sum(progress.windows for progress in loader.progress()) == far + 4
 
 
-def test_empty_state_means_the_start(build: Build) -> None:
-    loader = build()
-    loader.load_state_dict({})
-    assert loader.state_dict() == build().state_dict()
-
-
 def test_progress_and_a_warning_when_a_source_repeats(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,17 +111,6 @@ def test_progress_and_a_warning_when_a_source_repeats(
     resumed.load_state_dict(loader.state_dict())
     resumed.read_step(1)
     assert not caplog.records
-
-
-def test_unread_tokens_are_reported_once(build: Build, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        loader = build()
-        loader.log_sources(4)
-        loader.read_step(4)
-    messages = [r.message for r in caplog.records if "are left out of it" in r.message]
-    assert len(messages) == 3
-    assert f"the {loader.sources[0].unread_tokens_per_epoch} tokens before the first" in messages[0]
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def test_repetition_is_announced_when_training_starts(
@@ -252,15 +207,6 @@ def test_held_out_split_with_too_few_windows(
     assert f"only {len(windows.input)} of the 1000 held-out windows wanted" in caplog.text
     with pytest.raises(UserError, match="count=0 must be at least 1"):
         held_out_windows(folder, seq_len=L, count=0)
-
-
-def test_reading_leaves_the_shards_unchanged(build: Build) -> None:
-    loader = build()
-    before = np.array(loader.sources[0].shards.read(0, 100)[0])
-    ((inputs, labels), *_) = loader.read_step(4)
-    inputs["input"].fill_(-1)
-    labels.fill_(-1)
-    assert np.array_equal(before, loader.sources[0].shards.read(0, 100)[0])
 
 
 def test_unique_tokens_repeat_the_first_windows_in_their_order(build: Build) -> None:

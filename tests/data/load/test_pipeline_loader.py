@@ -140,11 +140,6 @@ def test_options_that_do_not_fit(
         )
 
 
-def test_a_run_that_asks_for_the_vocabulary_first_names_the_flag_of_the_tokenizer() -> None:
-    with pytest.raises(UserError, match=r"texts needs dataloader\.tokenizer_path"):
-        WindowLoader.Config(pipeline=f"{PLACE}:texts").vocabulary()
-
-
 def test_only_as_many_ranks_go_on(small_tokenizer: Path, tmp_path: Path) -> None:
     loader = load("texts", small_tokenizer, ranks=2)
     loader.read_step(BATCH)
@@ -311,11 +306,3 @@ def test_what_a_source_cannot_hold(
     with pytest.raises(UserError, match=message) as caught:
         tokenize_source(pipeline=f"{PLACE}:{name}", output=tmp_path / "source", **options)
     assert "\n" not in str(caught.value)
-
-
-def test_a_replaced_mixture_is_named(
-    small_tokenizer: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        load("texts", small_tokenizer, mixture=["no/source=1"])
-    assert "dataloader.pipeline replaces dataloader.mixture=no/source=1" in caplog.text

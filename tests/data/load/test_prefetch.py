@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -100,27 +99,3 @@ def test_the_end_of_the_data_is_an_error_only_when_it_is_reached(source: Path) -
         loader.read_step(2)
     assert loader.windows_consumed == windows
     loader.close()
-
-
-def test_a_shard_truncated_while_training_is_named(source: Path) -> None:
-    loader = load(source, prefetch=False)
-    loader.read_step(20)  # both shards are open
-    for shard in (source / "train").glob("*.ds"):
-        shard.write_bytes(shard.read_bytes()[:10])
-    state = loader.state_dict()
-    with pytest.raises(UserError, match=r"\.ds ends before its value \d+: it was truncated while"):
-        loader.read_step(20)
-    assert loader.state_dict() == state
-
-
-def test_an_index_whose_ends_do_not_ascend_is_named(
-    write_source: WriteSource, documents: Callable
-) -> None:
-    source = write_source("indexed", [documents(2, 60, 20)], by_index=True)
-    path = source / "train" / "00000.ds.index"
-    ends = np.fromfile(path, "<u8")
-    ends[[4, 5]] = ends[[5, 4]]
-    ends.tofile(path)
-    loader = load(source, prefetch=False)
-    with pytest.raises(UserError, match=r"00000\.ds\.index does not ascend: restore it"):
-        loader.read_step(2 * loader.sources[0].windows_per_epoch)

@@ -80,15 +80,6 @@ def test_epochs_differ_in_order_and_offset(
     assert len({windows.offset(epoch) for epoch in range(20)}) > 10
 
 
-def test_a_lookup_across_epochs_equals_one_by_one(
-    write_source: Callable[..., Path], documents: DocumentMaker
-) -> None:
-    windows = open_cuts(write_source("s", [documents(1, 40, 9)]), 16, key=0)
-    counters = np.arange(3 * windows.windows_per_epoch)
-    together = np.stack(windows.locate(counters), axis=1).tolist()
-    assert together == [[int(v[0]) for v in windows.locate(counters[i : i + 1])] for i in counters]
-
-
 def test_a_source_of_exactly_one_window(write_source: Callable[..., Path]) -> None:
     windows = open_cuts(write_source("s", [[[1, 2, 3, 4, 0]]]), 4, key=0)
     assert windows.windows_per_epoch == 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from titan_loop.data.inspect_source import show_source
-from titan_loop.data.prepare.config import Minhash, PrepareConfig, read_prepare_config
+from titan_loop.data.prepare.config import Minhash, read_prepare_config
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
@@ -320,32 +320,6 @@ def test_chats_are_cleaned_as_text(small_tokenizer: Path, tmp_path: Path) -> Non
         tokenize_source(path, output=tmp_path / "b", **options)
 
 
-def test_the_whole_config_file(tmp_path: Path) -> None:
-    assert read_prepare_config(None) == PrepareConfig()
-    assert PrepareConfig().cleaning() == {}
-    path = tmp_path / "prepare.toml"
-    path.write_text(
-        """
-        language = "deu"
-        [quality]
-        gopher_repetition = {}
-        fineweb_quality = {short_line_thr = 0.5}
-        [decontaminate]
-        tasks = ["mmlu"]
-        n_grams = 13
-        [slurm]
-        partition = "cpu"
-        """
-    )
-    config = read_prepare_config(path)
-    assert list(config.quality) == ["gopher_repetition", "fineweb_quality"]
-    assert config.minhash is None
-    assert config.decontaminate is not None
-    assert config.decontaminate.n_grams == 13
-    assert config.slurm == {"partition": "cpu"}
-    assert config.cleaning().keys() == {"language", "quality", "decontaminate"}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -390,8 +364,3 @@ def test_config_mistakes(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "prepare.toml").write_text(text)
     with pytest.raises(UserError, match=message):
         read_prepare_config(tmp_path / "prepare.toml")
-
-
-def test_a_missing_config(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
-        read_prepare_config(tmp_path / "missing.toml")

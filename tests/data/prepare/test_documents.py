@@ -15,7 +15,6 @@ import pytest
 from titan_loop.data.demo.local_chats import build_local_chats
 from titan_loop.data.demo.local_python import build_local_python_corpus
 from titan_loop.data.inspect_source import show_source
-from titan_loop.data.prepare.compression import zstd
 from titan_loop.data.prepare.documents import find_documents
 from titan_loop.data.prepare.make_tokenizer import import_tokenizer, train_tokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
@@ -41,91 +40,6 @@ def stored(source: Path) -> list[str]:
 
 def jsonl(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-
-
-@pytest.fixture(params=["plain", "gz", "zst", "parquet", "text", "huggingface"])
-def formatted(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """Return TEXTS in two files of a format, and the options this format needs."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for number, texts in enumerate([TEXTS[:4], TEXTS[4:]]):
-        stem = folder / f"{number}"
-        match request.param:
-            case "plain":
-                stem.with_suffix(".jsonl").write_bytes(jsonl(texts))
-            case "gz":
-                stem.with_suffix(".jsonl.gz").write_bytes(
-                    gzip.compress(jsonl(texts[:2])) + gzip.compress(jsonl(texts[2:]))
-                )
-            case "zst":
-                content = zstd.compress(jsonl(texts[:1])) + zstd.compress(jsonl(texts[1:]))
-                stem.with_suffix(".jsonl.zst").write_bytes(content)
-            case "parquet" | "huggingface":
-                table = pa.table({"text": texts, "other": list(range(len(texts)))})
-                pq.write_table(table, stem.with_suffix(".parquet"))
-            case _:
-                stem.mkdir()
-                for index, text in enumerate(texts):
-                    (stem / f"{index}.py").write_text(text)
-    options = {"format": "huggingface"} if request.param == "huggingface" else {}
-    return folder, options
-
-
-def test_every_format_stores_the_same(
-    formatted: tuple[Path, dict[str, str]], small_tokenizer: Path, tmp_path: Path
-) -> None:
-    folder, options = formatted
-    card = prepare(folder, small_tokenizer, tmp_path / "out", tasks=2, **options)
-    assert stored(tmp_path / "out") == sorted(TEXTS)
-    assert card.dropped == {}
-    assert card.splits["train"].text_bytes == sum(len(text.encode()) for text in TEXTS)
-    assert len(card.splits["train"].shards) == 2  # both tasks had work
-
-
-def test_a_folder_of_text(
-    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "in"
-    (folder / ".git").mkdir(parents=True)
-    (folder / ".git" / "x.py").write_text("hidden")
-    (folder / "a.py").write_text("code")
-    (folder / "b.md").write_text("prose")
-    (folder / "c.bin").write_bytes(b"\xff\xfe")
-    (folder / "d.md").write_text(" \n")
-    out = tmp_path / "out"
-    card = prepare(folder, small_tokenizer, out, max_malformed=0.25)
-    assert card.dropped == {"malformed": 1, "empty": 1}
-    assert stored(out) == ["code", "prose"]
-    assert "left out 1 hidden files" in caplog.text
-    assert "c.bin, document 1: invalid UTF-8" in caplog.text
-    prepare(folder, small_tokenizer, tmp_path / "only", pattern=["*.py", "b.*"])
-    assert stored(tmp_path / "only") == ["code", "prose"]
-
-
-def test_broken_files_are_named(small_tokenizer: Path, tmp_path: Path) -> None:
-    broken = {
-        "a.jsonl.gz": gzip.compress(jsonl(TEXTS))[:-9],
-        "a.jsonl.zst": zstd.compress(jsonl(TEXTS))[:-9],
-        "a.parquet": b"PAR1 is how it should begin and end",
-    }
-    for name, content in broken.items():
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=f"{name} cannot be read to its end"):
-            prepare(tmp_path / name, small_tokenizer, tmp_path / f"out_{name}")
-
-
-def test_held_out_files_of_any_format(small_tokenizer: Path, tmp_path: Path) -> None:
-    for name, texts in {"train": TEXTS[:5], "held_out": TEXTS[5:]}.items():
-        pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet")
-    out = tmp_path / "out"
-    card = prepare(
-        tmp_path / "train.parquet",
-        small_tokenizer,
-        out,
-        held_out_inputs=tmp_path / "held_out.parquet",
-    )
-    assert stored(out) == sorted(TEXTS[:5])
-    assert card.splits["held_out"].documents == 2
 
 
 def test_which_files(tmp_path: Path) -> None:

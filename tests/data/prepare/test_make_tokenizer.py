@@ -25,21 +25,8 @@ from titan_loop.text.tokenizer import (
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def test_special_tokens_come_first(small_tokenizer: Path) -> None:
-    tokenizer = load_tokenizer(small_tokenizer)
-    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2]
-    assert tokenizer.get_vocab_size() == 300
-
-
 def test_digits_are_split_individually(small_tokenizer: Path) -> None:
     assert load_tokenizer(small_tokenizer).encode("1024x77").tokens == list("1024x77")
-
-
-def test_training_twice_gives_the_same_file(jsonl: Path, tmp_path: Path) -> None:
-    files = [
-        train_tokenizer([jsonl], vocab_size=300, output=tmp_path / f"{n}.json") for n in range(2)
-    ]
-    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_training_does_not_show_datatrove_s_log(jsonl: Path, tmp_path: Path) -> None:
@@ -112,12 +99,6 @@ def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> No
         assert tokenizer.encode(text).ids == original.encode_ordinary(text)
 
     check()
-
-
-def test_a_rank_file_needs_its_pattern(jsonl: Path, tmp_path: Path) -> None:
-    ranks = write_ranks(tmp_path / "ranks.tiktoken", jsonl)
-    with pytest.raises(UserError, match="give split_pattern"):
-        import_tokenizer(ranks, output=tmp_path)
 
 
 def test_a_tokenizer_json_is_copied(small_tokenizer: Path, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_loop.data.inspect_source import verify_source
-from titan_loop.data.packed_index import PIECE, PackedIndex
+from titan_loop.data.packed_index import PackedIndex
 from titan_loop.data.prepare import packing
 from titan_loop.data.prepare.packing import best_fit_decreasing, pack_source
-from titan_loop.data.shards import TokenShards, index_path
+from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import CARD_NAME, SourceCard, index_paths
 from titan_loop.errors import UserError
 
@@ -153,27 +153,27 @@ def test_packing_again_may_be_interrupted_anywhere(
     assert named == [True, *[same] * 4, True]
 
 
-def test_opening_opens_no_file(write_source: Callable[..., Path]) -> None:
-    source = write_source("s", [[[5, 0], [6, 7, 0]]])
-    pack_source(source, seq_len=8)
-    index = open_index(source, "train", 8)
-    assert len(index._shards.files) == 0
-    assert index.documents(0) == [(0, 2), (2, 3)]
-    with pytest.raises(IndexError):
-        index.documents(1)
-
-
-def test_a_document_of_one_token_is_read_and_one_of_none_is_damage(
-    write_source: Callable[..., Path],
+@pytest.mark.parametrize(
+    ("file", "at", "value"),
+    [
+        ("windows", 0, 0),  # no piece
+        ("windows", 0, 4),  # beyond the pieces
+        ("pieces", 8, 0),  # an empty piece
+        ("pieces", 8, 8),  # more tokens than a window has
+        ("pieces", 0, 200),  # a first token beyond the stream
+    ],
+)
+def test_a_damaged_window_is_named(
+    write_source: Callable[..., Path], file: str, at: int, value: int
 ) -> None:
-    source = write_source("s", [[[0], [5, 0]]])
+    source = write_source("s", [[[0], [5, 0], [5, 6, 7, 0]]])  # a document of one token, too
     pack_source(source, seq_len=8)
-    assert sorted(open_index(source, "train", 8).documents(0)) == [(0, 1), (1, 2)]
-    _, path = index_paths(source / "train", 8)
-    pieces = np.fromfile(path, dtype=PIECE)
-    pieces["length"][0] = 0
-    pieces.tofile(path)
-    with pytest.raises(UserError, match="window 0 is damaged"):
+    assert sorted(open_index(source, "train", 8).documents(0)) == [(0, 1), (1, 2), (3, 4)]
+    path = source / "train" / f"packed_8.{file}"
+    content = bytearray(path.read_bytes())
+    content[at] = value
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="window 0 is damaged; pack the source again"):
         open_index(source, "train", 8).documents(0)
 
 
@@ -206,9 +206,6 @@ def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
     pieces.write_bytes(content[:-1])
     with pytest.raises(UserError, match="has 23 bytes, its card says 24"):
         open_index(source, "train", 8)
-    pieces.write_bytes(bytes([200]) + content[1:])  # a first token beyond the stream
-    with pytest.raises(UserError, match="window 0 is damaged"):
-        open_index(source, "train", 8).documents(0)
     windows.unlink()
     with pytest.raises(UserError, match="has no bytes, its card says 8"):
         open_index(source, "train", 8)
@@ -218,11 +215,3 @@ def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
     index.write_bytes(index.read_bytes()[::-1])
     with pytest.raises(UserError, match="document ends of 'train' do not ascend"):
         pack_source(source, seq_len=8, long_documents="split")
-
-
-def test_document_ends_that_miss_the_end_of_their_shard(write_source: Callable[..., Path]) -> None:
-    source = write_source("two", [[[5, 6, 0], [7, 0]], [[8, 9, 0], [9, 0]]])
-    for number, ends in enumerate(([3, 6], [3, 4])):  # their sum is right
-        np.asarray(ends, "<u8").tofile(index_path(source / "train" / f"{number:05d}.ds"))
-    with pytest.raises(UserError, match="do not ascend to the last token of every shard"):
-        pack_source(source, seq_len=8)

@@ -62,18 +62,6 @@ def test_a_file_that_cannot_grow(files: list[Path], small_tokenizer: Path, tmp_p
     assert again.splits == whole.splits
 
 
-def test_an_input_that_disappears(
-    files: list[Path], small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build_after_removal(preparation: Preparation) -> list[Pipeline]:
-        files[1].unlink()
-        return build_pipelines(preparation)
-
-    monkeypatch.setattr("titan_loop.data.prepare.pipelines.build_pipelines", build_after_removal)
-    with pytest.raises(UserError, match=r"input .*1\.jsonl cannot be read to its end \(No such"):
-        tokenize_source(files, output=tmp_path / "out", tokenizer=small_tokenizer)
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Return a mounted file system of 128 KB."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from titan_loop.data.inspect_source import show_source, verify_source
 from titan_loop.data.prepare.preparation import SETTINGS_NAME
@@ -81,19 +80,6 @@ def test_hash_split_covers_every_document_once(
     assert 5 <= len(held_out) <= 31  # 60 documents at 0.3, fixed by their hashes
 
 
-def test_an_empty_held_out_split_is_said(
-    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["one"])
-    card = tokenize_source(
-        path, output=tmp_path / "out", tokenizer=small_tokenizer, held_out_fraction=1e-9
-    )
-    assert card is not None
-    assert card.splits["held_out"].documents == 0
-    assert "holds out no document, so that no run can be scored on it" in caplog.text
-    assert list(verify_source(tmp_path / "out")) == []
-
-
 def test_more_tasks_and_workers_store_the_same_documents(
     texts: list[str], small_tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -110,16 +96,6 @@ def test_more_tasks_and_workers_store_the_same_documents(
     assert list(card.splits) == ["train"]
     assert len(card.splits["train"].shards) == 2
     assert sorted(stored(tmp_path / "out", "train")) == sorted(texts)
-
-
-def test_a_special_token_in_a_text_stays_text(small_tokenizer: Path, tmp_path: Path) -> None:
-    text = "before <|endoftext|> after"
-    path = write_jsonl(tmp_path / "a.jsonl", [text])
-    tokenize_source(path, output=tmp_path / "out", tokenizer=small_tokenizer, held_out_fraction=0)
-    ids, ends = TokenShards(tmp_path / "out").read(0, TokenShards(tmp_path / "out").tokens)
-    assert (ids == 0).sum() == 1
-    assert ends.tolist() == [len(ids)]
-    assert stored(tmp_path / "out", "train") == [r"before \<|endoftext|> after"]
 
 
 def test_an_eos_inside_documents_is_seen_and_said(
@@ -142,28 +118,6 @@ def test_an_eos_inside_documents_is_seen_and_said(
     assert (ids == 0).sum() == 2
     assert ends.tolist() == [len(ids)]
     assert "1 places where document ends and EOS" in next(verify_source(tmp_path / "out"))
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_tokenizer_that_truncates_and_pads_keeps_documents_whole(
-    small_tokenizer: Path, tmp_path: Path, chat: bool
-) -> None:
-    path = tmp_path / "a.jsonl"
-    if chat:
-        records = [{"question": "why?", "answer": "because " * n} for n in (1, 30)]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    else:
-        write_jsonl(path, ["short", "a longer document " * 9])
-    cutting = Tokenizer.from_file(str(small_tokenizer))
-    cutting.enable_truncation(8)
-    cutting.enable_padding(pad_id=5, pad_token="%", length=12)
-    cutting.save(str(tmp_path / "cutting.json"))
-    contents = []
-    for name, tokenizer in (("whole", small_tokenizer), ("cut", tmp_path / "cutting.json")):
-        out = tmp_path / name
-        tokenize_source(path, output=out, tokenizer=tokenizer, held_out_fraction=0, chat=chat)
-        contents.append((TokenShards(out).contents(), stored(out, "train")))
-    assert contents[0] == contents[1]
 
 
 def test_bad_records_are_counted_shown_and_limited(
@@ -306,39 +260,6 @@ def test_mistakes(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"no document is left .*'missing_text': 60"):
         tokenize_source(path, output=out, text_key="body", max_malformed=1, **options)
     assert not (out / CARD_NAME).exists()
-
-
-def test_large_vocabularies_take_four_bytes(small_tokenizer: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(small_tokenizer)
-    words = [f"word{number}" for number in range((1 << 16) - tokenizer.get_vocab_size() + 1)]
-    tokenizer.add_tokens(words[:-1])
-    tokenizer.save(str(tmp_path / "two.json"))
-    tokenizer.add_tokens(words[-1:])
-    tokenizer.save(str(tmp_path / "four.json"))
-    path = write_jsonl(tmp_path / "a.jsonl", [words[-2], words[-1]])
-    for name, token_bytes in {"two": 2, "four": 4}.items():
-        out = tmp_path / name
-        card = tokenize_source(
-            path, output=out, tokenizer=tmp_path / f"{name}.json", held_out_fraction=0
-        )
-        assert card is not None
-        assert card.token_bytes == token_bytes
-        assert sorted(stored(out, "train")) == sorted([words[-2], words[-1]])
-        assert TokenShards(out).read_ids(0, card.splits["train"].tokens).max() == (
-            65535 if token_bytes == 2 else 65536
-        )
-        assert list(verify_source(out)) == []
-
-
-def test_ids_that_two_bytes_cannot_hold(
-    texts: list[str], small_tokenizer: Path, tmp_path: Path
-) -> None:
-    raw = json.loads(small_tokenizer.read_text())
-    raw["model"]["vocab"]["far"] = 70_000
-    (tmp_path / "gap.json").write_text(json.dumps(raw))
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
-    with pytest.raises(UserError, match="an id of 70000 among 301 tokens"):
-        tokenize_source(path, output=tmp_path / "out", tokenizer=tmp_path / "gap.json")
 
 
 def test_a_card_says_what_was_done(

@@ -4,13 +4,10 @@ from collections.abc import Iterator
 from itertools import islice
 
 import pytest
-import torch
-from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.demo.local_python import mano_text
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import OPERATORS, Mano, Question
-from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 
 MODULUS, LONGEST, L = 23, 6, 64
@@ -114,31 +111,6 @@ def test_text_form() -> None:
         assert evaluate(symbols) == int(answer)
 
 
-def build(ranks: int = 1, rank: int = 0, local_batch: int = 1, **options) -> TaskLoader:
-    config = TaskLoader.Config(task=TASK, **options)
-    return config.build(dp_world_size=ranks, dp_rank=rank, seq_len=L, local_batch_size=local_batch)
-
-
-def test_windows_hold_whole_examples_and_label_answers_only() -> None:
-    ((inputs, labels),) = build(local_batch=8).read_step(8)
-    for ids, positions, targets in zip(inputs["input"], inputs["positions"], labels, strict=True):
-        names = decode(ids.tolist())
-        starts = [index for index, name in enumerate(names) if name == "<bos>"]
-        assert torch.equal(torch.nonzero(positions == 0).flatten(), torch.tensor(starts))
-        for index, name in enumerate(names):
-            assert (targets[index] != IGNORE_INDEX) == (name == "<ans>")
-            if name == "<ans>":
-                start = max(start for start in starts if start < index)
-                value = evaluate(names[start + 2 : index])
-                assert decode([int(targets[index])]) == [str(value)]
-
-
-def test_all_targets_ignores_only_the_next_example() -> None:
-    ((inputs, labels),) = build(local_batch=4, all_targets=True).read_step(4)
-    next_starts = inputs["positions"][:, 1:] == 0
-    assert torch.equal(labels[:, :-1] == IGNORE_INDEX, next_starts)
-
-
 def test_vocabulary_from_the_config() -> None:
     config = TaskLoader.Config(task=Mano(23, 10))
     assert config.vocabulary()[:2] == (2 + 3 + 23 + 11, 38)
@@ -146,24 +118,11 @@ def test_vocabulary_from_the_config() -> None:
     assert config.generated_task() == Mano(23, 10)
 
 
-def test_a_checkpoint_names_its_task() -> None:
-    assert recorded_task(build().state_dict()) == TASK
-    assert recorded_task({"data": {"seed": 0, "sources": []}}) is None
-    assert recorded_task({}) is None  # an imported model
-    with pytest.raises(UserError, match="the task 'chess', which this version does not know"):
-        recorded_task({"data": {"task": "chess"}})
-
-
 def test_mistakes() -> None:
     with pytest.raises(UserError, match="modulus 1 must be at least 2"):
         Mano(1, 3)
     with pytest.raises(UserError, match="max_operations 0 must be at least 1"):
         Mano(5, 0)
-
-
-def test_the_smallest_task() -> None:
-    task = Mano(2, 1)
-    assert task.longest_example == len(task.encode(next(iter(task.questions(key=0)))).tokens)
 
 
 def test_a_task_too_small_for_an_exam_is_refused_instead_of_searching_for_ever():

@@ -4,7 +4,6 @@ import itertools
 import random
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import pytest
 
@@ -64,29 +63,6 @@ def test_no_question_is_asked_twice():
     asked = [tuple(example.tokens.tolist()) for example in TASK.exam(200)["3_letters"]]
     assert len(asked) == len(set(asked))
     assert len(asked) == sum(TASK.is_held_out(word) for word in WORDS if len(word) == 3)
-
-
-def test_equal_exams_are_checked_once_in_a_process(monkeypatch: pytest.MonkeyPatch):
-    drawn: list[int] = []
-    draw = Backwards.held_out_questions
-
-    def counted(task: Backwards, count: int, stratum: int, *, seed: int = 0) -> list[Any]:
-        drawn.append(stratum)
-        return draw(task, count, stratum, seed=seed)
-
-    monkeypatch.setattr(Backwards, "held_out_questions", counted)
-    for task in (Backwards(9), Backwards(9)):
-        task.check_exam(5)
-        task.check_exam(5, strata=["2_letters"])
-    assert drawn == [1, 2, 3]
-    for _ in range(2):
-        with pytest.raises(UserError, match="too few examples"):
-            Backwards(2).check_exam(5)
-
-
-def test_every_task_can_be_told_from_another():
-    for task in map(find_task, names("tasks")):
-        assert hash(task()) == hash(task())
 
 
 def test_a_checkpoint_names_its_task_and_parameters():
