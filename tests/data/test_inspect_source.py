@@ -1,6 +1,5 @@
 """Every kind of damage is named, and all of it in one run."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -63,14 +62,6 @@ def test_every_fault_of_every_file_is_named(source: Path) -> None:
         assert message in fault
 
 
-def test_a_tokenizer_of_any_size_is_no_tokenizer(source: Path) -> None:
-    """A sparse file of a terabyte would be hashed for an hour."""
-    with (source / "tokenizer.json").open("ab") as file:
-        file.truncate(1 << 40)
-    (fault,) = verify_source(source)
-    assert "1099511627776 bytes, more than a tokenizer's limit" in fault
-
-
 def test_ids_document_ends_and_masks_are_looked_at(source: Path) -> None:
     first, second = shard(source, 0), shard(source, 1)
     card = SourceCard.read(source)
@@ -86,9 +77,7 @@ def test_ids_document_ends_and_masks_are_looked_at(source: Path) -> None:
     assert "1 bytes are neither 0 nor 1" in faults[2]
 
 
-def test_large_files_are_read_in_pieces(
-    write_source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_are_read_in_pieces(write_source, monkeypatch):
     """Document ends on both sides of a chunk's border, and exactly on it."""
     monkeypatch.setattr("titan_loop.data.shards._CHUNK_BYTES", 8)  # four tokens
     source = write_source("s", [[[5, 6, 7, 0], [8, 0], [9, 0], [5, 0], [0]]])
@@ -112,13 +101,6 @@ def test_the_verbs(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == (
         "--- document 0: 26 tokens from token 0 on, 3 targets\n"
         "<|im_start|>user\n12?<|im_end|>\n<|im_start|>assistant\n⟦3.<|im_end|>⟧\n<|endoftext|>\n"
-    )
-    assert main(["data", "show", str(source), "--count", "0"]) == EXIT_USER_ERROR
-    assert "count=0 must be at least 1" in capsys.readouterr().err
-    assert main(["data", "show", str(source), "--split", "test"]) == EXIT_USER_ERROR
-    assert (
-        "invalid choice 'test' for argument '--split'. Expected one of ('train', 'held_out')"
-        in capsys.readouterr().err
     )
     assert main(["data", "pack", str(source), "--seq-len", "8"]) == EXIT_USER_ERROR
     assert "6 documents of 'train' have more than 8 + 1 tokens" in capsys.readouterr().err

@@ -33,9 +33,7 @@ def test_any_slice_equals_the_stream(write_source: Callable[..., Path], by_index
             assert ends.tolist() == [e - start for e in ENDS if start < e <= start + count]
 
 
-def test_ends_read_off_the_tokens_are_those_of_the_index(
-    write_source: Callable[..., Path], documents: Callable[..., list[list[int]]]
-) -> None:
+def test_ends_read_off_the_tokens_are_those_of_the_index(write_source, documents):
     stored = [*documents(0, 30, 12), [0], [0], *documents(1, 10, 40)]
     layout = [[], stored[:17], [], [], stored[17:18], stored[18:], []]
     by_index, by_eos = (
@@ -56,22 +54,6 @@ def test_ends_read_off_the_tokens_are_those_of_the_index(
 def test_an_eos_inside_a_document_is_no_end(write_source: Callable[..., Path]) -> None:
     shards = TokenShards(write_source("s", [[[5, 0, 6, 0], [7, 8]]]))
     assert shards.read(0, 6)[1].tolist() == [4, 6]
-
-
-def test_a_card_that_does_not_say_where_eos_stands(write_source: Callable[..., Path]) -> None:
-    source = write_source("s", SHARDS)
-    edit_card(source, lambda card: card["splits"]["train"].pop("eos_only_at_ends"))
-    shards = TokenShards(source)
-    assert shards.read(0, len(STREAM))[1].tolist() == ENDS
-    assert len(shards.files) == 6  # tokens and indices
-
-
-def test_the_document_of_a_token(source: Path) -> None:
-    shards = TokenShards(source)
-    numbers = [shards.document_of(token) for token in range(shards.tokens)]
-    lengths = np.bincount(numbers)
-    assert numbers == sorted(numbers)
-    assert lengths.tolist() == [len(shards.document(n)) for n in range(shards.split.documents)]
 
 
 def edit_card(source: Path, edit: Callable[[dict], None]) -> None:
@@ -95,9 +77,7 @@ def test_an_edited_card_is_refused(source: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [SHARDS, [[], *SHARDS]])
-def test_a_wrong_eos_id_is_refused_without_a_hash_too(
-    write_source: Callable[..., Path], layout: list
-) -> None:
+def test_a_wrong_eos_id_is_refused_without_a_hash_too(write_source, layout):
     source = write_source("s", layout)
     edit_card(source, lambda card: None)
     TokenShards(source)
@@ -157,9 +137,7 @@ def test_missing_split(source: Path) -> None:
         ("00001.ds.index", 0, "index has 0 bytes, its card says 8", "index ends before its value"),
     ],
 )
-def test_damaged_files(
-    source: Path, name: str, size: int | None, refused: str, refused_in_use: str, in_use: bool
-) -> None:
+def test_damaged_files(source, name, size, refused, refused_in_use, in_use):
     shards = TokenShards(source) if in_use else None
     path = source / "train" / name
     path.unlink() if size is None else os.truncate(path, size)
@@ -179,9 +157,7 @@ def one_shard(write_source: Callable[..., Path], lengths: np.ndarray) -> tuple[P
 
 
 @pytest.mark.parametrize("shape", ["random", "short_first", "short_last"])
-def test_ends_are_found_in_few_reads_of_a_long_index(
-    write_source: Callable[..., Path], shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_are_found_in_few_reads_of_a_long_index(write_source, shape, monkeypatch):
     lengths = np.random.default_rng(0).geometric(1 / 5, 32_000)
     if shape != "random":
         lengths = np.sort(lengths)[:: 1 if shape == "short_first" else -1]
@@ -205,9 +181,7 @@ def test_ends_are_found_in_few_reads_of_a_long_index(
 
 @pytest.mark.parametrize("damage", ["swapped", "zeroed", "raised", "lowered"])
 @pytest.mark.parametrize("number", [0, 1023])
-def test_a_damaged_index_never_gives_wrong_ends(
-    write_source: Callable[..., Path], damage: str, number: int
-) -> None:
+def test_a_damaged_index_never_gives_wrong_ends(write_source, damage, number):
     folder, ends = one_shard(write_source, np.full(4000, 5))
     damaged = ends.copy()
     if damage == "swapped":
@@ -230,8 +204,8 @@ def test_a_damaged_index_never_gives_wrong_ends(
 
 
 def test_a_read_that_fails_or_falls_short_for_a_moment_is_repeated_with_a_reopened_file(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    source, monkeypatch
+):
     shards = TokenShards(source)
     shards.read(0, 12)
     pread, opened, before = os.pread, os.open, transient.retries()
@@ -255,9 +229,7 @@ def test_a_read_that_fails_or_falls_short_for_a_moment_is_repeated_with_a_reopen
     assert transient.retries() == before + 3
 
 
-def test_a_disk_that_stays_unreadable_is_not_the_users_mistake(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_stays_unreadable_is_not_the_users_mistake(source, monkeypatch):
     def fail(*_: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -76,20 +76,13 @@ def test_sources_with_different_templates_are_not_mixed(sources: Path) -> None:
         ({"chat": True, "chat_template": "no.jinja"}, "chat_template no.jinja is not a file"),
         ({"chat": True, "chat_template": "t.jinja"}, "chat template: line 1: Unexpected end"),
     ],
-    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_mistakes(
-    sources: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, object],
-    message: str,
-) -> None:
+def test_mistakes(sources, tmp_path, monkeypatch, options, message) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t.jinja").write_text("{% for m in messages %}")
     tokenizer = sources / "own" / "tokenizer.json"
     with pytest.raises(UserError, match=message):
-        tokenize_source(sources / "a.jsonl", output="out", tokenizer=tokenizer, **options)  # type: ignore[arg-type]
+        tokenize_source(sources / "a.jsonl", output="out", tokenizer=tokenizer, **options)
 
 
 @pytest.mark.parametrize("after", ["", "\n", "\n{{ '<|endoftext|>' if not m.more }}"])

@@ -37,24 +37,6 @@ def test_the_largest_id_has_24_bits(tmp_path: Path) -> None:
         load_tokenizer(saved(of_ids(a=2**24), tmp_path))
 
 
-class PanicException(BaseException):
-    """Named as the panics of the Rust library, which cannot be imported."""
-
-
-@pytest.mark.parametrize(
-    ("raised", "seen"), [(PanicException, UserError), (KeyboardInterrupt, KeyboardInterrupt)]
-)
-def test_a_panic_is_a_damaged_file_and_an_interrupt_is_not(
-    raised, seen, tmp_path: Path, monkeypatch
-) -> None:
-    def fail(tokenizer):
-        raise raised
-
-    monkeypatch.setattr("titan_loop.text.tokenizer.vocab_size", fail)
-    with pytest.raises(seen):
-        load_tokenizer(saved(of_ids(a=0), tmp_path))
-
-
 def test_ids_have_two_bytes_up_to_65536_tokens() -> None:
     words = {str(number): number for number in range(2**16)}
     assert token_bytes(of_ids(**words)) == 2

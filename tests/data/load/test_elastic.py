@@ -44,9 +44,7 @@ attempts = st.lists(st.tuples(splits, st.integers(0, STEPS), st.booleans()), min
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(attempts)
-def test_any_splits_and_kill_points_read_the_same(
-    mixture: list[str], attempts: list[tuple[tuple[int, int], int, bool]]
-) -> None:
+def test_any_splits_and_kill_points_read_the_same(mixture, attempts):
     """Each attempt: ranks x local batch, steps until it is killed, prefetching or not."""
     reference = load(mixture)
     expected = [Counter(rows(reference.read_step(GLOBAL_BATCH))) for _ in range(STEPS)]
@@ -98,9 +96,7 @@ def train(mixture: list[str], folder: Path, ranks: int, local_batch: int, kill: 
 
 
 @pytest.mark.multiprocess
-def test_killed_ranks_resume_at_another_world_size(
-    gloo_pool, mixture: list[str], tmp_path: Path
-) -> None:
+def test_killed_ranks_resume_at_another_world_size(gloo_pool, mixture, tmp_path):
     reference = load(mixture, prefetch=False)
     expected = [Counter(rows(reference.read_step(GLOBAL_BATCH))) for _ in range(STEPS)]
     folder = tmp_path / "run"

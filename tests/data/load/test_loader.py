@@ -82,20 +82,7 @@ def test_seed_and_window_length_change_the_hash(build: Build) -> None:
     assert rows(one.read_step(GLOBAL_BATCH)) != rows(other.read_step(GLOBAL_BATCH))
 
 
-def test_resuming_far_away_replays_nothing(build: Build) -> None:
-    loader = build()
-    far = 10**12
-    saved = build()
-    saved.windows_consumed = far
-    loader.load_state_dict(saved.state_dict())
-    assert len(rows(loader.read_step(4))) == 4
-    assert loader.windows_consumed == far + 4
-    assert sum(progress.windows for progress in loader.progress()) == far + 4
-
-
-def test_progress_and_a_warning_when_a_source_repeats(
-    build: Build, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_progress_and_a_warning_when_a_source_repeats(build, caplog):
     loader = build()
     per_epoch = loader.sources[2].windows_per_epoch
     windows = 5 * per_epoch  # share 0.2 of them
@@ -113,9 +100,7 @@ def test_progress_and_a_warning_when_a_source_repeats(
     assert not caplog.records
 
 
-def test_what_the_job_repeats_and_exhausts_is_announced(
-    build: Build, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_job_repeats_and_exhausts_is_announced(build, caplog):
     loader = build()
     per_epoch = loader.sources[2].windows_per_epoch  # the share is 0.2
     loader.log_sources(5 * per_epoch)
@@ -195,9 +180,7 @@ def test_held_out_windows(write_source: Callable[..., Path], documents: Document
     assert len({tuple(row) for row in windows.input.tolist()}) == 5
 
 
-def test_held_out_split_with_too_few_windows(
-    write_source: Callable[..., Path], documents: DocumentMaker, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_held_out_split_with_too_few_windows(write_source, documents, caplog):
     folder = write_source("s", [documents(0, 5, 9)], held_out=[documents(1, 10, 9)])
     windows = held_out_windows(folder, seq_len=L, count=1000)
     assert 0 < len(windows.input) < 1000

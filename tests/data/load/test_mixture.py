@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from titan_loop.data.load.mixture import (
     PERIOD_WINDOWS,
     CappedMixture,
-    Exhausted,
     MixtureEntry,
     MixtureOrder,
     parse_mixture,
@@ -90,9 +89,7 @@ capped = st.lists(
 
 
 @given(capped, st.sampled_from(["stop", "renormalise"]), st.integers(0, 10))
-def test_a_capped_mixture_equals_a_window_by_window_reference(
-    sources: list[tuple[int, int | None]], when_exhausted: Exhausted, first: int
-) -> None:
+def test_a_capped_mixture_equals_a_window_by_window_reference(sources, when_exhausted, first):
     """Weights in force are those of the sources below their caps, from the piece's start on."""
     mixture = [MixtureEntry(path=str(i), weight=share) for i, (share, _) in enumerate(sources)]
     caps = [cap for _, cap in sources]
@@ -125,9 +122,7 @@ def test_a_capped_mixture_equals_a_window_by_window_reference(
 
 
 @given(capped, st.sampled_from(["stop", "renormalise"]))
-def test_a_capped_mixture_ends_where_the_next_window_would_exceed_a_cap(
-    sources: list[tuple[int, int | None]], when_exhausted: Exhausted
-) -> None:
+def test_a_capped_mixture_ends_where_the_next_window_would_exceed_a_cap(sources, when_exhausted):
     mixture = [MixtureEntry(path=str(i), weight=share) for i, (share, _) in enumerate(sources)]
     caps = [cap for _, cap in sources]
     order = CappedMixture(mixture, caps, when_exhausted)

@@ -68,14 +68,6 @@ def test_prefixes_end_before_the_first_label_of_each_document(source: Path) -> N
     assert loader.data_hash != plain.data_hash
 
 
-def test_plain_text_has_no_prefix(write_source: WriteSource, documents: DocumentMaker) -> None:
-    source = write_source("text", [documents(5, 60, 40)])
-    ((inputs, labels),) = load(f"{source}=1", prefix=True).read_step(4)
-    starts = inputs["positions"] == 0
-    ignored = (labels == IGNORED).roll(1, dims=1)  # a document of one token has no label
-    assert torch.equal(inputs[PREFIX] & ~ignored, starts & ~ignored)
-
-
 def test_a_tasks_question_is_its_prefix() -> None:
     task = Mano(5, 3)
     loader = TaskLoader.Config(task=task, prefix=True).build(**{**SPLIT, "seq_len": 64})
@@ -90,9 +82,7 @@ def test_a_tasks_question_is_its_prefix() -> None:
     assert torch.equal(column[PREFIX], prefix_of(inputs["positions"], labels))
 
 
-def test_windows_that_cut_prompts_are_refused(
-    source: Path, write_source: WriteSource, documents: DocumentMaker
-) -> None:
+def test_windows_that_cut_prompts_are_refused(source, write_source, documents):
     with pytest.raises(UserError, match=r"prefix=True: windows would cut prompts of .*chat; write"):
         load(f"{source}=1", prefix=True)
     longer = write_source(

@@ -114,9 +114,7 @@ def test_a_process_keeps_few_files_open(sources: list[Path]) -> None:
         assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_fewer_files_are_kept_open_where_the_process_may_open_no_more(
-    sources: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fewer_files_are_kept_open_where_the_process_may_open_no_more(sources, monkeypatch):
     files = OpenFiles(most=64)
     opened = os.open
 

@@ -43,9 +43,7 @@ def test_cut_window_equals_a_token_by_token_reference(lengths: list[int], skip: 
 
 
 @pytest.mark.parametrize("seq_len", [4, 7, 16, 49])
-def test_an_epoch_predicts_every_token_between_the_cuts_once(
-    write_source: Callable[..., Path], documents: DocumentMaker, seq_len: int
-) -> None:
+def test_an_epoch_predicts_every_token_between_the_cuts_once(write_source, documents, seq_len):
     stored = documents(0, 30, 9)
     folder = write_source("source", [stored[:11], stored[11:]])
     stream = [token for document in stored for token in document]
@@ -69,9 +67,7 @@ def test_an_epoch_predicts_every_token_between_the_cuts_once(
     assert windows.unread_tokens_per_epoch < 2 * seq_len
 
 
-def test_epochs_differ_in_order_and_offset(
-    write_source: Callable[..., Path], documents: DocumentMaker
-) -> None:
+def test_epochs_differ_in_order_and_offset(write_source, documents):
     windows = open_cuts(write_source("s", [documents(1, 200, 20)]), 32, key=0)
     per_epoch = windows.windows_per_epoch
     _, cuts = windows.locate(np.arange(3 * per_epoch))

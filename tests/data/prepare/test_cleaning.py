@@ -61,9 +61,7 @@ needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs t
 
 
 @needs_spacy
-def test_near_duplicates_are_dropped_across_files_and_splits(
-    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_near_duplicates_are_dropped_across_files_and_splits(small_tokenizer, tmp_path, caplog):
     distinct = [sentence(seed) for seed in range(12)]
     # One word of sixty changes: about 5 of 56 five-word shingles, a similarity of 0.84.
     near = [text.replace("The ", "A ", 1).replace(".", "!") for text in distinct[:5]]
@@ -87,38 +85,15 @@ def sheets(count: int) -> list[str]:
     return ["\n".join(f"{a} + {b} = {a + b}" for a, b in sheet) for sheet in numbers]
 
 
-def functions(count: int) -> list[str]:
-    random = np.random.default_rng(0)
-    signs = random.choice(
-        ["+", "-", "*", "//", "%", "&", "|", "^", "<<", ">>"], (count, 5)
-    ).tolist()
-    numbers = random.integers(0, 90, (count, 2)).tolist()
-    return [
-        f"def f(x, y):\n  a = x {s[0]} y\n  b = a {s[1]} {n}\n  for i in range({m}):\n"
-        f"    b = b {s[2]} (a {s[3]} i)\n  return b {s[4]} a\n"
-        for s, (n, m) in zip(signs, numbers, strict=True)
-    ]
-
-
 @needs_spacy
 @pytest.mark.parametrize(
-    ("texts", "keys", "kept"),
-    [
-        (sheets(300), "", 300),
-        (sheets(300), "norm_numbers = true\nremove_punctuation = true", 1),
-        (functions(200), "", 200),
-        (functions(200), "norm_numbers = true\nremove_punctuation = true", 1),
-    ],
+    ("keys", "kept"),
+    [("", 300), ("norm_numbers = true\nremove_punctuation = true", 1)],
 )
-def test_numbers_and_operators_count(
-    texts: list[str], keys: str, kept: int, small_tokenizer: Path, tmp_path: Path
-) -> None:
-    assert len(set(texts)) == len(texts)
-    card = prepare(texts, f"[minhash]\n{keys}\n", small_tokenizer, tmp_path)
-    near = len(texts) - card.splits["train"].documents
-    assert card.dropped == ({"near_duplicate": near} if near else {})
-    # Two functions of these differ in so little that they are near-duplicates.
-    assert card.splits["train"].documents == pytest.approx(kept, abs=1)
+def test_numbers_and_operators_count(keys, kept, small_tokenizer, tmp_path):
+    card = prepare(sheets(300), f"[minhash]\n{keys}\n", small_tokenizer, tmp_path)
+    assert card.dropped == ({"near_duplicate": 300 - kept} if kept < 300 else {})
+    assert card.splits["train"].documents == kept
 
 
 @needs_spacy
@@ -133,37 +108,9 @@ def test_copies_of_short_texts_are_dropped(small_tokenizer: Path, tmp_path: Path
 @needs_spacy
 def test_other_keys_are_other_settings(small_tokenizer: Path, tmp_path: Path) -> None:
     prepare([sentence(0)], "[minhash]\n", small_tokenizer, tmp_path)
-    unfinished = tmp_path / "out" / "preparation.json"
     (tmp_path / "out" / "source.json").unlink()
     with pytest.raises(UserError, match=r"unfinished with other settings \(cleaning\): give"):
         prepare([sentence(0)], "[minhash]\nnorm_numbers = true\n", small_tokenizer, tmp_path)
-    settings = json.loads(unfinished.read_text())
-    settings["cleaning"]["minhash"] = {}  # of a version that knew no such keys
-    unfinished.write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"unfinished with other settings \(cleaning\): give"):
-        prepare([sentence(0)], "[minhash]\n", small_tokenizer, tmp_path)
-
-
-@needs_spacy
-def test_quality_filters_come_before_deduplication(small_tokenizer: Path, tmp_path: Path) -> None:
-    good = [sentence(seed) for seed in range(3)]
-    short = "The few words of this."
-    hashes = sentence(9) + " #" * 30
-    config = """
-        [quality]
-        gopher_quality = {min_doc_words = 20}
-        [minhash]
-        n_grams = 4
-    """
-    card = prepare([*good, short, hashes, good[0]], config, small_tokenizer, tmp_path)
-    assert card.dropped == {
-        "gopher_short_doc": 1,
-        "gopher_too_many_hashes": 1,
-        "near_duplicate": 1,
-    }
-    assert stored(tmp_path / "out") == sorted(good)
-    assert card == SourceCard.read(tmp_path / "out")
-    assert card.versions.keys() == {"titan_loop", "datatrove", "tokenizers", "numpy", "spacy"}
 
 
 @needs_spacy
@@ -181,10 +128,14 @@ def test_every_quality_filter_runs(small_tokenizer: Path, tmp_path: Path) -> Non
         gopher_repetition = {}
         fineweb_quality = {}
         c4_quality = {min_num_sentences = 1}
+        [minhash]
+        n_grams = 4
     """
-    card = prepare([*good, *bad.values()], config, small_tokenizer, tmp_path)
-    assert card.dropped == dict.fromkeys(bad, 1)
+    card = prepare([*good, *bad.values(), good[0]], config, small_tokenizer, tmp_path)
+    assert card.dropped == {**dict.fromkeys(bad, 1), "near_duplicate": 1}
     assert stored(tmp_path / "out") == sorted(good)
+    assert card == SourceCard.read(tmp_path / "out")
+    assert card.versions.keys() == {"titan_loop", "datatrove", "tokenizers", "numpy", "spacy"}
 
 
 def mmlu_questions() -> list[dict[str, str]]:
@@ -228,9 +179,7 @@ doc_to_target: "{{{{answer}}}}"
 @needs_lm_eval
 @needs_spacy
 @pytest.mark.parametrize(("keys", "dropped"), [("", 2), ("norm_numbers = true", 22)])
-def test_only_the_sheet_with_the_question_is_contaminated(
-    keys: str, dropped: int, small_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_only_the_sheet_with_the_question_is_contaminated(keys, dropped, small_tokenizer, tmp_path):
     question = "12 + 34 + 56 + 78 + 90 + 11 + 13 ="
     fill_in = "The letter ____________ is found in ================ this very sentence of words."
     questions = [{"question": question, "answer": "294"}, {"question": fill_in, "answer": "b"}]
@@ -246,9 +195,7 @@ def test_only_the_sheet_with_the_question_is_contaminated(
 
 @needs_lm_eval
 @needs_spacy
-def test_documents_with_evaluation_questions_are_dropped(
-    small_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_documents_with_evaluation_questions_are_dropped(small_tokenizer, tmp_path):
     questions = mmlu_questions()[:40]
     assert len(questions) == 40
     tasks = tmp_path / "tasks"
@@ -274,10 +221,6 @@ def test_documents_with_evaluation_questions_are_dropped(
     def settings(**options: Any) -> Decontamination:
         return Decontamination(**{"tasks": ["local_mmlu"], "include_path": str(tasks)} | options)
 
-    # Without query n-grams a question alone is no leak, so fewer n-grams count.
-    every = build_ngram_index(settings(), tmp_path / "index", "eng")["local_mmlu"]
-    fewer = build_ngram_index(settings(query_ngrams=False), tmp_path / "answers", "eng")
-    assert 0 < fewer["local_mmlu"] < every
     with pytest.raises(UserError, match="no question of 400 words"):
         build_ngram_index(settings(n_grams=400), tmp_path / "x", "eng")
     data.unlink()
@@ -337,27 +280,10 @@ def test_chats_are_cleaned_as_text(small_tokenizer: Path, tmp_path: Path) -> Non
             "[quality]\ngopher_quality = {min_doc_words = '9'}",
             "quality.gopher_quality.min_doc_words = '9' must be a number",
         ),
-        (
-            "[quality]\ngopher_repetition = {top_n_grams = 2}",
-            "quality.gopher_repetition.top_n_grams = 2 must be a list",
-        ),
         ("language = 'egn'\n[minhash]", "language = 'egn' is not a language .* words; nearest: "),
-        ("[decontaminate]\ntasks = ['a']\ninclude_path = 3", "include_path = 3 must be a string"),
-        (
-            "[decontaminate]\ntasks = ['a']\nquery_ngrams = 'no'",
-            "decontaminate.query_ngrams = 'no' must be true or false",
-        ),
-        ("[minhash]\nngrams = 5", "unknown name minhash.ngrams; nearest: n_grams"),
         ("[minhash]\nnorm_numbers = 1", "minhash.norm_numbers = 1 must be true or false"),
-        ("[minhash]\nremove_punct = true", "remove_punct; nearest: remove_punctuation"),
-        (
-            "[decontaminate]\ntasks = ['a']\nnorm_numbers = 'no'",
-            "decontaminate.norm_numbers = 'no' must be true or false",
-        ),
         ("[minhash]\nn_grams = 0", "minhash.n_grams = 0 must be a positive whole number"),
         ("[decontaminate]\nn_grams = 5", "decontaminate.tasks=None must be a list"),
-        ("[decontaminate]\ntasks = ['a']\nn_grams = '5'", "decontaminate.n_grams = '5' must be"),
-        ("[decontaminate]\ntasks = ['a']\ntask = 1", "unknown name decontaminate.task; nearest"),
     ],
 )
 def test_config_mistakes(text: str, message: str, tmp_path: Path) -> None:

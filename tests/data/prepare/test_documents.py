@@ -124,38 +124,24 @@ def test_an_output_inside_the_input_is_no_input(small_tokenizer: Path, tmp_path:
         shutil.rmtree(folder / "prepared", ignore_errors=True)
 
 
-def test_a_dataset_that_cannot_be_had(
-    small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_that_cannot_be_had(small_tokenizer, tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # no waiting
+    options = {"format": "huggingface"}
     with pytest.raises(UserError, match=r"dataset 'nobody/nothing' cannot be loaded .*network"):
-        prepare("nobody/nothing", small_tokenizer, tmp_path / "out", format="huggingface")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_split_that_a_dataset_lacks(small_tokenizer: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    pq.write_table(pa.table({"text": TEXTS}), folder / "train.parquet")
+        prepare("nobody/nothing", small_tokenizer, tmp_path / "out", **options)
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "train.parquet")
+    options["dataset_split"] = "training"
     with pytest.raises(
         UserError, match=r"has no split 'training': give --dataset-split one of train"
     ):
-        prepare(
-            folder,
-            small_tokenizer,
-            tmp_path / "out",
-            format="huggingface",
-            dataset_split="training",
-        )
+        prepare(tmp_path, small_tokenizer, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("output", ["s3://bucket/out", Path("s3://bucket/out")])
-def test_an_output_in_an_object_store_is_refused(
-    small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | Path
-) -> None:
+def test_an_output_in_an_object_store_is_refused(small_tokenizer, tmp_path, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
     writers: list[Callable[[], object]] = [

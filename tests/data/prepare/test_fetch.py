@@ -59,9 +59,3 @@ def test_what_cannot_be_had_is_one_line(hub, tmp_path, capsys, words, message):
     assert main(["data", "fetch", *words, "--output", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-
-
-def test_a_set_whose_files_moved_is_one_line(hub, tmp_path, capsys):
-    shutil.rmtree(hub / PUBLIC_SETS["tinystories"].repo / "data")
-    assert main(["data", "fetch", "tinystories", "--output", str(tmp_path / "out")]) == 2
-    assert "has no data/train-*.parquet any more" in capsys.readouterr().err

@@ -1,8 +1,6 @@
 import base64
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,17 +21,6 @@ from titan_loop.text.tokenizer import (
 
 # GPT-2's pattern, without the possessive quantifiers of later ones.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-def test_digits_are_split_individually(small_tokenizer: Path) -> None:
-    assert load_tokenizer(small_tokenizer).encode("1024x77").tokens == list("1024x77")
-
-
-def test_training_does_not_show_datatrove_s_log(jsonl: Path, tmp_path: Path) -> None:
-    """datatrove logs every file unless it is told not to."""
-    command = [sys.executable, "-m", "titan_loop", "data", "train-tokenizer", str(jsonl)]
-    command += ["--vocab-size", "300", "--output", str(tmp_path)]
-    assert b"datatrove" not in subprocess.run(command, capture_output=True, check=True).stderr
 
 
 def test_byte_lengths_of_every_token_sum_to_the_text(small_tokenizer: Path) -> None:
@@ -79,6 +66,8 @@ def write_ranks(path: Path, jsonl: Path) -> Path:
 def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> None:
     tiktoken = pytest.importorskip("tiktoken")
     ranks_file = write_ranks(tmp_path / "ranks.tiktoken", jsonl)
+    with pytest.raises(UserError, match="give split_pattern"):
+        import_tokenizer(ranks_file, output=tmp_path)
     path = import_tokenizer(ranks_file, output=tmp_path, split_pattern=PATTERN)
     tokenizer = load_tokenizer(path)
     rows = [line.split() for line in ranks_file.read_text().splitlines()]
@@ -101,24 +90,21 @@ def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> No
     check()
 
 
-def test_a_tokenizer_json_is_copied(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_what_is_imported(small_tokenizer: Path, tmp_path: Path) -> None:
     path = import_tokenizer(small_tokenizer, output=tmp_path / "copy.json")
     assert load_tokenizer(path).get_vocab() == load_tokenizer(small_tokenizer).get_vocab()
-    with pytest.raises(UserError, match=r"no effect on a tokenizer\.json"):
-        import_tokenizer(small_tokenizer, output=tmp_path, split_pattern="x")
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other"
-    with pytest.raises(UserError, match="is not a file"):
-        import_tokenizer(path, output=tmp_path)
-    for content, message in [("hello there you", "neither"), ("aGk= 0\n", "all 256 bytes")]:
-        path.write_text(content)
+    for content, pattern, message in (
+        (None, "", "is not a file"),
+        ("hello there you", PATTERN, "neither"),
+        ("aGk= 0\n", PATTERN, "all 256 bytes"),
+        ("{}", "", r"is not a tokenizer\.json"),
+        (small_tokenizer.read_text(), "x", r"no effect on a tokenizer\.json"),
+    ):
+        if content is not None:
+            path.write_text(content)
         with pytest.raises(UserError, match=message):
-            import_tokenizer(path, output=tmp_path, split_pattern=PATTERN)
-    path.write_text("{}")
-    with pytest.raises(UserError, match=r"is not a tokenizer\.json"):
-        import_tokenizer(path, output=tmp_path)
+            import_tokenizer(path, output=tmp_path, split_pattern=pattern)
 
 
 def test_training_reads_every_format(jsonl: Path, tmp_path: Path) -> None:
@@ -138,24 +124,24 @@ def test_training_reads_every_format(jsonl: Path, tmp_path: Path) -> None:
     assert other.read_bytes() != expected
 
 
-def test_training_mistakes(jsonl: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="vocab_size 258 is below 259"):
-        train_tokenizer([jsonl], vocab_size=258, output=tmp_path)
-    with pytest.raises(UserError, match="vocab_size 9000 cannot be filled"):
-        train_tokenizer([jsonl], vocab_size=9000, output=tmp_path)
-    with pytest.raises(UserError, match="does not exist"):
-        train_tokenizer([tmp_path / "missing.jsonl"], vocab_size=300, output=tmp_path)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 258}, "vocab_size 258 is below 259"),
+        ({"vocab_size": 9000}, "vocab_size 9000 cannot be filled"),
+        ({"inputs": "missing.jsonl"}, "does not exist"),
+        ({"text_key": "body"}, r"4 of 4 records .* lack their text.*line 1: no field 'b"),
+        ({"max_malformed": 2}, r"max_malformed 2 must lie in \[0, 1\]"),
+    ],
+)
+def test_training_mistakes(jsonl: Path, tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train_tokenizer(**{"inputs": jsonl, "vocab_size": 300, "output": tmp_path, **options})
     with pytest.raises(UserError, match=r"output .*t\.json cannot be written \(File exists\)"):
-        train_tokenizer([jsonl], vocab_size=300, output=jsonl / "t.json")
-    with pytest.raises(UserError, match=r"4 of 4 records .* lack their text.*line 1: no field 'b"):
-        train_tokenizer([jsonl], vocab_size=300, output=tmp_path, text_key="body")
-    with pytest.raises(UserError, match=r"max_malformed 2 must lie in \[0, 1\]"):
-        train_tokenizer([jsonl], vocab_size=300, output=tmp_path, max_malformed=2)
+        train_tokenizer(jsonl, vocab_size=300, output=jsonl / "t.json")
 
 
-def test_a_few_bad_records_are_dropped_and_counted(
-    jsonl: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_few_bad_records_are_dropped_and_counted(jsonl, tmp_path, caplog):
     expected = train_tokenizer(jsonl, vocab_size=300, output=tmp_path / "0").read_bytes()
     bad = tmp_path / "bad.jsonl"
     bad.write_text(jsonl.read_text() + '\n{"text": 3}\n')

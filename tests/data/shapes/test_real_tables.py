@@ -39,9 +39,7 @@ WRITTEN: dict[str, tuple[pd.DataFrame, dict[str, Any], str | tuple[str, ...]]] =
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_fastparquet_writes(
-    name: str, small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fastparquet_writes(name, small_tokenizer, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(os.environ.get("TITAN_LOOP_TOKENIZERS", ""), "fastparquet"))
     reason = "fastparquet is not here; run tools/test_tokenizers.sh"
     fastparquet: Any = pytest.importorskip("fastparquet", reason=reason)

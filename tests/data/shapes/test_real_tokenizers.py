@@ -161,9 +161,7 @@ def test_documents(real: Real, path: Path, tokenizer: Tokenizer, tmp_path: Path)
     assert card.round_trip["changed"] == len(changed)
 
 
-def test_long_documents(
-    real: Real, path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_documents(real, path, tokenizer, monkeypatch):
     text = "".join(f"{text} {number}" for number in range(400) for text in ALL)
     monkeypatch.setattr(encoding, "_PIECE", 1000)
     encoder = DocumentEncoder(path)

@@ -109,13 +109,7 @@ def check_tokens(row: Shape, out: Path, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("row", params())
-def test_shape(
-    row: Shape,
-    small_tokenizer: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_shape(row, small_tokenizer, tmp_path, monkeypatch, caplog):
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
     row.write(folder)
