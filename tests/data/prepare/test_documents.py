@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from titan_loop.data.demo.local_chats import build_local_chats
 from titan_loop.data.demo.local_python import build_local_python_corpus
 from titan_loop.data.inspect_source import show_source
 from titan_loop.data.prepare.documents import find_documents
@@ -149,7 +148,6 @@ def test_an_output_in_an_object_store_is_refused(small_tokenizer, tmp_path, monk
         lambda: train_tokenizer(tmp_path / "a.jsonl", vocab_size=300, output=output),
         lambda: import_tokenizer(small_tokenizer, output=output),
         lambda: build_local_python_corpus(output),
-        lambda: build_local_chats(output),
     ]
     for write in writers:
         with pytest.raises(UserError, match=r"output s3:/+bucket/out is in an object store"):

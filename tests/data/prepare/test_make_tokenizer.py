@@ -95,10 +95,10 @@ def test_what_is_imported(small_tokenizer: Path, tmp_path: Path) -> None:
     assert load_tokenizer(path).get_vocab() == load_tokenizer(small_tokenizer).get_vocab()
     path = tmp_path / "other"
     for content, pattern, message in (
-        (None, "", "is not a file"),
+        (None, None, "is not a file"),
         ("hello there you", PATTERN, "neither"),
         ("aGk= 0\n", PATTERN, "all 256 bytes"),
-        ("{}", "", r"is not a tokenizer\.json"),
+        ("{}", None, r"is not a tokenizer\.json"),
         (small_tokenizer.read_text(), "x", r"no effect on a tokenizer\.json"),
     ):
         if content is not None:

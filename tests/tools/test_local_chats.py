@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from titan_loop.data.demo import local_python
-from titan_loop.data.demo.local_chats import LARGEST_CHAT_BYTES, build_local_chats, function_chats
 from titan_loop.data.demo.local_python import document_identity
 from titan_loop.data.demo.local_python import split_of as split_of_document
 from titan_loop.errors import UserError
 from titan_loop.text.conversation import parse_conversation
+from tools.local_chats import LARGEST_CHAT_BYTES, build_local_chats, function_chats
 
 MODULE = '''
 def total(numbers, start):

@@ -7,7 +7,7 @@ One chat in `_ONE_IN` is a Mano expression and its value. A file's chats are in 
 `local_python` puts the document it makes of the file: text that is held out there is held out
 here.
 
-    python -m titan_loop.data.demo.local_chats OUTPUT [--megabytes 1 …]
+    python -m tools.local_chats OUTPUT [--megabytes 1 …]
 """
 
 import ast
