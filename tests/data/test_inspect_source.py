@@ -15,7 +15,7 @@ from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
 
 
 @pytest.fixture
-def source(jsonl: Path, small_tokenizer: Path, tmp_path: Path) -> Path:
+def source(jsonl, small_tokenizer, tmp_path) -> Path:
     """Return a source with two shards, one chat mask each, and a packed index."""
     chats = tmp_path / "in"
     chats.mkdir()
@@ -39,7 +39,7 @@ def change(path: Path, at: int, value: int) -> None:
     path.write_bytes(bytes(content))
 
 
-def test_every_fault_of_every_file_is_named(source: Path) -> None:
+def test_every_fault_of_every_file_is_named(source):
     first, second = shard(source, 0), shard(source, 1)
     first.write_bytes(first.read_bytes()[:-2])
     index_path(second).unlink()
@@ -62,7 +62,7 @@ def test_every_fault_of_every_file_is_named(source: Path) -> None:
         assert message in fault
 
 
-def test_ids_document_ends_and_masks_are_looked_at(source: Path) -> None:
+def test_ids_document_ends_and_masks_are_looked_at(source):
     first, second = shard(source, 0), shard(source, 1)
     card = SourceCard.read(source)
     ids = np.fromfile(first, "<u2")
@@ -88,7 +88,7 @@ def test_large_files_are_read_in_pieces(write_source, monkeypatch):
     assert "1 places" in faults[0]
 
 
-def test_the_verbs(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verbs(source, capsys):
     assert main(["data", "verify", str(source)]) == EXIT_OK
     assert capsys.readouterr().out == f"{source}: sound\n"
     change(shard(source, 0), 0, 9)

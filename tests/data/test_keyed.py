@@ -7,19 +7,19 @@ from titan_loop.data.keyed import KeyedPermutation, keyed_integer, keyed_uniform
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
-def test_is_a_bijection_for_any_size_and_key(size: int, key: int) -> None:
+def test_is_a_bijection_for_any_size_and_key(size, key):
     image = KeyedPermutation(size, key)(np.arange(size))
     assert np.array_equal(np.sort(image), np.arange(size))
 
 
-def test_one_lookup_equals_many() -> None:
+def test_one_lookup_equals_many():
     permutation = KeyedPermutation(1000, key=7)
     together = permutation(np.arange(1000))
     assert [int(permutation(np.asarray([i]))[0]) for i in range(1000)] == together.tolist()
     assert int(KeyedPermutation(10**12, key=1)(np.asarray([10**12 - 1]))[0]) < 10**12
 
 
-def test_neighbours_are_scattered() -> None:
+def test_neighbours_are_scattered():
     """A shuffle's mean distance between neighbours is n/3; fixed keys, so no false failures."""
     size = 100_000
     image = KeyedPermutation(size, key=0)(np.arange(size)).astype(np.int64)
@@ -34,12 +34,12 @@ def test_neighbours_are_scattered() -> None:
         (17, 0, [4, 16, 8, 13, 7, 3, 2, 15, 10, 5, 1, 0, 6, 12, 9, 14, 11]),
     ],
 )
-def test_the_order_is_that_of_runs_made_before(size: int, key: int, image: list[int]) -> None:
+def test_the_order_is_that_of_runs_made_before(size, key, image):
     """A checkpoint finds its position by this order, so no version may change it."""
     assert KeyedPermutation(size, key)(np.arange(size)).tolist() == image
 
 
-def test_draws_are_those_of_runs_made_before() -> None:
+def test_draws_are_those_of_runs_made_before():
     assert keyed_integer("a", 1) == 12444202034427101082
     assert keyed_uniform("a", 1) == 0.6746015440287197  # its upper 53 bits over 2**53
     assert keyed_uniform("order", 0, 3) == 0.6377498047023874

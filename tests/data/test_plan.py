@@ -1,6 +1,5 @@
 """`titan-loop data plan`: what a recipe needs against what there is."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,9 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.recipes.recipe import Recipe, Stage
 from train_configs.quickstart.recipes import BATCH_TOKENS, WINDOW_TOKENS, quickstart
 
-WriteSource = Callable[..., Path]
-
 
 @pytest.fixture
-def mixture(write_source: WriteSource, documents: Callable) -> str:
+def mixture(write_source, documents) -> str:
     a, b = (write_source(name, [documents(i, 400, 20)]) for i, name in enumerate("ab"))
     return f"{a}=0.75,{b}=0.25"
 

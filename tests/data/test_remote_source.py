@@ -23,12 +23,12 @@ ADDRESS = "memory://bucket/corpora/tiny"
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory) -> Path:
     return tiny_source(tmp_path_factory.mktemp("remote"), documents=12)
 
 
 @pytest.fixture
-def memory(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def memory(source, tmp_path, monkeypatch) -> Iterator[Any]:
     """The source in a store of its own, and an empty cache."""
     file_system = fsspec.filesystem("memory")
     file_system.store.clear()

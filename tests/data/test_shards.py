@@ -18,12 +18,12 @@ ENDS = [3, 5, 9, 11, 12]
 
 
 @pytest.fixture
-def source(write_source: Callable[..., Path]) -> Path:
+def source(write_source) -> Path:
     return write_source("three_shards", SHARDS, by_index=True)
 
 
 @pytest.mark.parametrize("by_index", [True, False])
-def test_any_slice_equals_the_stream(write_source: Callable[..., Path], by_index: bool) -> None:
+def test_any_slice_equals_the_stream(write_source, by_index):
     shards = TokenShards(write_source("s", SHARDS, by_index=by_index))
     assert shards.tokens == len(STREAM)
     for start in range(len(STREAM)):
@@ -51,7 +51,7 @@ def test_ends_read_off_the_tokens_are_those_of_the_index(write_source, documents
     assert [by_eos.document(n).tolist() for n in range(len(stored))] == stored
 
 
-def test_an_eos_inside_a_document_is_no_end(write_source: Callable[..., Path]) -> None:
+def test_an_eos_inside_a_document_is_no_end(write_source):
     shards = TokenShards(write_source("s", [[[5, 0, 6, 0], [7, 8]]]))
     assert shards.read(0, 6)[1].tolist() == [4, 6]
 
@@ -64,7 +64,7 @@ def edit_card(source: Path, edit: Callable[[dict], None]) -> None:
     (source / CARD_NAME).write_text(json.dumps(card))
 
 
-def test_an_edited_card_is_refused(source: Path) -> None:
+def test_an_edited_card_is_refused(source):
     path = source / CARD_NAME
     sound = path.read_text()
     for old, new in (('"eos_id": 0', '"eos_id": 1'), ('"licence": "test"', '"licence": ""')):
@@ -90,7 +90,7 @@ def test_a_wrong_eos_id_is_refused_without_a_hash_too(write_source, layout):
             TokenShards(source)
 
 
-def test_missing_folder_and_missing_card(tmp_path: Path) -> None:
+def test_missing_folder_and_missing_card(tmp_path):
     with pytest.raises(UserError, match="nowhere is not a folder"):
         TokenShards(tmp_path / "nowhere")
     with pytest.raises(UserError, match=f"has no {CARD_NAME}"):
@@ -110,7 +110,7 @@ def test_missing_folder_and_missing_card(tmp_path: Path) -> None:
         (b'{"name": "\xff"}', r"source\.json is damaged .*; prepare it again"),
     ],
 )
-def test_unreadable_or_newer_card(source: Path, changes: dict | bytes, message: str) -> None:
+def test_unreadable_or_newer_card(source, changes, message):
     def edit(card: dict) -> None:
         of_split = isinstance(changes, dict) and "max_token_id" in changes
         (card["splits"]["train"] if of_split else card).update(changes)
@@ -123,7 +123,7 @@ def test_unreadable_or_newer_card(source: Path, changes: dict | bytes, message: 
         TokenShards(source)
 
 
-def test_missing_split(source: Path) -> None:
+def test_missing_split(source):
     with pytest.raises(UserError, match="no tokens in its split 'held_out': prepare it"):
         TokenShards(source, "held_out")
 
@@ -145,7 +145,7 @@ def test_damaged_files(source, name, size, refused, refused_in_use, in_use):
         (shards or TokenShards(source)).read(0, 12)
 
 
-def test_index_beyond_its_shard(source: Path) -> None:
+def test_index_beyond_its_shard(source):
     np.asarray([3, 6], dtype="<u8").tofile(index_path(source / "train" / "00000.ds"))
     with pytest.raises(UserError, match="ends at token 6, its shard has 5"):
         TokenShards(source).read(0, 2)
@@ -239,7 +239,7 @@ def test_a_disk_that_stays_unreadable_is_not_the_users_mistake(source, monkeypat
         shards.read(0, 8)
 
 
-def test_token_outside_the_vocabulary(source: Path) -> None:
+def test_token_outside_the_vocabulary(source):
     shards = TokenShards(source)
     np.asarray([5, 999, 0, 7, 0], dtype="<u2").tofile(source / "train" / "00000.ds")
     with pytest.raises(UserError, match="token id 999 near token 0 is outside the vocabulary"):

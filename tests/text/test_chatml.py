@@ -60,14 +60,14 @@ def render(chat: list[Turn]) -> str:
     return ChatTemplate().render(Conversation(tuple(chat)))[0]
 
 
-def test_ids_and_masks_are_those_of_the_whole_text(small_tokenizer: Path) -> None:
+def test_ids_and_masks_are_those_of_the_whole_text(small_tokenizer):
     encoded = encode(small_tokenizer, CHATS)
     for chat, found in zip(CHATS, encoded, strict=True):
         assert found == reference(render(chat), small_tokenizer)
         assert any(found[1])
 
 
-def test_targets_spell_what_the_assistant_says(small_tokenizer: Path) -> None:
+def test_targets_spell_what_the_assistant_says(small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     contents = st.text(min_size=1).filter(lambda text: bool(text.strip()))
     roles = st.sampled_from(["user", "assistant", "system"])
@@ -92,7 +92,7 @@ def test_targets_spell_what_the_assistant_says(small_tokenizer: Path) -> None:
     check()
 
 
-def test_the_prompt_is_what_a_model_answers_to(small_tokenizer: Path) -> None:
+def test_the_prompt_is_what_a_model_answers_to(small_tokenizer):
     """An answer that begins with a line break must not merge with the header's."""
     tokenizer = load_tokenizer(small_tokenizer)
     chat = [Turn("user", "Hi"), Turn("assistant", "\n\nHello")]
@@ -118,7 +118,7 @@ def test_the_first_question_is_the_prefix_in_training_and_in_a_prompt(small_toke
     assert (asked.question_tokens == len(asked.ids)) == (weight == 0)  # then it is no answer
 
 
-def test_a_chat_source_stores_masks_beside_tokens(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_a_chat_source_stores_masks_beside_tokens(small_tokenizer, tmp_path):
     records = [{"messages": [turn._asdict() for turn in chat]} for chat in CHATS * 10]
     for number, record in enumerate(records):
         record["messages"][0]["content"] += f" {number}"
@@ -126,7 +126,6 @@ def test_a_chat_source_stores_masks_beside_tokens(small_tokenizer: Path, tmp_pat
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     out, options = tmp_path / "out", {"tokenizer": small_tokenizer, "chat": True}
     card = tokenize_source(path, output=out, held_out_fraction=0.3, **options)
-    assert card is not None
     assert card.has_loss_mask
     texts = [render([*parse_conversation(record).turns]) for record in records]
     expected = {text: reference(text, small_tokenizer) for text in texts}
@@ -134,7 +133,6 @@ def test_a_chat_source_stores_masks_beside_tokens(small_tokenizer: Path, tmp_pat
         shards = TokenShards(out, split)
         ids, ends = shards.read(0, shards.tokens)
         mask = shards.read_mask(0, shards.tokens)
-        assert mask is not None
         assert card.splits[split].loss_tokens == mask.sum()
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             text = load_tokenizer(small_tokenizer).decode(ids[start : end - 1], False)
@@ -163,7 +161,7 @@ def test_fields_that_conversations_leave_out_are_counted(small_tokenizer, tmp_pa
     assert f"fields that conversations leave out: {names}" in caplog.text
 
 
-def test_a_tokenizer_without_chat_tokens_is_refused(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_chat_tokens_is_refused(small_tokenizer, tmp_path):
     (tmp_path / "chats.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     bare = json.loads(small_tokenizer.read_text())
     bare["added_tokens"] = bare["added_tokens"][:1]

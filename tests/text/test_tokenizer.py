@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
@@ -30,14 +29,14 @@ def saved(tokenizer: Tokenizer, folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_the_largest_id_has_24_bits(tmp_path: Path) -> None:
+def test_the_largest_id_has_24_bits(tmp_path):
     largest = saved(of_ids(a=2**24 - 1), tmp_path)
     assert vocab_size(load_tokenizer(largest)) == 2**24
     with pytest.raises(UserError, match="has the id 16777216; the limit is 16777215"):
         load_tokenizer(saved(of_ids(a=2**24), tmp_path))
 
 
-def test_ids_have_two_bytes_up_to_65536_tokens() -> None:
+def test_ids_have_two_bytes_up_to_65536_tokens():
     words = {str(number): number for number in range(2**16)}
     assert token_bytes(of_ids(**words)) == 2
     assert token_bytes(of_ids(**words, one_more=2**16)) == 4
@@ -47,7 +46,7 @@ def test_ids_have_two_bytes_up_to_65536_tokens() -> None:
     assert vocab_size(Tokenizer(WordLevel({}, unk_token="a"))) == 0
 
 
-def test_bytes_behind_a_token() -> None:
+def test_bytes_behind_a_token():
     symbols = byte_symbols()
     assert sorted(symbols) == [*range(256)]
     assert {*symbols.values()} == {*pre_tokenizers.ByteLevel.alphabet()}
@@ -57,12 +56,11 @@ def test_bytes_behind_a_token() -> None:
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.add_tokens([AddedToken("é", special=False)])
     lengths = token_byte_lengths(tokenizer)
-    assert lengths is not None
     assert lengths.tolist() == [1, 3, 0, 2]
     assert token_byte_lengths(of_ids(a=0, 漢=1)) is None
 
 
-def test_spare_rows_of_a_padded_vocabulary_are_allowed(small_tokenizer: Path) -> None:
+def test_spare_rows_of_a_padded_vocabulary_are_allowed(small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     rows = vocab_size(tokenizer)
     check_vocabulary(tokenizer, rows, "of the test")
@@ -87,7 +85,7 @@ RESAVED = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False
     ],
     ids=str,
 )
-def test_what_decides_the_ids(tmp_path: Path, changes: dict[str, Any], is_same: bool) -> None:
+def test_what_decides_the_ids(tmp_path, changes, is_same):
     tokenizer = of_ids(a=0, b=1)
     tokenizer.add_tokens(["c"])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]

@@ -13,7 +13,7 @@ SMALL = {"code_megabytes": 0.3, "prose_megabytes": 0.3, "math_megabytes": 0.3}
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     build_local_python_corpus(folder, **SMALL, held_out_fraction=0.2)
     return folder
@@ -24,7 +24,7 @@ def records(corpus: Path, domain: str, split: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in lines]
 
 
-def test_documents_are_taken_once_and_sympy_only_in_math(corpus: Path) -> None:
+def test_documents_are_taken_once_and_sympy_only_in_math(corpus):
     splits = {(d, s): records(corpus, d, s) for d in DOMAINS for s in ("train", "held_out")}
     for domain in DOMAINS:
         both = splits[domain, "train"] + splits[domain, "held_out"]
@@ -39,7 +39,7 @@ def test_documents_are_taken_once_and_sympy_only_in_math(corpus: Path) -> None:
     assert len(files) == len(every)  # a file is taken whole or for its docstrings, never both
 
 
-def test_the_card_describes_the_corpus(corpus: Path) -> None:
+def test_the_card_describes_the_corpus(corpus):
     card = json.loads((corpus / "card.json").read_text())
     used = set()
     trained = [r["text"] for domain in DOMAINS for r in records(corpus, domain, "train")]
@@ -57,7 +57,7 @@ def test_the_card_describes_the_corpus(corpus: Path) -> None:
     assert card["command"]
 
 
-def test_a_small_demo_needs_no_other_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_demo_needs_no_other_flag(tmp_path, caplog):
     for _ in range(2):  # the second time nothing is left to do, and says so
         with caplog.at_level(logging.INFO):
             sources = list(demo_sources(tmp_path, **SMALL, vocab_size=300))
@@ -65,13 +65,13 @@ def test_a_small_demo_needs_no_other_flag(tmp_path: Path, caplog: pytest.LogCapt
     assert "text is complete: to build it with other sizes, remove" in caplog.text
 
 
-def test_docstrings_carry_their_names() -> None:
+def test_docstrings_carry_their_names():
     source = '"""Module."""\nclass A:\n    """Class."""\n    def b(self):\n        """Method."""\n'
     assert docstrings(source) == "Module.\n\n\nA\n\nClass.\n\n\nA.b\n\nMethod."
     assert docstrings("x = 1") == ""
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_mistakes(tmp_path):
     with pytest.raises(UserError, match="code_megabytes 0 must be positive"):
         build_local_python_corpus(tmp_path, code_megabytes=0)
     with pytest.raises(UserError, match=r"MB of text and at_least_megabytes is 20"):

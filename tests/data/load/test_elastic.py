@@ -5,7 +5,6 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,6 @@ from tests.data.load.splits import GLOBAL_BATCH, STEPS, L, rows, splits
 from tests.support.multiprocess import RankError
 from titan_loop.data.load.loader import WindowLoader
 
-WriteSource = Callable[..., Path]
-DocumentMaker = Callable[[int, int, int], list[list[int]]]
-
 
 def load(mixture: list[str], ranks: int = 1, rank: int = 0, local_batch: int = 1, **config: Any):
     config = {"when_exhausted": "renormalise", **config}
@@ -31,7 +27,7 @@ def load(mixture: list[str], ranks: int = 1, rank: int = 0, local_batch: int = 1
 
 
 @pytest.fixture
-def mixture(write_source: WriteSource, documents: DocumentMaker) -> list[str]:
+def mixture(write_source, documents) -> list[str]:
     """Return three sources, of which one repeats and one is exhausted during the run."""
     a = write_source("a", [documents(1, 60, 20)])
     b = write_source("b", [documents(2, 9, 9), documents(3, 20, 30)])

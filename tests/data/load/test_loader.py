@@ -1,6 +1,5 @@
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,11 @@ from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
 
-DocumentMaker = Callable[[int, int, int], list[list[int]]]
 Build = Callable[..., WindowLoader]
 
 
 @pytest.fixture
-def build(write_source: Callable[..., Path], documents: DocumentMaker) -> Build:
+def build(write_source, documents) -> Build:
     """Return a function that builds a loader over three sources of 0.5, 0.3 and 0.2."""
     shards = {"a": [documents(1, 60, 20)], "b": [documents(2, 9, 9), documents(3, 20, 30)],
               "c": [documents(4, 30, 9)]}  # fmt: skip
@@ -49,14 +47,14 @@ def build(write_source: Callable[..., Path], documents: DocumentMaker) -> Build:
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
-def test_the_stream_does_not_depend_on_batch_sizes(build: Build, batches: list[int]) -> None:
+def test_the_stream_does_not_depend_on_batch_sizes(build, batches):
     reference, loader = build(), build()
     read = [window for size in batches for window in rows(loader.read_step(size))]
     assert read == rows(reference.read_step(sum(batches)))
     assert loader.state_dict() == reference.state_dict()
 
 
-def test_a_rank_gets_its_rows_of_every_micro_batch(build: Build) -> None:
+def test_a_rank_gets_its_rows_of_every_micro_batch(build):
     ordered = rows(build().read_step(GLOBAL_BATCH))
     for rank in range(2):
         batches = build(2, rank, 3).read_step(GLOBAL_BATCH)
@@ -65,7 +63,7 @@ def test_a_rank_gets_its_rows_of_every_micro_batch(build: Build) -> None:
         assert rows(batches) == mine
 
 
-def test_dtype_and_shape(build: Build) -> None:
+def test_dtype_and_shape(build):
     ((inputs, labels),) = build(local_batch=4).read_step(4)
     for tensor in (inputs["input"], inputs["positions"], labels):
         assert tensor.shape == (4, L)
@@ -75,7 +73,7 @@ def test_dtype_and_shape(build: Build) -> None:
     assert torch.equal(labels[:, :-1] == IGNORE_INDEX, crosses)
 
 
-def test_seed_and_window_length_change_the_hash(build: Build) -> None:
+def test_seed_and_window_length_change_the_hash(build):
     hashes = {build().data_hash, build(seed=1).data_hash, build(seq_len=L + 1).data_hash}
     assert len(hashes) == 3
     one, other = build(), build(seed=1)
@@ -127,20 +125,20 @@ def test_what_the_job_repeats_and_exhausts_is_announced(build, caplog):
         ({"dataset": "c4"}, r"dataloader\.dataset"),  # torchtitan's own
     ],
 )
-def test_settings_that_cannot_be(build: Build, options: dict, message: str) -> None:
+def test_settings_that_cannot_be(build, options, message):
     with pytest.raises(UserError, match=message):
         build(**options)
 
 
 @pytest.mark.parametrize("windows", [0, -4, 5])
-def test_a_global_batch_that_does_not_split(build: Build, windows: int) -> None:
+def test_a_global_batch_that_does_not_split(build, windows):
     loader = build(2, 0, 2)
     with pytest.raises(UserError, match=f"global batch of {windows} windows"):
         loader.read_step(windows)
     assert loader.windows_consumed == 0
 
 
-def test_sources_with_different_tokenizers(write_source: Callable[..., Path]) -> None:
+def test_sources_with_different_tokenizers(write_source):
     one = write_source("one", [[[1, 2, 0]]])
     other = write_source("other", [[[1, 2, 0]]], tokenizer_sha256="another")
     config = WindowLoader.Config(mixture=[f"{one}=1", f"{other}=1"])
@@ -148,12 +146,12 @@ def test_sources_with_different_tokenizers(write_source: Callable[..., Path]) ->
         config.vocabulary()
 
 
-def test_vocabulary_from_the_config(write_source: Callable[..., Path]) -> None:
+def test_vocabulary_from_the_config(write_source):
     folder = write_source("s", [[[1, 250, 0]]], held_out=[[[1, 260, 0]]])
     assert WindowLoader.Config(mixture=[str(folder)]).vocabulary()[:2] == (300, 260)
 
 
-def test_mixture_on_the_command_line() -> None:
+def test_mixture_on_the_command_line():
     import tyro
     from torchtitan.config.manager import ConfigManager
 
@@ -165,7 +163,7 @@ def test_mixture_on_the_command_line() -> None:
     assert config.seed == 3
 
 
-def test_held_out_windows(write_source: Callable[..., Path], documents: DocumentMaker) -> None:
+def test_held_out_windows(write_source, documents):
     folder = write_source("s", [documents(0, 5, 9)], held_out=[documents(1, 40, 9)])
     windows = held_out_windows(folder, seq_len=L, count=5)
     again = held_out_windows(folder, seq_len=L, count=5)
@@ -189,7 +187,7 @@ def test_held_out_split_with_too_few_windows(write_source, documents, caplog):
         held_out_windows(folder, seq_len=L, count=0)
 
 
-def test_unique_tokens_repeat_the_first_windows_in_their_order(build: Build) -> None:
+def test_unique_tokens_repeat_the_first_windows_in_their_order(build):
     once, again = build().read_step(7), build(unique_tokens=7 * L - 1)
     assert rows(again.read_step(18)) == [*rows(once), *rows(once), *rows(once)[:4]]
     read = np.array([source.windows for source in again.progress()])

@@ -17,7 +17,7 @@ from titan_loop.errors import UserError
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(any))
-def test_every_prefix_is_within_the_stated_bound(shares: list[int]) -> None:
+def test_every_prefix_is_within_the_stated_bound(shares):
     order = MixtureOrder(shares)
     windows = 2 * order.period + 3
     source, _ = order.locate(np.arange(windows))
@@ -30,7 +30,7 @@ def test_every_prefix_is_within_the_stated_bound(shares: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(0, 200))
-def test_counters_count_and_counts_are_prefix_sums(shares: list[int], windows: int) -> None:
+def test_counters_count_and_counts_are_prefix_sums(shares, windows):
     order = MixtureOrder(shares)
     source, counter = order.locate(np.arange(windows))
     for index in range(len(shares)):
@@ -42,7 +42,7 @@ def test_counters_count_and_counts_are_prefix_sums(shares: list[int], windows: i
     ("weights", "shares"),
     [([0.5, 0.3, 0.2], [5, 3, 2]), ([1], [1]), ([2, 0], [1, 0]), ([1, 1, 1], [3334, 3333, 3333])],
 )
-def test_shares(weights: list[float], shares: list[int]) -> None:
+def test_shares(weights, shares):
     mixture = [MixtureEntry(path=f"{n}", weight=weight) for n, weight in enumerate(weights)]
     assert weight_shares(mixture) == shares
     assert sum(shares) <= PERIOD_WINDOWS
@@ -64,18 +64,18 @@ def test_shares(weights: list[float], shares: list[int]) -> None:
         (["s4://bucket/a=1"], "dataloader.mixture=s4://bucket/a is not a remote folder"),
     ],
 )
-def test_mistakes_name_field_and_value(entries: list[str], message: str) -> None:
+def test_mistakes_name_field_and_value(entries, message):
     with pytest.raises(UserError, match=message):
         parse_mixture(entries)
 
 
-def test_a_weight_that_would_never_be_read_is_refused() -> None:
+def test_a_weight_that_would_never_be_read_is_refused():
     counts = [f"{name}={tokens}" for name, tokens in zip("abc", (10**7, 90, 2), strict=True)]
     with pytest.raises(UserError, match=r"2 of 3 sources .* first is b=90: raise .* to 1000\.01,"):
         weight_shares(parse_mixture(counts))
 
 
-def test_options_of_an_entry() -> None:
+def test_options_of_an_entry():
     assert parse_mixture(["a=b:c=0.5:packed:max_epochs=4", "d:max_epochs=1", "e:packed=2"]) == (
         MixtureEntry(path="a=b:c", weight=0.5, packed=True, max_epochs=4),
         MixtureEntry(path="d", weight=1, max_epochs=1),
@@ -142,7 +142,7 @@ def test_a_capped_mixture_ends_where_the_next_window_would_exceed_a_cap(sources,
     assert len(order.stretches) <= len(mixture)
 
 
-def test_a_far_position_of_a_capped_mixture_is_looked_up() -> None:
+def test_a_far_position_of_a_capped_mixture_is_looked_up():
     mixture = parse_mixture(["a=1", "b=1", "c=3"])
     order = CappedMixture(mixture, [10**12, None, None], "renormalise")
     first, second = (stretch.first_window for stretch in order.stretches)

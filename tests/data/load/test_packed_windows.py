@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +21,6 @@ from titan_loop.errors import UserError
 L = 16
 EOS = 0
 
-WriteSource = Callable[..., Path]
-DocumentMaker = Callable[[int, int, int], list[list[int]]]
-
 
 def add_masks(source: Path) -> np.ndarray:
     """Give every shard a random mask; return the training split's, joined."""
@@ -42,13 +38,13 @@ def add_masks(source: Path) -> np.ndarray:
 
 
 @pytest.fixture
-def source(write_source: WriteSource, documents: DocumentMaker) -> Path:
+def source(write_source, documents) -> Path:
     stored = documents(3, 60, L)
     return write_source("chat", [stored[:23], stored[23:]], held_out=[documents(4, 40, L)])
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_packed_windows_hold_whole_documents_and_padding(source: Path, masked: bool) -> None:
+def test_packed_windows_hold_whole_documents_and_padding(source, masked):
     mask = add_masks(source) if masked else None
     pack_source(source, seq_len=L)
     shards = TokenShards(source)
@@ -83,7 +79,7 @@ def test_packed_windows_hold_whole_documents_and_padding(source: Path, masked: b
     assert found == Counter({key: 2 * count for key, count in wanted.items()})
 
 
-def test_a_mask_removes_labels_from_cuts_alone(source: Path) -> None:
+def test_a_mask_removes_labels_from_cuts_alone(source):
     plain = CutWindows(TokenShards(source), L, key=2)
     windows = [read_window(plain, 0, number) for number in range(plain.windows_per_epoch)]
     mask = add_masks(source)
@@ -97,7 +93,7 @@ def test_a_mask_removes_labels_from_cuts_alone(source: Path) -> None:
         assert np.array_equal(after.labels, wanted)
 
 
-def test_a_mixture_says_which_source_is_read_packed(source: Path, write_source, documents) -> None:
+def test_a_mixture_says_which_source_is_read_packed(source, write_source, documents):
     other = write_source("text", [documents(8, 60, 20)])
     pack_source(source, seq_len=L)
 
@@ -117,7 +113,7 @@ def test_a_mixture_says_which_source_is_read_packed(source: Path, write_source, 
     assert torch.equal(resumed.read_step(8)[0][1], loader.read_step(8)[0][1])
 
 
-def test_a_plan_counts_no_padding(source: Path) -> None:
+def test_a_plan_counts_no_padding(source):
     pack_source(source, seq_len=3 * L, long_documents="split")
     loader = WindowLoader.Config(mixture=[f"{source}:packed"]).build(
         dp_world_size=1, dp_rank=0, seq_len=3 * L, local_batch_size=1
@@ -129,7 +125,7 @@ def test_a_plan_counts_no_padding(source: Path) -> None:
     assert (row.available_tokens, row.needed_tokens) == (round(text), round(2 * text))
 
 
-def test_a_truncated_mask_is_refused(source: Path) -> None:
+def test_a_truncated_mask_is_refused(source):
     add_masks(source)
     mask = source / "train" / f"00000.ds{LOSS_SUFFIX}"
     mask.write_bytes(mask.read_bytes()[:-1])
@@ -137,7 +133,7 @@ def test_a_truncated_mask_is_refused(source: Path) -> None:
         TokenShards(source)
 
 
-def test_held_out_windows_honour_masks(source: Path) -> None:
+def test_held_out_windows_honour_masks(source):
     before = held_out_windows(source, seq_len=L, count=6)
     add_masks(source)
     after = held_out_windows(source, seq_len=L, count=6)

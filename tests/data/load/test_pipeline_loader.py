@@ -61,7 +61,7 @@ def test_resumed_after_every_batch_is_uninterrupted(name, rank, small_tokenizer,
 
 
 @pytest.mark.parametrize("name", ["texts", "ids", "empty_texts"])
-def test_every_token_is_predicted_once(name: str, small_tokenizer: Path) -> None:
+def test_every_token_is_predicted_once(name, small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     eos = tokenizer.token_to_id("<|endoftext|>")
     documents = IDS if name == "ids" else [tokenizer.encode(text).ids for text in TEXTS]
@@ -107,7 +107,7 @@ def test_every_token_is_predicted_once(name: str, small_tokenizer: Path) -> None
         ("absent", f"{PLACE} has no function 'absent'"),
     ],
 )
-def test_a_fault_is_one_line(name: str, message: str, small_tokenizer: Path) -> None:
+def test_a_fault_is_one_line(name, message, small_tokenizer):
     with pytest.raises(UserError, match=message) as caught:
         load(name, small_tokenizer).read_step(2000)
     assert f"dataloader.pipeline={PLACE}:{name}" in str(caught.value)
@@ -124,12 +124,12 @@ def test_a_fault_is_one_line(name: str, message: str, small_tokenizer: Path) -> 
         ({"pipeline": ""}, "dataloader.tokenizer_path=.* has no effect without dataloader.pipe"),
     ],
 )
-def test_options_that_do_not_fit(changes: dict, message: str, small_tokenizer: Path) -> None:
+def test_options_that_do_not_fit(changes, message, small_tokenizer):
     with pytest.raises(UserError, match=message):
         load("texts", small_tokenizer, **changes)
 
 
-def test_only_as_many_ranks_go_on(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_only_as_many_ranks_go_on(small_tokenizer, tmp_path):
     loader = load("texts", small_tokenizer, ranks=2)
     loader.read_step(BATCH)
     state = stored(loader, tmp_path)
@@ -148,7 +148,7 @@ def test_only_as_many_ranks_go_on(small_tokenizer: Path, tmp_path: Path) -> None
     )
 
 
-def test_windows_that_are_jumped_over_are_read_and_dropped(small_tokenizer: Path) -> None:
+def test_windows_that_are_jumped_over_are_read_and_dropped(small_tokenizer):
     whole = load("ids", small_tokenizer, ranks=2)
     batches = [rows(whole.read_step(BATCH)) for _ in range(4)]
     loader = load("ids", small_tokenizer, ranks=2)
@@ -157,7 +157,7 @@ def test_windows_that_are_jumped_over_are_read_and_dropped(small_tokenizer: Path
     assert rows(loader.read_step(BATCH)) == batches[3]
 
 
-def test_states_come_back_as_they_were(tmp_path: Path) -> None:
+def test_states_come_back_as_they_were(tmp_path):
     state = {
         "numbers": [None, True, 1 << 130, -0.5, float("inf"), "text"],
         "nested": ({"a": ()}, [{}], (1, (2,))),
@@ -189,8 +189,6 @@ def test_the_same_documents_as_a_source(small_tokenizer, tmp_path, caplog):
     files = tokenize_source(tmp_path / "texts.jsonl", output=tmp_path / "files", **options)
     name = f"{PLACE}:empty_texts"
     source = tokenize_source(pipeline=name, output=tmp_path / "pipeline", **options)
-    assert files is not None
-    assert source is not None
     assert source.splits == files.splits
     assert source.dropped == {"empty": 2}
     assert f"dropped {name}, row" in caplog.text
@@ -224,7 +222,6 @@ def test_finished_windows_as_a_source(name, fraction, small_tokenizer, tmp_path)
     source = tmp_path / "source"
     options = {"tokenizer": small_tokenizer, "held_out_fraction": fraction, "tasks": 3}
     card = tokenize_source(pipeline=f"{PLACE}:{name}", output=source, **options)
-    assert card is not None
     assert list(verify_source(source)) == []
     packed = pack_source(source, seq_len=SEQ_LEN)
     assert (card.has_loss_mask, card.has_chats) == (True, False)
@@ -246,13 +243,12 @@ def test_finished_windows_as_a_source(name, fraction, small_tokenizer, tmp_path)
         assert sorted(rows) == sorted((w["input"], w["labels"]) for w in yielded)
 
 
-def test_texts_and_ids_as_a_source(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_texts_and_ids_as_a_source(small_tokenizer, tmp_path):
     tokenizer = load_tokenizer(small_tokenizer)
     eos = tokenizer.token_to_id("<|endoftext|>")
     source = tmp_path / "source"
     options = {"tokenizer": small_tokenizer, "held_out_fraction": 0.5}
     card = tokenize_source(pipeline=f"{PLACE}:texts_and_ids", output=source, **options)
-    assert card is not None
     found = []
     for split in card.splits:
         shards = TokenShards(source, split)
@@ -263,7 +259,6 @@ def test_texts_and_ids_as_a_source(small_tokenizer: Path, tmp_path: Path) -> Non
     assert list(verify_source(source)) == []
     assert (card.has_loss_mask, card.given_ids, card.dropped) == (False, True, {"empty": 1})
     table = token_byte_lengths(tokenizer)
-    assert table is not None
     n_bytes = sum(int(table[ids].sum()) for ids in found)
     assert sum(split.text_bytes for split in card.splits.values()) == n_bytes
 

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,9 @@ from titan_loop.errors import UserError
 
 L = 12
 
-WriteSource = Callable[..., Path]
-
 
 @pytest.fixture
-def source(write_source: WriteSource, documents: Callable) -> Path:
+def source(write_source, documents) -> Path:
     return write_source("a", [documents(1, 30, 20), documents(2, 30, 20)])
 
 
@@ -31,7 +28,7 @@ def labels_of(loader: WindowLoader, windows: int) -> torch.Tensor:
     return torch.cat([labels for _, labels in loader.read_step(windows)])
 
 
-def test_a_changing_batch_and_a_resume_read_what_no_thread_would(source: Path) -> None:
+def test_a_changing_batch_and_a_resume_read_what_no_thread_would(source):
     ahead, plain = load(source), load(source, prefetch=False)
     for windows in (4, 4, 6, 2, 2, 8):
         assert torch.equal(labels_of(ahead, windows), labels_of(plain, windows))
@@ -43,7 +40,7 @@ def test_a_changing_batch_and_a_resume_read_what_no_thread_would(source: Path) -
     ahead.close()
 
 
-def test_closing_ends_the_thread_and_reading_starts_another(source: Path) -> None:
+def test_closing_ends_the_thread_and_reading_starts_another(source):
     def threads() -> int:
         return sum(thread.name.startswith("data") for thread in threading.enumerate())
 
@@ -52,7 +49,6 @@ def test_closing_ends_the_thread_and_reading_starts_another(source: Path) -> Non
     assert threads() == before  # checks before a run start none
     loader.read_step(4)
     assert threads() == before + 1
-    assert loader._ahead is not None
     loader._ahead[1].result()  # the next batch is ready
     assert loader.windows_consumed == 4
     loader.close()
@@ -63,10 +59,9 @@ def test_closing_ends_the_thread_and_reading_starts_another(source: Path) -> Non
     assert threads() == before
 
 
-def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(source: Path) -> None:
+def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(source):
     loader = load(source)
     loader.read_step(2)
-    assert loader._ahead is not None
     loader._ahead[1].result()
     for shard in (source / "train").glob("*.ds"):
         shard.unlink()
@@ -80,7 +75,7 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(source: Path)
     loader.close()
 
 
-def test_the_end_of_the_data_is_an_error_only_when_it_is_reached(source: Path) -> None:
+def test_the_end_of_the_data_is_an_error_only_when_it_is_reached(source):
     loader = load(source, max_epochs=1)
     windows = loader.sources[0].windows_per_epoch // 2 * 2
     assert loader.order.end == loader.sources[0].windows_per_epoch

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +17,6 @@ from titan_loop.errors import UserError
 L = 12
 READ = 40
 
-WriteSource = Callable[..., Path]
-DocumentMaker = Callable[[int, int, int], list[list[int]]]
-
 
 def load(*mixture: str, seq_len: int = L, **config: object) -> WindowLoader:
     return WindowLoader.Config(mixture=list(mixture), **config).build(  # pyright: ignore
@@ -29,12 +25,12 @@ def load(*mixture: str, seq_len: int = L, **config: object) -> WindowLoader:
 
 
 @pytest.fixture
-def sources(write_source: WriteSource, documents: DocumentMaker) -> list[Path]:
+def sources(write_source, documents) -> list[Path]:
     return [write_source(name, [documents(i, 90, 20)]) for i, name in enumerate("abc")]
 
 
 @pytest.fixture
-def state(sources: list[Path]) -> dict:
+def state(sources) -> dict:
     a, b, _ = sources
     loader = load(f"{a}=0.75", f"{b}=0.25")
     loader.read_step(READ)
@@ -78,7 +74,7 @@ def test_a_changed_source_and_another_tokenizer_are_named(sources, state, write_
         load(f"{a}=0.75", f"{b}=0.25").load_state_dict(state)
 
 
-def test_what_is_no_change(sources: list[Path], state: dict) -> None:
+def test_what_is_no_change(sources, state):
     a, b, _ = sources
     moved = a.rename(a.with_name("moved"))
     card = SourceCard.read(b)
@@ -161,7 +157,7 @@ def test_a_source_in_another_order_is_said(sources, write_source, documents, cap
     assert said == {"a": change != "weights", "b": both}
 
 
-def test_older_and_damaged_states_are_refused(sources: list[Path], state: dict) -> None:
+def test_older_and_damaged_states_are_refused(sources, state):
     a, b, _ = sources
     loader = load(f"{a}=0.75", f"{b}=0.25")
     loader.check_state({})
@@ -172,7 +168,7 @@ def test_older_and_damaged_states_are_refused(sources: list[Path], state: dict) 
         loader.load_state_dict(state)
 
 
-def test_sources_are_matched_by_path_then_by_contents() -> None:
+def test_sources_are_matched_by_path_then_by_contents():
     saved = [{"path": "a", "contents": "1"}, {"path": "b", "contents": "2"}]
     assert match_sources(saved, [{"path": "b", "contents": "1"}]) == [1]
     here = [{"path": "x", "contents": "1"}, {"path": "y", "contents": "1"}]

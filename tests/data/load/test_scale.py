@@ -26,7 +26,7 @@ INDEX = np.linspace(0, SHARD_TOKENS, 101)[1:].astype("<u8")
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def sources(tmp_path_factory) -> list[Path]:
     """Ten sources of 10**12 tokens in a hundred shards each."""
     folders = [tmp_path_factory.mktemp("huge") / f"s{number}" for number in range(SOURCES)]
     for folder in folders:
@@ -73,7 +73,7 @@ def resident_bytes() -> int | None:
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else None
 
 
-def test_opening_and_resuming_touch_no_shard(sources: list[Path]) -> None:
+def test_opening_and_resuming_touch_no_shard(sources):
     config = WindowLoader.Config(mixture=[f"{source}=1" for source in sources], prefetch=False)
 
     def build() -> WindowLoader:
@@ -101,7 +101,7 @@ def test_opening_and_resuming_touch_no_shard(sources: list[Path]) -> None:
         assert grown < 200e6
 
 
-def test_a_process_keeps_few_files_open(sources: list[Path]) -> None:
+def test_a_process_keeps_few_files_open(sources):
     files = OpenFiles(most=8)
     shards = TokenShards(sources[0], files=files)
     descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else None
@@ -139,7 +139,7 @@ print(open_file_limit(), OpenFiles()._most, *resource.getrlimit(resource.RLIMIT_
 """
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
     for hard, kept_open in (("1000", "500"), ("4000", "2976")):
         program = subprocess.run(
             [sys.executable, "-c", _LIMITS, "256", hard], capture_output=True, text=True, check=True

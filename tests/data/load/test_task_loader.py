@@ -37,7 +37,7 @@ def columns(loader: TaskLoader, count: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("all_targets", [False, True])
-def test_packed_windows_are_examples_without_a_gap(all_targets: bool):
+def test_packed_windows_are_examples_without_a_gap(all_targets):
     for tokens, positions, labels, left in zip(
         *columns(build(local_batch=8, all_targets=all_targets), 8), strict=True
     ):
@@ -123,7 +123,7 @@ def test_another_task_is_other_data():
 
 
 @pytest.mark.parametrize("name", names("tasks"))
-def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name: str):
+def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name):
     task = find_task(name)()
     window = "example" if any(not column.per_token for column in task.columns) else "packed"
 
@@ -146,7 +146,7 @@ def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name: str):
         ({"task": OneDepth()}, "window=packed: backwards has one depth for a whole example"),
     ],
 )
-def test_mistakes(options: dict, message: str):
+def test_mistakes(options, message):
     with pytest.raises(UserError, match=message):
         build(**options)
 

@@ -1,6 +1,5 @@
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +14,13 @@ from titan_loop.data.load.windows import CutWindows
 from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
 
-DocumentMaker = Callable[[int, int, int], list[list[int]]]
-
 
 def open_cuts(folder: Path, seq_len: int, key: int) -> CutWindows:
     return CutWindows(TokenShards(folder), seq_len, key)
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(0, 5))
-def test_cut_window_equals_a_token_by_token_reference(lengths: list[int], skip: int) -> None:
+def test_cut_window_equals_a_token_by_token_reference(lengths, skip):
     document_of = [n for n, length in enumerate(lengths) for _ in range(length)][skip:]
     if len(document_of) < 2:
         return
@@ -76,13 +73,13 @@ def test_epochs_differ_in_order_and_offset(write_source, documents):
     assert len({windows.offset(epoch) for epoch in range(20)}) > 10
 
 
-def test_a_source_of_exactly_one_window(write_source: Callable[..., Path]) -> None:
+def test_a_source_of_exactly_one_window(write_source):
     windows = open_cuts(write_source("s", [[[1, 2, 3, 4, 0]]]), 4, key=0)
     assert windows.windows_per_epoch == 1
     assert read_window(windows, 3, 0).input.tolist() == [1, 2, 3, 4]
     assert windows.unread_tokens_per_epoch == 0
 
 
-def test_a_source_shorter_than_a_window(write_source: Callable[..., Path]) -> None:
+def test_a_source_shorter_than_a_window(write_source):
     with pytest.raises(UserError, match=r"has 5 tokens in 'train', .* training.seq_len \+ 1 = 6"):
         open_cuts(write_source("s", [[[1, 2, 3, 4, 0]]]), 5, key=0)

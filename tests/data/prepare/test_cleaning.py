@@ -39,7 +39,7 @@ def prepare(texts: list[str], config: str, tokenizer: Path, tmp_path: Path, **op
         lines = [json.dumps({"text": text}) + "\n" for text in part]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     (tmp_path / "prepare.toml").write_text(config)
-    card = tokenize_source(
+    return tokenize_source(
         [tmp_path / "a.jsonl", tmp_path / "b.jsonl"],
         output=tmp_path / "out",
         tokenizer=tokenizer,
@@ -47,8 +47,6 @@ def prepare(texts: list[str], config: str, tokenizer: Path, tmp_path: Path, **op
         tasks=2,
         **{"held_out_fraction": 0} | options,
     )
-    assert card is not None
-    return card
 
 
 def stored(source: Path, split: str = "train") -> list[str]:
@@ -97,7 +95,7 @@ def test_numbers_and_operators_count(keys, kept, small_tokenizer, tmp_path):
 
 
 @needs_spacy
-def test_copies_of_short_texts_are_dropped(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_copies_of_short_texts_are_dropped(small_tokenizer, tmp_path):
     texts = ["1 + 1 = 2"] * 5 + ["Yes."] * 4 + ["yes."] + ["!"] * 2
     card = prepare(texts, "[minhash]\n", small_tokenizer, tmp_path, held_out_fraction=0.5)
     assert card.dropped == {"near_duplicate": 8}
@@ -106,7 +104,7 @@ def test_copies_of_short_texts_are_dropped(small_tokenizer: Path, tmp_path: Path
 
 
 @needs_spacy
-def test_other_keys_are_other_settings(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_other_keys_are_other_settings(small_tokenizer, tmp_path):
     prepare([sentence(0)], "[minhash]\n", small_tokenizer, tmp_path)
     (tmp_path / "out" / "source.json").unlink()
     with pytest.raises(UserError, match=r"unfinished with other settings \(cleaning\): give"):
@@ -114,7 +112,7 @@ def test_other_keys_are_other_settings(small_tokenizer: Path, tmp_path: Path) ->
 
 
 @needs_spacy
-def test_every_quality_filter_runs(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_every_quality_filter_runs(small_tokenizer, tmp_path):
     good = [sentence(seed) + "\n" + sentence(seed + 9) for seed in range(3)]
     bad = {
         "gopher_short_doc": "The few words of this.",
@@ -230,7 +228,7 @@ def test_documents_with_evaluation_questions_are_dropped(small_tokenizer, tmp_pa
 
 @needs_lm_eval
 @needs_spacy
-def test_an_unknown_task_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_task_is_named(tmp_path, monkeypatch):
     from lm_eval import tasks
 
     from titan_loop.data.prepare.config import Decontamination
@@ -246,7 +244,7 @@ def test_an_unknown_task_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_spacy
-def test_chats_are_cleaned_as_text(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_chats_are_cleaned_as_text(small_tokenizer, tmp_path):
     records = [{"question": sentence(seed), "answer": sentence(seed + 50)} for seed in range(4)]
     records.append(records[2])
     path = tmp_path / "chats.jsonl"
@@ -255,7 +253,6 @@ def test_chats_are_cleaned_as_text(small_tokenizer: Path, tmp_path: Path) -> Non
     config.write_text("[minhash]\n")
     options = {"tokenizer": small_tokenizer, "chat": True, "config": config}
     card = tokenize_source(path, output=tmp_path / "out", held_out_fraction=0, **options)
-    assert card is not None
     assert card.dropped == {"near_duplicate": 1}
     assert card.splits["train"].documents == 4
     config.write_text("[quality]\nc4_quality = {}\n")
@@ -286,7 +283,7 @@ def test_chats_are_cleaned_as_text(small_tokenizer: Path, tmp_path: Path) -> Non
         ("[decontaminate]\nn_grams = 5", "decontaminate.tasks=None must be a list"),
     ],
 )
-def test_config_mistakes(text: str, message: str, tmp_path: Path) -> None:
+def test_config_mistakes(text, message, tmp_path):
     (tmp_path / "prepare.toml").write_text(text)
     with pytest.raises(UserError, match=message):
         read_prepare_config(tmp_path / "prepare.toml")

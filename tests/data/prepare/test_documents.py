@@ -24,11 +24,9 @@ TEXTS = [f"document number {n}: naïve 漢字 🙂\n" for n in range(7)]
 
 
 def prepare(inputs: Path | str, tokenizer: Path, out: Path, **options: Any) -> SourceCard:
-    card = tokenize_source(
+    return tokenize_source(
         inputs, output=out, tokenizer=tokenizer, **{"held_out_fraction": 0} | options
     )
-    assert card is not None
-    return card
 
 
 def stored(source: Path) -> list[str]:
@@ -41,7 +39,7 @@ def jsonl(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
-def test_which_files(tmp_path: Path) -> None:
+def test_which_files(tmp_path):
     for name in ("x/a.jsonl", "x/b/c.jsonl.gz", "x/readme.md", "z/t"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +74,7 @@ def test_which_files(tmp_path: Path) -> None:
         find_documents(tmp_path / "x/a.jsonl", tmp_path / "x/a.jsonl")
 
 
-def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_links(tmp_path, caplog):
     """A download cache links names to files without one; links to folders are counted."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "0f").write_bytes(gzip.compress(jsonl(TEXTS)))
@@ -102,7 +100,7 @@ def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("name", [b"a\nb.txt", b"a.txt ", b"\xff.txt"])
-def test_names_that_a_list_of_files_cannot_hold(tmp_path: Path, name: bytes) -> None:
+def test_names_that_a_list_of_files_cannot_hold(tmp_path, name):
     try:
         (tmp_path / os.fsdecode(name)).write_text("text")
     except OSError:
@@ -111,7 +109,7 @@ def test_names_that_a_list_of_files_cannot_hold(tmp_path: Path, name: bytes) -> 
         find_documents(tmp_path)
 
 
-def test_an_output_inside_the_input_is_no_input(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_an_output_inside_the_input_is_no_input(small_tokenizer, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.md").write_text("first")

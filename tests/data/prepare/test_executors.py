@@ -26,7 +26,7 @@ TEXTS = [f"document number {n}" for n in range(12)]
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
+def files(tmp_path) -> list[Path]:
     paths = [tmp_path / f"{number}.jsonl" for number in range(3)]
     for number, path in enumerate(paths):
         lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[number::3]]
@@ -48,7 +48,7 @@ def pipelines(tmp_path: Path) -> list[Pipeline]:
     ]
 
 
-def test_slurm_scripts(tmp_path: Path) -> None:
+def test_slurm_scripts(tmp_path):
     options = {"partition": "cpu", "time": "02:00:00", "mem_per_cpu_gb": 4, "qos": "low"}
     options["env_command"] = "source /opt/activate"
     chain: list[Any] = slurm_chain(pipelines(tmp_path), 2, options)
@@ -140,7 +140,6 @@ def test_slurm_submits_a_chain_that_ends_in_the_card(files, small_tokenizer, tmp
         for task in range(tasks):
             run(stage, task)
     local = prepare(files, tmp_path / "local", small_tokenizer)
-    assert local is not None
     assert SourceCard.read(out).splits == local.splits
 
 
@@ -148,7 +147,7 @@ def test_slurm_submits_a_chain_that_ends_in_the_card(files, small_tokenizer, tmp
 # A warning turned into an error in datatrove's submitting thread would make it wait for ever.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
-def test_ray_stores_the_same(files: list[Path], small_tokenizer: Path, tmp_path: Path) -> None:
+def test_ray_stores_the_same(files, small_tokenizer, tmp_path):
     import ray
 
     config = tmp_path / "prepare.toml"
@@ -161,8 +160,6 @@ def test_ray_stores_the_same(files: list[Path], small_tokenizer: Path, tmp_path:
     finally:
         ray.shutdown()
     local = prepare(files, tmp_path / "local", small_tokenizer)
-    assert found is not None
-    assert local is not None
     assert found.splits == local.splits
 
 
@@ -174,7 +171,7 @@ def die(once: Path | None, data: object, task: int, tasks: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_is_killed(tmp_path, caplog):
     """datatrove's pool waits for ever for the task of a worker that is gone."""
 
     def stage(name: str, once: Path | None) -> Pipeline:
@@ -196,7 +193,7 @@ def wait_for_ever(folder: Path, data: object, task: int, tasks: int) -> None:
         time.sleep(1)
 
 
-def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+def test_workers_end_with_their_parent(tmp_path):
     """Or they would write into the shards of the next start."""
     pids = tmp_path / "pids"
     pids.mkdir()

@@ -10,7 +10,7 @@ from titan_loop.data.prepare.fetch import PUBLIC_SETS
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path, monkeypatch) -> Path:
     """A folder that has what the Hub would: OWNER/NAME/FILES."""
     root = tmp_path / "hub"
     stories = root / PUBLIC_SETS["tinystories"].repo / "data"

@@ -23,10 +23,9 @@ from titan_loop.text.tokenizer import (
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def test_byte_lengths_of_every_token_sum_to_the_text(small_tokenizer: Path) -> None:
+def test_byte_lengths_of_every_token_sum_to_the_text(small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     lengths = token_byte_lengths(tokenizer)
-    assert lengths is not None
     assert len(lengths) == 300
     assert lengths[:3].tolist() == [0, 0, 0]
     assert (lengths[3:] >= 1).all()
@@ -63,7 +62,7 @@ def write_ranks(path: Path, jsonl: Path) -> Path:
     return path
 
 
-def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> None:
+def test_a_rank_file_encodes_as_tiktoken_does(jsonl, tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
     ranks_file = write_ranks(tmp_path / "ranks.tiktoken", jsonl)
     with pytest.raises(UserError, match="give split_pattern"):
@@ -75,7 +74,6 @@ def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> No
     original = tiktoken.Encoding("test", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
     assert tokenizer.token_to_id(SPECIAL_TOKENS[0]) == len(ranks)
     lengths = token_byte_lengths(tokenizer)
-    assert lengths is not None
     assert [lengths[rank] for rank in ranks.values()] == [len(token) for token in ranks]
     tokenizer.encode_special_tokens = True
 
@@ -90,7 +88,7 @@ def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> No
     check()
 
 
-def test_what_is_imported(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_what_is_imported(small_tokenizer, tmp_path):
     path = import_tokenizer(small_tokenizer, output=tmp_path / "copy.json")
     assert load_tokenizer(path).get_vocab() == load_tokenizer(small_tokenizer).get_vocab()
     path = tmp_path / "other"
@@ -107,7 +105,7 @@ def test_what_is_imported(small_tokenizer: Path, tmp_path: Path) -> None:
             import_tokenizer(path, output=tmp_path, split_pattern=pattern)
 
 
-def test_training_reads_every_format(jsonl: Path, tmp_path: Path) -> None:
+def test_training_reads_every_format(jsonl, tmp_path):
     texts = [json.loads(line)["text"] for line in jsonl.read_text().splitlines()]
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -134,7 +132,7 @@ def test_training_reads_every_format(jsonl: Path, tmp_path: Path) -> None:
         ({"max_malformed": 2}, r"max_malformed 2 must lie in \[0, 1\]"),
     ],
 )
-def test_training_mistakes(jsonl: Path, tmp_path: Path, options: dict, message: str) -> None:
+def test_training_mistakes(jsonl, tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         train_tokenizer(**{"inputs": jsonl, "vocab_size": 300, "output": tmp_path, **options})
     with pytest.raises(UserError, match=r"output .*t\.json cannot be written \(File exists\)"):
@@ -152,7 +150,7 @@ def test_a_few_bad_records_are_dropped_and_counted(jsonl, tmp_path, caplog):
         train_tokenizer(bad, vocab_size=300, output=tmp_path / "1", max_malformed=0.1)
 
 
-def test_every_tokenizer_has_all_bytes(tmp_path: Path) -> None:
+def test_every_tokenizer_has_all_bytes(tmp_path):
     """Also the smallest, and with all of the alphabet but one letter missing in the text."""
     (tmp_path / "a.txt").write_text("aaaa " * 9)
     for vocab_size in (259, 260):
@@ -165,7 +163,7 @@ def test_every_tokenizer_has_all_bytes(tmp_path: Path) -> None:
 WORDS = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
 
 
-def test_ordinary_texts_are_not_cut() -> None:
+def test_ordinary_texts_are_not_cut():
     code = Path(make_tokenizer.__file__).read_text()
     encoded = base64.b64encode(bytes(range(256)) * 99).decode()  # cut by digits and signs
     for text in ("", "a" * LONGEST_WORD, code * 9, encoded, "漢字。" * 9999, "1" * 9999):
@@ -174,7 +172,7 @@ def test_ordinary_texts_are_not_cut() -> None:
 
 @pytest.mark.parametrize("letters", ["a", "漢", "=", " ", "a\u0301b"])
 @pytest.mark.parametrize("before", ["", "x = ", "a b\n" * 999])
-def test_long_words_are_cut(letters: str, before: str) -> None:
+def test_long_words_are_cut(letters, before):
     word = letters * (training_texts._LEARNT // len(letters) + 999)
     text = f"{before}{word}1 and the rest\n"
     parts, long_words, left_out = without_long_words(text, WORDS)
@@ -193,7 +191,7 @@ def test_long_words_are_cut(letters: str, before: str) -> None:
     assert longest <= 128
 
 
-def test_a_word_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_is_counted_once(monkeypatch):
     monkeypatch.setattr(training_texts, "_RUN_AT_ONCE", 10_000)
     cut = without_long_words("b" * 45_000 + "1" + "c" * 5000 + " d " + "e" * 5000, WORDS)
     assert (cut.long_words, cut.left_out) == (3, 0)

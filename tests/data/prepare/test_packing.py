@@ -1,6 +1,5 @@
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,7 @@ def naive_fills(lengths: list[int], capacity: int) -> list[int]:
         )
     )
 )
-def test_bins_are_those_of_the_definition(case: tuple[int, list[int]]) -> None:
+def test_bins_are_those_of_the_definition(case):
     capacity, lengths = case
     bin_of = best_fit_decreasing(np.asarray(lengths), capacity)
     fills = np.bincount(bin_of, weights=lengths).astype(int)
@@ -73,7 +72,7 @@ def test_every_document_is_in_exactly_one_window(write_source, documents):
     assert sum(len(held_out.documents(window)) for window in range(held_out.card.windows)) == 3
 
 
-def test_long_documents_are_refused_or_split(write_source: Callable[..., Path]) -> None:
+def test_long_documents_are_refused_or_split(write_source):
     stored = [[5, 6, 0], [*list(range(1, 24)), 0], [*range(1, 17), 0], [9, 0]]
     source = write_source("s", [stored])
     with pytest.raises(
@@ -159,7 +158,7 @@ def test_a_damaged_window_is_named(write_source, file, at, value):
         open_index(source, "train", 8).documents(0)
 
 
-def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
+def test_damage_and_mistakes(write_source):
     source = write_source("s", [[[5, 0], [6, 7, 0]]])
     with pytest.raises(UserError, match=r"not packed for windows of 8 .* none.* --seq-len 8"):
         open_index(source, "train", 8)

@@ -27,7 +27,7 @@ FULL = "cannot be written .*finished tasks are kept"
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
+def files(tmp_path) -> list[Path]:
     """Return a small file and one that takes about 80 KB as tokens."""
     paths = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
     for path, count in zip(paths, (5, 800), strict=True):
@@ -48,7 +48,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the open shard's
-def test_a_file_that_cannot_grow(files: list[Path], small_tokenizer: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow(files, small_tokenizer, tmp_path):
     out = tmp_path / "out"
     options = {"tokenizer": small_tokenizer, "tasks": 2, "held_out_fraction": 0}
     with largest_file(30_000), pytest.raises(UserError, match=FULL):
@@ -57,8 +57,6 @@ def test_a_file_that_cannot_grow(files: list[Path], small_tokenizer: Path, tmp_p
     assert [path.name for path in (out / "logs/train/completions").iterdir()] == ["00000"]
     again = tokenize_source(files, output=out, **options)
     whole = tokenize_source(files, output=tmp_path / "whole", **options)
-    assert again is not None
-    assert whole is not None
     assert again.splits == whole.splits
 
 
@@ -102,8 +100,6 @@ def test_a_killed_preparation_goes_on(files, small_tokenizer, tmp_path):
     again = tokenize_source(every, output=out, **options)
     assert {name: (completions / name).stat().st_mtime_ns for name in done} == done
     whole = tokenize_source(every, output=tmp_path / "whole", **options)
-    assert again is not None
-    assert whole is not None
     assert again.splits == whole.splits
     assert list(verify_source(out)) == []
     with suppress(ProcessLookupError):
@@ -138,7 +134,6 @@ def test_one_process_at_a_time_prepares_a_source(files, small_tokenizer, tmp_pat
     out = tmp_path / "out"
     options = {"tokenizer": small_tokenizer, "pattern": ["*"], "held_out_fraction": 0.0}
     with hold(out) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         held = rf"out is in use by another preparation \(process {holder.pid} on .*; wait for it"
         with pytest.raises(UserError, match=f"output .*{held}"):
@@ -157,12 +152,10 @@ def test_one_process_at_a_time_prepares_a_source(files, small_tokenizer, tmp_pat
         "titan_loop.data.prepare.pipelines.build_pipelines", build_pipelines_and_compete
     )
     card = tokenize_source(tmp_path, output=out, format="jsonl", **options)
-    assert card is not None
     assert sum(split.documents for split in card.splits.values()) == 805
     assert f"in use by another preparation (process {os.getpid()} on" in refused[0]
     assert tokenize_source(tmp_path, output=out, format="jsonl", overwrite=True, **options) == card
     with hold(out) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=r"source .*out is in use by another preparation"):
             pack_source(out, seq_len=256)

@@ -57,7 +57,7 @@ def test_given_splits_are_kept_and_documents_shuffled(texts, small_tokenizer, tm
     assert not list((tmp_path / "out").rglob("*.metadata")), "nothing would notice its damage"
 
 
-def test_same_input_same_shards(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:
+def test_same_input_same_shards(texts, small_tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     cards = [
         tokenize_source(path, output=tmp_path / f"{n}", tokenizer=small_tokenizer) for n in range(2)
@@ -85,7 +85,6 @@ def test_an_eos_inside_documents_is_seen_and_said(small_tokenizer, tmp_path, cap
         tokenizer=tmp_path / "tokenizer.json",
         held_out_fraction=0,
     )
-    assert card is not None
     assert not card.splits["train"].eos_only_at_ends
     assert "document ends and EOS id 0 disagree in 1 places" in caplog.text
     ids, ends = TokenShards(tmp_path / "out").read(0, card.splits["train"].tokens)
@@ -117,7 +116,6 @@ def test_bad_records_are_counted_shown_and_limited(small_tokenizer, tmp_path, ca
     assert not (out / CARD_NAME).exists()
     # The same command with a larger tolerance goes on from the finished tasks.
     card = tokenize_source(path, output=out, max_malformed=0.7, **options)
-    assert card is not None
     assert card.dropped == {"malformed": 4, "missing_text": 2, "empty": 1}
     assert card.splits["train"].documents == 2
     assert sorted(stored(out, "train")) == ["first", "last"]
@@ -137,7 +135,6 @@ def test_finished_tasks_are_skipped_when_started_again(texts, small_tokenizer, t
     options = {"tokenizer": small_tokenizer, "tasks": 3}
     options |= {"held_out_fraction": 0.3}
     first = tokenize_source(files, output=tmp_path / "whole", **options)
-    assert first is not None
     # The third file's archive is damaged, so its task fails; the first two are done.
     archive.write_bytes(sound[:-20] + bytes(20))
     with pytest.raises(UserError, match=r"2\.jsonl\.gz cannot be read to its end"):
@@ -230,7 +227,7 @@ def test_mistakes(texts, small_tokenizer, tmp_path, monkeypatch, options, messag
     assert not Path("out", CARD_NAME).exists()
 
 
-def test_large_vocabularies_take_four_bytes(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_large_vocabularies_take_four_bytes(small_tokenizer, tmp_path):
     record = json.loads(small_tokenizer.read_text())
     path = write_jsonl(tmp_path / "a.jsonl", ["the last one"])
     vocabulary = record["model"]["vocab"]
@@ -243,7 +240,6 @@ def test_large_vocabularies_take_four_bytes(small_tokenizer: Path, tmp_path: Pat
         out, options = tmp_path / name, {"held_out_fraction": 0}
         tokenizer = tmp_path / "tokenizer.json"
         card = tokenize_source(path, output=out, tokenizer=tokenizer, **options)
-        assert card is not None
         assert (card.vocab_size, card.token_bytes) == (last + 1, token_bytes)
         assert stored(out, "train") == ["the last one"]
         assert TokenShards(out).read_ids(0, card.splits["train"].tokens).max() == last
@@ -265,7 +261,7 @@ def test_a_card_says_what_was_done(texts, small_tokenizer, tmp_path, monkeypatch
     assert shard["bytes"] == 2 * shard["tokens"]
 
 
-def test_a_card_tells_what_ends_a_text(tmp_path: Path, small_tokenizer: Path) -> None:
+def test_a_card_tells_what_ends_a_text(tmp_path, small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -278,8 +274,6 @@ def test_a_card_tells_what_ends_a_text(tmp_path: Path, small_tokenizer: Path) ->
     }
     text = tokenize_source(tmp_path / "a.jsonl", output=tmp_path / "a", **options)
     chat = tokenize_source(tmp_path / "b.jsonl", output=tmp_path / "b", chat=True, **options)
-    assert text is not None
-    assert chat is not None
     assert text_format([text], tokenizer) == TextFormat(end_of_text="</s>")
     assert text_format([text, chat], tokenizer) == TextFormat(end_of_text="</s>").with_chatml()
     with pytest.raises(UserError, match="its EOS id 9999 is not in its tokenizer"):

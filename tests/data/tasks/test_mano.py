@@ -38,7 +38,7 @@ def take(count: int, key: int = 0) -> Iterator[Question]:
     return islice(TASK.questions(key), count)
 
 
-def test_answers_equal_an_independent_evaluator() -> None:
+def test_answers_equal_an_independent_evaluator():
     for question in take(2000):
         symbols = [str(symbol) for symbol in question.expression]
         assert evaluate(symbols) == question.answer
@@ -46,7 +46,7 @@ def test_answers_equal_an_independent_evaluator() -> None:
         assert len(symbols) == 2 * question.operations + 1
 
 
-def test_lengths_operators_and_operands_are_uniform() -> None:
+def test_lengths_operators_and_operands_are_uniform():
     """Fixed key: 20,000 questions, counts within 5 standard deviations of uniform."""
     questions = list(take(20_000))
     lengths = Counter(question.operations for question in questions)
@@ -58,7 +58,7 @@ def test_lengths_operators_and_operands_are_uniform() -> None:
         assert all(abs(count - mean) < 5 * mean**0.5 for count in group)
 
 
-def test_the_exam_is_never_trained_on() -> None:
+def test_the_exam_is_never_trained_on():
     assert not any(TASK.is_held_out(question) for question in take(5000))
     questions = TASK.held_out_questions(50, LONGEST)
     assert all(TASK.is_held_out(question) for question in questions)
@@ -66,7 +66,7 @@ def test_the_exam_is_never_trained_on() -> None:
     assert TASK.held_out_one_in == 64
 
 
-def test_exam_answers() -> None:
+def test_exam_answers():
     (examples,) = TASK.exam(20).values()
     assert len(examples) == 20
     # An answer is a label only: the longest example has one token more than its inputs.
@@ -80,7 +80,7 @@ def test_exam_answers() -> None:
         assert example.labels[graded] == example.tokens[graded + 1]
 
 
-def test_the_exam_of_earlier_versions() -> None:
+def test_the_exam_of_earlier_versions():
     """Windows as in 0.1, and its exam without the questions that were asked twice.
 
     Another exam or other windows would not compare with old runs.
@@ -98,7 +98,7 @@ def test_the_exam_of_earlier_versions() -> None:
     assert loader.data_hash == "8fe08b57377ce0c1d95f572d270766b1"
 
 
-def test_text_form() -> None:
+def test_text_form():
     text = mano_text(1, 30)
     assert text == mano_text(1, 30)
     assert text != mano_text(2, 30)
@@ -111,7 +111,7 @@ def test_text_form() -> None:
         assert evaluate(symbols) == int(answer)
 
 
-def test_mistakes() -> None:
+def test_mistakes():
     with pytest.raises(UserError, match="modulus 1 must be at least 2"):
         Mano(1, 3)
     with pytest.raises(UserError, match="max_operations 0 must be at least 1"):

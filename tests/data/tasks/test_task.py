@@ -75,7 +75,7 @@ def test_a_checkpoint_names_its_task_and_parameters():
     assert find_task("backwards") is Backwards
 
 
-def test_a_task_that_holds_everything_out_ends_in_one_line(monkeypatch: pytest.MonkeyPatch):
+def test_a_task_that_holds_everything_out_ends_in_one_line(monkeypatch):
     monkeypatch.setattr(Backwards, "held_out_one_in", 1)
     with pytest.raises(
         UserError, match=r"no example of 1 is left to train on; enlarge Backwards\(letters"
