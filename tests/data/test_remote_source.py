@@ -1,5 +1,7 @@
 """Sources in an object store: copied once, whole, and read like local ones."""
 
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -179,3 +181,26 @@ def test_over_the_protocol_of_s3(s3, source, tmp_path, monkeypatch, caplog):
     with pytest.raises(UserError, match=r"corpora/none has no source.json"):
         loader(f"{s3}/corpora/none")
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in caplog.text
+
+
+def test_a_file_that_arrives_short_is_copied_again(memory, monkeypatch, caplog):
+    get, shortened = type(memory).get_file, []
+
+    def get_file(self, path, local, *arguments, **keywords):
+        get(self, path, local, *arguments, **keywords)
+        if not shortened:
+            shortened.append(path)
+            Path(local).write_bytes(b"half")
+
+    monkeypatch.setattr(type(memory), "get_file", get_file)
+    loader(ADDRESS)
+    assert "4 of" in caplog.text
+
+
+def test_a_cache_without_locks_is_filled_with_a_warning(memory, monkeypatch, caplog):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    loader(ADDRESS)
+    assert "lock cannot be locked" in caplog.text

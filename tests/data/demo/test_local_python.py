@@ -57,7 +57,12 @@ def test_the_card_describes_the_corpus(corpus):
     assert card["command"]
 
 
-def test_a_small_demo_needs_no_other_flag(tmp_path, caplog):
+def test_a_small_demo_needs_no_other_flag(corpus, tmp_path, caplog):
+    build_local_python_corpus(tmp_path / "text", **SMALL, held_out_fraction=0.2)
+    for domain in DOMAINS:  # the same environment gives the same corpus
+        for name in ("train.jsonl", "held_out.jsonl"):
+            again = (tmp_path / "text" / domain / name).read_bytes()
+            assert again == (corpus / domain / name).read_bytes()
     for _ in range(2):  # the second time nothing is left to do, and says so
         with caplog.at_level(logging.INFO):
             sources = list(demo_sources(tmp_path, **SMALL, vocab_size=300))

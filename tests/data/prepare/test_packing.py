@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.prepare.test_prepare_failures import largest_file
 from titan_loop.data.inspect_source import verify_source
 from titan_loop.data.packed_index import PackedIndex
 from titan_loop.data.prepare import packing
@@ -184,3 +185,10 @@ def test_damage_and_mistakes(write_source):
     index.write_bytes(index.read_bytes()[::-1])
     with pytest.raises(UserError, match="document ends of 'train' do not ascend"):
         pack_source(source, seq_len=8, long_documents="split")
+
+
+def test_a_full_disk(write_source):
+    source = write_source("s", [[[5, 0], [6, 7, 0]] * 9])
+    with largest_file(100), pytest.raises(UserError, match=r"pieces cannot be written \(File too"):
+        pack_source(source, seq_len=8)
+    assert SourceCard.read(source).splits["train"].packed == ()

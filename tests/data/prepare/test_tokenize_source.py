@@ -278,3 +278,19 @@ def test_a_card_tells_what_ends_a_text(tmp_path, small_tokenizer):
     assert text_format([text, chat], tokenizer) == TextFormat(end_of_text="</s>").with_chatml()
     with pytest.raises(UserError, match="its EOS id 9999 is not in its tokenizer"):
         text_format([replace(text, eos_id=9999)], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "warned"),
+    [
+        (1e-9, "holds out no document, so that no run can be scored on it"),
+        (0.1, "tokens, which score only runs with a smaller training.seq_len"),
+    ],
+)
+def test_few_held_out_tokens_are_a_warning(
+    texts, small_tokenizer, tmp_path, caplog, fraction, warned
+):
+    path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    tokenize_source(path, output=out, tokenizer=small_tokenizer, held_out_fraction=fraction)
+    assert warned in caplog.text
+    assert list(verify_source(out)) == []

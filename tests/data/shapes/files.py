@@ -129,6 +129,13 @@ ROWS: Rows = {
             {"a.jsonl.gz": gzip.compress(_LINES)[:-9]},
             refused=r"a\.jsonl\.gz cannot be read to its end",
         ),
+        "a `.zst` that was cut off": Shape(
+            {"a.jsonl.zst": zstd.compress(_LINES)[:-9]},
+            refused=r"a\.jsonl\.zst cannot be read to its end",
+        ),
+        "a `.parquet` that was cut off": Shape(
+            {"a.parquet": _TABLE[:-9]}, refused=r"a\.parquet cannot be read to its end"
+        ),
         "`a.csv.txt`": Shape(
             {"a.csv.txt": _CSV},
             inputs=("a.csv.txt",),
