@@ -70,14 +70,14 @@ def test_ids_document_ends_and_masks_are_looked_at(source):
     ids[1] = card.eos_id
     ids.tofile(first)
     change(second.with_name(second.name + ".loss"), 3, 7)
-    ends = np.fromfile(index_path(second), "<u8")
-    ends[::-1].tofile(index_path(second))
     faults = [fault for fault in verify_source(source) if "SHA-256" not in fault]
-    assert len(faults) == 4
+    assert len(faults) == 3
     assert "2 token ids outside the vocabulary of 300" in faults[0]
     assert "1 places where document ends and EOS id 0 disagree" in faults[1]
-    assert "document ends do not ascend" in faults[2]
-    assert "1 bytes are neither 0 nor 1" in faults[3]
+    assert "1 bytes are neither 0 nor 1" in faults[2]
+    ends = np.fromfile(index_path(second), "<u8")
+    ends[::-1].tofile(index_path(second))
+    assert any("document ends do not ascend" in fault for fault in verify_source(source))
 
 
 def test_large_files_are_read_in_pieces(write_source, monkeypatch):
