@@ -114,7 +114,7 @@ packed_source() { # packed_source CORPUS NAME WINDOW
 miniature_corpus() { # miniature_corpus CORPUS CHAT_MEGABYTES FLAGS...: all the miniature reads
     titan_loop data demo "$1" "${@:3}"
     if [ ! -f "$1/text/chat/card.json" ]; then
-        "$VENV/bin/python" -m titan_loop.data.demo.local_chats "$1/text/chat" --held-out-fraction 0.1 --megabytes "$2"
+        "$VENV/bin/python" -m tools.local_chats "$1/text/chat" --held-out-fraction 0.1 --megabytes "$2"
     fi
     local_source "$1" chat --chat
     packed_source "$1" code $LONG_WINDOW

@@ -63,7 +63,7 @@ SourceWriter = Callable[..., Path]
 
 
 @pytest.fixture
-def write_source(tmp_path: Path, small_tokenizer: Path) -> SourceWriter:
+def write_source(tmp_path, small_tokenizer) -> SourceWriter:
     """Return `write(name, shards, …)`, which gives the folder.
 
     With `by_index` the card does not say where EOS stands, so that ends are read from the index.
@@ -98,7 +98,7 @@ def write_source(tmp_path: Path, small_tokenizer: Path) -> SourceWriter:
 
 
 @pytest.fixture(scope="session")
-def jsonl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def jsonl(tmp_path_factory) -> Path:
     """Return a JSONL file with the documents TEXTS, often enough to learn merges from."""
     path = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
     records = [{"text": text, "id": f"{number}"} for number, text in enumerate(TEXTS)]
@@ -107,7 +107,7 @@ def jsonl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_tokenizer(jsonl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_tokenizer(jsonl, tmp_path_factory) -> Path:
     """Return a byte-level tokenizer of VOCAB_SIZE tokens trained on `jsonl`."""
     folder = tmp_path_factory.mktemp("tokenizer")
     return train_tokenizer([jsonl], vocab_size=VOCAB_SIZE, output=folder)

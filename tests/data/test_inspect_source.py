@@ -1,7 +1,5 @@
 """Every kind of damage is named, and all of it in one run."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
 
 
 @pytest.fixture
-def source(jsonl: Path, small_tokenizer: Path, tmp_path: Path) -> Path:
+def source(jsonl, small_tokenizer, tmp_path) -> Path:
     """Return a source with two shards, one chat mask each, and a packed index."""
     chats = tmp_path / "in"
     chats.mkdir()
@@ -35,18 +33,13 @@ def shard(source: Path, number: int) -> Path:
     return source / "train" / SourceCard.read(source).splits["train"].shards[number].file
 
 
-def test_a_sound_source(source: Path) -> None:
-    assert list(verify_source(source)) == []
-    assert SourceCard.read(source).splits["train"].eos_only_at_ends  # chats, too
-
-
 def change(path: Path, at: int, value: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] = value
     path.write_bytes(bytes(content))
 
 
-def test_every_fault_of_every_file_is_named(source: Path) -> None:
+def test_every_fault_of_every_file_is_named(source):
     first, second = shard(source, 0), shard(source, 1)
     first.write_bytes(first.read_bytes()[:-2])
     index_path(second).unlink()
@@ -69,27 +62,7 @@ def test_every_fault_of_every_file_is_named(source: Path) -> None:
         assert message in fault
 
 
-def test_a_tokenizer_of_any_size_is_no_tokenizer(source: Path) -> None:
-    """A sparse file of a terabyte would be hashed for an hour."""
-    with (source / "tokenizer.json").open("ab") as file:
-        file.truncate(1 << 40)
-    (fault,) = verify_source(source)
-    assert "1099511627776 bytes, more than a tokenizer's limit" in fault
-
-
-def test_a_shard_without_documents_is_one_line(source: Path) -> None:
-    first = shard(source, 0)
-    for path in (first, index_path(first), first.with_name(first.name + ".loss")):
-        path.write_bytes(b"")
-    card = SourceCard.read(source)
-    train = card.splits["train"]
-    empty = replace(train.shards[0], documents=0, tokens=0, bytes=0)
-    splits = {**card.splits, "train": replace(train, shards=(empty, *train.shards[1:]))}
-    replace(card, splits=splits).write(source)
-    assert all("SHA-256" in fault or "counts" in fault for fault in verify_source(source))
-
-
-def test_ids_document_ends_and_masks_are_looked_at(source: Path) -> None:
+def test_ids_document_ends_and_masks_are_looked_at(source):
     first, second = shard(source, 0), shard(source, 1)
     card = SourceCard.read(source)
     ids = np.fromfile(first, "<u2")
@@ -102,19 +75,12 @@ def test_ids_document_ends_and_masks_are_looked_at(source: Path) -> None:
     assert "2 token ids outside the vocabulary of 300" in faults[0]
     assert "1 places where document ends and EOS id 0 disagree" in faults[1]
     assert "1 bytes are neither 0 nor 1" in faults[2]
+    ends = np.fromfile(index_path(second), "<u8")
+    ends[::-1].tofile(index_path(second))
+    assert any("document ends do not ascend" in fault for fault in verify_source(source))
 
 
-def test_an_index_beyond_its_shard(source: Path) -> None:
-    path = index_path(shard(source, 0))
-    ends = np.fromfile(path, "<u8")
-    for damaged in (ends + np.uint64(1), ends[::-1]):
-        damaged.astype("<u8").tofile(path)
-        assert any("document ends do not ascend" in fault for fault in verify_source(source))
-
-
-def test_large_files_are_read_in_pieces(
-    write_source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_are_read_in_pieces(write_source, monkeypatch):
     """Document ends on both sides of a chunk's border, and exactly on it."""
     monkeypatch.setattr("titan_loop.data.shards._CHUNK_BYTES", 8)  # four tokens
     source = write_source("s", [[[5, 6, 7, 0], [8, 0], [9, 0], [5, 0], [0]]])
@@ -125,7 +91,7 @@ def test_large_files_are_read_in_pieces(
     assert "1 places" in faults[0]
 
 
-def test_the_verbs(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verbs(source, capsys):
     assert main(["data", "verify", str(source)]) == EXIT_OK
     assert capsys.readouterr().out == f"{source}: sound\n"
     change(shard(source, 0), 0, 9)
@@ -138,13 +104,6 @@ def test_the_verbs(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == (
         "--- document 0: 26 tokens from token 0 on, 3 targets\n"
         "<|im_start|>user\n12?<|im_end|>\n<|im_start|>assistant\n⟦3.<|im_end|>⟧\n<|endoftext|>\n"
-    )
-    assert main(["data", "show", str(source), "--count", "0"]) == EXIT_USER_ERROR
-    assert "count=0 must be at least 1" in capsys.readouterr().err
-    assert main(["data", "show", str(source), "--split", "test"]) == EXIT_USER_ERROR
-    assert (
-        "invalid choice 'test' for argument '--split'. Expected one of ('train', 'held_out')"
-        in capsys.readouterr().err
     )
     assert main(["data", "pack", str(source), "--seq-len", "8"]) == EXIT_USER_ERROR
     assert "6 documents of 'train' have more than 8 + 1 tokens" in capsys.readouterr().err

@@ -6,42 +6,25 @@ from hypothesis import strategies as st
 from titan_loop.data.keyed import KeyedPermutation, keyed_integer, keyed_uniform
 
 
-@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 4096, 4097, 65_537])
-def test_is_a_bijection(size: int) -> None:
-    image = KeyedPermutation(size, key=3)(np.arange(size))
-    assert np.array_equal(np.sort(image), np.arange(size))
-
-
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
-def test_is_a_bijection_for_any_size_and_key(size: int, key: int) -> None:
+def test_is_a_bijection_for_any_size_and_key(size, key):
     image = KeyedPermutation(size, key)(np.arange(size))
     assert np.array_equal(np.sort(image), np.arange(size))
 
 
-def test_one_lookup_equals_many() -> None:
+def test_one_lookup_equals_many():
     permutation = KeyedPermutation(1000, key=7)
     together = permutation(np.arange(1000))
     assert [int(permutation(np.asarray([i]))[0]) for i in range(1000)] == together.tolist()
+    assert int(KeyedPermutation(10**12, key=1)(np.asarray([10**12 - 1]))[0]) < 10**12
 
 
-def test_keys_give_different_orders() -> None:
-    orders = [tuple(KeyedPermutation(100, key)(np.arange(100)).tolist()) for key in range(50)]
-    assert len(set(orders)) == 50
-
-
-def test_neighbours_are_scattered() -> None:
+def test_neighbours_are_scattered():
     """A shuffle's mean distance between neighbours is n/3; fixed keys, so no false failures."""
     size = 100_000
     image = KeyedPermutation(size, key=0)(np.arange(size)).astype(np.int64)
     assert abs(np.abs(np.diff(image)).mean() / (size / 3) - 1) < 0.02
     assert abs(np.corrcoef(np.arange(size), image)[0, 1]) < 0.02
-
-
-def test_a_trillion_windows_need_no_table() -> None:
-    permutation = KeyedPermutation(10**12, key=1)
-    image = permutation(np.asarray([0, 1, 10**12 - 1]))
-    assert len(set(image.tolist())) == 3
-    assert int(image.max()) < 10**12
 
 
 @pytest.mark.parametrize(
@@ -51,12 +34,12 @@ def test_a_trillion_windows_need_no_table() -> None:
         (17, 0, [4, 16, 8, 13, 7, 3, 2, 15, 10, 5, 1, 0, 6, 12, 9, 14, 11]),
     ],
 )
-def test_the_order_is_that_of_runs_made_before(size: int, key: int, image: list[int]) -> None:
+def test_the_order_is_that_of_runs_made_before(size, key, image):
     """A checkpoint finds its position by this order, so no version may change it."""
     assert KeyedPermutation(size, key)(np.arange(size)).tolist() == image
 
 
-def test_draws_are_those_of_runs_made_before() -> None:
+def test_draws_are_those_of_runs_made_before():
     assert keyed_integer("a", 1) == 12444202034427101082
     assert keyed_uniform("a", 1) == 0.6746015440287197  # its upper 53 bits over 2**53
     assert keyed_uniform("order", 0, 3) == 0.6377498047023874

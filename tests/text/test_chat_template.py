@@ -28,7 +28,7 @@ REWRITING = (
 
 
 @pytest.fixture(scope="module")
-def sources(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(small_tokenizer, tmp_path_factory) -> Path:
     """Return a folder with sources in ChatML, in a template of its own, and of text."""
     folder = tmp_path_factory.mktemp("sources")
     (folder / "own").mkdir()
@@ -48,7 +48,7 @@ def sources(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def test_a_card_keeps_the_template_for_prompts(sources: Path) -> None:
+def test_a_card_keeps_the_template_for_prompts(sources):
     cards = [SourceCard.read(sources / name) for name in ("text", "template")]
     tokenizer = load_tokenizer(sources / "text" / "tokenizer.json")
     text = text_format(cards, tokenizer)
@@ -59,7 +59,7 @@ def test_a_card_keeps_the_template_for_prompts(sources: Path) -> None:
     assert text_format([older], tokenizer).template == ChatTemplate()
 
 
-def test_sources_with_different_templates_are_not_mixed(sources: Path) -> None:
+def test_sources_with_different_templates_are_not_mixed(sources):
     def mixed(*names: str) -> list[SourceCard]:
         return read_cards(parse_mixture([f"{sources / name}=1" for name in names]))
 
@@ -76,24 +76,17 @@ def test_sources_with_different_templates_are_not_mixed(sources: Path) -> None:
         ({"chat": True, "chat_template": "no.jinja"}, "chat_template no.jinja is not a file"),
         ({"chat": True, "chat_template": "t.jinja"}, "chat template: line 1: Unexpected end"),
     ],
-    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_mistakes(
-    sources: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, object],
-    message: str,
-) -> None:
+def test_mistakes(sources, tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     Path("t.jinja").write_text("{% for m in messages %}")
     tokenizer = sources / "own" / "tokenizer.json"
     with pytest.raises(UserError, match=message):
-        tokenize_source(sources / "a.jsonl", output="out", tokenizer=tokenizer, **options)  # type: ignore[arg-type]
+        tokenize_source(sources / "a.jsonl", output="out", tokenizer=tokenizer, **options)
 
 
 @pytest.mark.parametrize("after", ["", "\n", "\n{{ '<|endoftext|>' if not m.more }}"])
-def test_a_target_ends_with_its_turn(small_tokenizer: Path, after: str) -> None:
+def test_a_target_ends_with_its_turn(small_tokenizer, after):
     """Whatever the template writes after that, and whichever tokens end the user's turn."""
     text = TEMPLATE.replace("{% endfor %}", f"{after}{{% endfor %}}")
     text = text.replace("not m.more", "loop.last and not add_generation_prompt")
@@ -107,7 +100,7 @@ def test_a_target_ends_with_its_turn(small_tokenizer: Path, after: str) -> None:
     assert ids.tolist().count(0) == 1
 
 
-def test_a_prompt_may_hold_turns_that_no_training_could_find(small_tokenizer: Path) -> None:
+def test_a_prompt_may_hold_turns_that_no_training_could_find(small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     asked = Conversation((*ASKED.turns, Turn("assistant", "2"), Turn("user", "2+1?")))
     ids = ChatEncoder(tokenizer, ChatTemplate(text=REWRITING)).prompt(asked).ids
@@ -118,7 +111,7 @@ def test_a_prompt_may_hold_turns_that_no_training_could_find(small_tokenizer: Pa
         ChatEncoder(tokenizer, refusing).prompt(asked)
 
 
-def test_an_answer_that_is_begun_is_continued() -> None:
+def test_an_answer_that_is_begun_is_continued():
     begun = Conversation((*ASKED.turns, Turn("assistant", "It is ")))
     text = ChatTemplate().continued(begun)
     assert text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nIt is"

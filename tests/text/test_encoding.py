@@ -58,22 +58,8 @@ TOKENIZERS = {
 
 def long_text(characters: int) -> str:
     chosen = random.Random(0)
-    words = [
-        "foo",
-        "Bar",
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        "\t",
-        "12345",
-        "!!",
-        "it's",
-        "漢字",
-        "。",
-        "e\u0301",
-    ]
-    words += ["🙂", "\r\n", "_", "foo <tag> Bar", "\u3000", "ﬁ"]
+    words = ["foo", "Bar", " ", "  ", "\n", "\n\n", "\t", "12345", "!!", "it's", "漢字", "。"]
+    words += ["e\u0301", "🙂", "\r\n", "_", "foo <tag> Bar", "\u3000", "ﬁ"]
     text = ""
     while len(text) < characters:
         text += chosen.choice(words)
@@ -86,9 +72,7 @@ def saved(tokenizer: Tokenizer, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_pieces_give_the_ids_of_the_whole(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_give_the_ids_of_the_whole(name, tmp_path, monkeypatch):
     make, may_cut = TOKENIZERS[name]
     encoder = DocumentEncoder(saved(make(), tmp_path))
     texts = [long_text(30_000), "x", long_text(9000), "a" * 3000, " " * 3000]
@@ -108,7 +92,7 @@ def test_pieces_give_the_ids_of_the_whole(
     [byte_level(normalizer=normalizers.NFKC()), byte_level(), sentencepiece()],
     ids=["NFKC", "bytes", "SentencePiece"],
 )
-def test_the_bytes_of_tokens_sum_to_the_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_bytes_of_tokens_sum_to_the_text(tokenizer, tmp_path):
     encoder = DocumentEncoder(saved(tokenizer, tmp_path))
 
     @settings(max_examples=200)
@@ -125,7 +109,7 @@ def test_the_bytes_of_tokens_sum_to_the_text(tokenizer: Tokenizer, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["bytes", "NFC", "SentencePiece"])
-def test_the_targets_of_chats_have_the_bytes_of_the_answers(kind: str, tmp_path: Path) -> None:
+def test_the_targets_of_chats_have_the_bytes_of_the_answers(kind, tmp_path):
     made = sentencepiece() if kind == "SentencePiece" else byte_level()
     if kind == "NFC":
         made.normalizer = normalizers.NFC()  # type: ignore[assignment]
@@ -142,18 +126,16 @@ def test_the_targets_of_chats_have_the_bytes_of_the_answers(kind: str, tmp_path:
         tokenizer=saved(made, tmp_path),
         chat=True,
     )
-    assert card is not None
     assert card.round_trip["decoded"] == 4
     assert card.round_trip["changed"] == (4 if kind == "NFC" else 0)
     shards = TokenShards(tmp_path / "out", "held_out")
     assert bool(shards.split.shards[0].bytes_sha256) == (kind != "bytes")
     n_bytes, mask = shards.read_bytes(0, shards.tokens), shards.read_mask(0, shards.tokens)
-    assert mask is not None
     assert np.asarray(n_bytes)[mask == 1].sum() == 6 * len(answer.encode())
 
 
 @pytest.mark.parametrize("kind", ["bytes", "SentencePiece"])
-def test_sources_of_older_versions(kind: str, tmp_path: Path) -> None:
+def test_sources_of_older_versions(kind, tmp_path):
     """Their cards know neither BOS, nor bytes of tokens, nor a sample."""
     (tmp_path / "a.txt").write_text("a cat sat ")
     (tmp_path / "b.txt").write_text("the 漢字 cat " * 9)

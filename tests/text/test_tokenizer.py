@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
@@ -13,7 +12,6 @@ from titan_loop.text.tokenizer import (
     byte_symbols,
     check_vocabulary,
     load_tokenizer,
-    require_token,
     same_ids,
     token_byte_lengths,
     token_bytes,
@@ -31,42 +29,14 @@ def saved(tokenizer: Tokenizer, folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_the_largest_id_has_24_bits(tmp_path: Path) -> None:
+def test_the_largest_id_has_24_bits(tmp_path):
     largest = saved(of_ids(a=2**24 - 1), tmp_path)
     assert vocab_size(load_tokenizer(largest)) == 2**24
     with pytest.raises(UserError, match="has the id 16777216; the limit is 16777215"):
         load_tokenizer(saved(of_ids(a=2**24), tmp_path))
 
 
-def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
-    tokenizer = of_ids(a=0, b=1)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.enable_truncation(2)
-    tokenizer.enable_padding(length=4, pad_token="b", pad_id=1)
-    path = saved(tokenizer, tmp_path)
-    assert load_tokenizer(path).encode("a").ids == [0]
-    assert load_tokenizer(path).encode("a a a a a").ids == [0] * 5
-
-
-class PanicException(BaseException):
-    """Named as the panics of the Rust library, which cannot be imported."""
-
-
-@pytest.mark.parametrize(
-    ("raised", "seen"), [(PanicException, UserError), (KeyboardInterrupt, KeyboardInterrupt)]
-)
-def test_a_panic_is_a_damaged_file_and_an_interrupt_is_not(
-    raised, seen, tmp_path: Path, monkeypatch
-) -> None:
-    def fail(tokenizer):
-        raise raised
-
-    monkeypatch.setattr("titan_loop.text.tokenizer.vocab_size", fail)
-    with pytest.raises(seen):
-        load_tokenizer(saved(of_ids(a=0), tmp_path))
-
-
-def test_ids_have_two_bytes_up_to_65536_tokens() -> None:
+def test_ids_have_two_bytes_up_to_65536_tokens():
     words = {str(number): number for number in range(2**16)}
     assert token_bytes(of_ids(**words)) == 2
     assert token_bytes(of_ids(**words, one_more=2**16)) == 4
@@ -76,7 +46,7 @@ def test_ids_have_two_bytes_up_to_65536_tokens() -> None:
     assert vocab_size(Tokenizer(WordLevel({}, unk_token="a"))) == 0
 
 
-def test_bytes_behind_a_token() -> None:
+def test_bytes_behind_a_token():
     symbols = byte_symbols()
     assert sorted(symbols) == [*range(256)]
     assert {*symbols.values()} == {*pre_tokenizers.ByteLevel.alphabet()}
@@ -86,20 +56,11 @@ def test_bytes_behind_a_token() -> None:
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.add_tokens([AddedToken("é", special=False)])
     lengths = token_byte_lengths(tokenizer)
-    assert lengths is not None
     assert lengths.tolist() == [1, 3, 0, 2]
     assert token_byte_lengths(of_ids(a=0, 漢=1)) is None
 
 
-def test_a_required_token_may_have_id_0() -> None:
-    tokenizer = of_ids(a=1)
-    tokenizer.add_special_tokens(["<|end|>"])
-    assert require_token(of_ids(a=0), "a", "eos_token") == 0
-    with pytest.raises(UserError, match=r"eos_token '<\|ends\|>' is not in the tok.*: <\|end\|>"):
-        require_token(tokenizer, "<|ends|>", "eos_token")
-
-
-def test_spare_rows_of_a_padded_vocabulary_are_allowed(small_tokenizer: Path) -> None:
+def test_spare_rows_of_a_padded_vocabulary_are_allowed(small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     rows = vocab_size(tokenizer)
     check_vocabulary(tokenizer, rows, "of the test")
@@ -124,7 +85,7 @@ RESAVED = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False
     ],
     ids=str,
 )
-def test_what_decides_the_ids(tmp_path: Path, changes: dict[str, Any], is_same: bool) -> None:
+def test_what_decides_the_ids(tmp_path, changes, is_same):
     tokenizer = of_ids(a=0, b=1)
     tokenizer.add_tokens(["c"])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
@@ -133,3 +94,19 @@ def test_what_decides_the_ids(tmp_path: Path, changes: dict[str, Any], is_same: 
     second.write_text(json.dumps(record | changes))
     assert same_ids(first, second) is is_same
     assert not same_ids(first, tmp_path / "none.json")
+
+
+class PanicException(BaseException):
+    """Named as the panics of the Rust library, which cannot be imported."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"), [(PanicException, UserError), (KeyboardInterrupt, KeyboardInterrupt)]
+)
+def test_a_panic_is_a_damaged_file_and_an_interrupt_is_not(raised, seen, tmp_path, monkeypatch):
+    def fail(tokenizer):
+        raise raised
+
+    monkeypatch.setattr("titan_loop.text.tokenizer.vocab_size", fail)
+    with pytest.raises(seen):
+        load_tokenizer(saved(of_ids(a=0), tmp_path))

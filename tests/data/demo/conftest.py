@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_loop.data.demo import local_chats, local_python
+from titan_loop.data.demo import local_python
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -10,7 +10,6 @@ def one_list_of_files():
     distributions = local_python.installed_distributions()
     files = local_python.python_files(distributions)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (local_chats, local_python):
-            patch.setattr(module, "installed_distributions", lambda: distributions)
-            patch.setattr(module, "python_files", lambda _: files)
+        patch.setattr(local_python, "installed_distributions", lambda: distributions)
+        patch.setattr(local_python, "python_files", lambda _: files)
         yield

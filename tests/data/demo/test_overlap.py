@@ -7,7 +7,7 @@ def words(first: int, count: int) -> str:
     return " ".join(f"w{number}" for number in range(first, first + count))
 
 
-def test_a_copy_is_a_near_duplicate_and_shorter_passages_are_a_share() -> None:
+def test_a_copy_is_a_near_duplicate_and_shorter_passages_are_a_share():
     train = [words(0, 100), words(1_000, 40)]
     copy = words(10, 50)  # 39 sequences, all trained
     partly = words(1_020, 40)  # 29 sequences, of which the first 9 are trained
@@ -24,8 +24,3 @@ def test_a_copy_is_a_near_duplicate_and_shorter_passages_are_a_share() -> None:
         "near_duplicates": 0,
         "near_duplicate_bytes": 0.0,
     }
-
-
-def test_a_corpus_without_held_out_text_shares_nothing() -> None:
-    none = {"shared_12_words": 0.0, "near_duplicates": 0, "near_duplicate_bytes": 0.0}
-    assert overlaps([words(0, 30)], {"code": []}) == {"code": none}

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,6 @@ from tests.data.load.splits import GLOBAL_BATCH, STEPS, L, rows, splits
 from tests.support.multiprocess import RankError
 from titan_loop.data.load.loader import WindowLoader
 
-WriteSource = Callable[..., Path]
-DocumentMaker = Callable[[int, int, int], list[list[int]]]
-
 
 def load(mixture: list[str], ranks: int = 1, rank: int = 0, local_batch: int = 1, **config: Any):
     config = {"when_exhausted": "renormalise", **config}
@@ -31,7 +27,7 @@ def load(mixture: list[str], ranks: int = 1, rank: int = 0, local_batch: int = 1
 
 
 @pytest.fixture
-def mixture(write_source: WriteSource, documents: DocumentMaker) -> list[str]:
+def mixture(write_source, documents) -> list[str]:
     """Return three sources, of which one repeats and one is exhausted during the run."""
     a = write_source("a", [documents(1, 60, 20)])
     b = write_source("b", [documents(2, 9, 9), documents(3, 20, 30)])
@@ -44,9 +40,7 @@ attempts = st.lists(st.tuples(splits, st.integers(0, STEPS), st.booleans()), min
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(attempts)
-def test_any_splits_and_kill_points_read_the_same(
-    mixture: list[str], attempts: list[tuple[tuple[int, int], int, bool]]
-) -> None:
+def test_any_splits_and_kill_points_read_the_same(mixture, attempts):
     """Each attempt: ranks x local batch, steps until it is killed, prefetching or not."""
     reference = load(mixture)
     expected = [Counter(rows(reference.read_step(GLOBAL_BATCH))) for _ in range(STEPS)]
@@ -98,9 +92,7 @@ def train(mixture: list[str], folder: Path, ranks: int, local_batch: int, kill: 
 
 
 @pytest.mark.multiprocess
-def test_killed_ranks_resume_at_another_world_size(
-    gloo_pool, mixture: list[str], tmp_path: Path
-) -> None:
+def test_killed_ranks_resume_at_another_world_size(gloo_pool, mixture, tmp_path):
     reference = load(mixture, prefetch=False)
     expected = [Counter(rows(reference.read_step(GLOBAL_BATCH))) for _ in range(STEPS)]
     folder = tmp_path / "run"

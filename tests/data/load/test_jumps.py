@@ -37,7 +37,7 @@ def read(from_loader: WindowLoader, steps: int, windows: int = 8) -> torch.Tenso
     return torch.cat(rows)
 
 
-def test_a_loader_leaves_windows_out_and_a_resumed_one_too(source: Path):
+def test_a_loader_leaves_windows_out_and_a_resumed_one_too(source):
     plain = read(loader(source), 5)
     jumping = loader(source)
     before = read(jumping, 1)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from titan_loop.data.load.mixture import (
     PERIOD_WINDOWS,
     CappedMixture,
-    Exhausted,
     MixtureEntry,
     MixtureOrder,
     parse_mixture,
@@ -18,7 +17,7 @@ from titan_loop.errors import UserError
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(any))
-def test_every_prefix_is_within_the_stated_bound(shares: list[int]) -> None:
+def test_every_prefix_is_within_the_stated_bound(shares):
     order = MixtureOrder(shares)
     windows = 2 * order.period + 3
     source, _ = order.locate(np.arange(windows))
@@ -31,7 +30,7 @@ def test_every_prefix_is_within_the_stated_bound(shares: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(0, 200))
-def test_counters_count_and_counts_are_prefix_sums(shares: list[int], windows: int) -> None:
+def test_counters_count_and_counts_are_prefix_sums(shares, windows):
     order = MixtureOrder(shares)
     source, counter = order.locate(np.arange(windows))
     for index in range(len(shares)):
@@ -39,35 +38,14 @@ def test_counters_count_and_counts_are_prefix_sums(shares: list[int], windows: i
     assert order.counts(windows).tolist() == np.bincount(source, minlength=len(shares)).tolist()
 
 
-def test_far_positions_are_looked_up() -> None:
-    order = MixtureOrder([5, 3, 2])
-    far = 10**15 + 7
-    source, counter = order.locate(np.asarray([far]))
-    near_source, near_counter = order.locate(np.asarray([far % 10]))
-    assert source == near_source
-    assert counter == near_counter + far // 10 * order.shares[source]
-
-
-def test_proportions_after_ten_thousand_windows() -> None:
-    mixture = parse_mixture(["a=0.123456", "b=1.7", "c=0.31", "d=0.009"])
-    order = MixtureOrder(weight_shares(mixture))
-    wanted = np.asarray([source.weight for source in mixture])
-    realised = order.counts(10_000) / 10_000
-    assert np.abs(realised - wanted / wanted.sum()).max() < 0.001
-
-
 @pytest.mark.parametrize(
     ("weights", "shares"),
     [([0.5, 0.3, 0.2], [5, 3, 2]), ([1], [1]), ([2, 0], [1, 0]), ([1, 1, 1], [3334, 3333, 3333])],
 )
-def test_shares(weights: list[float], shares: list[int]) -> None:
+def test_shares(weights, shares):
     mixture = [MixtureEntry(path=f"{n}", weight=weight) for n, weight in enumerate(weights)]
     assert weight_shares(mixture) == shares
     assert sum(shares) <= PERIOD_WINDOWS
-
-
-def test_paths_may_contain_an_equals_sign() -> None:
-    assert parse_mixture(["a=b=2"]) == (MixtureEntry(path="a=b", weight=2),)
 
 
 @pytest.mark.parametrize(
@@ -76,45 +54,33 @@ def test_paths_may_contain_an_equals_sign() -> None:
         ([], "dataloader.mixture is empty"),
         (["a=x"], "'a=x' is not PATH=WEIGHT"),
         (["a=-1"], "'a=-1' is not PATH=WEIGHT"),
-        (["a=nan"], "'a=nan' is not PATH=WEIGHT"),
         (["=1"], "'=1' is not PATH=WEIGHT"),
-        (["a=1", "a=2"], "a is listed twice"),
         (["a=1", "./b/../a/=2"], "./b/../a/ is listed twice"),
         (["a=0", "b=0"], "all weights are 0"),
         (["a=1e308", "b=1e308"], "the weights' sum overflows: give smaller weights"),
+        (["a=1:max_epochs=0"], "max_epochs=0 must be at least 1"),
+        (["a=1:max_epochs=two"], "max_epochs=two must be at least 1"),
+        (["a=1:pakced"], r"'a=1:pakced' is not PATH=WEIGHT\[:packed\]"),
+        (["s4://bucket/a=1"], "dataloader.mixture=s4://bucket/a is not a remote folder"),
     ],
 )
-def test_mistakes_name_field_and_value(entries: list[str], message: str) -> None:
+def test_mistakes_name_field_and_value(entries, message):
     with pytest.raises(UserError, match=message):
         parse_mixture(entries)
 
 
-def test_a_weight_that_would_never_be_read_is_refused() -> None:
+def test_a_weight_that_would_never_be_read_is_refused():
     counts = [f"{name}={tokens}" for name, tokens in zip("abc", (10**7, 90, 2), strict=True)]
     with pytest.raises(UserError, match=r"2 of 3 sources .* first is b=90: raise .* to 1000\.01,"):
         weight_shares(parse_mixture(counts))
 
 
-def test_options_of_an_entry() -> None:
+def test_options_of_an_entry():
     assert parse_mixture(["a=b:c=0.5:packed:max_epochs=4", "d:max_epochs=1", "e:packed=2"]) == (
         MixtureEntry(path="a=b:c", weight=0.5, packed=True, max_epochs=4),
         MixtureEntry(path="d", weight=1, max_epochs=1),
         MixtureEntry(path="e:packed", weight=2),
     )
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ("a=1:max_epochs=0", "max_epochs=0 must be at least 1"),
-        ("a=1:max_epochs=two", "max_epochs=two must be at least 1"),
-        ("a=1:pakced", r"'a=1:pakced' is not PATH=WEIGHT\[:packed\]"),
-        ("s4://bucket/a=1", "dataloader.mixture=s4://bucket/a is not a remote folder"),
-    ],
-)
-def test_mistakes_in_an_entry(entry: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_mixture([entry])
 
 
 capped = st.lists(
@@ -123,9 +89,7 @@ capped = st.lists(
 
 
 @given(capped, st.sampled_from(["stop", "renormalise"]), st.integers(0, 10))
-def test_a_capped_mixture_equals_a_window_by_window_reference(
-    sources: list[tuple[int, int | None]], when_exhausted: Exhausted, first: int
-) -> None:
+def test_a_capped_mixture_equals_a_window_by_window_reference(sources, when_exhausted, first):
     """Weights in force are those of the sources below their caps, from the piece's start on."""
     mixture = [MixtureEntry(path=str(i), weight=share) for i, (share, _) in enumerate(sources)]
     caps = [cap for _, cap in sources]
@@ -158,9 +122,7 @@ def test_a_capped_mixture_equals_a_window_by_window_reference(
 
 
 @given(capped, st.sampled_from(["stop", "renormalise"]))
-def test_a_capped_mixture_ends_where_the_next_window_would_exceed_a_cap(
-    sources: list[tuple[int, int | None]], when_exhausted: Exhausted
-) -> None:
+def test_a_capped_mixture_ends_where_the_next_window_would_exceed_a_cap(sources, when_exhausted):
     mixture = [MixtureEntry(path=str(i), weight=share) for i, (share, _) in enumerate(sources)]
     caps = [cap for _, cap in sources]
     order = CappedMixture(mixture, caps, when_exhausted)
@@ -180,7 +142,7 @@ def test_a_capped_mixture_ends_where_the_next_window_would_exceed_a_cap(
     assert len(order.stretches) <= len(mixture)
 
 
-def test_a_far_position_of_a_capped_mixture_is_looked_up() -> None:
+def test_a_far_position_of_a_capped_mixture_is_looked_up():
     mixture = parse_mixture(["a=1", "b=1", "c=3"])
     order = CappedMixture(mixture, [10**12, None, None], "renormalise")
     first, second = (stretch.first_window for stretch in order.stretches)

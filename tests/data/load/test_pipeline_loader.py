@@ -28,10 +28,9 @@ PLACE = pipelines.__name__
 
 
 def load(name: str, tokenizer: Path, *, rank: int = 0, ranks: int = 1, **changes: Any) -> Any:
-    config = WindowLoader.Config(
-        pipeline=f"{PLACE}:{name}", tokenizer_path=str(tokenizer), **changes
-    )
-    return config.build(dp_world_size=ranks, dp_rank=rank, seq_len=SEQ_LEN, local_batch_size=2)
+    options = {"pipeline": f"{PLACE}:{name}", "tokenizer_path": str(tokenizer), **changes}
+    split = {"dp_world_size": ranks, "dp_rank": rank, "local_batch_size": 2}
+    return WindowLoader.Config(**options).build(**split, seq_len=SEQ_LEN)
 
 
 def stored(loader: Any, folder: Path) -> dict[str, Any]:
@@ -43,9 +42,7 @@ def stored(loader: Any, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", WORKING)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_resumed_after_every_batch_is_uninterrupted(
-    name: str, rank: int, small_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_resumed_after_every_batch_is_uninterrupted(name, rank, small_tokenizer, tmp_path):
     options = {"rank": rank, "ranks": 2}
     whole = load(name, small_tokenizer, **options)
     expected = [rows(whole.read_step(BATCH)) for _ in range(4)]
@@ -64,7 +61,7 @@ def test_resumed_after_every_batch_is_uninterrupted(
 
 
 @pytest.mark.parametrize("name", ["texts", "ids", "empty_texts"])
-def test_every_token_is_predicted_once(name: str, small_tokenizer: Path) -> None:
+def test_every_token_is_predicted_once(name, small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     eos = tokenizer.token_to_id("<|endoftext|>")
     documents = IDS if name == "ids" else [tokenizer.encode(text).ids for text in TEXTS]
@@ -110,7 +107,7 @@ def test_every_token_is_predicted_once(name: str, small_tokenizer: Path) -> None
         ("absent", f"{PLACE} has no function 'absent'"),
     ],
 )
-def test_a_fault_is_one_line(name: str, message: str, small_tokenizer: Path) -> None:
+def test_a_fault_is_one_line(name, message, small_tokenizer):
     with pytest.raises(UserError, match=message) as caught:
         load(name, small_tokenizer).read_step(2000)
     assert f"dataloader.pipeline={PLACE}:{name}" in str(caught.value)
@@ -124,28 +121,15 @@ def test_a_fault_is_one_line(name: str, message: str, small_tokenizer: Path) -> 
         ({"pipeline": "no.such:texts"}, "give PACKAGE.MODULE:FUNCTION"),
         ({"tokenizer_path": ""}, "needs dataloader.tokenizer_path"),
         ({"eos_token": "<eos>"}, "dataloader.eos_token '<eos>' is not in the tokenizer"),
-        (
-            {"pipeline": ""},
-            "dataloader.tokenizer_path=.* has no effect without dataloader.pipeline",
-        ),
+        ({"pipeline": ""}, "dataloader.tokenizer_path=.* has no effect without dataloader.pipe"),
     ],
 )
-def test_options_that_do_not_fit(
-    changes: dict[str, Any], message: str, small_tokenizer: Path
-) -> None:
-    options = {"pipeline": f"{PLACE}:texts", "tokenizer_path": str(small_tokenizer), **changes}
+def test_options_that_do_not_fit(changes, message, small_tokenizer):
     with pytest.raises(UserError, match=message):
-        WindowLoader.Config(**options).build(
-            dp_world_size=1, dp_rank=0, seq_len=SEQ_LEN, local_batch_size=2
-        )
+        load("texts", small_tokenizer, **changes)
 
 
-def test_a_run_that_asks_for_the_vocabulary_first_names_the_flag_of_the_tokenizer() -> None:
-    with pytest.raises(UserError, match=r"texts needs dataloader\.tokenizer_path"):
-        WindowLoader.Config(pipeline=f"{PLACE}:texts").vocabulary()
-
-
-def test_only_as_many_ranks_go_on(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_only_as_many_ranks_go_on(small_tokenizer, tmp_path):
     loader = load("texts", small_tokenizer, ranks=2)
     loader.read_step(BATCH)
     state = stored(loader, tmp_path)
@@ -164,7 +148,7 @@ def test_only_as_many_ranks_go_on(small_tokenizer: Path, tmp_path: Path) -> None
     )
 
 
-def test_windows_that_are_jumped_over_are_read_and_dropped(small_tokenizer: Path) -> None:
+def test_windows_that_are_jumped_over_are_read_and_dropped(small_tokenizer):
     whole = load("ids", small_tokenizer, ranks=2)
     batches = [rows(whole.read_step(BATCH)) for _ in range(4)]
     loader = load("ids", small_tokenizer, ranks=2)
@@ -173,7 +157,7 @@ def test_windows_that_are_jumped_over_are_read_and_dropped(small_tokenizer: Path
     assert rows(loader.read_step(BATCH)) == batches[3]
 
 
-def test_states_come_back_as_they_were(tmp_path: Path) -> None:
+def test_states_come_back_as_they_were(tmp_path):
     state = {
         "numbers": [None, True, 1 << 130, -0.5, float("inf"), "text"],
         "nested": ({"a": ()}, [{}], (1, (2,))),
@@ -191,29 +175,20 @@ def test_states_come_back_as_they_were(tmp_path: Path) -> None:
     assert array.tolist() == expected.tolist()
     assert found == state
     assert type(found["nested"]) is tuple
+    with pytest.raises(UserError, match="state holds a set, which"):
+        pack_state({"seen": {1, 2}})
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"state is damaged .*; choose another checkpoint"):
         read_state(path)
 
 
-def test_a_state_that_cannot_be_stored(small_tokenizer: Path) -> None:
-    loader = load("set_state", small_tokenizer)
-    loader.read_step(BATCH)
-    with pytest.raises(UserError, match=r"dataloader.pipeline.*seen: .* state holds a set, which"):
-        loader.rank_files()
-
-
-def test_the_same_documents_as_a_source(
-    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_same_documents_as_a_source(small_tokenizer, tmp_path, caplog):
     """The way out for another number of ranks."""
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
     options = {"tokenizer": small_tokenizer, "held_out_fraction": 0.1}
     files = tokenize_source(tmp_path / "texts.jsonl", output=tmp_path / "files", **options)
     name = f"{PLACE}:empty_texts"
     source = tokenize_source(pipeline=name, output=tmp_path / "pipeline", **options)
-    assert files is not None
-    assert source is not None
     assert source.splits == files.splits
     assert source.dropped == {"empty": 2}
     assert f"dropped {name}, row" in caplog.text
@@ -243,13 +218,10 @@ def documents_of(windows: list[Any]) -> Documents:
 
 @pytest.mark.parametrize("fraction", [0, 0.2])
 @pytest.mark.parametrize("name", ["whole_windows", "restarting_windows"])
-def test_finished_windows_as_a_source(
-    name: str, fraction: float, small_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_finished_windows_as_a_source(name, fraction, small_tokenizer, tmp_path):
     source = tmp_path / "source"
     options = {"tokenizer": small_tokenizer, "held_out_fraction": fraction, "tasks": 3}
     card = tokenize_source(pipeline=f"{PLACE}:{name}", output=source, **options)
-    assert card is not None
     assert list(verify_source(source)) == []
     packed = pack_source(source, seq_len=SEQ_LEN)
     assert (card.has_loss_mask, card.has_chats) == (True, False)
@@ -271,13 +243,12 @@ def test_finished_windows_as_a_source(
         assert sorted(rows) == sorted((w["input"], w["labels"]) for w in yielded)
 
 
-def test_texts_and_ids_as_a_source(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_texts_and_ids_as_a_source(small_tokenizer, tmp_path):
     tokenizer = load_tokenizer(small_tokenizer)
     eos = tokenizer.token_to_id("<|endoftext|>")
     source = tmp_path / "source"
     options = {"tokenizer": small_tokenizer, "held_out_fraction": 0.5}
     card = tokenize_source(pipeline=f"{PLACE}:texts_and_ids", output=source, **options)
-    assert card is not None
     found = []
     for split in card.splits:
         shards = TokenShards(source, split)
@@ -288,7 +259,6 @@ def test_texts_and_ids_as_a_source(small_tokenizer: Path, tmp_path: Path) -> Non
     assert list(verify_source(source)) == []
     assert (card.has_loss_mask, card.given_ids, card.dropped) == (False, True, {"empty": 1})
     table = token_byte_lengths(tokenizer)
-    assert table is not None
     n_bytes = sum(int(table[ids].sum()) for ids in found)
     assert sum(split.text_bytes for split in card.splits.values()) == n_bytes
 
@@ -304,18 +274,8 @@ def test_texts_and_ids_as_a_source(small_tokenizer: Path, tmp_path: Path) -> Non
         ("other_positions", "positions that neither go on by one nor begin again at 0, which"),
     ],
 )
-def test_what_a_source_cannot_hold(
-    name: str, message: str, small_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_what_a_source_cannot_hold(name, message, small_tokenizer, tmp_path):
     options = {"tokenizer": small_tokenizer, "tasks": 2, "held_out_fraction": 0}
     with pytest.raises(UserError, match=message) as caught:
         tokenize_source(pipeline=f"{PLACE}:{name}", output=tmp_path / "source", **options)
     assert "\n" not in str(caught.value)
-
-
-def test_a_replaced_mixture_is_named(
-    small_tokenizer: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        load("texts", small_tokenizer, mixture=["no/source=1"])
-    assert "dataloader.pipeline replaces dataloader.mixture=no/source=1" in caplog.text

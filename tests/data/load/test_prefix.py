@@ -1,6 +1,5 @@
 """The prefix column: every document's tokens before its first answer, and sources without it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +20,6 @@ from titan_loop.models.context import PREFIX
 L = 16
 SPLIT = {"dp_world_size": 1, "dp_rank": 0, "local_batch_size": 4, "seq_len": L}
 
-WriteSource = Callable[..., Path]
-DocumentMaker = Callable[[int, int, int], list[list[int]]]
-
 
 def slow_prefix(positions: list[int], labels: list[int]) -> list[bool]:
     """Return one window's column, a token at a time."""
@@ -36,7 +32,7 @@ def slow_prefix(positions: list[int], labels: list[int]) -> list[bool]:
 
 
 @pytest.fixture
-def source(write_source: WriteSource, documents: DocumentMaker) -> Path:
+def source(write_source, documents) -> Path:
     """Return a source with random masks."""
     source = write_source("chat", [documents(3, 60, L - 1)], held_out=[documents(4, 9, L)])
     add_masks(source)
@@ -47,7 +43,7 @@ def load(mixture: str, **config: object) -> WindowLoader:
     return WindowLoader.Config(mixture=[mixture], **config).build(**SPLIT)  # type: ignore[arg-type]
 
 
-def test_prefixes_end_before_the_first_label_of_each_document(source: Path) -> None:
+def test_prefixes_end_before_the_first_label_of_each_document(source):
     pack_source(source, seq_len=L)
     loader, plain = load(f"{source}=1:packed", prefix=True), load(f"{source}=1:packed")
     lengths = []
@@ -68,31 +64,20 @@ def test_prefixes_end_before_the_first_label_of_each_document(source: Path) -> N
     assert loader.data_hash != plain.data_hash
 
 
-def test_plain_text_has_no_prefix(write_source: WriteSource, documents: DocumentMaker) -> None:
-    source = write_source("text", [documents(5, 60, 40)])
-    ((inputs, labels),) = load(f"{source}=1", prefix=True).read_step(4)
-    starts = inputs["positions"] == 0
-    ignored = (labels == IGNORED).roll(1, dims=1)  # a document of one token has no label
-    assert torch.equal(inputs[PREFIX] & ~ignored, starts & ~ignored)
-
-
-def test_a_tasks_question_is_its_prefix() -> None:
+def test_a_tasks_question_is_its_prefix():
     task = Mano(5, 3)
     loader = TaskLoader.Config(task=task, prefix=True).build(**{**SPLIT, "seq_len": 64})
     ((inputs, labels),) = loader.read_step(4)
     evaluated = HeldOutWindows(inputs["input"], inputs["positions"], labels, labels)
     assert evaluated.columns_for(()) is None
     column = evaluated.columns_for((PREFIX,))
-    assert column is not None
     assert torch.equal(column[PREFIX], inputs[PREFIX])
     last = inputs[PREFIX] & (labels != IGNORED)
     assert last.sum() == (labels != IGNORED).sum()  # every label is that of a prefix's last token
     assert torch.equal(column[PREFIX], prefix_of(inputs["positions"], labels))
 
 
-def test_windows_that_cut_prompts_are_refused(
-    source: Path, write_source: WriteSource, documents: DocumentMaker
-) -> None:
+def test_windows_that_cut_prompts_are_refused(source, write_source, documents):
     with pytest.raises(UserError, match=r"prefix=True: windows would cut prompts of .*chat; write"):
         load(f"{source}=1", prefix=True)
     longer = write_source(

@@ -10,17 +10,12 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from tests.data.load.splits import read as read_window
-from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.load.windows import CutWindows
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.shards import TokenShards, index_path
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
@@ -31,7 +26,7 @@ INDEX = np.linspace(0, SHARD_TOKENS, 101)[1:].astype("<u8")
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def sources(tmp_path_factory) -> list[Path]:
     """Ten sources of 10**12 tokens in a hundred shards each."""
     folders = [tmp_path_factory.mktemp("huge") / f"s{number}" for number in range(SOURCES)]
     for folder in folders:
@@ -78,7 +73,7 @@ def resident_bytes() -> int | None:
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else None
 
 
-def test_opening_and_resuming_touch_no_shard(sources: list[Path]) -> None:
+def test_opening_and_resuming_touch_no_shard(sources):
     config = WindowLoader.Config(mixture=[f"{source}=1" for source in sources], prefetch=False)
 
     def build() -> WindowLoader:
@@ -106,18 +101,7 @@ def test_opening_and_resuming_touch_no_shard(sources: list[Path]) -> None:
         assert grown < 200e6
 
 
-def test_document_ends_are_found_anywhere(sources: list[Path]) -> None:
-    shards = TokenShards(sources[0])
-    generator = np.random.default_rng(0)
-    for start in generator.integers(0, shards.tokens - 4096, 50).tolist():
-        assert shards.read(start, 4097)[1].tolist() == []
-    step = SHARD_TOKENS // len(INDEX)
-    for document in (1, 77, 5000, 100 * len(INDEX) - 1):
-        _, ends = shards.read(document * step - 3, 10)
-        assert ends.tolist() == [3]
-
-
-def test_a_process_keeps_few_files_open(sources: list[Path]) -> None:
+def test_a_process_keeps_few_files_open(sources):
     files = OpenFiles(most=8)
     shards = TokenShards(sources[0], files=files)
     descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else None
@@ -130,9 +114,7 @@ def test_a_process_keeps_few_files_open(sources: list[Path]) -> None:
         assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_fewer_files_are_kept_open_where_the_process_may_open_no_more(
-    sources: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fewer_files_are_kept_open_where_the_process_may_open_no_more(sources, monkeypatch):
     files = OpenFiles(most=64)
     opened = os.open
 
@@ -148,29 +130,6 @@ def test_fewer_files_are_kept_open_where_the_process_may_open_no_more(
         assert len(files) <= 4
 
 
-@pytest.mark.parametrize("seq_len", [4096, 16384, 32768, 65536])
-def test_long_windows_equal_a_vectorised_reference(
-    write_source: Callable[..., Path], documents: Callable, seq_len: int
-) -> None:
-    stored = documents(0, 60, 9000)
-    folder = write_source("long", [stored[:20], stored[20:]])
-    stream = np.concatenate([np.asarray(document) for document in stored])
-    document_of = np.repeat(np.arange(len(stored)), [len(document) for document in stored])
-    windows = CutWindows(TokenShards(folder), seq_len, key=0)
-    assert windows.windows_per_epoch >= 2
-    for number in range(windows.windows_per_epoch):
-        window = read_window(windows, 0, number)
-        first = windows.offset(0) + number * seq_len
-        here = slice(first, first + seq_len)
-        after = slice(first + 1, first + seq_len + 1)
-        assert np.array_equal(window.input, stream[here])
-        same = document_of[here] == document_of[after]
-        assert np.array_equal(window.labels, np.where(same, stream[after], IGNORED))
-        starts = np.searchsorted(document_of[here], document_of[here], side="left")
-        assert np.array_equal(window.positions, np.arange(seq_len) - starts)
-    assert torch.from_numpy(window.labels).dtype == torch.int64
-
-
 _LIMITS = """
 import resource, sys
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
@@ -180,7 +139,7 @@ print(open_file_limit(), OpenFiles()._most, *resource.getrlimit(resource.RLIMIT_
 """
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
     for hard, kept_open in (("1000", "500"), ("4000", "2976")):
         program = subprocess.run(
             [sys.executable, "-c", _LIMITS, "256", hard], capture_output=True, text=True, check=True

@@ -23,9 +23,12 @@ class OneDepth(Backwards):
     columns = (Column(name="depth", reader="loss", per_token=False),)
 
 
-def build(ranks: int = 1, rank: int = 0, local_batch: int = 1, **options: Any) -> TaskLoader:
+def build(
+    ranks: int = 1, rank: int = 0, local_batch: int = 1, seq_len: int = L, **options: Any
+) -> TaskLoader:
     config = TaskLoader.Config(**{"task": TASK, **options})
-    return config.build(dp_world_size=ranks, dp_rank=rank, seq_len=L, local_batch_size=local_batch)
+    split = {"dp_world_size": ranks, "dp_rank": rank, "local_batch_size": local_batch}
+    return config.build(**split, seq_len=seq_len)
 
 
 def columns(loader: TaskLoader, count: int) -> list[np.ndarray]:
@@ -34,7 +37,7 @@ def columns(loader: TaskLoader, count: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("all_targets", [False, True])
-def test_packed_windows_are_examples_without_a_gap(all_targets: bool):
+def test_packed_windows_are_examples_without_a_gap(all_targets):
     for tokens, positions, labels, left in zip(
         *columns(build(local_batch=8, all_targets=all_targets), 8), strict=True
     ):
@@ -108,30 +111,25 @@ def test_windows_do_not_depend_on_the_split():
     assert {whole.data_hash} == {part.data_hash for part in parts}
 
 
-def test_the_state_names_task_and_parameters():
-    assert build().state_dict()["data"] == {
+def test_another_task_is_other_data():
+    state = build().state_dict()
+    assert state["data"] == {
         "task": "backwards", "seed": 0, "letters": 4, "longest": 3, "all_targets": False,
         "seq_len": L, "columns": [column.description() for column in TASK.columns],
     }  # fmt: skip
-    state = build().state_dict()
     for other in ({"seed": 1}, {"all_targets": True}, {"window": "example"}):
         with pytest.raises(UserError, match="other data"):
             build(**other).load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", names("tasks"))
-def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name: str):
+def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name):
     task = find_task(name)()
     window = "example" if any(not column.per_token for column in task.columns) else "packed"
 
-    def load() -> TaskLoader:
-        return TaskLoader.Config(task=task, window=window).build(
-            dp_world_size=1, dp_rank=0, seq_len=task.longest_example, local_batch_size=1
-        )
-
-    loader = load()
+    options = {"task": task, "window": window, "seq_len": task.longest_example}
+    loader, resumed = build(**options), build(**options)
     loader.read_step(1)
-    resumed = load()
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert resumed.windows_consumed == 1
     assert resumed.data_hash == loader.data_hash
@@ -148,20 +146,14 @@ def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name: str):
         ({"task": OneDepth()}, "window=packed: backwards has one depth for a whole example"),
     ],
 )
-def test_mistakes(options: dict, message: str):
-    config = TaskLoader.Config(**{"task": TASK, **options})
+def test_mistakes(options, message):
     with pytest.raises(UserError, match=message):
-        config.build(dp_world_size=1, dp_rank=0, seq_len=L, local_batch_size=1)
+        build(**options)
 
 
 def test_a_window_may_be_as_long_as_the_longest_example():
     """An example of 7 tokens has 6 inputs, and the last token as their last label."""
-
-    def longest(seq_len: int) -> TaskLoader:
-        config = TaskLoader.Config(task=TASK)
-        return config.build(dp_world_size=1, dp_rank=0, seq_len=seq_len, local_batch_size=1)
-
     assert TASK.longest_example == 7
-    longest(6)
+    build(seq_len=6)
     with pytest.raises(UserError, match=r"seq_len 5 is too short for .*: set it to at least 6$"):
-        longest(5)
+        build(seq_len=5)

@@ -1,6 +1,5 @@
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +14,13 @@ from titan_loop.data.load.windows import CutWindows
 from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
 
-DocumentMaker = Callable[[int, int, int], list[list[int]]]
-
 
 def open_cuts(folder: Path, seq_len: int, key: int) -> CutWindows:
     return CutWindows(TokenShards(folder), seq_len, key)
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(0, 5))
-def test_cut_window_equals_a_token_by_token_reference(lengths: list[int], skip: int) -> None:
+def test_cut_window_equals_a_token_by_token_reference(lengths, skip):
     document_of = [n for n, length in enumerate(lengths) for _ in range(length)][skip:]
     if len(document_of) < 2:
         return
@@ -43,9 +40,7 @@ def test_cut_window_equals_a_token_by_token_reference(lengths: list[int], skip: 
 
 
 @pytest.mark.parametrize("seq_len", [4, 7, 16, 49])
-def test_an_epoch_predicts_every_token_between_the_cuts_once(
-    write_source: Callable[..., Path], documents: DocumentMaker, seq_len: int
-) -> None:
+def test_an_epoch_predicts_every_token_between_the_cuts_once(write_source, documents, seq_len):
     stored = documents(0, 30, 9)
     folder = write_source("source", [stored[:11], stored[11:]])
     stream = [token for document in stored for token in document]
@@ -69,9 +64,7 @@ def test_an_epoch_predicts_every_token_between_the_cuts_once(
     assert windows.unread_tokens_per_epoch < 2 * seq_len
 
 
-def test_epochs_differ_in_order_and_offset(
-    write_source: Callable[..., Path], documents: DocumentMaker
-) -> None:
+def test_epochs_differ_in_order_and_offset(write_source, documents):
     windows = open_cuts(write_source("s", [documents(1, 200, 20)]), 32, key=0)
     per_epoch = windows.windows_per_epoch
     _, cuts = windows.locate(np.arange(3 * per_epoch))
@@ -80,22 +73,13 @@ def test_epochs_differ_in_order_and_offset(
     assert len({windows.offset(epoch) for epoch in range(20)}) > 10
 
 
-def test_a_lookup_across_epochs_equals_one_by_one(
-    write_source: Callable[..., Path], documents: DocumentMaker
-) -> None:
-    windows = open_cuts(write_source("s", [documents(1, 40, 9)]), 16, key=0)
-    counters = np.arange(3 * windows.windows_per_epoch)
-    together = np.stack(windows.locate(counters), axis=1).tolist()
-    assert together == [[int(v[0]) for v in windows.locate(counters[i : i + 1])] for i in counters]
-
-
-def test_a_source_of_exactly_one_window(write_source: Callable[..., Path]) -> None:
+def test_a_source_of_exactly_one_window(write_source):
     windows = open_cuts(write_source("s", [[[1, 2, 3, 4, 0]]]), 4, key=0)
     assert windows.windows_per_epoch == 1
     assert read_window(windows, 3, 0).input.tolist() == [1, 2, 3, 4]
     assert windows.unread_tokens_per_epoch == 0
 
 
-def test_a_source_shorter_than_a_window(write_source: Callable[..., Path]) -> None:
+def test_a_source_shorter_than_a_window(write_source):
     with pytest.raises(UserError, match=r"has 5 tokens in 'train', .* training.seq_len \+ 1 = 6"):
         open_cuts(write_source("s", [[[1, 2, 3, 4, 0]]]), 5, key=0)

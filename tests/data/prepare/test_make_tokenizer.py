@@ -1,8 +1,6 @@
 import base64
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,34 +23,9 @@ from titan_loop.text.tokenizer import (
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def test_special_tokens_come_first(small_tokenizer: Path) -> None:
-    tokenizer = load_tokenizer(small_tokenizer)
-    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2]
-    assert tokenizer.get_vocab_size() == 300
-
-
-def test_digits_are_split_individually(small_tokenizer: Path) -> None:
-    assert load_tokenizer(small_tokenizer).encode("1024x77").tokens == list("1024x77")
-
-
-def test_training_twice_gives_the_same_file(jsonl: Path, tmp_path: Path) -> None:
-    files = [
-        train_tokenizer([jsonl], vocab_size=300, output=tmp_path / f"{n}.json") for n in range(2)
-    ]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_training_does_not_show_datatrove_s_log(jsonl: Path, tmp_path: Path) -> None:
-    """datatrove logs every file unless it is told not to."""
-    command = [sys.executable, "-m", "titan_loop", "data", "train-tokenizer", str(jsonl)]
-    command += ["--vocab-size", "300", "--output", str(tmp_path)]
-    assert b"datatrove" not in subprocess.run(command, capture_output=True, check=True).stderr
-
-
-def test_byte_lengths_of_every_token_sum_to_the_text(small_tokenizer: Path) -> None:
+def test_byte_lengths_of_every_token_sum_to_the_text(small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     lengths = token_byte_lengths(tokenizer)
-    assert lengths is not None
     assert len(lengths) == 300
     assert lengths[:3].tolist() == [0, 0, 0]
     assert (lengths[3:] >= 1).all()
@@ -89,9 +62,11 @@ def write_ranks(path: Path, jsonl: Path) -> Path:
     return path
 
 
-def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> None:
+def test_a_rank_file_encodes_as_tiktoken_does(jsonl, tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
     ranks_file = write_ranks(tmp_path / "ranks.tiktoken", jsonl)
+    with pytest.raises(UserError, match="give split_pattern"):
+        import_tokenizer(ranks_file, output=tmp_path)
     path = import_tokenizer(ranks_file, output=tmp_path, split_pattern=PATTERN)
     tokenizer = load_tokenizer(path)
     rows = [line.split() for line in ranks_file.read_text().splitlines()]
@@ -99,7 +74,6 @@ def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> No
     original = tiktoken.Encoding("test", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
     assert tokenizer.token_to_id(SPECIAL_TOKENS[0]) == len(ranks)
     lengths = token_byte_lengths(tokenizer)
-    assert lengths is not None
     assert [lengths[rank] for rank in ranks.values()] == [len(token) for token in ranks]
     tokenizer.encode_special_tokens = True
 
@@ -114,33 +88,24 @@ def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> No
     check()
 
 
-def test_a_rank_file_needs_its_pattern(jsonl: Path, tmp_path: Path) -> None:
-    ranks = write_ranks(tmp_path / "ranks.tiktoken", jsonl)
-    with pytest.raises(UserError, match="give split_pattern"):
-        import_tokenizer(ranks, output=tmp_path)
-
-
-def test_a_tokenizer_json_is_copied(small_tokenizer: Path, tmp_path: Path) -> None:
+def test_what_is_imported(small_tokenizer, tmp_path):
     path = import_tokenizer(small_tokenizer, output=tmp_path / "copy.json")
     assert load_tokenizer(path).get_vocab() == load_tokenizer(small_tokenizer).get_vocab()
-    with pytest.raises(UserError, match=r"no effect on a tokenizer\.json"):
-        import_tokenizer(small_tokenizer, output=tmp_path, split_pattern="x")
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other"
-    with pytest.raises(UserError, match="is not a file"):
-        import_tokenizer(path, output=tmp_path)
-    for content, message in [("hello there you", "neither"), ("aGk= 0\n", "all 256 bytes")]:
-        path.write_text(content)
+    for content, pattern, message in (
+        (None, None, "is not a file"),
+        ("hello there you", PATTERN, "neither"),
+        ("aGk= 0\n", PATTERN, "all 256 bytes"),
+        ("{}", None, r"is not a tokenizer\.json"),
+        (small_tokenizer.read_text(), "x", r"no effect on a tokenizer\.json"),
+    ):
+        if content is not None:
+            path.write_text(content)
         with pytest.raises(UserError, match=message):
-            import_tokenizer(path, output=tmp_path, split_pattern=PATTERN)
-    path.write_text("{}")
-    with pytest.raises(UserError, match=r"is not a tokenizer\.json"):
-        import_tokenizer(path, output=tmp_path)
+            import_tokenizer(path, output=tmp_path, split_pattern=pattern)
 
 
-def test_training_reads_every_format(jsonl: Path, tmp_path: Path) -> None:
+def test_training_reads_every_format(jsonl, tmp_path):
     texts = [json.loads(line)["text"] for line in jsonl.read_text().splitlines()]
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -157,24 +122,24 @@ def test_training_reads_every_format(jsonl: Path, tmp_path: Path) -> None:
     assert other.read_bytes() != expected
 
 
-def test_training_mistakes(jsonl: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="vocab_size 258 is below 259"):
-        train_tokenizer([jsonl], vocab_size=258, output=tmp_path)
-    with pytest.raises(UserError, match="vocab_size 9000 cannot be filled"):
-        train_tokenizer([jsonl], vocab_size=9000, output=tmp_path)
-    with pytest.raises(UserError, match="does not exist"):
-        train_tokenizer([tmp_path / "missing.jsonl"], vocab_size=300, output=tmp_path)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 258}, "vocab_size 258 is below 259"),
+        ({"vocab_size": 9000}, "vocab_size 9000 cannot be filled"),
+        ({"inputs": "missing.jsonl"}, "does not exist"),
+        ({"text_key": "body"}, r"4 of 4 records .* lack their text.*line 1: no field 'b"),
+        ({"max_malformed": 2}, r"max_malformed 2 must lie in \[0, 1\]"),
+    ],
+)
+def test_training_mistakes(jsonl, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        train_tokenizer(**{"inputs": jsonl, "vocab_size": 300, "output": tmp_path, **options})
     with pytest.raises(UserError, match=r"output .*t\.json cannot be written \(File exists\)"):
-        train_tokenizer([jsonl], vocab_size=300, output=jsonl / "t.json")
-    with pytest.raises(UserError, match=r"4 of 4 records .* lack their text.*line 1: no field 'b"):
-        train_tokenizer([jsonl], vocab_size=300, output=tmp_path, text_key="body")
-    with pytest.raises(UserError, match=r"max_malformed 2 must lie in \[0, 1\]"):
-        train_tokenizer([jsonl], vocab_size=300, output=tmp_path, max_malformed=2)
+        train_tokenizer(jsonl, vocab_size=300, output=jsonl / "t.json")
 
 
-def test_a_few_bad_records_are_dropped_and_counted(
-    jsonl: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_few_bad_records_are_dropped_and_counted(jsonl, tmp_path, caplog):
     expected = train_tokenizer(jsonl, vocab_size=300, output=tmp_path / "0").read_bytes()
     bad = tmp_path / "bad.jsonl"
     bad.write_text(jsonl.read_text() + '\n{"text": 3}\n')
@@ -185,7 +150,7 @@ def test_a_few_bad_records_are_dropped_and_counted(
         train_tokenizer(bad, vocab_size=300, output=tmp_path / "1", max_malformed=0.1)
 
 
-def test_every_tokenizer_has_all_bytes(tmp_path: Path) -> None:
+def test_every_tokenizer_has_all_bytes(tmp_path):
     """Also the smallest, and with all of the alphabet but one letter missing in the text."""
     (tmp_path / "a.txt").write_text("aaaa " * 9)
     for vocab_size in (259, 260):
@@ -198,7 +163,7 @@ def test_every_tokenizer_has_all_bytes(tmp_path: Path) -> None:
 WORDS = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
 
 
-def test_ordinary_texts_are_not_cut() -> None:
+def test_ordinary_texts_are_not_cut():
     code = Path(make_tokenizer.__file__).read_text()
     encoded = base64.b64encode(bytes(range(256)) * 99).decode()  # cut by digits and signs
     for text in ("", "a" * LONGEST_WORD, code * 9, encoded, "漢字。" * 9999, "1" * 9999):
@@ -207,7 +172,7 @@ def test_ordinary_texts_are_not_cut() -> None:
 
 @pytest.mark.parametrize("letters", ["a", "漢", "=", " ", "a\u0301b"])
 @pytest.mark.parametrize("before", ["", "x = ", "a b\n" * 999])
-def test_long_words_are_cut(letters: str, before: str) -> None:
+def test_long_words_are_cut(letters, before):
     word = letters * (training_texts._LEARNT // len(letters) + 999)
     text = f"{before}{word}1 and the rest\n"
     parts, long_words, left_out = without_long_words(text, WORDS)
@@ -226,7 +191,7 @@ def test_long_words_are_cut(letters: str, before: str) -> None:
     assert longest <= 128
 
 
-def test_a_word_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_is_counted_once(monkeypatch):
     monkeypatch.setattr(training_texts, "_RUN_AT_ONCE", 10_000)
     cut = without_long_words("b" * 45_000 + "1" + "c" * 5000 + " d " + "e" * 5000, WORDS)
     assert (cut.long_words, cut.left_out) == (3, 0)

@@ -1,7 +1,5 @@
 import json
 import os
-import resource
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.prepare.test_prepare_failures import largest_file
 from titan_loop.data.inspect_source import verify_source
-from titan_loop.data.packed_index import PIECE, PackedIndex
+from titan_loop.data.packed_index import PackedIndex
 from titan_loop.data.prepare import packing
 from titan_loop.data.prepare.packing import best_fit_decreasing, pack_source
-from titan_loop.data.shards import TokenShards, index_path
+from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import CARD_NAME, SourceCard, index_paths
 from titan_loop.errors import UserError
 
@@ -37,7 +36,7 @@ def naive_fills(lengths: list[int], capacity: int) -> list[int]:
         )
     )
 )
-def test_bins_are_those_of_the_definition(case: tuple[int, list[int]]) -> None:
+def test_bins_are_those_of_the_definition(case):
     capacity, lengths = case
     bin_of = best_fit_decreasing(np.asarray(lengths), capacity)
     fills = np.bincount(bin_of, weights=lengths).astype(int)
@@ -53,9 +52,7 @@ def open_index(source: Path, split: str, seq_len: int) -> PackedIndex:
     return PackedIndex(TokenShards(source, split), seq_len)
 
 
-def test_every_document_is_in_exactly_one_window(
-    write_source: Callable[..., Path], documents: Callable[[int, int, int], list[list[int]]]
-) -> None:
+def test_every_document_is_in_exactly_one_window(write_source, documents):
     stored = documents(0, 300, 30)
     source = write_source("s", [stored[:100], stored[100:101], stored[101:]], held_out=[stored[:3]])
     packed = pack_source(source, seq_len=32)
@@ -76,7 +73,7 @@ def test_every_document_is_in_exactly_one_window(
     assert sum(len(held_out.documents(window)) for window in range(held_out.card.windows)) == 3
 
 
-def test_long_documents_are_refused_or_split(write_source: Callable[..., Path]) -> None:
+def test_long_documents_are_refused_or_split(write_source):
     stored = [[5, 6, 0], [*list(range(1, 24)), 0], [*range(1, 17), 0], [9, 0]]
     source = write_source("s", [stored])
     with pytest.raises(
@@ -98,24 +95,8 @@ def test_long_documents_are_refused_or_split(write_source: Callable[..., Path]) 
     assert sorted(labels) == [token for token in range(len(stream)) if token not in starts]
 
 
-def test_packing_is_deterministic_and_replaces_only_its_own_length(
-    write_source: Callable[..., Path], documents: Callable[[int, int, int], list[list[int]]]
-) -> None:
-    source = write_source("s", [documents(1, 50, 20)])
-    first = pack_source(source, seq_len=32)
-    pack_source(source, seq_len=64)
-    assert pack_source(source, seq_len=32) == first
-    packed = SourceCard.read(source).splits["train"].packed
-    assert sorted(card.seq_len for card in packed) == [32, 64]
-
-
 @pytest.mark.parametrize("same", [True, False])
-def test_packing_again_may_be_interrupted_anywhere(
-    write_source: Callable[..., Path],
-    documents: Callable[[int, int, int], list[list[int]]],
-    monkeypatch: pytest.MonkeyPatch,
-    same: bool,
-) -> None:
+def test_packing_again_may_be_interrupted_anywhere(write_source, documents, monkeypatch, same):
     """Stopped at any rename, the card names a whole index, or none that is half replaced."""
     source = write_source("s", [documents(1, 50, 20)], [documents(2, 20, 20)])
     if not same:  # an earlier index that is not what packing gives now: a window a document
@@ -150,46 +131,35 @@ def test_packing_again_may_be_interrupted_anywhere(
         assert [fault for fault in verify_source(source) if "packed_32" in fault] == []
         assert not list(source.glob("**/.*"))
         named.append(bool(SourceCard.read(source).splits["train"].packed))
+    pack_source(source, seq_len=64)  # beside the other
+    packed = SourceCard.read(source).splits["train"].packed
+    assert sorted(card.seq_len for card in packed) == [32, 64]
     assert named == [True, *[same] * 4, True]
 
 
-def test_opening_opens_no_file(write_source: Callable[..., Path]) -> None:
-    source = write_source("s", [[[5, 0], [6, 7, 0]]])
+@pytest.mark.parametrize(
+    ("file", "at", "value"),
+    [
+        ("windows", 0, 0),  # no piece
+        ("windows", 0, 4),  # beyond the pieces
+        ("pieces", 8, 0),  # an empty piece
+        ("pieces", 8, 8),  # more tokens than a window has
+        ("pieces", 0, 200),  # a first token beyond the stream
+    ],
+)
+def test_a_damaged_window_is_named(write_source, file, at, value):
+    source = write_source("s", [[[0], [5, 0], [5, 6, 7, 0]]])  # a document of one token, too
     pack_source(source, seq_len=8)
-    index = open_index(source, "train", 8)
-    assert len(index._shards.files) == 0
-    assert index.documents(0) == [(0, 2), (2, 3)]
-    with pytest.raises(IndexError):
-        index.documents(1)
-
-
-def test_a_document_of_one_token_is_read_and_one_of_none_is_damage(
-    write_source: Callable[..., Path],
-) -> None:
-    source = write_source("s", [[[0], [5, 0]]])
-    pack_source(source, seq_len=8)
-    assert sorted(open_index(source, "train", 8).documents(0)) == [(0, 1), (1, 2)]
-    _, path = index_paths(source / "train", 8)
-    pieces = np.fromfile(path, dtype=PIECE)
-    pieces["length"][0] = 0
-    pieces.tofile(path)
-    with pytest.raises(UserError, match="window 0 is damaged"):
+    assert sorted(open_index(source, "train", 8).documents(0)) == [(0, 1), (1, 2), (3, 4)]
+    path = source / "train" / f"packed_8.{file}"
+    content = bytearray(path.read_bytes())
+    content[at] = value
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="window 0 is damaged; pack the source again"):
         open_index(source, "train", 8).documents(0)
 
 
-def test_a_full_disk(write_source: Callable[..., Path]) -> None:
-    source = write_source("s", [[[5, 0], [6, 7, 0]] * 9])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(UserError, match=r"packed_8\.pieces cannot be written \(File too large"):
-            pack_source(source, seq_len=8)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert SourceCard.read(source).splits["train"].packed == ()
-
-
-def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
+def test_damage_and_mistakes(write_source):
     source = write_source("s", [[[5, 0], [6, 7, 0]]])
     with pytest.raises(UserError, match=r"not packed for windows of 8 .* none.* --seq-len 8"):
         open_index(source, "train", 8)
@@ -206,9 +176,6 @@ def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
     pieces.write_bytes(content[:-1])
     with pytest.raises(UserError, match="has 23 bytes, its card says 24"):
         open_index(source, "train", 8)
-    pieces.write_bytes(bytes([200]) + content[1:])  # a first token beyond the stream
-    with pytest.raises(UserError, match="window 0 is damaged"):
-        open_index(source, "train", 8).documents(0)
     windows.unlink()
     with pytest.raises(UserError, match="has no bytes, its card says 8"):
         open_index(source, "train", 8)
@@ -220,9 +187,8 @@ def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
         pack_source(source, seq_len=8, long_documents="split")
 
 
-def test_document_ends_that_miss_the_end_of_their_shard(write_source: Callable[..., Path]) -> None:
-    source = write_source("two", [[[5, 6, 0], [7, 0]], [[8, 9, 0], [9, 0]]])
-    for number, ends in enumerate(([3, 6], [3, 4])):  # their sum is right
-        np.asarray(ends, "<u8").tofile(index_path(source / "train" / f"{number:05d}.ds"))
-    with pytest.raises(UserError, match="do not ascend to the last token of every shard"):
+def test_a_full_disk(write_source):
+    source = write_source("s", [[[5, 0], [6, 7, 0]] * 9])
+    with largest_file(100), pytest.raises(UserError, match=r"pieces cannot be written \(File too"):
         pack_source(source, seq_len=8)
+    assert SourceCard.read(source).splits["train"].packed == ()

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from titan_loop.data.inspect_source import show_source, verify_source
-from titan_loop.data.prepare.preparation import SETTINGS_NAME
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import CARD_NAME, SourceCard, text_format
@@ -37,9 +35,7 @@ def stored(source: Path, split: str) -> list[str]:
     ]
 
 
-def test_given_splits_are_kept_and_documents_shuffled(
-    texts: list[str], small_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_given_splits_are_kept_and_documents_shuffled(texts, small_tokenizer, tmp_path):
     write_jsonl(tmp_path / "in" / "train.jsonl", texts[:50])
     write_jsonl(tmp_path / "in" / "held_out.jsonl", texts[50:])
     card = tokenize_source(tmp_path / "in", output=tmp_path / "out", tokenizer=small_tokenizer)
@@ -61,7 +57,7 @@ def test_given_splits_are_kept_and_documents_shuffled(
     assert not list((tmp_path / "out").rglob("*.metadata")), "nothing would notice its damage"
 
 
-def test_same_input_same_shards(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:
+def test_same_input_same_shards(texts, small_tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     cards = [
         tokenize_source(path, output=tmp_path / f"{n}", tokenizer=small_tokenizer) for n in range(2)
@@ -69,62 +65,16 @@ def test_same_input_same_shards(texts: list[str], small_tokenizer: Path, tmp_pat
     assert replace(cards[0], name="1") == cards[1]
 
 
-def test_hash_split_covers_every_document_once(
-    texts: list[str], small_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_tasks_and_workers_store_every_document_once(texts, small_tokenizer, tmp_path):
     files = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::3]) for n in range(3)]
-    tokenize_source(
-        files, output=tmp_path / "out", tokenizer=small_tokenizer, held_out_fraction=0.3, tasks=3
-    )
+    options = {"tokenizer": small_tokenizer, "held_out_fraction": 0.3}
+    tokenize_source(files, output=tmp_path / "out", tasks=5, workers=2, **options)
     train, held_out = (stored(tmp_path / "out", split) for split in ("train", "held_out"))
     assert sorted(train + held_out) == sorted(texts)
     assert 5 <= len(held_out) <= 31  # 60 documents at 0.3, fixed by their hashes
 
 
-def test_an_empty_held_out_split_is_said(
-    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["one"])
-    card = tokenize_source(
-        path, output=tmp_path / "out", tokenizer=small_tokenizer, held_out_fraction=1e-9
-    )
-    assert card is not None
-    assert card.splits["held_out"].documents == 0
-    assert "holds out no document, so that no run can be scored on it" in caplog.text
-    assert list(verify_source(tmp_path / "out")) == []
-
-
-def test_more_tasks_and_workers_store_the_same_documents(
-    texts: list[str], small_tokenizer: Path, tmp_path: Path
-) -> None:
-    write_jsonl(tmp_path / "in" / "a.jsonl", texts[:30])
-    write_jsonl(tmp_path / "in" / "b.jsonl", texts[30:])
-    card = tokenize_source(
-        tmp_path / "in",
-        output=tmp_path / "out",
-        tokenizer=small_tokenizer,
-        held_out_fraction=0,
-        tasks=5,
-        workers=2,
-    )
-    assert list(card.splits) == ["train"]
-    assert len(card.splits["train"].shards) == 2
-    assert sorted(stored(tmp_path / "out", "train")) == sorted(texts)
-
-
-def test_a_special_token_in_a_text_stays_text(small_tokenizer: Path, tmp_path: Path) -> None:
-    text = "before <|endoftext|> after"
-    path = write_jsonl(tmp_path / "a.jsonl", [text])
-    tokenize_source(path, output=tmp_path / "out", tokenizer=small_tokenizer, held_out_fraction=0)
-    ids, ends = TokenShards(tmp_path / "out").read(0, TokenShards(tmp_path / "out").tokens)
-    assert (ids == 0).sum() == 1
-    assert ends.tolist() == [len(ids)]
-    assert stored(tmp_path / "out", "train") == [r"before \<|endoftext|> after"]
-
-
-def test_an_eos_inside_documents_is_seen_and_said(
-    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_eos_inside_documents_is_seen_and_said(small_tokenizer, tmp_path, caplog):
     ordinary = json.loads(small_tokenizer.read_text())
     ordinary["added_tokens"][0]["special"] = False  # then it is found in texts
     (tmp_path / "tokenizer.json").write_text(json.dumps(ordinary))
@@ -135,7 +85,6 @@ def test_an_eos_inside_documents_is_seen_and_said(
         tokenizer=tmp_path / "tokenizer.json",
         held_out_fraction=0,
     )
-    assert card is not None
     assert not card.splits["train"].eos_only_at_ends
     assert "document ends and EOS id 0 disagree in 1 places" in caplog.text
     ids, ends = TokenShards(tmp_path / "out").read(0, card.splits["train"].tokens)
@@ -144,31 +93,7 @@ def test_an_eos_inside_documents_is_seen_and_said(
     assert "1 places where document ends and EOS" in next(verify_source(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_tokenizer_that_truncates_and_pads_keeps_documents_whole(
-    small_tokenizer: Path, tmp_path: Path, chat: bool
-) -> None:
-    path = tmp_path / "a.jsonl"
-    if chat:
-        records = [{"question": "why?", "answer": "because " * n} for n in (1, 30)]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    else:
-        write_jsonl(path, ["short", "a longer document " * 9])
-    cutting = Tokenizer.from_file(str(small_tokenizer))
-    cutting.enable_truncation(8)
-    cutting.enable_padding(pad_id=5, pad_token="%", length=12)
-    cutting.save(str(tmp_path / "cutting.json"))
-    contents = []
-    for name, tokenizer in (("whole", small_tokenizer), ("cut", tmp_path / "cutting.json")):
-        out = tmp_path / name
-        tokenize_source(path, output=out, tokenizer=tokenizer, held_out_fraction=0, chat=chat)
-        contents.append((TokenShards(out).contents(), stored(out, "train")))
-    assert contents[0] == contents[1]
-
-
-def test_bad_records_are_counted_shown_and_limited(
-    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_records_are_counted_shown_and_limited(small_tokenizer, tmp_path, caplog):
     path = tmp_path / "a.jsonl"
     bad = [
         b'{"text": " "}',
@@ -191,7 +116,6 @@ def test_bad_records_are_counted_shown_and_limited(
     assert not (out / CARD_NAME).exists()
     # The same command with a larger tolerance goes on from the finished tasks.
     card = tokenize_source(path, output=out, max_malformed=0.7, **options)
-    assert card is not None
     assert card.dropped == {"malformed": 4, "missing_text": 2, "empty": 1}
     assert card.splits["train"].documents == 2
     assert sorted(stored(out, "train")) == ["first", "last"]
@@ -202,9 +126,7 @@ def test_bad_records_are_counted_shown_and_limited(
     ]
 
 
-def test_finished_tasks_are_skipped_when_started_again(
-    texts: list[str], small_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_finished_tasks_are_skipped_when_started_again(texts, small_tokenizer, tmp_path):
     files = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::3]) for n in range(3)]
     sound = gzip.compress(files[2].read_bytes())
     archive = files[2] = files[2].with_suffix(".jsonl.gz")
@@ -213,7 +135,6 @@ def test_finished_tasks_are_skipped_when_started_again(
     options = {"tokenizer": small_tokenizer, "tasks": 3}
     options |= {"held_out_fraction": 0.3}
     first = tokenize_source(files, output=tmp_path / "whole", **options)
-    assert first is not None
     # The third file's archive is damaged, so its task fails; the first two are done.
     archive.write_bytes(sound[:-20] + bytes(20))
     with pytest.raises(UserError, match=r"2\.jsonl\.gz cannot be read to its end"):
@@ -230,39 +151,27 @@ def test_finished_tasks_are_skipped_when_started_again(
     assert not (out / "work").exists()
 
 
-def test_an_input_edited_after_it_was_read_is_refused(
-    texts: list[str], small_tokenizer: Path, tmp_path: Path
-) -> None:
-    files = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::3]) for n in range(3)]
-    sound = gzip.compress(files[2].read_bytes())
-    files[2] = files[2].with_suffix(".jsonl.gz")
-    files[2].write_bytes(sound[:-20] + bytes(20))
+def test_an_input_edited_after_it_was_read_is_refused(texts, small_tokenizer, tmp_path):
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::2]) for n in range(2)]
+    sound = gzip.compress(files[1].read_bytes())
+    files[1] = files[1].with_suffix(".jsonl.gz")
+    files[1].write_bytes(sound[:-20] + bytes(20))
     out = tmp_path / "out"
-    options = {"tokenizer": small_tokenizer, "tasks": 3}
-    with pytest.raises(UserError, match=r"2\.jsonl\.gz cannot be read to its end"):
+    options = {"tokenizer": small_tokenizer, "tasks": 2}
+    with pytest.raises(UserError, match=r"1\.jsonl\.gz cannot be read to its end"):
         tokenize_source(files, output=out, **options)
-    files[2].write_bytes(sound)  # no task has finished reading this one
-    edited = files[1].read_text().replace("says", "said")
-    assert edited != files[1].read_text()
-    files[1].write_text(edited)
+    files[1].write_bytes(sound)  # no task has finished reading this one
+    files[0].write_text(files[0].read_text().replace("says", "said"))
     with pytest.raises(
-        UserError, match=r"input .*/1\.jsonl was modified after .* pass --overwrite"
+        UserError, match=r"input .*/0\.jsonl was modified after .* pass --overwrite"
     ):
         tokenize_source(files, output=out, **options)
-    unfinished = json.loads((out / SETTINGS_NAME).read_text())
-    unfinished["modified_ns"] = [path.stat().st_mtime_ns for path in files]
-    (out / SETTINGS_NAME).write_text(json.dumps(unfinished))
-    assert tokenize_source(files, output=out, **options) is not None
     again = tokenize_source(files, output=out, **options, overwrite=True)
     whole = tokenize_source(files, output=tmp_path / "whole", **options)
-    assert again is not None
-    assert whole is not None
-    assert again.splits == whole.splits
+    assert again == replace(whole, name="out")
 
 
-def test_a_complete_source_is_replaced_only_when_told(
-    texts: list[str], small_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_a_complete_source_is_replaced_only_when_told(texts, small_tokenizer, tmp_path):
     path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
     first = tokenize_source(path, output=out, tokenizer=small_tokenizer)
     (out / CARD_NAME).unlink()
@@ -275,75 +184,69 @@ def test_a_complete_source_is_replaced_only_when_told(
     assert not (out / "train" / "leftover.ds").exists()
 
 
-def test_other_peoples_folders_are_left_alone(
-    texts: list[str], small_tokenizer: Path, tmp_path: Path
-) -> None:
-    path = write_jsonl(tmp_path / "raw" / "train" / "a.jsonl", texts)
-    for overwrite in (False, True):
-        with pytest.raises(UserError, match=r"holds a 'train' that is not a source's"):
-            tokenize_source(
-                path, output=tmp_path / "raw", tokenizer=small_tokenizer, overwrite=overwrite
-            )
-    assert path.exists()
+def test_a_missing_shard_is_no_card(texts, small_tokenizer, tmp_path):
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::3]) for n in range(3)]
+    out, options = tmp_path / "out", {"tokenizer": small_tokenizer, "tasks": 3}
+    tokenize_source(files, output=out, held_out_fraction=0, **options)
+    (out / CARD_NAME).unlink()
+    first, *_ = sorted((out / "train").glob("*.ds"))
+    index = first.with_name(f"{first.name}.index")
+    whole = index.read_bytes()
+    index.write_bytes(whole[:-8])
+    with pytest.raises(UserError, match="does not agree with its index: prepare it again"):
+        tokenize_source(files, output=out, held_out_fraction=0, **options)
+    first.unlink()
+    index.unlink()
+    with pytest.raises(UserError, match=r"tokens, .* were written: a shard is missing"):
+        tokenize_source(files, output=out, held_out_fraction=0, **options)
 
 
-def test_mistakes(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:
-    path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
-    options = {"tokenizer": small_tokenizer}
-    with pytest.raises(UserError, match=r"held_out_fraction 1 must lie in \[0, 1\)"):
-        tokenize_source(path, output=out, held_out_fraction=1, **options)
-    with pytest.raises(UserError, match=r"max_malformed 2 must lie in \[0, 1\]"):
-        tokenize_source(path, output=out, max_malformed=2, **options)
-    with pytest.raises(UserError, match="tasks 0 and workers 1"):
-        tokenize_source(path, output=out, tasks=0, **options)
-    with pytest.raises(UserError, match=r"eos_token '<\|endoftxt\|>' .* nearest: <\|endoftext\|>"):
-        tokenize_source(path, output=out, eos_token="<|endoftxt|>", **options)
-    with pytest.raises(UserError, match="cannot be written"):
-        tokenize_source(path, output=path / "below_a_file", **options)
-    assert not out.exists()
-    with pytest.raises(UserError, match="60 of 60 records are malformed or lack their text"):
-        tokenize_source(path, output=out, text_key="body", **options)
-    with pytest.raises(UserError, match=r"no document is left .*'missing_text': 60"):
-        tokenize_source(path, output=out, text_key="body", max_malformed=1, **options)
-    assert not (out / CARD_NAME).exists()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"held_out_fraction": 1}, r"held_out_fraction 1 must lie in \[0, 1\)"),
+        ({"max_malformed": 2}, r"max_malformed 2 must lie in \[0, 1\]"),
+        ({"tasks": 0}, "tasks 0 and workers 1"),
+        ({"eos_token": "<|endoftxt|>"}, r"eos_token '<\|endoftxt\|>' .* nearest: <\|endoftext\|>"),
+        ({"executor": "slrum"}, "executor 'slrum' is not known; nearest: slurm"),
+        ({"text_key": "body", "chat": True}, "text_key 'body' has no effect on chats"),
+        ({"text_key": "body"}, "60 of 60 records are malformed or lack their text"),
+        ({"text_key": "body", "max_malformed": 1}, r"no document is left .*'missing_text': 60"),
+        ({"output": "a.jsonl/below_a_file"}, "cannot be written"),
+        ({"output": "raw"}, r"holds a 'train' that is not a source's"),
+        ({"output": "raw", "overwrite": True}, r"holds a 'train' that is not a source's"),
+    ],
+)
+def test_mistakes(texts, small_tokenizer, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    other = write_jsonl(tmp_path / "raw" / "train" / "a.jsonl", texts)
+    with pytest.raises(UserError, match=message):
+        tokenize_source(path, **{"output": "out", "tokenizer": small_tokenizer, **options})
+    assert other.exists()
+    assert not Path("out", CARD_NAME).exists()
 
 
-def test_large_vocabularies_take_four_bytes(small_tokenizer: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(small_tokenizer)
-    words = [f"word{number}" for number in range((1 << 16) - tokenizer.get_vocab_size() + 1)]
-    tokenizer.add_tokens(words[:-1])
-    tokenizer.save(str(tmp_path / "two.json"))
-    tokenizer.add_tokens(words[-1:])
-    tokenizer.save(str(tmp_path / "four.json"))
-    path = write_jsonl(tmp_path / "a.jsonl", [words[-2], words[-1]])
-    for name, token_bytes in {"two": 2, "four": 4}.items():
-        out = tmp_path / name
-        card = tokenize_source(
-            path, output=out, tokenizer=tmp_path / f"{name}.json", held_out_fraction=0
-        )
-        assert card is not None
-        assert card.token_bytes == token_bytes
-        assert sorted(stored(out, "train")) == sorted([words[-2], words[-1]])
-        assert TokenShards(out).read_ids(0, card.splits["train"].tokens).max() == (
-            65535 if token_bytes == 2 else 65536
-        )
+def test_large_vocabularies_take_four_bytes(small_tokenizer, tmp_path):
+    record = json.loads(small_tokenizer.read_text())
+    path = write_jsonl(tmp_path / "a.jsonl", ["the last one"])
+    vocabulary = record["model"]["vocab"]
+    vocabulary |= {f"#{number}": number for number in range(len(vocabulary), (1 << 16) - 1)}
+    for token_bytes, name in ((2, "last"), (4, "one")):
+        last = len(vocabulary) + len(record["added_tokens"]) - 3
+        record["added_tokens"] += [{**record["added_tokens"][0], "id": last, "content": name}]
+        record["added_tokens"][-1]["special"] = False
+        (tmp_path / "tokenizer.json").write_text(json.dumps(record))
+        out, options = tmp_path / name, {"held_out_fraction": 0}
+        tokenizer = tmp_path / "tokenizer.json"
+        card = tokenize_source(path, output=out, tokenizer=tokenizer, **options)
+        assert (card.vocab_size, card.token_bytes) == (last + 1, token_bytes)
+        assert stored(out, "train") == ["the last one"]
+        assert TokenShards(out).read_ids(0, card.splits["train"].tokens).max() == last
         assert list(verify_source(out)) == []
 
 
-def test_ids_that_two_bytes_cannot_hold(
-    texts: list[str], small_tokenizer: Path, tmp_path: Path
-) -> None:
-    raw = json.loads(small_tokenizer.read_text())
-    raw["model"]["vocab"]["far"] = 70_000
-    (tmp_path / "gap.json").write_text(json.dumps(raw))
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
-    with pytest.raises(UserError, match="an id of 70000 among 301 tokens"):
-        tokenize_source(path, output=tmp_path / "out", tokenizer=tmp_path / "gap.json")
-
-
-def test_a_card_says_what_was_done(
-    texts: list[str], small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_says_what_was_done(texts, small_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tokenize", "it"])
     path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
     tokenize_source(path, output=out, tokenizer=small_tokenizer, licence="CC0")
@@ -358,7 +261,7 @@ def test_a_card_says_what_was_done(
     assert shard["bytes"] == 2 * shard["tokens"]
 
 
-def test_a_card_tells_what_ends_a_text(tmp_path: Path, small_tokenizer: Path) -> None:
+def test_a_card_tells_what_ends_a_text(tmp_path, small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -371,9 +274,23 @@ def test_a_card_tells_what_ends_a_text(tmp_path: Path, small_tokenizer: Path) ->
     }
     text = tokenize_source(tmp_path / "a.jsonl", output=tmp_path / "a", **options)
     chat = tokenize_source(tmp_path / "b.jsonl", output=tmp_path / "b", chat=True, **options)
-    assert text is not None
-    assert chat is not None
     assert text_format([text], tokenizer) == TextFormat(end_of_text="</s>")
     assert text_format([text, chat], tokenizer) == TextFormat(end_of_text="</s>").with_chatml()
     with pytest.raises(UserError, match="its EOS id 9999 is not in its tokenizer"):
         text_format([replace(text, eos_id=9999)], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "warned"),
+    [
+        (1e-9, "holds out no document, so that no run can be scored on it"),
+        (0.1, "tokens, which score only runs with a smaller training.seq_len"),
+    ],
+)
+def test_few_held_out_tokens_are_a_warning(
+    texts, small_tokenizer, tmp_path, caplog, fraction, warned
+):
+    path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    tokenize_source(path, output=out, tokenizer=small_tokenizer, held_out_fraction=fraction)
+    assert warned in caplog.text
+    assert list(verify_source(out)) == []

@@ -1,19 +1,13 @@
 """Conversations: how they are written, which turns are targets, and what is counted."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.data.shapes.shape import Shape
-from tests.data.shapes.writing import TEXTS, json_lines, jsonl, parquet
+from tests.data.shapes.shape import TEXTS, Contents, Rows, Shape, json_lines, jsonl, parquet
 from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 
-_RECORDS, _TURNS, _TEMPLATES = (
-    "Chats, with `--chat`: records",
-    "Chats: messages and targets",
-    "Chats: templates",
-)
 _SUM = {"type": "object", "properties": {"a": {"type": "integer"}}}
 _FUNCTION = {"name": "add", "description": "Adds <é>", "parameters": _SUM}
 _TOOL = '{"type": "function", "function": ' + json.dumps(_FUNCTION, ensure_ascii=False) + "}"
@@ -54,28 +48,21 @@ _WITH_CALL = _chatml(
 _CALL_TARGETS = f"{_CALL}{_END}2{_END}"
 
 
-def _row(
-    section: str,
-    found: str,
-    taken: str,
-    records: Sequence[Mapping[str, Any]],
+def _chat(
+    chats: list[dict[str, Any]] | Contents,
     train: str | tuple[str, ...] = _PLAIN,
     targets: str | tuple[str, ...] = f"2{_END}",
+    *,
+    options: Mapping[str, Any] | None = None,
     **rest: Any,
 ) -> Shape:
-    """Return a row of JSON lines that are chats; with `refused` nothing is stored."""
-    options = {"chat": True, **rest.pop("options", {})}
-    refused = rest.get("refused")
+    """Return a row of chats."""
     return Shape(
-        section=section,
-        found=found,
-        taken=taken,
-        make=rest.pop("make", lambda folder: (folder / "a.jsonl").write_bytes(json_lines(records))),
-        inputs=rest.pop("inputs", ("a.jsonl",)),
-        options=options,
-        train=() if refused else (train,) if isinstance(train, str) else train,
-        targets=None if refused else (targets,) if isinstance(targets, str) else targets,
-        **rest,
+        {"a.jsonl": json_lines(chats)} if isinstance(chats, list) else chats,
+        options={"chat": True, **(options or {})},
+        train=(train,) if isinstance(train, str) else train,
+        targets=(targets,) if isinstance(targets, str) else targets,
+        **{"inputs": ("a.jsonl",), **rest},
     )
 
 
@@ -87,12 +74,8 @@ def _sharegpt(*turns: tuple[str, str]) -> list[dict[str, str]]:
     return [{"from": role, "value": text} for role, text in turns]
 
 
-def _with_template(text: str) -> Callable[[Path], object]:
-    def make(folder: Path) -> None:
-        (folder / "a.jsonl").write_bytes(json_lines(_messages(_USER, _ANSWER, *_MORE)))
-        (folder / "t.jinja").write_text(text)
-
-    return make
+def _with_template(text: str) -> Contents:
+    return {"a.jsonl": json_lines(_messages(_USER, _ANSWER, *_MORE)), "t.jinja": text}
 
 
 def _own_template(folder: Path) -> Path:
@@ -121,421 +104,289 @@ _FORGETFUL = (
     "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
-ROWS = (
-    _row(
-        _RECORDS,
-        "`messages` of `role` and `content`",
-        "ChatML; the assistant's words and the end of its turn are targets",
-        _messages(_USER, _ANSWER),
-    ),
-    _row(
-        _RECORDS,
-        "`messages` as a JSON string",
-        "the same",
-        [{"messages": json.dumps([_USER, _ANSWER])}],
-    ),
-    _row(
-        _RECORDS,
-        "messages in `dialog`, with `--messages-key dialog`",
-        "the same",
-        [{"dialog": [_USER, _ANSWER]}],
-        options={"messages_key": "dialog"},
-    ),
-    _row(
-        _RECORDS,
-        "Parquet, where each message and each call has every field",
-        "the same; null is an absent field",
-        [],
-        (_PLAIN, _WITH_CALL),
-        (f"2{_END}", _CALL_TARGETS),
-        inputs=("a.parquet",),
-        make=lambda folder: (folder / "a.parquet").write_bytes(
-            parquet(
+ROWS: Rows = {
+    "Chats, with `--chat`: records": {
+        "`messages` of `role` and `content`": _chat(_messages(_USER, _ANSWER)),
+        "`messages` as a JSON string": _chat([{"messages": json.dumps([_USER, _ANSWER])}]),
+        "messages in `dialog`, with `--messages-key dialog`": _chat(
+            [{"dialog": [_USER, _ANSWER]}], options={"messages_key": "dialog"}
+        ),
+        "Parquet, where each message and each call has every field": _chat(
+            {
+                "a.parquet": parquet(
+                    {
+                        "messages": [
+                            [{**_USER, "weight": None}, _ANSWER],
+                            _calling(content=None, tool_calls=[_called({"a": 1, "b": None})]),
+                        ]
+                    }
+                )
+            },
+            (_PLAIN, _WITH_CALL),
+            (f"2{_END}", _CALL_TARGETS),
+            inputs=("a.parquet",),
+        ),
+        "ShareGPT: `conversations` of `from` and `value`": _chat(
+            [{"conversations": _sharegpt(("human", "1+1?"), ("gpt", "2"))}]
+        ),
+        "`question` and `answer` beside `context` and `system`": _chat(
+            [{"question": "1+1?", "context": "In Z.", "answer": "2", "system": "Count."}],
+            _chatml(("system", "Count."), ("user", "1+1?\n\nIn Z."), ("assistant", "2")),
+        ),
+        "Alpaca: `instruction`, `input`, `output`": _chat(
+            [
+                {"instruction": "Add.", "input": "1 1", "output": "2"},
+                {"instruction": "1+1?", "input": "", "output": "2"},
+            ],
+            (_chatml(("user", "Add.\n\n1 1"), ("assistant", "2")), _PLAIN),
+            (f"2{_END}", f"2{_END}"),
+        ),
+        "Alpaca with `history`, pairs of questions and answers": _chat(
+            [{"instruction": "2+1?", "output": "3", "history": [["1+1?", "2"]]}],
+            _TWICE,
+            f"2{_END}3{_END}",
+        ),
+        "Dolly: `instruction`, `context`, `response`": _chat(
+            [{"instruction": "Add.", "context": "1 1", "response": "2", "category": "math"}],
+            _chatml(("user", "Add.\n\n1 1"), ("assistant", "2")),
+        ),
+        "`prompt` and `completion`: strings": _chat([{"prompt": "1+1?", "completion": "2"}]),
+        "`prompt` and `completion`: lists of messages": _chat(
+            [{"prompt": [_USER], "completion": [_ANSWER]}]
+        ),
+        'a completion or messages with `label: false`, `"False"`, or `kto_tag: false`': _chat(
+            [
+                {"prompt": "1+1?", "completion": "3", "label": False},
+                {"prompt": "1+1?", "completion": "2", "label": True},
+                {"prompt": "1+1?", "completion": "3", "label": "False"},
+                *_messages(_USER, {**_ANSWER, "content": "3"}, label=False),
+                *_messages(_USER, {**_ANSWER, "content": "3"}, kto_tag=False),
+            ],
+            dropped={"rejected": 4},
+        ),
+        "preferences: `prompt`, `chosen`, `rejected`, strings": _chat(
+            [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}]
+        ),
+        "preferences: `chosen` is the whole conversation": _chat(
+            [{"prompt": "1+1?", "chosen": [_USER, _ANSWER], "rejected": [_USER]}]
+        ),
+        "preferences: `conversations` up to the user's turn, `chosen` is one message": _chat(
+            [{"conversations": [_USER], "chosen": {"from": "gpt", "value": "2"}}]
+        ),
+        "a record with none of these": _chat(
+            [{"body": "1+1?", "reply": "2"}],
+            refused=r"no messages, .* answer \(fields: body, reply\); --messages-key names",
+        ),
+    },
+    "Chats: messages and targets": {
+        "roles developer, human, Assistant, model and bot": _chat(
+            [
+                {"messages": [{"role": a, "content": "1+1?"}, {"role": b, "content": "2"}]}
+                for a, b in (("human", "Assistant"), ("user", "model"), ("User", "bot"))
+            ]
+            + _messages({"role": "developer", "content": "Count."}, _USER, _ANSWER),
+            (*[_PLAIN] * 3, _chatml(("system", "Count."), ("user", "1+1?"), ("assistant", "2"))),
+            (f"2{_END}",) * 4,
+        ),
+        "a role that is unknown": _chat(
+            _messages({"role": "narrator", "content": "Once."}, _ANSWER),
+            refused=r"a message has the role 'narrator' \(fields: role, content\)",
+        ),
+        "content in parts of text": _chat(
+            _messages(
                 {
-                    "messages": [
-                        [{**_USER, "weight": None}, _ANSWER],
-                        _calling(content=None, tool_calls=[_called({"a": 1, "b": None})]),
-                    ]
-                }
+                    "role": "user",
+                    "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}],
+                },
+                {"role": "assistant", "content": ["2"]},
             )
         ),
-    ),
-    _row(
-        _RECORDS,
-        "ShareGPT: `conversations` of `from` and `value`",
-        "the same; human is the user, gpt the assistant",
-        [{"conversations": _sharegpt(("human", "1+1?"), ("gpt", "2"))}],
-    ),
-    _row(
-        _RECORDS,
-        "`question` and `answer` beside `context` and `system`",
-        "`system` is the first turn; the context follows the question",
-        [{"question": "1+1?", "context": "In Z.", "answer": "2", "system": "Count."}],
-        _chatml(("system", "Count."), ("user", "1+1?\n\nIn Z."), ("assistant", "2")),
-    ),
-    _row(
-        _RECORDS,
-        "Alpaca: `instruction`, `input`, `output`",
-        "the input, if there is one, follows the instruction",
-        [
-            {"instruction": "Add.", "input": "1 1", "output": "2"},
-            {"instruction": "1+1?", "input": "", "output": "2"},
-        ],
-        (_chatml(("user", "Add.\n\n1 1"), ("assistant", "2")), _PLAIN),
-        (f"2{_END}", f"2{_END}"),
-    ),
-    _row(
-        _RECORDS,
-        "Alpaca with `history`, pairs of questions and answers",
-        "the pairs come first, and their answers are targets, too",
-        [{"instruction": "2+1?", "output": "3", "history": [["1+1?", "2"]]}],
-        _TWICE,
-        f"2{_END}3{_END}",
-    ),
-    _row(
-        _RECORDS,
-        "Dolly: `instruction`, `context`, `response`",
-        "the same as Alpaca",
-        [{"instruction": "Add.", "context": "1 1", "response": "2", "category": "math"}],
-        _chatml(("user", "Add.\n\n1 1"), ("assistant", "2")),
-    ),
-    _row(
-        _RECORDS,
-        "`prompt` and `completion`: strings",
-        "a question and its answer",
-        [{"prompt": "1+1?", "completion": "2"}],
-    ),
-    _row(
-        _RECORDS,
-        "`prompt` and `completion`: lists of messages",
-        "one after the other",
-        [{"prompt": [_USER], "completion": [_ANSWER]}],
-    ),
-    _row(
-        _RECORDS,
-        'a completion, or messages, with `label: false`, `"False"` of a table, or `kto_tag: false`',
-        "dropped as rejected",
-        [
-            {"prompt": "1+1?", "completion": "3", "label": False},
-            {"prompt": "1+1?", "completion": "2", "label": True},
-            {"prompt": "1+1?", "completion": "3", "label": "False"},
-            *_messages(_USER, {**_ANSWER, "content": "3"}, label=False),
-            *_messages(_USER, {**_ANSWER, "content": "3"}, kto_tag=False),
-        ],
-        dropped={"rejected": 4},
-        warned=("dropped 4 rejected",),
-    ),
-    _row(
-        _RECORDS,
-        "preferences: `prompt`, `chosen`, `rejected`, strings",
-        "the chosen answer",
-        [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}],
-    ),
-    _row(
-        _RECORDS,
-        "preferences: `chosen` is the whole conversation",
-        "that conversation",
-        [{"prompt": "1+1?", "chosen": [_USER, _ANSWER], "rejected": [_USER]}],
-    ),
-    _row(
-        _RECORDS,
-        "preferences: `conversations` up to the user's turn, `chosen` is one message",
-        "both",
-        [{"conversations": [_USER], "chosen": {"from": "gpt", "value": "2"}}],
-    ),
-    _row(
-        _RECORDS,
-        "a record with none of these",
-        "refused with its fields; up to `--max-malformed` of them are dropped",
-        [{"body": "1+1?", "reply": "2"}],
-        refused=r"no messages, .* answer \(fields: body, reply\); --messages-key names",
-    ),
-    _row(
-        _TURNS,
-        "roles developer, human, Assistant, model and bot",
-        "system, user and assistant",
-        [
-            {"messages": [{"role": a, "content": "1+1?"}, {"role": b, "content": "2"}]}
-            for a, b in (("human", "Assistant"), ("user", "model"), ("User", "bot"))
-        ]
-        + _messages({"role": "developer", "content": "Count."}, _USER, _ANSWER),
-        (*[_PLAIN] * 3, _chatml(("system", "Count."), ("user", "1+1?"), ("assistant", "2"))),
-        (f"2{_END}",) * 4,
-    ),
-    _row(
-        _TURNS,
-        "a role that is unknown",
-        "malformed, with the message's fields",
-        _messages({"role": "narrator", "content": "Once."}, _ANSWER),
-        refused=r"a message has the role 'narrator' \(fields: role, content\)",
-    ),
-    _row(
-        _TURNS,
-        "content in parts of text",
-        "their texts, joined",
-        _messages(
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}],
-            },
-            {"role": "assistant", "content": ["2"]},
+        "parts of type text, reasoning and tool_call with a `value`, in `chosen_messages`": _chat(
+            [
+                {
+                    "chosen_messages": [
+                        {"role": "user", "content": [{"type": "text", "value": "1+1?"}]},
+                        {
+                            "role": "assistant",
+                            "content": [
+                                {"type": "reasoning", "value": "Add."},
+                                {
+                                    "type": "tool_call",
+                                    "value": '{"name": "add", "arguments": {"a": 1}}',
+                                },
+                            ],
+                        },
+                    ],
+                    "rejected_messages": [],
+                }
+            ],
+            _chatml(("user", "1+1?"), ("assistant", f"<think>\nAdd.\n</think>\n\n{_CALL}")),
+            f"<think>\nAdd.\n</think>\n\n{_CALL}{_END}",
         ),
-    ),
-    _row(
-        _TURNS,
-        "parts of type text, reasoning and tool_call with a `value`, in `chosen_messages`",
-        "text, reasoning and a call",
-        [
-            {
-                "chosen_messages": [
-                    {"role": "user", "content": [{"type": "text", "value": "1+1?"}]},
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "reasoning", "value": "Add."},
-                            {
-                                "type": "tool_call",
-                                "value": '{"name": "add", "arguments": {"a": 1}}',
-                            },
-                        ],
-                    },
-                ],
-                "rejected_messages": [],
-            }
-        ],
-        _chatml(("user", "1+1?"), ("assistant", f"<think>\nAdd.\n</think>\n\n{_CALL}")),
-        f"<think>\nAdd.\n</think>\n\n{_CALL}{_END}",
-    ),
-    _row(
-        _TURNS,
-        "messages beside `images`, `audios` or `videos` that are not empty",
-        "malformed",
-        _messages({"role": "user", "content": "<image>What is it?"}, _ANSWER, images=["a.png"]),
-        refused="'images' is not empty, and only text can be trained on",
-    ),
-    _row(
-        _TURNS,
-        "content in parts of another kind",
-        "malformed, with the kind",
-        _messages({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, _ANSWER),
-        refused="a part of type 'image_url', which is not text",
-    ),
-    _row(
-        _TURNS,
-        "`tool_calls` beside empty content, and `tools`",
-        "Hermes' form: tools in the system turn, the call as JSON; it is a target",
-        _messages(
-            {"role": "system", "content": "Count."},
-            *_calling(content="", tool_calls=[_called({"a": 1})]),
-            tools=[{"type": "function", "function": _FUNCTION}],
+        "messages beside `images`, `audios` or `videos` that are not empty": _chat(
+            _messages({"role": "user", "content": "<image>What is it?"}, _ANSWER, images=["a.png"]),
+            refused="'images' is not empty, and only text can be trained on",
         ),
-        _chatml(("system", f"Count.\n\n{_TOOLS}")) + _WITH_CALL,
-        _CALL_TARGETS,
-    ),
-    _row(
-        _TURNS,
-        "`tool_calls` with a JSON string, content null; `functions` without a system turn",
-        "the same",
-        _messages(*_calling(content=None, tool_calls=[_called('{"a": 1}')]), functions=[_FUNCTION]),
-        _chatml(("system", _TOOLS)) + _WITH_CALL,
-        _CALL_TARGETS,
-    ),
-    _row(
-        _TURNS,
-        "a call is the only answer, with words before it",
-        "both are targets",
-        _messages(_USER, {**_ANSWER, "tool_calls": [_called({"a": 1})] * 2}),
-        _chatml(("user", "1+1?"), ("assistant", f"2\n{_CALL}\n{_CALL}")),
-        f"2\n{_CALL}\n{_CALL}{_END}",
-    ),
-    _row(
-        _TURNS,
-        "`function_call` of an older API",
-        "a call",
-        _messages(*_calling(content=None, function_call={"name": "add", "arguments": '{"a": 1}'})),
-        _WITH_CALL,
-        _CALL_TARGETS,
-    ),
-    _row(
-        _TURNS,
-        "ShareGPT's turns function_call and observation; an answer between tags already",
-        "a call and a tool's answer",
-        [
-            {
-                "conversations": _sharegpt(
-                    ("human", "1+1?"),
-                    ("function_call", '{"name": "add", "arguments": {"a": 1}}'),
-                    ("observation", answer),
-                    ("gpt", "2"),
-                )
-            }
-            for answer in ("2", "<tool_response>\n2\n</tool_response>")
-        ],
-        (_WITH_CALL,) * 2,
-        (_CALL_TARGETS,) * 2,
-    ),
-    _row(
-        _TURNS,
-        "`reasoning_content`, or a part of type thinking",
-        "between `<think>` tags before the answer, in every turn; a target",
-        _messages(_USER, {**_ANSWER, "reasoning_content": "Add."})
-        + _messages(
-            _USER, {**_ANSWER, "content": [{"type": "thinking", "thinking": "Add."}, "2"]}, *_MORE
+        "content in parts of another kind": _chat(
+            _messages(
+                {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, _ANSWER
+            ),
+            refused="a part of type 'image_url', which is not text",
         ),
-        (
-            _chatml(("user", "1+1?"), ("assistant", "<think>\nAdd.\n</think>\n\n2")),
-            _TWICE.replace("assistant\n2", "assistant\n<think>\nAdd.\n</think>\n\n2"),
+        "`tool_calls` beside empty content, and `tools`": _chat(
+            _messages(
+                {"role": "system", "content": "Count."},
+                *_calling(content="", tool_calls=[_called({"a": 1})]),
+                tools=[{"type": "function", "function": _FUNCTION}],
+            ),
+            _chatml(("system", f"Count.\n\n{_TOOLS}")) + _WITH_CALL,
+            _CALL_TARGETS,
         ),
-        (
-            f"<think>\nAdd.\n</think>\n\n2{_END}",
-            f"<think>\nAdd.\n</think>\n\n2{_END}3{_END}",
+        "`tool_calls` with a JSON string, content null; `functions` without a system turn": _chat(
+            _messages(
+                *_calling(content=None, tool_calls=[_called('{"a": 1}')]), functions=[_FUNCTION]
+            ),
+            _chatml(("system", _TOOLS)) + _WITH_CALL,
+            _CALL_TARGETS,
         ),
-    ),
-    _row(
-        _TURNS,
-        "`weight: 0`, `loss_weight: 0`, or `loss`, `train` or `training` that is false",
-        "read, but no target",
-        [
-            {"messages": [_USER, {**_ANSWER, key: 0}, _MORE[0], {**_MORE[1], key: 1}]}
-            for key in ("weight", "loss_weight")
-        ]
-        + [
-            {"messages": [_USER, {**_ANSWER, key: False}, _MORE[0], {**_MORE[1], key: True}]}
-            for key in ("loss", "train", "training")
-        ],
-        (_TWICE,) * 5,
-        (f"3{_END}",) * 5,
-    ),
-    _row(
-        _TURNS,
-        "an empty answer, without a call",
-        "never a target; a conversation without any is dropped as empty",
-        [
-            *_messages(_USER, {"role": "assistant", "content": ""}, *_MORE),
-            *_messages(_USER, {"role": "assistant", "content": None}),
-            *_messages(_USER, {**_ANSWER, "weight": 0}),
-        ],
-        _TWICE.replace("assistant\n2", "assistant\n"),
-        f"3{_END}",
-        dropped={"empty": 2},
-        warned=("dropped 2 empty",),
-    ),
-    _row(
-        _TURNS,
-        "`refusal` in place of content",
-        "what the assistant says",
-        _messages(_USER, {"role": "assistant", "content": None, "refusal": "No."}),
-        _chatml(("user", "1+1?"), ("assistant", "No.")),
-        f"No.{_END}",
-    ),
-    _row(
-        _TURNS,
-        "half of a surrogate pair in JSON within a string",
-        "malformed",
-        [{"messages": json.dumps([_USER, {**_ANSWER, "content": "\ud83d"}])}],
-        refused="a message holds half of a surrogate pair",
-    ),
-    _row(
-        _TURNS,
-        "arguments of a call that are not JSON, or nested without end",
-        "malformed",
-        [
-            *_messages(*_calling(tool_calls=[_called("{")])),
-            *_messages(*_calling(tool_calls=[_called("[" * 200 + "]" * 200)])),
-        ],
-        refused="'arguments' is a string, but not of JSON .* is nested more than 100 levels deep",
-    ),
-    _row(
-        _TURNS,
-        "two different system prompts",
-        "malformed",
-        _messages({"role": "system", "content": "Count."}, _USER, _ANSWER, system="Add."),
-        refused="'system' and the first message are two system prompts",
-    ),
-    _row(
-        _TURNS,
-        "control tokens that a message spells",
-        "text; `data show` prints a backslash before them",
-        _messages({"role": "user", "content": f"1{_END}\n<|im_start|>assistant\n3"}, _ANSWER),
-        _chatml(("user", f"1{_END}\n<|im_start|>assistant\n3"), ("assistant", "2")),
-    ),
-    Shape(
-        section=_TURNS,
-        found="texts that are ChatML already, without `--chat`",
-        taken="text, of which every token is a target, with a warning",
-        make=lambda folder: (folder / "a.jsonl").write_bytes(jsonl([_PLAIN])),
-        train=(_PLAIN,),
-        warned=("1 documents spell <|im_start|>, which stays text",),
-    ),
-    _row(
-        _TEMPLATES,
-        "`--chat-template FILE` with `{% generation %}` marks",
-        "targets are what stands between them",
-        [],
-        f"user: 1+1?{_END}\nassistant: 2{_END}\nuser: 2+1?{_END}\nassistant: 3{_END}\n",
-        f"2{_END}3{_END}",
-        make=_with_template(_MARKED),
-        options={"chat_template": "t.jinja"},
-    ),
-    _row(
-        _TEMPLATES,
-        "`--chat-template tokenizer`: a template without marks beside the tokenizer",
-        "targets are what each answer adds, up to the token that ends it",
-        _messages(_USER, _ANSWER, *_MORE),
-        f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}[user] 2+1?{_END}[assistant] 3{_END}",
-        f"2{_END}3{_END}",
-        tokenizer=_own_template,
-        options={"chat_template": "tokenizer"},
-    ),
-    _row(
-        _TEMPLATES,
-        "a template without marks that changes earlier turns",
-        "malformed",
-        [],
-        make=_with_template(_FORGETFUL),
-        options={"chat_template": "t.jinja"},
-        refused="the chat template rewrites a turn once others follow",
-    ),
-    _row(
-        _TEMPLATES,
-        "a template that refuses a conversation",
-        "malformed, with its own words",
-        [],
-        make=_with_template(
-            "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + _BRACKETS
+        "a call is the only answer, with words before it": _chat(
+            _messages(_USER, {**_ANSWER, "tool_calls": [_called({"a": 1})] * 2}),
+            _chatml(("user", "1+1?"), ("assistant", f"2\n{_CALL}\n{_CALL}")),
+            f"2\n{_CALL}\n{_CALL}{_END}",
         ),
-        options={"chat_template": "t.jinja"},
-        refused="the chat template fails: too long",
-    ),
-    _row(
-        _TEMPLATES,
-        "a template that leaves out tool calls",
-        "a conversation with calls is malformed; tools, reasoning and system turns are named",
-        [
-            *_messages(_USER, {"role": "assistant", "content": "", "tool_calls": [_FUNCTION]}),
-            *_messages(_USER, {**_ANSWER, "reasoning": "Add."}, tools=[_FUNCTION]),
-        ],
-        f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}",
-        tokenizer=_own_template,
-        options={"chat_template": "tokenizer", "max_malformed": 0.5},
-        dropped={"malformed": 1},
-        warned=("dropped 1 malformed of 2 records",),
-    ),
-    _row(
-        _TEMPLATES,
-        "a template whose answers end in no special token",
-        "refused",
-        [],
-        make=_with_template(_BRACKETS.replace("<|im_end|>", "")),
-        options={"chat_template": "t.jinja"},
-        refused="no special token ends the assistant's turn",
-    ),
-    _row(
-        _TEMPLATES,
-        "`--chat-template tokenizer` where there is none",
-        "refused",
-        _messages(_USER, _ANSWER),
-        options={"chat_template": "tokenizer"},
-        refused="chat_template=tokenizer: .* has neither chat_template.jinja",
-    ),
-)
+        "`function_call` of an older API": _chat(
+            _messages(
+                *_calling(content=None, function_call={"name": "add", "arguments": '{"a": 1}'})
+            ),
+            _WITH_CALL,
+            _CALL_TARGETS,
+        ),
+        "ShareGPT's turns function_call and observation; an answer between tags already": _chat(
+            [
+                {
+                    "conversations": _sharegpt(
+                        ("human", "1+1?"),
+                        ("function_call", '{"name": "add", "arguments": {"a": 1}}'),
+                        ("observation", answer),
+                        ("gpt", "2"),
+                    )
+                }
+                for answer in ("2", "<tool_response>\n2\n</tool_response>")
+            ],
+            (_WITH_CALL,) * 2,
+            (_CALL_TARGETS,) * 2,
+        ),
+        "`reasoning_content`, or a part of type thinking": _chat(
+            _messages(_USER, {**_ANSWER, "reasoning_content": "Add."})
+            + _messages(
+                _USER,
+                {**_ANSWER, "content": [{"type": "thinking", "thinking": "Add."}, "2"]},
+                *_MORE,
+            ),
+            (
+                _chatml(("user", "1+1?"), ("assistant", "<think>\nAdd.\n</think>\n\n2")),
+                _TWICE.replace("assistant\n2", "assistant\n<think>\nAdd.\n</think>\n\n2"),
+            ),
+            (f"<think>\nAdd.\n</think>\n\n2{_END}", f"<think>\nAdd.\n</think>\n\n2{_END}3{_END}"),
+        ),
+        "`weight: 0`, `loss_weight: 0`, or `loss`, `train` or `training` that is false": _chat(
+            [
+                {"messages": [_USER, {**_ANSWER, key: 0}, _MORE[0], {**_MORE[1], key: 1}]}
+                for key in ("weight", "loss_weight")
+            ]
+            + [
+                {"messages": [_USER, {**_ANSWER, key: False}, _MORE[0], {**_MORE[1], key: True}]}
+                for key in ("loss", "train", "training")
+            ],
+            (_TWICE,) * 5,
+            (f"3{_END}",) * 5,
+        ),
+        "an empty answer, without a call": _chat(
+            [
+                *_messages(_USER, {"role": "assistant", "content": ""}, *_MORE),
+                *_messages(_USER, {"role": "assistant", "content": None}),
+                *_messages(_USER, {**_ANSWER, "weight": 0}),
+            ],
+            _TWICE.replace("assistant\n2", "assistant\n"),
+            f"3{_END}",
+            dropped={"empty": 2},
+        ),
+        "`refusal` in place of content": _chat(
+            _messages(_USER, {"role": "assistant", "content": None, "refusal": "No."}),
+            _chatml(("user", "1+1?"), ("assistant", "No.")),
+            f"No.{_END}",
+        ),
+        "half of a surrogate pair in JSON within a string": _chat(
+            [{"messages": json.dumps([_USER, {**_ANSWER, "content": "\ud83d"}])}],
+            refused="a message holds half of a surrogate pair",
+        ),
+        "arguments of a call that are not JSON, or nested without end": _chat(
+            [
+                *_messages(*_calling(tool_calls=[_called("{")])),
+                *_messages(*_calling(tool_calls=[_called("[" * 200 + "]" * 200)])),
+            ],
+            refused="'arguments' is a string, but not of JSON .* nested more than 100 levels deep",
+        ),
+        "two different system prompts": _chat(
+            _messages({"role": "system", "content": "Count."}, _USER, _ANSWER, system="Add."),
+            refused="'system' and the first message are two system prompts",
+        ),
+        "control tokens that a message spells": _chat(
+            _messages({"role": "user", "content": f"1{_END}\n<|im_start|>assistant\n3"}, _ANSWER),
+            _chatml(("user", f"1{_END}\n<|im_start|>assistant\n3"), ("assistant", "2")),
+        ),
+        "texts that are ChatML already, without `--chat`": Shape(
+            {"a.jsonl": jsonl([_PLAIN])},
+            train=(_PLAIN,),
+            warned=("1 documents spell <|im_start|>, which stays text",),
+        ),
+    },
+    "Chats: templates": {
+        "`--chat-template FILE` with `{% generation %}` marks": _chat(
+            _with_template(_MARKED),
+            f"user: 1+1?{_END}\nassistant: 2{_END}\nuser: 2+1?{_END}\nassistant: 3{_END}\n",
+            f"2{_END}3{_END}",
+            options={"chat_template": "t.jinja"},
+        ),
+        "`--chat-template tokenizer`: a template without marks beside the tokenizer": _chat(
+            _messages(_USER, _ANSWER, *_MORE),
+            f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}[user] 2+1?{_END}[assistant] 3{_END}",
+            f"2{_END}3{_END}",
+            tokenizer=_own_template,
+            options={"chat_template": "tokenizer"},
+        ),
+        "a template without marks that changes earlier turns": _chat(
+            _with_template(_FORGETFUL),
+            options={"chat_template": "t.jinja"},
+            refused="the chat template rewrites a turn once others follow",
+        ),
+        "a template that refuses a conversation": _chat(
+            _with_template(
+                "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+                + _BRACKETS
+            ),
+            options={"chat_template": "t.jinja"},
+            refused="the chat template fails: too long",
+        ),
+        "a template that leaves out tool calls": _chat(
+            [
+                *_messages(_USER, {"role": "assistant", "content": "", "tool_calls": [_FUNCTION]}),
+                *_messages(_USER, {**_ANSWER, "reasoning": "Add."}, tools=[_FUNCTION]),
+            ],
+            f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}",
+            tokenizer=_own_template,
+            options={"chat_template": "tokenizer"},
+            dropped={"malformed": 1},
+        ),
+        "a template whose answers end in no special token": _chat(
+            _with_template(_BRACKETS.replace("<|im_end|>", "")),
+            options={"chat_template": "t.jinja"},
+            refused="no special token ends the assistant's turn",
+        ),
+        "`--chat-template tokenizer` where there is none": _chat(
+            _messages(_USER, _ANSWER),
+            options={"chat_template": "tokenizer"},
+            refused="chat_template=tokenizer: .* has neither chat_template.jinja",
+        ),
+    },
+}

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.data.shapes.shape import Shape
-from tests.data.shapes.writing import TEXTS, files, jsonl, parquet
+from tests.data.shapes.shape import TEXTS, Rows, Shape, jsonl, parquet
 from titan_loop.data.prepare.compression import zstd
 
 A, B, C = TEXTS
@@ -21,12 +20,6 @@ _ARRAY = json.dumps([{"text": text} for text in TEXTS])
 _CSV = 'id,text\n1,"{}"\n2,"{}"\n3,{}\n'.format(*TEXTS)
 _POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1f\nsize 9\n"
 _TABLE = parquet({"text": TEXTS, "id": [1, 2, 3]})
-
-
-def _shape(section: str, found: str, taken: str, contents: Any, **more: Any) -> Shape:
-    make = contents if callable(contents) else files(contents)
-    train = {} if "refused" in more else {"train": TEXTS}
-    return Shape(section=section, found=found, taken=taken, make=make, **{**train, **more})
 
 
 def _zip(names: Sequence[str]) -> bytes:
@@ -63,494 +56,305 @@ def _saved(splits: Sequence[str] = ()) -> Callable[[Path], None]:
     return save
 
 
-_FORMATS = "Formats of files"
-_FORMAT_ROWS = [
-    ("`a.jsonl`", "JSON lines: the field `text` of every record is a document", "a.jsonl", _LINES),
-    (
-        "`a.jsonl.gz` of two members",
-        "JSON lines",
-        "a.jsonl.gz",
-        gzip.compress(jsonl([A])) + gzip.compress(jsonl([B, C])),
-    ),
-    (
-        "`a.jsonl.zst` of two frames",
-        "JSON lines",
-        "a.jsonl.zst",
-        zstd.compress(jsonl([A])) + zstd.compress(jsonl([B, C])),
-    ),
-    ("`a.jsonl.bz2`", "JSON lines", "a.jsonl.bz2", bz2.compress(_LINES)),
-    ("`a.jsonl.xz`", "JSON lines", "a.jsonl.xz", lzma.compress(_LINES)),
-    ("`archive.zip` of one JSONL file", "JSON lines", "archive.zip", _zip(["a.jsonl"])),
-    ("`a.ndjson`", "JSON lines", "a.ndjson", _LINES),
-    ("`A.JSONL`", "JSON lines", "A.JSONL", _LINES),
-    ("JSON lines after a byte order mark", "read", "a.jsonl", b"\xef\xbb\xbf" + _LINES),
-    (
-        "JSON lines with `\\r\\n`, empty lines and no line break at the end",
-        "read",
-        "a.jsonl",
-        _LINES.replace(b"\n", b"\r\n\r\n").rstrip(),
-    ),
-    ("`a.json` of JSON lines", "JSON lines", "a.json", _LINES),
-    ("`a.json` of one array", "every element is a record", "a.json", _ARRAY),
-    ("`a.json` of an array over many lines", "the same", "a.json", _ARRAY.replace(", ", ",\n ")),
-    ("`a.json.gz` of one array", "the same", "a.json.gz", gzip.compress(_ARRAY.encode())),
-    (
-        "`a.json` of indented objects, one after another",
-        "every object is a record",
-        "a.json",
-        "\n".join(json.dumps({"text": text}, indent=2) for text in TEXTS),
-    ),
-    ("`a.parquet`", "the column `text`", "a.parquet", _TABLE),
-    ("`a.pq`", "Parquet", "a.pq", _TABLE),
-    ("`a.parq`", "Parquet", "a.parq", _TABLE),
-    ("Parquet without a suffix", "Parquet, by its first bytes", "part-0", _TABLE),
-    ("`part-00000` of JSON lines", "JSON lines, by the first line", "part-00000", _LINES),
-    ("`a.jsonl.txt`", "JSON lines, by the first line", "a.jsonl.txt", _LINES),
-    ("`a.csv`", "the column `text`; a header is needed", "a.csv", _CSV),
-    ("`a.csv` with a byte order mark", "the same", "a.csv", "\ufeff" + _CSV),
-    ("`a.csv` with semicolons", "the same", "a.csv", _CSV.replace(",", ";")),
-    ("`a.csv.gz`", "the same", "a.csv.gz", gzip.compress(_CSV.encode())),
-    (
-        "`a.tsv`",
-        "the same; quotes as in CSV",
-        "a.tsv",
-        _CSV.replace(",", "\t"),
-    ),
-]
-
-_SINGLE = (
-    *(_shape(_FORMATS, found, taken, {name: data}) for found, taken, name, data in _FORMAT_ROWS),
-    _shape(_FORMATS, "a folder that `datasets` saved", "its Arrow files, without caches", _saved()),
-    _shape(
-        _FORMATS,
-        "a `DatasetDict` that `datasets` saved",
-        "`train` and, held out, `validation`; `test` is left out with a warning",
-        _saved(["train", "validation", "test"]),
-        train=(A,),
-        held_out=(B,),
-        warned=("left out 1 file (test/data-00000-of-00001.arrow) beside files called train",),
-    ),
-    _shape(
-        _FORMATS,
-        'a file of one JSON object, `{"text": …}`',
-        "one document",
-        {"a.json": json.dumps({"text": A, "id": 1}, indent=1)},
-        train=(A,),
-    ),
-    _shape(
-        _FORMATS,
-        "`a.json` that is not JSON",
-        "refused with its line",
-        {"a.json": '[{"text": "a"},\n {"text": }]'},
-        refused=r"a\.json cannot be read \(not JSON: Expecting value, line 2\): correct it",
-    ),
-    _shape(
-        _FORMATS,
-        "`archive.zip` of several files",
-        "refused",
-        {"archive.zip": _zip(["a.jsonl", "b.jsonl"])},
-        inputs=("archive.zip",),
-        refused=r"archive\.zip is neither text nor in a format .*: unpack or rename it",
-    ),
-    _shape(
-        _FORMATS,
-        "`archive.tar.gz`",
-        "refused",
-        {"archive.tar.gz": _tar()},
-        inputs=("archive.tar.gz",),
-        refused=r"archive\.tar\.gz is neither text nor in a format .*: unpack or rename it",
-    ),
-    _shape(
-        _FORMATS,
-        "a `.gz` that was cut off",
-        "refused",
-        {"a.jsonl.gz": gzip.compress(_LINES)[:-9]},
-        refused=r"a\.jsonl\.gz cannot be read to its end",
-    ),
-    _shape(
-        _FORMATS,
-        "`a.csv.txt`",
-        "refused: rename it, or give `--format csv` or `--format text`",
-        {"a.csv.txt": _CSV},
-        inputs=("a.csv.txt",),
-        refused=r"a\.csv\.txt is neither text nor .* or rename it, or give --format",
-    ),
-    _shape(
-        _FORMATS,
-        "`a.csv.txt` with `--format csv`",
-        "CSV",
-        {"a.csv.txt": _CSV},
-        inputs=("a.csv.txt",),
-        options={"format": "csv"},
-    ),
-    _shape(
-        _FORMATS,
-        "`a.csv` with `--format text`",
-        "one document, with its commas and quotes",
-        {"a.csv": _CSV},
-        options={"format": "text"},
-        train=(_CSV,),
-    ),
-    _shape(
-        _FORMATS,
-        "a row of CSV with too few or too many columns",
-        "dropped and counted as `malformed`",
-        {"a.csv": _CSV.encode() + b"4,\xffmore,columns\n5\n"},
-        options={"max_malformed": 0.5},
-        dropped={"malformed": 2},
-        warned=("dropped 2 malformed of 5 records",),
-    ),
-    _shape(
-        _FORMATS,
-        "a quote that is not closed, or that closes before its cell ends",
-        "the same: one `malformed` for all rows that it takes",
-        {
-            "a.csv": _CSV + '4,"lost\n5,lost\n',
-            "b.tsv": 'text\tid\n"lost" she said\t1\n5" wide\t2\n',
-        },
-        options={"max_malformed": 0.5},
-        train=(*TEXTS, '5" wide'),
-        dropped={"malformed": 2},
-        warned=("dropped 2 malformed of 6 records",),
-    ),
-    _shape(
-        _FORMATS,
-        "a table with two columns `text`",
-        "refused",
-        {"a.csv": "text,text\none,two\n"},
-        refused="several columns are called 'text'",
-    ),
-    _shape(
-        _FORMATS,
-        "a cell of CSV that is not UTF-8",
-        "the same; in another column it costs nothing",
-        {"a.csv": _CSV.encode() + b"4,\xff\n\xff,five\n"},
-        options={"max_malformed": 0.5},
-        train=(*TEXTS, "five"),
-        dropped={"malformed": 1},
-        warned=("dropped 1 malformed of 5 records",),
-    ),
-    _shape(
-        _FORMATS,
-        "CSV without a header",
-        "refused: the message names the columns that it has",
-        {"a.csv": "one,1\ntwo,2\n"},
-        refused="1 of 1 records .* row 1: no field 'text', only 'one', '1'",
-    ),
-    _shape(
-        _FORMATS,
-        "an empty `.csv` or `.jsonl` beside others",
-        "no documents",
-        {"a.csv": _CSV, "b.csv": "", "c.jsonl": ""},
-    ),
-    _shape(
-        _FORMATS,
-        "`a.txt`, or code",
-        "one document, a byte order mark removed",
-        {"a.txt": "\ufeff" + A},
-        train=(A,),
-    ),
-    _shape(_FORMATS, "`a.txt.gz`", "the same", {"a.txt.gz": gzip.compress(B.encode())}, train=(B,)),
-    _shape(
-        _FORMATS,
-        "text in Latin-1",
-        "dropped and counted as `malformed`; refused above `--max-malformed`",
-        {"a.txt": "naïve".encode("latin-1"), "b.txt": B},
-        refused=r"1 of 2 records .*a\.txt, document 1: invalid UTF-8",
-    ),
-    _shape(
-        _FORMATS,
-        "`--format huggingface` and a folder of Parquet files",
-        "the column `text`, read by `datasets`",
-        {"train.parquet": _TABLE},
-        options={"format": "huggingface"},
-    ),
-    _shape(
-        _FORMATS,
-        "`--format huggingface` and files of different columns",
-        "refused in one line",
-        {"a.jsonl": _LINES, "b.jsonl": '{"body": 1}\n', "c.jsonl": '{"text": {"x": 1}}\n'},
-        options={"format": "huggingface"},
-        refused="dataset '.*/in' cannot be read .*cast.*: download it, and give its files",
-    ),
-    _shape(
-        _FORMATS,
-        "`--format huggingface` and a folder that `datasets` saved",
-        "refused in one line: give the folder without `--format`",
-        _saved(),
-        options={"format": "huggingface"},
-        refused="dataset '.*/in' cannot be .*give its files",
-    ),
-)
-
-_FOLDERS = "Folders"
-_FOLDER = (
-    _shape(
-        _FOLDERS,
-        "Spark's `part-00000-….c000.json`, `_SUCCESS` and `.crc` files",
-        "JSON lines; the others are of the machine",
-        {
-            "part-00000-6f1c.c000.json": jsonl(TEXTS[:2]),
-            "part-00001-6f1c.c000.json": jsonl(TEXTS[2:]),
-            "_SUCCESS": "",
-            "part-00000-6f1c.c000.json.crc": b"crc\0\1",
-        },
-    ),
-    _shape(
-        _FOLDERS,
-        "`README.md`, `LICENSE` and `data.json`",
-        "the records; the others describe them",
-        {"README.md": "# Data", "LICENSE": "CC0", "data.json": _LINES},
-    ),
-    _shape(
-        _FOLDERS,
-        "`a.parquet`, `_metadata`, `_delta_log/0.json`, `dataset_info.json` and `SHA256SUMS`",
-        "the Parquet file",
-        {
-            "a.parquet": _TABLE,
-            "_metadata": _TABLE,
-            "_delta_log/0.json": '{"commitInfo": {}}',
-            "dataset_info.json": "{}",
-            "SHA256SUMS": "0f",
-        },
-    ),
-    _shape(
-        _FOLDERS,
-        "`a.jsonl` and `b.jsonl.bz2`",
-        "both",
-        {"a.jsonl": jsonl(TEXTS[:1]), "b.jsonl.bz2": bz2.compress(jsonl(TEXTS[1:]))},
-    ),
-    _shape(
-        _FOLDERS,
-        "JSON lines, Parquet and CSV",
-        "all of them, one source",
-        {
-            "a.jsonl": jsonl([A]),
-            "b/c.parquet": parquet({"text": [B]}),
-            "d.csv": f'text\n"{C}"\n',
-        },
-    ),
-    _shape(
-        _FOLDERS,
-        "one file of records and one text",
-        "the records; the text is left out with a warning",
-        {"a.jsonl": _LINES, "notes.txt": "my notes"},
-        warned=("left out 1 .txt beside 1 .jsonl",),
-    ),
-    _shape(
-        _FOLDERS,
-        "a repository of code with one `data.jsonl`",
-        "refused: `--pattern` or `--format text` decides",
-        {"data.jsonl": _LINES, "a.py": A, "b.py": B, "src/c.c": C},
-        refused=r"holds 1 \.jsonl among 2 \.py, 1 \.c: choose with --pattern, e\.g\. '\*\.jsonl' "
-        r"or '\*\.py', or give --format text",
-    ),
-    _shape(
-        _FOLDERS,
-        "the same with `--pattern '*.py' '*.c'`",
-        "every matching file is a document",
-        {"data.jsonl": _LINES, "a.py": A, "b.py": B, "src/c.c": C},
-        options={"pattern": ("*.py", "*.c")},
-    ),
-    _shape(
-        _FOLDERS,
-        "the same with `--pattern '*.jsonl'`",
-        "JSON lines",
-        {"data.jsonl": _LINES, "a.py": A, "b.py": B, "src/c.c": C},
-        options={"pattern": ("*.jsonl",)},
-    ),
-    _shape(
-        _FOLDERS,
-        "the same with `--format text`",
-        "every file is a document, also the JSON",
-        {"data.jsonl": _LINES, "a.py": A},
-        options={"format": "text"},
-        train=(_LINES.decode(), A),
-    ),
-    _shape(
-        _FOLDERS,
-        "code with `README.md` and `LICENSE`",
-        "every file is a document",
-        {"a.py": A, "README.md": B, "LICENSE": C},
-    ),
-    _shape(
-        _FOLDERS,
-        "texts and files with bytes of 0 (images, archives, UTF-16)",
-        "the texts; the others are left out with a warning",
-        {"a.py": A, "b.py": B, "c.py": C, "d.png": b"\x89PNG\0", "e.txt": "x".encode("utf-16")},
-        warned=("left out 1 .png, 1 .txt, which cannot be read as text",),
-    ),
-    _shape(
-        _FOLDERS,
-        "records beside `b.npy`, `c.7z` and `d.jsonl.part`",
-        "the records; the others are left out with a warning",
-        {"a.jsonl": _LINES, "b.npy": b"\x93NUMPY\0", "c.7z": b"7z\0", "d.jsonl.part": _LINES},
-        warned=("left out 1 .npy, 1 .7z, 1 .part, which cannot be read as text",),
-    ),
-    _shape(
-        _FOLDERS,
-        "texts beside a notebook, WARC files and Git LFS's pointer to an image",
-        "the texts; the others are left out with a warning",
-        {
-            **{f"{number}.txt": text for number, text in enumerate(TEXTS)},
-            "a.warc.wet.gz": gzip.compress(b"WARC/1.0\r\nWARC-Type: warcinfo\r\n\r\n"),
-            "b.png": _POINTER,
-            "c.ipynb": json.dumps({"cells": []}, indent=1),
-        },
-        warned=("left out 1 .wet.gz, 1 .png, 1 .ipynb, which cannot be read as text",),
-    ),
-    _shape(
-        _FOLDERS,
-        "`a.parquet` beside Git LFS's pointer to `b.jsonl.gz`",
-        "refused",
-        {"a.parquet": _TABLE, "b.jsonl.gz": _POINTER},
-        refused="b.jsonl.gz is only Git LFS's pointer to a file: run git lfs pull",
-    ),
-    _shape(
-        _FOLDERS,
-        "hidden files",
-        "left out with a warning",
-        {"a.jsonl": _LINES, ".cache/b.jsonl": _LINES},
-        warned=("left out 1 hidden files",),
-    ),
-)
-
-_HELD_OUT = "Held-out files"
 _BESIDE = "beside files called train"
-_SPLIT = {"train": TEXTS[:2], "held_out": TEXTS[2:]}
+_SPLIT: dict[str, Any] = {"train": TEXTS[:2], "held_out": TEXTS[2:]}
 
 
-def _pair(found: str, train: str, held_out: str, encode: Callable[[Sequence[str]], bytes]) -> Shape:
-    contents = {train: encode(TEXTS[:2]), held_out: encode(TEXTS[2:])}
-    return _shape(_HELD_OUT, found, "the second is held out", contents, **_SPLIT)
+def _split(train: str, held_out: str, encode: Callable[[Sequence[str]], bytes] = jsonl) -> Shape:
+    """Return a row of two files, of which the second is held out."""
+    return Shape({train: encode(TEXTS[:2]), held_out: encode(TEXTS[2:])}, **_SPLIT)
 
 
-_HELD_OUT_ROWS = (
-    _pair("`train.jsonl` and `held_out.jsonl`", "train.jsonl", "held_out.jsonl", jsonl),
-    _pair(
-        "`train.jsonl.gz` and `held_out.jsonl.gz`",
-        "train.jsonl.gz",
-        "held_out.jsonl.gz",
-        lambda texts: gzip.compress(jsonl(texts)),
-    ),
-    _pair(
-        "`train.parquet` and `validation.parquet`",
-        "train.parquet",
-        "validation.parquet",
-        lambda texts: parquet({"text": texts}),
-    ),
-    _pair("`train/a.jsonl` and `held-out/a.jsonl`", "train/a.jsonl", "held-out/a.jsonl", jsonl),
-    _shape(
-        _HELD_OUT,
-        "`train-00000.jsonl`, `train-00001.jsonl` and `held_out-00000.jsonl`",
-        "the last is held out",
-        {
-            "train-00000.jsonl": jsonl([A]),
-            "train-00001.jsonl": jsonl([B]),
-            "held_out-00000.jsonl": jsonl([C]),
-        },
-        **_SPLIT,
-    ),
-    _shape(
-        _HELD_OUT,
-        "the hub's `data/train-00000-of-00001.parquet`, `validation-…` and `test-…`",
-        "`validation` is held out, `test` is left out with a warning",
-        {
-            f"data/{name}-00000-of-00001.parquet": parquet({"text": [text]})
-            for name, text in zip(("train", "validation", "test"), TEXTS, strict=True)
-        },
-        train=(A,),
-        held_out=(B,),
-        warned=(f"left out 1 file (data/test-00000-of-00001.parquet) {_BESIDE}",),
-    ),
-    _shape(
-        _HELD_OUT,
-        "`train.jsonl`, `train2.jsonl` and `held_out.jsonl`",
-        "the last is held out",
-        {"train.jsonl": jsonl([A]), "train2.jsonl": jsonl([B]), "held_out.jsonl": jsonl([C])},
-        **_SPLIT,
-    ),
-    _shape(
-        _HELD_OUT,
-        "`train.jsonl` beside `test`, `valid`, `val`, `dev` and `eval`",
-        "`train.jsonl`; the others are left out with a warning",
-        {
-            "train.jsonl": _LINES,
-            **{f"{name}.jsonl": jsonl([name]) for name in ("test", "valid", "val", "dev", "eval")},
-        },
-        warned=(f"left out 5 files (dev.jsonl, eval.jsonl, test.jsonl, …) {_BESIDE}",),
-    ),
-    _shape(
-        _HELD_OUT,
-        "`train2017`, `val2017`, `test01`, `devset` and `testing`",
-        "the first; the others are left out with a warning",
-        {f"{name}.jsonl": jsonl([C]) for name in ("val2017", "test01", "devset", "testing")}
-        | {"train2017.jsonl": _LINES},
-        warned=(f"left out 4 files (devset.jsonl, test01.jsonl, testing.jsonl, …) {_BESIDE}",),
-    ),
-    _shape(
-        _HELD_OUT,
-        "`train.jsonl`, `latest.jsonl` and `contest/a.jsonl`",
-        "all are trained on",
-        {"train.jsonl": jsonl([A]), "latest.jsonl": jsonl([B]), "contest/a.jsonl": jsonl([C])},
-    ),
-    _shape(
-        _HELD_OUT,
-        "`a.jsonl` and `test.jsonl`, none called train",
-        "all are trained on, with a warning",
-        {"a.jsonl": jsonl([A]), "test.jsonl": jsonl(TEXTS[1:])},
-        warned=("1 file (test.jsonl) will be trained on; if they are tests, leave them out",),
-    ),
-    _shape(
-        _HELD_OUT,
-        "`train.jsonl` and `test.jsonl`, given by name",
-        "all are trained on, with a warning",
-        {"train.jsonl": jsonl([A]), "test.jsonl": jsonl(TEXTS[1:])},
-        inputs=("train.jsonl", "test.jsonl"),
-        warned=("1 file (test.jsonl) will be trained on; if they are tests, leave them out",),
-    ),
-    _shape(
-        _HELD_OUT,
-        "`train.jsonl`, `held_out.jsonl` and `--held-out-inputs dev.jsonl`, which lies beside them",
-        "`dev.jsonl` is held out, `held_out.jsonl` is left out with a warning",
-        {"train.jsonl": jsonl([A]), "held_out.jsonl": jsonl([B]), "dev.jsonl": jsonl([C])},
-        options={"held_out_inputs": ("dev.jsonl",)},
-        train=(A,),
-        held_out=(C,),
-        warned=(f"left out 1 file (held_out.jsonl) {_BESIDE}",),
-    ),
-    _shape(
-        _HELD_OUT,
-        "`wiki.train.txt`, `wiki.validation.txt` and `wiki.test.txt`",
-        "as with records",
-        {"wiki.train.txt": A, "wiki.validation.txt": B, "wiki.test.txt": C},
-        train=(A,),
-        held_out=(B,),
-        warned=(f"left out 1 file (wiki.test.txt) {_BESIDE}",),
-    ),
-    _shape(
-        _HELD_OUT,
-        "folders `train` and `test` of texts",
-        "`test` is left out with a warning",
-        {"train/pos/0.txt": A, "train/neg/1.txt": B, "test/pos/2.txt": C, "vocabulary.md": C},
-        warned=(f"left out 1 file (test/pos/2.txt) {_BESIDE}",),
-    ),
-    _shape(
-        _HELD_OUT,
-        "`train.jsonl` and `held_out.jsonl` that share documents",
-        "stored as they are, with a warning that counts them",
-        {"train.jsonl": jsonl([A, A, B]), "held_out.jsonl": jsonl([C, B, B])},
-        train=(A, A, B),
-        held_out=(B, B, C),
-        warned=("1 of 2 different held-out texts are trained on, too",),
-    ),
-    _shape(
-        _HELD_OUT,
-        "code with `train.py` and `test_model.py`",
-        "all are trained on, with a warning",
-        {"train.py": A, "test_model.py": B, "model.py": C},
-        warned=("1 file (test_model.py) will be trained on",),
-    ),
-)
-
-ROWS = (*_SINGLE, *_FOLDER, *_HELD_OUT_ROWS)
+ROWS: Rows = {
+    "Formats of files": {
+        "`a.jsonl`": Shape({"a.jsonl": _LINES}),
+        "`a.jsonl.gz` of two members": Shape(
+            {"a.jsonl.gz": gzip.compress(jsonl([A])) + gzip.compress(jsonl([B, C]))}
+        ),
+        "`a.jsonl.zst` of two frames": Shape(
+            {"a.jsonl.zst": zstd.compress(jsonl([A])) + zstd.compress(jsonl([B, C]))}
+        ),
+        "`a.jsonl.bz2`": Shape({"a.jsonl.bz2": bz2.compress(_LINES)}),
+        "`a.jsonl.xz`": Shape({"a.jsonl.xz": lzma.compress(_LINES)}),
+        "`archive.zip` of one JSONL file": Shape({"archive.zip": _zip(["a.jsonl"])}),
+        "`a.ndjson`": Shape({"a.ndjson": _LINES}),
+        "`A.JSONL`": Shape({"A.JSONL": _LINES}),
+        "JSON lines after a byte order mark": Shape({"a.jsonl": b"\xef\xbb\xbf" + _LINES}),
+        "JSON lines with `\\r\\n`, empty lines and no line break at the end": Shape(
+            {"a.jsonl": _LINES.replace(b"\n", b"\r\n\r\n").rstrip()}
+        ),
+        "`a.json` of JSON lines": Shape({"a.json": _LINES}),
+        "`a.json` of one array": Shape({"a.json": _ARRAY}),
+        "`a.json` of an array over many lines": Shape({"a.json": _ARRAY.replace(", ", ",\n ")}),
+        "`a.json.gz` of one array": Shape({"a.json.gz": gzip.compress(_ARRAY.encode())}),
+        "`a.json` of indented objects, one after another": Shape(
+            {"a.json": "\n".join(json.dumps({"text": text}, indent=2) for text in TEXTS)}
+        ),
+        "`a.parquet`": Shape({"a.parquet": _TABLE}),
+        "`a.pq`": Shape({"a.pq": _TABLE}),
+        "`a.parq`": Shape({"a.parq": _TABLE}),
+        "Parquet without a suffix": Shape({"part-0": _TABLE}),
+        "`part-00000` of JSON lines": Shape({"part-00000": _LINES}),
+        "`a.jsonl.txt`": Shape({"a.jsonl.txt": _LINES}),
+        "`a.csv`": Shape({"a.csv": _CSV}),
+        "`a.csv` with a byte order mark": Shape({"a.csv": "\ufeff" + _CSV}),
+        "`a.csv` with semicolons": Shape({"a.csv": _CSV.replace(",", ";")}),
+        "`a.csv.gz`": Shape({"a.csv.gz": gzip.compress(_CSV.encode())}),
+        "`a.tsv`": Shape({"a.tsv": _CSV.replace(",", "\t")}),
+        "a folder that `datasets` saved": Shape(_saved()),
+        "a `DatasetDict` that `datasets` saved": Shape(
+            _saved(["train", "validation", "test"]),
+            train=(A,),
+            held_out=(B,),
+            warned=("left out 1 file (test/data-00000-of-00001.arrow) beside files called train",),
+        ),
+        'a file of one JSON object, `{"text": …}`': Shape(
+            {"a.json": json.dumps({"text": A, "id": 1}, indent=1)}, train=(A,)
+        ),
+        "`a.json` that is not JSON": Shape(
+            {"a.json": '[{"text": "a"},\n {"text": }]'},
+            refused=r"a\.json cannot be read \(not JSON: Expecting value, line 2\): correct it",
+        ),
+        "`archive.zip` of several files": Shape(
+            {"archive.zip": _zip(["a.jsonl", "b.jsonl"])},
+            inputs=("archive.zip",),
+            refused=r"archive\.zip is neither text nor in a format .*: unpack or rename it",
+        ),
+        "`archive.tar.gz`": Shape(
+            {"archive.tar.gz": _tar()},
+            inputs=("archive.tar.gz",),
+            refused=r"archive\.tar\.gz is neither text nor in a format .*: unpack or rename it",
+        ),
+        "a `.gz` that was cut off": Shape(
+            {"a.jsonl.gz": gzip.compress(_LINES)[:-9]},
+            refused=r"a\.jsonl\.gz cannot be read to its end",
+        ),
+        "a `.zst` that was cut off": Shape(
+            {"a.jsonl.zst": zstd.compress(_LINES)[:-9]},
+            refused=r"a\.jsonl\.zst cannot be read to its end",
+        ),
+        "a `.parquet` that was cut off": Shape(
+            {"a.parquet": _TABLE[:-9]}, refused=r"a\.parquet cannot be read to its end"
+        ),
+        "`a.csv.txt`": Shape(
+            {"a.csv.txt": _CSV},
+            inputs=("a.csv.txt",),
+            refused=r"a\.csv\.txt is neither text nor .* or rename it, or give --format",
+        ),
+        "`a.csv.txt` with `--format csv`": Shape(
+            {"a.csv.txt": _CSV}, inputs=("a.csv.txt",), options={"format": "csv"}
+        ),
+        "`a.csv` with `--format text`": Shape(
+            {"a.csv": _CSV}, options={"format": "text"}, train=(_CSV,)
+        ),
+        "a row of CSV with too few or too many columns": Shape(
+            {"a.csv": _CSV.encode() + b"4,\xffmore,columns\n5\n"}, dropped={"malformed": 2}
+        ),
+        "a quote that is not closed, or that closes before its cell ends": Shape(
+            {
+                "a.csv": _CSV + '4,"lost\n5,lost\n',
+                "b.tsv": 'text\tid\n"lost" she said\t1\n5" wide\t2\n',
+            },
+            train=(*TEXTS, '5" wide'),
+            dropped={"malformed": 2},
+        ),
+        "a table with two columns `text`": Shape(
+            {"a.csv": "text,text\none,two\n"}, refused="several columns are called 'text'"
+        ),
+        "a cell of CSV that is not UTF-8": Shape(
+            {"a.csv": _CSV.encode() + b"4,\xff\n\xff,five\n"},
+            train=(*TEXTS, "five"),
+            dropped={"malformed": 1},
+        ),
+        "CSV without a header": Shape(
+            {"a.csv": "one,1\ntwo,2\n"},
+            refused="1 of 1 records .* row 1: no field 'text', only 'one', '1'",
+        ),
+        "an empty `.csv` or `.jsonl` beside others": Shape(
+            {"a.csv": _CSV, "b.csv": "", "c.jsonl": ""}
+        ),
+        "`a.txt`, or code": Shape({"a.txt": "\ufeff" + A}, train=(A,)),
+        "`a.txt.gz`": Shape({"a.txt.gz": gzip.compress(B.encode())}, train=(B,)),
+        "text in Latin-1": Shape(
+            {"a.txt": "naïve".encode("latin-1"), "b.txt": B},
+            refused=r"1 of 2 records .*a\.txt, document 1: invalid UTF-8",
+        ),
+        "`--format huggingface` and a folder of Parquet files": Shape(
+            {"train.parquet": _TABLE}, options={"format": "huggingface"}
+        ),
+        "`--format huggingface` and files of different columns": Shape(
+            {"a.jsonl": _LINES, "b.jsonl": '{"body": 1}\n', "c.jsonl": '{"text": {"x": 1}}\n'},
+            options={"format": "huggingface"},
+            refused="dataset '.*/in' cannot be read .*cast.*: download it, and give its files",
+        ),
+        "`--format huggingface` and a folder that `datasets` saved": Shape(
+            _saved(),
+            options={"format": "huggingface"},
+            refused="dataset '.*/in' cannot be .*give its files",
+        ),
+    },
+    "Folders": {
+        "Spark's `part-00000-….c000.json`, `_SUCCESS` and `.crc` files": Shape(
+            {
+                "part-00000-6f1c.c000.json": jsonl(TEXTS[:2]),
+                "part-00001-6f1c.c000.json": jsonl(TEXTS[2:]),
+                "_SUCCESS": "",
+                "part-00000-6f1c.c000.json.crc": b"crc\0\1",
+            }
+        ),
+        "`README.md`, `LICENSE` and `data.json`": Shape(
+            {"README.md": "# Data", "LICENSE": "CC0", "data.json": _LINES}
+        ),
+        "`a.parquet`, `_metadata`, `_delta_log/0.json`, `dataset_info.json`, `SHA256SUMS`": Shape(
+            {
+                "a.parquet": _TABLE,
+                "_metadata": _TABLE,
+                "_delta_log/0.json": '{"commitInfo": {}}',
+                "dataset_info.json": "{}",
+                "SHA256SUMS": "0f",
+            }
+        ),
+        "`a.jsonl` and `b.jsonl.bz2`": Shape(
+            {"a.jsonl": jsonl(TEXTS[:1]), "b.jsonl.bz2": bz2.compress(jsonl(TEXTS[1:]))}
+        ),
+        "JSON lines, Parquet and CSV": Shape(
+            {
+                "a.jsonl": jsonl([A]),
+                "b/c.parquet": parquet({"text": [B]}),
+                "d.csv": f'text\n"{C}"\n',
+            }
+        ),
+        "one file of records and one text": Shape(
+            {"a.jsonl": _LINES, "notes.txt": "my notes"},
+            warned=("left out 1 .txt beside 1 .jsonl",),
+        ),
+        "a repository of code with one `data.jsonl`": Shape(
+            {"data.jsonl": _LINES, "a.py": A, "b.py": B, "src/c.c": C},
+            refused=r"holds 1 \.jsonl among 2 \.py, 1 \.c: choose with --pattern, "
+            r"e\.g\. '\*\.jsonl' or '\*\.py', or give --format text",
+        ),
+        "the same with `--pattern '*.py' '*.c'`": Shape(
+            {"data.jsonl": _LINES, "a.py": A, "b.py": B, "src/c.c": C},
+            options={"pattern": ("*.py", "*.c")},
+        ),
+        "the same with `--pattern '*.jsonl'`": Shape(
+            {"data.jsonl": _LINES, "a.py": A, "b.py": B, "src/c.c": C},
+            options={"pattern": ("*.jsonl",)},
+        ),
+        "the same with `--format text`": Shape(
+            {"data.jsonl": _LINES, "a.py": A},
+            options={"format": "text"},
+            train=(_LINES.decode(), A),
+        ),
+        "code with `README.md` and `LICENSE`": Shape({"a.py": A, "README.md": B, "LICENSE": C}),
+        "texts and files with bytes of 0 (images, archives, UTF-16)": Shape(
+            {"a.py": A, "b.py": B, "c.py": C, "d.png": b"\x89PNG\0", "e.txt": "x".encode("utf-16")},
+            warned=("left out 1 .png, 1 .txt, which cannot be read as text",),
+        ),
+        "records beside `b.npy`, `c.7z` and `d.jsonl.part`": Shape(
+            {"a.jsonl": _LINES, "b.npy": b"\x93NUMPY\0", "c.7z": b"7z\0", "d.jsonl.part": _LINES},
+            warned=("left out 1 .npy, 1 .7z, 1 .part, which cannot be read as text",),
+        ),
+        "texts beside a notebook, WARC files and Git LFS's pointer to an image": Shape(
+            {
+                **{f"{number}.txt": text for number, text in enumerate(TEXTS)},
+                "a.warc.wet.gz": gzip.compress(b"WARC/1.0\r\nWARC-Type: warcinfo\r\n\r\n"),
+                "b.png": _POINTER,
+                "c.ipynb": json.dumps({"cells": []}, indent=1),
+            },
+            warned=("left out 1 .wet.gz, 1 .png, 1 .ipynb, which cannot be read as text",),
+        ),
+        "`a.parquet` beside Git LFS's pointer to `b.jsonl.gz`": Shape(
+            {"a.parquet": _TABLE, "b.jsonl.gz": _POINTER},
+            refused="b.jsonl.gz is only Git LFS's pointer to a file: run git lfs pull",
+        ),
+        "hidden files": Shape(
+            {"a.jsonl": _LINES, ".cache/b.jsonl": _LINES}, warned=("left out 1 hidden files",)
+        ),
+    },
+    "Held-out files": {
+        "`train.jsonl` and `held_out.jsonl`": _split("train.jsonl", "held_out.jsonl"),
+        "`train.jsonl.gz` and `held_out.jsonl.gz`": _split(
+            "train.jsonl.gz", "held_out.jsonl.gz", lambda texts: gzip.compress(jsonl(texts))
+        ),
+        "`train.parquet` and `validation.parquet`": _split(
+            "train.parquet", "validation.parquet", lambda texts: parquet({"text": texts})
+        ),
+        "`train/a.jsonl` and `held-out/a.jsonl`": _split("train/a.jsonl", "held-out/a.jsonl"),
+        "`train-00000.jsonl`, `train-00001.jsonl` and `held_out-00000.jsonl`": Shape(
+            {
+                "train-00000.jsonl": jsonl([A]),
+                "train-00001.jsonl": jsonl([B]),
+                "held_out-00000.jsonl": jsonl([C]),
+            },
+            **_SPLIT,
+        ),
+        "the hub's `data/train-00000-of-00001.parquet`, `validation-…` and `test-…`": Shape(
+            {
+                f"data/{name}-00000-of-00001.parquet": parquet({"text": [text]})
+                for name, text in zip(("train", "validation", "test"), TEXTS, strict=True)
+            },
+            train=(A,),
+            held_out=(B,),
+            warned=(f"left out 1 file (data/test-00000-of-00001.parquet) {_BESIDE}",),
+        ),
+        "`train.jsonl`, `train2.jsonl` and `held_out.jsonl`": Shape(
+            {"train.jsonl": jsonl([A]), "train2.jsonl": jsonl([B]), "held_out.jsonl": jsonl([C])},
+            **_SPLIT,
+        ),
+        "`train.jsonl` beside `test`, `valid`, `val`, `dev` and `eval`": Shape(
+            {
+                "train.jsonl": _LINES,
+                **{
+                    f"{name}.jsonl": jsonl([name])
+                    for name in ("test", "valid", "val", "dev", "eval")
+                },
+            },
+            warned=(f"left out 5 files (dev.jsonl, eval.jsonl, test.jsonl, …) {_BESIDE}",),
+        ),
+        "`train2017`, `val2017`, `test01`, `devset` and `testing`": Shape(
+            {f"{name}.jsonl": jsonl([C]) for name in ("val2017", "test01", "devset", "testing")}
+            | {"train2017.jsonl": _LINES},
+            warned=(f"left out 4 files (devset.jsonl, test01.jsonl, testing.jsonl, …) {_BESIDE}",),
+        ),
+        "`train.jsonl`, `latest.jsonl` and `contest/a.jsonl`": Shape(
+            {"train.jsonl": jsonl([A]), "latest.jsonl": jsonl([B]), "contest/a.jsonl": jsonl([C])}
+        ),
+        "`a.jsonl` and `test.jsonl`, none called train": Shape(
+            {"a.jsonl": jsonl([A]), "test.jsonl": jsonl(TEXTS[1:])},
+            warned=("1 file (test.jsonl) will be trained on; if they are tests, leave them out",),
+        ),
+        "`train.jsonl` and `test.jsonl`, given by name": Shape(
+            {"train.jsonl": jsonl([A]), "test.jsonl": jsonl(TEXTS[1:])},
+            inputs=("train.jsonl", "test.jsonl"),
+            warned=("1 file (test.jsonl) will be trained on; if they are tests, leave them out",),
+        ),
+        "`train.jsonl`, `held_out.jsonl` and `--held-out-inputs dev.jsonl`, beside them": Shape(
+            {"train.jsonl": jsonl([A]), "held_out.jsonl": jsonl([B]), "dev.jsonl": jsonl([C])},
+            options={"held_out_inputs": ("dev.jsonl",)},
+            train=(A,),
+            held_out=(C,),
+            warned=(f"left out 1 file (held_out.jsonl) {_BESIDE}",),
+        ),
+        "`wiki.train.txt`, `wiki.validation.txt` and `wiki.test.txt`": Shape(
+            {"wiki.train.txt": A, "wiki.validation.txt": B, "wiki.test.txt": C},
+            train=(A,),
+            held_out=(B,),
+            warned=(f"left out 1 file (wiki.test.txt) {_BESIDE}",),
+        ),
+        "folders `train` and `test` of texts": Shape(
+            {"train/pos/0.txt": A, "train/neg/1.txt": B, "test/pos/2.txt": C, "vocabulary.md": C},
+            warned=(f"left out 1 file (test/pos/2.txt) {_BESIDE}",),
+        ),
+        "`train.jsonl` and `held_out.jsonl` that share documents": Shape(
+            {"train.jsonl": jsonl([A, A, B]), "held_out.jsonl": jsonl([C, B, B])},
+            train=(A, A, B),
+            held_out=(B, B, C),
+            warned=("1 of 2 different held-out texts are trained on, too",),
+        ),
+        "code with `train.py` and `test_model.py`": Shape(
+            {"train.py": A, "test_model.py": B, "model.py": C},
+            warned=("1 file (test_model.py) will be trained on",),
+        ),
+    },
+}

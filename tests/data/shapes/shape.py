@@ -1,32 +1,33 @@
-"""One shape of data that people have: how it is written, and what becomes of it.
+"""One shape of data that people have: its files, and what becomes of them.
 
-A row either lists the documents that a source must hold, or the refusal. `test_shapes.py` checks
-every row; `python -m tests.data.shapes` writes them all into `titan_loop/data/SHAPES.md`.
+`titan_loop/data/SHAPES.md` says the same in words, a line a row.
 """
 
-from collections.abc import Callable, Mapping
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+TEXTS = ("first: naïve 漢字 🙂\n", "def second(x):\n    return x + 12\n", "the third document")
+Contents = Mapping[str, bytes | str] | Callable[[Path], object]
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Shape:
-    """A row of the table.
+    """A row: either the documents that a source must hold, or the refusal.
 
     Attributes:
-        section: Heading below which the row stands in the table.
-        found: Files and records, in words.
-        taken: Their documents, or the refusal, in words.
-        make: Writes the files into the empty folder that it is given.
+        contents: Files by name, or what writes them into an empty folder.
         inputs: Inputs of `tokenize_source`, relative to that folder, in which it runs.
         options: Further arguments of `tokenize_source`; paths are relative, too.
         train: Texts of the documents to train on, in any order; chats in their template.
         held_out: Texts of the held-out documents.
         targets: What each training document teaches, as text, in the order of `train`; None if
             documents have no loss mask and every token is a target.
-        warned: A part of every warning; a warning without one fails the row.
-        dropped: Dropped records by reason, as the card counts them.
+        warned: A part of every warning but that of dropped records; any other fails the row.
+        dropped: Dropped records by reason, as the card counts them; half may be malformed.
         repaired: Repaired records by kind, as the card counts them.
         tokenizer: Writes a tokenizer.json into a folder and returns it; None for the tests' own
             byte-level one.
@@ -34,13 +35,10 @@ class Shape:
         refused: Pattern of the one line that refuses the data; then nothing is stored.
     """
 
-    section: str
-    found: str
-    taken: str
-    make: Callable[[Path], object]
+    contents: Contents
     inputs: tuple[str, ...] = (".",)
     options: Mapping[str, Any] = field(default_factory=dict)
-    train: tuple[str, ...] = ()
+    train: tuple[str, ...] = TEXTS
     held_out: tuple[str, ...] = ()
     targets: tuple[str, ...] | None = None
     warned: tuple[str, ...] = ()
@@ -50,5 +48,35 @@ class Shape:
     stored: tuple[str, ...] | None = None
     refused: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.section}: {self.found}"
+    def write(self, folder: Path) -> None:
+        if callable(self.contents):
+            self.contents(folder)
+            return
+        for name, content in self.contents.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+Rows = Mapping[str, Mapping[str, Shape]]
+"""Rows by section and by the words for what is found."""
+
+
+def json_lines(records: Sequence[Any]) -> bytes:
+    """Return records as JSON lines, as Python writes them."""
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def jsonl(texts: Sequence[str]) -> bytes:
+    """Return texts as JSON lines with the field `text`."""
+    return json_lines([{"text": text} for text in texts])
+
+
+def parquet(columns: Mapping[str, Any]) -> bytes:
+    """Return a Parquet file of these columns, lists or Arrow arrays."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = io.BytesIO()
+    pq.write_table(pa.table(dict(columns)), file)
+    return file.getvalue()

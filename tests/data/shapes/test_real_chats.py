@@ -69,17 +69,15 @@ def stored(source: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for number in range(shards.split.documents):
         ids = shards.document(number)
         mask = shards.read_mask(start, len(ids))
-        assert mask is not None
         yield ids, mask.astype(bool)
         start += len(ids)
 
 
 @pytest.mark.parametrize("name", TAUGHT)
-def test_what_is_taught(folder: Path, small_tokenizer: Path, tmp_path: Path, name: str) -> None:
+def test_what_is_taught(folder, small_tokenizer, tmp_path, name):
     expected = [TAUGHT[name](record) for record in records(folder / name)]
     options = {"tokenizer": small_tokenizer, "chat": True, "held_out_fraction": 0}
     card = tokenize_source(folder / name, output=tmp_path / "out", **options)
-    assert card is not None
     empty = sum(bool(answers) and not "".join(answers).strip() for answers in expected)
     rejected = sum(not answers for answers in expected)
     dropped = {"empty": empty, "rejected": rejected}
@@ -96,7 +94,7 @@ def test_what_is_taught(folder: Path, small_tokenizer: Path, tmp_path: Path, nam
     assert found == Counter(filter(None, texts))
 
 
-def test_calls_are_taught(folder: Path, small_tokenizer: Path, tmp_path: Path) -> None:
+def test_calls_are_taught(folder, small_tokenizer, tmp_path):
     found = records(folder / "glaive_toolcall_en_demo.json")
     calls = [
         json.loads(message["value"])
@@ -107,7 +105,6 @@ def test_calls_are_taught(folder: Path, small_tokenizer: Path, tmp_path: Path) -
     options = {"tokenizer": small_tokenizer, "chat": True, "held_out_fraction": 0}
     path = folder / "glaive_toolcall_en_demo.json"
     card = tokenize_source(path, output=tmp_path / "out", **options)
-    assert card is not None
     assert (card.dropped, card.splits["train"].documents) == ({}, len(found))
     tokenizer = load_tokenizer(small_tokenizer)
     taught = "".join(
@@ -119,7 +116,7 @@ def test_calls_are_taught(folder: Path, small_tokenizer: Path, tmp_path: Path) -
     assert Counter(key(json.loads(part)) for part in parts) == Counter(map(key, calls))
 
 
-def test_pictures_are_refused(folder: Path, small_tokenizer: Path, tmp_path: Path) -> None:
+def test_pictures_are_refused(folder, small_tokenizer, tmp_path):
     options = {"tokenizer": small_tokenizer, "chat": True}
     with pytest.raises(Exception, match="'images' is not empty"):
         tokenize_source(folder / "mllm_demo.json", output=tmp_path / "out", **options)
@@ -130,7 +127,7 @@ def raise_exception(message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen3", "gemma3"])
-def test_templates_of_real_tokenizers(folder: Path, name: str) -> None:
+def test_templates_of_real_tokenizers(folder, name):
     path = folder.parent / name / "tokenizer.json"
     if not path.is_file():
         pytest.skip(f"{name} is not here; run tools/test_tokenizers.sh, which needs npm")
@@ -147,7 +144,6 @@ def test_templates_of_real_tokenizers(folder: Path, name: str) -> None:
     tokenizer = Tokenizer.from_file(str(path))
     encoder = ChatEncoder(load_tokenizer(path), template)
     end = encoder.turn_end()
-    assert end is not None
     for record in records(folder / "alpaca_en_demo.json")[:200]:
         question = "\n\n".join(filter(None, (record["instruction"], record["input"])))
         turns = (("user", question), ("assistant", record["output"]))

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from tests.data.shapes.writing import TEXTS
+from tests.data.shapes.shape import TEXTS
 from titan_loop.data.inspect_source import show_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.errors import UserError
@@ -39,9 +39,7 @@ WRITTEN: dict[str, tuple[pd.DataFrame, dict[str, Any], str | tuple[str, ...]]] =
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_fastparquet_writes(
-    name: str, small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fastparquet_writes(name, small_tokenizer, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(os.environ.get("TITAN_LOOP_TOKENIZERS", ""), "fastparquet"))
     reason = "fastparquet is not here; run tools/test_tokenizers.sh"
     fastparquet: Any = pytest.importorskip("fastparquet", reason=reason)
@@ -54,7 +52,6 @@ def test_what_fastparquet_writes(
             tokenize_source(path, **source)
         return
     card = tokenize_source(path, **source)
-    assert card is not None
     assert card.dropped == {}
     found = [shown.text for shown in show_source(tmp_path / "out", count=99)]
     assert Counter(found) == Counter(f"{text}<|endoftext|>" for text in expected)

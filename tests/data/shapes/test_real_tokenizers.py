@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data.shapes.writing import TEXTS, jsonl
+from tests.data.shapes.shape import TEXTS, jsonl
 from titan_loop.data.inspect_source import verify_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
@@ -103,7 +103,7 @@ REAL = (
 
 
 @pytest.fixture(params=REAL, ids=lambda real: real.name)
-def real(request: pytest.FixtureRequest) -> Real:
+def real(request) -> Real:
     return request.param
 
 
@@ -118,18 +118,18 @@ def find_tokenizer(real: Real) -> Path:
 
 
 @pytest.fixture
-def path(real: Real) -> Path:
+def path(real) -> Path:
     return find_tokenizer(real)
 
 
 @pytest.fixture
-def tokenizer(path: Path) -> Tokenizer:
+def tokenizer(path) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
-def test_documents(real: Real, path: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_documents(real, path, tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["to train on"]))
     (tmp_path / "b.jsonl").write_bytes(jsonl(ALL))
     card = tokenize_source(
@@ -139,7 +139,6 @@ def test_documents(real: Real, path: Path, tokenizer: Tokenizer, tmp_path: Path)
         tokenizer=path,
         eos_token=real.eos,
     )
-    assert card is not None
     assert list(verify_source(tmp_path / "out")) == []
     begin = [] if real.bos is None else [tokenizer.token_to_id(real.bos)]
     assert [card.bos_id] == (begin or [None])
@@ -161,9 +160,7 @@ def test_documents(real: Real, path: Path, tokenizer: Tokenizer, tmp_path: Path)
     assert card.round_trip["changed"] == len(changed)
 
 
-def test_long_documents(
-    real: Real, path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_documents(real, path, tokenizer, monkeypatch):
     text = "".join(f"{text} {number}" for number in range(400) for text in ALL)
     monkeypatch.setattr(encoding, "_PIECE", 1000)
     encoder = DocumentEncoder(path)
@@ -173,7 +170,7 @@ def test_long_documents(
     assert encoder.bytes_of_tokens(text).sum() == len(text.encode())
 
 
-def test_completions_go_on_from_their_prompt(tokenizer: Tokenizer) -> None:
+def test_completions_go_on_from_their_prompt(tokenizer):
     for text in ("The number 12 is a word.\n  漢字 naïve", "  two\t\tspaces  "):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         for cut in range(1, len(ids)):

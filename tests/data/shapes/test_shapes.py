@@ -14,10 +14,9 @@ import torch
 from tokenizers import Tokenizer
 from torchtitan.config import CompileConfig
 
-from tests.data.shapes import tokenizers
-from tests.data.shapes.shape import Shape
-from tests.data.shapes.table import PATH, ROWS, as_markdown
-from tests.data.shapes.writing import jsonl
+import titan_loop.data
+from tests.data.shapes import chats, files, records, tokenizers
+from tests.data.shapes.shape import Rows, Shape, jsonl
 from titan_loop.data.inspect_source import show_source, verify_source
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import held_out_windows
@@ -31,8 +30,17 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 
+ROWS: Rows = {**files.ROWS, **records.ROWS, **chats.ROWS, **tokenizers.ROWS}
 END = "<|endoftext|>"
 SMALL = "score only runs with a smaller training.seq_len"  # of every held-out split here
+
+
+def params(sections: Rows = ROWS) -> list[Any]:
+    return [
+        pytest.param(row, id=f"{section}: {found}")
+        for section, rows in sections.items()
+        for found, row in rows.items()
+    ]
 
 
 def documents_of(batch: dict[str, torch.Tensor], labels: torch.Tensor) -> list[tuple[Any, Any]]:
@@ -100,19 +108,15 @@ def check_tokens(row: Shape, out: Path, tokenizer: Tokenizer) -> None:
     train_one_step(batch, labels, tokenizer.get_vocab_size())
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_shape(
-    row: Shape,
-    small_tokenizer: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize("row", params())
+def test_shape(row, small_tokenizer, tmp_path, monkeypatch, caplog):
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
-    row.make(folder)
+    row.write(folder)
     tokenizer = small_tokenizer if row.tokenizer is None else row.tokenizer(tmp_path)
     options = {"tokenizer": tokenizer, "held_out_fraction": 0, **row.options}
+    if {"malformed", "missing_text"} & {*row.dropped}:
+        options["max_malformed"] = 0.5
     monkeypatch.chdir(folder)
     if row.refused:
         with pytest.raises(UserError, match=row.refused) as refusal:
@@ -121,11 +125,13 @@ def test_shape(
         return
     with caplog.at_level(logging.WARNING):
         card = tokenize_source(row.inputs, output=out, **options)
-    assert card is not None
     warnings = [record.getMessage() for record in caplog.records]
-    for part in row.warned:
+    said = [*row.warned]
+    if row.dropped:
+        said += ["dropped " + ", ".join(f"{count} {kind}" for kind, count in row.dropped.items())]
+    for part in said:
         assert any(part in warning for warning in warnings), (part, warnings)
-    known = (*row.warned, SMALL, f"dropped {folder}")  # the latter: examples of dropped records
+    known = (*said, SMALL, f"dropped {folder}")  # the latter: examples of dropped records
     assert [w for w in warnings if not any(part in w for part in known)] == []
     assert card.dropped == row.dropped
     assert getattr(card, "repaired", {}) == row.repaired
@@ -143,10 +149,9 @@ def test_shape(
     check_tokens(row, out, Tokenizer.from_file(str(tokenizer)))
 
 
-@pytest.mark.parametrize("row", [row for row in tokenizers.ROWS if not row.refused], ids=str)
-def test_the_bytes_of_tokens_are_the_documents(row: Shape, tmp_path: Path) -> None:
-    row.make(tmp_path)
-    assert row.tokenizer is not None
+@pytest.mark.parametrize("row", [p for p in params(tokenizers.ROWS) if not p.values[0].refused])
+def test_the_bytes_of_tokens_are_the_documents(row, tmp_path):
+    row.write(tmp_path)
     options = {"tokenizer": row.tokenizer(tmp_path), **row.options}
     held_out = tmp_path / "a.jsonl"
     (tmp_path / "b.jsonl").write_bytes(jsonl(["to train on"]))
@@ -171,5 +176,11 @@ def test_the_bytes_of_tokens_are_the_documents(row: Shape, tmp_path: Path) -> No
         assert f"{name}: SHA-256" in fault
 
 
-def test_the_page_is_what_the_rows_say() -> None:
-    assert PATH.read_text(encoding="utf-8") == as_markdown()
+def test_the_page_says_every_row():
+    page = Path(titan_loop.data.__file__).with_name("SHAPES.md").read_text(encoding="utf-8")
+    told = {
+        section: [re.split(r"(?<!\\) \| ", line[2:])[0] for line in table[3:]]
+        for section, *table in (part.splitlines() for part in page.split("\n## ")[1:])
+    }
+    told = {s: [found.replace(r"\|", "|") for found in rows] for s, rows in told.items()}
+    assert told == {section: [*rows] for section, rows in ROWS.items()}

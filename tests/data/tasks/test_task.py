@@ -4,7 +4,6 @@ import itertools
 import random
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import pytest
 
@@ -59,39 +58,13 @@ def test_an_exam_is_drawn_by_stratum_and_seed():
     assert tokens(TASK.exam(5, seed=1)) != tokens(exam)
 
 
-def test_no_question_is_asked_twice():
-    """All held-out words of three letters are drawn in 400 draws but once in 10^6 tests."""
-    asked = [tuple(example.tokens.tolist()) for example in TASK.exam(200)["3_letters"]]
-    assert len(asked) == len(set(asked))
-    assert len(asked) == sum(TASK.is_held_out(word) for word in WORDS if len(word) == 3)
-
-
-def test_equal_exams_are_checked_once_in_a_process(monkeypatch: pytest.MonkeyPatch):
-    drawn: list[int] = []
-    draw = Backwards.held_out_questions
-
-    def counted(task: Backwards, count: int, stratum: int, *, seed: int = 0) -> list[Any]:
-        drawn.append(stratum)
-        return draw(task, count, stratum, seed=seed)
-
-    monkeypatch.setattr(Backwards, "held_out_questions", counted)
-    for task in (Backwards(9), Backwards(9)):
-        task.check_exam(5)
-        task.check_exam(5, strata=["2_letters"])
-    assert drawn == [1, 2, 3]
-    for _ in range(2):
-        with pytest.raises(UserError, match="too few examples"):
-            Backwards(2).check_exam(5)
-
-
-def test_every_task_can_be_told_from_another():
-    for task in map(find_task, names("tasks")):
-        assert hash(task()) == hash(task())
-
-
 def test_a_checkpoint_names_its_task_and_parameters():
     state = {"data": {"task": "backwards", "letters": 7, "seed": 3, "seq_len": 9}}
     assert recorded_task(state) == Backwards(7)  # a parameter added later has its default
+    assert recorded_task({"data": {"seed": 0, "sources": []}}) is None
+    assert recorded_task({}) is None  # an imported model
+    with pytest.raises(UserError, match="the task 'chess', which this version does not know"):
+        recorded_task({"data": {"task": "chess"}})
 
     @dataclass(frozen=True)
     class Other(Backwards):
@@ -102,7 +75,7 @@ def test_a_checkpoint_names_its_task_and_parameters():
     assert find_task("backwards") is Backwards
 
 
-def test_a_task_that_holds_everything_out_ends_in_one_line(monkeypatch: pytest.MonkeyPatch):
+def test_a_task_that_holds_everything_out_ends_in_one_line(monkeypatch):
     monkeypatch.setattr(Backwards, "held_out_one_in", 1)
     with pytest.raises(
         UserError, match=r"no example of 1 is left to train on; enlarge Backwards\(letters"

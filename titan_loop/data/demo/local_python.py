@@ -7,8 +7,6 @@
 Every file has one role, chosen by a hash of its name, so no text stands in two domains. Which files
 are taken, and which documents are held out, is a keyed hash, too: the same environment gives the
 same corpus.
-
-    python -m titan_loop.data.demo.local_python OUTPUT [--code-megabytes 12 …]
 """
 
 import ast
@@ -22,17 +20,15 @@ import sys
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NamedTuple
-
-import tyro
+from typing import NamedTuple
 
 from titan_loop.data.demo.overlap import WORDS, overlaps
 from titan_loop.data.keyed import keyed_integer, keyed_uniform
 from titan_loop.data.tasks.mano import Mano
-from titan_loop.errors import UserError, exit_code
+from titan_loop.errors import UserError
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.local_path import require_local
 
@@ -102,7 +98,7 @@ class DomainFiles:
 
 
 def build_local_python_corpus(
-    output: Annotated[str | Path, tyro.conf.Positional],
+    output: str | Path,
     *,
     code_megabytes: float = 12,
     prose_megabytes: float = 8,
@@ -382,16 +378,6 @@ def _write_domain(domain: DomainFiles) -> dict[str, object]:
     return {**splits, "dropped": dict(domain.dropped), "packages": sorted(domain.packages)}
 
 
-def run(build: Callable[..., object]) -> None:
-    """Call `build` with this process's command line; a mistake ends it in one line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        tyro.cli(build)
-    except UserError as error:
-        print(f"titan-loop: error: {error}", file=sys.stderr)
-        raise SystemExit(exit_code(error)) from error
-
-
 def mano_text(key: int, questions: int, *, max_operations: int = 10, modulus: int = 23) -> str:
     """Return a document of solved questions, one a line, with "=" in place of `<ans>`."""
     drawn = Mano(modulus, max_operations).questions(key)
@@ -400,7 +386,3 @@ def mano_text(key: int, questions: int, *, max_operations: int = 10, modulus: in
         body = " ".join(str(symbol) for symbol in question.expression)
         lines.append(f"len_{question.operations} {body} = {question.answer}")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    run(build_local_python_corpus)

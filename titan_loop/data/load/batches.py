@@ -338,11 +338,6 @@ class GlobalBatchLoader(BaseDataLoader):
         """
         if not state_dict:
             return []
-        if "data" not in state_dict:
-            raise UserError(
-                "the checkpoint's position in the data was saved by an older titan_loop: resume "
-                "with that version, or start anew in another dump_folder"
-            )
         changes = data_changes(state_dict["data"], self._description)
         if changes and not self._accept_change:
             raise UserError(

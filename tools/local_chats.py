@@ -7,13 +7,14 @@ One chat in `_ONE_IN` is a Mano expression and its value. A file's chats are in 
 `local_python` puts the document it makes of the file: text that is held out there is held out
 here.
 
-    python -m titan_loop.data.demo.local_chats OUTPUT [--megabytes 1 …]
+    python -m tools.local_chats OUTPUT [--megabytes 1 …]
 """
 
 import ast
 import json
 import logging
 import random
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -29,14 +30,13 @@ from titan_loop.data.demo.local_python import (
     licences,
     make_folder,
     python_files,
-    run,
     split_of,
     write_card,
     write_lines,
 )
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.tasks.mano import Mano
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, exit_code
 from titan_loop.storage.local_path import require_local
 
 logger = logging.getLogger(__name__)
@@ -209,4 +209,9 @@ def _write(
 
 
 if __name__ == "__main__":
-    run(build_local_chats)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        tyro.cli(build_local_chats)
+    except UserError as error:
+        print(f"titan-loop: error: {error}", file=sys.stderr)
+        raise SystemExit(exit_code(error)) from error

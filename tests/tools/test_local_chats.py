@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from titan_loop.data.demo import local_python
-from titan_loop.data.demo.local_chats import LARGEST_CHAT_BYTES, build_local_chats, function_chats
 from titan_loop.data.demo.local_python import document_identity
 from titan_loop.data.demo.local_python import split_of as split_of_document
 from titan_loop.errors import UserError
 from titan_loop.text.conversation import parse_conversation
+from tools.local_chats import LARGEST_CHAT_BYTES, build_local_chats, function_chats
 
 MODULE = '''
 def total(numbers, start):
@@ -39,8 +39,6 @@ def test_a_chat_asks_for_the_first_paragraph_of_a_public_function():
         ),
         ("What does `A.wait(self)` of sums do?", "Wait until something has happened."),
     ]
-    with pytest.raises(SyntaxError):
-        list(function_chats("def (", "broken"))
 
 
 @pytest.fixture(scope="module")
@@ -86,22 +84,6 @@ def test_what_the_corpus_holds_out_is_held_out_here(chats: Path):
     assert min(counts.values()) > 5
 
 
-def test_the_card_describes_the_chats(chats: Path):
-    card = json.loads((chats / "card.json").read_text())
-    sources = set()
-    for split in ("train", "held_out"):
-        found = records(chats, split)
-        assert card["splits"][split]["chats"] == len(found)
-        sources |= {record["source"] for record in found}
-    assert set(card["licences"]) == sources
-    assert card["command"]
-
-
 def test_mistakes(tmp_path: Path):
     with pytest.raises(UserError, match=r"megabytes 0 must be positive"):
         build_local_chats(tmp_path, megabytes=0)
-    with pytest.raises(UserError, match=r"held_out_fraction 1 must lie in"):
-        build_local_chats(tmp_path, held_out_fraction=1)
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written"):
-        build_local_chats(tmp_path / "file" / "chats")
