@@ -6,4 +6,4 @@ set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 set_up_tests
-"$VENV/bin/python" -m pytest -q -n 2 --dist worksteal -m effects tests/effects tests/families "$@"
+"$VENV/bin/python" -m pytest -q -n 2 --dist worksteal -m effects tests/effects tests/train_configs "$@"

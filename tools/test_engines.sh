@@ -11,4 +11,4 @@ source tools/engines.sh
 engine_environment mlx
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TITAN_LOOP_REQUIRE=engines \
     TITAN_LOOP_ENGINES_PYTHON=$ENGINES/bin/python TITAN_LOOP_MLX_PYTHON=$VENV/mlx/bin/python \
-    "$VENV/bin/python" -m pytest -q -m engines tests/families "$@"
+    "$VENV/bin/python" -m pytest -q -m engines tests/families tests/contracts "$@"

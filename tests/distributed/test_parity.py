@@ -34,6 +34,7 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import ModelOptions, decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.objectives.streamed_loss import StreamedLoss
 
 pytestmark = pytest.mark.multiprocess
 
@@ -76,17 +77,22 @@ class Case:
     options: tuple[tuple[str, str | float], ...] = ()
     family: type[ModelOptions] = OuroOptions
     reshard: Literal["default", "always", "never"] = "default"
+    loss: StreamedLoss.Config = field(default_factory=ExpectedExitLoss.Config)
+
+    @property
+    def model(self) -> ModelOptions:
+        """Options of the model."""
+        return self.family(
+            size="debugmodel",
+            tie_weights=self.tie_weights,
+            exit_gate=self.exit_gate,
+            **dict(self.options),
+        )
 
 
 def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    options = case.family(
-        size="debugmodel",
-        tie_weights=case.tie_weights,
-        exit_gate=case.exit_gate,
-        **dict(case.options),
-    )
-    config = decoder_config(options, max_seq_len=SEQ_LEN)
+    config = decoder_config(case.model, max_seq_len=SEQ_LEN)
     config.recurrence.backward_steps = case.backward_steps
     checkpointing = CHECKPOINTING[case.checkpointing]
     return parallel_model(
@@ -121,9 +127,9 @@ def batches(count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 def losses_and_gradients(layout: Layout, case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """Return the global loss of every micro-batch and the accumulated whole gradients."""
     model, dims = build(layout, case)
-    loss_fn = ExpectedExitLoss.Config().build(compile_config=CompileConfig())
+    loss_fn = case.loss.build(compile_config=CompileConfig())
     loss_fn.set_lm_head(model.lm_head)
-    loss_fn.entropy_weight = 0.1
+    loss_fn.set_schedules({"entropy_weight": 0.1})
     context = dist_utils.get_spmd_context(parallel_dims=dims)
     losses = []
     for steps, batch in zip(case.steps, batches(len(case.steps)), strict=True):
@@ -131,7 +137,7 @@ def losses_and_gradients(layout: Layout, case: Case) -> tuple[list[float], dict[
         tokens, positions, masks, labels = part_of_rank(model, dims, batch)
         with context():
             torch.manual_seed(steps)  # for dropout; the ranks of a state draw the same masks
-            collect = ExpectedExitLoss.Config().collect(exit_gate=case.exit_gate)
+            collect = case.loss.collect(exit_gate=case.exit_gate)
             output = model(tokens, positions, masks, recurrent_steps=steps, collect=collect)
             loss, _ = loss_fn(output, labels, valid)
             loss.backward()

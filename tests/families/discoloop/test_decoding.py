@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.inference.generation import check_generation
+from tests.families.discoloop.contract import MODELS
 from tests.inference.reference import CONTEXT, prompts
 from tests.models.reference import Weights, reference_forward
-from titan_loop.errors import UserError
 from titan_loop.families.discoloop.model import DecodingOptions, DiscoLoopOptions
 from titan_loop.families.discoloop.ponder import PonderOptions
 from titan_loop.families.ouro.model import OuroOptions
@@ -23,13 +22,6 @@ from titan_loop.models.family import build_decoder, decoder_config
 ROTATION = 2e-5  # the rotary table is fp32: 1e-7 relative, amplified by 8 layers
 SCALE = 8.0  # the square root of 64, the width
 STEPS = 4
-FAMILIES: dict[str, DecodingOptions] = {
-    "discoloop": DiscoLoopOptions(exit_gate=True, channel_strength=0.7, temperature=0.5),
-    "discoloop-learned": DiscoLoopOptions(exit_gate=True, channel_gate="learned", top_k=5),
-    "ponder": PonderOptions(exit_gate=True),
-    "ponder-untied": PonderOptions(exit_gate=True, tie_weights=False, top_k=100),
-    "ponder-published": PonderOptions(exit_gate=True, scale_embeddings=True, start_factor=3.0),
-}
 
 
 def make_model(options: OuroOptions):
@@ -72,9 +64,9 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_step_starts_from_what_the_equations_say(name):
-    options, (tokens, positions) = FAMILIES[name], batch()
+    options, (tokens, positions) = MODELS[name], batch()
     model = make_model(options)
     output = model(tokens, positions, recurrent_steps=STEPS)
     factor = options.start_factor * SCALE if name == "ponder-published" else 1.0
@@ -92,7 +84,7 @@ def test_every_step_starts_from_what_the_equations_say(name):
 
 def test_gradients_are_of_the_authors_recurrence():
     """Value and gradient of every parameter, with their loop written out over the same layers."""
-    model, (tokens, positions) = make_model(FAMILIES["ponder-published"]), batch()
+    model, (tokens, positions) = make_model(MODELS["ponder-published"]), batch()
     model(tokens, positions, recurrent_steps=STEPS).hidden_RBLD[-1].square().sum().backward()
     got = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -107,25 +99,10 @@ def test_gradients_are_of_the_authors_recurrence():
         torch.testing.assert_close(got[name], weight.grad, atol=1e-10, rtol=1e-10)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", [OuroOptions, PonderOptions])
-def test_scaled_embeddings_are_larger_embeddings(kind):
-    scaled = make_model(kind(tie_weights=False, scale_embeddings=True))
-    plain = make_model(kind(tie_weights=False))
-    plain.tok_embeddings.weight.mul_(SCALE)
-    got, want = (model(*batch()).hidden_RBLD for model in (scaled, plain))
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_generation_equals_the_full_forward(name):
-    check_generation(make_model(FAMILIES[name]))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_what_a_policy_read_is_not_decoded_again(name, monkeypatch):
     """The same tokens at the same steps, and Φ decodes the prompts alone."""
-    model = make_model(FAMILIES[name])
+    model = make_model(MODELS[name])
     engine = Engine(model, recurrent_steps=STEPS, exit_policy=KLAndEntropy(0.3, 4.5))
     asked = [Request(prompt=prompt, max_new_tokens=8) for prompt in prompts(9, 2, 6)]
     decoded: list[int] = []
@@ -143,10 +120,10 @@ def test_what_a_policy_read_is_not_decoded_again(name, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_flops_are_those_counted(name, steps):
-    options = FAMILIES[name]
+    options = MODELS[name]
     config = decoder_config(options, max_seq_len=CONTEXT)
     with FlopCounterMode(display=False) as counter:  # does not know attention on a CPU
         make_model(options)(torch.zeros(1, 16, dtype=torch.int64), recurrent_steps=steps)
@@ -156,28 +133,3 @@ def test_flops_are_those_counted(name, steps):
     wanted = (flops.matrices + flops.gate) / 3 + (steps - 1) * forward
     assert counter.get_total_flops() == 16 * wanted
     assert config.training_flops(16, 4, backward_steps=2).decoding == 3 * forward + 2 * backward
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (DiscoLoopOptions(temperature=0.0), "model.temperature=0.0 must be above 0"),
-        (PonderOptions(temperature=float("inf")), "model.temperature=inf must be above 0 and fin"),
-        (DiscoLoopOptions(channel_strength=float("nan")), "model.channel_strength=nan must be fin"),
-        (PonderOptions(start_factor=0.0), "model.start_factor=0.0 must be above 0 and finite"),
-        (PonderOptions(top_k=129), "model.top_k=129 must be at least 1 and at most the 128"),
-        (DiscoLoopOptions(top_k=0), "model.top_k=0 must be"),
-        (DiscoLoopOptions(tie_weights=False), "model.tie_weights=False: DiscoLoop"),
-        (DiscoLoopOptions(channel_gate="soft"), "model.channel_gate=soft is unknown"),
-        (DiscoLoopOptions(normalised_over="kept"), "model.normalised_over=kept is unknown"),
-        (
-            DiscoLoopOptions(channel_gate="learned", channel_strength=0.5),
-            "model.channel_strength=0.5 has no effect",
-        ),
-        (PonderOptions(injection="additive"), "model.injection=additive"),
-        (PonderOptions(coda_layers=1), "model.coda_layers=1"),
-    ],
-)
-def test_mistakes_are_refused_in_one_line(options, message):
-    with pytest.raises(UserError, match=message):
-        decoder_config(options, max_seq_len=8)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.families.hrm_text.contract import OTHER
 from tests.families.nanbeige.conftest import VOCABULARY
 from tests.families.nanbeige.test_formats import convert
 from tests.families.nanbeige.test_llama_cpp import (
@@ -17,41 +18,9 @@ from tests.families.nanbeige.test_llama_cpp import (
     log_probs,
 )
 from tests.families.ouro.hugging_face.test_export import error_of
-from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.families.hrm_text.formats import HrmTextShape
 from titan_loop.runs.saved_run import SavedRun
-
-OTHER = {
-    "low_cycles": 2,
-    "recurrent_steps": 3,
-    "n_layers": 2,
-    "tie_weights": True,
-    "rope_theta": 500.0,
-    "norm_eps": 1e-5,
-    "embedding_scale": 3.0,
-    "prefix_lm": False,
-}
-
-
-@pytest.mark.parametrize("options", [{}, OTHER], ids=["default", "other"])
-def test_a_folder_comes_back_bit_by_bit(make_run, tmp_path, ascii_tokenizer, options):
-    made = make_run(**options)
-    out, back, again = (tmp_path / name for name in ("out", "back", "again"))
-    flags = ("--to", "hrm_text", "--tokenizer", ascii_tokenizer)
-    convert("export", made.run, "--output", out, *flags)
-    convert("import", out, "--output", back)
-    run = SavedRun.open(back)
-    reader = CheckpointReader(run.checkpoint().path)
-    for name, tensor in made.model.state_dict().items():
-        assert torch.equal(reader.read(name), tensor), name
-    before = SavedRun.open(made.run).checkpoint().manifest["trainer"]
-    after = run.checkpoint().manifest["trainer"]
-    assert after["architecture"] == before["architecture"]
-    assert after["recurrent_steps"] == before["recurrent_steps"] == made.model.recurrent_steps
-    convert("export", back, "--output", again, *flags)
-    for file in ("config.json", "model.safetensors"):
-        assert (out / file).read_bytes() == (again / file).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -86,17 +55,6 @@ def test_exports_that_a_format_cannot_hold_are_one_line(make_run, tmp_path, caps
     assert "model.family=hrm_text: llama.cpp cannot run it unrolled" in error_of(capsys, *arguments)
 
 
-def test_a_saved_folder_has_the_released_tensors(make_run, tmp_path):
-    convert(
-        "export", make_run().run, "--output", tmp_path / "out", "--to", "hrm_text", "--no-tokenizer"
-    )
-    names = SafetensorsFolder(tmp_path / "out").shapes
-    assert names["model.z_L_init"] == (64,)
-    assert names["model.H_module.layers.1.attn.gqkv_proj.weight"] == (4 * 64, 64)
-    assert names["model.L_module.layers.0.mlp.down_proj.weight"][0] == 64
-    assert len(names) == 3 + 4 * 4
-
-
 def test_a_folder_with_a_tensor_for_each_matrix_is_read_too(make_run, tmp_path):
     """As earlier versions wrote it."""
     made, out = make_run(), tmp_path / "out"
@@ -113,17 +71,6 @@ def test_a_folder_with_a_tensor_for_each_matrix_is_read_too(make_run, tmp_path):
     reader = CheckpointReader(SavedRun.open(tmp_path / "back").checkpoint().path)
     for name, tensor in made.model.state_dict().items():
         assert torch.equal(reader.read(name), tensor), name
-
-
-def test_rows_that_do_not_divide_are_one_line(make_run, tmp_path, capsys):
-    out = tmp_path / "out"
-    convert("export", make_run().run, "--output", out, "--to", "hrm_text", "--no-tokenizer")
-    stored = load_file(out / "model.safetensors")
-    name = "model.L_module.layers.0.attn.gqkv_proj.weight"
-    stored[name] = torch.zeros(257, 64)
-    save_file(stored, out / "model.safetensors")
-    error = error_of(capsys, "import", out, "--output", tmp_path / "back")
-    assert f"{name} has 257 rows, which do not divide into 4 matrices" in error
 
 
 @pytest.mark.engines

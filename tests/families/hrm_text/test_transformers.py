@@ -186,27 +186,6 @@ def test_gradients_of_the_last_k_passes(pair, k, low):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "options", [{}, {"recurrent_steps": 3, "low_cycles": 1, "prefix_lm": False}]
-)
-def test_an_exported_folder_runs_as_it_is(transformers, make_run, tmp_path, options):
-    made = make_run(**options)
-    convert("export", made.run, "--output", tmp_path / "out", "--to", "hrm_text", "--no-tokenizer")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert type(theirs).__name__ == "HrmTextForCausalLM"
-    prompt = tokens_of(1)[:, :9]
-    kinds = {"token_type_ids": torch.ones_like(prompt)} if made.model.config.prefix_lm else {}
-    answer = theirs.generate(prompt, max_new_tokens=16, do_sample=False, **kinds)[0, 9:].tolist()
-    (ours,) = Engine(made.model).complete([Request(prompt=prompt[0].tolist(), max_new_tokens=16)])
-    assert ours.tokens == answer
-    theirs.save_pretrained(tmp_path / "saved")
-    convert("import", tmp_path / "saved", "--output", tmp_path / "back")
-    reader = CheckpointReader(SavedRun.open(tmp_path / "back").checkpoint().path)
-    for name, tensor in made.model.state_dict().items():
-        assert torch.equal(reader.read(name), tensor), name
-
-
-@torch.no_grad()
 def test_a_folder_that_transformers_made_is_imported(transformers, tmp_path):
     torch.manual_seed(0)
     config = transformers.HrmTextConfig(

@@ -14,12 +14,11 @@ from titan_loop.analysis.steps.patching import patching
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.load.windows import empty_batch
-from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import example_windows
 from titan_loop.families.latent.model import LatentDecoder, LatentOptions
 from titan_loop.families.latent.objective import LatentSupervision
 from titan_loop.models.dropout import seed_dropout
-from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.models.family import build_decoder
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.chosen_model import chosen_model
 from titan_loop.training.preflight import refusals
@@ -67,15 +66,6 @@ def embed(model: LatentDecoder, factors: Tensor) -> Tensor:
     """Sum Emb_f(z_f) over f, each from its own table."""
     tables = model.tok_embeddings.weight.split(model.config.sizes)
     return sum(table[factors[..., f]] for f, table in enumerate(tables))  # type: ignore[return-value]
-
-
-@torch.no_grad()
-def test_the_embedding_of_a_token_begins_at_unit_scale():
-    torch.manual_seed(0)
-    model = build_decoder(OPTIONS, max_seq_len=LENGTH)
-    tokens, _, _, columns = windows()
-    embedded = embed(model, torch.cat([tokens.unsqueeze(-1), columns["factors"]], dim=-1))
-    assert 0.8 < embedded.square().mean().sqrt() < 1.2
 
 
 LEARNED = {"positions": "learned", "learned_positions": LENGTH, "relative_window": None}
@@ -201,16 +191,6 @@ def test_the_masked_loss_leaves_out_what_is_not_due():
         torch.testing.assert_close(metrics[f"ce/step_{step}"], wanted.detach())
 
 
-@pytest.mark.parametrize("state", ["discrete", "continuous"])
-def test_the_loss_can_be_the_mean_over_steps(state):
-    tokens, positions, labels, columns = windows()
-    model = model_of(state=state).train()
-    output = model(tokens, positions, recurrent_steps=3, columns=columns)
-    whole, _ = supervision(model)(output, labels, 1.0, columns=columns)
-    mean, _ = supervision(model, mean_over_steps=True)(output, labels, 1.0, columns=columns)
-    torch.testing.assert_close(3 * mean, whole)
-
-
 def test_values_that_are_due_can_be_corrupted_instead():
     model = model_of(corruption=1.0, corrupted_share=1.0, corrupted="due").train()
     _, _, _, columns = windows(200)
@@ -234,26 +214,6 @@ def test_scores_of_three_terms_are_divided_by_their_number():
         for each in (model, plain)
     )
     torch.testing.assert_close(one, two, rtol=EXACT, atol=EXACT)
-
-
-def test_weights_can_begin_as_in_the_authors_code():
-    torch.manual_seed(0)
-    options = replace(OPTIONS, initial_weights="torch", hidden_dim=256)
-    model = build_decoder(options, max_seq_len=LENGTH)
-    for linear in (model.lm_head, *_linears(model)):
-        bound = linear.weight.shape[1] ** -0.5
-        assert bound * 0.95 < linear.weight.abs().max() <= bound
-        assert linear.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
-    assert model.tok_embeddings.weight.std().item() == pytest.approx(1, rel=0.1)
-    keys = model.layers["0"].attention.distance_scores.weight
-    assert keys.std().item() == pytest.approx(3**-0.5, rel=0.1)
-
-
-def _linears(model: LatentDecoder) -> list[torch.nn.Module]:
-    layers = model.layers.values()
-    names = ("qkv_linear.wq", "qkv_linear.wk", "wo")
-    of_attention = [layer.attention.get_submodule(name) for layer in layers for name in names]
-    return [*of_attention, *(layer.feed_forward.w2 for layer in layers)]
 
 
 def test_a_graph_is_solved_where_every_factor_is_right():
@@ -333,48 +293,6 @@ def test_the_head_reads_the_value_for_everybody_else():
     (of_loss,) = torch.autograd.grad(loss, model.lm_head.weight)
     (of_wanted,) = torch.autograd.grad(wanted, model.lm_head.weight)
     torch.testing.assert_close(of_loss, of_wanted)
-
-
-def test_what_is_computed_stands_in_the_record():
-    records = [
-        decoder_config(replace(OPTIONS, **changed), max_seq_len=LENGTH).architecture()
-        for changed in (
-            {},
-            {"state": "continuous"},
-            {"factors": (5, 18, 3)},
-            {"positions": "relative"},
-        )
-    ]
-    assert len({str(record) for record in records}) == 4
-    assert records[0]["factors"] == [5, 17, 3]
-    trained = decoder_config(replace(OPTIONS, corruption=0.1), max_seq_len=LENGTH)
-    assert trained.architecture() == records[0]
-    assert trained.draws
-    flops = trained.training_flops(LENGTH, 4)
-    assert flops.readouts == 6 * 4 * 64 * (7 + 5 + 17 + 3)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"state": "fuzzy"}, "model.state=fuzzy is unknown"),
-        ({"exit_gate": True}, "model.exit_gate=True does not work with model.family=latent"),
-        ({"scale_embeddings": True}, "model.scale_embeddings=True does not work"),
-        ({"embedding_dropout": 0.1}, "model.embedding_dropout=0.1 does not work .* at 0.0"),
-        ({"injection": "diagonal"}, "model.injection=diagonal does not work .* at none"),
-        ({"prelude_layers": 1}, "model.prelude_layers=1 does not work .* at 0"),
-        ({"corrupted": "all"}, "model.corrupted=all is unknown"),
-        (
-            {"scale_scores_by_terms": True, "positions": "none", "relative_window": None},
-            "needs the terms of model.positions=deberta, not none",
-        ),
-        ({"corruption": 1.5}, "model.corruption=1.5 must be from 0 to 1"),
-        ({"corruption": 0.1, "state": "continuous"}, "needs the discrete values of model.state="),
-    ],
-)
-def test_options_that_cannot_be_are_refused(changed, message):
-    with pytest.raises(UserError, match=message):
-        decoder_config(replace(OPTIONS, **changed), max_seq_len=LENGTH)
 
 
 def run(**changed) -> LoopTrainer.Config:

@@ -1,7 +1,6 @@
 """Attentions of each step's own: a loop of them is the unrolled model with copies of the rest."""
 
 import re
-from collections import defaultdict
 
 import torch
 
@@ -60,21 +59,6 @@ def test_a_loop_is_the_unrolled_model_with_tied_experts_and_untied_attention():
         grads = [wanted[copy].grad for copy in unrolled_names(name)]
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, sum(grads), atol=CLOSE, rtol=1e-4)
-
-
-def test_fewer_steps_leave_later_attentions_alone():
-    model = model_of(**SPLIT, attentions=ATTENTIONS)
-    counts: dict[str, int] = defaultdict(int)
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: counts.update({name: counts[name] + 1}))
-    tokens = torch.zeros(1, L, dtype=torch.int64)
-    model(tokens, recurrent_steps=1, collect="last").hidden_RBLD[-1].sum().backward()
-    assert not any("later" in name for name in counts)
-    assert any(name.endswith("attention.wo.weight") for name in counts)
-    one = sum(p.numel() for p in model_of(**SPLIT).parameters())
-    attention = 64 * (64 + 2 * 32 + 64)
-    assert sum(p.numel() for p in model.parameters()) == one + LAYERS * attention
-    assert model.config.training_flops(L, 3) == model_of(**SPLIT).config.training_flops(L, 3)
 
 
 @torch.no_grad()

@@ -128,25 +128,6 @@ def test_a_mixtral_has_experts_alone(make_moe: MakeMoE, tmp_path):
             assert torch.equal(got, state[name][2])
 
 
-def test_the_list_says_why_not(make_moe: MakeMoE, capsys):
-    def answers(**options: object) -> dict[str, str]:
-        capsys.readouterr()
-        convert("export", make_moe(**options).run, "--list")
-        return dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
-
-    lines = answers()
-    assert lines["glm4_moe-unrolled"].startswith("yes")
-    assert lines["mixtral-unrolled"].startswith(
-        "no: model.router=sigmoid: the Mixtral format supports only"
-    )
-    assert "family nanbeige alone" in lines["llama-unrolled"]
-    assert lines["gguf-unrolled"] == "no: model.family=moe: llama.cpp cannot run it unrolled"
-    lines = answers(router="softmax", dense_layers=(1,), n_layers=3, prelude_layers=1)
-    assert lines["ernie4_5_moe-unrolled"].startswith("yes")
-    assert "Mixtral allows no layer of the" in lines["mixtral-unrolled"]
-    assert lines["glm4_moe-unrolled"].startswith("no: model.router=softmax")
-
-
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [

@@ -1,7 +1,6 @@
 """The looped decoder with experts: costs, counting, checkpointing, decoding, refusals."""
 
 import math
-from dataclasses import asdict
 
 import pytest
 import titan_loop.compat as compat
@@ -12,14 +11,13 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from tests.distributed.parallel_model import parallel_model
 from tests.distributed.test_parity import CHECKPOINTING
-from tests.inference.generation import check_generation
 from titan_loop.distributed.parallelize import check_parallelism
 from titan_loop.errors import UserError
 from titan_loop.families.moe.decoder import MoEDecoder
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
 from titan_loop.families.nanbeige.model import NanbeigeOptions
-from titan_loop.models.family import ModelOptions, build_decoder, decoder_config, read_options
+from titan_loop.models.family import ModelOptions, build_decoder, decoder_config
 
 L = 16
 ALONE = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
@@ -111,24 +109,6 @@ def test_recomputation_routes_as_the_forward_pass_and_counts_once(policy, monkey
     assert counted == dict.fromkeys([(2, 1), (2, 2), (2, 3), (3, None)], 2 * L * 2)
 
 
-@pytest.mark.parametrize("policy", [name for name in CHECKPOINTING if name != "none"])
-def test_gradients_are_the_same_under_checkpointing(policy):
-    def gradients(name: str) -> list[Tensor]:
-        config = decoder_config(MoEOptions(), max_seq_len=L)
-        checkpointing = CHECKPOINTING[name]
-        model, _ = parallel_model(config, ALONE, ac_config=checkpointing and checkpointing())
-        loss_fn = MoELoss.Config(balance_weight=0.1, router_z_weight=0.1).build(
-            compile_config=CompileConfig()
-        )
-        loss_fn.set_lm_head(model.lm_head)
-        loss, _ = loss_fn(model(tokens(), recurrent_steps=3, collect="last"), tokens())
-        loss.backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    for got, want in zip(gradients(policy), gradients("none"), strict=True):
-        torch.testing.assert_close(got, want, atol=0, rtol=0)
-
-
 def test_the_loss_is_a_sum_over_windows():
     model = model_of()
     loss_fn = MoELoss.Config(balance_weight=0.5, router_z_weight=0.25).build(
@@ -148,49 +128,6 @@ def test_the_loss_is_a_sum_over_windows():
         assert float(metrics[name]) == pytest.approx(sum(float(m[name]) for _, m in parts), 1e-6)
     price = 0.5 * metrics["experts/balance"] + 0.25 * metrics["experts/router_z"]
     assert whole == pytest.approx(float(metrics["ce/step_2"] + price), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_generation_is_the_whole_pass_and_exits_early():
-    model = model_of(routers=2, attentions=2, exit_gate=True, coda_layers=1, dim=32).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    check_generation(model)
-
-
-REFUSED = {
-    "experts": ({"experts": 1}, "model.experts=1 must be at least 2"),
-    "top_k": ({"top_k": 9}, "model.top_k=9 must be from 1 to model.experts=8"),
-    "width": ({"expert_hidden_dim": 12}, "expert_hidden_dim=12 must be a multiple of 8"),
-    "router": ({"router": "softmix"}, "model.router=softmix is unknown"),
-    "shared": ({"shared_experts": -1}, "model.shared_experts=-1 must be at least 0"),
-    "routers": ({"routers": 0}, "model.routers=0 must be at least 1"),
-    "attentions": ({"attentions": 0}, "model.attentions=0 must be at least 1"),
-    "rate": ({"bias_rate": -1.0}, "model.bias_rate=-1.0 must be"),
-    "scale": ({"score_scale": 0.0}, "model.score_scale=0.0 must be"),
-    "all dense": ({"dense_layers": (1, 2)}, "leave one with experts"),
-    "no such layer": ({"dense_layers": (3,)}, "must name some of the layers 1 to 2"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_options_that_do_not_fit_are_refused_in_a_line(name):
-    options, message = REFUSED[name]
-    with pytest.raises(UserError, match=message) as found:
-        decoder_config(MoEOptions(**options), max_seq_len=8)
-    assert "\n" not in str(found.value)
-
-
-def test_recorded_options_are_read_back():
-    options = MoEOptions(**SPLIT, routers=2, attentions=3)
-    recorded = asdict(options) | {"dense_layers": list(options.dense_layers)}  # as JSON has it
-    again, here = (
-        decoder_config(each, max_seq_len=8).architecture()
-        for each in (read_options(recorded), options)
-    )
-    assert again == here
-    assert (here["dense_layers"], here["attentions"]) == ([1, 2], 3)
 
 
 def spread(family_options: ModelOptions, world: int, **parallelism: object) -> None:

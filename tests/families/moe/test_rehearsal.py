@@ -24,10 +24,6 @@ def sparse(**parallelism: int) -> LoopTrainer.Config:
     return config
 
 
-def test_experts_on_all_ranks_reduce_every_weight_once():
-    assert_every_weight_is_reduced_once(sparse())
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_spread_experts_exchange_tokens_at_every_visit(optimizer):
     config = sparse(expert_parallel=4)

@@ -84,22 +84,6 @@ def test_a_loop_of_one_step_is_the_mixture_and_its_routers_begin_alike(make_moe:
     assert torch.equal(biases[2], made.model.get_buffer("layers.1.moe.expert_bias_SE")[0])
 
 
-def test_the_manifest_names_parent_and_new_parts(make_run: Make, tmp_path):
-    made = make_run(**DENSE, n_layers=3, recurrent_steps=1)
-    flags = ("--experts", 8, "--coda", 1, "--recurrent-steps", 2)
-    upcycled(made.run, tmp_path / "run", *flags)
-    manifest = SavedRun.open(tmp_path / "run").checkpoint().manifest
-    parent = SavedRun.open(made.run).checkpoint().path.resolve()
-    assert manifest["lineage"]["parent"]["path"] == str(parent)
-    new = {name: value for name, value in manifest["lineage"]["moe"].items() if value is not None}
-    assert new == {"experts": 8, "coda": 1, "recurrent_steps": 2}
-    trainer = manifest["trainer"]
-    assert (trainer["step"], trainer["recurrent_steps"]) == (0, 2)
-    architecture = trainer["architecture"]
-    assert (architecture["family"], architecture["experts"]) == ("moe", 8)
-    assert (architecture["expert_hidden_dim"], architecture["coda_layers"]) == (64, 1)
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "flags", "message"),
     [

@@ -10,13 +10,10 @@ from tests.families.xllm.conftest import write_released
 from tests.families.xllm.reference import fields, logits, random_weights
 from tests.families.xllm.test_formats import CLOSE, TOKENS, imported
 from tests.families.xllm.test_formats import MODELS as DENSE
-from tests.inference.generation import check_generation
 from titan_loop.errors import UserError
 from titan_loop.families.moe.xllm import XllmMoEDecoder, XllmMoEOptions
 from titan_loop.families.moe.xllm_formats import XllmMoEShape
-from titan_loop.families.xllm.formats import XllmShape
 from titan_loop.families.xllm.start_state import fixed_noise
-from titan_loop.inference.exit_policy import Confidence
 from titan_loop.models.family import build_decoder, decoder_config
 
 __all__ = ["write_released"]  # a fixture
@@ -78,23 +75,6 @@ def test_export_writes_their_layout_again(name, write_released, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"num_dense_layers": 1}, "model.num_dense_layers=1 is not supported by titan_loop"),
-        ({"moe_router_bias": True}, "model.moe_router_bias=True is not supported by titan_loop"),
-        ({"moe_router_score_func": "relu"}, "model.moe_router_score_func='relu' is not"),
-        ({"num_activated_experts": 0}, "num_activated_experts=0 must be a positive integer"),
-    ],
-)
-def test_what_cannot_be_computed_is_refused(changed, message):
-    config = {"model": fields(**{**EXPERTS, **changed})}
-    assert XllmMoEShape.describes(config)
-    assert not XllmShape.describes(config)
-    with pytest.raises(UserError, match=message):
-        XllmMoEShape.from_config(config)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"top_k": 1}, "normalise_scores=True with model.top_k=1"),
@@ -127,17 +107,6 @@ def test_active_parameters_are_those_of_the_released_models(options, stop_step):
     assert math.ceil(20 * (total - config.idle_parameters()) / TOKENS_PER_STEP) == stop_step
 
 
-@pytest.mark.parametrize("options", [{}, {"states": "split"}, {"injection": "linear"}])
-def test_decoding_with_a_cache_gives_the_tokens_of_the_whole_pass(options):
-    torch.manual_seed(0)
-    model = build_decoder(XllmMoEOptions(experts=4, dim=32, **options), max_seq_len=32)
-    model = model.double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    check_generation(model, leaves=Confidence(0.08))
-
-
 def test_loads_are_counted_for_every_update_and_balanced():
     """A step of low_cycles = 2 visits the layers of the low state twice."""
     torch.manual_seed(0)
@@ -156,9 +125,3 @@ def test_loads_are_counted_for_every_update_and_balanced():
     bias_SE = model.get_buffer("layers.1.moe.expert_bias_SE")
     assert bias_SE.abs().max() >= options.bias_rate
     assert float(bias_SE.sum()) == pytest.approx(0, abs=1e-9)
-
-
-def test_expert_parallelism_needs_a_degree_that_divides():
-    config = decoder_config(XllmMoEOptions(experts=4), max_seq_len=16)
-    with pytest.raises(UserError, match=r"expert_parallel_degree=3 must divide model.experts=4"):
-        config.check_spreading(tensor_parallel=1, context_parallel=1, expert_parallel=3)

@@ -2,18 +2,15 @@
 
 import json
 import resource
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, normalizers
 
 from tests.data.shapes.tokenizers import sentencepiece
 from tests.families.nanbeige.conftest import VOCABULARY, maker
 from tests.families.ouro.hugging_face.conftest import convert_killed
 from tests.families.ouro.hugging_face.test_export import error_of
-from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main as cli
 from titan_loop.families.ouro.model import OuroOptions
@@ -45,37 +42,6 @@ SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1}
 def convert(*arguments: object) -> None:
     """Run `titan-loop convert`, which must succeed."""
     assert cli.main(["convert", *map(str, arguments)]) == 0
-
-
-@pytest.mark.parametrize(
-    ("to", "options"),
-    [
-        ("llama-unrolled", {"recurrent_steps": 1}),
-        ("llama-unrolled", {"recurrent_steps": 1, "tie_weights": True, "rope_theta": 500.0}),
-        ("nanbeige", {}),
-        ("nanbeige", {"norm_placement": "every_step", "recurrent_steps": 4, "norm_eps": 1e-6}),
-    ],
-)
-def test_a_folder_comes_back_bit_by_bit(make_run, tmp_path, ascii_tokenizer, to, options):
-    made = make_run(**options)
-    out, back = tmp_path / "out", tmp_path / "back"
-    shards = ("--max-shard-gigabytes", "1e-4")
-    convert(
-        "export", made.run, "--to", to, "--output", out, "--tokenizer", ascii_tokenizer, *shards
-    )
-    convert("import", out, "--output", back)
-    run = SavedRun.open(back)
-    reader = CheckpointReader(run.checkpoint().path)
-    for name, tensor in made.model.state_dict().items():
-        assert torch.equal(reader.read(name), tensor), name
-    before = SavedRun.open(made.run).checkpoint().manifest["trainer"]
-    after = run.checkpoint().manifest["trainer"]
-    assert after["architecture"] == before["architecture"]
-    assert after["recurrent_steps"] == before["recurrent_steps"]
-    again = tmp_path / "again"
-    convert("export", back, "--to", to, "--output", again, "--tokenizer", ascii_tokenizer, *shards)
-    for file in sorted(out.glob("*.safetensors")):
-        assert file.read_bytes() == (again / file.name).read_bytes()
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -198,24 +164,6 @@ def test_models_that_a_format_cannot_hold_are_one_line(
     assert not [*tmp_path.glob("*")]
 
 
-def test_an_output_that_exists_stays(make_run, tmp_path, capsys, ascii_tokenizer):
-    (tmp_path / "model.gguf").write_text("mine")
-    arguments = ("export", make_run().run, "--to", "gguf", "--output", tmp_path / "model.gguf")
-    assert "exists; choose a new file" in error_of(
-        capsys, *arguments, "--tokenizer", ascii_tokenizer
-    )
-    assert (tmp_path / "model.gguf").read_text() == "mine"
-
-
-def test_eight_bits_take_less_than_half_of_the_bytes(make_run, tmp_path):
-    run, sizes = make_run().run, []
-    for dtype in ("float32", "q8_0"):
-        flags = ("--to", "gguf", "--no-tokenizer", "--dtype", dtype)
-        convert("export", run, *flags, "--output", tmp_path / dtype)
-        sizes.append((tmp_path / dtype).stat().st_size)
-    assert sizes[1] < sizes[0] / 2
-
-
 @pytest.mark.parametrize("missing", [1, 200, 100_000])
 def test_a_full_disk_leaves_no_file(make_run, tmp_path, capsys, missing):
     arguments = ("export", make_run().run, "--to", "gguf", "--no-tokenizer", "--output")
@@ -294,22 +242,6 @@ def test_a_tokenizer_is_known_by_how_it_splits(make_run, tmp_path, ascii_tokeniz
     reader = gguf.GGUFReader(path)
     assert reader.get_field("tokenizer.ggml.pre").contents() == name
     assert reader.get_field("tokenizer.ggml.add_bos_token").contents() is False
-
-
-def test_what_differs_in_llama_cpp_is_said(make_run, tmp_path, caplog, ascii_tokenizer):
-    caplog.set_level("INFO")
-    tokenizer = Tokenizer.from_file(str(ascii_tokenizer))
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.add_tokens(["</s>", AddedToken("<x>", lstrip=True)])
-    other = tmp_path / "tokenizer.json"
-    tokenizer.save(str(other))
-    arguments = ("export", make_run(vocab_size=302).run, "--to", "gguf", "--output")
-    convert(*arguments, tmp_path / "a.gguf", "--tokenizer", other)
-    for words in ("the normalizer NFC", "the token '</s>' for text", "such as '<x>'"):
-        assert words in caplog.text
-    assert "a.gguf: runs in llama.cpp" in caplog.text
-    convert(*arguments, tmp_path / "b.gguf", "--no-tokenizer")
-    assert "b.gguf: has no tokenizer; programs that give llama.cpp's library ids" in caplog.text
 
 
 TOGETHER = [["a", "b"], ["b", "c"], ["a", "bc"], ["ab", "c"]]
@@ -416,25 +348,3 @@ def test_a_gguf_file_has_every_tensor_and_key(make_run, tmp_path, ascii_tokenize
     query = state["layers.1.attention.qkv_linear.wq.weight"]
     np.testing.assert_array_equal(found["blk.1.attn_q.weight"].data, neighbours(query, 4).numpy())
     np.testing.assert_array_equal(found["output_norm.weight"].data, state["norm.weight"].numpy())
-
-
-def test_rows_of_a_head_are_interleaved():
-    rows = torch.arange(8.0)[:, None]
-    assert neighbours(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
-def test_llama_logits_equal_transformers(transformers, make_run, tmp_path, ascii_tokenizer):
-    made = make_run(**SPLIT)
-    tokens = torch.arange(40)[None] * 7 % VOCABULARY
-    for steps in (1, 2, 4):
-        out = tmp_path / f"out{steps}"
-        flags = ("--tokenizer", ascii_tokenizer, "--recurrent-steps", steps)
-        convert("export", made.run, "--to", "llama-unrolled", "--output", out, *flags)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
-        with torch.no_grad():
-            want = theirs(tokens).logits
-            ours = made.model(tokens, recurrent_steps=steps)
-            got = made.model.readout(ours.hidden_RBLD[-1])
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-        assert SafetensorsFolder(out).shapes
-        shutil.rmtree(out)

@@ -63,21 +63,6 @@ def test_every_attention_function_is_called_once_a_visit(transformers, exported,
         assert calls == dict.fromkeys(range(6), 1)
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_greedy_tokens_through_a_cache(transformers, exported, cache):
-    model, folder = exported
-    theirs = load(transformers, folder)
-    settings = {} if cache is None else {"cache_implementation": cache}
-    settings["attention_mask"] = torch.ones(1, 6, dtype=torch.long)  # token 0 would be padding
-    found = theirs.generate(
-        TOKENS[:, :6], max_new_tokens=24, do_sample=False, eos_token_id=None, **settings
-    )
-    ids = TOKENS[:, :6]
-    for _ in range(24):
-        ids = torch.cat([ids, ours(model, ids)[:, -1:].argmax(-1)], dim=1)
-    assert found.tolist() == ids.tolist()
-
-
 def test_a_left_padded_row_is_the_row_alone(transformers, exported):
     model, folder = exported
     theirs = load(transformers, folder)
@@ -108,55 +93,6 @@ def test_generate_sees_padding_and_what_a_cache_holds(transformers, exported):
     again = theirs.generate(turn, **{name: first[name]}, **settings)
     assert seen[0] == 5  # the last answered token, which the cache lacks, and the four new ones
     assert again.tolist() == theirs.generate(turn, **settings).tolist()
-
-
-def test_states_and_tuples_are_returned_on_demand(transformers, exported):
-    _, folder = exported
-    theirs = load(transformers, folder)
-    with torch.no_grad():
-        output = theirs(TOKENS, output_hidden_states=True)
-        bare = theirs(TOKENS, return_dict=False, use_cache=False)
-        answer = theirs.generate(
-            TOKENS[:, :6],
-            max_new_tokens=2,
-            output_hidden_states=True,
-            return_dict_in_generate=True,
-        )
-    assert len(output.hidden_states) == 3 * 2 + 1  # before every visit, and after the last norm
-    torch.testing.assert_close(theirs.lm_head(output.hidden_states[-1]), output.logits)
-    assert torch.equal(output.hidden_states[0], theirs.model.embed_tokens(TOKENS))
-    assert isinstance(bare, tuple)
-    assert torch.equal(bare[0], output.logits)
-    assert len(answer.hidden_states[0]) == 7
-
-
-def test_another_number_of_loops(transformers, exported):
-    model, folder = exported
-    for loops in (1, 2, 4):
-        with torch.no_grad():
-            logits = load(transformers, folder, num_loops=loops)(TOKENS).logits
-        want = ours(model, recurrent_steps=loops)
-        torch.testing.assert_close(logits, want, atol=CLOSE, rtol=0)
-
-
-def test_the_number_of_loops_may_change_after_loading(transformers, exported):
-    model, folder = exported
-    theirs = load(transformers, folder)
-    for loops in (4, 2):
-        theirs.config.num_loops = loops
-        with torch.no_grad():
-            logits = theirs(TOKENS).logits
-        want = ours(model, recurrent_steps=loops)
-        torch.testing.assert_close(logits, want, atol=CLOSE, rtol=0)
-
-
-def test_the_loss_counts_the_targets_of_all_micro_batches(transformers, exported):
-    _, folder = exported
-    theirs = load(transformers, folder)
-    with torch.no_grad():
-        whole = theirs(TOKENS, labels=TOKENS).loss
-        half = theirs(TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(2 * 47)).loss
-    torch.testing.assert_close(half, whole / 2)
 
 
 def begin_with(bos: str, tokenizer: Path) -> None:

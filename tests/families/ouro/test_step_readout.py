@@ -4,15 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.families.ouro.step_readout import OuroDecoder
-from titan_loop.inference.engine import Engine
-from titan_loop.inference.exit_policy import StaticStep
-from titan_loop.inference.rows import Request
 from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.family import build_decoder
-from titan_loop.models.units import NORM_AND_GATE
 
 TOKENS = torch.randint(128, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -60,21 +55,6 @@ def test_untrained_readouts_change_nothing():
         assert torch.equal(own, shared)
 
 
-@pytest.mark.parametrize("step", [1, 2, 4])
-def test_the_engine_reads_each_row_by_its_step(step: int):
-    model = made(readout_rank=2)
-    prompts = [TOKENS[0, :5].tolist(), TOKENS[1, :8].tolist()]
-    engine = Engine(model, recurrent_steps=4, exit_policy=StaticStep(step))
-    done = engine.complete([Request(prompt=prompt, max_new_tokens=4) for prompt in prompts])
-    for prompt, completion in zip(prompts, done, strict=True):
-        text = list(prompt)
-        for token in completion.tokens:
-            with torch.no_grad():
-                states = model(torch.tensor([text]), recurrent_steps=step).hidden_RBLD
-            assert token == int(model.readout(states[-1])[0, -1].argmax())
-            text.append(token)
-
-
 def test_rows_at_different_steps_are_read_like_each_alone():
     model = made(readout_rank=2)
     assert model.step_readout is not None
@@ -103,16 +83,6 @@ def test_early_losses_of_detached_states_train_the_readouts_alone():
         assert model.layers["0"].feed_forward.w1.weight.grad is not None
 
 
-def test_bad_options_are_one_line():
-    with pytest.raises(UserError, match=r"model.readout_rank=64 must be at least 0 and below"):
-        made(readout_rank=64)
-    with pytest.raises(UserError, match=r"model.early_states=detach is unknown"):
-        made(early_states="detach")
-    config = made(readout_rank=0).config
-    with pytest.raises(UserError, match=r"tensor_parallel_degree=2 does not work with model.read"):
-        config.check_spreading(tensor_parallel=2, context_parallel=1, expert_parallel=1)
-
-
 def test_a_readout_costs_two_thin_products_a_step():
     """Forward 2, backward 4 FLOPs an element; with a frozen model the forward pass is left."""
     config = made(readout_rank=2).config
@@ -127,10 +97,3 @@ def test_a_readout_costs_two_thin_products_a_step():
         )
     assert plain.architecture()["readout_rank"] is None
     assert config.architecture()["readout_rank"] == 2
-
-
-def test_readouts_are_gathered_with_norm_and_gate():
-    model = made(readout_rank=2)
-    holders = [unit.name for unit in model.units() if model.step_readout in unit.modules]
-    assert holders == [NORM_AND_GATE]
-    assert len(model.units()) == len(made().units())

@@ -4,24 +4,15 @@ That losses and gradients do not depend on the layout is a case of tests/distrib
 """
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT
-from tests.support.tiny import act_as_launched, train_run
-from titan_loop.errors import UserError
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
-from titan_loop.inference.exit_policy import HiddenDifference
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
-from titan_loop.recipes.registry import load_recipe
-from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import read_jsonl
-from titan_loop.training.schedule import Schedule
 
 EXACT = 1e-10  # both sides compute in float64
 LEARNED = {"positions": "learned", "learned_positions": CONTEXT}
@@ -106,29 +97,6 @@ def test_forty_steps_are_the_identity_at_the_start_with_finite_gradients(options
         assert model.get_parameter(f"layers.1.{name}").grad.abs().max() > 0
 
 
-def test_tables_start_from_a_unit_normal_and_outputs_like_other_matrices_if_asked():
-    def spread(name: str, **options: str) -> float:
-        made = build(positions="learned", learned_positions=128, **options)
-        assert made.lm_head.weight is made.tok_embeddings.weight
-        return float(made.get_parameter(name).detach().std())
-
-    tables = ("tok_embeddings.weight", "positions.table.weight")
-    outputs = ("layers.1.attention.wo.weight", "layers.0.feed_forward.w2.weight")
-    gain = 0.02 * math.sqrt(768 / 64)  # of GPT-2's matrices at this width
-    # Cut at three deviations, a normal distribution's is 0.987; 4,096 numbers or more, so 3 % are
-    # at least 2.7 deviations of the estimate, and the seed is fixed.
-    for name in tables:
-        assert spread(name, initial_tables="unit") == pytest.approx(0.987, rel=0.03)
-        assert spread(name) == pytest.approx(0.987 * gain, rel=0.03)
-    for name in outputs:
-        assert spread(name, initial_outputs="matrix") == pytest.approx(0.987 * gain, rel=0.03)
-        assert spread(name, initial_tables="unit") == 0
-
-
-def test_generation_equals_the_full_forward(model):
-    check_generation(model, steps=4, leaves=HiddenDifference(1.6))
-
-
 def test_the_published_sizes():
     """12 D² + 13 D parameters a block, as GPT-2's; tokens, positions and the final norm."""
     options = RecurrentDepthOptions(size="published", positions="learned", learned_positions=4)
@@ -138,48 +106,3 @@ def test_the_published_sizes():
     assert sum(p.numel() for p in model.parameters()) == 4 * block_parameters + rest
     flops = model.config.training_flops(3, 2)
     assert flops.matrices == 6 * 2 * 4 * 12 * 768**2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"exit_gate": True}, "model.exit_gate=True: family recurrent_depth has no exit gate"),
-        ({"positions": "rope"}, "model.positions=rope is unknown"),
-        ({"initial_tables": "units"}, "model.initial_tables=units is unknown; nearest: unit"),
-        ({"positions": "learned"}, "model.positions=learned needs model.learned_positions"),
-        ({"learned_positions": 9}, "model.learned_positions=9 has no effect"),
-        (
-            {"positions": "learned", "learned_positions": 9},
-            f"model.learned_positions=9 is less than the {CONTEXT} tokens of a window",
-        ),
-        ({"dropout": 1.0}, "model.dropout=1.0 must be at least 0 and below 1"),
-    ],
-)
-def test_options_that_make_no_model_are_refused(options, message: str):
-    with pytest.raises(UserError, match=message):
-        build(**options)
-
-
-def train(folder: Path, world: int) -> None:
-    """Six steps of the short form's depth stage, promoted after the third."""
-    act_as_launched(world)
-    (config,) = [s.config for s in load_recipe("recurrent_depth_short").stages if s.name == "depth"]
-    batch = int(config.batch.global_batch_tokens(0))
-    config.dump_folder, config.total_tokens = str(folder), 6 * batch
-    config.training.local_batch_size //= 2
-    config.learning_rate = Schedule.constant(1e-3)
-    config.dataloader.curriculum.interval = 3
-    config.suite.interval, config.metrics.log_freq = 0, 1
-    train_run(config)
-
-
-@pytest.mark.multiprocess
-def test_all_ranks_draw_one_r_and_are_promoted_together(gloo_pool, tmp_path: Path):
-    gloo_pool(1).run(train, tmp_path / "one", 1)
-    gloo_pool(2).run(train, tmp_path / "two", 2)
-    one, two = (read_jsonl(RunDirectory(tmp_path / name).metrics_jsonl) for name in ("one", "two"))
-    for key in ("recurrent_steps", "data_hash"):
-        assert [record[key] for record in two] == [record[key] for record in one]
-    assert len({record["recurrent_steps"] for record in one}) > 2
-    # fp32 sums in another order, amplified by six updates
-    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-4)

@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from tests.families.retrofit.conftest import TOKENS, logits
-from tests.inference.generation import check_generation
 from titan_loop.distributed.state_bytes import state_bytes
-from titan_loop.errors import UserError
 from titan_loop.families.retrofit.model import RetrofitDecoder, RetrofitOptions
-from titan_loop.inference.exit_policy import Confidence
 from titan_loop.models.family import build_decoder, decoder_config
 
 SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1, "vocab_size": 300}
@@ -67,18 +64,6 @@ def test_new_adapters_change_nothing():
     assert all(p.std() > 0.05 for p in downs)
 
 
-def test_generation_with_a_mixer_is_the_full_forward_pass():
-    check_generation(made(mixer=True).double(), steps=3, leaves=Confidence(0.03))
-
-
-@pytest.mark.parametrize("first_step", [1, 2])
-def test_generation_with_adapters_is_the_full_forward_pass(first_step: int):
-    model = made(
-        adapter_rank=2, adapter_sets=2, adapter_first_step=first_step, bridge=True
-    ).double()
-    check_generation(model, steps=3, leaves=Confidence(0.03))
-
-
 @pytest.mark.parametrize(
     ("trained", "names"),
     [
@@ -110,16 +95,6 @@ def test_frozen_weights_have_neither_gradients_nor_moments(trained: str):
     assert whole.gradients == whole.parameters == counted.parameters
 
 
-def test_new_parameters_have_their_own_rate():
-    model = made(adapter_rank=2, bridge=True, new_rate_factor=7.0)
-    factors = {
-        name: model.parameter_group(name, parameter).rate_factor
-        for name, parameter in model.named_parameters()
-    }
-    seven = {name for name, factor in factors.items() if factor == 7.0}
-    assert seven == {n for n in factors if n.startswith("bridge.") or n.endswith((".up", ".down"))}
-
-
 def test_flops_count_what_is_added_and_leave_out_what_is_frozen():
     def flops(**options: object) -> float:
         config = decoder_config(RetrofitOptions(**{**SPLIT, **options}), max_seq_len=32)  # type: ignore[arg-type]
@@ -136,23 +111,3 @@ def test_flops_count_what_is_added_and_leave_out_what_is_frozen():
     assert flops() - flops(trained="core") == prelude + 2 * layer + head
     new = {"adapter_rank": 3, "trained": "new"}
     assert flops(adapter_rank=3) - flops(**new) == prelude + 2 * layer + head + 2 * 2 * 2 * layer
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"adapter_rank": 65}, "model.adapter_rank=65 must be from 0 to the width, 64"),
-        ({"adapter_rank": -1}, "model.adapter_rank=-1 must be from 0"),
-        ({"adapter_sets": 2}, "no effect with model.adapter_rank=0"),
-        ({"adapter_rank": 1, "adapter_sets": 0}, "model.adapter_sets=0 must be at least 1"),
-        ({"trained": "new"}, "there is neither bridge nor mixer nor adapter"),
-        ({"trained": "cores"}, "model.trained=cores is unknown; nearest: core"),
-        ({"mixer": True, "bridge": True}, "model.mixer=True reads the prelude at every step"),
-        ({"damping": 0}, "model.damping=0 must be at least 1"),
-        ({"injection": "additive"}, "reads its prelude through model.bridge"),
-        ({"new_rate_factor": 0.0}, "model.new_rate_factor=0.0 must be above 0"),
-    ],
-)
-def test_options_that_cannot_work(options: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        decoder_config(RetrofitOptions(**{**SPLIT, **options}), max_seq_len=32)

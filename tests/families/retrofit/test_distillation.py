@@ -96,18 +96,3 @@ def test_what_cannot_be_distilled_is_one_line(make_run, dense: Made):
     (refusal,) = DistillationLoss.Config(teacher=str(dense.run)).parallelism_refusals(cut)
     assert "context_parallel_degree=2 cuts the windows" in str(refusal)
     assert not [*DistillationLoss.Config().parallelism_refusals(cut)]
-
-
-def test_a_teacher_of_another_vocabulary_is_refused(make_run, dense: Made):
-    other = make_run(recurrent_steps=1, vocab_size=290).run
-    model = made().config
-    (refusal,) = DistillationLoss.Config(teacher=str(other)).model_refusals(model)
-    assert f"loss.teacher={other} has a vocabulary of 290, the model one of 300" in str(refusal)
-    for teacher in (str(dense.run), ""):
-        assert not [*DistillationLoss.Config(teacher=teacher).model_refusals(model)]
-
-
-def test_a_teacher_counts_in_the_memory_of_a_run(dense: Made):
-    weights = sum(parameter.numel() for parameter in dense.model.parameters())
-    assert DistillationLoss.Config(teacher=str(dense.run)).held_weights() == weights
-    assert DistillationLoss.Config().held_weights() == 0

@@ -5,7 +5,7 @@ import torch
 
 from tests.families.nanbeige.test_formats import convert
 from tests.families.ouro.hugging_face.test_export import error_of
-from tests.families.retrofit.conftest import Made, Retrofit, logits, opened
+from tests.families.retrofit.conftest import Retrofit, logits, opened
 
 TIED = ("--prelude", 0, "--core", 2, "--coda", 0, "--rank", 5)
 
@@ -22,15 +22,6 @@ def test_tied_layers_unroll_with_their_adapters(
     dense = opened(back)
     assert len(dense.layers) == 2 * steps
     torch.testing.assert_close(logits(dense, 1), logits(looped.model, steps), atol=2e-4, rtol=0)
-
-
-def test_adapters_from_the_second_step_on_unroll(dense: Made, retrofit: Retrofit, tmp_path):
-    looped = retrofit("plain", "--rank", 3)
-    out, back = tmp_path / "out", tmp_path / "back"
-    flags = ("--no-tokenizer", "--recurrent-steps", 2)
-    convert("export", looped.run, "--to", "retrofit-unrolled", "--output", out, *flags)
-    convert("import", out, "--output", back)
-    assert torch.equal(logits(opened(back), 1), logits(looped.model, 2))
 
 
 def test_a_gguf_file_has_merged_matrices(retrofit: Retrofit, tmp_path):

@@ -22,12 +22,6 @@ def identity(teacher: Made | None = None) -> LoopTrainer.Config:
     return config
 
 
-def test_bridge_and_adapters_reduce_every_weight_once():
-    config = identity()
-    config.model.adapter_rank = 2  # type: ignore[attr-defined]
-    assert_every_weight_is_reduced_once(config)
-
-
 def test_a_teacher_is_in_the_peak_and_is_not_moved(dense: Made):
     alone, taught = step_of(identity()), step_of(identity(dense))
     weights = sum(parameter.numel() for parameter in dense.model.parameters())

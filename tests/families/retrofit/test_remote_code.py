@@ -8,7 +8,6 @@ import torch
 
 from tests.families.nanbeige.conftest import maker
 from tests.families.nanbeige.test_formats import convert
-from tests.families.nanbeige.test_remote_code import CLOSE, TOKENS, load, ours
 from tests.families.ouro.hugging_face.test_export import error_of
 from tests.families.retrofit.conftest import opened
 from titan_loop.families.retrofit.model import RetrofitOptions
@@ -55,29 +54,3 @@ def test_an_export_comes_back(exported, tmp_path, capsys):
         assert "start_noise=None must be a number" in message
     else:
         convert("import", again, "--output", tmp_path / "old")
-
-
-def test_logits_at_every_number_of_loops(transformers, exported):
-    model, folder = exported
-    theirs = load(transformers, folder)
-    for loops in (3, 1, 2, 4):  # 3 is the exported number
-        theirs.config.num_loops = loops
-        with torch.no_grad():
-            logits = theirs(TOKENS).logits
-        want = ours(model, recurrent_steps=loops)
-        torch.testing.assert_close(logits, want, atol=CLOSE, rtol=0)
-
-
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_greedy_tokens_through_a_cache(transformers, exported, cache):
-    model, folder = exported
-    theirs = load(transformers, folder)
-    settings = {} if cache is None else {"cache_implementation": cache}
-    settings["attention_mask"] = torch.ones(1, 6, dtype=torch.long)  # token 0 would be padding
-    found = theirs.generate(
-        TOKENS[:, :6], max_new_tokens=24, do_sample=False, eos_token_id=None, **settings
-    )
-    ids = TOKENS[:, :6]
-    for _ in range(24):
-        ids = torch.cat([ids, ours(model, ids)[:, -1:].argmax(-1)], dim=1)
-    assert found.tolist() == ids.tolist()

@@ -129,12 +129,3 @@ def test_text_in_other_tokens_is_refused(
     words = ["--from", start, "--dump-folder", tmp_path / "run", "--dataloader.mixture", other]
     assert cli.main(["train", "nanbeige_quickstart", *map(str, words)]) == 2
     assert "is not the one" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [(("--lengths", 4), "--lengths 4 must be from 1 to 3"), (("--windows", 0), "windows=0")],
-)
-def test_scans_that_cannot_work_are_one_line(dense: Path, capsys, flags, message):
-    assert cli.main(["retrofit", str(dense), "--scan", *map(str, flags)]) == 2
-    assert message in capsys.readouterr().err

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.families.nanbeige.test_formats import convert
-from tests.families.retrofit.conftest import TOKENS, Made, Retrofit, logits, opened
+from tests.families.retrofit.conftest import TOKENS, Made, Retrofit, logits
 from titan_loop.cli import main as cli
 from titan_loop.runs.saved_run import SavedRun
 
@@ -142,20 +142,6 @@ def test_only_a_dense_model_is_retrofitted(make_run, capsys, tmp_path, options, 
     assert message in error_of(capsys, run, "--output", tmp_path / "run", *spans)
 
 
-def test_a_looped_model_is_not_retrofitted_again(retrofit: Retrofit, capsys, tmp_path):
-    spans = ("--prelude", 1, "--core", 2, "--coda", 1)
-    run = retrofit("identity").run
-    error = error_of(capsys, run, "--output", tmp_path / "run", *spans)
-    assert "is of family retrofit; retrofit starts from Llama's blocks" in error
-
-
-def test_an_output_that_exists_stays(dense: Made, capsys, tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    spans = ("--prelude", 1, "--core", 2, "--coda", 1)
-    assert "not empty" in error_of(capsys, dense.run, "--output", tmp_path, *spans)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
 def test_a_folder_that_is_no_llama(capsys, tmp_path):
     (tmp_path / "qwen").mkdir()
     (tmp_path / "qwen" / "config.json").write_text('{"model_type": "qwen2"}')
@@ -168,13 +154,6 @@ def test_a_folder_that_is_no_llama(capsys, tmp_path):
     error = error_of(capsys, tmp_path / "empty", "--output", tmp_path / "run", *spans)
     assert "empty" in error
     assert error.count("\n") == 1
-
-
-def test_checkpoints_of_a_run_are_taken(dense: Made, retrofit: Retrofit):
-    checkpoint = SavedRun.open(dense.run).checkpoint().path
-    assert torch.equal(
-        logits(opened(retrofit("plain", source=checkpoint).run), 1), logits(dense.model, 1)
-    )
 
 
 def test_dropped_leaves_the_middle_out_and_mixes_state_and_prelude(dense: Made, retrofit: Retrofit):

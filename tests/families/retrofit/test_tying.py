@@ -5,7 +5,7 @@ import torch
 
 from tests.families.retrofit.conftest import Made, Retrofit, logits
 from tests.families.retrofit.test_surgery import error_of
-from titan_loop.families.retrofit.tying import TiedSpan, low_rank
+from titan_loop.families.retrofit.tying import low_rank
 from titan_loop.runs.saved_run import SavedRun
 
 ALL = ("--prelude", 0, "--core", 2, "--coda", 0)
@@ -48,15 +48,6 @@ def test_rank_zero_is_a_plain_loop_of_averages_with_folded_gains(dense: Made, re
     assert torch.equal(new["norm.weight"], old["norm.weight"])
 
 
-def test_stepwise_keeps_the_first_and_the_last_layer(dense: Made, retrofit: Retrofit):
-    assert [TiedSpan(2, 4, 2, 0).stepwise(layer) for layer in range(4)] == [2, 4, 7, 9]
-    new = retrofit("tied", *ALL, "--tie", "stepwise").model.state_dict()
-    old = dense.model.state_dict()
-    for layer, copied in ((0, 0), (1, 3)):
-        name = "feed_forward.w2.weight"
-        assert torch.equal(new[f"layers.{layer}.{name}"], old[f"layers.{copied}.{name}"])
-
-
 @pytest.mark.parametrize("rank", [1, 5, 9])
 def test_adapters_are_the_best_of_their_rank(rank: int):
     torch.manual_seed(1)
@@ -94,9 +85,3 @@ def test_zero_adapters_leave_identity_as_it_is(dense: Made, retrofit: Retrofit):
 def test_ties_that_do_not_fit_are_one_line(dense: Made, capsys, tmp_path, flags, message):
     words = ("--output", tmp_path / "run", "--mode", "tied", *flags)
     assert message in error_of(capsys, dense.run, *words)
-
-
-def test_tables_of_distances_are_not_tied(make_run, capsys, tmp_path):
-    run = make_run(recurrent_steps=1, n_layers=4, positions="bias", relative_window=8).run
-    error = error_of(capsys, run, "--output", tmp_path / "run", "--mode", "tied", *ALL)
-    assert "model.positions=bias: --mode=tied makes matrices and norms" in error

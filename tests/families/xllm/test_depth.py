@@ -54,18 +54,6 @@ def test_ten_thousand_draws_are_the_published_tables(antithetic):
         assert drawn.draw(index) == int((upto < uniform).sum()) + 1
 
 
-def test_antithetic_draws_have_less_variance():
-    plain, paired = (
-        DrawnDepth(probabilities=capped_depths(5, 0.5, 64), antithetic=antithetic)
-        for antithetic in (False, True)
-    )
-    of_pairs = [
-        np.var([(each.draw(2 * i) + each.draw(2 * i + 1)) / 2 for i in range(1000)])
-        for each in (plain, paired)
-    ]
-    assert of_pairs[1] < 0.5 * of_pairs[0]
-
-
 def reference(settings: PriorSettings, losses: list[tuple[int, float]]) -> torch.Tensor:
     """Return the distribution after steps of (depth, loss), by hand, with plain Adam."""
     theta = np.log(np.asarray(TABLE))
@@ -120,18 +108,6 @@ def test_the_prior_takes_the_steps_of_its_equations(entropy, penalty):
     torch.testing.assert_close(
         prior.probabilities, reference(settings, losses), atol=1e-12, rtol=1e-9
     )
-
-
-def test_depth_grows_where_it_is_free_and_falls_with_a_penalty():
-    means = []
-    for penalty in (0.0, 1.0):
-        prior = DepthPrior(PriorSettings(mean_weight=penalty, mean=3.0, rate=0.02), TABLE)
-        for index in range(600):
-            depth = prior.draw(1, index)
-            prior.learn(depth, 3 + 1 / depth)
-        means.append(prior.record()["depth_prior/mean"])
-    assert means[0] > 6
-    assert means[1] == pytest.approx(3.0, abs=0.3)
 
 
 def test_a_resumed_prior_goes_on_exactly():

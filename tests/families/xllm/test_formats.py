@@ -124,19 +124,6 @@ def test_defaults_of_fields_that_a_config_leaves_out():
             XllmShape.from_config({"model": without})
 
 
-def test_a_model_may_lack_prelude_or_coda():
-    bare = read(huginn_prelude_layers=0, huginn_recurrent_layers=3)
-    assert (bare.prelude_layers, bare.coda_layers) == (0, 1)
-    bare = read(huginn_coda_layers=0, huginn_recurrent_layers=3)
-    assert (bare.prelude_layers, bare.coda_layers) == (1, 0)
-
-
-def test_another_epsilon_of_the_projection_is_refused():
-    assert read(huginn_ortho_projection_eps=1e-3).injection == "diagonal"
-    with pytest.raises(UserError, match=r"huginn_ortho_projection_eps=0.001 is not supported"):
-        read(huginn_prelude_orthogonal=True, huginn_ortho_projection_eps=1e-3)
-
-
 def test_the_loops_of_a_stack_and_of_a_hierarchy():
     span = read(
         arch="transformer", num_layers=6, loop_times=3, loop_start_layer=1, loop_end_layers=4
@@ -186,32 +173,6 @@ def test_a_span_with_an_injection_is_refused():
     for span in ({"loop_start_layer": 1}, {"loop_end_layers": 3}):
         with pytest.raises(UserError, match="the whole stack with an injection"):
             read(**WHOLE, loop_times=2, **span)
-
-
-def test_the_section_of_a_hierarchy_is_complete_for_their_code():
-    shape = read(**SPLIT, huginn_split_module_repeats=2)
-    written = shape.to_config(dtype="bfloat16", bos_id=None, eos_id=None)
-    assert written["loop_times"] == 8  # two high cycles of three low ones and one more
-    assert (written["huginn_depth_control"], written["huginn_split_module_repeats"]) == (False, 2)
-    assert (written["huginn_recurrent_layers"], written["head_dim"]) == (2, 8)
-    normed = read(huginn_prelude_norm="rms")
-    written = normed.to_config(dtype="bfloat16", bos_id=None, eos_id=None)
-    assert written["huginn_depth_control"] is True
-    assert (written["huginn_prelude_norm"], written["huginn_recurrent_exit_norm"]) == (
-        "rms",
-        "none",
-    )
-    assert (written["apply_bias_term"], written["huginn_prelude_orthogonal"]) == (True, False)
-    plain = read().to_config(dtype="bfloat16", bos_id=None, eos_id=None)
-    assert (plain["loop_times"], plain["huginn_depth_control"]) == (3, False)
-    linear = read(huginn_input_injection="linear")
-    assert linear.to_config(dtype="", bos_id=None, eos_id=None)["huginn_depth_control"] is True
-    orthogonal = read(huginn_prelude_orthogonal=True)
-    written = orthogonal.to_config(dtype="", bos_id=None, eos_id=None)
-    assert (written["huginn_input_injection"], written["huginn_prelude_orthogonal"]) == (
-        "diagonal",
-        True,
-    )
 
 
 @pytest.mark.parametrize(

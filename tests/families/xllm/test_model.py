@@ -5,13 +5,10 @@ import math
 import pytest
 import torch
 
-from tests.inference.generation import check_generation
 from titan_loop.analysis.coordinates import looked_at
-from titan_loop.errors import UserError
 from titan_loop.families.xllm.decoder import XllmDecoder
 from titan_loop.families.xllm.depth import capped_depths
 from titan_loop.families.xllm.model import SIZES, XllmOptions
-from titan_loop.inference.exit_policy import Confidence
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.training.depth_schedule import RecurrenceConfig, depths_over
 from titan_loop.training.schedule import Schedule
@@ -112,21 +109,6 @@ def test_expected_flops_are_the_published_ones_less_their_element_wise_work(name
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"injection": "orthogonal", "start_state": "zero"},
-        {"injection": "linear", "state_norm": True},
-        {"states": "shared", "low_cycles": 2},
-        {"states": "split", "core_passes": 2, "low_cycles": 1},
-        {"untied_steps": 2, "prelude_norm": True},
-    ],
-)
-def test_generation_is_the_full_forward_pass_at_every_exit(options):
-    check_generation(make(exit_gate=False, **options), leaves=Confidence(0.08))
-
-
-@pytest.mark.parametrize(
     ("options", "updates", "visits"),
     [
         ({"core_passes": 3}, [([1, 2], False)], 6),
@@ -144,108 +126,3 @@ def test_a_step_updates_its_states_in_order(options, updates, visits):
     assert config.layer_visits(5) == (5 * visits + 2, 5 * visits + 2)
     assert config.layer_visits(5, 3) == (5 * visits + 2, 3 * visits + 2)
     assert config.layer_visits(5, 9) == config.layer_visits(5)
-
-
-def test_what_is_computed_stands_in_the_record():
-    plain = make(start_state="zero").config
-    record = plain.architecture()
-    chosen = ("states", "low_cycles", "core_passes", "untied_steps", "start_state")
-    assert [record[name] for name in chosen] == ["one", 3, 1, 1, "zero"]
-    others = ("prelude_norm", "state_norm", "student")
-    assert [record[name] for name in others] == [False, False, 0]
-    changed = make(start_state="zero", prelude_norm=True, state_norm=True, student=2).config
-    assert [changed.architecture()[name] for name in others] == [True, True, 2]
-    assert not plain.draws
-    assert make(start_state="normal").config.draws
-    assert make(start_state="zero", dropout=0.1).config.draws
-
-
-def test_noise_repeats_in_evaluation_alone():
-    model, tokens = make(), torch.arange(12)[None]
-    once, again = (model(tokens).hidden_RBLD[-1] for _ in range(2))
-    assert torch.equal(once, again)
-    rows = model(tokens.expand(3, -1)).hidden_RBLD[-1]
-    torch.testing.assert_close(rows, once.expand(3, -1, -1))
-    model.train()
-    context = model.make_context(tokens)
-    first, second = (model.start(tokens, context).hidden_BLD for _ in range(2))
-    assert not torch.equal(first, second)
-
-
-def test_both_kinds_of_noise_have_the_published_scale():
-    model = build_decoder(XllmOptions(dim=512, n_heads=8), max_seq_len=256)
-    tokens = torch.zeros(4, 256, dtype=torch.long)
-    for mode in (True, False):
-        state = model.train(mode).start(tokens, model.make_context(tokens)).hidden_BLD
-        assert float(state.std()) * 512**0.5 == pytest.approx(1, rel=0.02)
-        assert abs(float(state.mean())) * 512**0.5 < 0.02
-
-
-def test_initial_weights():
-    model = build_decoder(XllmOptions(dim=256, n_heads=8, injection_step=0.8), max_seq_len=8)
-    assert torch.equal(model.injection.weight, torch.eye(256))
-    step = torch.nn.functional.softplus(model.injection.step_bias)
-    torch.testing.assert_close(step, torch.full((256,), 0.8))
-    layer = model.layers["1"]
-    for matrix in (layer.attention.wo, layer.feed_forward.w2, layer.attention.qkv_linear.wq):
-        assert float(matrix.weight.detach().std()) == pytest.approx(0.02 * 0.986, rel=0.03)
-    for table in (model.tok_embeddings, model.lm_head):
-        assert float(table.weight.detach().std()) * 16 == pytest.approx(0.986, rel=0.03)
-
-
-@pytest.mark.parametrize("injection", ["diagonal", "linear"])
-def test_an_injection_follows_the_width_as_other_matrices_do(injection):
-    wide = XllmOptions(dim=256, n_heads=8, injection=injection, base_width=64)
-    model = build_decoder(wide, max_seq_len=8)
-    group = model.parameter_group("injection.weight", model.injection.weight)
-    assert (group.width_ratio, group.decays, group.is_hidden_matrix) == (4.0, True, True)
-    if injection == "linear":
-        std = float(model.injection.weight.detach().std())
-        assert std == pytest.approx(0.01 * 0.986, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"injection": "orthogonl"}, "model.injection=orthogonl is unknown"),
-        ({"start_state": "noise"}, "model.start_state=noise is unknown"),
-        ({"injection": "none"}, "model.injection=none with model.start_state=normal"),
-        ({"low_cycles": 0}, "model.low_cycles=0 must be at least 1"),
-        ({"core_passes": 0}, "model.core_passes=0 must be at least 1"),
-        ({"injection_step": 0.0}, "model.injection_step=0.0 must be above 0"),
-        ({"injection_step": 100.0}, "model.injection_step=100.0 must be above 0 and below 100"),
-        (
-            {"injection": "none", "start_state": "input", "prelude_norm": True},
-            "model.injection=none with model.start_state=input and model.prelude_norm=True",
-        ),
-        ({"student": -1}, "model.student=-1 must be 0 or more"),
-        ({"student": 1, "states": "shared"}, "model.student=1 predicts the one state"),
-        (
-            {"student": 1, "injection": "none", "start_state": "input"},
-            "model.student=1 predicts the one state",
-        ),
-        ({"states": "split", "n_layers": 5}, "model.states=split needs an even number of looped"),
-        ({"untied_steps": 3}, "model.untied_steps=3 must divide the 2 looped layers"),
-        ({"untied_steps": 2, "states": "shared"}, "model.untied_steps=2 must divide"),
-    ],
-)
-def test_mistakes_are_one_line(options, message):
-    with pytest.raises(UserError, match=f"^{message}"):
-        build_decoder(XllmOptions(**options), max_seq_len=8)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"injection_step": 99.0},
-        {"injection_step": 0.01},
-        {"low_cycles": 1, "states": "shared"},
-        {"core_passes": 1, "untied_steps": 1},
-        {"untied_steps": 2},
-        {"states": "split"},
-        {"injection": "none", "start_state": "input"},
-        {"student": 1},
-    ],
-)
-def test_bounds_are_accepted(options):
-    assert decoder_config(XllmOptions(**options), max_seq_len=8).dim == 64

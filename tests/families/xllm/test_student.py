@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.families.xllm.test_run import RELATIVE_TOLERANCE, config_of
-from tests.support.tiny import act_as_launched, train_run
+from tests.contracts.test_families import RELATIVE_TOLERANCE
+from tests.families.xllm.contract import drawn_run
+from tests.support.tiny import act_as_launched
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
@@ -20,10 +21,11 @@ from titan_loop.families.xllm.student import start_from_teacher
 from titan_loop.families.xllm.student_loss import StudentLoss, TeacherStart
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.rows import Request
-from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.models.family import build_decoder
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 
 STEPS = 3
@@ -137,7 +139,7 @@ def test_prompts_of_fewer_steps_start_from_the_student(kv_cache: str):
 
 def config(folder: Path, parent: Path, *callbacks: Any) -> Any:
     """Return a run that trains a student for the model of `parent`."""
-    student = config_of(folder, *callbacks)
+    student = drawn_run(folder, *callbacks)
     student.model = XllmOptions(start_state="zero", injection="orthogonal", student=2)
     student.loss = StudentLoss.Config()
     student.recurrence = RecurrenceConfig(steps=Schedule.constant(STEPS))
@@ -149,13 +151,13 @@ def config(folder: Path, parent: Path, *callbacks: Any) -> Any:
 
 def train_student(folder: Path, parent: Path, world: int) -> None:
     act_as_launched(world)
-    train_run(config(folder, parent, TeacherStart()))
+    run_training(config(folder, parent, TeacherStart()))
 
 
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("alone")
 def test_two_ranks_train_the_student_of_one(gloo_pool, tmp_path: Path):
-    train_run(config_of(tmp_path / "parent"))
+    run_training(drawn_run(tmp_path / "parent"))
     losses = {}
     for world in (1, 2):
         folder = tmp_path / str(world)
@@ -191,17 +193,3 @@ def test_training_costs_the_frozen_passes_and_the_students():
     with pytest.raises(UserError, match="does not work with tensor or context parallelism"):
         model.config.check_spreading(tensor_parallel=1, context_parallel=2, expert_parallel=1)
     model.config.check_spreading(tensor_parallel=1, context_parallel=1, expert_parallel=1)
-
-
-def test_mistakes():
-    with pytest.raises(UserError, match=r"model.student=2 predicts the one state"):
-        build_decoder(XllmOptions(states="shared", student=2), max_seq_len=8)
-    with pytest.raises(UserError, match=r"model.student=-1 must be 0 or more"):
-        build_decoder(XllmOptions(student=-1), max_seq_len=8)
-    for student, problems in ((0, ["loss"]), (2, [])):
-        model = decoder_config(XllmOptions(student=student), max_seq_len=8)
-        found = [refusal.field for refusal in StudentLoss.Config().model_refusals(model)]
-        assert found == problems
-    built = make().config
-    with pytest.raises(UserError, match=r"model.student=2 does not work with tensor"):
-        built.check_spreading(tensor_parallel=2, context_parallel=1, expert_parallel=1)

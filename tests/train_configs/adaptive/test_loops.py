@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.evaluation.task_run import write_task_run
 from titan_loop.cli.main import main
-from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.families.adaptive.model import AdaptiveOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import append_jsonl
@@ -49,13 +47,3 @@ def test_the_verb_draws_layers_or_runs(tmp_path: Path, capsys):
     alone = plot.read_bytes()
     assert main(["analyse", "loops", str(runs[0]), "--beside", str(runs[1])]) == 0
     assert plot.read_bytes() != alone
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_run_without_iterations_is_refused(tmp_path: Path, capsys, which):
-    runs = [write_task_run(tmp_path / name, AdaptiveOptions()) for name in ("with", "without")]
-    for record in RECORDS:
-        append_jsonl(RunDirectory(runs[0]).metrics_jsonl, record)
-    asked = [str(runs[1])] if which else [str(runs[0]), "--beside", str(runs[1])]
-    assert main(["analyse", "loops", *asked]) == EXIT_USER_ERROR
-    assert "without is no run that recorded iterations" in capsys.readouterr().err

@@ -54,11 +54,6 @@ def test_small_arms_match_parameters_or_flops():
         assert config.total_tokens == configs["plain"].total_tokens
 
 
-def test_the_plan_of_the_language_models_passes(capfd):
-    assert main(["plan", "adaptive_200m", "--nodes", "1", "--no-memory"]) == 0
-    assert "router, scales, gates" in capfd.readouterr().out
-
-
 @pytest.mark.usefixtures("alone")
 def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
     run = tmp_path / "run"
@@ -94,33 +89,3 @@ def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
         told = capfd.readouterr()
         assert message in told.err + told.out, words
         assert code == 2 or words[0] == "eval"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--model.max-iterations", "0"], "model.max_iterations=0 must be at least 1"),
-        (["--model.local-slots", "0"], "model.local_slots=0 must be at least 1"),
-        (
-            ["--loss.ponder-weight", "0.1", "--model.max-iterations", "1"],
-            "loss.ponder_weight=0.1 needs layers with iterations",
-        ),
-        (["--loss.ponder-weight", "-1"], "loss.ponder_weight=-1.0 must be finite and at least 0"),
-        (["--recurrence.steps", "4"], "model.family=adaptive has at most 1 recurrent step"),
-        (["--suite.depths", "1", "4"], "suite.depths=4: model.family=adaptive has at most 1"),
-        (["--dataloader.mano-share", "1"], "mano_share 1.0 must be above 0 and below 1"),
-    ],
-)
-def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, flags, message: str, capfd):
-    words = ["train", "adaptive_short", "--dump-folder", str(tmp_path), "--stage", "loop3"]
-    assert main([*words, *flags]) == 2
-    assert message in capfd.readouterr().err
-
-
-def test_a_plan_for_more_memory_than_fits_says_so(capfd):
-    words = ["plan", "adaptive_200m", "--gpus-per-node", "1", "--gpu", "a100-40gb"]
-    words += ["--stage", "memory_open", "--model.global-slots", "400000"]
-    flags = ["--model.n-layers", "1", "--training.local-batch-size", "4", "--compile.no-enable"]
-    assert main([*words, *flags]) == 2
-    told = capfd.readouterr()
-    assert "a GPU would need" in told.out + told.err

@@ -13,7 +13,6 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.recorded_task import recorded_task
-from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.recipes.recorded import recorded_recipe
@@ -27,21 +26,6 @@ BOTH = ManoCapo(mano=Mano(modulus=5, max_operations=3), capo=SMALL, mano_share=0
 
 def test_an_oracle_and_a_uniform_model_know_the_bits_of_the_formula():
     check_bits(BOTH, BOTH.mano.vocab_size)
-
-
-def test_a_share_that_leaves_one_task_out_is_refused():
-    with pytest.raises(UserError, match=r"mano_share 1.0 must be above 0 and below 1"):
-        ManoCapo(mano_share=1.0)
-
-
-@pytest.mark.parametrize("share", [1e-6, 0.999])
-def test_a_share_of_nearly_nothing_is_accepted(share: float):
-    assert ManoCapo(mano_share=share).mano_share == share
-
-
-def test_a_share_of_nothing_is_refused():
-    with pytest.raises(UserError, match=r"mano_share 0\.0 must be above 0 and below 1"):
-        ManoCapo(mano_share=0.0)
 
 
 def test_mano_and_capo_are_mixed_by_their_share_without_a_common_token():

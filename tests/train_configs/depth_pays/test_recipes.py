@@ -44,14 +44,6 @@ def test_arms_of_the_same_flops_spend_them():
         assert spent == pytest.approx(TOTAL_FLOPS, rel=1e-3)
 
 
-def test_growth_ends_at_the_depth_of_the_fixed_arms():
-    recipe = depth_pays()
-    grown = recipe.stage("grown").config.recurrence.steps
-    assert [grown(part * TOTAL_TOKENS // 4) for part in range(4)] == [1, 2, 4, 4]
-    assert recipe.stage("last_step").config.recurrence.steps(0) == 4
-    assert recipe.stage("not_looped").config.recurrence.steps(TOTAL_TOKENS) == 1
-
-
 @pytest.mark.parametrize(("name", "turns"), [("late_5_6_muon", [4, 5, 6]), ("late_8_muon", [4, 8])])
 def test_late_arms_loop_as_the_fixed_ones_and_then_change_r_by_turns(name, turns):
     steps = depth_pays().stage(name).config.recurrence.steps

@@ -143,24 +143,6 @@ def test_only_the_last_step_is_read_while_the_others_have_no_weight():
     assert not any(gradient.any() for gradient in gate)
 
 
-def test_metrics_of_distillation_and_distance():
-    head = build_head()
-    pred, labels = draw_batch()
-    valid = labels != IGNORE_INDEX
-    _, metrics = build(head, distillation=1.0, distance=0.1)(pred, labels, valid_tokens(labels))
-    last = pred.hidden_RBLD[-1]
-    log_q = (last @ head.weight.T).log_softmax(-1)[valid]
-    for r, hidden in enumerate(pred.hidden_RBLD[:-1], start=1):
-        log_p = (hidden @ head.weight.T).log_softmax(-1)[valid]
-        kl = F.kl_div(log_p, log_q, log_target=True, reduction="batchmean")
-        assert metrics[f"kl/step_{r}"].item() == pytest.approx(kl.item())
-        share = ((hidden - last).square().sum(-1) / last.square().sum(-1))[valid].mean()
-        assert metrics[f"distance/step_{r}"].item() == pytest.approx(share.item())
-        ce = F.cross_entropy(hidden[valid] @ head.weight.T, labels[valid])
-        assert metrics[f"ce/step_{r}"].item() == pytest.approx(ce.item())
-    assert not any(value.requires_grad for value in metrics.values())
-
-
 def test_one_step_is_the_plain_loss_with_any_option():
     head = build_head()
     pred, labels = draw_batch(steps=1)

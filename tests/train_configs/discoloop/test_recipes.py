@@ -1,19 +1,16 @@
 """DiscoLoop's recipes: the published settings, what arms share, a little training."""
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 import pytest
 
 from titan_loop.cli.main import main
 from titan_loop.families.discoloop.model import DiscoLoopOptions
-from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from train_configs.discoloop.recipes import SMALL, TABLES
 
 T_440M = 19_074 * 2**20
 
@@ -42,27 +39,6 @@ def test_arms_share_all_but_the_model(name, epochs, examples, steps):
     assert layers["plain"] == layers["discoloop"] == layers["untied"] / steps
 
 
-@pytest.mark.parametrize("name", ["two_hop_small", "three_hop_small", "two_hop_short"])
-def test_small_arms_share_all_but_the_recurrence(name):
-    stages = {stage.name: stage.config for stage in load_recipe(name).stages}
-    arms = [stages[arm] for arm in ("plain", "discoloop", "untied")]
-    shared = []
-    for config in arms:
-        model = {
-            option.name: getattr(config.model, option.name)
-            for option in dataclasses.fields(OuroOptions)
-            if hasattr(DiscoLoopOptions, option.name) and option.name not in ("family", "n_layers")
-        }
-        rates = [config.learning_rate(share * config.total_tokens // 35) for share in (0, 1, 35)]
-        assert rates == pytest.approx([0, 1e-2, 1e-4])
-        shared.append((model, rates, config.adamw, config.dataloader))
-    assert shared[0] == shared[1] == shared[2]
-    of_plain, of_loop, of_copies = (config.total_tokens for config in arms)
-    assert of_plain == of_loop
-    assert of_copies == of_plain or name == "three_hop_small"
-    assert shared[0][0]["embedding_dropout"] == shared[0][0]["dropout"] == 0.2
-
-
 def test_three_hops_begin_where_two_hops_end():
     stages = {stage.name: stage for stage in load_recipe("three_hop_small").stages}
     alone = {stage.name: stage.config for stage in load_recipe("two_hop_small").stages}
@@ -81,32 +57,6 @@ def test_three_hops_begin_where_two_hops_end():
     assert copies.config.total_tokens > both
 
 
-def test_strengths_change_one_option_of_discoloop():
-    arms = {stage.name: stage.config.model for stage in load_recipe("two_hop_small").stages}
-    names = {"alpha": "channel_strength", "tau": "temperature"}
-    unchanged, *others = load_recipe("two_hop_strengths").stages
-    assert (unchanged.name, unchanged.config.model) == ("both_1", arms["discoloop"])
-    for stage in others:
-        symbol, value = stage.name.split("_")
-        changed = dataclasses.replace(arms["discoloop"], **{names[symbol]: float(value)})
-        assert stage.config.model == changed != arms["discoloop"]
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_name_stages_and_strata_that_there_are(name):
-    stages = {stage.name: stage.config for stage in load_recipe(name).stages}
-    task = dataclasses.replace(SMALL, hops=3 if name == "three_hop_small" else 2)
-    for table in TABLES[name]:
-        for row, column in itertools.product(table.rows.values(), table.columns.values()):
-            where = {**table.everywhere, **row, **column}
-            assert where["task"].removeprefix("two_graph/") in task.strata
-            reading = where["reading"].removeprefix("static:")
-            if reading != where["reading"]:
-                assert int(reading) in stages[where["stage"]].suite.depths
-            assert set(table.paper) <= set(table.rows)
-            assert all(set(told) <= set(table.columns) for told in table.paper.values())
-
-
 def test_the_language_models_are_the_papers():
     stages = {stage.name: stage.config for stage in load_recipe("discoloop_440m").stages}
     assert stages["discoloop"].model.top_k == 128
@@ -122,14 +72,6 @@ def test_the_language_models_are_the_papers():
         ends = [rate(0), rate(500 * 2**20), rate(1_000 * 2**20), rate(T_440M)]
         assert ends == pytest.approx([0, 1.5e-3, 3e-3, 1e-5])
         assert (config.optimizer.name, config.adamw.eps) == ("muon", 1e-15)
-
-
-def test_the_plan_counts_what_is_decoded(capfd):
-    words = ["plan", "discoloop_440m", "--nodes", "8", "--gpus-per-node", "8", "--no-memory"]
-    assert main(words) == 0
-    (row,) = [line for line in capfd.readouterr().out.splitlines() if "decoding" in line]
-    plain, ponder, disco = (float(word) for word in row.split()[1:])
-    assert plain == 0 < disco < ponder
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,13 +1,11 @@
 """Two graphs: every answer is walked again, splits are disjoint, and φ is what was asked for."""
 
 import itertools
-import random
 from itertools import islice
 
 import pytest
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 from train_configs.discoloop.task import Chain, TwoGraph
 
@@ -63,12 +61,6 @@ def test_training_is_facts_of_both_graphs_and_the_chosen_share_of_chains_of_a():
     assert all(SMALL.is_held_out(c) for c in every_chain(SMALL, 1, 2))
 
 
-def test_examples_are_drawn_as_often_as_the_training_set_has_them():
-    drawn = [len(q.relations) for q in islice(SMALL.questions(key=5), 8000)]
-    for hops, share in ((1, 0.5), (2, 0.25), (3, 0.25)):  # 2 : φ, half of it each length
-        assert drawn.count(hops) / 8000 == pytest.approx(share, abs=0.025)  # five deviations
-
-
 def test_the_exam_has_a_stratum_for_every_split():
     exam = {name: SMALL.held_out_questions(50, at) for name, at in SMALL.strata.items()}
     assert list(exam) == ["atomic", "train_2", "id_2", "ood_2", "train_3", "id_3", "ood_3"]
@@ -100,11 +92,6 @@ def test_the_forms_of_a_question(form, text: str):
     assert labels == [IGNORED] * (len(words) - 2) + [7, IGNORED]
 
 
-def test_a_checkpoint_brings_the_graph_back():
-    task = recorded_task({"data": {"task": "two_graph", "entities": 40, "graph_seed": 9}})
-    assert task == TwoGraph(entities=40, graph_seed=9)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -119,25 +106,6 @@ def test_a_checkpoint_brings_the_graph_back():
 def test_parameters_that_leave_no_task_are_refused(change: dict, message: str):
     with pytest.raises(UserError, match=message):
         TwoGraph(**change)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"hops": 2}, {"hops": 3}, {"relations": 10}, {"inferred_ratio": 9.0}, {"inferred_ratio": 0.1}],
-)
-def test_bounds_are_accepted(change: dict):
-    TwoGraph(**change)
-
-
-def test_only_random_is_used():
-    class OnlyRandom(random.Random):
-        def getrandbits(self, k: int, /) -> int:
-            raise AssertionError
-
-    generator = OnlyRandom(0)
-    for stratum in SMALL.strata.values():
-        SMALL.draw(generator, stratum)
-        SMALL.choose(generator, 0)
 
 
 def test_waypoints_are_the_entities_on_the_way():

@@ -10,7 +10,7 @@ from titan_loop.models.family import build_decoder
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.flop_budget import mean_flops, within_budget
-from train_configs.hrm_text.recipes import ARMS, FLOPS, TABLES, TASKS
+from train_configs.hrm_text.recipes import ARMS, FLOPS, TASKS
 
 VOCABULARIES = {"text": 1024, "two_hop": 90, "mano": 14}
 
@@ -51,27 +51,8 @@ def test_the_arms_of_a_task_have_the_same_parameters_and_flops():
         assert [*flops.values()] == pytest.approx([FLOPS[task]] * len(flops), rel=5e-3)
 
 
-def test_every_cell_is_an_arm():
-    stages = {stage.name for stage in load_recipe("hrm_small").stages}
-    cells = {
-        table.address(row, column)[0]["stage"]
-        for table in TABLES["hrm_small"]
-        for row in table.rows
-        for column in table.columns
-    }
-    assert cells == stages
-    assert len(stages) == len(ARMS) * len(TASKS) - 1
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_the_tasks_train_with_prefixes(tmp_path: Path):
     few = ["--training.steps", "4", "--suite.interval", "4"]
     assert main(["train", "hrm_short", "--dump-folder", str(tmp_path), *few]) == 0
-
-
-def test_eight_nodes_can_share_the_published_batch(capsys):
-    assert main(["plan", "hrm_text_1b", "--nodes", "8", "--no-memory"]) == 0
-    shown = capsys.readouterr().out
-    assert "1,182,795,264" in shown
-    assert "refused" not in shown

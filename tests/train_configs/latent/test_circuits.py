@@ -1,7 +1,6 @@
 """Planted activations, matrices and models are found as what they are."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from titan_loop.models.family import build_decoder
 from titan_loop.models.positions import every_head
 from train_configs.latent import circuits as latent_circuits
 from train_configs.latent.analysis import circuit_tables
-from train_configs.latent.circuit_plots import draw_frequencies, draw_variance
 from train_configs.latent.circuits import (
     Circuits,
     classify_errors,
@@ -72,12 +70,6 @@ def test_a_wave_stands_in_the_group_of_its_frequencies(pattern, frequencies):
     assert sum(value > 1e-12 for value in norms.values()) <= 2  # −f may be of another pattern
 
 
-def test_patterns_of_two_and_three_frequencies():
-    assert frequency_patterns(2) == ["0 0", "j 0", "j j", "j k"]
-    three = ["0 0 0", "j 0 0", "j j 0", "j k 0", "j j j", "j j k", "j k l"]
-    assert frequency_patterns(3) == three
-
-
 def test_a_probe_tells_what_is_worked_out_before_its_step():
     (graph,) = TASK.held_out_questions(1, Size(8, None), seed=3)
     depths = [node.depth for node in graph]
@@ -129,27 +121,6 @@ def test_a_look_shows_the_step_and_its_attention(options):
     added = torch.stack([mixed[:, h] @ part.T for h, part in enumerate(of_heads)], dim=1)
     torch.testing.assert_close(added, seen.heads[0])
     torch.testing.assert_close(added.sum(1), block.attention.wo(mixed.flatten(1)))
-
-
-@pytest.mark.parametrize("operands", [2, 3])
-def test_heads_without_differences_form_no_group(tmp_path: Path, operands: int):
-    built, task = model(), replace(TASK, most_parents=operands)
-    with torch.no_grad():  # the second layer's attention sees nothing of the values
-        built.layers["1"].attention.qkv_linear.wv.weight.zero_()
-        built.layers["1"].attention.qkv_linear.wv.weight[:16] = 0.1
-    found = find_circuits(built, task, nodes=8, samples=6)
-    assert np.array(found.value_variance).shape == (operands, 4)
-    assert np.array(found.name_variance).shape == (operands + 1, 4)
-    grouped = [head for group in found.value_groups for head in group]
-    assert set(grouped) <= {0}
-    assert [*found.frequencies["logits"]] == frequency_patterns(operands)
-    assert 0 <= found.right <= 1
-    graphs = task.held_out_questions(6, NODES)
-    counts = classify_errors(built, task, found, graphs)
-    wide = sum(len(node.parents) == operands for graph in graphs for node in graph)
-    assert sum(counts.values()) == wide > 0
-    for plot in (draw_variance, draw_frequencies):
-        assert plot(found, tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @torch.no_grad()

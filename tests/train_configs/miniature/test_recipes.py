@@ -82,18 +82,6 @@ def test_no_two_stages_of_a_branch_read_windows_in_the_same_order(recipe):
     assert all(seeds[name] == seeds[f"{name}_upcycled"] for name in KINDS if name != "1a")
 
 
-def test_windows_grow_and_shrink_and_chats_come_last(recipe):
-    windows = {stage.name: stage.config.training.seq_len for stage in recipe.stages}
-    assert windows["1a"] == windows["1b"] < windows["annealing"] < windows["longct"]
-    assert windows["annealing"] <= windows["mid_training"] < windows["longct"]
-    with_chats = {
-        stage.name
-        for stage in recipe.stages
-        if any("/chat" in entry for entry in stage.config.dataloader.mixture)
-    }
-    assert {name.removesuffix("_upcycled") for name in with_chats} == {"mid_training", "gate"}
-
-
 def test_the_short_form_differs_in_tokens_alone(recipe):
     for stage, short in zip(recipe.stages, load_recipe("miniature_short").stages, strict=True):
         assert (stage.name, stage.parent) == (short.name, short.parent)

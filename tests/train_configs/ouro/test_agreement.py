@@ -13,16 +13,14 @@ from tests.inference.reference import CONTEXT, make_model
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
 from train_configs.ouro.agreement import agreement
-from train_configs.ouro.components import analyse_components, principal_components
+from train_configs.ouro.components import principal_components
 from train_configs.ouro.items import (
     Item,
-    item_states,
     last_token_states,
     nats_of_choices,
-    open_items,
     read_items,
 )
-from train_configs.ouro.probes import ProbeScore, analyse_probes, probe
+from train_configs.ouro.probes import probe
 
 ITEMS = [Item(f"{a} and {b} make", ("one", "two", "six"), (a + b) % 3) for a in "12" for b in "34"
          for a, b in [(int(a), int(b))]]  # fmt: skip
@@ -91,41 +89,6 @@ def test_a_probe_finds_the_step_whose_states_hold_the_answer():
         probe(states, np.zeros((150, 2), dtype=int), [1, 2])
 
 
-def test_a_probe_reads_the_states_of_its_own_step_and_layer():
-    """Five items an answer are enough; step 1, and an answer of four items, have too few."""
-    answers = np.array([[0, kind] for kind in (1, 2, 3) for _ in range(5)])[:14]
-    states = np.random.default_rng(2).normal(size=(14, 2, 2, 3)).astype(np.float32)
-    states[:, 1, 0, 2] += 50 * answers[:, 1]
-    scores = probe(states, answers, [1, 2])
-    places = [(score.answer_step, score.state_step, score.layer) for score in scores]
-    assert places == [(2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2)]
-    assert [score.auc == 1 for score in scores] == [False, False, True, False]
-    assert (scores[2].low, scores[2].high) == (1, 1)
-    assert all(score.low < score.auc < score.high for score in scores if score.auc < 1)
-
-
-def test_probes_of_a_run_are_of_its_trained_steps_unless_it_is_asked_for_others(
-    own_run, tmp_path: Path, monkeypatch
-):
-    items, asked = str(write_items(tmp_path / "items.jsonl")), []
-    scores = [ProbeScore(1, 2, 2, 0.75, 0.5, 1.0), ProbeScore(2, 1, 2, 0.875, 0.625, 1.0)]
-
-    def scored(states, answers, steps, *, seed):
-        asked.append((states.shape[:2], answers.shape, steps, seed))
-        return scores
-
-    monkeypatch.setattr("train_configs.ouro.probes.probe", scored)
-    found = analyse_probes(own_run, items=items)
-    analyse_probes(own_run, items=items, recurrent_steps=3, limit=2, seed=5)
-    assert asked == [((4, 2), (4, 2), [1, 2], 0), ((2, 3), (2, 3), [1, 2, 3], 5)]
-    text = " ".join(found.text().split())
-    assert "step 2 step 1 2 0.750 0.500 to 1.000 step 2 step 2 1 0.875 0.625 to 1.000" in text
-    assert found.record["probes"][0] == {
-        "state_step": 1, "layer": 2, "answer_step": 2, "auc": 0.75, "low": 0.5, "high": 1.0,
-    }  # fmt: skip
-    assert all(path.is_file() for path in found.save())
-
-
 def test_components_are_those_of_the_covariance():
     random = np.random.default_rng(1)
     states = random.normal(size=(40, 3, 5)) * np.array([5, 3, 1, 0.5, 0.1])
@@ -134,19 +97,6 @@ def test_components_are_those_of_the_covariance():
     values = np.sort(np.linalg.eigvalsh(np.cov(flat.T)))[::-1]
     assert shares == pytest.approx(values[:2] / values.sum())
     assert points.reshape(-1, 2).var(axis=0, ddof=1) == pytest.approx(values[:2])
-
-
-def test_components_of_a_run_are_those_of_its_last_layer(own_run, tmp_path: Path):
-    items = str(write_items(tmp_path / "items.jsonl"))
-    loaded, chosen = open_items(own_run, items, None)
-    for steps, options in ((2, {}), (3, {"recurrent_steps": 3})):
-        found = analyse_components(own_run, items=items, **options)
-        points, shares = principal_components(item_states(loaded, chosen, steps)[:, :, -1])
-        assert np.array(found.record["points"]) == pytest.approx(points)
-        assert found.record["variance"] == pytest.approx(shares)
-    assert found.record["right_answers"] == [item.answer for item in ITEMS]
-    with pytest.raises(UserError, match="limit=0 must be at least 1"):
-        open_items(own_run, items, 0)
 
 
 def write_items(path: Path) -> Path:
@@ -208,17 +158,3 @@ def test_items_that_cannot_be_asked_are_refused(tmp_path: Path, text: str, messa
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         read_items(str(path))
-
-
-def test_two_choices_and_their_first_and_last_answer_are_read(tmp_path: Path):
-    path = tmp_path / "items.jsonl"
-    lines = [{"text": "a", "choices": ["b", "c"], "answer": answer} for answer in (0, 1, None)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_items(str(path), 2) == [Item("a", ("b", "c"), answer) for answer in (0, 1)]
-    assert read_items(str(path))[2].answer is None
-    assert len(read_items("mmlu_dev", 3)) == 3
-
-
-def test_an_unknown_task_is_answered_with_the_nearest():
-    with pytest.raises(UserError, match=r"items=mmlu is neither a file nor a task.*mmlu_dev"):
-        read_items("mmlu")

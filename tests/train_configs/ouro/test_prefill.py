@@ -69,15 +69,3 @@ def test_the_verb_writes_a_row_for_every_step(text_run: Path, capsys):  # noqa: 
     seconds = [value for name, value in results.items() if "seconds" in name]
     assert len(seconds) == 4
     assert min(seconds) > 0
-
-
-@torch.no_grad()
-def test_windows_are_scored_alike_in_any_batch():
-    model = make_model()
-    tokens = torch.randint(128, (9, 10), generator=torch.Generator().manual_seed(2))
-    labels = tokens.roll(-1, 1)
-    together = continuation_nats(Stack(model), tokens, labels, 4, 2, 3)
-    assert together.shape == (9,)
-    for row in (0, 7, 8):
-        one = continuation_nats(Stack(model), tokens[row : row + 1], labels[row : row + 1], 4, 2, 3)
-        assert together[row] == pytest.approx(one[0], abs=1e-4)

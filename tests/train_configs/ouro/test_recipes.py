@@ -15,7 +15,6 @@ from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.shards import index_path
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
-from titan_loop.errors import UserError
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
@@ -241,11 +240,6 @@ def test_the_sft_has_the_paper_s_examples_until_its_sources_are_packed(tmp_path,
     ]  # fmt: skip
 
 
-def test_no_two_stages_read_windows_in_the_same_order(stages):
-    seeds = [stage.config.to_dict()["dataloader"]["seed"] for stage in stages.values()]
-    assert len(set(seeds)) == len(seeds)
-
-
 def test_warm_up_and_ramp_come_before_the_plateau(stages):
     config = stages["1a"].config
     plans = [config.plan_step(step=1, tokens=at * B, seed=0) for at in (0, 4, 8, 50, 100)]
@@ -329,15 +323,6 @@ def test_the_studies_resolve_with_the_tokenizer_that_their_docstring_names(
         resolve(stage.config, 128)
 
 
-def test_the_prior_ablation_has_one_uniform_and_nine_geometric_priors():
-    recipe = load_recipe("ouro_prior_ablation")
-    losses: list[Any] = [stage.config.loss for stage in recipe.stages]
-    assert [loss.prior for loss in losses] == ["uniform"] + ["geometric"] * 9
-    assert [loss.geometric_eta for loss in losses[1:]] == pytest.approx(
-        [tenths / 10 for tenths in range(1, 10)]
-    )
-
-
 def test_the_losses_of_all_priors_compare():
     """Where the exit distribution is the prior, every run's loss is the cross entropy − β log R."""
     labels = torch.zeros(1, 1, dtype=torch.long)
@@ -361,10 +346,3 @@ def test_the_losses_of_all_priors_compare():
             geometric_eta=eta,
         ).loss
         assert float(penalty) == pytest.approx(-0.05 * math.log(4), abs=1e-6), stage.name
-
-
-def test_a_batch_that_the_ramp_cannot_split_is_refused(corpus, monkeypatch):
-    monkeypatch.chdir(corpus)
-    config = load_recipe("ouro_1_4b").stage("1a").config
-    with pytest.raises(UserError):
-        resolve(config, 96)

@@ -150,7 +150,3 @@ def test_the_papers_size():
 def test_parameters_that_leave_no_task_are_refused(make, message: str):
     with pytest.raises(UserError, match=message):
         make()
-
-
-def test_every_name_may_be_taken():
-    assert Capo(people=4, first_names=1, middle_names=2, last_names=2).people == 4

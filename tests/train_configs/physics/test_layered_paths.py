@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 
-from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 from train_configs.physics.layered_paths import LayeredPaths
 from train_configs.physics.layered_qa import LayeredQA, PathQuestion
@@ -54,11 +53,6 @@ def test_exactly_the_asked_number_is_trained_and_an_exam_asks_a_path_once():
     assert sum(not SMALL.is_held_out(q) for q in every(SMALL)) == 200
     exam = SMALL.exam(500, strata=["held_out_3_hops"])["held_out_3_hops"]
     assert len(exam) == len(paths(SMALL, "held_out"))
-
-
-def test_a_run_that_recorded_the_task_finds_it_again():
-    record = {"data": {"task": "layered_paths", **SIZES, "tuning_questions": 60}}
-    assert recorded_task(record) == SMALL
 
 
 @pytest.mark.parametrize(

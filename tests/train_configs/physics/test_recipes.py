@@ -5,14 +5,10 @@ from pathlib import Path
 import pytest
 
 from titan_loop.cli.main import main
-from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.trainer import LoopTrainer
-from train_configs.physics import exams as physics_exams
-from train_configs.physics import recipes as physics
-from train_configs.physics import small as physics_small
 from train_configs.physics.capo import Capo
 from train_configs.physics.commuted_mano import CommutedMano
 from train_configs.physics.layered_qa import LayeredQA
@@ -63,48 +59,6 @@ def test_questions_and_biographies_are_trained_as_published():
     assert config.model.tie_weights
 
 
-@pytest.mark.parametrize("module", [physics, physics_exams, physics_small])
-def test_tables_ask_for_stages_and_depths_that_are_trained(module):
-    for name, tables in module.TABLES.items():
-        stages, asked = configs(name), set()
-        for table in tables:
-            for row in table.rows:
-                for column in table.columns:
-                    where, number = table.address(row, column)
-                    config = stages[where["stage"]]
-                    asked.add(where["stage"])
-                    loops = round(config.recurrence.steps(0))
-                    assert where["reading"] == f"static:{loops}"
-                    task = config.dataloader.generated_task()
-                    assert number.startswith("held_out/" if task is None else task.name)
-        assert {stage for stage in stages if not stage.startswith("scaling_")} == asked
-
-
-def test_stages_of_a_comparison_differ_in_what_their_names_say():
-    found = configs("physics_small")
-    assert len(found) == 34
-    for prefix in ("mano", "capo", "hops", "scaling", "prior"):
-        group = [config for name, config in found.items() if name.startswith(prefix)]
-        assert len({c.total_tokens for c in group}) == 1
-        assert len({str(c.learning_rate) for c in group}) == 1
-    tasks = [c.dataloader.generated_task() for n, c in found.items() if n.startswith("hops_r4")]
-    trained = [task.trained_questions for task in tasks if isinstance(task, LayeredQA)]
-    assert trained == [921, 2304, 4608, 9216]
-    priors = {name: c.loss for name, c in found.items() if name.startswith("prior")}
-    etas = [
-        loss.geometric_eta
-        for loss in priors.values()
-        if isinstance(loss, ExpectedExitLoss.Config) and loss.prior == "geometric"
-    ]
-    assert etas == [0.1, 0.3, 0.5, 0.7]
-    shapes = {
-        (c.model.dim, c.recurrence.steps(0))
-        for name, c in found.items()
-        if name.startswith("scaling")
-    }
-    assert len(shapes) == 9
-
-
 def test_stages_with_larger_exams_are_those_of_physics_small_on_another_task():
     small, found = configs("physics_small"), configs("physics_exams")
     assert len(found) == 35
@@ -133,16 +87,6 @@ def test_larger_exams_have_1000_questions():
         exam = task.exam(1_000, strata=[reported, tuning])
         assert len(exam[reported]) == 1_000
         assert len(exam[tuning]) > 500
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["ouro_multi_hop", "--stage", "6x4_120"], ["ouro_capo", "--stage", "8-12-l4_20"]],
-)
-def test_the_plan_of_a_published_stage_refuses_nothing(words: list[str], capsys):
-    words += ["--nodes", "1", "--gpus-per-node", "8", "--no-memory"]
-    assert main(["plan", *words]) == 0
-    assert "all stages: " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("alone")

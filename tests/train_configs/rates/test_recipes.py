@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 
 from titan_loop.analysis.results import RunResult
-from titan_loop.recipes.registry import load_recipe
 from train_configs.rates.recipes import RATES, SHAPES, TABLES
 from train_configs.rates.verdict import (
     Sweep,
     best_cells,
     boundary_text,
-    main,
     rates_text,
     worst_cells,
 )
@@ -50,19 +48,6 @@ def sweep(
     return RunResult.all_of(folder / "rates")
 
 
-@pytest.mark.parametrize("recipe", TABLES)
-def test_every_run_of_a_recipe_has_one_cell_and_a_plots_rows_have_colours(recipe):
-    stages = [stage.name for stage in load_recipe(recipe).stages]
-    cells = [
-        table.address(row, column)[0]["stage"]
-        for table in TABLES[recipe]
-        for row in table.rows
-        for column in table.columns
-    ]
-    assert sorted(cells) == sorted(stages)
-    assert all(len(table.rows) <= 6 for table in TABLES[recipe])
-
-
 def test_best_rates_one_step_apart_meet_both_aims(tmp_path):
     text = rates_text(RULED, sweep(tmp_path), 2)
     lines = text.splitlines()
@@ -87,14 +72,6 @@ def test_a_best_rate_two_steps_away_misses_both_aims(tmp_path):
     assert "Best rates: missed. The largest distance" in text
     assert "Loss at 5.7e-3: missed. The largest difference" in text
     assert "0.0320 bits per byte, at R = 8, D = 128" in text
-
-
-def test_the_vertex_lies_between_rates_and_the_verdict_stays_on_the_grid(tmp_path):
-    found = Sweep.of(RULED, sweep(tmp_path, {**BEST, "r8": 2.4}))
-    row = "R = 8, D = 128"
-    assert found.rates[found.best(row)] == "4.0e-3"
-    assert found.vertex(row) == pytest.approx(4.0e-3 * 2**0.2)
-    assert found.steps(row) == -1
 
 
 @pytest.mark.parametrize(("place", "rate"), [(0, "2.0e-3"), (6, "1.6e-2")])
@@ -125,15 +102,6 @@ def test_without_a_complete_seed_there_is_no_verdict_and_no_claim(tmp_path):
     assert worst_cells(RULED, results) == []
 
 
-def test_the_claims_cells_are_the_worst_shape_at_the_shared_rate_and_at_its_best(tmp_path):
-    results = sweep(tmp_path, {**BEST, "r8": 1})
-    name = "held_out/all/bits_per_byte/static:8"
-    assert worst_cells(RULED, results) == [
-        ("ruled_r8_5.7e-3", name),
-        ("ruled_r8_2.8e-3", name),
-    ]
-
-
 def test_the_boundary_is_compared_with_plain_at_the_best_rate_of_each(tmp_path):
     losses = {"plain": {"2.8e-3": 2.3, "4.0e-3": 2.1, "5.7e-3": 2.0, "8.0e-3": 2.1}}
     losses["boundary"] = {"2.8e-3": 1.9, "4.0e-3": 1.95, "5.7e-3": 2.0, "8.0e-3": 2.2}
@@ -150,10 +118,3 @@ def test_the_boundary_is_compared_with_plain_at_the_best_rate_of_each(tmp_path):
         "most 0)."
     )
     assert [stage for stage, _ in best_cells(table, results)] == ["plain_5.7e-3", "boundary_2.8e-3"]
-
-
-def test_a_recipe_without_results_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("train_configs.rates.verdict.__file__", str(tmp_path / "verdict.py"))
-    monkeypatch.setattr("sys.argv", ["verdict", "rates"])
-    with pytest.raises(SystemExit, match=r"^titan-loop: error: .*rates has no result"):
-        main()

@@ -10,11 +10,8 @@ import torch
 from tests.evaluation.task_run import MODELS, TASK, random_model, write_task_run
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
-from titan_loop.evaluation.evals_log import PROMOTION, WHILE_TRAINING
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import append_jsonl
 from train_configs.recurrent_depth.first_hits import draw_first_hits, first_hits
 from train_configs.recurrent_depth.permutation_hops import PermutationHops
 from train_configs.recurrent_depth.step_exam import (
@@ -23,7 +20,6 @@ from train_configs.recurrent_depth.step_exam import (
     reach,
     step_exam,
 )
-from train_configs.recurrent_depth.updates_to_learn import draw_updates, updates_to_learn
 
 STEPS, COUNT = 5, 9
 KL_NATS, ENTROPY_NATS = 0.1, 2.6
@@ -85,22 +81,6 @@ def test_a_first_hit_is_the_first_right_step_of_questions_that_have_one(tmp_path
     assert NO_HITS.share == 0
     assert np.isnan(NO_HITS.median)
     assert draw_first_hits({"1_hops": hits}, 3, tmp_path / "one.png").is_file()
-
-
-def test_updates_to_learn_are_the_steps_of_the_exams_that_were_passed(tmp_path: Path):
-    """From a made-up log: two hops pass at step 30, three at 40; four were asked and not passed."""
-    task = PermutationHops(entities=12, relations=6, hops=6, asked_hops=8)
-    run = RunDirectory(tmp_path)
-    exams = [(10, 2), (20, 2), (30, 2), (40, 3), (50, 4)]
-    for step, hops in exams:
-        name = f"{task.name}/{hops}_hops/acc,none/static:4"
-        fields = {"step": step, "tokens": step, "results": {name: 0.5}}
-        append_jsonl(run.evals_jsonl, {**fields, "asked": PROMOTION})
-        append_jsonl(run.evals_jsonl, {**fields, "step": 99, "asked": WHILE_TRAINING})
-    updates = updates_to_learn(run, task, 2)
-    assert updates == {"2_hops": 30, "3_hops": 40}
-    assert updates_to_learn(run, task, 0) == {}
-    assert draw_updates(updates, tmp_path / "updates.png").is_file()
 
 
 def test_learned_within_the_trained_steps_and_reached_with_more():

@@ -5,7 +5,6 @@ from itertools import islice
 import pytest
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 from train_configs.recurrent_depth.two_hop_systematic import PaddedTwoHop, TwoHopSystematic
 
@@ -75,22 +74,12 @@ def test_splits_by_the_facts_that_training_composes():
     assert all(SMALL.is_held_out(q) for q in [*asked["id_2"], *asked["ood_2"], *mixed])
 
 
-def test_examples_are_drawn_as_often_as_the_training_set_has_them():
-    hops = [len(q) for q in islice(SMALL.questions(key=5), 8000)]
-    assert hops.count(1) / 8000 == pytest.approx(150 / 390, abs=0.028)  # five deviations
-
-
 def test_the_papers_sizes():
     task = TwoHopSystematic()
     sizes = {name: len(numbers) for name, numbers in task._splits.items()}
     assert sizes["atomic"] == 40_000
     assert sizes["train"] == 273_600
     assert sizes["ood"] == pytest.approx(2000, rel=0.25)  # "nearly 2k"
-
-
-def test_a_checkpoint_brings_the_graph_back():
-    state = {"data": {"task": "two_hop_systematic", "entities": 90, "graph_seed": 9}}
-    assert recorded_task(state) == TwoHopSystematic(entities=90, graph_seed=9)
 
 
 @pytest.mark.parametrize(
@@ -131,11 +120,3 @@ def test_padding_lets_every_answer_be_read_at_the_third_token():
             assert answer == plain[1]
             assert prompt == (plain[0] if stratum != "atomic" else [*plain[0], 39])
     assert padded.level_examples(0) == 150 + 2 * 120
-
-
-def test_as_many_questions_may_be_trained_as_the_exam_leaves():
-    """95 % of degree 5 at an OOD share of 0.2 are 3.8 per fact."""
-    sizes = {"entities": 30, "relations": 9, "degree": 5, "ood_share": 0.2}
-    assert len(TwoHopSystematic(**sizes, inferred_ratio=3.8)._splits["train"]) == round(3.8 * 120)
-    with pytest.raises(UserError, match=r"must be above 0 and at most 3\.8"):
-        TwoHopSystematic(**sizes, inferred_ratio=3.81)

@@ -48,15 +48,6 @@ def test_a_question_names_its_relations_from_the_last_to_the_first(tokenizer):
     assert len(example.tokens) == 3 * 3 + 3 <= task.longest_example == 3 * 6 + 3
 
 
-def test_without_a_tokenizer_every_word_is_an_id():
-    task = EnglishHops()
-    (answer,) = task.encode(Path(0, (1,))).tokens[-1:]
-    words = [_WORDS[token] for token in task.encode(Path(0, (1,))).tokens[:-1]]
-    assert words == ["The", "teacher", "of", "Anna", "is"]
-    assert _WORDS[answer] == NAMES[int(task.tails[1, 0])]
-    assert task.vocab_size == len(_WORDS)
-
-
 def test_what_cannot_be_said_is_one_line(tokenizer, tmp_path):
     with pytest.raises(UserError, match=f"entities 99 must be at most {len(NAMES)}"):
         EnglishHops(entities=99)
@@ -135,14 +126,3 @@ def test_no_number_of_last_hops_tells_the_answer():
         assert sorted(ends) == sorted(NAMES[: task.entities])
         guessed += ends[0] == lines_of(task, question)[-1][-1]
     assert guessed < 400 * 0.2  # 1 in 8 by chance
-
-
-def test_sizes_of_told_hops_are_checked():
-    with pytest.raises(UserError, match="ToldHops told_questions 0 must be at least 1"):
-        ToldHops(told_questions=0)
-    with pytest.raises(UserError, match="ToldHops relations 0 must be at least 1"):
-        ToldHops(relations=0)
-    with pytest.raises(UserError, match="ToldHops hops 9 must be at least 2 and at most its asked"):
-        ToldHops(hops=9)
-    with pytest.raises(UserError, match=f"entities 99 must be at most {len(NAMES)}"):
-        ToldHops(entities=99)

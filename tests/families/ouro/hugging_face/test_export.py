@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.families.ouro.hugging_face.conftest import (
-    LINEAGE,
     STEP,
     TOKENS,
     VOCABULARY,
@@ -99,16 +98,6 @@ def test_a_strict_reader_accepts_shards_and_what_is_not_like_ouro(grouped: Expor
     assert config["eos_token_id"] == [2, 0]
 
 
-def test_every_weight_is_there_bit_by_bit(plain: Exported, grouped: Exported):
-    for exported in (plain, grouped):
-        ours = exported.model.state_dict()
-        theirs = tensors_of(exported.folder)
-        once = {"lm_head.weight"} if exported is grouped else set()
-        assert {OURO_1_4B.parameter_name(name) for name in theirs} == ours.keys() - once
-        for name, tensor in theirs.items():
-            assert torch.equal(tensor, ours[OURO_1_4B.parameter_name(name)]), name
-
-
 def test_bf16_rounds_to_nearest_even(plain: Exported, tmp_path: Path):
     tokenizer = plain.folder / "tokenizer.json"
     arguments = ("--output", tmp_path / "bf16", "--tokenizer", tokenizer, "--dtype", "bfloat16")
@@ -139,19 +128,6 @@ def test_our_model_is_the_reference_at_every_step(request, kind):
                 torch.testing.assert_close(mine[0], theirs.float(), **TOLERANCE)
 
 
-def test_generation_stops_where_training_ends_a_document_or_a_turn(plain, grouped):
-    def generation(exported: Exported) -> dict:
-        return json.loads((exported.folder / "generation_config.json").read_text())
-
-    assert generation(plain)["eos_token_id"] == 0
-    assert generation(grouped)["eos_token_id"] == [2, 0]
-    assert not (plain.folder / "chat_template.jinja").exists()
-    assert (grouped.folder / "chat_template.jinja").exists()
-    assert (plain.folder / "tokenizer.json").read_bytes() == (
-        grouped.folder / "tokenizer.json"
-    ).read_bytes()
-
-
 def test_the_card_has_no_folder_of_this_machine_and_counts_all_stages(
     tokenizer_file: Path, tmp_path: Path
 ):
@@ -173,31 +149,6 @@ def test_the_card_has_no_folder_of_this_machine_and_counts_all_stages(
     assert lineage["origin"]["path"] == f"1a/checkpoints/step-{STEP}"
     assert lineage["imported_from"] == "Ouro-1.4B"
     assert "secret" not in card
-
-
-def test_the_card_tells_where_the_model_comes_from(plain: Exported, grouped: Exported):
-    card = (plain.folder / "README.md").read_text()
-    lineage = json.loads(card.split("## Lineage\n")[1])
-    assert lineage["lineage"] == LINEAGE
-    assert lineage["step"] == STEP
-    assert "model: 2 layers, applied 3 times" in card
-    parameters = sum(p.numel() for p in plain.model.parameters())
-    assert f"| parameters | {parameters:,} |" in card
-    tied = (grouped.folder / "README.md").read_text()
-    assert f"| parameters | {sum(p.numel() for p in grouped.model.parameters()):,} |" in tied
-    assert "apply_chat_template" in tied
-    assert "apply_chat_template" not in card
-
-
-def test_a_checkpoint_is_named_by_its_run_or_its_folder(plain, tmp_path, capsys):
-    step = plain.run / "checkpoints" / f"step-{STEP}"
-    tokenizer = ("--tokenizer", plain.folder / "tokenizer.json")
-    convert("export", step, "--output", tmp_path / "same", *tokenizer)
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "same" / name).read_bytes() == (plain.folder / name).read_bytes()
-    arguments = ("--output", tmp_path / "out")
-    assert "give its tokenizer with --tokenizer" in error_of(capsys, "export", step, *arguments)
-    assert "has no manifest.json" in error_of(capsys, "export", step.parent, *arguments)
 
 
 def test_the_tokenizer_is_that_of_the_training_data(
@@ -240,15 +191,6 @@ def test_a_model_trained_on_conversations_gets_a_chat_template(
     assert ends("chat") == (True, [2, 0], [2, 0])
     convert("export", "run", "--output", "plain", "--no-chatml")
     assert ends("plain") == (False, 0, 0)
-
-
-def test_a_tokenizer_alone_does_not_say_whether_there_is_a_chat(plain, tmp_path, caplog):
-    arguments = ("export", plain.run, "--tokenizer", plain.folder / "tokenizer.json", "--output")
-    convert(*arguments, tmp_path / "unsaid")
-    assert "export again with --chatml" in caplog.text
-    caplog.clear()
-    convert(*arguments, tmp_path / "said", "--no-chatml")
-    assert not caplog.text
 
 
 def test_wrong_arguments_are_one_line(plain, tmp_path, capsys, tokenizer_file):

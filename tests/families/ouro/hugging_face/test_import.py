@@ -10,19 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.families.ouro.hugging_face.conftest import VOCABULARY, Exported, convert, convert_killed
+from tests.families.ouro.hugging_face.conftest import Exported, convert, convert_killed
 from tests.families.ouro.hugging_face.test_export import OURO_1_4B, error_of, tensors_of
 from titan_loop.checkpoint import tensors
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import write_manifest
-from titan_loop.checkpoint.upcycling import Upcycling
-from titan_loop.cli import main as cli
 from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.runs.conversion import upcycle_run
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.chat_encoding import ChatEncoder
 from titan_loop.text.conversation import Conversation, Turn
 
@@ -40,33 +36,6 @@ def assert_same(left: LoopDecoder, right: LoopDecoder) -> None:
     for name, tensor in mine.items():
         assert torch.equal(tensor, other[name]), name
     assert left.recurrent_steps == right.recurrent_steps
-
-
-@pytest.mark.parametrize("kind", ["plain", "grouped"])
-def test_import_of_export_is_the_same_model_bit_by_bit(request, kind, tmp_path):
-    exported: Exported = request.getfixturevalue(kind)
-    convert("import", exported.folder, "--output", tmp_path / "run")
-    model = load_run(tmp_path / "run")
-    assert_same(model, exported.model)
-    if kind == "grouped":
-        assert model.tok_embeddings.weight is model.lm_head.weight
-    ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for mine, other in zip(
-            model(ids).hidden_RBLD, exported.model(ids).hidden_RBLD, strict=True
-        ):
-            assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bf16_weights_come_back_bit_by_bit(plain, tmp_path, dtype):
-    tokenizer = ("--tokenizer", plain.folder / "tokenizer.json")
-    convert("export", plain.run, "--output", tmp_path / "a", "--dtype", "bfloat16", *tokenizer)
-    convert("import", tmp_path / "a", "--output", tmp_path / "run", "--dtype", dtype)
-    convert("export", tmp_path / "run", "--output", tmp_path / "b", "--dtype", "bfloat16")
-    before, after = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def test_fp16_weights_are_kept_exactly(plain, edited, tmp_path):
@@ -384,35 +353,6 @@ def test_a_tied_head_may_stand_beside_the_embedding(grouped, tmp_path):
     assert_same(load_run(tmp_path / "run"), grouped.model)
 
 
-def test_a_tokenizer_of_another_vocabulary_is_one_line(edited, tmp_path, capsys):
-    folder = edited()
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"]["one more"] = VOCABULARY
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    message = error_of(capsys, "import", folder, "--output", tmp_path / "run")
-    assert f"has {VOCABULARY + 1} token ids, the model's vocabulary has {VOCABULARY}" in message
-
-
-def test_an_upcycled_import_keeps_its_tokenizer(plain, tmp_path):
-    convert("import", plain.folder, "--output", tmp_path / "run")
-    layers = 2 * len(plain.model.layers)
-    upcycle_run(tmp_path / "run", tmp_path / "deeper", Upcycling(layers), ["test"])
-    found = SavedRun(tmp_path / "deeper").tokenizer()
-    assert found == (tmp_path / "deeper" / "tokenizer.json", True)
-    assert found.path.read_bytes() == (plain.folder / "tokenizer.json").read_bytes()
-
-
-def test_another_tokenizer_than_the_imported_one_is_refused(plain, tmp_path, capsys):
-    convert("import", plain.folder, "--output", tmp_path / "run")
-    other = tmp_path / "other.json"
-    tokenizer = json.loads((plain.folder / "tokenizer.json").read_text())
-    other.write_text(json.dumps(tokenizer | {"normalizer": {"type": "NFC"}}))
-    message = error_of(
-        capsys, "export", tmp_path / "run", "--output", tmp_path / "out", "--tokenizer", other
-    )
-    assert f"tokenizer {other} is not the one" in message
-
-
 def test_an_unfinished_folder_is_one_line(plain, grouped, tmp_path, capsys):
     def error(source: Path, change: Callable[[Path], object]) -> str:
         folder = tmp_path / "broken"
@@ -460,18 +400,3 @@ def test_an_unfinished_folder_is_one_line(plain, grouped, tmp_path, capsys):
         grouped.folder, lambda folder: edit_index(folder, norm, "../other.safetensors")
     )
     assert not (tmp_path / "run").exists()
-
-
-def test_an_output_that_is_there_is_not_touched(plain, tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "mine").write_text("kept")
-    message = error_of(capsys, "import", plain.folder, "--output", tmp_path / "run")
-    assert "is not empty; choose a new folder" in message
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
-
-
-def test_the_command_line_answers_mistakes(capsys):
-    assert cli.main(["convert"]) == 0
-    assert "import" in capsys.readouterr().out
-    assert error_of(capsys, "xport") == "unknown verb 'convert xport'; nearest: export, import"
-    assert "convert import: --output PATH" in error_of(capsys, "import", "folder")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from tests.families.ouro.hugging_face.conftest import VOCABULARY, Exported, convert
@@ -20,8 +19,6 @@ from tests.families.ouro.hugging_face.reference import run_reference
 from tests.families.ouro.hugging_face.test_export import tensors_of
 from tests.inference.reference import q_exit_steps
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.text.chat_template import ChatTemplate
-from titan_loop.text.conversation import Conversation, Turn
 
 # fp32 rounding through 2 layers and up to 5 steps, at states of size 1 and logits of size 10.
 TOLERANCE = {"atol": 5e-5, "rtol": 1e-5}
@@ -33,11 +30,6 @@ def load(transformers: ModuleType, folder: Path, **keywords: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, **keywords
     ).eval()
-
-
-def load_tokenizer(transformers: ModuleType, folder: Path) -> Any:
-    # transformers 5 looks at the model's configuration, too, and would ask whether it may.
-    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 
 @pytest.fixture(scope="session", params=["plain", "grouped"])
@@ -85,18 +77,6 @@ def layer_calls(model: Any) -> list[tuple[int, int]]:
         lambda _, arguments: calls.append(tuple(arguments[0].shape[:2]))
     )
     return calls
-
-
-def test_every_tensor_is_loaded(transformers, exported):
-    for kind in ("AutoModel", "AutoModelForCausalLM"):
-        _, report = getattr(transformers, kind).from_pretrained(
-            exported.folder, trust_remote_code=True, output_loading_info=True
-        )
-        has_head = not exported.model.config.enable_weight_tying
-        left = {"lm_head.weight"} if kind == "AutoModel" and has_head else set()
-        assert not report["missing_keys"]
-        assert not report["mismatched_keys"]
-        assert set(report["unexpected_keys"]) == left
 
 
 def test_it_agrees_with_ours_and_with_the_reference_at_every_step(loaded, exported):
@@ -209,19 +189,6 @@ def test_packed_documents_do_not_see_each_other(loaded):
         torch.testing.assert_close(packed.logits[:, part], loaded(alone).logits, **TOLERANCE)
 
 
-def test_generate_returns_the_states_that_are_asked_for(loaded):
-    ids = tokens(1, 6, seed=9)
-    settings = {"max_new_tokens": 3, "output_hidden_states": True, "return_dict_in_generate": True}
-    answer = loaded.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    assert [len(states) for states in answer.hidden_states] == [loaded.config.total_ut_steps] * 3
-
-
-def test_trainer_predicts_logits_alone(loaded):
-    output = loaded(tokens(1, 6))
-    ignored = loaded.config.keys_to_ignore_at_inference
-    assert [name for name in output.keys() if name not in ignored] == ["logits"]  # noqa: SIM118
-
-
 @pytest.mark.parametrize("exits", EXITS, ids=str)
 def test_generation_is_greedy_decoding_of_our_model(loaded, exported, exits):
     ids = tokens(2, 6, seed=5)
@@ -246,16 +213,6 @@ def test_beam_search_reorders_the_cache(loaded):
         assert (
             cached.tolist() == loaded.generate(ids, use_cache=False, **keywords, **exits).tolist()
         )
-
-
-def test_tokens_that_wait_are_reordered_too(loaded):
-    ids = tokens(2, 10, seed=12)
-    cache = loaded(ids[:, :4], use_cache=True).past_key_values
-    cache = loaded(ids[:, 4:7], past_key_values=cache, exit_at_step=0).past_key_values
-    cache.reorder_cache(torch.tensor([1, 0]))
-    ids = ids.flip(0)
-    rest = loaded(ids[:, 7:], past_key_values=cache)
-    torch.testing.assert_close(rest.logits, loaded(ids).logits[:, 7:], **TOLERANCE)
 
 
 def test_a_conversation_goes_on_with_its_cache(loaded):
@@ -329,30 +286,6 @@ def test_the_gate_is_fp32_in_a_bf16_model(transformers, plain):
     assert model(ids, exit_threshold=1.0).exit_steps.unique().tolist() == [2]
 
 
-def test_the_number_of_steps_is_free_when_loading(transformers, plain):
-    model = load(transformers, plain.folder, total_ut_steps=5)
-    ids = tokens(2, 12, seed=10)
-    ours = plain.model(ids, recurrent_steps=5)
-    torch.testing.assert_close(
-        model(ids).logits, plain.model.readout(ours.hidden_RBLD[-1]), **TOLERANCE
-    )
-
-
-def test_the_number_of_steps_may_change_after_loading(transformers, plain):
-    model = load(transformers, plain.folder)
-    ids = tokens(2, 12, seed=10)
-    for steps in (5, 2):
-        model.config.total_ut_steps = steps
-        want = load(transformers, plain.folder, total_ut_steps=steps)(ids).logits
-        assert torch.equal(model(ids).logits, want)
-
-
-def test_embeddings_may_be_given_instead_of_tokens(loaded):
-    ids = tokens(2, 5)
-    embedded = loaded.get_input_embeddings()(ids)
-    assert torch.equal(loaded(inputs_embeds=embedded).logits, loaded(ids).logits)
-
-
 def test_the_loss_is_that_of_the_logits_and_trains_every_parameter(loaded):
     ids = tokens(2, 12, seed=11)
     labels = ids.clone()
@@ -385,34 +318,6 @@ def test_it_is_the_same_after_save_pretrained_and_import(loaded, exported, tmp_p
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
-
-
-TEXT = "in 2024 there were 31415 loops\n\tand <|endoftext|> café 漢字"
-
-
-def test_the_tokenizer_is_the_same_and_splits_digits(transformers, exported, tokenizer_file):
-    theirs = load_tokenizer(transformers, exported.folder)
-    original = Tokenizer.from_file(str(tokenizer_file))
-    assert theirs(TEXT)["input_ids"] == original.encode(TEXT).ids
-    assert set(theirs(TEXT)) == {"input_ids", "attention_mask"}
-    digits = theirs.convert_ids_to_tokens(theirs("31415")["input_ids"])
-    assert digits == list("31415")
-    assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
-    assert theirs.pad_token_id == 0
-    assert theirs.padding_side == "left"
-    assert theirs.eos_token_id == (2 if theirs.chat_template else 0)
-
-
-def test_a_chat_is_rendered_as_in_training(transformers, grouped, plain):
-    tokenizer = load_tokenizer(transformers, grouped.folder)
-    turns = [Turn("system", "Count."), Turn("user", "1 2 3"), Turn("assistant", "4")]
-    messages = [turn.message() for turn in turns]
-    text, _ = ChatTemplate().render(Conversation(tuple(turns)))
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == text
-    asked = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
-    assert text.startswith(asked)
-    assert asked.endswith("<|im_start|>assistant\n")
-    assert load_tokenizer(transformers, plain.folder).chat_template is None
 
 
 def test_the_example_on_the_card_runs(transformers, exported, monkeypatch, capsys):

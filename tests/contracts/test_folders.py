@@ -1,14 +1,17 @@
 """What holds for every exported folder, whatever its format."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.families.folders import CASES, OWN_CODE, write_folder
+from tests.contracts.folders import FOLDERS, MODELS, OWN_CODE, Written, opened, write_folder
+from tests.families.ouro.hugging_face.conftest import convert
 from titan_loop.formats.format import get_format
 from titan_loop.plugins import names
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.tokenizer import same_ids
 
 XLLM = {"xllm", "xllm-moe"}  # their own code unties
@@ -16,10 +19,33 @@ XLLM = {"xllm", "xllm-moe"}  # their own code unties
 
 def test_every_folder_has_a_case():
     folders = {name for name in names("formats") if "q8_0" not in get_format(name).dtypes}
-    assert CASES.keys() == folders - XLLM
+    assert FOLDERS.keys() == folders - XLLM
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "number"), [pair for pair in MODELS if FOLDERS[pair[0]].comes_back]
+)
+def test_an_export_comes_back_bit_by_bit(tmp_path, tokenizer_file, name, number):
+    shards = ("--max-shard-gigabytes", "1e-4")
+    written = write_folder(tmp_path, name, tokenizer_file, *shards, number=number)
+    back, again = tmp_path / "back", tmp_path / "again"
+    convert("import", written.folder, "--output", back)
+    state = opened(back).state_dict()
+    assert state.keys() == written.model.state_dict().keys()
+    for key, tensor in written.model.state_dict().items():
+        assert torch.equal(state[key], tensor), key
+    before, after = (
+        SavedRun.open(run).checkpoint().manifest["trainer"] for run in (written.run, back)
+    )
+    for key in ("architecture", "recurrent_steps"):
+        assert after[key] == before[key]
+    # The tokenizer is known from the import.
+    convert("export", back, "--to", name, "--output", again, *shards)
+    for file in (*written.folder.glob("*.safetensors"), written.folder / "config.json"):
+        assert file.read_bytes() == (again / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
 def test_a_tied_matrix_is_written_once(tmp_path, name):
     written = write_folder(tmp_path, name, None, tie_weights=True)
     tensors = load_file(written.folder / "model.safetensors")
@@ -28,7 +54,7 @@ def test_a_tied_matrix_is_written_once(tmp_path, name):
     assert tensors["model.embed_tokens.weight"].shape == (300, written.model.config.dim)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=FOLDERS)
 def folder(request, tmp_path_factory, tokenizer_file):
     """Return the name of a format and a folder of it, of a model trained on conversations."""
     place = tmp_path_factory.mktemp(request.param)
@@ -51,8 +77,69 @@ def load(request, tmp_path, tokenizer_file):
     return loaded
 
 
+@pytest.fixture(scope="module", params=MODELS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+def written(request, tmp_path_factory, tokenizer_file) -> Written:
+    """Return every model of every format."""
+    name, number = request.param
+    place = tmp_path_factory.mktemp(name)
+    return write_folder(place, name, tokenizer_file, number=number)
+
+
 IDS = torch.arange(40)[None] * 7 % 300
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+CLOSE = 1e-5  # fp32 sums in another order
+
+
+def load_whole(library, folder: Path):
+    """Return the model, every tensor of which must come from the folder."""
+    model, report = library.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+@torch.no_grad()
+def test_logits_and_greedy_tokens_are_ours(transformers, written):
+    model, _, folder = written
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    if kind == "hrm_text" and transformers.__version__.startswith("4"):
+        pytest.skip("transformers 4 has no such model")
+    theirs = load_whole(transformers, folder)
+
+    def ours(ids):
+        columns = {"prefix": torch.ones_like(ids, dtype=torch.bool)} if prefix else None
+        return model.readout(model(ids, columns=columns).hidden_RBLD[-1])
+
+    prefix = getattr(model.config, "prefix_lm", False)
+    inputs = {"token_type_ids": torch.ones_like(IDS)} if prefix else {}
+    torch.testing.assert_close(theirs(IDS, **inputs).logits, ours(IDS), atol=CLOSE, rtol=0)
+    if prefix:
+        return  # what it says is not a prefix
+    prompt = IDS[:, 1:7]  # token 0 is padding
+    caches = (
+        [{}, {"cache_implementation": "static"}] if "auto_map" in theirs.config.to_dict() else [{}]
+    )
+    wanted = prompt
+    for _ in range(8):
+        wanted = torch.cat([wanted, ours(wanted)[:, -1:].argmax(-1)], dim=1)
+    for cache in caches:
+        mask = torch.ones_like(prompt)
+        found = theirs.generate(prompt, attention_mask=mask, **cache, **GREEDY)
+        assert found.tolist() == wanted.tolist()
+
+
+@torch.no_grad()
+def test_the_number_of_loops_may_change_after_loading(transformers, written):
+    model, _, folder = written
+    if folder.name not in OWN_CODE:
+        pytest.skip("its layers are unrolled, or not ours")
+    theirs = load_whole(transformers, folder)
+    name = "num_loops" if hasattr(theirs.config, "num_loops") else "total_ut_steps"
+    for loops in (1, 2, 4):
+        setattr(theirs.config, name, loops)
+        want = model.readout(model(IDS, recurrent_steps=loops).hidden_RBLD[-1])
+        torch.testing.assert_close(theirs(IDS).logits, want, atol=CLOSE, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*is deprecated:FutureWarning")

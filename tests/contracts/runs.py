@@ -1,0 +1,73 @@
+"""Small runs of every family on a generated task, which are killed on demand."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.contracts.families import cases
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.models.family import ModelOptions
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.callback import Callback
+from titan_loop.training.run import run_training
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+WINDOW, WINDOWS = 32, 8
+BATCH = WINDOW * WINDOWS
+KILLED_AT = 3
+
+
+def small_run(folder: Path, model: ModelOptions, *, steps: int = 6) -> LoopTrainer.Config:
+    """Return a run of `steps` steps with a checkpoint every other step."""
+    config = LoopTrainer.Config(
+        dump_folder=str(folder),
+        total_tokens=steps * BATCH,
+        model=model,
+        dataloader=TaskLoader.Config(task=Mano(5, 3)),
+        learning_rate=Schedule.constant(1e-3),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH)),
+    )
+    config.training.seq_len = WINDOW
+    config.training.local_batch_size = 2
+    config.checkpoint.interval = 2
+    config.metrics.log_freq = 1
+    return config
+
+
+def train(name: str, folder: Path, world: int, killed: bool = False) -> None:
+    """Train a case on `world` ranks; the last one is killed after step `KILLED_AT` if asked."""
+    # Environments of transformers import this module, and have no datatrove.
+    from tests.support.tiny import act_as_launched
+    from titan_loop.evaluation.while_training import evaluations
+
+    class Killer(Callback):
+        def on_step_end(self, trainer: Any, metrics: Any) -> None:
+            if killed and trainer.step == KILLED_AT and dist.get_rank() == world - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    act_as_launched(world)
+    config = cases("runs")[name].config(folder, world)
+    run_training(config, evaluations=lambda config: [*evaluations(config), Killer()])
+
+
+def whole_run(name: str, folders: pytest.TempPathFactory) -> Path:
+    """Return the run of a case that was never stopped; trained once, for tests that only read it.
+
+    The test must use the fixture `alone`.
+    """
+    folder = folders.getbasetemp() / f"whole-{name.replace('/', '-')}"
+    if not folder.exists():
+        train(name, folder, 1)
+    return folder
+
+
+def records(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of a run by step."""
+    return {record["step"]: record for record in RunDirectory(folder).read_metrics()}

@@ -1,0 +1,64 @@
+"""For every recipe: its stages are built and can start, and its tables name what there is."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from titan_loop.analysis.results import ResultTable
+from titan_loop.models.family import build_decoder, resolved_shape
+from titan_loop.recipes.recipe import Stage
+from titan_loop.recipes.registry import load_recipe, recipe_module, recipe_summaries
+from titan_loop.training.preflight import setting_refusals, value_refusals
+
+
+def tables() -> Iterator[tuple[str, ResultTable]]:
+    """Yield every recipe's tables."""
+    for recipe in recipe_summaries():
+        for table in getattr(recipe_module(recipe), "TABLES", {}).get(recipe, ()):
+            yield recipe, table
+
+
+def vocabulary(stage: Stage) -> int:
+    """Return the tokens of a stage's data, or of its named size where the data are a user's."""
+    task = stage.config.dataloader.generated_task()
+    return resolved_shape(stage.config.model).vocab_size if task is None else task.vocab_size
+
+
+@pytest.mark.parametrize("name", recipe_summaries())
+def test_stages_are_built_and_nothing_of_them_is_refused(name):
+    recipe, built = load_recipe(name), set()
+    names = {stage.name for stage in recipe.stages}
+    for stage in recipe.stages:
+        config = stage.config
+        assert stage.parent is None or stage.parent in names
+        found = [*value_refusals(config)]
+        found += setting_refusals(config, starts_trained=stage.parent is not None)
+        assert not found, (stage.name, [str(refusal) for refusal in found])
+        options = replace(config.model, attention="sdpa", vocab_size=vocabulary(stage))
+        window = config.training.seq_len
+        if (str(options), window) not in built:
+            built.add((str(options), window))
+            assert build_decoder(options, max_seq_len=window, device="meta").layers
+
+
+@pytest.mark.parametrize(
+    ("recipe", "table"), [*tables()], ids=lambda value: getattr(value, "name", value)
+)
+def test_a_table_asks_for_stages_depths_and_strata_that_there_are(recipe, table):
+    stages = {stage.name: stage.config for stage in load_recipe(recipe).stages}
+    assert {*table.paper} <= {*table.rows}
+    assert all({*told} <= {*table.columns} for told in table.paper.values())
+    assert {*table.in_color, *filter(None, [table.less])} <= {*table.rows}
+    for row in table.rows:
+        for column in table.columns:
+            where, _ = table.address(row, column)
+            config = stages[where["stage"]]
+            task = config.dataloader.generated_task()
+            kind, _, depth = where["reading"].partition(":")
+            if kind == "static":
+                depths = {*config.suite.depths, round(config.recurrence.steps(config.total_tokens))}
+                depths |= {*(getattr(config.held_out, "depths", None) or ())}
+                assert int(depth) in depths or task is None, (where, depths)
+            if task is not None and where.get("stratum"):
+                assert where["stratum"] in {*task.strata, "knowledge", "depth"}, where

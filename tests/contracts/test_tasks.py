@@ -1,0 +1,27 @@
+"""For every generated task: it is recorded, fits its window, and never trains on its exam."""
+
+from dataclasses import asdict
+from itertools import islice
+
+import pytest
+
+from tests.contracts.families import as_json
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.tasks.recorded_task import recorded_task
+from titan_loop.plugins import find, names
+
+
+@pytest.mark.parametrize("name", names("tasks"))
+def test_a_task(name):
+    task = find("tasks", name)()
+    assert recorded_task({"data": as_json({"task": name, **asdict(task)})}) == task
+    trained = [*islice(task.questions(key=1), 200)]
+    asked = [q for at in task.strata.values() for q in task.held_out_questions(5, at)]
+    for question in (*trained, *asked):
+        example = task.encode(question)
+        assert len(example.tokens) == len(example.labels) <= task.longest_example
+        assert 0 <= example.tokens.min() <= example.tokens.max() < task.vocab_size
+        answers = example.answer_labels()
+        assert (answers != IGNORED).any()
+        assert answers.max() < task.vocab_size
+    assert not any(task.is_held_out(question) for question in trained)

@@ -1,0 +1,54 @@
+"""Cases of layers that loop, with and without memory."""
+
+from functools import partial
+
+from tests.contracts.families import Compiled, Contract
+from tests.distributed.test_parity import HELD, Case
+from titan_loop.distributed.activation_checkpointing import SelectiveAC
+from titan_loop.families.adaptive.model import AdaptiveOptions
+from titan_loop.families.adaptive.objective import PonderCostLoss
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+MEMORY = {"local_slots": 5, "global_slots": 7}
+
+
+def case(checkpointing: str = "none", held: bool = False, **options) -> Case:
+    """Return a case with α at 0 rather than -7, so that the loops have gradients."""
+    make = partial(Case, fsdp=HELD) if held else Case
+    return make(
+        family=AdaptiveOptions,
+        steps=(1, 1),
+        exit_gate=False,
+        checkpointing=checkpointing,
+        options=tuple({"scale_init": 0.0, **options}.items()),
+        loss=PonderCostLoss.Config(ponder_weight=0.3),
+    )
+
+
+def rehearsed(config: LoopTrainer.Config) -> None:
+    """Selective checkpointing recomputes FSDP units inside of a layer."""
+    config.model = AdaptiveOptions(max_iterations=2, n_layers=1, local_slots=5, vocab_size=512)
+    config.recurrence.steps, config.loss = Schedule.constant(1), PonderCostLoss.Config()
+    config.activation_checkpoint = SelectiveAC.Config()
+
+
+CONTRACT = Contract(
+    parity={
+        "plain": (case(), "dp2 tp2"),
+        "memory": (case(**MEMORY, memory_read="each", gate="vector"), "dp2 tp2 tp2-no-sp dp2-tp2"),
+        "memory-full": (case("full", held=True, **MEMORY), "dp2 tp2 cp2"),
+        "memory-selective": (case("selective", **MEMORY), "dp2"),
+        "loops-selective": (case("selective", held=True, max_iterations=5), "dp2"),
+        "by-step": (case("recurrent-step", held=True, **MEMORY, memory_read="before"), "dp2"),
+    },
+    compiled={"memory": Compiled(AdaptiveOptions(scale_init=0.0, **MEMORY), steps=1)},
+    rehearsed={"layers that loop": rehearsed},
+    refused=[
+        (AdaptiveOptions(max_iterations=0), "model.max_iterations=0 must be at least 1"),
+        (AdaptiveOptions(memory_read="before"), "model.memory_read=before has no effect without"),
+        (AdaptiveOptions(max_iterations=None, scale_init=-3.0), "model.scale_init=-3.0 has no eff"),
+        (AdaptiveOptions(gate="scaler", local_slots=2), "gate=scaler is unknown; nearest: scalar"),
+        (AdaptiveOptions(exit_gate=True), "exit_gate=True: family adaptive has no exit gate"),
+    ],
+)

@@ -1,0 +1,65 @@
+"""Cases of latent steps, on graphs of equations."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tests.contracts.families import Contract, Run
+from tests.contracts.runs import small_run
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.families.latent.model import LatentOptions
+from titan_loop.families.latent.objective import LatentSupervision
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+from train_configs.latent.task import DagArithmetic
+
+TASK = DagArithmetic(modulus=5, nodes=6, leaves=3, names=12, most_depth=4, test_nodes=(5, 9))
+WINDOW = 40
+OPTIONS = LatentOptions(size="debugmodel", relative_window=8)
+BUILT = LatentOptions(vocab_size=7, factors=(5, 17, 3), relative_window=8)
+
+
+def run(state: str, folder: Path, world: int) -> LoopTrainer.Config:
+    """Return four steps, each as deep as its batch."""
+    config = small_run(folder, replace(OPTIONS, state=state))
+    config.total_tokens = 4 * 4 * WINDOW
+    config.dataloader = TaskLoader.Config(task=TASK, all_targets=True)
+    config.loss = LatentSupervision.Config()
+    config.recurrence = RecurrenceConfig(steps=Schedule.constant(4), from_data=True, max_steps=4)
+    config.batch = BatchConfig(global_batch_tokens=Schedule.constant(4 * WINDOW))
+    config.training.seq_len = WINDOW
+    return config
+
+
+def rehearsed(state: str, config: LoopTrainer.Config) -> None:
+    """Attention weights, and the padding of two rows on eight ranks."""
+    config.dataloader = TaskLoader.Config(task=TASK, all_targets=True)
+    config.training.seq_len, config.loss = 256, LatentSupervision.Config()
+    config.model = LatentOptions(size="debugmodel", n_layers=1, state=state, dropout=0.1)
+    config.recurrence.steps = Schedule.constant(2)
+    config.batch.global_batch_tokens = Schedule.constant(8 * 256)
+    config.total_tokens = 6 * 8 * 256
+
+
+STATES = ("discrete", "continuous")
+CONTRACT = Contract(
+    runs={state: Run(partial(run, state), close=("ce/step_1", "ce/factors")) for state in STATES},
+    rehearsed={state: partial(rehearsed, state) for state in STATES},
+    refused=[
+        (replace(BUILT, state="fuzzy"), "model.state=fuzzy is unknown"),
+        (replace(BUILT, exit_gate=True), "model.exit_gate=True does not work with model.family="),
+        (replace(BUILT, injection="diagonal"), "model.injection=diagonal does not work"),
+        (replace(BUILT, prelude_layers=1), "model.prelude_layers=1 does not work"),
+        (
+            replace(BUILT, scale_scores_by_terms=True, positions="none", relative_window=None),
+            "needs the terms of model.positions=deberta, not none",
+        ),
+        (replace(BUILT, corruption=1.5), "model.corruption=1.5 must be from 0 to 1"),
+        (
+            replace(BUILT, corruption=0.1, state="continuous"),
+            "needs the discrete values of model.state=",
+        ),
+    ],
+)

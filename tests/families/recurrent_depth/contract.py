@@ -1,0 +1,70 @@
+"""Cases of GPT-2's blocks, looped."""
+
+from pathlib import Path
+
+from tests.contracts.families import Contract, Generated, Run
+from tests.distributed.test_parity import SEQ_LEN, Case
+from tests.inference.reference import CONTEXT
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
+from titan_loop.inference.exit_policy import HiddenDifference
+from titan_loop.recipes.registry import load_recipe
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+
+def run(folder: Path, world: int) -> LoopTrainer.Config:
+    """Return six steps of drawn R, promoted after the third."""
+    config = load_recipe("recurrent_depth_short").stage("depth").config
+    batch = int(config.batch.global_batch_tokens(0))
+    config.dump_folder, config.total_tokens = str(folder), 6 * batch
+    config.training.local_batch_size //= 2
+    config.learning_rate = Schedule.constant(1e-3)
+    config.dataloader.curriculum.interval = 3  # type: ignore[attr-defined]
+    config.suite.interval, config.metrics.log_freq = 0, 1
+    config.checkpoint.interval = 2
+    return config
+
+
+def rehearsed(config: LoopTrainer.Config) -> None:
+    """Learned positions."""
+    config.dataloader = TaskLoader.Config(task=Mano(5, 3))
+    config.model = RecurrentDepthOptions(positions="learned", learned_positions=32, vocab_size=512)
+
+
+CONTRACT = Contract(
+    parity={
+        "learned": (
+            Case(
+                steps=(3, 1),
+                tie_weights=True,
+                exit_gate=False,
+                options=(("positions", "learned"), ("learned_positions", SEQ_LEN)),
+                family=RecurrentDepthOptions,
+            ),
+            "dp2 tp2-no-sp cp2 dp2-tp2",
+        ),
+    },
+    generated={
+        "learned": Generated(
+            RecurrentDepthOptions(positions="learned", learned_positions=CONTEXT),
+            HiddenDifference(1.6),
+            steps=4,
+        )
+    },
+    rehearsed={"learned": rehearsed},
+    runs={"promoted": Run(run)},
+    refused=[
+        (RecurrentDepthOptions(exit_gate=True), "family recurrent_depth has no exit gate"),
+        (
+            RecurrentDepthOptions(positions="learned"),
+            "model.positions=learned needs model.learned_positions",
+        ),
+        (RecurrentDepthOptions(learned_positions=9), "model.learned_positions=9 has no effect"),
+        (
+            RecurrentDepthOptions(positions="learned", learned_positions=9),
+            "model.learned_positions=9 is less than the 64 tokens of a window",
+        ),
+    ],
+)
