@@ -17,7 +17,7 @@ from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import ExitPolicy, StaticStep
 from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.models.family import build_decoder
 from train_configs.adaptive.survival import survival_errors
 
 EXACT = 1e-10  # both sides compute in float64
@@ -147,45 +147,6 @@ def test_the_state_in_the_loop_keeps_increments_that_bf16_would_round_away():
     moved = (out - h.float()).abs()
     assert moved.min() > 0
     assert moved.median() < 2**-9  # half a unit in the last place of 1 in bf16
-
-
-def test_controls_do_not_decay_unless_asked_and_banks_are_tables():
-    for decays in (False, True):
-        model = build_decoder(
-            AdaptiveOptions(**MEMORY, gate="vector", decay_controls=decays, scale_rate=10.0),
-            max_seq_len=SEQ_LEN,
-            device="meta",
-        )
-        for name, parameter in model.named_parameters():
-            group = model.parameter_group(name, parameter)
-            if ".control." in name or ".gates." in name:
-                assert group.decays == decays, name
-                assert not group.is_hidden_matrix
-                assert group.rate_factor == (10.0 if name.endswith("control.scale") else 1.0)
-            elif name.endswith(("bank.keys", "bank.values")):
-                assert group.decays
-                assert not group.is_hidden_matrix
-            else:
-                assert group.decays == (parameter.ndim == 2), name
-
-
-def test_the_papers_sizes():
-    def count(**options) -> int:
-        model = build_decoder(
-            AdaptiveOptions(size="published", **options), max_seq_len=2, device="meta"
-        )
-        return sum(p.numel() for p in model.parameters())
-
-    assert round(count(max_iterations=None, n_layers=36) / 1e6) == 332
-    base, loops = count(max_iterations=None), count()
-    assert loops - base == 12 * (3 + 768 + 2 + 2 * 768)  # α, W_h and b_h, the loop's norm
-    banks = 12 * 2 * 1024 * 768 + 2 * 512 * 768 + 13 * 768
-    readers = 2 * 12 * (768**2 + 768)
-    gates = 12 * 2 * (768 + 1)
-    memory = count(local_slots=1024, global_slots=512) - loops
-    assert memory == banks + readers + gates
-    flops = decoder_config(AdaptiveOptions(size="published"), max_seq_len=2).training_flops(2, 1)
-    assert flops.matrices == 6 * 3 * 12 * (4 * 768**2 + 2 * 768 * 3072)
 
 
 @torch.no_grad()

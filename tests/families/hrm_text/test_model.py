@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import titan_loop.compat as compat
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
@@ -11,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common import attention as titan_attention
 
 from tests.families.hrm_text.reference import cycles
-from titan_loop.errors import UserError
 from titan_loop.families.hrm_text.model import HrmTextOptions
 from titan_loop.models.attention import document_block_mask, document_mask
 from titan_loop.models.context import WindowShare
@@ -106,14 +104,6 @@ def test_costs_count_passes():
 def test_the_released_sizes(size, millions):
     model = build_decoder(HrmTextOptions(size=size), max_seq_len=8, device="meta")
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
-
-
-def test_a_kernel_without_prefixes_is_refused(monkeypatch):
-    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
-    with pytest.raises(UserError, match=r"model.attention=varlen cannot do model.prefix_lm=True"):
-        decoder_config(HrmTextOptions(attention="varlen"), max_seq_len=8)
-    causal = HrmTextOptions(attention="varlen", prefix_lm=False)
-    assert decoder_config(causal, max_seq_len=8).columns == ()
 
 
 def test_flex_has_the_same_mask(monkeypatch):

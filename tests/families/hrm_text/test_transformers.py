@@ -123,22 +123,6 @@ def test_states_and_logits_at_every_cycle(pair, prefix):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("prefix", [0, 5])
-def test_rows_of_other_lengths_with_padding(pair, prefix):
-    ours, theirs = pair
-    tokens, lengths = tokens_of(3), torch.tensor([LENGTH, 8, 13])
-    place = torch.arange(LENGTH).expand(3, -1)
-    real, column = place < lengths[:, None], place < prefix
-    _, logits = cycles(
-        theirs, input_ids=tokens, attention_mask=real.long(), token_type_ids=column.long()
-    )
-    positions = torch.where(real, place, 0)  # in the padding, every token is a document
-    output = ours(tokens, positions, columns={"prefix": column})
-    mine = ours.readout(output.hidden_RBLD[-1])
-    torch.testing.assert_close(mine[real], logits[real], atol=CLOSE, rtol=0)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("prefix_lm", [True, False])
 def test_the_cache_continues_prompts_as_theirs(pair, prefix_lm):
     ours, theirs = pair

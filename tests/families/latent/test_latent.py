@@ -1,7 +1,6 @@
 """The latent family: each mechanism is what the paper's equations say, in float64."""
 
 from dataclasses import replace
-from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +12,12 @@ from titan_loop.analysis.steps.lens import logit_margin
 from titan_loop.analysis.steps.patching import patching
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.load.windows import empty_batch
 from titan_loop.evaluation.exam import example_windows
 from titan_loop.families.latent.model import LatentDecoder, LatentOptions
 from titan_loop.families.latent.objective import LatentSupervision
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.models.family import build_decoder
 from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.chosen_model import chosen_model
 from titan_loop.training.preflight import refusals
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -202,20 +199,6 @@ def test_values_that_are_due_can_be_corrupted_instead():
     assert (values != clean)[due].double().mean() == pytest.approx(6 / 7, abs=0.03)
 
 
-def test_scores_of_three_terms_are_divided_by_their_number():
-    model, plain = model_of(scale_scores_by_terms=True), model_of()
-    tokens, positions, _, columns = windows()
-    with torch.no_grad():
-        for layer in plain.layers.values():  # sqrt(3) in the queries as in the scores' divisor
-            layer.attention.qkv_linear.wq.weight /= 3**0.5
-            layer.attention.distance_scores.weight[1] /= 3**0.5
-    one, two = (
-        each.eval()(tokens, positions, recurrent_steps=2, columns=columns).hidden_RBLD[-1]
-        for each in (model, plain)
-    )
-    torch.testing.assert_close(one, two, rtol=EXACT, atol=EXACT)
-
-
 def test_a_graph_is_solved_where_every_factor_is_right():
     examples = [
         TASK.encode(graph) for graph in TASK.held_out_questions(40, TASK.strata["10_nodes"])
@@ -335,15 +318,3 @@ def run(**changed) -> LoopTrainer.Config:
 )
 def test_a_run_that_cannot_be_is_refused(changed, message):
     assert message in str(next(refusals(run(**changed), 2)))
-
-
-def test_the_other_factors_are_those_of_the_data():
-    options = chosen_model(run()).options
-    assert (options.vocab_size, options.factors) == (7, TASK.factor_sizes)
-    examples = [TASK.encode(question) for question in islice(TASK.questions(0), 50)]
-    for example in examples:
-        assert all(
-            example.columns["factors"][:, factor].max() < size
-            for factor, size in enumerate(options.factors)
-        )
-    assert empty_batch(1, LENGTH, TASK.columns)[0][0]["factors"].shape == (1, LENGTH, 3)

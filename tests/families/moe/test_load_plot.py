@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titan_loop.families.moe.load_plot import PREFIX, read_loads, title_of
+from titan_loop.families.moe.load_plot import PREFIX, read_loads
 
 EQUAL = [1.0, 1.0, 1.0, 1.0]
 
@@ -33,12 +33,3 @@ def test_loads_are_ordered_by_layer_and_step():
     assert loads[1].last == pytest.approx([1.9625, 0.0, 1.0, 1.0375])  # records 37 to 40
     assert np.isnan(loads[-1].last).all()
     assert np.isnan(loads[-1].values).all(1).tolist() == [False] * 20 + [True] * 20
-
-
-def test_the_title_is_the_message():
-    loads = read_loads(records())
-    assert title_of(loads, 3) == (
-        "At the end experts take 0.00 to 1.96 times an equal share of tokens; the busiest is "
-        "expert 1 of layer 2, step 1"
-    )
-    assert title_of(loads, 2).endswith("\nthe 2 least equal of 3 visits")

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.families.ouro.step_readout import OuroDecoder
-from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.family import build_decoder
 
 TOKENS = torch.randint(128, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -45,16 +44,6 @@ def test_every_step_is_read_by_its_own_map_and_deeper_ones_by_the_last(rank: int
         torch.testing.assert_close(got[r], want, rtol=1e-12, atol=1e-12)
 
 
-@torch.no_grad()
-def test_untrained_readouts_change_nothing():
-    torch.manual_seed(1)
-    options = OuroOptions(attention="sdpa", readout_rank=3)
-    model = build_decoder(options, max_seq_len=24)
-    assert isinstance(model, OuroDecoder)
-    for own, shared in zip(model(TOKENS).hidden_RBLD, shared_states(model, 3), strict=True):
-        assert torch.equal(own, shared)
-
-
 def test_rows_at_different_steps_are_read_like_each_alone():
     model = made(readout_rank=2)
     assert model.step_readout is not None
@@ -81,19 +70,3 @@ def test_early_losses_of_detached_states_train_the_readouts_alone():
         model.zero_grad()
         output.hidden_RBLD[-1].sum().backward()  # the last step trains the layers either way
         assert model.layers["0"].feed_forward.w1.weight.grad is not None
-
-
-def test_a_readout_costs_two_thin_products_a_step():
-    """Forward 2, backward 4 FLOPs an element; with a frozen model the forward pass is left."""
-    config = made(readout_rank=2).config
-    flops = Flops(matrices=1, attention=2, readouts=3, gate=4)
-    assert config.own_flops(flops, 5, 5) == flops._replace(readouts=3 + 6 * 2 * 5 * 2 * 64)
-    assert config.own_flops(flops, 5, 0) == flops._replace(readouts=3 + 2 * 2 * 5 * 2 * 64)
-    plain = made().config
-    assert plain.own_flops(flops, 5, 5) == flops
-    for spread in (plain, config):
-        spread.check_spreading(
-            tensor_parallel=2 if spread is plain else 1, context_parallel=1, expert_parallel=1
-        )
-    assert plain.architecture()["readout_rank"] is None
-    assert config.architecture()["readout_rank"] == 2

@@ -107,41 +107,6 @@ def read(**changed):
     return XllmShape.from_config({"model": fields(**changed)})
 
 
-def test_defaults_of_fields_that_a_config_leaves_out():
-    config = fields()
-    for name in ("huginn_input_injection", "huginn_state_init", "rmsnorm_eps", "num_kv_heads"):
-        del config[name]
-    for name in ("loop_times", "huginn_prelude_layers", "huginn_coda_layers"):
-        del config[name]
-    shape = XllmShape.from_config({"model": config})
-    assert (shape.injection, shape.start_state, shape.norm_eps) == ("diagonal", "zero", 1e-6)
-    assert (shape.prelude_layers, shape.coda_layers) == (1, 1)
-    assert (shape.n_heads, shape.n_kv_heads, shape.max_positions) == (4, 4, 8192)
-    assert (shape.prelude_norm, shape.state_norm, shape.recurrent_steps) == (False, False, 1)
-    for name in ("swiglu", "apply_rmsnorm"):
-        without = {key: value for key, value in fields().items() if key != name}
-        with pytest.raises(UserError, match=f"model.{name}=False is not supported"):
-            XllmShape.from_config({"model": without})
-
-
-def test_the_loops_of_a_stack_and_of_a_hierarchy():
-    span = read(
-        arch="transformer", num_layers=6, loop_times=3, loop_start_layer=1, loop_end_layers=4
-    )
-    assert (span.prelude_layers, span.coda_layers, span.recurrent_steps) == (1, 2, 3)
-    once = read(arch="transformer", loop_times=1, loop_start_layer=1, loop_end_layers=2)
-    assert (once.prelude_layers, once.coda_layers, once.is_plain) == (0, 0, True)
-    whole = read(arch="transformer", loop_times=2, loop_start_layer=0, loop_end_layers=4)
-    assert (whole.prelude_layers, whole.coda_layers) == (0, 0)
-    split = read(**SPLIT, huginn_split_module_repeats=2)
-    assert (split.recurrent_steps, split.low_cycles, split.core_passes) == (2, 3, 2)
-    assert (split.states, split.is_plain) == ("split", False)
-    shared = {**SPLIT, "huginn_hierarchical_state": "shared_hl"}
-    del shared["huginn_hierarchical_l_cycles"]
-    shape = read(**shared)
-    assert (shape.low_cycles, shape.core_passes) == (3, 1)
-
-
 @pytest.mark.parametrize(
     ("places", "layers", "source", "found"),
     [
@@ -167,26 +132,6 @@ def test_untied_steps_are_equal_parts_after_the_source(places, layers, source, f
         return
     shape = XllmShape.from_config(config)
     assert (shape.prelude_layers, shape.coda_layers, shape.untied_steps) == found
-
-
-def test_a_span_with_an_injection_is_refused():
-    for span in ({"loop_start_layer": 1}, {"loop_end_layers": 3}):
-        with pytest.raises(UserError, match="the whole stack with an injection"):
-            read(**WHOLE, loop_times=2, **span)
-
-
-@pytest.mark.parametrize(
-    ("config", "described"),
-    [
-        ({"model": fields()}, True),
-        ({"model": fields(num_experts=4)}, False),
-        ({"model": "ouro"}, False),
-        ({"model": {"model_dim": 4}}, False),
-        ({}, False),
-    ],
-)
-def test_a_config_with_a_section_on_the_model_is_theirs(config, described):
-    assert XllmShape.describes(config) == described
 
 
 def test_combinations_that_their_classes_lack_are_refused():
@@ -220,29 +165,11 @@ def test_combinations_that_their_classes_lack_are_refused():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"arch": ["huginn"]}, "model.arch="),
         ({"arch": "gekko"}, "model.arch='gekko' is not supported by titan_loop"),
         ({"num_experts": 25}, "model.num_experts=25 is not supported by titan_loop"),
-        ({"qknorm": True}, "model.qknorm=True is not supported by titan_loop"),
-        ({"huginn_hierarchical_state": "three"}, "model.huginn_hierarchical_state='three' is not"),
-        ({"huginn_recurrent_layers": 3}, "model.huginn_recurrent_layers=3 is not"),
         ({"rope_head_dim": 4}, "model.rope_head_dim=4 is not"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(changed, message):
     with pytest.raises(UserError, match=message):
         XllmShape.from_config({"model": fields(**changed)})
-
-
-@pytest.mark.parametrize("places", ["2,5,6", "two", "", None])
-def test_injections_at_uneven_places_are_refused(places):
-    config = MODELS["unrolled"] | {"dense_prelude_input_layers": places}
-    with pytest.raises(UserError, match=f"dense_prelude_input_layers={places!r} is not"):
-        XllmShape.from_config({"model": config})
-
-
-@pytest.mark.parametrize("value", ["2", -1, 9])
-def test_a_span_outside_the_layers_is_refused(value):
-    config = MODELS["ouro"] | {"loop_end_layers": value}
-    with pytest.raises(UserError, match=f"model.loop_end_layers={value!r} is not"):
-        XllmShape.from_config({"model": config})

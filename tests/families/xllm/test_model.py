@@ -8,7 +8,7 @@ import torch
 from titan_loop.analysis.coordinates import looked_at
 from titan_loop.families.xllm.decoder import XllmDecoder
 from titan_loop.families.xllm.depth import capped_depths
-from titan_loop.families.xllm.model import SIZES, XllmOptions
+from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.training.depth_schedule import RecurrenceConfig, depths_over
 from titan_loop.training.schedule import Schedule
@@ -48,24 +48,6 @@ def test_a_coordinate_check_of_an_unchanged_model_moves_nothing():
         assert torch.equal(first, second)
     assert model.training
     assert not torch.equal(*(model(tokens).hidden_RBLD[-1] for _ in range(2)))
-
-
-@pytest.mark.parametrize(
-    ("size", "shape"),
-    [
-        # Layers, width, heads, heads of keys, width of the feed-forward, vocabulary, R.
-        ("s", (4, 1536, 24, 6, 4352, 64_256, 5)),
-        ("m", (4, 3072, 48, 12, 8704, 64_256, 5)),
-        ("l", (4, 6144, 96, 24, 17_408, 64_256, 5)),
-        ("730m", (28, 1536, 24, 6, 4352, 250_624, 8)),
-    ],
-)
-def test_sizes_are_as_published(size, shape):
-    own = SIZES[size]
-    assert shape == (
-        *(own.n_layers, own.dim, own.n_heads, own.n_kv_heads),
-        *(own.hidden_dim, own.vocab_size, own.recurrent_steps),
-    )
 
 
 @pytest.mark.parametrize("name", STOPS)

@@ -14,7 +14,6 @@ from tests.families.xllm.contract import drawn_run
 from tests.support.tiny import act_as_launched
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.data.labels import IGNORED
-from titan_loop.errors import UserError
 from titan_loop.families.xllm.decoder import XllmDecoder
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.student import start_from_teacher
@@ -179,17 +178,3 @@ def test_two_ranks_train_the_student_of_one(gloo_pool, tmp_path: Path):
         assert all("student." in name for name in changed)
     assert losses[1] == pytest.approx(losses[2], rel=RELATIVE_TOLERANCE)
     assert losses[1][-1] < losses[1][0]
-
-
-def test_training_costs_the_frozen_passes_and_the_students():
-    """Forward passes 2 a weight; the student 6, the coda behind it 4 more, with no gradient."""
-    model = make()
-    layer, dim = model.config.layers[0].matrix_elements, model.config.dim
-    found = model.config.training_flops(32, STEPS)
-    frozen, injection = 2 * (1 + 2 * STEPS + 1), 2 * STEPS * dim**2
-    trained = 6 * 2 + 4 * 1
-    assert found.matrices == (frozen + trained) * layer + 4 * dim**2 + injection
-    assert model.config.aux == (*make(student=0).config.aux, "student_error", "taught")
-    with pytest.raises(UserError, match="does not work with tensor or context parallelism"):
-        model.config.check_spreading(tensor_parallel=1, context_parallel=2, expert_parallel=1)
-    model.config.check_spreading(tensor_parallel=1, context_parallel=1, expert_parallel=1)

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config.configs import ParallelismConfig
 
 from tests.objectives.test_expected_loss import (
     EXACT,
@@ -20,7 +19,6 @@ from tests.objectives.test_expected_loss import (
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.training.schedule import Schedule
 from train_configs.depth_read.readable_steps import ReadableStepsLoss
 
 BETA = 0.1
@@ -124,25 +122,6 @@ def test_the_defaults_are_stage_one_bit_for_bit():
         assert torch.equal(one, other)
 
 
-def test_only_the_last_step_is_read_while_the_others_have_no_weight():
-    head = build_head()
-    pred, labels = draw_batch()
-    read: list[int] = []
-
-    def counting(states, **rest):
-        read.append(len(states))
-        return head(states, **rest)
-
-    loss_fn = build(head, every_step=0.0)
-    loss_fn.lm_head = counting  # type: ignore[assignment]
-    loss, metrics = loss_fn(pred, labels, valid_tokens(labels))
-    assert read == [1]
-    assert list(metrics) == [f"ce/step_{STEPS}"]
-    torch.testing.assert_close(metrics[f"ce/step_{STEPS}"], loss.detach(), rtol=EXACT, atol=EXACT)
-    gate = torch.autograd.grad(loss, pred.exit_logit_RBL)  # in the graph, with a gradient of zero
-    assert not any(gradient.any() for gradient in gate)
-
-
 def test_one_step_is_the_plain_loss_with_any_option():
     head = build_head()
     pred, labels = draw_batch(steps=1)
@@ -150,24 +129,3 @@ def test_one_step_is_the_plain_loss_with_any_option():
     loss_fn = build(head, distillation=0.5, distance=1.0, every_step=0.5)
     loss, _ = loss_fn(pred, labels, valid_tokens(labels))
     torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)
-
-
-def test_bad_settings_are_one_line():
-    def complaints(exit_gate: bool = True, **fields: Any) -> list[str]:
-        config = ReadableStepsLoss.Config(**fields)
-        found = config.refusals(trainable="all", exit_gate=exit_gate, fewest_steps=1)
-        return [str(refusal) for refusal in found]
-
-    assert complaints() == complaints(distillation=1.0, weights="even") == []
-    (line,) = complaints(exit_gate=False)
-    assert line.startswith("model.exit_gate=False ReadableStepsLoss weighs steps")
-    assert complaints(distillation=1.5) == ["loss.distillation=1.5 must be from 0 to 1"]
-    (line,) = complaints(distillation=1.0, every_step=Schedule.constant(0))
-    assert "has no effect with loss.every_step=0" in line
-    (line,) = complaints(every_step=Schedule.parse("0:0 linear 1M:2"))
-    assert line == "loss.every_step='0:0 linear 1M:2' rises above 1; 1 is Stage I"
-    (line,) = complaints(weights="evenly")
-    assert line.startswith("loss.weights=evenly is unknown")
-    near = ReadableStepsLoss.Config(state_distance=Schedule.constant(0.1))
-    (refusal,) = near.parallelism_refusals(ParallelismConfig(tensor_parallel_degree=2))
-    assert "tensor_parallel_degree=2 is not supported with loss.state_distance" in str(refusal)

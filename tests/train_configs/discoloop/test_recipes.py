@@ -39,24 +39,6 @@ def test_arms_share_all_but_the_model(name, epochs, examples, steps):
     assert layers["plain"] == layers["discoloop"] == layers["untied"] / steps
 
 
-def test_three_hops_begin_where_two_hops_end():
-    stages = {stage.name: stage for stage in load_recipe("three_hop_small").stages}
-    alone = {stage.name: stage.config for stage in load_recipe("two_hop_small").stages}
-    for arm in ("plain", "discoloop"):
-        first, then = stages[f"{arm}_two_hops"], stages[arm]
-        assert (first.config.model, first.config.dataloader) == (
-            alone[arm].model,
-            alone[arm].dataloader,
-        )
-        assert (first.parent, then.parent) == (None, first.name)
-        assert then.config.model == first.config.model
-        assert [stage.config.recurrence.steps(0) for stage in (first, then)] == [2, 3]
-    copies, loops = stages["untied"], stages["plain"]
-    assert copies.parent is None
-    both = loops.config.total_tokens + stages["plain_two_hops"].config.total_tokens
-    assert copies.config.total_tokens > both
-
-
 def test_the_language_models_are_the_papers():
     stages = {stage.name: stage.config for stage in load_recipe("discoloop_440m").stages}
     assert stages["discoloop"].model.top_k == 128

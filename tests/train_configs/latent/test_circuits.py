@@ -70,17 +70,6 @@ def test_a_wave_stands_in_the_group_of_its_frequencies(pattern, frequencies):
     assert sum(value > 1e-12 for value in norms.values()) <= 2  # −f may be of another pattern
 
 
-def test_a_probe_tells_what_is_worked_out_before_its_step():
-    (graph,) = TASK.held_out_questions(1, Size(8, None), seed=3)
-    depths = [node.depth for node in graph]
-    first = depths.index(2)
-    told = probe_of(TASK, graph, (0, first), 15, at_its_step=True)
-    values = [int(told.factors[at, 0]) for at in told.sources]
-    assert max(depths) > 2
-    assert values == [n.value if n.depth <= 2 else TASK.empty for n in graph]
-    assert int(told.factors[told.result, 0]) == TASK.empty
-
-
 @pytest.mark.parametrize("by_depth", [False, True])
 @pytest.mark.parametrize("number", range(4))
 def test_a_probe_points_at_its_names(number: int, by_depth: bool):

@@ -74,18 +74,3 @@ def test_every_stage_changes_what_the_big_one_s_changes(recipe, branch):
     big = {stage.name: moments(stage) for stage in load_recipe(branch).stages}
     for stage in recipe.stages:
         assert moments(stage) == big[kind(stage)], stage.name
-
-
-def test_no_two_stages_of_a_branch_read_windows_in_the_same_order(recipe):
-    seeds = {stage.name: stage.config.dataloader.seed for stage in recipe.stages}
-    assert sorted(seeds[name] for name in KINDS) == [*range(6)]
-    assert all(seeds[name] == seeds[f"{name}_upcycled"] for name in KINDS if name != "1a")
-
-
-def test_the_short_form_differs_in_tokens_alone(recipe):
-    for stage, short in zip(recipe.stages, load_recipe("miniature_short").stages, strict=True):
-        assert (stage.name, stage.parent) == (short.name, short.parent)
-        assert 16 < stage.config.total_tokens / short.config.total_tokens < 50
-        for of_both in ("model", "recurrence", "loss", "trainable", "checkpoint", "adamw"):
-            assert getattr(stage.config, of_both) == getattr(short.config, of_both)
-        assert short.config.training.seq_len == stage.config.training.seq_len

@@ -112,10 +112,7 @@ def test_one_loop_less_does_not_find_a_hidden_path(distance: int):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"nodes": 2}, "nodes 2 must be at least 3"),
         ({"distance": 24}, "distance 24 must be at least 1 and below its 24 nodes"),
-        ({"shown_edges": -1}, "shown_edges -1 must be at least 0"),
-        ({"hidden_edges": 545}, "must have a sum from 1 to 552"),
         ({"hidden_edges": 0, "shown_edges": 2}, "no pair at distance 3; change the number"),
         ({"nodes": 4, "hidden_edges": 10, "shown_edges": 2, "distance": 1}, "no pair without a"),
     ],

@@ -131,11 +131,6 @@ def check_bits(task: Task, shift: int) -> None:
     assert oracle["bits_per_inner_parameter"] == pytest.approx(30 * bits / 200, abs=EXACT)
 
 
-def test_the_papers_size():
-    assert Capo().knowledge.bits["values"] == pytest.approx(47.6, abs=0.05)
-    assert Capo().knowledge.bits["names"] == math.log2(400 * 400 * 1000)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -79,16 +79,6 @@ def test_stages_with_larger_exams_are_those_of_physics_small_on_another_task():
         assert rates == [1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2]
 
 
-def test_larger_exams_have_1000_questions():
-    found = configs("physics_exams")
-    tasks = {found[name].dataloader.generated_task() for name in ("mano_1x4", "hops_r4_100")}
-    for task in tasks:
-        *_, reported, tuning = task.strata
-        exam = task.exam(1_000, strata=[reported, tuning])
-        assert len(exam[reported]) == 1_000
-        assert len(exam[tuning]) > 500
-
-
 @pytest.mark.usefixtures("alone")
 def test_the_short_form_trains_and_examines_every_task(tmp_path: Path):
     run = tmp_path / "run"

@@ -84,14 +84,6 @@ def test_a_best_rate_at_the_edge_is_marked_and_qualifies_the_verdicts(tmp_path, 
     assert Sweep.of(RULED, results).vertex("R = 8, D = 128") is None
 
 
-def test_a_seed_that_lacks_a_run_is_left_out_and_named(tmp_path):
-    results = sweep(tmp_path, leave_out=lambda name, seed: (name, seed) == ("r8_2.0e-3", 2))
-    text = rates_text(RULED, results, 2)
-    assert "with the rules, seeds: 1; seed 2 is left out, it lacks 1 of 42 runs\n" in text
-    assert text.count("met (on 1 of 2 seeds)") == 2
-    assert "2.001" in text  # the mean of seed 1 alone
-
-
 def test_without_a_complete_seed_there_is_no_verdict_and_no_claim(tmp_path):
     results = sweep(tmp_path, seeds=[1], leave_out=lambda name, _: name.startswith("d64"))
     assert rates_text(RULED, results, 2) == (

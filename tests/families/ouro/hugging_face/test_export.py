@@ -2,7 +2,6 @@
 
 import json
 import resource
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -217,19 +216,6 @@ def test_wrong_arguments_are_one_line(plain, tmp_path, capsys, tokenizer_file):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path, capsys, tokenizer_file):
-    for vocabulary, accepted in ((VOCABULARY - 1, False), (VOCABULARY + 20, True), (600, False)):
-        options = OuroOptions(vocab_size=vocabulary, n_layers=1)
-        run = tmp_path / f"{vocabulary}"
-        write_run(run, options, random_model(options))
-        arguments = (run, "--output", tmp_path / f"out-{vocabulary}", "--tokenizer", tokenizer_file)
-        if accepted:
-            convert("export", *arguments)
-        else:
-            message = error_of(capsys, "export", *arguments)
-            assert f"has {VOCABULARY} token ids, the model's vocabulary has {vocabulary}" in message
-
-
 def test_a_model_without_a_gate_gets_one_that_never_exits_early(tmp_path, tokenizer_file):
     options = OuroOptions(vocab_size=VOCABULARY, n_layers=1, exit_gate=False)
     ours = random_model(options)
@@ -244,20 +230,6 @@ def test_a_model_without_a_gate_gets_one_that_never_exits_early(tmp_path, tokeni
         last_BLD = ours(ids).hidden_RBLD[-1]
     torch.testing.assert_close(last_BLD[0], theirs.hidden[-1].float(), **TOLERANCE)
     assert max(logit.sigmoid().max() for logit in theirs.exit_logits) < 1e-12
-
-
-def test_tensors_and_manifest_of_different_shapes_are_refused(
-    tmp_path, capsys, tokenizer_file, plain
-):
-    step = next((plain.run / "checkpoints").iterdir())
-    manifest = json.loads((step / "manifest.json").read_text())
-    shutil.copytree(plain.run, tmp_path / "run")
-    copy = tmp_path / "run" / "checkpoints" / step.name
-    arguments = ("--output", tmp_path / "out", "--tokenizer", tokenizer_file)
-    manifest["trainer"]["architecture"]["hidden_dim"] = 128
-    write_manifest(copy, manifest)
-    message = error_of(capsys, "export", copy, *arguments)
-    assert "has shape (192, 64), its manifest says (128, 64)" in message
 
 
 def test_a_killed_export_leaves_nothing_that_looks_complete(plain, tmp_path, capsys):

@@ -15,7 +15,6 @@ from tests.families.ouro.hugging_face.test_export import OURO_1_4B, error_of, te
 from titan_loop.checkpoint import tensors
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import write_manifest
-from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import RunDirectory
@@ -150,13 +149,6 @@ def test_a_folder_s_own_template_and_all_its_end_tokens_are_used_and_come_back(e
     assert again["bos_token"] == "<|im_start|>"
 
 
-def test_the_released_shapes_have_their_names():
-    assert OURO_1_4B.options().size == "1.4b"
-    assert OuroShape.from_config(OURO_1_4B.to_config(dtype="bfloat16", bos_id=0, eos_id=0)) == (
-        OURO_1_4B
-    )
-
-
 Edit = Callable[[dict[str, Any]], object]
 
 
@@ -224,41 +216,18 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"early_exit_threshold": 0.3}, "early_exit_threshold=0.3"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
-        ({"rope_theta": None}, "rope_theta is missing"),
-        ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta has several values"),
-        ({"head_dim": 32}, "head_dim=32"),
         ({"total_ut_steps": 0}, "total_ut_steps=0 must be a positive integer"),
         ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
         (
             {"num_hidden_layers": 3, "layer_types": None},
             "does not have the 38 tensors of its config.json: 11 missing",
         ),
-        (
-            {"num_hidden_layers": 1, "layer_types": None},
-            "11 unknown (model.layers.1.input_layernorm.weight, ",
-        ),
-        ({"intermediate_size": 200}, "has shape (192, 64), config.json says (200, 64)"),
-        ({"vocab_size": 299}, "embed_tokens.weight has shape (300, 64), config.json says (299"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight and"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
-        ({"head_dim": [16]}, "head_dim=[16] must be a positive integer"),
-        ({"vocab_size": True}, "vocab_size=True must be a positive integer"),
-        ({"rope_theta": "abc"}, "rope_theta='abc' must be a positive number"),
-        ({"rope_theta": -1}, "rope_theta=-1 must be a positive number"),
         ({"rope_theta": float("nan")}, "rope_theta=nan must be a positive number"),
-        ({"rope_theta": True}, "rope_theta=True must be a positive number"),
-        ({"rope_parameters": [1]}, "rope_parameters=[1] must be an object or null"),
-        ({"rope_parameters": "x"}, "rope_parameters='x' must be an object or null"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"num_hidden_layers": 200_000_000}, "num_hidden_layers=200000000 must be at most 10000"),
-        ({"hidden_size": 10**30}, "must be at most 2147483648"),
-        ({"max_position_embeddings": 10**12}, "max_position_embeddings=1000000000000 must be at"),
-        ({"total_ut_steps": 10**9}, "total_ut_steps=1000000000 must be at most 10000"),
         ({"rope_theta": 10**400}, "must be a positive number"),
-        ({"eos_token_id": 300}, "eos_token_id=300 is not a token of the folder's tokenizer.json"),
         ({"bos_token_id": "0"}, "bos_token_id='0' is not a token of the folder's tokenizer.json"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -316,13 +285,6 @@ def test_links_within_the_hub_s_cache_are_followed(edited, tmp_path):
     convert("import", snapshot, "--output", tmp_path / "run")
 
 
-def test_a_template_that_is_not_text_is_one_line(edited, tmp_path, capsys):
-    folder = edited()
-    (folder / "chat_template.jinja").write_bytes(b"\xff")
-    message = error_of(capsys, "import", folder, "--output", tmp_path / "run")
-    assert "chat_template.jinja is damaged (not UTF-8)" in message
-
-
 def test_files_are_read_as_transformers_reads_them(grouped, tmp_path, capsys):
     folder = shutil.copytree(grouped.folder, tmp_path / "folder")
     whole = tensors_of(folder)
@@ -339,18 +301,6 @@ def test_files_are_read_as_transformers_reads_them(grouped, tmp_path, capsys):
         message = error_of(capsys, "import", folder, "--output", tmp_path / "refused")
         assert f"has {name} but no tokenizer.json" in message
         (folder / name).unlink()
-
-
-def test_a_tied_head_may_stand_beside_the_embedding(grouped, tmp_path):
-    folder = tmp_path / "tied"
-    shutil.copytree(grouped.folder, folder)
-    weights = tensors_of(folder)
-    for file in folder.glob("model*safetensors*"):
-        file.unlink()
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, folder / "model.safetensors")
-    convert("import", folder, "--output", tmp_path / "run")
-    assert_same(load_run(tmp_path / "run"), grouped.model)
 
 
 def test_an_unfinished_folder_is_one_line(plain, grouped, tmp_path, capsys):

@@ -5,7 +5,6 @@ Runs in environments with transformers 4.57.6 and 5.x, see tools/test_hf.sh.
 
 import ast
 import textwrap
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.families.ouro.hugging_face.conftest import VOCABULARY, Exported, convert
+from tests.families.ouro.hugging_face.conftest import VOCABULARY, Exported
 from tests.families.ouro.hugging_face.reference import run_reference
-from tests.families.ouro.hugging_face.test_export import tensors_of
 from tests.inference.reference import q_exit_steps
 from titan_loop.models.decoder import LoopDecoder
 
@@ -168,18 +166,6 @@ def test_a_left_padded_batch_is_each_row_alone(loaded, exits):
         assert answer[index, 14:].tolist() == generated[0, row.shape[1] :].tolist()
 
 
-def test_a_right_padded_row_is_the_row_alone(loaded):
-    row = tokens(1, 9, seed=4)
-    ids = torch.nn.functional.pad(row, (0, 5))
-    mask = torch.tensor([[1] * 9 + [0] * 5])
-    calls = layer_calls(loaded)
-    padded = loaded(ids, attention_mask=mask, exit_threshold=0.5)
-    steps = len(calls)
-    alone = loaded(row, exit_threshold=0.5)
-    assert len(calls) == 2 * steps  # padding keeps nobody waiting
-    torch.testing.assert_close(padded.logits[:, :9], alone.logits, **TOLERANCE)
-
-
 def test_packed_documents_do_not_see_each_other(loaded):
     """Positions that start again separate them."""
     first, second = tokens(1, 10, seed=2), tokens(1, 6, seed=3)
@@ -253,39 +239,6 @@ def test_steps_are_skipped_once_the_whole_batch_has_exited(transformers, plain):
     assert calls == [(2, 1)] * 5
 
 
-def test_only_tokens_that_are_read_out_keep_a_prompt_going(transformers, plain):
-    model = load(transformers, plain.folder)
-    ids = tokens(1, 30, seed=9)
-    steps = model(ids, exit_threshold=0.5).exit_steps[0]
-    ids = ids[:, : int((steps == 0).nonzero()[-1]) + 1]
-    assert model(ids, exit_threshold=0.5).exit_steps.max() > 0
-    calls = layer_calls(model)
-    last = model(ids, exit_threshold=0.5, logits_to_keep=1)
-    assert len(calls) == 1
-    assert last.logits.shape == (1, 1, VOCABULARY)
-    assert last.exit_steps[0, -1] == 0
-
-
-def test_the_gate_is_fp32_in_a_bf16_model(transformers, plain):
-    model = load(transformers, plain.folder, dtype=torch.bfloat16)
-    gate = model.model.early_exit_gate
-    output = model(tokens(2, 8), output_hidden_states=True)
-    for step, hidden_BLD in enumerate(output.hidden_states):
-        exact_BL = hidden_BLD.double() @ gate.weight[0].double() + gate.bias.double()
-        torch.testing.assert_close(output.exit_logits[..., step].double(), exact_BL, **TOLERANCE)
-    gate.weight.zero_()
-    gate.bias.fill_(6.0)  # in bf16 the CDF rounds to 1 after one step
-    ids = tokens(2, 8)
-    output = model(ids, exit_threshold=0.999)
-    assert output.logits.dtype == torch.bfloat16
-    assert output.exit_logits.dtype == torch.float32
-    assert output.exit_steps.unique().tolist() == [1]
-    # A threshold of 1 never exits early, even where the CDF does round to 1.
-    gate.bias.fill_(60.0)
-    assert model(ids).exit_steps.unique().tolist() == [2]
-    assert model(ids, exit_threshold=1.0).exit_steps.unique().tolist() == [2]
-
-
 def test_the_loss_is_that_of_the_logits_and_trains_every_parameter(loaded):
     ids = tokens(2, 12, seed=11)
     labels = ids.clone()
@@ -305,19 +258,6 @@ def test_the_loss_is_that_of_the_logits_and_trains_every_parameter(loaded):
     loaded.zero_grad()
     tied = loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
     assert tied == loaded.config.tie_word_embeddings
-
-
-def test_it_is_the_same_after_save_pretrained_and_import(loaded, exported, tmp_path):
-    loaded.save_pretrained(tmp_path / "saved")
-    convert("import", tmp_path / "saved", "--output", tmp_path / "run")
-    convert(
-        *("export", tmp_path / "run", "--output", tmp_path / "again"),
-        *("--tokenizer", exported.folder / "tokenizer.json"),
-    )
-    before, after = tensors_of(exported.folder), tensors_of(tmp_path / "again")
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
 
 
 def test_the_example_on_the_card_runs(transformers, exported, monkeypatch, capsys):
@@ -343,28 +283,6 @@ def test_generation_stops_at_the_right_token(transformers, request, kind, stops)
         answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
         assert answer.shape[1] == 4 + (1 if token in stops else 3)
     assert model.config.eos_token_id == (stops if len(stops) > 1 else stops[0])
-
-
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention", "mine"])
-def test_every_attention_function_is_called_once_a_visit(transformers, grouped, attention):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    calls = Counter()
-    if attention == "mine":
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-        def mine(module, *arguments, **settings):
-            calls[module.layer_idx] += 1
-            return sdpa(module, *arguments, **settings)
-
-        ALL_ATTENTION_FUNCTIONS.register("mine", mine)
-    ids = tokens(2, 12)
-    usual = load(transformers, grouped.folder)(ids).logits
-    model = load(transformers, grouped.folder, attn_implementation=attention)
-    torch.testing.assert_close(model(ids).logits, usual, **TOLERANCE)
-    if attention == "mine":
-        assert calls == dict.fromkeys(range(4 * 2), 1)
 
 
 @pytest.mark.parametrize("exits", [{}, {"exit_at_step": 1}, {"exit_threshold": 0.45}])
