@@ -60,7 +60,7 @@ CONTRACT = Contract(
         "gated": (case(checkpointing="selective"), "dp2 tp2-no-sp"),
     },
     compiled={"two stacks": Compiled(HrmTextOptions(**SMALL), steps=2)},
-    generated={"causal": Generated(HrmTextOptions(**SMALL, prefix_lm=False), Confidence(0.03))},
+    generated={"causal": Generated(HrmTextOptions(**SMALL, prefix_lm=False), Confidence(0.1))},
     runs={"prefixes": Run(run)},
     folders={"hrm_text": Folder("hrm_text", [{}, OTHER])},
     refused=[

@@ -30,9 +30,9 @@ CONTRACT = Contract(
     },
     compiled={"one layer": Compiled(NanbeigeOptions(n_layers=1))},
     generated={
-        "loop": Generated(NanbeigeOptions(), Confidence(0.03)),
-        "norm between": Generated(NanbeigeOptions(norm_placement="every_step"), Confidence(0.03)),
-        "prelude and coda": Generated(NanbeigeOptions(**SPLIT), Confidence(0.03)),
+        "loop": Generated(NanbeigeOptions(), Confidence(0.05)),
+        "norm between": Generated(NanbeigeOptions(norm_placement="every_step"), Confidence(0.05)),
+        "prelude and coda": Generated(NanbeigeOptions(**SPLIT), Confidence(0.05)),
     },
     folders={
         "llama-unrolled": Folder(

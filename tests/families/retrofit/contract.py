@@ -51,9 +51,9 @@ CONTRACT = Contract(
         "adapters": Compiled(RetrofitOptions(n_layers=1, adapter_rank=2, adapter_sets=3), graphs=3)
     },
     generated={
-        "mixer": Generated(model(mixer=True), Confidence(0.03)),
-        "adapters": Generated(model(adapter_rank=2, adapter_sets=2, bridge=True), Confidence(0.03)),
-        "late adapters": Generated(model(**LATE, adapter_sets=2), Confidence(0.03)),
+        "mixer": Generated(model(mixer=True), Confidence(0.05)),
+        "adapters": Generated(model(adapter_rank=2, adapter_sets=2, bridge=True), Confidence(0.05)),
+        "late adapters": Generated(model(**LATE, adapter_sets=2), Confidence(0.05)),
     },
     rehearsed={"bridge and adapters": rehearsed},
     folders={
