@@ -11,7 +11,6 @@ from titan_loop.families.ouro.objective import (
     AdaptiveGateLoss,
     adaptive_loss,
 )
-from titan_loop.models.exit_gate import ExitGate
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.readout import LMHead
 
@@ -157,44 +156,6 @@ def test_micro_batches_add_up_to_the_batch():
     torch.testing.assert_close(parts[0][0] + parts[1][0], whole, rtol=EXACT, atol=EXACT)
     for name, value in whole_metrics.items():
         assert sum(metrics[name].item() for _, metrics in parts) == pytest.approx(value.item())
-
-
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_a_gate_learns_which_tokens_gain_from_another_step(look_ahead: bool):
-    """Every step brings half of the tokens 0.5 nats or more and the others nothing.
-
-    The state shows the kind of token in its sign; nothing else separates the two.
-    """
-    generator = torch.Generator().manual_seed(3)
-    tokens = 256
-    kind = torch.where(torch.rand(1, tokens, generator=generator) < 0.5, 1.0, -1.0)
-    noise = torch.randn(1, tokens, 4, generator=generator)
-    # Logit of label 0 among 4: it grows by one a step for the first kind of token.
-    hidden = []
-    for step in range(STEPS):
-        signal = torch.where(kind > 0, step - 2.0, 1.0)
-        hidden.append(torch.cat([signal.unsqueeze(-1), kind.unsqueeze(-1), noise], dim=-1))
-    head = LMHead.Config(in_features=WIDTH, out_features=4).build().requires_grad_(False)
-    head.weight.zero_()
-    head.weight[0, 0] = 1.0
-    labels = torch.zeros(1, tokens, dtype=torch.int64)
-    gate = ExitGate.Config(in_features=WIDTH).build()
-    torch.nn.init.zeros_(gate.weight)
-    torch.nn.init.zeros_(gate.bias)
-    loss_fn = build_loss(head, look_ahead=look_ahead)
-    optimizer = torch.optim.Adam(gate.parameters(), lr=0.1)
-    for _ in range(150):
-        optimizer.zero_grad()
-        pred = LoopOutput(tuple(hidden), tuple(gate(h) for h in hidden))
-        loss, metrics = loss_fn(pred, labels, tokens)
-        loss.backward()
-        optimizer.step()
-    assert min(metrics[f"improvement/step_{r}"] for r in range(2, STEPS + 1)) > 0.1
-    taught = range(STEPS - 1) if look_ahead else range(1, STEPS)
-    for r in taught:
-        rate = torch.sigmoid(gate(hidden[r])).detach()
-        assert rate[kind > 0].max() < 0.1
-        assert rate[kind < 0].mean() == pytest.approx(1 - 0.438, abs=0.05)
 
 
 def test_a_gate_that_collapses_onto_one_step_is_warned_of():

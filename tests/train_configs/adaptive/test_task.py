@@ -5,20 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny import tiny_config, train_run
+from tests.support.tiny import tiny_config
 from tests.train_configs.physics.test_capo import SMALL, check_bits
-from titan_loop.cli.flag_help import flags_of
-from titan_loop.cli.overrides import apply_overrides
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.task_options import TaskOptions
+from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recorded import recorded_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.training.trainer import LoopTrainer
+from titan_loop.training.run import run_training
 from train_configs.adaptive.task import ManoCapo
 
 BOTH = ManoCapo(mano=Mano(modulus=5, max_operations=3), capo=SMALL, mano_share=0.25)
@@ -62,7 +61,7 @@ def test_a_run_on_both_is_asked_and_trained_again_from_what_it_recorded(tmp_path
     config.dataloader = TaskLoader.Config(task=BOTH)
     config.suite.interval, config.suite.tasks, config.suite.depths = 2, [BOTH.name], [1]
     config.suite.questions = 12
-    train_run(config)
+    run_training(config, evaluations=evaluations)
     run = RunDirectory(config.dump_folder)
     (record,) = read_jsonl(run.evals_jsonl)
     found = evaluate_tasks(run.path, TaskOptions(tasks=(BOTH.name,), depths=[1], limit=12))
@@ -74,16 +73,3 @@ def test_a_run_on_both_is_asked_and_trained_again_from_what_it_recorded(tmp_path
     assert recorded_task(loader.state_dict()) == BOTH
     (stage,) = recorded_recipe(run.path / "config.json").stages
     assert stage.config.dataloader.generated_task() == BOTH
-
-
-def test_the_flags_that_help_lists_are_those_that_are_read():
-    """A task's fields stand among the loader's, those of a task within it under its own name."""
-    config = LoopTrainer.Config(dataloader=TaskLoader.Config(task=ManoCapo()))
-    numbers = {
-        name: value for name, value in flags_of(config).items() if type(value) in (int, float)
-    }
-    assert {"--dataloader.mano-share", "--dataloader.capo.people"} <= {*numbers}
-    arguments = [f"{name}={value}" for name, value in numbers.items()]
-    assert apply_overrides(config, arguments, "titan-loop train sample") == config
-    few = apply_overrides(config, ["--dataloader.capo.people=7"], "titan-loop train sample")
-    assert few.dataloader.task.capo.people == 7
