@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 import titan_loop.families
 from tests.distributed.test_parity import Case
@@ -117,15 +116,6 @@ def cases(kind: str) -> dict[str, Any]:
         for folder, contract in contracts().items()
         for name, case in getattr(contract, kind).items()
     }
-
-
-def randomise(model: LoopDecoder) -> None:
-    """Make every weight matter: matrices at random, norms away from 1."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            nn.init.normal_(parameter, std=0.1)
-            if "norm" in name:
-                parameter.add_(1.0)
 
 
 def random_model(options: ModelOptions, window: int) -> LoopDecoder:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.contracts.families import Folder, contracts, randomise
-from tests.families.ouro.hugging_face.conftest import convert, write_run
+from tests.contracts.families import Folder, contracts
+from tests.families.ouro.hugging_face.conftest import convert, randomise, write_run
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, get_family

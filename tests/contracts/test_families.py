@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.contracts.families import as_json, cases, contracts, random_model
+from tests.contracts.folders import opened
 from tests.contracts.runs import KILLED_AT, records, train, whole_run
 from tests.distributed.test_compile import (
     COMPILED_TOLERANCE,
@@ -159,10 +160,7 @@ def test_twice_the_layers_are_twice_the_steps(family, tmp_path: Path):
     made = random_model(options, 64).float()
     write_run(tmp_path / "run", options, made)  # type: ignore[arg-type]
     upcycle_run(tmp_path / "run", tmp_path / "deep", Upcycling(2 * len(made.layers)), ["test"])
-    run = SavedRun.open(tmp_path / "deep")
-    deep = build_decoder(run.model_options, max_seq_len=64).eval()
-    reader = CheckpointReader(run.checkpoint().path)
-    deep.load_state_dict({key: reader.read(key) for key in deep.state_dict()})
+    deep = opened(tmp_path / "deep")
     tokens = torch.arange(40)[None] * 7 % 128
     want = made(tokens, recurrent_steps=4).hidden_RBLD[-1]
     assert torch.equal(deep(tokens, recurrent_steps=2).hidden_RBLD[-1], want)

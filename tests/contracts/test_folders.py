@@ -1,6 +1,7 @@
 """What holds for every exported folder, whatever its format."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,11 @@ def load(request, tmp_path, tokenizer_file):
     """Return a function that loads a folder with code of ours."""
     written = write_folder(tmp_path, request.param, tokenizer_file)
 
-    def loaded():
+    def loaded(**settings):
         import transformers
 
         return transformers.AutoModelForCausalLM.from_pretrained(
-            written.folder, trust_remote_code=True
+            written.folder, trust_remote_code=True, **settings
         )
 
     return loaded
@@ -275,3 +276,48 @@ def test_it_trains_with_the_defaults_of(folder, tmp_path, trainer):
         )
     assert taught.train().training_loss > 0
     assert any(not torch.equal(each, before[key]) for key, each in model.named_parameters()), name
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention", "mine"])
+@torch.no_grad()
+def test_every_attention_function_is_called_once_a_visit(transformers, load, attention):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    calls: Counter[int] = Counter()
+
+    def mine(module, *arguments, **settings):
+        calls[module.layer_idx] += 1
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *arguments, **settings)
+
+    ALL_ATTENTION_FUNCTIONS.register("mine", mine)
+    # 48, as torch 2.13's FlexAttention on a CPU without AVX-512 is wrong at lengths of 8 modulo 32.
+    ids = torch.arange(48)[None] * 7 % 300
+    usual = load().eval()(ids, use_cache=False).logits
+    theirs = load(attn_implementation=attention).eval()
+    logits = theirs(ids, use_cache=False).logits
+    torch.testing.assert_close(logits, usual, atol=5 * CLOSE, rtol=CLOSE)
+    if attention == "mine":
+        assert calls == dict.fromkeys(range(theirs.config.num_hidden_layers), 1)
+
+
+@torch.no_grad()
+def test_generate_sees_padding_and_what_a_cache_holds(transformers, load):
+    """It finds out which arguments a model takes by their names."""
+    theirs = load().eval()
+    theirs.generation_config.pad_token_id = pad = 299
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    prompt = IDS[:, 1:11]
+    alone = theirs.generate(prompt, **settings)
+    padded = torch.cat([torch.full((1, 4), pad), prompt], dim=1)
+    assert theirs.generate(padded, **settings)[:, 4:].tolist() == alone.tolist()
+    first = theirs.generate(prompt, return_dict_in_generate=True, **settings)
+    name = "cache" if "cache" in first.keys() else "past_key_values"  # noqa: SIM118
+    turn = torch.cat([first.sequences, IDS[:, 20:24]], dim=1)
+    seen: list[int] = []
+    theirs.get_input_embeddings().register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].shape[1])
+    )
+    again = theirs.generate(turn, **{name: first[name]}, **settings)
+    assert seen[0] == 5  # the last answered token, which the cache lacks, and the four new ones
+    assert again.tolist() == theirs.generate(turn, **settings).tolist()

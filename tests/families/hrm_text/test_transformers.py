@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.contracts.folders import opened
 from tests.families.ouro.hugging_face.conftest import convert
-from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.families.hrm_text.model import HrmTextOptions
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
-from titan_loop.runs.saved_run import SavedRun
 
 pytestmark = pytest.mark.hf5
 
@@ -179,10 +178,7 @@ def test_a_folder_that_transformers_made_is_imported(transformers, tmp_path):
     theirs = transformers.HrmTextForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path / "made")
     convert("import", tmp_path / "made", "--output", tmp_path / "run")
-    saved = SavedRun.open(tmp_path / "run")
-    ours = build_decoder(saved.model_options, max_seq_len=64).eval()
-    reader = CheckpointReader(saved.checkpoint().path)
-    ours.load_state_dict({name: reader.read(name) for name in ours.state_dict()})
+    ours = opened(tmp_path / "run")
     tokens = tokens_of(1)[:, :12]
     logits = ours.readout(ours(tokens).hidden_RBLD[-1])
     torch.testing.assert_close(logits, theirs(tokens).logits, atol=1e-5, rtol=0)

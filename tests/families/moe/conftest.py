@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.families.nanbeige.conftest import VOCABULARY, Made, ascii_tokenizer, make_run  # noqa: F401
-from tests.families.ouro.hugging_face.conftest import write_run
+from tests.families.ouro.hugging_face.conftest import randomise, write_run
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.models.family import build_decoder
 
@@ -23,11 +23,8 @@ def make_moe(tmp_path_factory: pytest.TempPathFactory) -> MakeMoE:
         chosen = MoEOptions(**{**small, **options})  # type: ignore[arg-type]
         torch.manual_seed(20)
         model = build_decoder(chosen, max_seq_len=128).eval()
+        randomise(model)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                nn.init.normal_(parameter, std=0.1)
-                if "norm" in name:
-                    parameter.add_(1.0)
             for name, buffer in model.named_buffers():
                 if name.endswith("expert_bias_SE"):
                     nn.init.normal_(buffer, std=bias)

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.contracts.folders import opened
 from tests.families.moe.conftest import MakeMoE
 from tests.families.nanbeige.conftest import VOCABULARY, Make
-from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main as cli
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import build_decoder
-from titan_loop.runs.saved_run import SavedRun
 
 CLOSE = 1e-6  # logits of size 1; chosen scores, which are fp32, add up to 1 within rounding
 TOKENS = torch.arange(40)[None] * 7 % VOCABULARY
@@ -24,11 +22,7 @@ def upcycled(model: Path, output: Path, *flags: object) -> LoopDecoder:
     """Run `titan-loop moe`, which must succeed, and return the new model."""
     words = ("moe", model, "--output", output, *flags)
     assert cli.main([str(word) for word in words]) == 0
-    saved = SavedRun.open(output)
-    made = build_decoder(saved.model_options, max_seq_len=128).eval()
-    reader = CheckpointReader(saved.checkpoint().path)
-    made.load_state_dict({name: reader.read(name) for name in made.state_dict()})
-    return made
+    return opened(output)
 
 
 @torch.no_grad()

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
 
-from tests.families.ouro.hugging_face.conftest import write_run
+from tests.families.ouro.hugging_face.conftest import randomise, write_run
 from titan_loop.cli import main as cli
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.models.decoder import LoopDecoder
@@ -37,13 +36,9 @@ def maker(kind: type[LoopOptions], folders: pytest.TempPathFactory) -> Make:
         chosen = kind(**{"vocab_size": VOCABULARY, **options})  # type: ignore[arg-type]
         torch.manual_seed(20)
         model = build_decoder(chosen, max_seq_len=128).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                nn.init.normal_(parameter, std=0.1)
-                if "norm" in name:
-                    parameter.add_(1.0)
-            if chosen.tie_weights:
-                model.lm_head.weight = model.tok_embeddings.weight
+        randomise(model)
+        if chosen.tie_weights:
+            model.lm_head.weight = model.tok_embeddings.weight
         run = folders.mktemp(chosen.family) / "run"
         write_run(run, chosen, model)  # type: ignore[arg-type]
         return Made(model, run)

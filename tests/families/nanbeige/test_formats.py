@@ -6,18 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.contracts.folders import opened
 from tests.data.shapes.tokenizers import sentencepiece
 from tests.families.nanbeige.conftest import VOCABULARY, maker
-from tests.families.ouro.hugging_face.conftest import convert_killed
+from tests.families.ouro.hugging_face.conftest import convert, convert_killed
 from tests.families.ouro.hugging_face.test_export import error_of
-from titan_loop.checkpoint.tensors import CheckpointReader
-from titan_loop.cli import main as cli
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.formats import gguf_file
 from titan_loop.formats.gguf_file import neighbours
 from titan_loop.formats.gguf_tokenizer import _CL100K, _DEEPSEEK_V3, _O200K, _QWEN2
-from titan_loop.models.family import build_decoder
-from titan_loop.runs.saved_run import SavedRun
 
 _PREFIXED = {
     "type": "ByteLevel",
@@ -38,11 +35,6 @@ def split(*patterns, behavior="Isolated", invert=False):
 SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1}
 
 
-def convert(*arguments: object) -> None:
-    """Run `titan-loop convert`, which must succeed."""
-    assert cli.main(["convert", *map(str, arguments)]) == 0
-
-
 @pytest.mark.parametrize("steps", [1, 3])
 def test_every_visit_is_a_layer_of_the_unrolled_model(make_run, tmp_path, ascii_tokenizer, steps):
     made = make_run(**SPLIT)
@@ -53,10 +45,7 @@ def test_every_visit_is_a_layer_of_the_unrolled_model(make_run, tmp_path, ascii_
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["num_hidden_layers"] == 2 + 2 * steps
     convert("import", out, "--output", back)
-    run = SavedRun.open(back)
-    dense = build_decoder(run.model_options, max_seq_len=64).eval()
-    reader = CheckpointReader(run.checkpoint().path)
-    dense.load_state_dict({name: reader.read(name) for name in dense.state_dict()})
+    dense = opened(back)
     assert dense.recurrent_steps == 1
     assert len(dense.layers) == 2 + 2 * steps
     tokens = torch.arange(40)[None] * 7 % VOCABULARY

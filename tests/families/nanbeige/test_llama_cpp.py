@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contracts.folders import opened
 from tests.families.nanbeige.conftest import VOCABULARY, maker, train_tokenizer
 from tests.support.tiny import standard_library_texts, tiny_config
-from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main as cli
 from titan_loop.data.shards import TokenShards
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import build_decoder
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.saved_run import SavedRun
@@ -167,11 +166,8 @@ def test_a_trained_model_quantised_to_eight_bits_reads_as_well(python, source, t
             float(as_matrix(answer)[range(WINDOW - 1), ids[1:]].mean())
             for ids, answer in zip(windows, answers, strict=True)
         ) / len(windows)
-    run = SavedRun.open(tmp_path / "run")
-    model = build_decoder(run.model_options, max_seq_len=WINDOW).eval()
-    reader = CheckpointReader(run.checkpoint().path)
-    model.load_state_dict({name: reader.read(name) for name in model.state_dict()})
-    steps = run.checkpoint().manifest["trainer"]["recurrent_steps"]
+    model = opened(tmp_path / "run")
+    steps = SavedRun.open(tmp_path / "run").checkpoint().manifest["trainer"]["recurrent_steps"]
     ours = -sum(
         float(log_probs(model, ids, steps)[range(WINDOW - 1), ids[1:]].mean()) for ids in windows
     ) / len(windows)

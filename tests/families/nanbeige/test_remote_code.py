@@ -1,17 +1,14 @@
 """The Nanbeige folder's own code in transformers: logits, caches, attention functions."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.contracts.folders import opened
 from tests.families.nanbeige.conftest import VOCABULARY
 from tests.families.nanbeige.test_formats import convert
-from titan_loop.checkpoint.tensors import CheckpointReader
-from titan_loop.models.family import build_decoder
-from titan_loop.runs.saved_run import SavedRun
 
 CLOSE = 1e-5
 TASK = "multi_hop"
@@ -19,80 +16,9 @@ TASK = "multi_hop"
 TOKENS = torch.arange(48)[None] * 7 % VOCABULARY
 
 
-@pytest.fixture(scope="module", params=["readout", "every_step"])
-def exported(request, make_run, tmp_path_factory, ascii_tokenizer):
-    """Return a model and the folder that it was exported to."""
-    made = make_run(norm_placement=request.param, recurrent_steps=3, rope_theta=500.0)
-    folder = tmp_path_factory.mktemp("exported") / "model"
-    flags = ("--to", "nanbeige", "--tokenizer", ascii_tokenizer)
-    convert("export", made.run, "--output", folder, *flags)
-    return made.model, folder
-
-
-def load(transformers, folder, **settings):
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, **settings
-    ).eval()
-
-
 def ours(model, tokens=TOKENS, **settings):
     with torch.no_grad():
         return model.readout(model(tokens, **settings).hidden_RBLD[-1])
-
-
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention", "mine"])
-def test_every_attention_function_is_called_once_a_visit(transformers, exported, attention):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    model, folder = exported
-    calls: Counter = Counter()
-    if attention == "mine":
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-        def mine(module, *arguments, **settings):
-            calls[module.layer_idx] += 1
-            return sdpa(module, *arguments, **settings)
-
-        ALL_ATTENTION_FUNCTIONS.register("mine", mine)
-    theirs = load(transformers, folder, attn_implementation=attention)
-    with torch.no_grad():
-        logits = theirs(TOKENS, use_cache=False).logits
-    torch.testing.assert_close(logits, ours(model), atol=CLOSE, rtol=0)
-    if attention == "mine":
-        assert calls == dict.fromkeys(range(6), 1)
-
-
-def test_a_left_padded_row_is_the_row_alone(transformers, exported):
-    model, folder = exported
-    theirs = load(transformers, folder)
-    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), TOKENS[:, :10]], dim=1)
-    mask = torch.tensor([[0] * 4 + [1] * 10])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        logits = theirs(padded, attention_mask=mask, position_ids=positions).logits
-    torch.testing.assert_close(logits[:, 4:], ours(model, TOKENS[:, :10]), atol=CLOSE, rtol=0)
-
-
-def test_generate_sees_padding_and_what_a_cache_holds(transformers, exported):
-    """It finds out which arguments a model takes by their names."""
-    _, folder = exported
-    theirs = load(transformers, folder)
-    theirs.generation_config.pad_token_id = pad = VOCABULARY - 1
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    alone = theirs.generate(TOKENS[:, :10], **settings)
-    padded = torch.cat([torch.full((1, 4), pad), TOKENS[:, :10]], dim=1)
-    assert theirs.generate(padded, **settings)[:, 4:].tolist() == alone.tolist()
-    first = theirs.generate(TOKENS[:, :10], return_dict_in_generate=True, **settings)
-    name = "cache" if "cache" in first.keys() else "past_key_values"  # noqa: SIM118
-    turn = torch.cat([first.sequences, TOKENS[:, 20:24]], dim=1)
-    seen: list[int] = []
-    theirs.model.embed_tokens.register_forward_pre_hook(
-        lambda _, given: seen.append(given[0].shape[1])
-    )
-    again = theirs.generate(turn, **{name: first[name]}, **settings)
-    assert seen[0] == 5  # the last answered token, which the cache lacks, and the four new ones
-    assert again.tolist() == theirs.generate(turn, **settings).tolist()
 
 
 def begin_with(bos: str, tokenizer: Path) -> None:
@@ -201,10 +127,7 @@ def test_a_folder_that_transformers_wrote_is_imported(transformers, tmp_path, ki
     theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     theirs.save_pretrained(tmp_path / "llama")
     convert("import", tmp_path / "llama", "--output", tmp_path / "run")
-    run = SavedRun.open(tmp_path / "run")
-    model = build_decoder(run.model_options, max_seq_len=64).eval()
-    reader = CheckpointReader(run.checkpoint().path)
-    model.load_state_dict({name: reader.read(name) for name in model.state_dict()})
+    model = opened(tmp_path / "run")
     with torch.no_grad():
         want = theirs(TOKENS).logits
     torch.testing.assert_close(ours(model), want, atol=CLOSE, rtol=0)

@@ -7,12 +7,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.contracts.folders import opened
 from tests.families.nanbeige.conftest import Made, Make, ascii_tokenizer, make_run  # noqa: F401
-from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main as cli
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import build_decoder
-from titan_loop.runs.saved_run import SavedRun
 
 TOKENS = torch.arange(40)[None] * 7 % 300
 
@@ -25,15 +23,6 @@ class Looped(NamedTuple):
 
 
 Retrofit = Callable[..., Looped]
-
-
-def opened(run: Path) -> LoopDecoder:
-    """Return the model of a run's newest checkpoint."""
-    saved = SavedRun.open(run)
-    model = build_decoder(saved.model_options, max_seq_len=128).eval()
-    reader = CheckpointReader(saved.checkpoint().path)
-    model.load_state_dict({name: reader.read(name) for name in model.state_dict()})
-    return model
 
 
 @pytest.fixture(scope="session")

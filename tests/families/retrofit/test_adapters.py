@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.families.ouro.hugging_face.conftest import randomise
 from tests.families.retrofit.conftest import TOKENS, logits
 from titan_loop.distributed.state_bytes import state_bytes
 from titan_loop.families.retrofit.model import RetrofitDecoder, RetrofitOptions
@@ -17,11 +18,7 @@ def made(**options: object) -> RetrofitDecoder:
     """Return a model whose every weight is at random."""
     torch.manual_seed(4)
     model = build_decoder(RetrofitOptions(**{**SPLIT, **options}), max_seq_len=128).eval()  # type: ignore[arg-type]
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-            if "norm" in name:
-                parameter.add_(1.0)
+    randomise(model)
     assert isinstance(model, RetrofitDecoder)
     return model
 

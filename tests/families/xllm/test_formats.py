@@ -6,14 +6,14 @@ import json
 import pytest
 import torch
 
+from tests.contracts.folders import opened
 from tests.families.nanbeige.test_formats import convert
 from tests.families.xllm.reference import fields, logits, random_weights
-from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.formats import XllmShape
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.start_state import fixed_noise
-from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.models.family import decoder_config
 from titan_loop.runs.saved_run import SavedRun
 
 TOKENS = torch.arange(12) * 5 % 64
@@ -53,11 +53,7 @@ NANBEIGE = {"middle", "ouro"}
 def imported(folder, run):
     """Return the model of an imported folder, in float64."""
     convert("import", folder, "--output", run)
-    saved = SavedRun.open(run)
-    model = build_decoder(saved.model_options, max_seq_len=32).eval()
-    reader = CheckpointReader(saved.checkpoint().path)
-    model.load_state_dict({name: reader.read(name) for name in model.state_dict()})
-    return saved, model.double()
+    return SavedRun.open(run), opened(run).double()
 
 
 @pytest.mark.parametrize("name", MODELS)

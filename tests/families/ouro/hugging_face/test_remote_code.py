@@ -201,22 +201,6 @@ def test_beam_search_reorders_the_cache(loaded):
         )
 
 
-def test_a_conversation_goes_on_with_its_cache(loaded):
-    first = tokens(1, 6, seed=7)
-    begun = loaded.generate(
-        first, attention_mask=torch.ones_like(first), max_new_tokens=4, return_dict_in_generate=True
-    )
-    ids = torch.cat([begun.sequences, tokens(1, 3, seed=8)], dim=1)
-    mask = torch.ones_like(ids)
-    calls = layer_calls(loaded)
-    name = "cache" if "cache" in begun.keys() else "past_key_values"  # noqa: SIM118
-    answer = loaded.generate(
-        ids, attention_mask=mask, max_new_tokens=4, **{name: begun.past_key_values}
-    )
-    assert calls[0] == (1, 4)  # the last answered token and the three new ones
-    assert answer.tolist() == loaded.generate(ids, attention_mask=mask, max_new_tokens=4).tolist()
-
-
 def test_steps_are_skipped_once_the_whole_batch_has_exited(transformers, plain):
     model = load(transformers, plain.folder)
     gate = model.model.early_exit_gate
