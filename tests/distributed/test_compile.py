@@ -24,9 +24,7 @@ from titan_loop.distributed.compiler import (
     missing_compiler,
 )
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
-from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import ModelOptions, build_decoder
 
@@ -152,30 +150,6 @@ def test_windows_may_vary_where_attention_needs_no_mask():
     for rows, window in ((2, 8), (2, 12), (1, SEQ_LEN)):
         tokens = torch.randint(128, (rows, window))
         model(tokens).hidden_RBLD[-1].mean().backward()
-
-
-@DYNAMO_WARNS
-@pytest.mark.parametrize(
-    ("options", "graphs"),
-    [
-        (RetrofitOptions(size="debugmodel", n_layers=1, adapter_rank=2, adapter_sets=3), 3),
-        (MoEOptions(size="debugmodel", n_layers=1, attentions=3), 6),
-    ],
-    ids=["adapters", "attentions"],
-)
-def test_layers_that_are_told_their_step_may_take_more_graphs_than_dynamo_allows(options, graphs):
-    """Adapters take one for step 1 and one a mode for any step, attentions one each in a mode."""
-    torch._dynamo.reset()
-    counters.clear()
-    tokens = torch.randint(128, (2, SEQ_LEN))
-    positions = torch.arange(SEQ_LEN).expand(2, -1).contiguous()
-    with torch._dynamo.config.patch(recompile_limit=2):
-        model = parallelized(model_of(options), True, backend="eager")
-        for steps in (3, 2):
-            model(tokens, positions, recurrent_steps=steps).hidden_RBLD[-1].mean().backward()
-            with torch.no_grad():
-                model(tokens, positions, recurrent_steps=steps)
-    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_stage_leaves_the_next_no_option_of_the_compiler():

@@ -3,14 +3,11 @@
 import json
 from pathlib import Path
 
-import numpy as np
-
 from tests.evaluation.task_run import write_task_run
 from titan_loop.cli.main import main
 from titan_loop.families.adaptive.model import AdaptiveOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import append_jsonl
-from train_configs.adaptive.loops import loops_of
 
 NATS = [4.0, 3.0, 2.0, 1.0]
 LAYERS = {1: [2.0, 1.5, 1.6, 1.7], 2: [2.0, 1.3, 1.0, 2.5]}
@@ -23,13 +20,6 @@ RECORDS = [
     }
     for step, nats in enumerate(NATS)
 ]
-
-
-def test_layers_loop_least_where_their_mean_is_smallest():
-    loops = loops_of([{"step": 0, "tokens": 0}, *RECORDS])
-    assert loops.nats.tolist() == NATS
-    np.testing.assert_array_equal(loops.iterations, [*LAYERS.values()])
-    assert loops.lowest == 2  # layer 1 alone is lowest at 1
 
 
 def test_the_verb_draws_layers_or_runs(tmp_path: Path, capsys):

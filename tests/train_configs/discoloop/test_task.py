@@ -33,13 +33,6 @@ def every_chain(task: TwoGraph, graph: int, hops: int) -> list[Chain]:
     return chains
 
 
-def test_a_graph_has_distinct_relations_and_stays_among_its_own():
-    for head, edges in enumerate(SMALL.edges):
-        assert len({relation for relation, _ in edges}) == SMALL.degree
-        assert {tail // SMALL.entities for _, tail in edges} == {head // SMALL.entities}
-    assert TwoGraph(graph_seed=1).edges != TwoGraph().edges == TwoGraph().edges
-
-
 def test_every_answer_is_reached_by_walking():
     known = facts(SMALL)
     for question in islice(SMALL.questions(key=0), 500):

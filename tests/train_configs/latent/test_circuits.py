@@ -1,6 +1,6 @@
 """Planted activations, matrices and models are found as what they are."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,6 @@ from titan_loop.models.positions import every_head
 from train_configs.latent import circuits as latent_circuits
 from train_configs.latent.analysis import circuit_tables
 from train_configs.latent.circuits import (
-    Circuits,
-    classify_errors,
     find_circuits,
     frequency_groups,
     frequency_patterns,
@@ -68,25 +66,6 @@ def test_a_wave_stands_in_the_group_of_its_frequencies(pattern, frequencies):
     assert list(norms) == frequency_patterns(3)
     assert max(norms, key=lambda name: norms[name]) == pattern
     assert sum(value > 1e-12 for value in norms.values()) <= 2  # −f may be of another pattern
-
-
-@pytest.mark.parametrize("by_depth", [False, True])
-@pytest.mark.parametrize("number", range(4))
-def test_a_probe_points_at_its_names(number: int, by_depth: bool):
-    task = replace(TASK, by_depth=by_depth)
-    graph = TASK.held_out_questions(4, NODES)[number]
-    unused = next(n for n in range(16) if all(n != node.name for node in graph))
-    probe = probe_of(task, graph, (5, 0, 6), unused)
-    names = probe.factors[:, 2].tolist()
-    assert [names[at] for at in probe.operands] == [graph[p].name for p in (5, 0, 6)]
-    assert [names[at] for at in probe.solved_at] == [graph[p].name for p in (5, 0, 6)]
-    assert [int(probe.factors[at, 0]) for at in probe.solved_at] == [
-        graph[p].value for p in (5, 0, 6)
-    ]
-    assert names[probe.result] == unused
-    assert int(probe.factors[probe.result, 0]) == TASK.empty
-    assert [names[at] for at in probe.sources] == [node.name for node in graph]
-    assert [int(probe.factors[at, 0]) for at in probe.sources] == [node.value for node in graph]
 
 
 @pytest.mark.parametrize("options", [{}, {"scale_scores_by_terms": True}, {"n_kv_heads": 2}])
@@ -153,37 +132,6 @@ def test_a_planted_head_is_the_group_of_its_name():
     wanted = float(((names @ gain.T).norm(dim=1) / names.norm(dim=1)).mean())
     alone = latent_circuits._amplification(built, 0, [1])
     assert alone["variable"] == pytest.approx(wanted, rel=1e-5)
-
-
-def test_errors_are_of_the_first_part_that_failed(monkeypatch):
-    built = model()
-    graphs = TASK.held_out_questions(40, NODES)
-    wide = sum(len(node.parents) == 3 for graph in graphs for node in graph)
-    none: list[list[int]] = [[], [], []]
-    shared = {"name_variance": [], "value_variance": [], "amplification": {}}
-    circuits = Circuits(**shared, name_groups=none, value_groups=none, frequencies={}, right=0.0)
-    counts = classify_errors(built, TASK, circuits, graphs)
-    assert sum(counts.values()) == wide
-    assert counts["right"] + counts["feed-forward"] == wide
-    wrong = counts["feed-forward"]
-    # An untrained head attends to its name with 1/L.
-    attending = replace(circuits, name_groups=[[0], [1], [2]], value_groups=[[0], [], []])
-    assert classify_errors(built, TASK, attending, graphs)["first attention"] == wrong
-    monkeypatch.setattr(latent_circuits, "_ATTENDED", 0.0)
-    monkeypatch.setattr(latent_circuits, "_COPIED", 2.0)
-    # Only equations whose first value stands in one that comes out right can be told from it.
-    values: dict[bool, list[int]] = {True: [], False: []}
-    for graph in graphs:
-        for index, node in enumerate(graph):
-            if len(node.parents) == 3:
-                equation = (node.parents, node.name, node.operations)
-                probe = probe_of(TASK, graph[:index], *equation, at_its_step=True)
-                said = int(look(built, probe.factors[None], [probe.result]).values)
-                values[said == node.value].append(graph[node.parents[0]].value)
-    assert len(values[False]) == wrong < wide
-    copied = sum(value in values[True] for value in values[False])
-    assert classify_errors(built, TASK, attending, graphs)["copy"] == copied > 0
-    assert asdict(circuits)["right"] == 0.0
 
 
 def test_repair_counts_what_one_step_restores(monkeypatch):

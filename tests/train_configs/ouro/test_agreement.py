@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.inference.conftest import byte_level_tokenizer
-from tests.inference.reference import CONTEXT, make_model
+from tests.inference.reference import make_model
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
 from train_configs.ouro.agreement import agreement
@@ -45,21 +45,6 @@ def test_choices_are_scored_as_separate_passes_score_them():
                 logits = model.readout(output.hidden_RBLD[-1])[0, len(prompt) - 1 : -1]
                 picked = logits.log_softmax(-1)[range(len(answer)), answer]
                 assert nats[index, at, number] == pytest.approx(-picked.sum().item(), rel=1e-9)
-
-
-def test_a_prompt_that_is_too_long_loses_its_beginning():
-    model, tokenizer = make_model(vocab_size=300), byte_level_tokenizer()
-    room = model.config.max_seq_len + 1 - len(" yes")
-    long = "".join(chr(97 + index % 26) for index in range(60))
-
-    def nats(text: str) -> list[float]:
-        items = [Item(text, ("yes", "not"))]
-        return nats_of_choices(model, tokenizer, items, [2]).flatten().tolist()
-
-    assert nats(long) == nats(long[-room:]) != nats(long[1 - room :])
-    prompt = list(range(9, 9 + 60))
-    states = [last_token_states(model, [tokens], 2) for tokens in (prompt, prompt[-CONTEXT:])]
-    assert np.array_equal(*states)
 
 
 def test_states_are_those_of_a_pass_without_padding():

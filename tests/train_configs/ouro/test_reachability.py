@@ -44,14 +44,6 @@ def test_labels_and_strata_are_what_the_edges_say():
         assert len({*question.shown}) == TASK.shown_edges
 
 
-def test_half_of_training_has_no_path_and_distances_are_even():
-    """Bounds are five standard deviations of 1,200 draws."""
-    drawn = [question.distance for question in islice(TASK.questions(key=2), 1200)]
-    assert drawn.count(0) / 1200 == pytest.approx(0.5, abs=0.073)
-    for distance in range(1, 7):
-        assert drawn.count(distance) / 1200 == pytest.approx(1 / 12, abs=0.04)
-
-
 def theorem_2(hidden_nn: np.ndarray, shown_nn: np.ndarray, loops: int) -> np.ndarray:
     """Run the one-layer transformer of Theorem 2, float64; entry (t, s): t is reached from s.
 

@@ -46,20 +46,6 @@ def test_the_exam_asks_facts_trained_and_other_questions():
     assert {len(q.relations) for q in exam["facts"]} == {1}
 
 
-def test_the_words_of_fact_and_question():
-    names = [*(f"p{i}" for i in range(24)), *(f"r{i}" for i in range(4))]
-    names += ["The", "Who", "is", "the", "of", "?", "Answer", ":"]
-
-    def text(question: PathQuestion) -> str:
-        return " ".join(names[token] for token in SMALL.encode(question).tokens)
-
-    assert text(PathQuestion(3, (2,), 9)) == "The r2 of p3 is p9"
-    asked = PathQuestion(3, (2, 0, 1), 20)
-    assert text(asked) == "Who is the r1 of the r0 of the r2 of p3 ? Answer : p20"
-    assert len(SMALL.encode(asked).tokens) == SMALL.longest_example
-    assert SMALL.vocab_size == len(names)
-
-
 def test_the_paper_has_800_000_questions_of_which_3_000_can_be_held_out():
     task = LayeredQA(trained_questions=797_000)
     drawn = set(task.held_out_questions(20_000, "held_out"))

@@ -12,7 +12,6 @@ from train_configs.rates.verdict import (
     best_cells,
     boundary_text,
     rates_text,
-    worst_cells,
 )
 
 BEST = {"r1": 3, "r2": 3, "r4": 3, "r8": 2, "d64": 4, "d256": 3}
@@ -82,16 +81,6 @@ def test_a_best_rate_at_the_edge_is_marked_and_qualifies_the_verdicts(tmp_path, 
     assert text.count("(edge)") == 1
     assert text.count("missed (R = 8, D = 128 is best at the edge of the grid)") == 2
     assert Sweep.of(RULED, results).vertex("R = 8, D = 128") is None
-
-
-def test_without_a_complete_seed_there_is_no_verdict_and_no_claim(tmp_path):
-    results = sweep(tmp_path, seeds=[1], leave_out=lambda name, _: name.startswith("d64"))
-    assert rates_text(RULED, results, 2) == (
-        "bits per byte, AdamW, with the rules, seeds: none complete; seed 1 is left "
-        "out, it lacks 7 of 42 runs; no verdict, 2 seeds of 42 runs are wanted"
-    )
-    assert "seeds: none complete; no verdict" in rates_text(PLAIN, results, 2)
-    assert worst_cells(RULED, results) == []
 
 
 def test_the_boundary_is_compared_with_plain_at_the_best_rate_of_each(tmp_path):

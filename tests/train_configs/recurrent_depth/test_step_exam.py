@@ -12,7 +12,7 @@ from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from train_configs.recurrent_depth.first_hits import draw_first_hits, first_hits
+from train_configs.recurrent_depth.first_hits import first_hits
 from train_configs.recurrent_depth.permutation_hops import PermutationHops
 from train_configs.recurrent_depth.step_exam import (
     StepExam,
@@ -72,15 +72,6 @@ def test_steps_are_graded_and_halted_question_by_question(model):
         assert exam.first_hits.share == len(hits) / COUNT
         if hits:
             assert exam.first_hits.median == sorted(hits)[(len(hits) - 1) // 2]
-
-
-def test_a_first_hit_is_the_first_right_step_of_questions_that_have_one(tmp_path: Path):
-    right_RW = np.array([[0, 0, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 1, 1, 0], [1, 1, 1, 0, 0]]) > 0
-    hits = first_hits(right_RW)  # 2, 4, 3, 1, never
-    assert hits == (1, 2, 3, 0.8)
-    assert NO_HITS.share == 0
-    assert np.isnan(NO_HITS.median)
-    assert draw_first_hits({"1_hops": hits}, 3, tmp_path / "one.png").is_file()
 
 
 def test_learned_within_the_trained_steps_and_reached_with_more():
