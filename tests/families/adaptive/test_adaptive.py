@@ -21,7 +21,7 @@ from titan_loop.models.family import build_decoder
 from train_configs.adaptive.survival import survival_errors
 
 EXACT = 1e-10  # both sides compute in float64
-WINDOWS, SEQ_LEN, VOCABULARY = 4, 16, 128
+SEQ_LEN, VOCABULARY = 16, 128
 MEMORY = {"local_slots": 5, "global_slots": 7}
 
 

@@ -132,16 +132,3 @@ def test_balancing_raises_the_bias_of_idle_experts_alone():
     assert moe.expert_bias_SE.tolist() == [[-0.5, 0.5, -0.5, 0.5]]
     moe.balance(torch.tensor([[9, 1, 1, 1]]), 0.5)  # directions -1, 1, 1, 1, less their mean 1/2
     assert moe.expert_bias_SE.tolist() == [[-1.25, 0.75, -0.25, 0.75]]
-
-
-def test_the_bias_moves_the_choice_and_not_the_scores():
-    moe, x_BLD = mixture(top_k=1, normalise_scores=False), torch.randn(1, 1, D)
-    with torch.no_grad():
-        moe.expert_bias_SE.fill_(-9.0)
-        moe.expert_bias_SE[0, 5] = 9.0
-    out_BLD, routing = moe(x_BLD)
-    assert routing.load_E.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
-    inner, x_D = moe.routed_experts.inner_experts, x_BLD[0, 0]
-    score = (moe.router.gate.weight[5] @ x_D).sigmoid()  # without the 9
-    want = score * gated(x_D, inner.w1_EFD[5], inner.w2_EDF[5], inner.w3_EFD[5])
-    torch.testing.assert_close(out_BLD[0, 0], want, atol=CLOSE, rtol=1e-5)

@@ -73,61 +73,6 @@ def test_every_visit_is_a_layer_with_router_and_attention_of_its_step(make_moe: 
     assert not state["layers.1.moe.shared_experts.w2.weight"].any()
 
 
-def exported(make_moe: MakeMoE, tmp_path, to: str, **options: object):
-    """Return the model, and config and tensors of a folder of two steps."""
-    made = make_moe(router="softmax", **options)
-    flags = ("--output", tmp_path / "out", "--recurrent-steps", 2, "--no-tokenizer")
-    convert("export", made.run, "--to", f"{to}-unrolled", *flags)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    return made.model.state_dict(), config, SafetensorsFolder(tmp_path / "out")
-
-
-def test_an_ernie_has_a_row_of_biases_and_neighbours_in_its_heads(make_moe: MakeMoE, tmp_path):
-    state, config, files = exported(
-        make_moe,
-        tmp_path,
-        "ernie4_5_moe",
-        n_layers=4,
-        prelude_layers=1,
-        coda_layers=1,
-        routers=2,
-        dense_layers=(1, 4),
-        shared_experts=1,
-    )
-    assert config["architectures"] == ["Ernie4_5_MoeForCausalLM"]
-    # Layers 1 | 2 3 2 3 | 4, of which the first and the last are dense.
-    assert config["num_hidden_layers"] == 6
-    assert (config["moe_layer_start_index"], config["moe_layer_end_index"]) == (1, 4)
-    assert (config["moe_num_experts"], config["moe_k"]) == (4, 2)
-    assert (config["moe_layer_interval"], config["moe_num_shared_experts"]) == (1, 1)
-    for visit, layer, router in ((1, 1, 0), (2, 2, 0), (3, 1, 1), (4, 2, 1)):
-        ours, theirs = f"layers.{layer}.moe.", f"model.layers.{visit}.mlp."
-        bias = files.read(f"{theirs}moe_statics.e_score_correction_bias")
-        assert torch.equal(bias, state[f"{ours}expert_bias_SE"][router : router + 1])
-        name = "later_routers.0" if router else "router"
-        gate = files.read(f"{theirs}gate.weight")
-        assert torch.equal(gate, state[f"{ours}{name}.gate.weight"])
-        down = files.read(f"{theirs}experts.3.down_proj.weight")
-        assert torch.equal(down, state[f"{ours}routed_experts.inner_experts.w2_EDF"][3])
-        up = files.read(f"{theirs}shared_experts.up_proj.weight")
-        assert torch.equal(up, state[f"{ours}shared_experts.w3.weight"])
-        query = state[f"layers.{layer}.attention.qkv_linear.wq.weight"].unflatten(0, (4, 2, 8))
-        want = query.transpose(1, 2).flatten(0, 2)
-        assert torch.equal(files.read(f"model.layers.{visit}.self_attn.q_proj.weight"), want)
-
-
-def test_a_mixtral_has_experts_alone(make_moe: MakeMoE, tmp_path):
-    state, config, files = exported(make_moe, tmp_path, "mixtral", bias=0.0, n_layers=2, top_k=3)
-    assert config["architectures"] == ["MixtralForCausalLM"]
-    assert (config["num_hidden_layers"], config["num_local_experts"]) == (4, 4)
-    assert (config["num_experts_per_tok"], config["intermediate_size"]) == (3, 32)
-    for visit in range(4):
-        for letter, stack in (("w1", "w1_EFD"), ("w2", "w2_EDF"), ("w3", "w3_EFD")):
-            name = f"layers.{visit % 2}.moe.routed_experts.inner_experts.{stack}"
-            got = files.read(f"model.layers.{visit}.block_sparse_moe.experts.2.{letter}.weight")
-            assert torch.equal(got, state[name][2])
-
-
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [

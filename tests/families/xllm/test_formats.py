@@ -98,11 +98,6 @@ def test_export_writes_their_layout_again(name, write_released, tmp_path):
     assert digest == hashlib.sha256(text.encode()).hexdigest()
 
 
-def read(**changed):
-    """Return the fields of the shape that a config describes."""
-    return XllmShape.from_config({"model": fields(**changed)})
-
-
 @pytest.mark.parametrize(
     ("places", "layers", "source", "found"),
     [

@@ -88,23 +88,3 @@ def test_expected_flops_are_the_published_ones_less_their_element_wise_work(name
     found = config.training_flops(seq_len, steps, backward_steps=reached)
     found = found.matrices + found.attention / 2 + found.readouts
     assert found == pytest.approx(want - norms, rel=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "updates", "visits"),
-    [
-        ({"core_passes": 3}, [([1, 2], False)], 6),
-        ({"n_layers": 6, "untied_steps": 2}, [([1, 2], False), ([3, 4], False)], 4),
-        ({"states": "shared", "low_cycles": 2}, 2 * [([1, 2], True)] + [([1, 2], False)], 6),
-        ({"states": "split", "low_cycles": 2}, 2 * [([2], True)] + [([1], False)], 3),
-    ],
-)
-def test_a_step_updates_its_states_in_order(options, updates, visits):
-    model = make(**options)
-    config = model.config
-    assert [([*layers], is_low) for layers, is_low in config.updates] == updates
-    assert config.visits == visits
-    assert model.cache_slots(5) == (5, visits, 2)
-    assert config.layer_visits(5) == (5 * visits + 2, 5 * visits + 2)
-    assert config.layer_visits(5, 3) == (5 * visits + 2, 3 * visits + 2)
-    assert config.layer_visits(5, 9) == config.layer_visits(5)

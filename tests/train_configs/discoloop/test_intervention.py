@@ -1,16 +1,11 @@
 """The training-free intervention against the equations, question by question."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.evaluation.task_run import TASK, random_model, write_task_run
+from tests.evaluation.task_run import TASK, random_model
 from tests.families.rooms import families
-from titan_loop.cli.main import main
-from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.evaluation.exam import Exam, right_at_readings
 from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.window_scores import sum_windows
@@ -89,25 +84,3 @@ def test_accuracy_is_that_of_every_question_alone(name, after):
         windows, right_at_readings(model, depth_readings([STEPS])), device=torch.device("cpu")
     )
     assert found[0] == right.mean()
-
-
-def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
-    run = write_task_run(tmp_path / "run", OuroOptions())
-    words = ["analyse", "intervention", str(run), "--questions", "8"]
-    assert main([*words, "--strengths", "0", "0.5"]) == 0
-    assert "2_hops" in capsys.readouterr().out
-    record = json.loads((run / "evals" / "intervention-step-3.json").read_text())
-    assert "1_hops" not in record["accuracy"]  # nothing but the target
-    assert len(record["accuracy"]["2_hops"]) == 2
-    assert (record["task"], record["step"]) == (TASK.name, 3)
-    assert (
-        record["results"]["hops/2_hops/intervention/alpha:0.5"] == record["accuracy"]["2_hops"][1]
-    )
-    assert (run / "plots" / "intervention.png").is_file()
-    for wrong, message in (
-        (["--waypoint", "bridge"], "waypoint=bridge: 2_hops has none"),
-        (["--after", "3"], "after=3 must be at least 1 and below the 3 recurrent steps"),
-        (["--strengths", "1.5"], "strengths=1.5 must be between 0 and 1"),
-    ):
-        assert main([*words, *wrong]) == EXIT_USER_ERROR
-        assert message in capsys.readouterr().err

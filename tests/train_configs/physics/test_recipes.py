@@ -59,26 +59,6 @@ def test_questions_and_biographies_are_trained_as_published():
     assert config.model.tie_weights
 
 
-def test_stages_with_larger_exams_are_those_of_physics_small_on_another_task():
-    small, found = configs("physics_small"), configs("physics_exams")
-    assert len(found) == 35
-    for name, config in found.items():
-        task = config.dataloader.generated_task()
-        assert config.suite.tasks == [task.name]
-        known = small.get(name)
-        if known is not None:
-            for field in ("model", "optimizer", "learning_rate", "total_tokens", "recurrence"):
-                assert getattr(config, field) == getattr(known, field), field
-            assert known.dataloader.generated_task().name in ("mano", "layered_qa")
-    more, once = found["mano_1x1_more"], found["mano_1x1"]
-    assert more.total_tokens == 4 * once.total_tokens
-    assert more.learning_rate(more.total_tokens) == once.learning_rate(once.total_tokens)
-    for arm in ("1x1", "1x4", "4x1", "1x1_more"):
-        rates = [found[f"mano_{arm}{rate}"].learning_rate.largest
-                 for rate in ("_125e-5", "_25e-4", "_5e-3", "", "_2e-2")]  # fmt: skip
-        assert rates == [1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2]
-
-
 @pytest.mark.usefixtures("alone")
 def test_the_short_form_trains_and_examines_every_task(tmp_path: Path):
     run = tmp_path / "run"

@@ -18,7 +18,7 @@ BEST = {"r1": 3, "r2": 3, "r4": 3, "r8": 2, "d64": 4, "d256": 3}
 """Shape → index of its best rate."""
 NOISE = {1: 0.001, 2: -0.001}
 """Seed → bits per byte added to all of its losses."""
-PLAIN, RULED = TABLES["rates"]
+_, RULED = TABLES["rates"]
 
 
 def write(folder: Path, stage: str, seed: int, steps: int, bits: float) -> None:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from tests.families.ouro.hugging_face.conftest import Exported, convert, convert_killed
 from tests.families.ouro.hugging_face.test_export import OURO_1_4B, error_of, tensors_of
 from titan_loop.checkpoint import tensors
-from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.models.decoder import LoopDecoder
@@ -63,24 +62,6 @@ def test_a_killed_import_leaves_no_run(plain, tmp_path, capsys):
     convert(*arguments)  # the next attempt clears it away
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert_same(load_run(tmp_path / "run"), plain.model)
-
-
-def test_a_run_says_where_it_comes_from_and_keeps_the_tokenizer(plain, tmp_path):
-    convert("import", plain.folder, "--output", tmp_path / "run")
-    run = RunDirectory(tmp_path / "run")
-    assert run.read_run()["restarts"] == []
-    _, manifest = newest_good(run.checkpoints, look_at="hashes")
-    assert manifest["trainer"]["recurrent_steps"] == 3
-    assert manifest["trainer"]["tokens"] == 0
-    assert manifest["lineage"]["imported_from"] == str(plain.folder)
-    assert (run.path / "tokenizer.json").read_bytes() == (
-        plain.folder / "tokenizer.json"
-    ).read_bytes()
-    # Known from the import, so nothing has to be said on the way out.
-    convert("export", run.path, "--output", tmp_path / "again")
-    assert (tmp_path / "again" / "config.json").read_bytes() == (
-        plain.folder / "config.json"
-    ).read_bytes()
 
 
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
