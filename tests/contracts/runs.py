@@ -15,7 +15,6 @@ from titan_loop.models.family import ModelOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.callback import Callback
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -44,8 +43,7 @@ def small_run(folder: Path, model: ModelOptions, *, steps: int = 6) -> LoopTrain
 def train(name: str, folder: Path, world: int, killed: bool = False) -> None:
     """Train a case on `world` ranks; the last one is killed after step `KILLED_AT` if asked."""
     # Environments of transformers import this module, and have no datatrove.
-    from tests.support.tiny import act_as_launched
-    from titan_loop.evaluation.while_training import evaluations
+    from tests.support.tiny import act_as_launched, train_run
 
     class Killer(Callback):
         def on_step_end(self, trainer: Any, metrics: Any) -> None:
@@ -54,7 +52,7 @@ def train(name: str, folder: Path, world: int, killed: bool = False) -> None:
 
     act_as_launched(world)
     config = cases("runs")[name].config(folder, world)
-    run_training(config, evaluations=lambda config: [*evaluations(config), Killer()])
+    train_run(config, callbacks=[Killer()])
 
 
 def whole_run(name: str, folders: pytest.TempPathFactory) -> Path:

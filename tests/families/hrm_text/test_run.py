@@ -8,12 +8,12 @@ import torch
 from tests.contracts.runs import whole_run
 from tests.families.hrm_text.contract import run
 from tests.inference.reference import prompts
+from tests.support.tiny import train_run
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.rows import Request
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.run import run_training
 
 
 @pytest.mark.usefixtures("alone")
@@ -58,4 +58,4 @@ def test_prefixes_for_a_model_without_them_are_refused(tmp_path: Path, capfd):
     config = run(tmp_path / "run", 1)
     config.dataloader.prefix = False  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="the model reads prefix, and dataloader=TaskLoader"):
-        run_training(config)
+        train_run(config)

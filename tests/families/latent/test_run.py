@@ -5,23 +5,20 @@ from pathlib import Path
 import pytest
 
 from tests.families.latent.contract import TASK, run
-from tests.support.tiny import act_as_launched
+from tests.support.tiny import act_as_launched, train_run
 from titan_loop.cli.main import main
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.evaluation_config import SuiteConfig
-from titan_loop.training.run import run_training
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_run_is_examined_analysed_and_not_generated_from(tmp_path: Path, capfd):
-    from titan_loop.evaluation.while_training import evaluations
-
     act_as_launched(1)
     config = run("discrete", tmp_path / "run", 1)
     config.model.corruption = 0.5  # type: ignore[attr-defined]
     config.suite = SuiteConfig(interval=4, tasks=[TASK.name], depths=[2, 4], questions=8)
-    run_training(config, evaluations=evaluations)
+    train_run(config)
     folder = str(tmp_path / "run")
     (asked,) = read_jsonl(RunDirectory(folder).evals_jsonl)
     assert {name.split("/")[1] for name in asked["results"]} == {"5_nodes"}  # 9 have no room

@@ -7,12 +7,12 @@ import torch
 
 from tests.contracts.runs import records, whole_run
 from tests.families.moe.contract import run
+from tests.support.tiny import train_run
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.training.run import run_training
 
 RATE = 0.01
 BIAS = "layers.1.moe.expert_bias_SE"
@@ -45,12 +45,12 @@ def test_a_checkpoint_without_experts_is_refused_in_a_line(tmp_path: Path):
     dense.training.steps = 2
     dense.loss = ExpectedExitLoss.Config()
     dense.model = NanbeigeOptions()
-    run_training(dense)
+    train_run(dense)
     resumed, started = run(tmp_path / "dense", 1), run(tmp_path / "new", 1)
     started.checkpoint.carry.parent = str(tmp_path / "dense")
     for config in (resumed, started):
         with pytest.raises(UserError, match="is of another architecture") as found:
-            run_training(config)
+            train_run(config)
         assert "model.family=moe (checkpoint: nanbeige)" in str(found.value)
         assert "model.experts=4 (checkpoint: unknown)" in str(found.value)
         assert "\n" not in str(found.value)

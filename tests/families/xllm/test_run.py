@@ -8,10 +8,9 @@ import pytest
 from tests.contracts.runs import records, whole_run
 from tests.contracts.test_families import RELATIVE_TOLERANCE
 from tests.families.xllm.contract import DEPTHS, STEPS, drawn_run
-from tests.support.tiny import act_as_launched
+from tests.support.tiny import act_as_launched, train_run
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.depth import DrawnDepth
-from titan_loop.training.run import run_training
 from train_configs.xllm.analysis import learned_depths
 
 
@@ -23,7 +22,7 @@ def halves() -> DrawnDepth:
 def train_halves(folder: Path, world: int) -> None:
     """Train on `world` ranks, with a depth for either half of the batch."""
     act_as_launched(world)
-    run_training(drawn_run(folder, halves()))
+    train_run(drawn_run(folder, halves()))
 
 
 @pytest.mark.multiprocess
@@ -68,7 +67,7 @@ def test_the_learned_distribution_is_shown_as_it_was_at_each_checkpoint(tmp_path
 @pytest.mark.usefixtures("alone")
 def test_a_run_has_the_depths_that_are_drawn(tmp_path: Path):
     drawn = DrawnDepth(probabilities=DEPTHS, antithetic=True)
-    run_training(drawn_run(tmp_path / "run", drawn))
+    train_run(drawn_run(tmp_path / "run", drawn))
     depths = [record["recurrent_steps"] for record in records(tmp_path / "run").values()]
     assert depths == [drawn.draw(step) for step in range(STEPS)]
     with pytest.raises(UserError, match="no learned distribution of depths; train with"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.contracts.test_families import RELATIVE_TOLERANCE
 from tests.families.xllm.contract import drawn_run
-from tests.support.tiny import act_as_launched
+from tests.support.tiny import act_as_launched, train_run
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.data.labels import IGNORED
 from titan_loop.families.xllm.decoder import XllmDecoder
@@ -24,7 +24,6 @@ from titan_loop.models.family import build_decoder
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 
 STEPS = 3
@@ -150,13 +149,13 @@ def config(folder: Path, parent: Path, *callbacks: Any) -> Any:
 
 def train_student(folder: Path, parent: Path, world: int) -> None:
     act_as_launched(world)
-    run_training(config(folder, parent, TeacherStart()))
+    train_run(config(folder, parent, TeacherStart()))
 
 
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("alone")
 def test_two_ranks_train_the_student_of_one(gloo_pool, tmp_path: Path):
-    run_training(drawn_run(tmp_path / "parent"))
+    train_run(drawn_run(tmp_path / "parent"))
     losses = {}
     for world in (1, 2):
         folder = tmp_path / str(world)
