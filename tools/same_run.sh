@@ -193,8 +193,6 @@ for world in $ranks; do
         parent=$(parent_of "$before" "$stage")
         if [ -n "$parent" ]; then
             flags+=(--checkpoint.carry.parent "$parent")
-            # A revision before tensors.json; it does not mind the file.
-            [ -f "$parent/tensors.json" ] || (logged "$folder/convert.log" of "$here" titan_loop checkpoint convert "$parent")
         fi
         how="$world rank$([ "$world" = 1 ] || echo s)$resumed"
         echo "== $name: $steps steps in $revision and here, on $how"

@@ -21,7 +21,7 @@ from titan_loop.checkpoint.rewinds import (
 )
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import append_jsonl, write_json
+from titan_loop.storage.json_files import write_json
 from titan_loop.storage.remote_folder import RemoteFolder
 from titan_loop.training.stability.config import StabilityConfig
 from titan_loop.training.stability.recovery import SkippedStep, rewind
@@ -171,14 +171,6 @@ def test_a_checkpoint_saved_after_the_rewind_stays(tmp_path: Path):
     shutil.rmtree(run)
     assert start(run, tmp_path) == 15
     assert jumped_windows(read_rewinds(run)) == [(104, 120)]
-
-
-def test_an_older_run_has_its_rewinds_in_the_log_of_decisions(tmp_path: Path):
-    jump = {"decision": "rewind", "steps": [14, 15], "windows": [[104, 120]], "to_step": 12}
-    state = {"skipped": [], "rewound": 1, "went_to": [12], "halved": False, "jumps": [jump]}
-    record = {"decision": "rewind", "step": 15, "rewound": 0, "windows": [[104, 120]]}
-    append_jsonl(tmp_path / "decisions.jsonl", {**record, "to_step": 12, "state": state})
-    assert read_rewinds(tmp_path) == [jump]
 
 
 @pytest.mark.parametrize(

@@ -8,26 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from tests.checkpoint.small_checkpoint import (
-    Payload,
     assert_one_line,
     rewrite,
-    state,
     write,
-    zeros,
 )
-from titan_loop.checkpoint.loading import load_checkpoint
 from titan_loop.checkpoint.manifest import (
     TABLE,
     DamagedCheckpointError,
-    file_records,
-    read_manifest,
-    write_manifest,
 )
-from titan_loop.checkpoint.tensor_table import convert_checkpoint, read_table
+from titan_loop.checkpoint.tensor_table import read_table
 from titan_loop.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -38,16 +30,6 @@ TRAINER = {"step": 1, "tokens": 8, "recurrent_steps": 4, "architecture": {}}
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return write(tmp_path / "step-1")
-
-
-def old_checkpoint(checkpoint: Path) -> Path:
-    """Make of a checkpoint what versions without a table wrote."""
-    content = {"step": 1, "trainer": TRAINER, "data": {}, "lineage": {}}
-    files = file_records(checkpoint)
-    del files[TABLE]
-    (checkpoint / TABLE).unlink()
-    write_manifest(checkpoint, {**content, "files": files})
-    return checkpoint
 
 
 def assert_equals_dcps(checkpoint: Path) -> None:
@@ -63,67 +45,6 @@ def assert_equals_dcps(checkpoint: Path) -> None:
 
 def test_the_table_says_what_dcps_own_metadata_says(checkpoint):
     assert_equals_dcps(checkpoint)
-
-
-def test_a_checkpoint_of_an_older_version_is_converted_once_and_keeps_its_identity(checkpoint):
-    manifest = read_manifest(old_checkpoint(checkpoint))
-    with pytest.raises(UserError, match=f"titan-loop checkpoint convert {checkpoint}$") as caught:
-        load_checkpoint(zeros(), checkpoint, group=None)
-    assert not isinstance(caught.value, DamagedCheckpointError)
-    assert convert_checkpoint(checkpoint)
-    assert not convert_checkpoint(checkpoint)
-    assert_equals_dcps(checkpoint)
-    assert read_manifest(checkpoint) == manifest
-    loaded = zeros()
-    load_checkpoint(loaded, checkpoint, group=None)
-    assert torch.equal(loaded["last"], state()["last"])
-
-
-def test_metadata_as_early_python_3_11_wrote_it_is_converted(tmp_path, monkeypatch):
-    """Its enumerations were pickled as a call of getattr."""
-
-    def reduce_by_name(self: Any, _: int) -> tuple[Any, ...]:
-        return getattr, (type(self), self._name_)
-
-    monkeypatch.setattr(dcp._MEM_FORMAT_ENCODING, "__reduce_ex__", reduce_by_name)
-    checkpoint = old_checkpoint(write(tmp_path / "step-1"))
-    monkeypatch.undo()
-    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
-    assert convert_checkpoint(checkpoint)
-    assert_equals_dcps(checkpoint)
-
-
-BUILD_ON_A_CLASS = b"\x80\x02cpathlib\nPosixPath\nN}X\x06\x00\x00\x00exists\x88s\x86b."
-
-
-@pytest.mark.parametrize("kind", ["instead", "within", "on a class"])
-def test_nothing_in_a_pickle_runs_when_it_is_converted(checkpoint, tmp_path, kind):
-    marker, path = tmp_path / "ran", checkpoint / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    metadata.state_dict_metadata["weight"] = Payload(marker)
-    programs = {
-        "instead": pickle.dumps(Payload(marker)),
-        "within": pickle.dumps(metadata),
-        "on a class": BUILD_ON_A_CLASS,
-    }
-    path.write_bytes(programs[kind])
-    old_checkpoint(checkpoint)
-    with pytest.raises(DamagedCheckpointError, match="not DCP's metadata") as caught:
-        convert_checkpoint(checkpoint)
-    assert_one_line(caught.value)
-    assert not marker.exists()
-    assert not (checkpoint / TABLE).exists()
-    assert Path.exists is not True
-    pickle.loads(programs["instead"])
-    assert marker.exists(), "pickle itself should have run it, or this test shows nothing"
-
-
-def test_altered_metadata_is_not_converted(checkpoint):
-    old_checkpoint(checkpoint)
-    path = checkpoint / ".metadata"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DamagedCheckpointError, match=r"\.metadata has .* bytes instead of"):
-        convert_checkpoint(checkpoint)
 
 
 def test_a_missing_table_and_a_fifo_are_damage(checkpoint):

@@ -109,25 +109,6 @@ def test_ls_shows_every_folder(checkpoints, call):
     assert answer.code == 0
 
 
-def test_checkpoints_of_an_older_version_are_converted_by_the_command_that_refusals_name(
-    checkpoints, call
-):
-    for step in STEPS:
-        checkpoint = checkpoints / f"step-{step}"
-        manifest = read_manifest(checkpoint)
-        del manifest["files"]["tensors.json"]
-        (checkpoint / "tensors.json").unlink()
-        write_manifest(checkpoint, manifest)
-    assert call("verify", checkpoints.parent).code == 0
-    error = call("diff", checkpoints / "step-2", checkpoints / "step-4").error
-    assert error.endswith(f"convert it once: titan-loop checkpoint convert {checkpoints.parent}")
-    converted = call("convert", checkpoints.parent).out.splitlines()
-    assert converted == [f"{checkpoints / f'step-{step}'}: converted" for step in STEPS]
-    assert "needs no conversion" in call("convert", checkpoints / "step-2").out
-    assert call("diff", checkpoints / "step-2", checkpoints / "step-2").code == 0
-    assert call("verify", checkpoints.parent).code == 0
-
-
 def test_ls_reads_the_files_only_when_asked(checkpoints, call):
     flip_a_bit(checkpoints / "step-4" / "__0_0.distcp")
     assert "damaged" not in call("ls", checkpoints.parent).out

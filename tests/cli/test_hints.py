@@ -41,8 +41,6 @@ ADVICE = re.compile(
 RECIPE = "tests.cli.test_hints:two_stages"
 FOLLOWED: set[str] = set()
 ELSEWHERE = {
-    "checkpoint/tensor_table.py: checkpoint convert {}": "tests/cli/test_checkpoint.py::"
-    "test_checkpoints_of_an_older_version_are_converted_by_the_command_that_refusals_name",
     "runs/conversion.py: train quickstart --from {} --dataloader.mixture SOURCE=1 --learning-rate "
     "1e-4 --dump-folder {}-trained": "tests/families/retrofit/test_run.py::"
     "test_the_command_that_a_retrofit_advises_trains_it",

@@ -95,7 +95,7 @@ def _leads_nowhere(path: Path) -> bool:
 def _find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> list[str]:
     faults = [reason] if (reason := wrong_step(checkpoint, manifest)) else []
     faults += find_damage(checkpoint, manifest["files"], hashes=hashes).values()
-    if hashes and (checkpoint / TABLE).exists():  # an older version wrote none
+    if hashes:
         from titan_loop.checkpoint.tensor_table import read_table  # imports torch
 
         try:

@@ -406,8 +406,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             state_dict[OPTIMIZER] = self.optimizers
         # A new average starts with the weights; one that is not wanted any more stays unread.
         average = f"{AVERAGE_PREFIX}*"
-        unread = (average, "optimizer.param_groups.*")  # older versions saved settings, too
-        policy = KeyPolicy((*policy.ignore_saved, *unread), (*policy.keep_initial, average))
+        policy = KeyPolicy((*policy.ignore_saved, average), (*policy.keep_initial, average))
         with torch.no_grad():
             load_checkpoint(state_dict, checkpoint, group=self.group, policy=policy)
             self.model.load_state_dict(state_dict)

@@ -16,7 +16,7 @@ from titan_loop.checkpoint.folders import committed_steps, set_aside, step_folde
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints
 from titan_loop.errors import RunFailedError, UserError
-from titan_loop.storage.json_files import nested, read_json_object, read_jsonl, write_json
+from titan_loop.storage.json_files import nested, read_json_object, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,7 @@ def read_rewinds(run: Path) -> list[Rewind]:
     try:
         rewinds = read_json_object(path, fix=fix).get("rewinds")
     except FileNotFoundError:
-        path = run / "decisions.jsonl"  # where older runs recorded them
-        found = [nested(record, "state.jumps") for record in read_jsonl(path)]
-        rewinds = next((jumps for jumps in reversed(found) if jumps is not None), [])
+        return []
     if not isinstance(rewinds, list) or not all(map(_is_rewind, rewinds)):
         raise UserError(f"{path} is damaged (rewinds={rewinds!r:.80}); {fix}")
     return rewinds

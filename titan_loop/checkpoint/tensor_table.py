@@ -6,12 +6,10 @@
       object    {"place": [file, start, bytes]}
 
 DCP's own table is `.metadata`, a pickle, which can run code when it is read. It is still written
-for torch's own tools. Only `convert_checkpoint` reads it, for versions that wrote no table.
+for torch's own tools; nothing here reads it.
 """
 
-import io
 import json
-import pickle
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -22,14 +20,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titan_loop.checkpoint.folders import CHECKPOINTS
-from titan_loop.checkpoint.manifest import (
-    METADATA,
-    TABLE,
-    DamagedCheckpointError,
-    find_damage,
-    read_manifest,
-)
+from titan_loop.checkpoint.manifest import TABLE, DamagedCheckpointError
 from titan_loop.errors import UserError, first_line
 from titan_loop.storage.file_names import require_file_name
 from titan_loop.storage.json_files import count, json_sha256, write_text
@@ -54,7 +45,7 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
 
     The chunks of a tensor are checked to add up to its shape and to fit their stored bytes, so that
     it is safe to allocate, and every file to be in the checkpoint's folder. Raises
-    `DamagedCheckpointError`, or `UserError` for a checkpoint of an older version.
+    `DamagedCheckpointError`.
     """
     path = checkpoint / TABLE
     try:
@@ -67,13 +58,6 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
     except UserError:
         raise
     except FileNotFoundError as error:
-        if (checkpoint / METADATA).exists():
-            in_run = checkpoint.parent.name == CHECKPOINTS
-            whole = checkpoint.parent.parent if in_run else checkpoint
-            raise UserError(
-                f"{checkpoint} is of an older version and has no {TABLE}; convert it once: "
-                f"titan-loop checkpoint convert {whole}"
-            ) from error
         raise DamagedCheckpointError(path, "it is missing") from error
     except OSError as error:
         raise unreadable(path, error, "check its disk and permissions") from error
@@ -83,58 +67,14 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
         raise DamagedCheckpointError(path, "it is nested too deeply") from error
 
 
-def convert_checkpoint(checkpoint: Path) -> bool:
-    """Give a checkpoint of an older version its table; return False if it has one already.
-
-    The other files stay as they are, and so does the checkpoint's identity, its manifest's hash.
-    """
-    files = read_manifest(checkpoint)["files"]
-    if (checkpoint / TABLE).exists():
-        return False
-    path = checkpoint / METADATA
-    for phrase in find_damage(checkpoint, {METADATA: files[METADATA]}).values():
-        raise DamagedCheckpointError(checkpoint, phrase)
-    content = read_regular(path, fix="use another checkpoint", most_bytes=_MOST_BYTES)
-    try:
-        _write(checkpoint, _InertUnpickler(io.BytesIO(content)).load())
-        read_table(checkpoint)
-    except Exception as error:
-        (checkpoint / TABLE).unlink(missing_ok=True)
-        if isinstance(error, (OSError, UserError)):
-            raise
-        # A garbled pickle can raise any exception.
-        raise DamagedCheckpointError(path, f"not DCP's metadata ({first_line(error)})") from error
-    return True
-
-
-class _Inert:
-    """Stands for every object in a pickle: it keeps its fields and does nothing."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        # The state of TensorProperties is a tuple, which begins with the dtype.
-        vars(self).update(state if isinstance(state, dict) else {"dtype": state[0]})
-
-
-class _InertUnpickler(pickle.Unpickler):
-    """Imports nothing: whatever a pickle names, except dtypes and sizes, becomes `_Inert`."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = vars(torch).get(name) if module == "torch" else None
-        return found if isinstance(found, torch.dtype) or found is torch.Size else _Inert
-
-
-def _write(checkpoint: Path, metadata: Any) -> None:
-    """Write the table of DCP's metadata, or of inert objects with its fields."""
+def _write(checkpoint: Path, metadata: dcp.Metadata) -> None:
     stored = {
-        (index.fqn, vars(index).get("offset")): [info.relative_path, info.offset, info.length]
+        (index.fqn, index.offset): [info.relative_path, info.offset, info.length]
         for index, info in metadata.storage_data.items()
     }
     entries: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
-        if "chunks" not in vars(entry):
+        if isinstance(entry, dcp.BytesStorageMetadata):
             entries[key] = {"place": stored[key, None]}
             continue
         entries[key] = {

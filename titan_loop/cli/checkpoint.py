@@ -152,20 +152,6 @@ def merge(checkpoints: tuple[Path, ...], *, output: Path, weights: tuple[float, 
     print(merge_runs(checkpoints, output, weights, sys.argv))
 
 
-def convert(checkpoints: tuple[Path, ...]) -> None:
-    """Let this version read checkpoints that an older one wrote.
-
-    Writes tensors.json from their table of tensors, a pickle; nothing in the pickle is executed.
-
-    Args:
-        checkpoints: Folders step-N, or runs for all of theirs.
-    """
-    from titan_loop.runs.run_checkpoints import convert_checkpoints
-
-    for path, changed in convert_checkpoints(checkpoints):
-        print(f"{path}: {'converted' if changed else 'needs no conversion'}")
-
-
 def _state(checkpoint: "ListedCheckpoint") -> str:
     aside = "" if checkpoint.path.name.startswith("step-") else " (set aside)"
     if checkpoint.faults:
@@ -181,6 +167,6 @@ def _size(size_bytes: float) -> str:
     return f"{size_bytes:.4g} TB"
 
 
-VERBS = (ls, verify, diff, rm, tag, consolidate, merge, convert)
+VERBS = (ls, verify, diff, rm, tag, consolidate, merge)
 
 run = group("checkpoint", {verb.__name__: verb for verb in VERBS})

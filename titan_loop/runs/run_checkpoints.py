@@ -1,11 +1,11 @@
-"""Finds, verifies, converts and deletes checkpoints by the paths that a user gives."""
+"""Finds, verifies and deletes checkpoints by the paths that a user gives."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan_loop.checkpoint.best import named_checkpoint
-from titan_loop.checkpoint.folders import committed_steps, discard, is_committed, step_folder
+from titan_loop.checkpoint.folders import discard, is_committed
 from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.listing import (
     ListedCheckpoint,
@@ -41,19 +41,6 @@ def verified(path: Path) -> list[ListedCheckpoint]:
     if is_committed(path) or any(path.glob("*.distcp")):
         return [look_at(path, hashes=True)]
     return list_checkpoints(checkpoints_folder(path)[0], hashes=True)
-
-
-def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Write missing `tensors.json` files; yield each checkpoint, and whether it lacked the file."""
-    from titan_loop.checkpoint.tensor_table import convert_checkpoint  # imports torch
-
-    for path in paths:
-        folders = [path]
-        if not is_committed(path):
-            folder = checkpoints_folder(path)[0]
-            folders = [step_folder(folder, step) for step in committed_steps(folder)]
-        for checkpoint in folders:
-            yield checkpoint, convert_checkpoint(checkpoint)
 
 
 def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[Path]:

@@ -1,7 +1,7 @@
 """A saved run to read: its model, the data it was trained on, its checkpoints and its ancestors.
 
 `RunDirectory` names the files of a run and writes them. Readers of a run open a `SavedRun`, so that
-the keys of its `config.json`, and of older versions, are known here alone.
+the keys of its `config.json` are known here alone.
 """
 
 import itertools
@@ -154,17 +154,17 @@ class SavedRun:
 
     @property
     def trainable(self) -> Literal["all", "exit_gate"] | None:
-        """The option `trainable`; None for an older version's run."""
+        """The option `trainable`; None for an imported or merged run."""
         return self.config.get("trainable")
 
     @property
     def optimizer(self) -> str:
-        """The option `optimizer.name`; empty for an older version's run."""
+        """The option `optimizer.name`; empty for an imported or merged run."""
         return self._option("optimizer.name", str, "")
 
     @property
     def keep_every(self) -> int:
-        """The option `checkpoint.keep_every`; 0 for an older version's run."""
+        """The option `checkpoint.keep_every`; 0 for an imported or merged run."""
         return self._option("checkpoint.keep_every", int, 0)
 
     @property

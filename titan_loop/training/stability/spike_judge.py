@@ -89,8 +89,7 @@ class SpikeJudge:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the window; the baseline of states, which decides nothing, starts again."""
-        # Older checkpoints have a second entry, False unless spikes had halved R.
-        self._regime = [entry for entry in state["regime"] or () if entry is not False] or None
+        self._regime = state["regime"]
         self._recent.load_state_dict(state)
 
 
