@@ -30,7 +30,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import titan_loop.compat as compat  # before any torchtitan module
 
 from tests.support.multiprocess import GlooPool, close_pools, get_pool
-from titan_loop.checkpoint import choosing
 from titan_loop.storage import transient
 
 compat.use_batch_scheduling()  # the pools' ranks and all other processes inherit it
@@ -81,7 +80,6 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults are injected, so nothing gets better by waiting."""
     monkeypatch.setattr(transient, "WAIT_SECONDS", 0.001)
     monkeypatch.setattr(transient, "_retries", 0)  # of tests before: a run records it
-    monkeypatch.setattr(choosing, "SECOND_LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

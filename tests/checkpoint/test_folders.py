@@ -19,14 +19,6 @@ from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.errors import UserError
 
 
-def test_the_newest_and_those_with_a_reason_stay():
-    manifests = {step: {} for step in (10, 20, 30, 40, 50, 60)}
-    tags = {20: ["paper"], 30: []}
-    assert KeepPolicy(latest=2, every=30).stale(manifests, tags) == [10, 40]
-    assert KeepPolicy(latest=3).stale(manifests, {}) == [10, 20, 30]
-    assert KeepPolicy(latest=0).stale(manifests, {}) == []
-
-
 def test_only_what_the_newest_commit_is_older_than_is_deleted(tmp_path, caplog):
     """Later checkpoints are of another attempt, and a damaged one is for the user to look at."""
     for step in (1, 2, 3, 4, 5, 6, 8):

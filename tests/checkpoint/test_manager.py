@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config, train_run
-from titan_loop.checkpoint import keep_policy, saving
+from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.folders import add_tag, committed_steps
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
@@ -150,26 +150,6 @@ def test_a_damaged_checkpoint_is_left_aside_and_the_run_repeats_its_steps(
     assert tensor_hashes(checkpoints) == tensor_hashes(whole / "checkpoints")
 
 
-def test_a_finished_run_whose_last_checkpoint_is_truncated_is_finished_again(
-    source, whole, tmp_path
-):
-    checkpoints = train(source, tmp_path / "run")
-    data = checkpoints / "step-6" / "__0_0.distcp"
-    data.write_bytes(data.read_bytes()[:-1])
-    train(source, tmp_path / "run")
-    assert tensor_hashes(checkpoints) == tensor_hashes(whole / "checkpoints")
-
-
-def test_with_every_checkpoint_damaged_nothing_starts(source, tmp_path):
-    checkpoints = train(source, tmp_path / "run", steps=2)
-    flip_a_bit(checkpoints / "step-2" / "tensors.json")
-    with pytest.raises(
-        UserError, match=r"no checkpoint in .* is usable .*tensors\.json has a different"
-    ):
-        train(source, tmp_path / "run")
-    assert committed_steps(checkpoints) == [2]
-
-
 def test_a_damaged_step_asked_for_by_number_is_refused(source, tmp_path):
     checkpoints = train(source, tmp_path / "run", steps=4)
     flip_a_bit(checkpoints / "step-4" / "__0_0.distcp")
@@ -185,17 +165,6 @@ def test_hashes_can_be_turned_off(source, tmp_path, capfd):
     train(source, tmp_path / "run", steps=4, verify_hashes=False)
     assert "Skipping checkpoint" not in capfd.readouterr().out
     assert committed_steps(checkpoints) == [2, 4]
-
-
-def test_r_may_change_on_resume(source, tmp_path):
-    train(source, tmp_path / "run", steps=4)
-    config = small_config(source, tmp_path / "run", steps=STEPS)
-    config.recurrence.steps = Schedule.constant(3)
-    train_run(config)
-    steps = [r["recurrent_steps"] for r in RunDirectory(tmp_path / "run").read_metrics()]
-    assert steps[3:] == [2, 3, 3]
-    manifest = read_manifest(tmp_path / "run" / "checkpoints" / "step-6")
-    assert manifest["trainer"]["recurrent_steps"] == 3
 
 
 def test_ends_of_stages_multiples_and_tags_outlive_the_keep_policy(source, tmp_path):
@@ -214,14 +183,10 @@ def test_ends_of_stages_multiples_and_tags_outlive_the_keep_policy(source, tmp_p
     assert committed_steps(checkpoints) == [3, 4, 6, 8, 9]  # a stage ended with 6
 
 
-@pytest.mark.parametrize("what", ["manifest", "tags"])
-def test_what_the_keep_policy_cannot_read_it_neither_counts_nor_deletes(source, tmp_path, what):
+def test_what_the_keep_policy_cannot_read_it_neither_counts_nor_deletes(source, tmp_path):
     settings = {"interval": 1, "keep_latest_k": 2}
     checkpoints = train(source, tmp_path / "run", steps=2, **settings)
-    if what == "manifest":
-        (checkpoints / "step-1" / MANIFEST).write_text("{ torn")
-    else:
-        (checkpoints / "step-1" / "tags.json").mkdir()
+    (checkpoints / "step-1" / "tags.json").mkdir()
     train(source, tmp_path / "run", **settings)
     assert committed_steps(checkpoints) == [1, 5, 6]
 
@@ -231,36 +196,6 @@ def test_the_keep_policy_does_not_count_a_copy(source, tmp_path):
     shutil.copytree(checkpoints / "step-4", checkpoints / "step-3")
     train(source, tmp_path / "run", keep_latest_k=3)
     assert committed_steps(checkpoints) == [2, 3, 4, 6]  # the newest three, and the copy
-
-
-def test_the_keep_policy_deletes_a_link_not_its_target(source, tmp_path):
-    settings = {"interval": 1, "keep_latest_k": 2}
-    checkpoints = train(source, tmp_path / "run", steps=2, **settings)
-    archived = tmp_path / "archive" / "step-1"
-    archived.parent.mkdir()
-    (checkpoints / "step-1").rename(archived)
-    (checkpoints / "step-1").symlink_to(archived)
-    before = {path.name: path.read_bytes() for path in archived.iterdir()}
-    assert committed_steps(train(source, tmp_path / "run", **settings)) == [5, 6]
-    assert not (checkpoints / "step-1").is_symlink()
-    assert {path.name: path.read_bytes() for path in archived.iterdir()} == before
-
-
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_trouble_after_the_commit_does_not_undo_it(source, tmp_path, monkeypatch, capfd, mode):
-    def fail(folder):
-        raise OSError(116, "Stale file handle")
-
-    monkeypatch.setattr(keep_policy, "unfinished_steps", fail)
-    checkpoints = train(source, tmp_path / "run", async_mode=mode)
-    assert committed_steps(checkpoints) == [2, 4, 6]
-    assert "is saved, but the work after it failed" in capfd.readouterr().out
-
-
-def test_a_tag_keeps_a_checkpoint(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(keep_policy, "read_tags", lambda path: ["best"] * (path.name == "step-2"))
-    checkpoints = train(source, tmp_path / "run", interval=1, keep_latest_k=2)
-    assert committed_steps(checkpoints) == [2, 5, 6]
 
 
 def test_the_manifest_carries_lineage(source, tmp_path):

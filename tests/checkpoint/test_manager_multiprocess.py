@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.components.checkpointer.base import TRAIN_STATE
 
-from titan_loop.checkpoint import choosing, saving
+from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.best import Best
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manager import LoopCheckpointManager
@@ -161,7 +161,6 @@ def test_one_rank_that_cannot_copy_its_state_costs_that_checkpoint_only(gloo_poo
 
 
 def resume(folder: Path, damage: str) -> tuple[Any, ...]:
-    choosing.SECOND_LOOK_SECONDS = 0.0  # nothing gets better by waiting
     run = Run(folder)
     for step in (1, 2, 3):
         run.step_to(step)
@@ -189,7 +188,6 @@ def test_all_ranks_fall_back_to_the_same_checkpoint(gloo_pool, tmp_path, damage)
 
 
 def refuse_everywhere(folder: Path) -> str:
-    choosing.SECOND_LOOK_SECONDS = 0.0  # nothing gets better by waiting
     run = Run(folder)
     run.step_to(1)
     dist.barrier()

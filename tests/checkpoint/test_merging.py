@@ -3,8 +3,6 @@
 The reference sums in numpy's longdouble and rounds once, so that it shares no code with the merge.
 """
 
-import os
-import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.families.ouro.hugging_face.conftest import random_model, write_run
-from tests.support.multiprocess import preloaded_context
 from tests.support.peak_memory import peak_growth
 from tests.support.tiny import tiny_config, train_run
-from titan_loop.checkpoint import merging
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
 from titan_loop.checkpoint.merging import merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
@@ -28,10 +24,7 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.recipes.recipe import Recipe
-from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.schedule import Schedule
 
 ARCHITECTURE = {"dim": 5, "n_layers": 1}
 WEIGHTS = (1.0, 2.5, 0.0, 4.0)
@@ -265,34 +258,6 @@ def test_other_vocabularies_are_refused(
     assert (tmp_path / "mean" / "tokenizer.json").read_text() == "{}"
 
 
-def merge_and_die(command: list[str]) -> None:
-    """Merge, and kill this process when it takes the fourth mean."""
-    mean, seen = merging._mean, []
-
-    def killed(*arguments: Any) -> Any:
-        seen.append(arguments)
-        if len(seen) == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return mean(*arguments)
-
-    merging._mean = killed
-    main(command)
-
-
-def test_a_merge_that_is_killed_leaves_no_run_and_the_next_one_works(
-    runs: list[Path], tmp_path: Path
-):
-    command = ["checkpoint", "merge", *map(str, runs), "--output", str(tmp_path / "mean")]
-    killed = preloaded_context().Process(target=merge_and_die, args=(command,))
-    killed.start()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", ".mean.unfinished"}
-    assert main(command) == EXIT_OK
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "mean"}
-    CheckpointReader(RunDirectory(tmp_path / "mean").checkpoint(0))
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the module's trained run goes; the first test to need it trains it."""
@@ -340,24 +305,3 @@ def test_a_merged_run_is_evaluated_completed_and_exported(
     assert main(["convert", "export", str(mean), "--output", str(folder)]) == EXIT_OK
     assert (folder / "tokenizer.json").is_file()
     assert '"merged"' in (folder / "README.md").read_text(encoding="utf-8")
-
-
-def test_a_stage_starts_from_the_mean_without_moments(
-    parents: list[Path], source: Path, tmp_path: Path
-):
-    mean = merged_run(parents, tmp_path / "mean")
-    config = tiny_config(source, tmp_path / "child", steps=2)
-    config.learning_rate = Schedule.constant(0)  # so that the weights stay what was loaded
-    config.checkpoint.carry.parent = str(mean)
-    with pytest.raises(UserError, match=r"no optimizer moments; .*--checkpoint\.carry\.no-opt"):
-        run_recipe(Recipe.of_one_run("child", config))
-    with pytest.raises(UserError, match="no optimizer moments, as after"):
-        run_recipe(Recipe.of_one_run("mean", tiny_config(source, mean)))
-    config.checkpoint.carry.optimizer = False
-    run_recipe(Recipe.of_one_run("child", config))
-    first = CheckpointReader(RunDirectory(mean).checkpoint(0))
-    last = CheckpointReader(RunDirectory(tmp_path / "child").checkpoint(2))
-    assert last.manifest["lineage"]["origin"] == reference(first.checkpoint)
-    assert last.manifest["trainer"]["tokens"] == config.total_tokens
-    for key in first.tensor_keys():
-        assert torch.equal(last.read(key), first.read(key)), key

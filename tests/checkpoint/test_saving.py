@@ -14,7 +14,7 @@ from tests.checkpoint.small_checkpoint import state
 from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.folders import committed_steps, unfinished_steps
 from titan_loop.checkpoint.manifest import read_manifest, reference
-from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint, stager
+from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint
 from titan_loop.checkpoint.tensors import CheckpointReader
 
 CONTENT = {
@@ -39,13 +39,6 @@ def group() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-def test_each_wait_is_twice_the_one_before(waits: list[float]):
-    assert [*RetryPolicy(4, 1.5).each()] == [f"attempt {n} of 4" for n in (1, 2, 3, 4)]
-    assert waits == [1.5, 3.0, 6.0]
-    assert [*RetryPolicy(1, 1.5).each()] == ["attempt 1 of 1"]
-    assert len(waits) == 3
 
 
 def saved(
@@ -107,12 +100,3 @@ def test_what_an_older_attempt_left_is_gone_and_a_late_failure_undoes_nothing(
     assert committed_steps(tmp_path) == [7]
     assert "is saved, but the work after it failed" in caplog.text
     assert waits == []
-
-
-def test_only_the_pinned_mode_copies_while_training_goes_on():
-    for mode, overlapped in (("async", False), ("async_with_pinned_mem", True)):
-        options = stager(mode)._config
-        assert options.use_async_staging == overlapped
-        assert options.use_pinned_memory == options.use_non_blocking_copy
-        assert options.use_pinned_memory == (overlapped and torch.cuda.is_available())
-        assert not options.use_shared_memory

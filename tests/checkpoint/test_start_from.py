@@ -5,17 +5,10 @@ from pathlib import Path
 import pytest
 
 from titan_loop.checkpoint import start_from
-from titan_loop.checkpoint.start_from import StartFrom, check_moments, check_parent
+from titan_loop.checkpoint.start_from import StartFrom, check_parent
 from titan_loop.errors import UserError
 
 SAVED = {"family": "ouro", "n_layers": 4, "dim": 64, "rope_theta": 1e4}
-
-
-def test_upcycling_is_off_unless_asked_for():
-    assert StartFrom().upcycling(8) is None
-    found = StartFrom(upcycle="interleaved", moments="reset").upcycling(8)
-    assert found is not None
-    assert (found.n_layers, found.mode, found.moments) == (8, "interleaved", "reset")
 
 
 def test_unknown_values_are_refused():
@@ -34,20 +27,6 @@ def test_moments_and_initial_values_are_left_out_of_the_comparison():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "carry"),
-    [
-        ({}, StartFrom()),
-        ({"rope_theta": 1e6}, StartFrom()),
-        ({"n_layers": 8}, StartFrom(upcycle="stacked")),
-        ({"exit_gate": True}, StartFrom(keep_initial=["exit_gate.*"])),
-    ],
-)
-def test_differences_that_are_carried(monkeypatch, wanted, carry):
-    monkeypatch.setattr("titan_loop.checkpoint.model.completed_architecture", dict)
-    check_parent(SAVED, {**SAVED, **wanted}, carry)
-
-
-@pytest.mark.parametrize(
     ("wanted", "carry", "message"),
     [
         ({"dim": 65}, StartFrom(), r"model\.dim=65 \(checkpoint: 64\).* or another parent$"),
@@ -63,20 +42,6 @@ def test_differences_that_are_not(monkeypatch, wanted, carry, message):
     monkeypatch.setattr("titan_loop.checkpoint.model.completed_architecture", dict)
     with pytest.raises(UserError, match=message):
         check_parent(SAVED, {**SAVED, **wanted}, carry)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "has", "fails"),
-    [(True, False, True), (True, True, False), (False, False, False)],
-)
-def test_moments_are_wanted_only_where_there_are_some(monkeypatch, optimizer, has, fails):
-    monkeypatch.setattr(start_from, "has_moments", lambda parent: has)
-    carry = StartFrom(optimizer=optimizer)
-    if fails:
-        with pytest.raises(UserError, match="parent has weights, but no optimizer moments; start"):
-            check_moments(Path("parent"), carry)
-    else:
-        check_moments(Path("parent"), carry)
 
 
 def test_a_parent_is_a_checkpoint_or_a_run_with_one(tmp_path: Path, monkeypatch):

@@ -170,16 +170,16 @@ TARGETS = (
     Target(
         "metrics",
         "run/metrics.jsonl",
-        spoiling.JSON_LINES,
+        spoiling.RUN_LINES,
         ("plot", "report", "status", "train", "results add", "scaling"),
     ),
-    Target("norms", "run/norms.jsonl", spoiling.JSON_LINES, ("report", "train")),
-    Target("decisions", "run/decisions.jsonl", spoiling.JSON_LINES, ("report", "status", "train")),
+    Target("norms", "run/norms.jsonl", spoiling.RUN_LINES, ("report", "train")),
+    Target("decisions", "run/decisions.jsonl", spoiling.RUN_LINES, ("report", "status", "train")),
     Target("heartbeat", "run/heartbeats/rank-0.json", spoiling.JSON_FILE, ("status", "train")),
     Target(
         "evaluations",
         "run/evals.jsonl",
-        spoiling.JSON_LINES,
+        spoiling.RUN_LINES,
         ("plot", "report", "train", "eval watch"),
     ),
     Target(

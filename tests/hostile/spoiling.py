@@ -189,6 +189,8 @@ JSON_TEXTS: dict[str, Spoil] = {
 }
 JSON_FILE: dict[str, Spoil] = {**ANY_FILE, **JSON_TEXTS, "another field": _changed_json}
 JSON_LINES = {**ANY_FILE, **JSON_TEXTS, "another field": _changed_line}
+# The lines of a run's own files may be of any length.
+RUN_LINES = {name: spoil for name, spoil in JSON_LINES.items() if name != "a sparse file"}
 
 
 _CONTENTS = (

@@ -39,16 +39,6 @@ def test_a_restart_with_another_config_keeps_the_old_one(tmp_path: Path):
     assert json.loads(kept.read_text()) == {"lr": None, "depths": [1, 2]}
 
 
-def test_a_config_that_is_missing_or_broken_is_one_line(tmp_path: Path):
-    run = RunDirectory(tmp_path)
-    with pytest.raises(UserError, match=r"has no config\.json"):
-        run.read_config()
-    run.config_json.write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is damaged .*; repair it"):
-        run.create_or_open([], {})
-    assert not run.run_json.exists()
-
-
 def test_upstream_writes_where_the_docstring_says():
     pytest.importorskip("torchtitan")
     import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -57,13 +47,6 @@ def test_upstream_writes_where_the_docstring_says():
 
     folders = (PROFILE_DIR, MEMORY_DIR, CommConfig().save_traces_folder)
     assert folders == ("profiling/traces", "profiling/memory_snapshot", "comm_traces")
-
-
-def test_paths(tmp_path: Path):
-    run = RunDirectory(tmp_path)
-    assert run.checkpoint(12) == tmp_path / "checkpoints" / "step-12"
-    assert [folder.name for folder in (run.plots, run.evaluations)] == ["plots", "evals"]
-    assert run.metrics_jsonl.name == "metrics.jsonl"
 
 
 def test_parent_that_is_a_file_is_refused(tmp_path: Path):
@@ -75,26 +58,25 @@ def test_parent_that_is_a_file_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("name", "text", "complaint"),
     [
-        (
-            json.dumps({"format_version": FORMAT_VERSION + 1}),
-            f"has format version {FORMAT_VERSION + 1}.*; upgrade titan_loop",
-        ),
-        ("{", r"run\.json is damaged .*; choose another run directory"),
-        ("[]", r"run\.json is damaged .*; choose another run directory"),
+        ("run.json", json.dumps({"format_version": FORMAT_VERSION + 1}), "; upgrade titan_loop"),
+        ("run.json", "[]", r"run\.json is damaged .*; choose another run directory"),
+        ("config.json", "{", r"config\.json is damaged .*; repair it"),
     ],
 )
-def test_foreign_run_json_is_refused(tmp_path: Path, text: str, complaint: str):
-    (tmp_path / "run.json").write_text(text)
+def test_what_cannot_be_read_is_refused_and_stays(tmp_path: Path, name, text, complaint):
+    (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=complaint):
-        RunDirectory(tmp_path).create_or_open([])
-    assert (tmp_path / "run.json").read_text() == text
+        RunDirectory(tmp_path).create_or_open([], {})
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, text)]
 
 
-def test_folder_without_run_json_is_not_a_run(tmp_path: Path):
+def test_a_folder_without_its_files_is_not_a_run(tmp_path: Path):
     with pytest.raises(UserError, match="not a run directory"):
         RunDirectory(tmp_path).read_run()
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        RunDirectory(tmp_path).read_config()
 
 
 NORMS = {

@@ -151,15 +151,6 @@ def test_a_stage_in_words(fields, text):
     assert line == f"a  {text}"
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(7260, "2h01m"), (-5, "0s")])
-def test_the_time_left_is_never_negative(seconds, text):
-    total = 10**6
-    status = StageStatus(
-        "a", total, tokens=total - seconds, loss=2.0, tokens_per_second=1.0, runs=True
-    )
-    assert status_lines([status])[0].endswith(f", about {text} left")
-
-
 def test_what_is_next_is_the_first_open_stage_of_the_recipe():
     done = StageStatus("done", 10, saved_tokens=10)
     fork = StageStatus("fork", 10, planned=False)

@@ -1,11 +1,7 @@
-"""A lock left behind: by a start of the same job on a host that is gone, or by anybody else.
-
-Folders that are lost while they are locked, and systems without locks.
-"""
+"""A lock left behind: by a start of the same job on a host that is gone, or by anybody else."""
 
 import errno
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +10,7 @@ import pytest
 
 from titan_loop.errors import UserError
 from titan_loop.storage import folder_lock
-from titan_loop.storage.folder_lock import FolderLock, LostFolder, is_held
+from titan_loop.storage.folder_lock import FolderLock, is_held
 
 HOLDER = """
 import socket, sys
@@ -80,41 +76,6 @@ def test_a_lock_that_nobody_has_is_not_held(tmp_path):
     FolderLock(tmp_path, "run.lock", called="x", user="run").release()
     assert is_held(tmp_path / "run.lock") is False
     assert is_held(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("lose", "problem", "saved_in"),
-    [
-        (lambda folder: None, None, None),
-        (lambda folder: (folder / "run.lock").unlink(), "was deleted while it was in use", "run"),
-        (lambda folder: folder.rename(folder.with_name("new")), "was renamed to ", "new"),
-        (shutil.rmtree, "was renamed or deleted while it was in use", None),
-        (
-            lambda folder: ((folder / "run.lock").unlink(), (folder / "run.lock").touch()),
-            "was replaced: another process may work there",
-            None,
-        ),
-    ],
-)
-def test_a_lost_folder_says_where_to_save(tmp_path, monkeypatch, lose, problem, saved_in):
-    monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: None)
-    with FolderLock(tmp_path / "run", "run.lock", called="x", user="run") as lock:
-        lose(tmp_path / "run")
-        lost = lock.lost()
-    if problem is None:
-        assert lost is None
-    else:
-        assert isinstance(lost, LostFolder)
-        assert problem in lost.problem
-        assert lost.folder == (None if saved_in is None else tmp_path / saved_in)
-
-
-def test_a_file_that_is_gone_for_a_moment_is_not_lost(tmp_path, monkeypatch):
-    with FolderLock(tmp_path, "run.lock", called="x", user="run") as lock:
-        (tmp_path / "run.lock").rename(tmp_path / "away")
-        back = lambda seconds: (tmp_path / "away").rename(tmp_path / "run.lock")  # noqa: E731
-        monkeypatch.setattr(folder_lock.time, "sleep", back)
-        assert lock.lost() is None
 
 
 def test_a_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):

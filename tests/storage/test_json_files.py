@@ -98,34 +98,24 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("spoil", FAULTS.values(), ids=FAULTS)
-def test_what_is_not_a_json_object_is_one_line(tmp_path: Path, spoil):
-    path = tmp_path / "record.json"
-    spoil(path)
+def test_what_holds_no_json_object_is_one_line(tmp_path: Path, spoil):
+    one, lines = tmp_path / "record.json", tmp_path / "m.jsonl"
+    spoil(one)
     with pytest.raises(UserError, match=r"record\.json is damaged \(.+\); move it away$") as caught:
-        read_versioned_json(path, format_version=2, fix="move it away")
+        read_versioned_json(one, format_version=2, fix="move it away")
     assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize("spoil", FAULTS.values(), ids=FAULTS)
-def test_a_jsonl_file_or_line_that_holds_no_object_is_one_line(tmp_path: Path, spoil):
-    path = tmp_path / "m.jsonl"
-    spoil(path)
-    if path.is_file():
-        path.write_bytes(path.read_bytes() + b"\n")
+    spoil(lines)
+    if lines.is_file():
+        lines.write_bytes(lines.read_bytes() + b"\n")
     with pytest.raises(UserError, match=r"m\.jsonl('? line 1| is damaged).*; (remove|move)"):
-        read_jsonl(path, {"step": int})
+        read_jsonl(lines, {"step": int})
 
 
 def test_a_sparse_file_is_refused_before_it_fills_the_memory(tmp_path: Path):
-    for name in ("x.json", "x.jsonl"):
-        (tmp_path / name).touch()
-        os.truncate(tmp_path / name, 1 << 40)
+    (tmp_path / "x.json").touch()
+    os.truncate(tmp_path / "x.json", 1 << 40)
     with pytest.raises(UserError, match="more than"):
         read_json_object(tmp_path / "x.json", fix="")
-    with pytest.raises(UserError, match="a line of more than"):
-        read_jsonl(tmp_path / "x.jsonl")
-    with pytest.raises(UserError, match="its last line is too long"):
-        append_jsonl(tmp_path / "x.jsonl", {"a": 1})
     os.mkfifo(tmp_path / "fifo.jsonl")
     with pytest.raises(UserError, match="not a regular file"):
         append_jsonl(tmp_path / "fifo.jsonl", {"a": 1})
@@ -144,36 +134,26 @@ def test_a_failing_disk_is_not_damage(tmp_path: Path, monkeypatch):
         read_json_object(tmp_path / "missing.json", fix="")
 
 
-@pytest.mark.parametrize("value", [0, -3, 2.5, sys.float_info.max, -sys.float_info.max])
-def test_a_number_is_kept_as_it_was_written(value: float):
-    assert number(value) == value
-    assert type(number(value)) is type(value)
-
-
-def test_null_is_a_number_that_was_not_finite():
+def test_numbers_of_a_file_are_finite_and_counts_fit_64_bits():
+    assert [number(value) for value in (0, 2.5, -sys.float_info.max)] == [
+        0,
+        2.5,
+        -sys.float_info.max,
+    ]
     assert math.isnan(number(None))
-
-
-@pytest.mark.parametrize("value", [True, "1", [1], math.inf, -math.inf, math.nan, 10**400])
-def test_anything_else_is_not_a_number(value: object):
-    with pytest.raises(TypeError, match=r"is not a number$"):
-        number(value)
-
-
-def test_counts_are_whole_and_fit_64_bits():
-    assert [count(value) for value in (0, 1, 2**63 - 1)] == [0, 1, 2**63 - 1]
+    for value in (True, "1", [1], math.inf, math.nan, 10**400):
+        with pytest.raises(TypeError, match=r"is not a number$"):
+            number(value)
+    assert [count(value) for value in (0, 2**63 - 1)] == [0, 2**63 - 1]
     for value in (-1, 2**63, 1.0, True, None, "1"):
         with pytest.raises(TypeError, match=r"is not a number from 0 on$"):
             count(value)
 
 
-def test_a_dotted_name_leads_into_nested_objects():
+def test_nested_values_are_found_and_made_finite():
     record = {"a": {"b": {"c": 1}}, "d": None}
-    assert [nested(record, name) for name in ("a.b.c", "a.b", "a.x.c", "d.c", "a.b.c.e")] == [
-        *(1, {"c": 1}, None, None, None),
+    assert [nested(record, name) for name in ("a.b.c", "a.x.c", "d.c", "a.b.c.e")] == [
+        *(1, None, None, None),
     ]
-
-
-def test_json_has_no_infinite_numbers():
-    value = {"a": [1.5, math.inf, (math.nan,)], "b": "inf", "c": {"d": -math.inf, "e": 1}}
-    assert finite_or_null(value) == {"a": [1.5, None, [None]], "b": "inf", "c": {"d": None, "e": 1}}
+    value = {"a": [1.5, math.inf, (math.nan,)], "b": "inf", "c": {"d": -math.inf}}
+    assert finite_or_null(value) == {"a": [1.5, None, [None]], "b": "inf", "c": {"d": None}}

@@ -38,14 +38,6 @@ def test_records_are_written_in_order_once_the_disk_works(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_a_single_record_is_reported_when_the_disk_works_again(tmp_path, caplog):
-    path, disk = tmp_path / "log.jsonl", Disk()
-    append_or_keep(path, {"step": 0}, disk.append)
-    disk.works = True
-    write_kept()
-    assert "1 kept records are written, 0 lost" in caplog.text
-
-
 def test_the_oldest_of_too_many_are_lost_and_counted(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(kept_records, "MOST_KEPT", 2)
     path, disk = tmp_path / "log.jsonl", Disk()

@@ -12,7 +12,6 @@ from titan_loop.storage.regular_file import (
     open_regular,
     open_to_append,
     read_regular,
-    regular_lines,
 )
 
 
@@ -26,18 +25,6 @@ def test_a_file_may_be_as_large_as_the_limit(tmp_path: Path):
     path.write_bytes(b"")
     assert read_regular(path, fix="", most_bytes=0) == b""
     assert regular_file.MOST_BYTES == 64 * 1024**2
-
-
-def test_a_line_may_be_as_long_as_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(regular_file, "MOST_BYTES", 4)
-    path = tmp_path / "x"
-    path.write_bytes(b"abc\n\nabcd")
-    assert [*regular_lines(path, fix="")] == [b"abc\n", b"\n", b"abcd"]
-    path.write_bytes(b"a\nabcd\n")
-    lines = regular_lines(path, fix="delete it")
-    assert next(lines) == b"a\n"
-    with pytest.raises(DamagedFileError, match=r"\(a line of more than 4 bytes\); delete it"):
-        next(lines)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path):
@@ -73,11 +60,6 @@ def test_what_is_not_a_regular_file_is_damage(tmp_path: Path, name: str, reason:
     assert (caught.value.reason, caught.value.fix) == (reason, "delete it")
     assert str(caught.value) == f"{tmp_path / name} is damaged ({reason}); delete it"
     assert len(os.listdir("/proc/self/fd")) <= opened
-
-
-def test_a_folder_is_not_appended_to(tmp_path: Path):
-    with pytest.raises(DamagedFileError, match="Is a directory"):
-        open_to_append(tmp_path, fix="")
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,6 @@ import pytest
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage import room, transient
 from titan_loop.storage.room import require_writable, wait_for_room
-from titan_loop.storage.transient import unwritable
 
 
 @pytest.fixture
@@ -63,13 +62,3 @@ def test_a_folder_that_cannot_be_written_is_the_user_s_fault_or_the_machine_s(
         return
     with pytest.raises(kind, match=rf"^x cannot be written \({os.strerror(fault)}\)"):
         require_writable(tmp_path, "x")
-
-
-def test_a_fault_that_passes_is_no_fault(tmp_path, written):
-    written[:] = [errno.EIO, errno.ESTALE, 0]
-    require_writable(tmp_path, "x")
-
-
-def test_the_machine_s_fault_is_said_as_such():
-    full = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    assert isinstance(unwritable("x", full), RunFailedError)

@@ -1,7 +1,6 @@
 """The checkpoint that a run continues from: the newest whole one, on which all ranks agree."""
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,16 +19,13 @@ from titan_loop.checkpoint.manifest import (
     find_damage,
     read_manifest,
 )
-from titan_loop.errors import RunFailedError, UserError
+from titan_loop.errors import UserError
 from titan_loop.ranks import from_all_ranks, from_rank_zero, place_in
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
-
-SECOND_LOOK_SECONDS = 3.0
-"""Time before a second look for damage, longer than network file systems cache attributes."""
 
 LookAt = Literal["manifest", "sizes", "hashes"]
 """Thoroughness of a check: the commit record alone, every file's size, too, or every byte."""
@@ -51,7 +47,7 @@ def newest_good(
     Raises:
         UserError: Checkpoints were committed, but none is whole or all were renamed; whether to
             start from scratch is the user's decision.
-        RunFailedError: A disk fails, or a node's files differ from rank 0's.
+        RunFailedError: A disk fails.
     """
     # One rank lists, so that all agree even where directory listings lag behind.
     steps, unfinished, renamed = from_rank_zero(
@@ -90,9 +86,7 @@ def inspect(
     Each rank of `group` reads a share of the files; with None, this process reads them all.
     """
     hashes = look_at == "hashes"
-    manifest, reason = from_rank_zero(
-        group, lambda: _manifest_or_reason(checkpoint, twice=group is not None)
-    )
+    manifest, reason = from_rank_zero(group, lambda: _manifest_or_reason(checkpoint))
     if manifest is None or look_at == "manifest":
         return manifest, reason
     rank, world = place_in(group)
@@ -100,45 +94,13 @@ def inspect(
     share = dict(sorted(files.items())[rank::world])
     parts = from_all_ranks(group, lambda: find_damage(checkpoint, share, hashes=hashes))
     damage = {name: phrase for part in parts for name, phrase in part.items()}
-    if damage and group is not None:
-        names = damage if rank == 0 else parts[rank]
-        suspects = {name: files[name] for name in names}
-        damage = _seen_twice(checkpoint, suspects, hashes=hashes, group=group)
     return (None, "; ".join(damage.values())) if damage else (manifest, "")
 
 
-def _seen_twice(
-    checkpoint: Path, suspects: dict[str, FileRecord], *, hashes: bool, group: "dist.ProcessGroup"
-) -> dict[str, str]:
-    """Look again after a while: rank 0 decides, and must confirm the damage that others still see.
-
-    `suspects` are, on rank 0, all files that any rank called damaged; on other ranks, their own.
-    """
-    # A node's stale view of a shared disk must not rule out a good checkpoint.
-    time.sleep(SECOND_LOOK_SECONDS)
-    confirmed, *others = from_all_ranks(
-        group, lambda: find_damage(checkpoint, suspects, hashes=hashes)
-    )
-    for rank, part in enumerate(others, start=1):
-        if unconfirmed := part.keys() - confirmed.keys():
-            raise RunFailedError(
-                f"{checkpoint}: rank {rank} finds that {part[min(unconfirmed)]}, rank 0 finds it "
-                "whole: that node's view of the disk is stale or wrong; start again"
-            )
-    if not confirmed and place_in(group)[0] == 0:
-        logger.warning("%s seemed damaged (%s) but is whole", checkpoint, ", ".join(suspects))
-    return confirmed
-
-
-def _manifest_or_reason(
-    checkpoint: Path, *, twice: bool = False
-) -> tuple[dict[str, Any] | None, str]:
+def _manifest_or_reason(checkpoint: Path) -> tuple[dict[str, Any] | None, str]:
     try:
         manifest = read_manifest(checkpoint)
     except DamagedCheckpointError as error:
-        if twice:
-            time.sleep(SECOND_LOOK_SECONDS)
-            return _manifest_or_reason(checkpoint)
         return None, f"{error.path.name}: {error.reason}"
     except UserError:
         if not is_committed(checkpoint):

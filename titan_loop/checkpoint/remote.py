@@ -32,7 +32,7 @@ from titan_loop.checkpoint.folders import (
     step_folder,
 )
 from titan_loop.checkpoint.keep_policy import KeepPolicy
-from titan_loop.checkpoint.manifest import MANIFEST, TABLE, find_damage, read_manifest
+from titan_loop.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from titan_loop.checkpoint.saving import RetryPolicy
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.json_files import read_json_object, write_json
@@ -68,8 +68,7 @@ class RemoteCheckpoints:
         manifest, name = read_manifest(checkpoint), checkpoint.name
         self._delete(name)  # an older attempt at this step may have left files
         beside = [TAGS] if read_tags(checkpoint) else []
-        beside += [TABLE] if (checkpoint / TABLE).exists() else []
-        for file in dict.fromkeys([*manifest["files"], *beside]):
+        for file in [*manifest["files"], *beside]:
             self._folder.upload(checkpoint / file, f"{name}/{file}")
         self._folder.upload(checkpoint / MANIFEST, f"{name}/{MANIFEST}")
 
@@ -127,8 +126,7 @@ class RemoteCheckpoints:
         """Copy one checkpoint; return its faults, empty if it is whole."""
         self._folder.download(f"step-{step}/{MANIFEST}", arriving / MANIFEST)
         files = read_manifest(arriving)["files"]
-        there = self._names(step)  # the manifest of a converted checkpoint names no table
-        for file in dict.fromkeys([*files, *(name for name in (TAGS, TABLE) if name in there)]):
+        for file in [*files, *({TAGS} & set(self._names(step)))]:
             self._folder.download(f"step-{step}/{file}", arriving / file)
         return "; ".join(find_damage(arriving, files).values())
 

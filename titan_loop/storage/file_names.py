@@ -1,22 +1,19 @@
 """Turns file names from manifests, source cards and object stores into paths inside a folder."""
 
-import re
 from pathlib import Path
 
 from titan_loop.errors import UserError
 
-_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)  # on Windows
 _MOST_BYTES = 255  # on Linux
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether `name` is a valid file name, without folders, on every operating system."""
+    """Return whether `name` is a valid file name, without folders or drives."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")
         and name.isprintable()  # no NUL, no escape sequence, no half of a surrogate pair
         and not set(name) & set("/\\:")
-        and not _DEVICE.fullmatch(name)
         and len(name.encode()) <= _MOST_BYTES
     )
 

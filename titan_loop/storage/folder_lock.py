@@ -16,7 +16,6 @@ import time
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from titan_loop.errors import UserError
 from titan_loop.launcher import slurm_job
@@ -24,19 +23,10 @@ from titan_loop.storage.transient import retried, unwritable
 
 logger = logging.getLogger(__name__)
 
-_LOOK_AGAIN_SECONDS = 3.0  # a shared file system may lose a file for a moment
-
 LEASE_SECONDS = 120.0
 """Time after which servers of network file systems forget the locks of a host that is gone."""
 
 _FLOCK = "hhqqi"  # Linux' struct flock: type, whence, start, length, process
-
-
-class LostFolder(NamedTuple):
-    """The reason why a folder was lost, and the folder to save in; None if there is none."""
-
-    problem: str
-    folder: Path | None
 
 
 def is_held(path: Path) -> bool | None:
@@ -97,33 +87,6 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         """Let another process have the folder."""
         with suppress(OSError):  # closing writes the owner's name, which a full disk may refuse
             self._file.close()
-
-    def lost(self) -> LostFolder | None:
-        """Return the reason why the folder was lost since it was locked; None if it was not."""
-        # Deleting the lock's file, or renaming the folder, lets a second process lock the name.
-        if self._is_where_it_was():
-            return None
-        time.sleep(_LOOK_AGAIN_SECONDS)
-        if self._is_where_it_was():
-            return None
-        folder = self._path.parent
-        if self._path.exists():
-            return LostFolder(f"{self._path} was replaced: another process may work there", None)
-        # Linux knows the new path of the open file, unless another machine renamed it.
-        moved = Path(f"/proc/self/fd/{self._file.fileno()}").resolve()
-        if moved.exists() and os.path.samefile(moved, self._file.fileno()):
-            return LostFolder(f"{folder} was renamed to {moved.parent}", moved.parent)
-        if folder.is_dir():
-            return LostFolder(f"{self._path} was deleted while it was in use", folder)
-        return LostFolder(f"{folder} was renamed or deleted while it was in use", None)
-
-    def _is_where_it_was(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
-        except OSError:  # a failing disk says nothing about the folder
-            return True
 
     def _take_over(self, path: Path) -> bool:
         """Take the lock that an earlier start of this SLURM job left on a host that is gone."""

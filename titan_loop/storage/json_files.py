@@ -15,11 +15,10 @@ from typing import Any
 
 from titan_loop.errors import UserError
 from titan_loop.storage.regular_file import (
-    MOST_BYTES,
     DamagedFileError,
+    open_regular,
     open_to_append,
     read_regular,
-    regular_lines,
 )
 from titan_loop.storage.transient import retried
 
@@ -109,11 +108,8 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
         if end := file.seek(0, os.SEEK_END):
             file.seek(end - 1)
             if file.read(1) != b"\n":
-                start = max(0, end - MOST_BYTES)
-                file.seek(start)
-                whole = start + file.read().rfind(b"\n") + 1
-                if whole == start > 0:
-                    raise DamagedFileError(path, "its last line is too long", "move it away")
+                file.seek(0)
+                whole = file.read().rfind(b"\n") + 1
                 file.truncate(whole)
                 logger.warning("%s: removed an incomplete last line (%d bytes)", path, end - whole)
         file.write(line.encode(errors="backslashreplace"))
@@ -150,8 +146,8 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    with suppress(FileNotFoundError):
-        yield from regular_lines(path, fix="move it away")
+    with suppress(FileNotFoundError), open_regular(path, fix="move it away") as file:
+        yield from file
 
 
 def nested(record: Mapping[str, Any], name: str) -> Any:

@@ -3,7 +3,6 @@
 import errno
 import os
 import stat
-from collections.abc import Iterator
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
 
@@ -88,12 +87,3 @@ def read_regular(path: Path, *, fix: str, most_bytes: int = MOST_BYTES) -> bytes
     if len(content) > most_bytes:
         raise DamagedFileError(path, f"more than {most_bytes} bytes", fix)
     return content
-
-
-def regular_lines(path: Path, *, fix: str) -> Iterator[bytes]:
-    """Yield the lines of a regular file, each with its end; errors as in `read_regular`."""
-    with open_regular(path, fix=fix) as file:
-        while line := file.readline(MOST_BYTES + 1):
-            if len(line) > MOST_BYTES:
-                raise DamagedFileError(path, f"a line of more than {MOST_BYTES} bytes", fix)
-            yield line

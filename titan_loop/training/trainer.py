@@ -47,7 +47,6 @@ from titan_loop.training.built_in import built_in_callbacks
 from titan_loop.training.callback import Phase
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
 from titan_loop.training.gradients import clip, forward_backward, warn_of_float8
-from titan_loop.training.lost_folder import FolderWatch
 from titan_loop.training.metrics import global_means, step_record
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
 from titan_loop.training.optimizer import LoopOptimizers
@@ -97,7 +96,6 @@ class LoopTrainer(Trainer):
         self.window_share = share_of_rank(self.parallel_dims, seq_len, self.device)
         self.stop_listener = StopListener()
         self.startup = StartupClock()
-        self._folder_watch = FolderWatch(self.run_lock)
         self._unread = UnreadSteps(self._tell)
         self._warned = False
         self._ends_with: Exception | None = None
@@ -126,8 +124,8 @@ class LoopTrainer(Trainer):
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether this rank heard a signal or lost the run's folder."""
-        return self._folder_watch.lost or self.stop_listener.requested_by is not None
+        """Whether this rank heard a signal."""
+        return self.stop_listener.requested_by is not None
 
     def _plan(self, step: int) -> StepPlan:
         return self.config.plan_step(
@@ -147,7 +145,6 @@ class LoopTrainer(Trainer):
             super().train()
         finally:
             self.stop_listener.unwatch()
-            self._folder_watch.end()
         if self._ends_with is not None:
             raise self._ends_with
         for callback in self.callbacks:
@@ -157,7 +154,6 @@ class LoopTrainer(Trainer):
         """Start everything that needs the loaded checkpoint; yield nothing: `update` reads data."""
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
-        self._folder_watch.start()
         if agree_to_stop(self.asked_to_stop, self.device):
             self._stop("before its first step")
             return iter(())
@@ -193,8 +189,6 @@ class LoopTrainer(Trainer):
         # except at steps that are logged or saved: their numbers are needed now.
         due = self.metrics_processor.should_log(self.step) or self._is_saved(self.step)
         stop = self._unread.read(newest=due)
-        if stop and self._follow_folder():
-            return  # records and callbacks would write into a folder that is gone
         self._finish_step(trained)
         # After the callbacks: `_stop` makes this step the last, at which they would evaluate.
         if stop and not self.at_last_step:
@@ -304,13 +298,6 @@ class LoopTrainer(Trainer):
         self._end_after_save(DataEndedError(done + fix if self.step else done))
         return True
 
-    def _follow_folder(self) -> bool:
-        """Return whether the folder is lost, in which case the run ends after this step's save."""
-        lost = self._folder_watch.follow(self.checkpointer)
-        if lost is not None:
-            self._end_after_save(lost)
-        return lost is not None
-
     def _end_after_save(self, error: Exception) -> None:
         """Let upstream's loop save this step as its last; `train` then raises `error`."""
         self._ends_with = error
@@ -325,8 +312,7 @@ class LoopTrainer(Trainer):
         compat.dump_flight_recorder(folder / comm.save_traces_folder / name)
 
     def before_save(self) -> None:
-        """Refuse to save non-finite weights, and follow a folder that moved; collective."""
-        self._follow_folder()
+        """Refuse to save non-finite weights; collective."""
         write_kept()  # a start from this checkpoint will not write these records again
         self._unread.read(newest=True)  # the saved state includes every skipped step
         name = first_non_finite_parameter(self.model_parts)
