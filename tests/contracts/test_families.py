@@ -8,7 +8,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.contracts.families import as_json, cases, contracts, random_model
-from tests.contracts.folders import opened
 from tests.contracts.runs import KILLED_AT, records, train, whole_run
 from tests.distributed.test_compile import (
     COMPILED_TOLERANCE,
@@ -18,8 +17,7 @@ from tests.distributed.test_compile import (
     model_of,
     parallelized,
 )
-from tests.distributed.test_parity import check_parity, runnable
-from tests.families.ouro.hugging_face.conftest import write_run
+from tests.distributed.test_parity import SEQ_LEN, check_parity, runnable
 from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT
 from tests.planning.test_rehearsal import (  # noqa: F401
@@ -30,11 +28,9 @@ from tests.planning.test_rehearsal import (  # noqa: F401
 from tests.support.multiprocess import RankError
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.tensors import CheckpointReader
-from titan_loop.checkpoint.upcycling import Upcycling
 from titan_loop.errors import UserError
 from titan_loop.models.family import build_decoder, decoder_config, get_family, read_options
 from titan_loop.plugins import names
-from titan_loop.runs.conversion import upcycle_run
 from titan_loop.runs.saved_run import SavedRun
 
 # fp32 sums in another order, through some updates of AdamW
@@ -131,9 +127,9 @@ def test_a_rehearsed_stage_reduces_every_weight_once(name):
 def test_a_record_is_the_model_again(name):
     """Options and record as a checkpoint's files keep them."""
     for options in OPTIONS[name]:
-        record = decoder_config(options, max_seq_len=64).architecture()
+        record = decoder_config(options, max_seq_len=SEQ_LEN).architecture()
         again = read_options(as_json(asdict(options)))
-        same = decoder_config(again, max_seq_len=64).architecture()
+        same = decoder_config(again, max_seq_len=SEQ_LEN).architecture()
         assert as_json(same) == as_json(record)
         check_architecture(as_json(record), record)
 
@@ -149,18 +145,3 @@ def test_options_that_make_no_model_are_one_line(options):
         decoder_config(refused, max_seq_len=64)
     assert message in str(found.value)
     assert "\n" not in str(found.value)
-
-
-@pytest.mark.parametrize(
-    "family", [name for name in names("families") if "upcycle" in get_family(name).uses]
-)
-@torch.no_grad()
-def test_twice_the_layers_are_twice_the_steps(family, tmp_path: Path):
-    options = get_family(family).options(recurrent_steps=4)
-    made = random_model(options, 64).float()
-    write_run(tmp_path / "run", options, made)  # type: ignore[arg-type]
-    upcycle_run(tmp_path / "run", tmp_path / "deep", Upcycling(2 * len(made.layers)), ["test"])
-    deep = opened(tmp_path / "deep")
-    tokens = torch.arange(40)[None] * 7 % 128
-    want = made(tokens, recurrent_steps=4).hidden_RBLD[-1]
-    assert torch.equal(deep(tokens, recurrent_steps=2).hidden_RBLD[-1], want)

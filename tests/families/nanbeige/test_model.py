@@ -1,13 +1,20 @@
 """Llama blocks, looped: against a float64 reference, and against the dense model they unroll to."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.contracts.families import random_model
+from tests.contracts.folders import opened
+from tests.families.ouro.hugging_face.conftest import write_run
+from titan_loop.checkpoint.upcycling import Upcycling
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
+from titan_loop.runs.conversion import upcycle_run
 
 CLOSE = 2e-6  # float64, but the model's table of rotations is fp32
 
@@ -96,3 +103,15 @@ def test_branches_start_small_in_their_matrices():
     weights = (layer.attention.wo.weight, layer.feed_forward.w1.weight)
     out, inside = (float(weight.detach().std()) for weight in weights)
     assert out / inside == pytest.approx((2 * 8) ** -0.5, rel=0.1)
+
+
+@torch.no_grad()
+def test_twice_the_layers_are_twice_the_steps(tmp_path: Path):
+    """Nothing stands between two steps, not even a norm."""
+    options = NanbeigeOptions(recurrent_steps=4)
+    made = random_model(options, 64).float()
+    write_run(tmp_path / "run", options, made)  # type: ignore[arg-type]
+    upcycle_run(tmp_path / "run", tmp_path / "deep", Upcycling(2 * len(made.layers)), ["test"])
+    tokens = torch.arange(40)[None] * 7 % 128
+    want = made(tokens, recurrent_steps=4).hidden_RBLD[-1]
+    assert torch.equal(opened(tmp_path / "deep")(tokens, recurrent_steps=2).hidden_RBLD[-1], want)
