@@ -17,7 +17,7 @@ from tests.distributed.test_compile import (
     model_of,
     parallelized,
 )
-from tests.distributed.test_parity import SEQ_LEN, check_parity, runnable
+from tests.distributed.test_parity import check_parity, runnable
 from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT
 from tests.planning.test_rehearsal import (  # noqa: F401
