@@ -1,23 +1,20 @@
 """Families: found by name, with options that are read, written and refused."""
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 
 import pytest
 
 from titan_loop import plugins
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import UserError
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.ouro.model import OURO, OuroOptions
 from titan_loop.inference.exit_policy import QExit, require_exit_policy
 from titan_loop.models.family import (
     Family,
     FamilyName,
     build_decoder,
-    decoder_config,
     get_family,
     read_options,
-    resolved_shape,
     size_notes,
 )
 from titan_loop.training.trainer import LoopTrainer
@@ -80,15 +77,6 @@ def test_the_recipes_instance_decides_which_options_the_command_line_has(monkeyp
         require_exit_policy(model, QExit(0.5))
 
 
-def test_an_option_that_the_architecture_record_lacks_is_a_defect(monkeypatch):
-    deep = Family(
-        name="deep", options=_DeepOptions, sizes=OURO.sizes, decoder_config=OURO.decoder_config
-    )
-    monkeypatch.setitem(plugins._known, "families", {"deep": deep})
-    with pytest.raises(AssertionError, match=r"architecture\(\) of deep lacks .*twist"):
-        decoder_config(_DeepOptions(), max_seq_len=8)
-
-
 def test_a_family_of_ones_own_is_found_through_the_environment(monkeypatch, tmp_path):
     (tmp_path / "family_of_a_user.py").write_text(
         "from dataclasses import dataclass, field\n"
@@ -123,15 +111,3 @@ def test_a_size_with_another_shape_says_what_differs():
         f"model.size=53m has {here:,} parameters here, and 53,228,545 as named: "
         "n_layers=5 instead of 6, vocab_size=1024 instead of 32000"
     )
-
-
-def test_a_size_with_more_layers_around_its_loop_than_it_has_as_named():
-    options = NanbeigeOptions(n_layers=5, prelude_layers=2, coda_layers=2, vocab_size=128)
-    (note,) = size_notes(options, 128)
-    assert note.endswith("as named: n_layers=5 instead of 2")
-
-
-def test_a_size_as_named_says_nothing():
-    named = OuroOptions(size="quickstart", vocab_size=1024)
-    assert not list(size_notes(named, 1024))
-    assert not list(size_notes(replace(named, n_kv_heads=resolved_shape(named).n_heads), 1024))

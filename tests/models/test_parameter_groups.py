@@ -36,11 +36,3 @@ MATRIX, VECTOR = ParameterGroup(decays=True), ParameterGroup(decays=False)
 )
 def test_a_parameters_group(name, shape, owner, group):
     assert default_group(name, torch.empty(shape), owner, width_ratio=4.0) == group
-
-
-def test_a_group_changes_nothing_by_default():
-    assert (
-        ParameterGroup(decays=False, is_hidden_matrix=False, rate_factor=1.0, width_ratio=1.0)
-        == VECTOR
-    )
-    assert default_group("w.weight", torch.empty(2, 2), LINEAR).width_ratio == 1.0

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from titan_loop.errors import UserError
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.ouro.model import OuroOptions
@@ -120,18 +119,3 @@ def test_matrices_start_smaller_and_tables_do_not(kind):
     for name, deviation in plain.items():
         expected = deviation if name in tables else deviation / 2
         assert narrow[name] == pytest.approx(expected), name
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"branch_scale": -1.0}, r"model.branch_scale=-1.0 must be finite and at least 0"),
-        ({"branch_scale": math.inf}, r"model.branch_scale=inf must be finite and at least 0"),
-        ({"base_width": -8}, r"model.base_width=-8 must be 0 or a width"),
-        ({"base_layers": -1}, r"model.base_layers=-1 must be 0 or a number of layers"),
-        ({"base_width": 8, "tie_weights": True}, "does not fit model.tie_weights=True"),
-    ],
-)
-def test_mistakes(options, message):
-    with pytest.raises(UserError, match=message):
-        decoder_config(OuroOptions(**options), max_seq_len=8)

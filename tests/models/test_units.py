@@ -4,7 +4,6 @@ import pytest
 from torch import nn
 
 from titan_loop.models.units import (
-    OUTSIDE,
     Unit,
     UnitSize,
     innermost_first,
@@ -27,11 +26,6 @@ from titan_loop.models.units import (
 def test_units_of_every_step(place, between, looped, revisited):
     unit = Unit("layers", place=place, between=between)
     assert (unit.is_looped, unit.is_revisited) == (looped, revisited)
-
-
-def test_a_coda_is_visited_in_every_step_but_is_no_part_of_it():
-    unit = Unit(OUTSIDE, place="step")
-    assert (unit.is_looped, unit.is_revisited) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -108,23 +108,6 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(function, (logit,))
 
 
-def test_one_step_always_exits_there_and_keeps_the_gate_in_the_graph():
-    logit = torch.tensor([[[-3.0, 7.0]]], requires_grad=True)
-    assert torch.equal(exit_pmf(logit), torch.ones(1, 1, 2))
-    exit_entropy_nats(logit).sum().backward()
-    assert logit.grad is not None
-    assert (logit.grad == 0).all()
-
-
-def test_entropy_of_the_uniform_distribution_is_log_r():
-    # λ_r = 1 / (R − r + 1) leaves every step the same mass.
-    rates = torch.tensor([1 / 4, 1 / 3, 1 / 2])
-    logit = torch.cat([torch.logit(rates), torch.zeros(1)]).view(4, 1, 1)
-    torch.testing.assert_close(exit_pmf(logit), torch.full((4, 1, 1), 0.25))
-    assert exit_entropy_nats(logit).item() == pytest.approx(math.log(4), abs=FP32_SUM)
-    assert kl_to_prior(logit, uniform(4)).item() == pytest.approx(0, abs=FP32_SUM)
-
-
 def test_geometric_prior_is_renormalised():
     prior = geometric_prior(4, 0.1)
     assert prior.tolist() == pytest.approx([0.291, 0.262, 0.236, 0.212], abs=PRINTED)

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config import CompileConfig
 
-from titan_loop.distributed.vocabulary_parallel import SlicedVocabulary
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.expected_loss import ExpectedExitLoss, collapse_warning
@@ -115,21 +110,6 @@ def test_loss_and_every_gradient_equal_the_definition(eta: float | None, steps: 
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_losses_of_all_priors_are_logged_in_one_form():
-    head = build_head()
-    pred, labels = draw_batch()
-    entropy_form, _ = build_loss(head)(pred, labels, valid_tokens(labels))
-    # η → 0 makes the geometric prior uniform.
-    nearly_uniform = ExpectedExitLoss.Config(prior="geometric", geometric_eta=1e-9)
-    kl_form, _ = build_loss(head, nearly_uniform)(pred, labels, valid_tokens(labels))
-    torch.testing.assert_close(entropy_form, kl_form, rtol=0, atol=1e-7)
-    inputs = parameters(pred, head)
-    for one, other in zip(
-        torch.autograd.grad(entropy_form, inputs), torch.autograd.grad(kl_form, inputs), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
-
-
 def test_micro_batches_add_up_to_the_batch():
     head = build_head()
     pred, labels = draw_batch()
@@ -191,16 +171,6 @@ def test_a_batch_without_a_label_has_loss_and_gradients_of_zero():
         assert not tensor.grad.any()
 
 
-def test_no_token_count_gives_sums():
-    head = build_head()
-    pred, labels = draw_batch()
-    loss_fn = build_loss(head)
-    with torch.no_grad():
-        total, _ = loss_fn(pred, labels)
-        mean, _ = loss_fn(pred, labels, valid_tokens(labels))
-    torch.testing.assert_close(total, mean * valid_tokens(labels))
-
-
 def test_model_without_a_gate_gets_the_last_states_cross_entropy():
     head = build_head()
     pred, labels = draw_batch()
@@ -227,13 +197,6 @@ def test_loss_of_a_bf16_model_stays_fp32():
     assert all(value.dtype == torch.float32 for value in metrics.values())
 
 
-def test_the_console_shows_first_and_last_step_and_the_mean_exit():
-    metrics = {"ce/step_1": 5.4, "ce/step_2": float("nan"), "exit/mean_step": 1.5}
-    loss_fn = ExpectedExitLoss.Config().build()
-    assert loss_fn.summary(metrics) == ["CE 5.400→nan", "exit 1.50"]
-    assert loss_fn.summary({"ce/step_4": 5.4}) == []
-
-
 def test_bad_settings_name_the_field():
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"prior": "geometric", "geometric_eta": 1.5}, "loss.geometric_eta=1.5: choose"),
@@ -246,13 +209,6 @@ def test_bad_settings_name_the_field():
         assert str(refusal).startswith(line)
     with pytest.raises(TypeError, match="num_chunks"):
         ExpectedExitLoss.Config(num_chunks=4)  # pyright: ignore[reportCallIssue]
-
-
-def test_compiling_the_loss_warns_that_it_has_no_effect(caplog: pytest.LogCaptureFixture):
-    compiled = CompileConfig(enable=True, components=["model", "loss"])
-    with caplog.at_level("WARNING"):
-        ExpectedExitLoss.Config().build(compile_config=compiled)
-    assert "runs eagerly" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -280,59 +236,15 @@ def test_collapse_warning(pmf: list[float], entropy: float | None, found: str | 
         assert "\n" not in warning
 
 
-def check_tensor_parallel_loss(rank: int, world: int) -> None:
-    """On every rank of a gloo group: loss, metrics and gradients equal those of one process."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    head = build_head()
-    pred, labels = draw_batch()
-    want_loss, want_metrics = build_loss(head)(pred, labels, valid_tokens(labels))
-    want = torch.autograd.grad(want_loss, parameters(pred, head))
-
-    def replicated(tensor: Tensor) -> Tensor:
-        return distribute_tensor(tensor.detach(), mesh, [Replicate()]).requires_grad_()
-
-    sliced = build_head()
-    sliced.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
-    sliced.vocabulary = SlicedVocabulary(sliced.out_features, mesh.get_group())
-    spread = LoopOutput(
-        tuple(replicated(h) for h in pred.hidden_RBLD),
-        tuple(replicated(g) for g in pred.exit_logit_RBL),
-    )
-    loss, metrics = build_loss(sliced)(spread, labels, valid_tokens(labels))
-    torch.testing.assert_close(loss, want_loss, rtol=EXACT, atol=EXACT)
-    for key, value in want_metrics.items():
-        torch.testing.assert_close(metrics[key], value, rtol=EXACT, atol=EXACT)
-    got = torch.autograd.grad(loss, parameters(spread, sliced))
-    for one, other in zip(got, want, strict=True):
-        assert isinstance(one, DTensor)
-        torch.testing.assert_close(one.full_tensor(), other, rtol=EXACT, atol=EXACT)
-
-
-def test_tensor_parallel_loss_on_two_ranks(gloo_pool):
-    gloo_pool(2).run(_on_this_rank)
-
-
-def _on_this_rank() -> None:
-    check_tensor_parallel_loss(dist.get_rank(), dist.get_world_size())
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"prior": "geometric", "geometric_eta": 0.5},
-        {"prior": "geometric", "geometric_eta": 0.999},
-        {"prior": "uniform", "geometric_eta": 1.5},  # not read
-        {"z_loss": 0.0},
-        {"z_loss": 1e-4},
-    ],
-)
-def test_settings_that_define_a_loss_are_accepted(values: dict[str, Any]):
-    config = ExpectedExitLoss.Config(**values)
-    assert not [*config.refusals(trainable="all", exit_gate=True, fewest_steps=1)]
-
-
 @pytest.mark.parametrize("eta", [0.0, 1.0, math.nan])
 def test_the_ends_of_the_range_define_no_geometric_prior(eta: float):
     config = ExpectedExitLoss.Config(prior="geometric", geometric_eta=eta)
     (refusal,) = config.refusals(trainable="all", exit_gate=True, fewest_steps=1)
     assert refusal.field == "loss.geometric_eta"
+
+
+def test_the_console_shows_first_and_last_step_and_the_mean_exit():
+    metrics = {"ce/step_1": 5.4, "ce/step_2": float("nan"), "exit/mean_step": 1.5}
+    loss_fn = ExpectedExitLoss.Config().build()
+    assert loss_fn.summary(metrics) == ["CE 5.400→nan", "exit 1.50"]
+    assert loss_fn.summary({"ce/step_4": 5.4}) == []

@@ -61,15 +61,6 @@ def test_a_recipe_of_one_run_trains_in_the_folder_of_its_config():
     assert recipe.stages[0].config.dump_folder == "elsewhere"
 
 
-def test_a_lone_stage_with_a_name_of_its_own_has_a_folder_of_its_own():
-    recipe = Recipe(name="mine", stages=[stage("a")], folder="runs/here")
-    assert str(recipe.place()) == "runs/here"
-    assert recipe.stages[0].config.dump_folder == "runs/here/a"
-    both = Recipe(name="a", stages=[stage("a"), stage("b")])
-    both.place()
-    assert both.stages[0].config.dump_folder == "runs/a/a"
-
-
 def test_stages_are_chosen_by_name():
     recipe = Recipe(name="mine", stages=[stage("a"), stage("b", "a")])
     assert recipe.chosen(None) == recipe.stages

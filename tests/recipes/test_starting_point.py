@@ -113,22 +113,6 @@ def test_a_model_needs_its_own_tokenizer(
     assert "nowhere is not a folder" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"WORLD_SIZE": "2"},
-        {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
-    ],
-)
-def test_several_ranks_do_not_import_one_folder(source, folder, tmp_path, monkeypatch, variables):
-    recipe = load_recipe("quickstart")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="several ranks cannot import it; run titan-loop convert"):
-        start_from(recipe, folder, only=None, folder=str(tmp_path / "run"), command=[])
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_tokenizer_that_was_saved_again_is_the_same_one(
     source: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
@@ -142,3 +126,12 @@ def test_a_tokenizer_that_was_saved_again_is_the_same_one(
     assert main(["eval", str(run / "imported"), "--sources", str(source), "--windows", "2"]) == 0
     merged = ("merge", run, run / "imported", "--output", tmp_path / "merged")
     assert main(["checkpoint", *map(str, merged)]) == 0
+
+
+def test_several_ranks_do_not_import_one_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="several ranks cannot import it; run titan-loop convert"):
+        start_from(
+            load_recipe("quickstart"), folder, only=None, folder=str(tmp_path / "run"), command=[]
+        )
+    assert not (tmp_path / "run").exists()

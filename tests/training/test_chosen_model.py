@@ -12,7 +12,6 @@ from titan_loop.plugins import names
 from titan_loop.training.chosen_model import (
     are_prepared,
     chosen_model,
-    newest_of,
     saved_architecture,
     stage_architecture,
 )
@@ -72,14 +71,3 @@ def test_weights_are_the_run_s_own_before_the_parent_s(source, tmp_path):
 
     config.checkpoint.enable = True
     assert saved_architecture(config, fails) == {}
-
-
-def test_a_run_s_newest_checkpoint_is_read_once(source, tmp_path):
-    run = write_run_of(source, tmp_path / "run")
-    newest = newest_of(tiny_config(source, run))
-    write_checkpoint_of(run, 3)
-    found = newest()
-    assert found is not None
-    assert found[0] == 3
-    write_checkpoint_of(run, 4)
-    assert newest() == found

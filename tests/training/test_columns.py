@@ -20,7 +20,6 @@ from tests.training.toy_columns import (
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 # fp32 sums in another order; measured 1e-6 relative to the largest entry of a tensor
@@ -51,32 +50,16 @@ def test_columns_are_read_with_their_windows_on_any_number_of_ranks():
     assert [*first["depth"].tolist(), *second["depth"].tolist()] == [*DEPTHS[:WINDOWS]]
 
 
-def test_declared_columns_are_part_of_the_hash_and_of_what_a_resume_checks(monkeypatch):
-    loader = toy_loader()
-    state = loader.state_dict()
-    monkeypatch.setattr(ToyLoader.Config, "columns", lambda _: ())
-    without = toy_loader()
-    assert without.data_hash != loader.data_hash
-    with pytest.raises(UserError, match="columns"):
-        without.load_state_dict(state)
-
-
-def test_an_objective_whose_columns_no_loader_declares_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(ToyLoader.Config, "columns", lambda _: ())
-    with pytest.raises(UserError, match=r"the loss reads importance, depth, .* add them to"):
-        resolve(toy_run(tmp_path), 1)
-
-
-def test_an_objectives_own_schedule_is_checked(tmp_path):
-    config = toy_run(tmp_path)
-    config.loss.certainty_weight = Schedule.constant(-1)
-    with pytest.raises(UserError, match=r"certainty_weight='-1' falls below 0"):
-        resolve(config, 1)
-
-
-def test_r_from_data_that_does_not_say_its_depth_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(ToyLoader.Config, "knows_depth", lambda _: False)
-    with pytest.raises(UserError, match=r"recurrence.from_data=True needs data with a number"):
+@pytest.mark.parametrize(
+    ("method", "found", "message"),
+    [
+        ("columns", (), r"the loss reads importance, depth, .* add them to"),
+        ("knows_depth", False, r"recurrence.from_data=True needs data with a number"),
+    ],
+)
+def test_a_loader_without_what_is_read_is_refused(tmp_path, monkeypatch, method, found, message):
+    monkeypatch.setattr(ToyLoader.Config, method, lambda _: found)
+    with pytest.raises(UserError, match=message):
         resolve(toy_run(tmp_path), 1)
 
 

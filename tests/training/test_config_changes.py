@@ -5,8 +5,6 @@ import math
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from tests.support.tiny import BATCH_TOKENS, tiny_config, train_run
 from titan_loop.errors import UserError
 from titan_loop.recipes.start import shutdown
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training import config_changes
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.schedule import Schedule
@@ -105,27 +102,3 @@ def test_consent_is_no_part_of_a_recipe(config: LoopTrainer.Config):
     config.accept_change = True
     assert resolve(config, 1).recipe_sha256() == without
     assert not config.dataloader.accept_change  # the user's config stays as it was
-
-
-@pytest.mark.parametrize(
-    ("now", "change"), [("b", [("vocabulary", "a", "b")]), ("a", []), (None, [])]
-)
-def test_another_vocabulary_than_the_parents_is_a_change(
-    monkeypatch: pytest.MonkeyPatch, now: str | None, change: list[tuple[str, str, str]]
-):
-    """A run whose data names no vocabulary has its parent's."""
-    trained = {"trainer": {"architecture": {"dim": 64}, "recurrent_steps": 4}}
-    parent = SimpleNamespace(seq_len=32, vocabulary=lambda: "a")
-    monkeypatch.setattr(config_changes, "read_manifest", lambda checkpoint: trained)
-    monkeypatch.setattr(config_changes.SavedRun, "open", lambda checkpoint: parent)
-    monkeypatch.setattr(config_changes, "vocabulary_of", lambda state: now)
-    carry = SimpleNamespace(parent="there", find_parent=lambda: Path("there"))
-    config: Any = SimpleNamespace(
-        checkpoint=SimpleNamespace(carry=carry),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(4)),
-        training=SimpleNamespace(seq_len=32),
-        open_data=lambda: SimpleNamespace(state_dict=dict),
-        dataloader=SimpleNamespace(source_paths=lambda: []),  # else their tokenizers are compared
-    )
-    run: Any = SimpleNamespace(config=config, architecture={"dim": 64})
-    assert config_changes.parent_changes(run) == change

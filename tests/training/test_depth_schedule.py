@@ -10,7 +10,6 @@ from titan_loop.training.depth_schedule import (
     depths_over,
     fewest_recurrent_steps,
     most_recurrent_steps,
-    poisson_lognormal,
     recurrent_steps_at,
 )
 from titan_loop.training.schedule import Schedule
@@ -79,21 +78,6 @@ def test_memory_is_provided_for_the_largest_r():
 
 
 @pytest.mark.parametrize(
-    ("mean", "sigma", "largest"),
-    # λ + 4·√λ, or λ + 7·√(ρ + ρ²·(exp σ² − 1)) with ρ = λ − 1
-    [(4, 0.0, 12), (9, 0.0, 21), (5, 0.5, 26), (1, 0.5, 1)],
-)
-def test_the_margin_for_a_drawn_r(mean: int, sigma: float, largest: int):
-    config = RecurrenceConfig(steps=Schedule.constant(mean), poisson=True, lognormal_sigma=sigma)
-    assert most_recurrent_steps(config) == largest
-
-
-def test_depths_are_counted_in_the_middle_of_4096_parts():
-    config = RecurrenceConfig(steps=Schedule.steps([(0, 1), (2, 3)]))
-    assert depths_over(config, 2 * 4096) == {(1, None): 1, (3, None): 4095}
-
-
-@pytest.mark.parametrize(
     ("mean", "sigma", "reached"),
     [
         (3, 0.0, 2 - 4 * math.exp(-3)),  # R of 0 runs one step
@@ -116,11 +100,6 @@ def test_the_reach_of_a_drawn_r_is_a_mean(mean: int, sigma: float, reached: floa
     assert depths_over(config, 100) == {(mean, None): 4096}
 
 
-def test_without_a_spread_the_draw_is_poisson():
-    want = [math.exp(-2), 2 * math.exp(-2), 1 - 3 * math.exp(-2)]
-    assert poisson_lognormal(math.log(2), 0.0, 3) == pytest.approx(want)
-
-
 @pytest.mark.parametrize("mean", [1, 2, 4, 16])
 def test_a_lognormal_rate_keeps_the_mean_and_widens_the_draw(mean: int):
     config = RecurrenceConfig(
@@ -133,41 +112,6 @@ def test_a_lognormal_rate_keeps_the_mean_and_widens_the_draw(mean: int):
     assert np.var(draws) == pytest.approx(variance, rel=0.15)
     assert min(draws) == 1 == fewest_recurrent_steps(config)
     assert np.mean(np.array(draws) > most_recurrent_steps(config)) < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("fields", "complaint"),
-    [
-        ({"steps": Schedule.constant(0.4)}, "falls below 1"),
-        ({"steps": Schedule.constant(2.5)}, "'2.5' is rounded to whole steps"),
-        ({"min_steps": 0}, "min_steps=0"),
-        ({"from_data": True}, "needs recurrence.max_steps"),
-        ({"from_data": True, "max_steps": 4, "poisson": True}, "no recurrence.poisson"),
-        ({"min_steps": 3, "max_steps": 2}, "max_steps=2 is below min_steps=3"),
-        ({"lognormal_sigma": 0.5}, "no effect without recurrence.poisson"),
-        ({"lognormal_sigma": -1.0, "poisson": True}, "must be finite and at least 0"),
-        ({"lognormal_sigma": math.inf, "poisson": True}, "must be finite and at least 0"),
-        ({"backward_steps": 0}, "backward_steps=0 is below 1"),
-    ],
-)
-def test_bad_recurrence(fields: dict, complaint: str):
-    (refusal,) = RecurrenceConfig(**fields).refusals()
-    assert complaint in str(refusal)
-
-
-def test_a_mean_need_not_be_whole():
-    assert not [*RecurrenceConfig(steps=Schedule.constant(2.5), poisson=True).refusals()]
-
-
-def test_limits_may_meet():
-    one = Schedule.constant(1)
-    for config in (
-        RecurrenceConfig(min_steps=3, max_steps=3, backward_steps=1),
-        RecurrenceConfig(steps=one, backward_growth=one),
-        RecurrenceConfig(poisson=True, lognormal_sigma=0.5),
-        RecurrenceConfig(from_data=True, max_steps=4),
-    ):
-        assert not [*config.refusals()]
 
 
 @pytest.mark.parametrize(

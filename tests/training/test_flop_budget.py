@@ -19,7 +19,6 @@ from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.flop_budget import mean_flops, within_budget
-from titan_loop.training.preflight import value_refusals
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -73,15 +72,6 @@ def test_every_schedule_keeps_its_shape():
     assert again is fitted  # so a run's own config trains it once more
 
 
-def test_a_looped_run_gets_fewer_tokens_for_the_same_flops():
-    looped, once = growing(), growing()
-    once.recurrence.steps = Schedule.constant(1)
-    tokens = [within_budget(replace(c, total_flops=1e12)).total_tokens for c in (looped, once)]
-    costs = [mean_flops(c, stage_architecture(c)).total for c in (looped, once)]
-    assert tokens == [int(1e12 / cost) for cost in costs]
-    assert tokens[0] < tokens[1]
-
-
 def test_plan_shows_the_tokens_that_a_flag_pays_for():
     recipe = Recipe.of_one_run("small", growing())
     apply_to_stages(recipe, ["--total-flops", "1e12"], "titan-loop plan small")
@@ -107,10 +97,3 @@ def test_a_budget_that_cannot_be_spent_is_refused(budget, problem):
     config.learning_rate = Schedule.parse("0:0 linear 2:3e-3 cosine 3:1e-4")
     with pytest.raises(UserError, match=rf"total_flops={re.escape(f'{budget:g}')} {problem}"):
         within_budget(config)
-
-
-def test_a_run_without_tokens_is_left_to_the_check_of_its_values():
-    config = replace(growing(), total_tokens=0, total_flops=1e12)
-    assert within_budget(config) is config
-    (refusal,) = value_refusals(config)
-    assert str(refusal) == "total_tokens=0 must be at least 1"

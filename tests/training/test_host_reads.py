@@ -8,7 +8,6 @@ are the same, so they are counted here.
 """
 
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import titan_loop
 from tests.support.tiny import tiny_config, train_run
-from titan_loop import compat
-from titan_loop.data.load import batches
-from titan_loop.training import gradients
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.verdict import StepVerdict
 
@@ -139,75 +135,3 @@ def test_between_logging_steps_the_host_reads_the_verdict_on_the_step_before_and
         assert set(step) <= {"training/verdict.py:read"}, step
     assert read == [0, 1, 1, 1, 0, 0]
     assert any(read == "training/metrics.py:step_record" for read in steps[4])
-
-
-def test_the_training_thread_pins_no_batch_but_the_first(
-    alone: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The reader's thread does: pinning copies, and the count of labels is a single number."""
-    pins: list[tuple[bool, int, int]] = []
-
-    def noted(values: torch.Tensor) -> torch.Tensor:
-        main = threading.current_thread() is threading.main_thread()
-        pins.append((main, values.ndim, values.data_ptr()))
-        return values
-
-    moved: set[int] = set()
-    split = gradients._split
-
-    def seen(trainer: Any, batch: Any) -> Any:
-        moved.update(values.data_ptr() for values in (*batch[0].values(), batch[1]))
-        return split(trainer, batch)
-
-    for module in (batches, gradients):
-        monkeypatch.setattr(module, "pinned", noted)
-    monkeypatch.setattr(gradients, "_split", seen)
-    config = tiny_config(source, tmp_path, steps=3)
-    config.training.local_batch_size = 8  # one micro-batch
-    train_run(config)
-    first = [ndim for main, ndim, _ in pins if main and ndim]
-    assert len(first) == 3  # input, positions and labels of step 1
-    assert len([ndim for main, ndim, _ in pins if not main and ndim]) >= 6
-    assert len([ndim for main, ndim, _ in pins if main and not ndim]) == 3
-    assert moved <= {pointer for _, _, pointer in pins}
-
-
-def test_values_are_pinned_where_there_is_a_gpu_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda values: values + 1)
-    assert int(batches.pinned(torch.tensor(1))) == 1
-    with compat.assuming("cuda"):
-        assert int(batches.pinned(torch.tensor(1))) == 2
-
-
-def test_the_counter_sees_a_read(monkeypatch: pytest.MonkeyPatch):
-    with monkeypatch.context() as patch, HostReads(patch) as reads:
-        values = torch.arange(3)
-        for read in (
-            lambda: values[1].item(),
-            lambda: float(values[1]),
-            lambda: values.tolist(),
-            lambda: bool((values > 1).any()),
-            lambda: values.nonzero(),
-            lambda: torch.zeros(int(values[2])),
-        ):
-            before = len(reads.found)
-            read()
-            assert len(reads.found) == before + 1
-
-
-def test_the_counter_sees_copies_that_the_host_waits_for(monkeypatch: pytest.MonkeyPatch):
-    lines = {
-        "torch.tensor([1], device='cpu')": 1,
-        "torch.as_tensor([1], device='cpu')": 1,
-        "torch.tensor([1])": 0,
-        "values.to('cpu')": 1,
-        "values.to('cpu', non_blocking=True)": 0,
-        "values.to(torch.int32)": 0,
-        "values.copy_(values)": 1,
-        "values.copy_(values, non_blocking=True)": 0,
-    }
-    for line, expected in lines.items():
-        code = compile(line, f"{PACKAGE}example.py", "eval")
-        with monkeypatch.context() as patch, HostReads(patch) as reads:
-            eval(code, {"torch": torch, "values": torch.arange(3)})
-        assert len(reads.found) == expected, line

@@ -40,56 +40,40 @@ def change(config: LoopTrainer.Config, changed: Mapping[str, Any]) -> None:
         setattr(attrgetter(section)(config) if section else config, name, value)
 
 
-@pytest.mark.parametrize(
-    ("batches", "fix"),
-    [
-        ((6,), "use --batch.global-batch-tokens 512"),
-        ((4, 6), "use --batch.multiple-of-windows 4"),
-        ((6, 8), "use --batch.global-batch-tokens of multiples of 256 tokens"),
-    ],
-)
-def test_the_fix_of_an_uneven_batch_depends_on_the_schedule(batches, fix):
-    config = config_of(*batches)
-    config.training.local_batch_size = 1
-    (refusal,) = batch_refusals(config, world_size=4)
-    assert str(refusal).endswith(fix)
+FIX_LOCAL = "use --training.local-batch-size {}, or --batch.global-batch-tokens {}"
 
 
 @pytest.mark.parametrize(
-    ("windows", "local_batch", "ranks", "tensor_parallel", "fix"),
+    ("batches", "local_batch", "ranks", "tensor_parallel", "fix"),
     [
-        (6, 4, 1, 1, "use --training.local-batch-size 3, or --batch.global-batch-tokens 512"),
-        (6, 4, 2, 1, "use --training.local-batch-size 3, or --batch.global-batch-tokens 512"),
-        (6, 4, 3, 1, "use --training.local-batch-size 2, or --batch.global-batch-tokens 768"),
-        (6, 1, 8, 2, "use --batch.global-batch-tokens 512"),
-        (3, 2, 1, 2, "use --training.local-batch-size 1, or --batch.global-batch-tokens 256"),
+        ((6,), 1, 4, 1, "use --batch.global-batch-tokens 512"),
+        ((4, 6), 1, 4, 1, "use --batch.multiple-of-windows 4"),
+        ((6, 8), 1, 4, 1, "use --batch.global-batch-tokens of multiples of 256 tokens"),
+        ((6,), 4, 2, 1, FIX_LOCAL.format(3, 512)),
+        ((6,), 4, 3, 1, FIX_LOCAL.format(2, 768)),
+        ((6,), 1, 8, 2, "use --batch.global-batch-tokens 512"),
+        ((3,), 2, 1, 2, FIX_LOCAL.format(1, 256)),
     ],
 )
-def test_the_largest_local_batch_that_divides_is_offered(
-    windows, local_batch, ranks, tensor_parallel, fix
+def test_the_fix_of_an_uneven_batch_keeps_most_of_it(
+    batches, local_batch, ranks, tensor_parallel, fix
 ):
-    config = config_of(windows)
+    config = config_of(*batches)
     config.training.local_batch_size = local_batch
     config.parallelism.tensor_parallel_degree = tensor_parallel
     (refusal,) = batch_refusals(config, world_size=ranks)
     assert str(refusal).endswith(fix)
 
 
-def test_all_ranks_may_share_a_window():
-    config = config_of(1, window=8192)
-    config.training.local_batch_size = 1
-    (refusal,) = batch_refusals(config, world_size=2)
-    assert str(refusal).endswith("or --parallelism.context-parallel-degree 2")
-    config.parallelism.context_parallel_degree = 2
-    assert not [*batch_refusals(config, world_size=2)]
-
-
-@pytest.mark.parametrize(("replicas", "offered"), [(3, True), (5, False)])
-def test_context_parallelism_is_offered_where_it_factors(replicas, offered):
-    config = config_of(6, window=8192)
+@pytest.mark.parametrize(
+    ("windows", "replicas", "ranks", "offered"),
+    [(1, 1, 2, True), (6, 3, 12, True), (6, 5, 12, False)],
+)
+def test_context_parallelism_is_offered_where_it_factors(windows, replicas, ranks, offered):
+    config = config_of(windows, window=8192)
     config.training.local_batch_size = 1
     config.parallelism.data_parallel_replicate_degree = replicas
-    (refusal,) = batch_refusals(config, world_size=12)
+    (refusal,) = batch_refusals(config, world_size=ranks)
     assert ("--parallelism.context-parallel-degree 2" in str(refusal)) == offered
 
 

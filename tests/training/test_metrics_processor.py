@@ -14,7 +14,6 @@ from torchtitan.components.metrics import BaseLogger
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils as titan_utils
 
-from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training import metrics_processor
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
@@ -110,14 +109,6 @@ def test_console_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert " | ETA " in line
 
 
-def test_progress_off_still_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    processor = build(tmp_path, progress=False)
-    with caplog.at_level(logging.INFO):
-        processor.log_step(RECORD)
-    assert "tok/s" not in caplog.text
-    assert len(RunDirectory(tmp_path).read_metrics()) == 1
-
-
 def test_non_finite_numbers_are_null(tmp_path: Path):
     build(tmp_path).log_step(RECORD | {"loss": float("nan"), "grad_norm": float("inf")})
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -125,28 +116,6 @@ def test_non_finite_numbers_are_null(tmp_path: Path):
     assert json.loads(text)["grad_norm"] is None
     assert "NaN" not in text
     assert "Infinity" not in text
-
-
-def test_first_last_and_every_log_freq_step_is_logged(tmp_path: Path):
-    processor = build(tmp_path, log_freq=10)
-    processor.start(step=0, tokens=0, total_steps=24)
-    assert [step for step in range(1, 25) if processor.should_log(step)] == [1, 10, 20, 24]
-
-
-def test_tensorboard_writes_into_tb(tmp_path: Path):
-    processor = build(tmp_path, enable_tensorboard=True)
-    processor.log_step(RECORD)
-    processor.close()
-    assert list((tmp_path / "tb").glob("events.out.tfevents.*"))
-
-
-def test_wandb_offline_writes_into_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    processor = build(tmp_path, enable_wandb=True)
-    processor.log_step(RECORD)
-    processor.close()
-    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
 def test_wandb_keeps_what_is_logged_after_a_fallback(tmp_path: Path, monkeypatch):
@@ -194,18 +163,9 @@ def test_every_start_of_a_run_continues_one_wandb_run(tmp_path: Path, monkeypatc
     "spoil",
     [
         lambda folder: folder.touch(),
-        lambda folder: (folder / "run_id").mkdir(parents=True),
-        lambda folder: (folder.mkdir(), os.mkfifo(folder / "run_id")),
         lambda folder: (folder.mkdir(), (folder / "run_id").write_bytes(b"\xff\0/")),
-        lambda folder: folder.symlink_to("/proc/self/nothing"),
     ],
-    ids=[
-        "a file",
-        "a folder as id",
-        "a FIFO as id",
-        "noise as id",
-        "a link to where nobody writes",
-    ],
+    ids=["a file", "noise as id"],
 )
 def test_a_folder_that_wandb_cannot_write_does_not_stop_the_run(
     tmp_path: Path, monkeypatch, caplog, spoil
@@ -233,11 +193,6 @@ def test_a_failing_tracker_does_not_stop_the_run(tmp_path: Path, caplog: pytest.
     processor.log_step(RECORD | {"step": 2})
     assert caplog.text.count("disk full") == 1
     assert len(RunDirectory(tmp_path).read_metrics()) == 2
-
-
-def test_saving_for_all_ranks_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="save_for_all_ranks=True"):
-        build(tmp_path, save_for_all_ranks=True)
 
 
 def test_peak_flops_only_for_known_devices(monkeypatch: pytest.MonkeyPatch):

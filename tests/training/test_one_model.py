@@ -39,10 +39,11 @@ def train_parent(source: Path, run: Path) -> None:
     train_run(config)
 
 
-@pytest.fixture
-def parent(source: Path, gloo_pool, tmp_path: Path) -> Path:
-    gloo_pool(2).run(train_parent, source, tmp_path / "parent")
-    return tmp_path / "parent"
+@pytest.fixture(scope="module")
+def parent(source: Path, gloo_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("parent")
+    gloo_pool(2).run(train_parent, source, run)
+    return run
 
 
 def stale(path: Path, *, fix: str) -> Any:

@@ -1,6 +1,5 @@
 """A signal ends a run at a step boundary with everything saved; what is stuck ends all the same."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,15 +15,12 @@ from tests.support.multiprocess import preloaded_context
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
-from titan_loop.data.open_files import open_file_limit
 from titan_loop.errors import EXIT_INTERRUPTED, EXIT_STOPPED, StoppedError, UserError
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.exit_reports import REPORTS_VARIABLE, read_exits
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
-from titan_loop.training.preflight import remarks
-from titan_loop.training.resolved_run import resolve
 from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
 from titan_loop.training.trainer import LoopTrainer
 
@@ -114,9 +110,16 @@ def test_the_command_ends_with_the_documented_code(tmp_path, monkeypatch, capsys
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def ended_of(program: str, reports: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program as rank 0 of a job that keeps reports of how its ranks ended."""
+    environment = {**os.environ, REPORTS_VARIABLE: str(reports), "SLURM_PROCID": "0"}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 STUCK = """
 import os, signal, time
-from titan_loop.training.stop_request import StopListener
+from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
 
 def stuck_here():
     for _ in range({signals}):
@@ -140,13 +143,7 @@ with StopListener(grace={grace}, echo={echo}) as listener:
 )
 def test_a_stuck_process_ends_with_stacks_and_traces(settings, reason, tmp_path):
     program = STUCK.format(**{"grace": 300, "echo": 5, "hang": 0, "signals": 0, **settings})
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, REPORTS_VARIABLE: str(tmp_path), "SLURM_PROCID": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ended_of(program, tmp_path)
     assert ended.returncode == EXIT_STOPPED
     assert [each.code for each in read_exits(tmp_path)] == [EXIT_STOPPED]
     assert f"rank 0: {reason}; ended without a new checkpoint" in ended.stderr
@@ -157,7 +154,7 @@ def test_a_stuck_process_ends_with_stacks_and_traces(settings, reason, tmp_path)
 LEAVING = """
 import threading
 from titan_loop.errors import UserError
-from titan_loop.training.stop_request import StopListener
+from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
 
 with StopListener(leave=0.2) as listener:
     try:
@@ -170,18 +167,15 @@ never.wait()  # as a thread of the interpreter's end may
 """
 
 
-@pytest.mark.parametrize("wait", ["never.wait()  # in closing", "pass"])
 @pytest.mark.parametrize(
-    ("error", "code"), [("RuntimeError('my own')", 1), ("UserError('x=1 is wrong')", 2)]
+    ("error", "code", "wait"),
+    [
+        ("RuntimeError('my own')", 1, "never.wait()  # in closing"),
+        ("UserError('x=1 is wrong')", 2, "pass"),
+    ],
 )
 def test_a_rank_with_an_error_of_its_own_ends_though_closing_hangs(error, code, wait, tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", LEAVING.format(error=error, wait=wait)],
-        env={**os.environ, REPORTS_VARIABLE: str(tmp_path), "SLURM_PROCID": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ended_of(LEAVING.format(error=error, wait=wait), tmp_path)
     assert ended.returncode == code
     assert [each.code for each in read_exits(tmp_path)] == [code]
     kind, _, message = error.removesuffix("')").partition("('")
@@ -190,7 +184,7 @@ def test_a_rank_with_an_error_of_its_own_ends_though_closing_hangs(error, code, 
 
 ORPHAN = """
 import os, threading
-from titan_loop.training.stop_request import StopListener
+from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
 
 with StopListener() as listener:
     print("listening", flush=True)
@@ -212,50 +206,6 @@ def test_a_rank_hears_that_torchrun_was_killed():
     assert agent.stdout.readline() == "listening\n"
     agent.kill()
     assert agent.communicate()[0] == "SIGTERM\n"
-
-
-def test_a_request_that_comes_twice_at_once_is_one():
-    with StopListener(grace=300) as listener:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)
-        wait_until_heard(listener)
-    assert listener.requested_by == "SIGTERM"
-
-
-def test_a_process_with_many_open_files_hears_a_signal():
-    open_file_limit()  # raises it, usually from 1,024
-    with contextlib.ExitStack() as opened:
-        number = 0
-        while number < 1024:
-            number = opened.enter_context(open(os.devnull)).fileno()
-        with StopListener() as listener:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            wait_until_heard(listener)
-
-
-def test_a_watchdog_of_years_hears_a_signal():
-    with StopListener() as listener:
-        listener.watch(1e9, lambda: None)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until_heard(listener)
-
-
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
-def test_a_grace_time_that_is_none_is_refused(text):
-    with pytest.raises(UserError, match=f"{GRACE_VARIABLE}={text}"):
-        grace_seconds({GRACE_VARIABLE: text})
-    assert grace_seconds({GRACE_VARIABLE: "0.5"}) == 0.5
-
-
-@pytest.mark.usefixtures("alone")
-def test_the_watchdog_must_come_before_the_collectives_timeout(source, tmp_path):
-    config = tiny_config(source, tmp_path)
-    config.comm.train_timeout_seconds = 100
-    (remark,) = remarks(config)
-    assert "hang_seconds=1800 has no effect on a collective that hangs" in remark
-    config.hang_seconds = -1
-    with pytest.raises(UserError, match="hang_seconds=-1"):
-        resolve(config, 1)
 
 
 class InterruptAt(Callback):
@@ -289,35 +239,25 @@ def train_interrupted(source: Path, folder: Path, times: int, log: Path) -> None
     sys.exit(main(["train", f"{__name__}:interrupted_recipe"]))
 
 
-def interrupt(source: Path, folder: Path, *, times: int) -> tuple[int | None, str]:
-    """Return the exit code and what was printed on standard error."""
-    log = folder.with_suffix(".log")
-    child = preloaded_context().Process(target=train_interrupted, args=(source, folder, times, log))
+@pytest.mark.parametrize(("times", "saved"), [(1, [3]), (2, [])])
+def test_ctrl_c_saves_at_the_boundary_and_a_second_one_leaves_at_once(
+    source: Path, tmp_path: Path, times: int, saved: list[int]
+):
+    run, log = tmp_path / "run", tmp_path / "log"
+    child = preloaded_context().Process(target=train_interrupted, args=(source, run, times, log))
     child.start()
     child.join()
-    return child.exitcode, log.read_text()
-
-
-def test_ctrl_c_saves_at_the_boundary_and_says_how_to_go_on(source: Path, tmp_path: Path):
-    code, printed = interrupt(source, tmp_path / "once", times=1)
-    assert code == EXIT_INTERRUPTED, printed
+    printed = log.read_text()
+    assert child.exitcode == EXIT_INTERRUPTED, printed
     assert "saving after this step; a second Ctrl-C leaves at once" in printed
-    assert "stopped after step 3 of 6; the same command goes on from there" in printed
-    assert "Traceback" not in printed
-    assert committed_steps(tmp_path / "once" / "checkpoints") == [3]
+    if times == 1:
+        assert "stopped after step 3 of 6; the same command goes on from there" in printed
+        assert "Traceback" not in printed
+    assert committed_steps(run / "checkpoints") == saved
 
 
-def test_a_second_ctrl_c_leaves_at_once(source: Path, tmp_path: Path):
-    code, printed = interrupt(source, tmp_path / "twice", times=2)
-    assert code == EXIT_INTERRUPTED, printed
-    assert "saving after this step" in printed
-    assert committed_steps(tmp_path / "twice" / "checkpoints") == []
-
-
-def test_ctrl_c_before_training_is_an_interrupt():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with StopListener() as listener:
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert listener.requested_by is None
-    assert signal.signal(signal.SIGINT, before) == signal.default_int_handler
+@pytest.mark.parametrize("text", ["soon", "0", "nan", "inf"])
+def test_a_grace_time_that_is_none_is_refused(text):
+    with pytest.raises(UserError, match=f"{GRACE_VARIABLE}={text}"):
+        grace_seconds({GRACE_VARIABLE: text})
+    assert grace_seconds({GRACE_VARIABLE: "0.5"}) == 0.5

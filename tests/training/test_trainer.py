@@ -11,16 +11,11 @@ import pytest
 import titan_loop.compat as compat
 import torch
 
-from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config, train_run
+from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, SEQ_LEN, tiny_config, train_run
 from titan_loop.checkpoint.folders import committed_steps
-from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader
-from titan_loop.errors import UserError
-from titan_loop.recipes.recipe import Recipe
-from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import transient
-from titan_loop.training import metrics_processor
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.schedule import Schedule
@@ -52,6 +47,7 @@ def test_a_run_writes_what_its_schedules_say(source, tmp_path):
     config = tiny_config(source, tmp_path / "run", steps=STEPS)
     learning_rate, entropy_weight = config.learning_rate, config.entropy_weight
     train_run(config)
+    model = resolve(config, 1).model
     records = RunDirectory(tmp_path / "run").read_metrics()
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     assert [r["tokens"] for r in records] == [BATCH_TOKENS * i for i in range(1, STEPS + 1)]
@@ -68,30 +64,13 @@ def test_a_run_writes_what_its_schedules_say(source, tmp_path):
         assert record["exit/mean_step"] == pytest.approx(expected, abs=1e-4)
         assert f"ce/step_{steps}" in record
         assert f"ce/step_{steps + 1}" not in record
+        assert record["flops_per_token"] == model.training_flops(SEQ_LEN, steps).total
         assert record["mfu"] is None
         assert record["peak_memory_bytes"] > 50e6
         assert record["tokens_per_second"] > 0
     resolved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert resolved["total_tokens"] == STEPS * BATCH_TOKENS
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2, 4, 6]
-
-
-def test_mfu_counts_every_step_at_its_own_r(source, tmp_path, monkeypatch):
-    """And it is a share of the peak in the precision of this run, which a CPU has in fp32."""
-    monkeypatch.setattr(
-        metrics_processor,
-        "known_peak_flops",
-        lambda device, dtype: {"float32": 1e12}.get(dtype, 2e12),
-    )
-    config = whole_batches(source, tmp_path / "run", steps=STEPS)
-    config.metrics.log_freq = STEPS
-    train_run(config)
-    _, record = RunDirectory(tmp_path / "run").read_metrics()  # steps 1 and 6
-    model = resolve(config, 1).model
-    flops = [model.training_flops(config.training.seq_len, r).total for r in (4, 4, 2, 2, 2)]
-    seconds = 5 * BATCH_TOKENS / record["tokens_per_second"]
-    assert record["mfu"] == pytest.approx(sum(flops) * BATCH_TOKENS / seconds / 1e12)
-    assert record["flops_per_token"] == pytest.approx(sum(flops) / 5)
 
 
 def test_the_backward_pass_reaches_further_as_it_grows(source, tmp_path):
@@ -109,47 +88,15 @@ def test_the_backward_pass_reaches_further_as_it_grows(source, tmp_path):
     assert reached == [1, 1, 3, 3]
 
 
-@pytest.mark.parametrize(
-    ("changes", "depth", "drawn"),
-    [
-        ({}, 4, {"mean_steps": 4.0, "min_steps": 1, "max_steps": None}),  # step 3 has R = 2
-        ({"max_steps": 3}, 3, {"mean_steps": 4.0, "min_steps": 1, "max_steps": 3}),
-        ({"min_steps": 5}, 5, {"mean_steps": 4.0, "min_steps": 5, "max_steps": None}),
-        (
-            {"poisson": True, "max_steps": 9},
-            4,
-            {"mean_steps": 4.0, "min_steps": 1, "max_steps": 9},
-        ),
-    ],
-)
-def test_a_checkpoint_records_the_r_that_was_trained(source, tmp_path, changes, depth, drawn):
-    config = whole_batches(source, tmp_path / "run", steps=4)
-    config.training.steps = 2
-    for name, value in changes.items():
-        setattr(config.recurrence, name, value)
-    train_run(config)
-    state = read_manifest(RunDirectory(tmp_path / "run").checkpoint(2))["trainer"]
-    assert state["recurrent_steps"] == depth
-    last = RunDirectory(tmp_path / "run").read_metrics()[-1]["recurrent_steps"]
-    assert state["recurrence"] == {"last_steps": last, **drawn}
-
-
-def test_a_folder_that_lets_nobody_write_is_one_line(source):
-    with pytest.raises(UserError, match=r"dump_folder=/proc/x cannot be written \(No such file"):
-        run_recipe(Recipe.of_one_run("run", tiny_config(source, Path("/proc/x"))))
-
-
 def test_the_local_batch_does_not_change_the_loss(source, tmp_path):
-    """Accumulating 4 micro-batches of 2 windows equals one micro-batch of 8, and 8 of 1."""
+    """Accumulating 8 micro-batches of one window equals one micro-batch of 8."""
     results = []
-    for local_batch in (1, 2, 8):
+    for local_batch in (1, 8):
         config = tiny_config(source, tmp_path / f"run{local_batch}", steps=2)
         config.training.local_batch_size = local_batch
         train_run(config)
         results.append(losses(tmp_path / f"run{local_batch}"))
-    for result in results[1:]:
-        for step, loss in results[0].items():
-            assert result[step] == pytest.approx(loss, rel=1e-5)
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
 
 
 def test_a_batch_ramp_changes_the_accumulation(source, tmp_path):
@@ -161,16 +108,6 @@ def test_a_batch_ramp_changes_the_accumulation(source, tmp_path):
     records = RunDirectory(tmp_path / "run").read_metrics()
     assert [r["global_batch_tokens"] // BATCH_TOKENS for r in records] == [1, 1, 2, 2]
     assert records[-1]["tokens"] == 6 * BATCH_TOKENS
-
-
-def test_the_loss_falls_with_eight_recurrent_steps(source, tmp_path):
-    config = whole_batches(source, tmp_path / "run", steps=20)
-    config.recurrence.steps = Schedule.constant(8)
-    config.checkpoint.enable = False
-    train_run(config)
-    series = losses(tmp_path / "run")
-    assert max(series.values()) < series[1] + 0.1  # no spike
-    assert series[20] < series[1] - 0.5
 
 
 def test_random_recurrent_steps_and_dropout_are_drawn_again_on_resume(source, tmp_path):
@@ -227,16 +164,6 @@ def test_a_run_resumed_with_another_batch_still_ends_at_its_tokens(source, tmp_p
     assert len(RunDirectory(tmp_path / "run").read_metrics()) == len(records)
 
 
-def test_a_step_limit_does_not_end_the_stage(source, tmp_path):
-    for limit, ended in ((2, False), (0, True)):
-        config = whole_batches(source, tmp_path / "run", steps=3)
-        config.training.steps = limit
-        trainer = built(config)
-        trainer.train()
-        trainer.close()
-        assert trainer.at_stage_end is ended
-
-
 def test_optimiser_settings_are_of_this_start_and_not_saved(source, tmp_path):
     first = whole_batches(source, tmp_path / "run", steps=STEPS)
     first.training.steps = 2
@@ -252,36 +179,6 @@ def test_optimiser_settings_are_of_this_start_and_not_saved(source, tmp_path):
     assert {group["betas"] for group in adamw.param_groups} == {(0.9, 0.99)}
     last = CheckpointReader(tmp_path / f"run/checkpoints/step-{STEPS}").keys()
     assert not any("param_groups" in key for key in last)
-
-
-def test_other_data_is_refused_on_resume(source, tmp_path):
-    first = whole_batches(source, tmp_path / "run", steps=STEPS)
-    first.training.steps = 2
-    train_run(first)
-    second = whole_batches(source, tmp_path / "run", steps=STEPS)
-    second.dataloader.seed = 1
-    with pytest.raises(UserError, match="seed"):
-        train_run(second)
-
-
-def test_an_uncommitted_checkpoint_is_not_used(source, tmp_path):
-    run = tmp_path / "run"
-    train_run(whole_batches(source, run, steps=STEPS))
-    before = losses(run)
-    (run / "checkpoints" / "step-6" / "manifest.json").unlink()
-    (run / "metrics.jsonl").unlink()
-    train_run(whole_batches(source, run, steps=STEPS))
-    assert losses(run) == {step: before[step] for step in (5, 6)}
-    assert committed_steps(run / "checkpoints") == [2, 4, 6]
-
-
-def test_the_keep_policy_counts_committed_checkpoints_only(source, tmp_path):
-    run = tmp_path / "run"
-    (run / "checkpoints" / "step-1").mkdir(parents=True)
-    config = whole_batches(source, run, steps=STEPS)
-    config.checkpoint.keep_latest_k = 2
-    train_run(config)
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-4", "step-6"]
 
 
 def test_a_collapse_is_warned_of_once_until_the_gate_recovers(source, tmp_path, monkeypatch):
@@ -367,26 +264,6 @@ def test_everything_is_closed_even_if_one_part_fails(broken):
     with pytest.raises(OSError, match=broken):
         LoopTrainer.close(trainer)
     assert closed == [*parts, "lock"]
-
-
-def test_callbacks_see_every_step_and_the_logged_record(source, tmp_path):
-    seen = []
-
-    class Recorder(Callback):
-        def on_train_start(self, trainer):
-            seen.append(("start", trainer.step))
-
-        def on_step_end(self, trainer, metrics):
-            seen.append((trainer.step, metrics.get("loss") is not None))
-
-        def on_train_end(self, trainer):
-            seen.append(("end", trainer.step))
-
-    config = whole_batches(source, tmp_path / "run", steps=4)
-    config.metrics.log_freq = 3
-    config.callbacks = (Recorder(),)
-    train_run(config)
-    assert seen == [("start", 0), (1, True), (2, False), (3, True), (4, True), ("end", 4)]
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch's own

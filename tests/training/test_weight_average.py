@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, act_as_launched, tiny_config, train_run
+from tests.support.tiny import BATCH_WINDOWS, act_as_launched, tiny_config, train_run
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
@@ -45,21 +45,6 @@ def test_the_average_is_that_of_the_steps_it_takes(interval, start_tokens, taken
     for weights in later:
         expected = 0.9 * expected + 0.1 * weights
     torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_before_its_start_the_average_is_the_weights():
-    walk, got = averages_of_a_walk(WeightAverageConfig(decay=0.9, start_tokens=100), steps=4)
-    assert torch.equal(got, walk[-1])
-
-
-def test_half_precision_weights_are_averaged_in_float32():
-    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    average = WeightAverage(WeightAverageConfig(decay=0.999), {"w": weight})
-    average.update(step=1, tokens=1)
-    with torch.no_grad():
-        weight.zero_()
-    average.update(step=2, tokens=2)
-    torch.testing.assert_close(average.state_dict()["w"], torch.full((2,), 0.999))
 
 
 def config_of(
@@ -121,12 +106,10 @@ def averaged(request, source, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("start_steps", [0, 100])
-def test_a_fork_starts_its_own_average(source, averaged, tmp_path, start_steps):
+def test_a_fork_starts_its_own_average(source, averaged, tmp_path):
     tied = RunDirectory(averaged[0]).read_config()["model"]["tie_weights"]
     fork = config_of(source, tmp_path / "fork", decay=0.9, steps=1, tied=tied)
     fork.checkpoint.carry.parent = str(averaged[0])
-    fork.ema.start_tokens = start_steps * BATCH_TOKENS
     train_run(fork)
     entries = saved(tmp_path / "fork", 1)
     averages = [key for key in entries if key.startswith(AVERAGE_PREFIX)]
@@ -152,13 +135,6 @@ def test_eval_scores_the_average_and_keeps_its_report_apart(averaged, flags):
         )
     ]
     assert results[0] == results[1] != results[2]
-
-
-def test_export_writes_the_average(averaged, tmp_path):
-    for path, name, ema in zip(averaged, ("run", "copy"), (["--ema"], []), strict=True):
-        assert main(["convert", "export", str(path), "--output", str(tmp_path / name), *ema]) == 0
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "copy")]
-    assert files[0] == files[1]
 
 
 def test_an_average_that_is_not_there_is_one_line(averaged, tmp_path, capsys):

@@ -7,7 +7,6 @@ import torch
 
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.analysis.report import write_report
-from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.stability.norms import (
     GROWTH,
@@ -44,34 +43,6 @@ def test_a_record_has_the_norms_of_the_whole_batch():
     )
 
 
-def test_norms_of_weights_by_part():
-    """Two layers of which one is frozen, and a head that no gradient reached."""
-    model = torch.nn.ModuleDict(
-        {
-            "layers": torch.nn.ModuleList([torch.nn.Linear(1, 2), torch.nn.Linear(1, 1)]),
-            "head": torch.nn.Linear(2, 1, bias=False),
-        }
-    )
-    model["layers"][1].requires_grad_(False)
-    layer, head = model["layers"][0], model["head"]
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[1.0], [2.0]]))
-        layer.bias.copy_(torch.tensor([2.0, 4.0]))
-        head.weight.copy_(torch.tensor([[3.0, 4.0]]))
-    layer.weight.grad, layer.bias.grad = torch.full((2, 1), 2.0), torch.tensor([0.0, 1.0])
-    norms = WeightNorms(model)
-    with torch.no_grad():
-        layer.weight.sub_(0.5)
-        layer.bias.add_(0.5)
-    norms.finish()
-    for found, want in (
-        (norms.weight, {"0": 5, "head": 5}),
-        (norms.gradient, {"0": 3, "head": 0}),
-        (norms.update, {"0": 1, "head": 0}),
-    ):
-        assert {name: value.item() for name, value in found.items()} == pytest.approx(want)
-
-
 def test_growth_with_depth_is_warned_of():
     rows = [[NAN, NAN], [1.0, 2.0], [1.0, 2.0 * GROWTH]]
     assert growth_warning(rows) is None
@@ -102,10 +73,3 @@ def test_a_run_writes_its_norms_and_warns_once(
     log = RunDirectory(tmp_path).log_txt.read_text()
     assert log.count("norms at step") == 2
     assert log.count("states grow with depth") == 1
-
-
-def test_a_negative_interval_is_refused(alone: None, source: Path, tmp_path: Path):
-    config = tiny_config(source, tmp_path)
-    config.stability.norms_interval = -1
-    with pytest.raises(UserError, match=r"stability\.norms_interval=-1 is negative"):
-        train_run(config)

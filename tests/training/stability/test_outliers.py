@@ -65,13 +65,3 @@ def test_only_finite_values_enter_the_window():
             wanted.take(values, TRUE)
     assert rolling.bounds().isfinite().all()
     assert torch.equal(rolling.bounds(), wanted.bounds())
-
-
-def test_a_saved_window_with_infinities_begins_anew():
-    """Checkpoints of earlier versions hold them, as null."""
-    rolling = RollingMedian(2, 2.0, (0.1,), CPU)
-    rolling.load_state_dict({"accepted": 2, "values": [[0.5], [None]]})
-    assert rolling.bounds().isinf().all()
-    rolling.take(torch.tensor([1.0]), TRUE)
-    rolling.take(torch.tensor([1.0]), TRUE)
-    assert rolling.bounds().isfinite().all()

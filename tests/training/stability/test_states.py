@@ -112,19 +112,3 @@ def test_a_recomputed_visit_counts_once():
     step.begin()
     step.run(tokens)
     assert torch.equal(step.sums(), plain)
-
-
-def test_nobody_watches_after_the_forward_pass():
-    step = Step(tiny())
-    step.norms.before_forward(step.trainer)
-    step.norms.after_forward(step.trainer)
-    objective(step.trainer.model, torch.randint(128, (1, 32))).backward()
-    assert not step.sums().any()
-
-
-def test_a_step_off_the_interval_is_not_watched():
-    step = Step(tiny())
-    step.norms = StateNorms(2, 3, torch.device("cpu"), interval=2)
-    step.begin()
-    step.run(torch.randint(128, (1, 32)))
-    assert not step.sums().any()
