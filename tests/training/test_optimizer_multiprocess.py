@@ -95,6 +95,7 @@ def load_and_save(source: Path, origin: Path, run: Path, layout: str) -> None:
     own, trainer.checkpointer.path = trainer.checkpointer.path, origin / "checkpoints"
     assert trainer.checkpointer.load()
     trainer.checkpointer.path = own
+    trainer.checkpointer._last_saved = -1  # a run does not save the step that it has loaded
     trainer.checkpointer.save(trainer.step, last_step=True)
     trainer.close()
 
@@ -124,6 +125,7 @@ def start_from(source: Path, parent: Path, run: Path, layout: str) -> None:
     """Start from another checkpoint's weights, and save them."""
     trainer = make_trainer(source, run, layout, parent=str(parent))
     assert trainer.checkpointer.load()
+    trainer.checkpointer._last_saved = -1
     trainer.checkpointer.save(trainer.step, last_step=True)
     trainer.close()
 
