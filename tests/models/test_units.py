@@ -13,22 +13,6 @@ from titan_loop.models.units import (
 
 
 @pytest.mark.parametrize(
-    ("place", "between", "looped", "revisited"),
-    [
-        ("before", False, False, False),
-        ("before", True, False, True),
-        ("step", False, True, True),
-        ("between", False, True, True),
-        ("after", False, False, False),
-        ("after", True, False, True),
-    ],
-)
-def test_units_of_every_step(place, between, looped, revisited):
-    unit = Unit("layers", place=place, between=between)
-    assert (unit.is_looped, unit.is_revisited) == (looped, revisited)
-
-
-@pytest.mark.parametrize(
     ("shape", "degree", "axis"),
     [
         ((8,), 4, 0),

@@ -2,29 +2,15 @@
 
 from typing import Any
 
-import pytest
-
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from tests.support.tiny import TINY_VOCABULARY, tiny_config
 from titan_loop.errors import UserError
-from titan_loop.models.family import decoder_config, get_family
-from titan_loop.plugins import names
 from titan_loop.training.chosen_model import (
     are_prepared,
     chosen_model,
     saved_architecture,
     stage_architecture,
 )
-
-
-@pytest.mark.parametrize("name", names("families"))
-def test_options_without_what_was_open_stand_for_the_same_model(source, tmp_path, name):
-    family = get_family(name)
-    config = tiny_config(source, tmp_path)
-    config.model = family.options(size=next(iter(family.sizes)), vocab_size=512)
-    chosen = chosen_model(config, {})
-    again = decoder_config(chosen.options, max_seq_len=config.training.seq_len)
-    assert again.architecture() == chosen.config.architecture()
 
 
 def test_what_is_open_is_that_of_the_weights(source, tmp_path):
