@@ -39,19 +39,23 @@ def test_the_report_has_every_section(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wall", "processor", "fix"),
-    [(30, 28, None), (40, 20.1, "the processor is slow or shared"), (40, 20, "the disk is slow")],
+    ("wall", "computed", "queued", "fix"),
+    [
+        (30, 28, 1, None),
+        (40, 20.1, 0, "the processor is slow"),
+        (40, 9, 20, "the processor is shared"),
+        (40, 9, 9, "the disk is slow"),
+    ],
 )
-def test_a_slow_start_is_blamed_on_disk_or_processor(wall, processor, fix):
-    finding = start_finding(wall, processor, 3e8)
+def test_a_slow_start_is_blamed_on_disk_or_processor(wall, computed, queued, fix):
+    finding = start_finding(wall, computed, queued, 3e8)
+    assert f"{queued:.1f} waiting for one, {wall - computed - queued:.1f} on disk" in finding.text
     assert "300 MB read" in finding.text
-    assert f"{wall - processor:.1f} on disk" in finding.text
     assert finding.fix is None if fix is None else finding.fix.startswith(fix)
     assert not finding.blocks_training
-    assert "MB" not in start_finding(wall, processor, math.nan).text
-    assert (
-        "1.0 on a processor or waiting for one, 0.0 on disk" in start_finding(1, 3, math.nan).text
-    )  # three threads
+    of_threads = start_finding(1, 3, 1, math.nan).text  # three of them
+    assert "1.0 on a processor, 0.0 waiting for one, 0.0 on disk" in of_threads
+    assert "MB" not in of_threads
 
 
 def test_a_start_is_measured_in_a_process_that_has_imported_nothing():

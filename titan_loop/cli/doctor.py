@@ -96,32 +96,33 @@ def check_start() -> Iterator[Finding]:
     yield start_finding(*spent)
 
 
-def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
-    """Report slow imports, and whether the disk or the processor held them up."""
-    processor = min(processor, wall)  # several threads may have used more
-    from_disk = wall - processor
+def start_finding(wall: float, computed: float, queued: float, disk_bytes: float) -> Finding:
+    """Report slow imports, and whether the disk, the processor or its other users held them up."""
+    computed = min(computed, wall)  # several threads may have used more
+    queued = min(queued, wall - computed)
+    from_disk = wall - computed - queued
     read = "" if math.isnan(disk_bytes) else f" ({disk_bytes / 1e6:.0f} MB read)"
     text = (
-        f"imports took {wall:.1f} s: {processor:.1f} on a processor or waiting for one, "
+        f"imports took {wall:.1f} s: {computed:.1f} on a processor, {queued:.1f} waiting for one, "
         f"{from_disk:.1f} on disk{read}"
     )
-    fix = None
-    if wall > _SLOW_START_SECONDS:
-        fix = "the disk is slow: put the environment (TITAN_LOOP_VENV) on a local one"
-        if processor > from_disk:
-            fix = "the processor is slow or shared: stop other programs, or ask for more cores"
-    return Finding("start", text, fix)
+    fixes = {
+        computed: "the processor is slow: ask for a faster one",
+        queued: "the processor is shared: stop other programs, or ask for more cores",
+        from_disk: "the disk is slow: put the environment (TITAN_LOOP_VENV) on a local one",
+    }
+    return Finding("start", text, fixes[max(fixes)] if wall > _SLOW_START_SECONDS else None)
 
 
-def _start_meters() -> tuple[float, float, float]:
-    """Return clock seconds, seconds on or queued for a processor, and bytes read from disks."""
+def _start_meters() -> tuple[float, float, float, float]:
+    """Return seconds of the clock, on a processor and queued for one, and bytes from disks."""
     queued_seconds, disk_bytes = 0.0, math.nan
     with contextlib.suppress(OSError, ValueError, IndexError):  # only on Linux
         queued_seconds = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     with contextlib.suppress(OSError, ValueError):
         meters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         disk_bytes = float(meters["read_bytes"])
-    return time.perf_counter(), time.process_time() + queued_seconds, disk_bytes
+    return time.perf_counter(), time.process_time(), queued_seconds, disk_bytes
 
 
 def check_devices() -> Iterator[Finding]:

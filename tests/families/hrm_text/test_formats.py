@@ -35,6 +35,8 @@ def test_other_configs_are_one_line(make_run, tmp_path, capsys, changed, message
     out = tmp_path / "out"
     convert("export", make_run().run, "--output", out, "--to", "hrm_text", "--no-tokenizer")
     config = json.loads((out / "config.json").read_text())
+    said = "vLLM 0.32 reads" if config["prefix_lm"] else "vLLM 0.32 ignores that"
+    assert said in (out / "README.md").read_text()
     (out / "config.json").write_text(json.dumps(config | changed))
     assert message in error_of(capsys, "import", out, "--output", tmp_path / "back")
 

@@ -208,6 +208,17 @@ class _SeparateTensors(SafetensorsFolder):
         return super().read(stored).chunk(count)[index]
 
 
+_BOTH_WAYS = (
+    "With `prefix_lm`, tokens whose `token_type_ids` are 1 see each other both ways. In a chat of "
+    "several turns mark those before the first answer alone, as in training. vLLM 0.32 reads the "
+    "whole prompt so; llama.cpp reads it causally.\n\n"
+)
+_ONE_WAY = (
+    "This model was trained without `prefix_lm`. vLLM 0.32 ignores that and reads prompts both "
+    "ways, so its answers differ; transformers and llama.cpp are right.\n\n"
+)
+
+
 def _write(export: Export, output: Path) -> None:
     assert isinstance(export.shape, HrmTextShape)
     prefix = (
@@ -219,8 +230,7 @@ def _write(export: Export, output: Path) -> None:
         about="HRM-Text: two stacks of layers that take turns.",
         tags=("looped-language-model", "hrm_text"),
         mark=prefix if export.shape.prefix_lm else "",
-        usage="With `prefix_lm`, tokens whose `token_type_ids` are 1 see each other both ways. In "
-        "a chat of several turns mark those before the first answer alone, as in training.\n\n",
+        usage=_BOTH_WAYS if export.shape.prefix_lm else _ONE_WAY,
     )
 
 
