@@ -92,7 +92,7 @@ def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int)
         )
     recorded, seq_len = run.dataloader, run.seq_len
     names = ("mixture", "seed", "max_epochs", "when_exhausted", "unique_tokens")
-    settings = {name: recorded[name] for name in names}
+    settings = {name: recorded[name] for name in names if name in recorded}  # or its default
     loader = WindowLoader.Config(**settings, prefetch=False).build(
         dp_world_size=1, dp_rank=0, seq_len=seq_len, local_batch_size=1
     )
