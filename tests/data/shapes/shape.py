@@ -1,6 +1,6 @@
 """One shape of data that people have: its files, and what becomes of them.
 
-`titan_loop/data/SHAPES.md` says the same in words, a line a row.
+`page.py` writes `titan_loop/data/SHAPES.md` from the rows, a line each.
 """
 
 import io
@@ -59,7 +59,7 @@ class Shape:
 
 
 Rows = Mapping[str, Mapping[str, Shape]]
-"""Rows by section and by the words for what is found."""
+"""Rows by section, and by words: "found → what becomes of it"."""
 
 
 def json_lines(records: Sequence[Any]) -> bytes:

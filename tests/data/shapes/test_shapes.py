@@ -14,8 +14,8 @@ import torch
 from tokenizers import Tokenizer
 from torchtitan.config import CompileConfig
 
-import titan_loop.data
-from tests.data.shapes import chats, files, records, tokenizers
+from tests.data.shapes import tokenizers
+from tests.data.shapes.page import PATH, ROWS, page
 from tests.data.shapes.shape import Rows, Shape, jsonl
 from titan_loop.data.inspect_source import show_source, verify_source
 from titan_loop.data.labels import IGNORED
@@ -30,16 +30,15 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 
-ROWS: Rows = {**files.ROWS, **records.ROWS, **chats.ROWS, **tokenizers.ROWS}
 END = "<|endoftext|>"
 SMALL = "score only runs with a smaller training.seq_len"  # of every held-out split here
 
 
 def params(sections: Rows = ROWS) -> list[Any]:
     return [
-        pytest.param(row, id=f"{section}: {found}")
+        pytest.param(row, id=f"{section}: {words.partition(' → ')[0]}")
         for section, rows in sections.items()
-        for found, row in rows.items()
+        for words, row in rows.items()
     ]
 
 
@@ -177,10 +176,4 @@ def test_the_bytes_of_tokens_are_the_documents(row, tmp_path):
 
 
 def test_the_page_says_every_row():
-    page = Path(titan_loop.data.__file__).with_name("SHAPES.md").read_text(encoding="utf-8")
-    told = {
-        section: [re.split(r"(?<!\\) \| ", line[2:])[0] for line in table[3:]]
-        for section, *table in (part.splitlines() for part in page.split("\n## ")[1:])
-    }
-    told = {s: [found.replace(r"\|", "|") for found in rows] for s, rows in told.items()}
-    assert told == {section: [*rows] for section, rows in ROWS.items()}
+    assert PATH.read_text(encoding="utf-8") == page()
