@@ -21,6 +21,9 @@ git rm -rq "titan_loop/families/$name" "tests/families/$name"
 git rm -rq --ignore-unmatch "train_configs/$name" "tests/train_configs/$name"
 # The environment imports titan_loop from the checkout unless another stands before it.
 export PYTHONPATH=$tree
+# Pages that list its recipes: tests try every command that they name.
+"$VENV/bin/python" -m tools.reproduce
+sed -i "/titan-loop plan $name/d" titan_loop/planning/rehearsals.md
 "$VENV/bin/ruff" check --quiet
 "$VENV/bin/lint-imports" --no-logo
 "$VENV/bin/basedpyright" --level error --pythonpath "$VENV/bin/python"
