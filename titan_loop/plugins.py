@@ -28,8 +28,6 @@ from titan_loop.errors import UserError, seen_from
 
 PLUGINS = "TITAN_LOOP_PLUGINS"
 FAMILIES = "titan_loop.families"
-_STUDIES = ("train_configs", "titan_loop.train_configs")
-"""The package of the studies, one folder each, in a checkout and where the wheel has it."""
 _CORE = ("titan_loop.analysis.steps", "titan_loop.data.tasks", "titan_loop.formats")
 """Packages of the core that register names for every family."""
 
@@ -119,12 +117,18 @@ def summary(kind: str, name: str) -> str:
 
 def studies() -> dict[str, Path]:
     """Return package → folder of every study, `train_configs/NAME`."""
-    for name in _STUDIES:
-        if spec := importlib.util.find_spec(name):
-            folders = [Path(place) for place in spec.submodule_search_locations or ()]
-            found = sorted(path.parent for each in folders for path in each.glob("*/__init__.py"))
-            return {f"{name}.{folder.name}": folder for folder in found}
-    return {}
+    # By this file's place, not by `sys.path`: the user's folder may hold another `train_configs`,
+    # and a study that is imported under two names registers twice.
+    here = Path(__file__).parent
+    name, root = "titan_loop.train_configs", here / "train_configs"  # in the wheel
+    if not root.is_dir():
+        name, root = "train_configs", here.parent / "train_configs"  # in a checkout
+        spec = importlib.util.spec_from_file_location(name, root / "__init__.py")
+        if spec and root.is_dir() and name not in sys.modules:
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+    return {
+        f"{name}.{path.parent.name}": path.parent for path in sorted(root.glob("*/__init__.py"))
+    }
 
 
 def _import_own() -> None:

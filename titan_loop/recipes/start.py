@@ -44,7 +44,7 @@ from titan_loop.recipes.preflight import (
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.runs.status import PlannedStage, write_plan
+from titan_loop.runs.status import RECIPE_JSON, PlannedStage, write_plan
 from titan_loop.storage.room import require_writable, wait_for_room
 from titan_loop.training.chosen_model import Newest, newest_of, saved_architecture
 from titan_loop.training.config import RunConfig
@@ -100,12 +100,13 @@ def run_recipe(
         config = recipe.stage(name).config
         config.total_tokens, config.trainable = recorded
     keep_compiled_code(root / COMPILE_CACHE)
-    if rank == 0 and len(recipe.stages) > 1:
+    # A start of one stage keeps the plan: its flags are not the other stages'.
+    keeps_plan = only is not None and (root / RECIPE_JSON).exists()
+    if rank == 0 and len(recipe.stages) > 1 and not keeps_plan:
         planned = [
             PlannedStage(s.name, s.parent, s.config.total_tokens, s.control) for s in recipe.stages
         ]
         name, *flags = recipe.words or (recipe.name,)
-        # The flags of a start of one stage are not the other stages'.
         write_plan(root, name, planned, flags=flags if only is None else ())
     try:
         for number, stage in enumerate(stages, start=1):

@@ -47,8 +47,8 @@ class Stragglers(Callback):
         self._named: list[str] = []
 
     def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
-        """Count training steps."""
-        self._steps += phase == "reading data"
+        """Count training steps: data that may end is read in two phases of a step."""
+        self._steps += phase == "update"
 
     def record(self, trainer: TrainingState) -> Mapping[str, Any]:
         """Return `ranks/…`; warn when a rank becomes a straggler, not at every record."""
