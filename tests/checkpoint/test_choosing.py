@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.checkpoint import manifest
+from titan_loop.checkpoint import choosing, manifest
 from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, file_records, read_manifest, write_manifest
 from titan_loop.errors import RunFailedError, UserError
@@ -197,3 +197,16 @@ def test_a_run_whose_checkpoints_were_all_renamed_does_not_start_from_scratch(tm
     found = newest_good(tmp_path)
     assert found is not None
     assert found[0] == 2
+
+
+def test_one_rank_s_stale_view_of_the_disk_gives_no_checkpoint_up(tmp_path, monkeypatch):
+    """Two ranks, of which the second misses a file; rank 0 is this process."""
+    checkpoint, name = committed(tmp_path, 4), "__1_0.distcp"
+    monkeypatch.setattr(choosing, "place_in", lambda group: (0, 2))
+    monkeypatch.setattr(choosing, "from_rank_zero", lambda group, look: look())
+    stale = {name: f"{name} is missing"}
+    monkeypatch.setattr(choosing, "from_all_ranks", lambda group, look: [look(), stale])
+    with pytest.raises(RunFailedError, match=r"finds that __1_0\.distcp is missing, and rank 0"):
+        inspect(checkpoint, "sizes")
+    (checkpoint / name).unlink()
+    assert inspect(checkpoint, "sizes") == (None, f"{name} is missing")

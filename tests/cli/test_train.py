@@ -101,3 +101,12 @@ def test_a_last_save_that_fails_is_one_line(trained, shutdowns, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("titan-loop: error: step-4 was not saved: No space left on device; ")
     assert (len(trained), shutdowns) == (1, [1])
+
+
+def test_a_start_of_one_stage_keeps_the_plan_of_all(trained, tmp_path):
+    assert main.main(["train", "pair", "--total-tokens", "7"]) == EXIT_OK
+    plan = tmp_path / "runs" / "pair" / "recipe.json"
+    before = plan.read_text()
+    assert '"7"' in before
+    assert main.main(["train", "pair", "--stage", "a", "--total-tokens", "9"]) == EXIT_OK
+    assert plan.read_text() == before

@@ -1,5 +1,6 @@
 """Recipes are listed without being imported, and found by name or as module:function."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
+from titan_loop.plugins import names
 from titan_loop.recipes.registry import load_recipe, recipe_summaries, recipes_by_study
 
 RECIPES = """
@@ -61,3 +63,20 @@ def test_a_recipe_in_the_working_folder_is_found(own_recipes):
 def test_what_is_no_recipe_is_refused(own_recipes, function, message):
     with pytest.raises(UserError, match=message):
         load_recipe(f"{own_recipes}:{function}")
+
+
+def test_studies_are_ours_whatever_the_current_folder_holds(tmp_path: Path):
+    """As the console script starts, without that folder on the path until a recipe is opened."""
+    foreign = tmp_path / "train_configs" / "adaptive"
+    foreign.mkdir(parents=True)
+    (foreign / "__init__.py").write_text("raise RuntimeError('foreign code')")
+    code = f"""
+import sys; sys.path.append({str(Path(__file__).parents[2])!r})
+from titan_loop.plugins import find, names
+from titan_loop.recipes.registry import load_recipe
+load_recipe("adaptive_short"); print(len(names("tasks")), find("tasks", "mano_capo").__module__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[-2:] == [str(len(names("tasks"))), "train_configs.adaptive.task"]

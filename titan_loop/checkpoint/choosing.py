@@ -19,7 +19,7 @@ from titan_loop.checkpoint.manifest import (
     find_damage,
     read_manifest,
 )
-from titan_loop.errors import UserError
+from titan_loop.errors import RunFailedError, UserError
 from titan_loop.ranks import from_all_ranks, from_rank_zero, place_in
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def newest_good(
     Raises:
         UserError: Checkpoints were committed, but none is whole or all were renamed; whether to
             start from scratch is the user's decision.
-        RunFailedError: A disk fails.
+        RunFailedError: A disk fails, or a node's files differ from rank 0's.
     """
     # One rank lists, so that all agree even where directory listings lag behind.
     steps, unfinished, renamed = from_rank_zero(
@@ -94,6 +94,14 @@ def inspect(
     share = dict(sorted(files.items())[rank::world])
     parts = from_all_ranks(group, lambda: find_damage(checkpoint, share, hashes=hashes))
     damage = {name: phrase for part in parts for name, phrase in part.items()}
+    # One node's stale view of a shared disk must not rule out a good checkpoint.
+    suspects = {name: files[name] for name in damage}
+    seen = from_rank_zero(group, lambda: find_damage(checkpoint, suspects, hashes=hashes))
+    if unseen := damage.keys() - seen.keys():
+        raise RunFailedError(
+            f"{checkpoint}: a rank finds that {damage[min(unseen)]}, and rank 0 finds it whole: "
+            "that node's view of the disk is stale; start again"
+        )
     return (None, "; ".join(damage.values())) if damage else (manifest, "")
 
 

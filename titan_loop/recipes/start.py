@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import titan_loop.compat as compat  # before any torchtitan module
@@ -82,9 +83,10 @@ def run_recipe(
     compat.start_logging(rank)
     recipe.check()
     root = recipe.place(folder)
-    # On every rank, since a node may lack the mount, or have it read-only.
-    require_writable(root, f"dump_folder={root}")
     stages = recipe.chosen(only)
+    # On every rank, since a node may lack the mount, or have it read-only.
+    for place in dict.fromkeys([root, *(Path(stage.config.dump_folder) for stage in stages)]):
+        require_writable(place, f"dump_folder={place}")
     # Before ranks meet: a download may take longer than any collective waits.
     copy_sources([stage.config for stage in stages])
 
