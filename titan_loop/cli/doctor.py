@@ -106,12 +106,12 @@ def start_finding(wall: float, computed: float, queued: float, disk_bytes: float
         f"imports took {wall:.1f} s: {computed:.1f} on a processor, {queued:.1f} waiting for one, "
         f"{from_disk:.1f} on disk{read}"
     )
-    fixes = {
-        computed: "the processor is slow: ask for a faster one",
-        queued: "the processor is shared: stop other programs, or ask for more cores",
-        from_disk: "the disk is slow: put the environment (TITAN_LOOP_VENV) on a local one",
-    }
-    return Finding("start", text, fixes[max(fixes)] if wall > _SLOW_START_SECONDS else None)
+    fix = max(
+        (computed, "the processor is slow: ask for a faster one"),
+        (queued, "the processor is shared: stop other programs, or ask for more cores"),
+        (from_disk, "the disk is slow: put the environment (TITAN_LOOP_VENV) on a local one"),
+    )[1]
+    return Finding("start", text, fix if wall > _SLOW_START_SECONDS else None)
 
 
 def _start_meters() -> tuple[float, float, float, float]:
