@@ -81,3 +81,8 @@ load_recipe("adaptive_short"); print(len(names("tasks")), find("tasks", "mano_ca
     count, module = done.stdout.split()[-2:]
     assert int(count) > 10  # of tasks; this process may know those of other tests
     assert module == "train_configs.adaptive.task"
+
+
+def test_the_path_of_a_run_that_is_not_there_is_said_to_be_none(tmp_path: Path):
+    with pytest.raises(UserError, match="runs/none is not a folder; give a run's folder"):
+        load_recipe(f"{tmp_path}/runs/none")

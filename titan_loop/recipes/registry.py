@@ -137,6 +137,8 @@ def _open(name: str) -> tuple[ModuleType, str]:
     if not colon:
         known = _find_recipes()
         if name not in known:
+            if "/" in name:
+                raise UserError(f"{name} is not a folder; give a run's folder, or a recipe's name")
             raise UserError(f"unknown recipe {name!r}{nearest(name, known)}")
         module_name, function_name = known[name].module, name
     elif not module_name or not function_name or module_name.startswith("."):
