@@ -75,9 +75,8 @@ def test_what_is_no_law_is_refused(tmp_path: Path, capsys):
         (f"{unchosen}:bounded", "has no law of the form bounded; name one as"),
         (
             tmp_path / "gone.json",
-            "is neither a file nor a published law (loop-moe, iso-depth, ouro)",
+            "is neither a file nor a published law (loop-moe)",
         ),
-        ("iso-depth", "its source publishes no A, B (Schwethelm et al. 2026"),
     ):
         assert main(["plan", "quickstart", "--law", str(law)]) == EXIT_USER_ERROR
         assert message in capsys.readouterr().err

@@ -7,8 +7,8 @@ as many layers as visits    at R = 1, with parameters of their own
 
 from collections.abc import Sequence
 
+from titan_loop.analysis.scaling.law import model_sizes
 from titan_loop.analysis.scaling.published import NamedLaw, predicted
-from titan_loop.analysis.scaling.sizes import model_sizes
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.stage_needs import SECONDS_PER_DAY, StageNeeds
 from titan_loop.tables import columns

@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 
 from tests.analysis.scaling.planted import BASE, GAINS, by_gain, losses
-from titan_loop.analysis.scaling.data import ScalingData
 from titan_loop.analysis.scaling.law import DENSE, Losses
 from titan_loop.analysis.scaling.study import study
 
@@ -36,8 +35,8 @@ def main() -> None:
     for form in DENSE:
         right, inside = 0, []
         for seed in range(flags.seeds):
-            data = ScalingData(independent(form, flags.noise, seed), {}, 0, {})
-            laws = {law.fit.law.name: law for law in study(data, samples=flags.bootstrap).laws}
+            points = independent(form, flags.noise, seed)
+            laws = {law.fit.law.name: law for law in study(points, samples=flags.bootstrap)}
             right += laws[form].chosen
             for name, value in (BASE | GAINS[form]).items():
                 low, high = laws[form].fit.intervals[name]

@@ -1,6 +1,6 @@
 """Sizes of a mixture for a scaling law, counted by hand from the parameters of the built model."""
 
-from titan_loop.analysis.scaling.sizes import model_sizes
+from titan_loop.analysis.scaling.law import model_sizes
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.models.family import build_decoder, decoder_config
 

@@ -1,8 +1,7 @@
 """Losses to fit a scaling law to, from run directories or from a CSV file.
 
 A run's logged losses are averaged over 20 equal stretches of tokens. Each gives a point, except the
-first, since warm-up follows no law. `total` has the objective's loss at the trained R; `by_step`
-has, for each trained R, the cross entropy after every recurrent step.
+first, since warm-up follows no law.
 """
 
 import csv
@@ -10,15 +9,13 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titan_loop.analysis.drawing import steps_with
-from titan_loop.analysis.scaling.law import Losses
-from titan_loop.analysis.scaling.sizes import model_sizes
+from titan_loop.analysis.scaling.law import Losses, model_sizes
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -34,7 +31,6 @@ OPTIONAL = {
     "unique_tokens": "tokens",
     "width": "parameters",
     "experts": 1.0,
-    "step": None,
 }
 """Optional CSV column → its value where it is empty, or the column that has it."""
 
@@ -64,76 +60,20 @@ _AT_MOST = {
     "unique_tokens": "tokens",
     "looped_parameters": "parameters",
     "parameters": "total_parameters",
-    "step": "recurrent_steps",
 }
 _TOKENS_PER_PARAMETER = (1e-3, 1e6)
 """Limits that every experiment keeps; outside of them, a column has another unit."""
 
-_LEAST_COUNT = 1000
-"""Parameters that the largest model of a study has at least, unless N is not a count."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One measured loss; `Losses` has the same fields.
-
-    Attributes:
-        steps: Trained R.
-        step: Recurrent step after which the loss was read; None for the total loss.
-    """
-
-    parameters: float
-    looped: float
-    total: float
-    experts: float
-    tokens: float
-    unique: float
-    steps: float
-    loss: float
-    run: str
-    width: float
-    step: float | None = None
-
-
-@dataclass(frozen=True)
-class ScalingData:
-    """The losses that a study fits.
-
-    Attributes:
-        total: Total losses; `steps` is the trained R.
-        by_step: Trained R > 1 → losses after each of its steps.
-        rising: Number of (run, step) series left out of `by_step`: their loss rises with tokens.
-        exit_pmf: Trained R → exit distribution, averaged over the runs that logged one.
-    """
-
-    total: Losses
-    by_step: dict[int, Losses]
-    rising: int
-    exit_pmf: dict[int, np.ndarray]
-
-    def without_start(self, share: float) -> "ScalingData":
-        """Return the data without the points in the first `share` of every run's tokens."""
-        by_step = {steps: _late(points, share) for steps, points in self.by_step.items()}
-        return replace(self, total=_late(self.total, share), by_step=by_step)
-
-
-def _late(points: Losses, share: float) -> Losses:
-    _, run = np.unique(points.run, return_inverse=True)
-    longest = np.zeros(len(points))
-    np.maximum.at(longest, run, points.tokens)
-    return points[points.tokens >= share * longest[run]]
-
-
-def read_csv(path: Path) -> ScalingData:
+def read_csv(path: Path) -> Losses:
     """Read points from a CSV file with a header; commas, semicolons or tabs between the columns.
 
-    Required: `parameters` (or `N`), `tokens` (`D`), `recurrent_steps` (`R`), `loss` (`L`, in nats
-    per token). Optional: `step` (`loss` was read after it; empty for the total loss),
-    `looped_parameters` (`N_looped`; all if absent), `experts` (`E`) with `total_parameters`
-    (`N_total`), `unique_tokens` (`U`; all if absent), `width` (`dim`; sizes are held out by it, or
-    by N if absent), and `run` or `seed` (points of one run share their noise; if both are absent,
-    points of equal N, E and R). Other columns are ignored with a warning. N and D are counts: where
-    they are in billions, say, a law without experts is fitted in that unit, with a warning.
+    Required: `parameters` (or `N`) and `tokens` (`D`), which are counts, `recurrent_steps` (`R`),
+    `loss` (`L`, in nats per token). Optional: `looped_parameters` (`N_looped`; all if absent),
+    `experts` (`E`) with `total_parameters` (`N_total`), `unique_tokens` (`U`; all if absent),
+    `width` (`dim`; sizes are held out by it, or by N if absent), and `run` or `seed` (points of one
+    run share their noise; if both are absent, points of equal N, E and R). A row with a `step` is a
+    loss after that recurrent step, which no law describes; it is left out, as other columns are.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -148,25 +88,27 @@ def read_csv(path: Path) -> ScalingData:
         raise UserError(f"csv={path} cannot be read ({reason}); give a CSV file") from error
     if twice := sorted({name for name in known if known.count(name) > 1}):
         raise UserError(f"csv={path} has two columns for {', '.join(twice)}; keep one of each")
-    if not rows:
-        raise UserError(f"csv={path} has no rows below its header; add measured losses")
     if missing := [name for name in REQUIRED if name not in known]:
         raise UserError(
             f"csv={path} lacks the columns {', '.join(missing)}; it needs {', '.join(REQUIRED)} "
             "(or N, D, R and loss)"
         )
-    if unknown := [name for name in known if name not in (*REQUIRED, *OPTIONAL, "run", "seed")]:
+    used = (*REQUIRED, *OPTIONAL, "run", "seed", "step")
+    if unknown := [name for name in known if name not in used]:
         logger.warning("csv=%s: columns that are not used: %s", path, ", ".join(unknown))
-    points = [_row_point(f"csv={path} line {line}", row) for line, row in rows]
-    if (largest := max(point.parameters for point in points)) < _LEAST_COUNT:
-        said = f"csv={path}: parameters of {largest:g} at most are no counts"
-        if any(point.experts > 1 for point in points):
-            raise UserError(f"{said}, which laws with experts need; write N and D as counts")
-        logger.warning("%s; coefficients are in this table's unit, not for titan-loop plan", said)
-    return _data(points, {})
+    points = [
+        _row_point(f"csv={path} line {line}", row) for line, row in rows if not row.get("step")
+    ]
+    if not points:
+        raise UserError(f"csv={path} has no rows below its header; add measured losses")
+    if (largest := max(point["parameters"] for point in points)) < 1000:
+        raise UserError(
+            f"csv={path}: parameters of {largest:g} at most are no counts; write N and D as counts"
+        )
+    return Losses.of(points)
 
 
-def _row_point(where: str, row: Mapping[str, str | None]) -> Point:
+def _row_point(where: str, row: Mapping[str, str | None]) -> dict[str, Any]:
     number: dict[str, Any] = {
         name: _positive(where, name, row[name] or "")
         for name in (*REQUIRED, *OPTIONAL)
@@ -177,7 +119,7 @@ def _row_point(where: str, row: Mapping[str, str | None]) -> Point:
             f"{where}: experts={number['experts']:g} needs total_parameters, which counts all "
             "experts; parameters counts only the ones that act on a token"
         )
-    for name in ("experts", "recurrent_steps", "step"):
+    for name in ("experts", "recurrent_steps"):
         if number.get(name, 1) < 1:
             raise UserError(f"{where}: {name}={number[name]:g} must be at least 1")
     for part, whole in _AT_MOST.items():
@@ -195,35 +137,26 @@ def _row_point(where: str, row: Mapping[str, str | None]) -> Point:
         number.setdefault(name, number[other] if isinstance(other, str) else other)
     name = "-".join(f"{number[each]:g}" for each in ("parameters", "experts", "recurrent_steps"))
     number["run"] = row.get("run") or f"{name}-{row.get('seed') or ''}"
-    return Point(**{_FIELDS.get(name, name): value for name, value in number.items()})
+    return {_FIELDS.get(name, name): value for name, value in number.items()}
 
 
-def write_csv(data: ScalingData, path: Path) -> None:
+def write_csv(points: Losses, path: Path) -> None:
     """Write the points in the columns that `read_csv` reads."""
     fields_of = {field: column for column, field in _FIELDS.items()}
     names = [item.name for item in fields(Losses)]
-    header = ["step", *(fields_of.get(name, name) for name in names)]
-    rows: list[dict[str, Any]] = []
-    for trained, points in ((None, data.total), *data.by_step.items()):
-        for values in zip(*(getattr(points, name).tolist() for name in names), strict=True):
-            row = dict(zip(header[1:], values, strict=True))
-            if trained is not None:
-                row |= {"step": row["recurrent_steps"], "recurrent_steps": trained}
-            rows.append(row)
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, header, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([fields_of.get(name, name) for name in names])
+        writer.writerows(zip(*(getattr(points, name).tolist() for name in names), strict=True))
 
 
-def read_runs(folders: Sequence[Path]) -> ScalingData:
+def read_runs(folders: Sequence[Path]) -> Losses:
     """Read points from run directories and from the stages of recipe folders.
 
     A recipe's control stages are left out; to fit them, too, name their run directories. All runs
     must have trained on the same data, each at a constant R.
     """
-    points: list[Point] = []
-    pmfs: dict[int, list[np.ndarray]] = {}
+    points: list[dict[str, Any]] = []
     first: tuple[Path, Any] | None = None
     for folder in _runs(folders):
         data = _trained_on(SavedRun(folder))
@@ -234,8 +167,8 @@ def read_runs(folders: Sequence[Path]) -> ScalingData:
                 f"{folder} and {first[0]} were trained on different data ({data} and {first[1]}); "
                 "one fit needs one mixture and one tokenizer, so fit them separately"
             )
-        points += _points(folder, pmfs)
-    return _data(points, {steps: np.mean(pmf, axis=0) for steps, pmf in pmfs.items()})
+        points += _points(folder)
+    return Losses.of(points)
 
 
 def _runs(folders: Sequence[Path]) -> Iterator[Path]:
@@ -262,8 +195,8 @@ def _trained_on(run: SavedRun) -> str:
     return json.dumps(kept, sort_keys=True)
 
 
-def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
-    """Yield the points of one run and add its exit distribution to `pmfs`."""
+def _points(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the points of one run."""
     from titan_loop.models.family import decoder_config  # slow: imports torchtitan
 
     run = SavedRun(folder)
@@ -287,20 +220,13 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
     ends = np.linspace(0, tokens[-1], STRETCHES + 1)[1:-1]
     edges = np.searchsorted(tokens, ends, side="right")
     stretches = [group for group in np.split(np.arange(len(records)), edges)[1:] if len(group)]
-    for step in (None, *steps_with(records, "ce/step_")):
-        key = "loss" if step is None else f"ce/step_{step}"
-        for stretch in stretches:
-            losses = [records[index].get(key) for index in stretch]
-            if None in losses:  # null stands for a loss that was not finite
-                continue
-            mean, loss = float(np.mean(tokens[stretch])), float(np.mean(losses))
-            yield Point(
-                **size, steps=steps, tokens=mean, unique=read_once(mean), step=step, loss=loss
-            )
-    last = [records[index] for index in stretches[-1]]
-    pmf = [[record.get(f"exit/pmf_{r}") for record in last] for r in range(1, steps + 1)]
-    if all(value is not None for values in pmf for value in values):
-        pmfs.setdefault(steps, []).append(np.mean(pmf, axis=1))
+    for stretch in stretches:
+        losses = [records[index]["loss"] for index in stretch]
+        if None in losses:  # null stands for a loss that was not finite
+            continue
+        mean = float(np.mean(tokens[stretch]))
+        trained = {"steps": steps, "tokens": mean, "unique": read_once(mean)}
+        yield {**size, **trained, "loss": float(np.mean(losses))}
 
 
 def _unique_tokens(run: SavedRun) -> Callable[[float], float]:
@@ -317,38 +243,6 @@ def _unique_tokens(run: SavedRun) -> Callable[[float], float]:
         return min(tokens if math.isclose(found, tokens) else found, most)
 
     return read_once
-
-
-def _data(points: Sequence[Point], exit_pmf: dict[int, np.ndarray]) -> ScalingData:
-    by_step: dict[int, list[Point]] = {}
-    rising = 0
-    series: dict[tuple[str, float, float], list[Point]] = {}
-    for point in points:
-        if point.step is not None and point.steps > 1:
-            series.setdefault((point.run, point.steps, point.step), []).append(point)
-    for (_, steps, _), members in series.items():
-        tokens = np.array([point.tokens for point in members])
-        losses = np.array([point.loss for point in members])
-        logs = np.log(tokens) - np.log(tokens).mean()
-        if np.sum(logs * losses) > 0:  # a rising slope
-            rising += 1
-        else:
-            by_step.setdefault(round(steps), []).extend(members)
-    return ScalingData(
-        _losses([point for point in points if point.step is None]),
-        {steps: _losses(members) for steps, members in sorted(by_step.items())},
-        rising,
-        exit_pmf,
-    )
-
-
-def _losses(points: Sequence[Point]) -> Losses:
-    columns = {
-        item.name: np.array([getattr(point, item.name) for point in points])
-        for item in fields(Losses)
-    }
-    columns["steps"] = np.array([point.step or point.steps for point in points])
-    return Losses(**columns)
 
 
 def _positive(where: str, name: str, text: str) -> float:

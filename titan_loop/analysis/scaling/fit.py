@@ -42,7 +42,7 @@ class Fit:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def predict(self, points: Losses) -> np.ndarray:
-        """Return the loss of every point, shape (n,), in nats per token."""
+        """Return the loss of every point in nats per token, (n,)."""
         return self.law.predict(self.values, points)
 
     def error(self, points: Losses) -> float:
@@ -93,24 +93,14 @@ class _Problem:
 
     def __init__(self, law: Law, points: Losses) -> None:
         self._law, self._points = law, points
-        units = {
-            "": 1.0,
-            "parameters": _geometric_mean(points.parameters),
-            "tokens": _geometric_mean(points.tokens),
-        }
         self._in_log = np.array(
             [name not in law.shape or law.shape[name].is_positive for name in law.coefficients]
         )
-        self._starts = {
-            name: np.array(shape.start) * units[shape.unit] for name, shape in law.shape.items()
-        }
-        amplitudes = [(-60.0, 60.0)] * len(law.amplitudes)
-        limits = [np.array(shape.bounds) * units[shape.unit] for shape in law.shape.values()]
-        inner = [
-            np.log(pair) if shape.is_positive else pair
-            for pair, shape in zip(limits, law.shape.values(), strict=True)
+        bounds = [
+            np.log(shape.bounds) if shape.is_positive else shape.bounds
+            for shape in law.shape.values()
         ]
-        self._low, self._high = np.array([*amplitudes, *inner]).T
+        self._low, self._high = np.array([*[(-60.0, 60.0)] * 3, *bounds]).T
 
     def starts(self, seed: int, count: int) -> list[np.ndarray]:
         """Return the best random shapes, with their amplitudes solved linearly."""
@@ -122,17 +112,17 @@ class _Problem:
         for index in range(_CANDIDATES):
             shape = {
                 name: float(
-                    np.exp(random.uniform(*np.log(self._starts[name])))
-                    if law.shape[name].is_positive and law.shape[name].start[0] > 0
-                    else random.uniform(*self._starts[name])
+                    np.exp(random.uniform(*np.log(kind.start)))
+                    if kind.is_positive
+                    else random.uniform(*kind.start)
                 )
-                for name in law.shape
+                for name, kind in law.shape.items()
             }
             terms = np.stack(law.terms(shape, self._points), axis=1)
             scale = terms.max(axis=0)  # of the order of the loss: nnls is not scale-free
             factors, error = nnls(np.column_stack([np.ones(len(loss)), terms / scale]), loss)
             factors = np.maximum(factors, 1e-4) / np.array([1.0, *scale])
-            values = dict(zip(law.amplitudes, factors, strict=True)) | shape
+            values = dict(zip("EAB", factors, strict=True)) | shape
             scored.append((float(error), index, self.packed(values)))
         return [start for _, _, start in sorted(scored, key=lambda item: item[:2])[:count]]
 
@@ -178,7 +168,3 @@ class _Problem:
         """Return the coefficients of a vector, or columns for vectors (k, 1, c)."""
         plain = np.where(self._in_log, np.exp(np.where(self._in_log, vectors, 0.0)), vectors)
         return {name: plain[..., i] for i, name in enumerate(self._law.coefficients)}
-
-
-def _geometric_mean(values: np.ndarray) -> float:
-    return float(np.exp(np.mean(np.log(values))))

@@ -1,23 +1,26 @@
 """Forms of scaling laws of looped models: loss by parameters, tokens, recurrent steps and experts.
 
-    additive        L = E + A/(N + t1)^alpha + B/(D + t2)^beta + C/(R + t3)^gamma
     linear, power,
-    bounded         L = E + A/N_eff^alpha + B/D^beta
-    sparse          L = E + A·X^delta/N_eff^(alpha + gamma·ln X) + B·X^omega/D^(beta + zeta·ln X)
+    bounded     L = E + A/N_eff^alpha + B/D^beta
+    sparse      L = E + A·X^delta/N_eff^(alpha + gamma·ln X) + B·X^omega/D^(beta + zeta·ln X)
 
 N_eff is the size of an equally good model without loops. It grows with R: linearly, as a power, or
 up to a bound. `Law.formula` has the equations; X is in `log_experts`.
 
-Sources: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendices D and E (additive; they publish R² but
-no coefficients). Schwethelm et al. 2026, arXiv 2604.21106 (power). Chen et al. 2026, arXiv
-2609.40316 (bounded, sparse; their exponents of N_eff and D have the opposite sign).
+Sources: Schwethelm et al. 2026, arXiv 2604.21106 (power). Chen et al. 2026, arXiv 2609.40316
+(bounded, sparse; their exponents of N_eff and D have the opposite sign).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+
+from titan_loop.models.units import TABLES
+
+if TYPE_CHECKING:
+    from titan_loop.models.decoder import LoopDecoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +35,7 @@ class Losses:
         experts: E, number of experts for each one that acts on a token; 1 for a dense model.
         tokens: D, tokens trained on.
         unique: Part of D that was read for the first time.
-        steps: R of the total loss, or the step after which the loss was read.
+        steps: Trained R.
         loss: Nats per token.
         run: Name of the run; its points share their noise.
         width: Points of one width are one size when sizes are held out; N if it is unknown.
@@ -48,6 +51,11 @@ class Losses:
     loss: np.ndarray
     run: np.ndarray
     width: np.ndarray
+
+    @classmethod
+    def of(cls, points: Sequence[Mapping[str, Any]]) -> "Losses":
+        """Return the columns of points, which map every field to its value."""
+        return cls(**{f.name: np.array([p[f.name] for p in points]) for f in fields(cls)})
 
     @classmethod
     def unmeasured(cls, **columns: Any) -> "Losses":
@@ -68,6 +76,28 @@ class Losses:
         """Return the points that a mask or an array of indices chooses."""
         return Losses(**{item.name: getattr(self, item.name)[chosen] for item in fields(self)})
 
+    def late(self, share: float) -> "Losses":
+        """Return the points after the first `share` of every run's tokens."""
+        _, run = np.unique(self.run, return_inverse=True)
+        longest = np.zeros(len(self))
+        np.maximum.at(longest, run, self.tokens)
+        return self[self.tokens >= share * longest[run]]
+
+
+def model_sizes(model: "LoopDecoder.Config") -> dict[str, float]:
+    """Return `parameters`, `looped`, `total` and `experts`, which `Losses` describes."""
+    from titan_loop.distributed.state_bytes import unit_sizes  # slow: imports torchtitan
+
+    units = [unit for unit in unit_sizes(model) if unit.unit.name != TABLES]
+    total = sum(unit.parameters() for unit in units)
+    looped = sum(unit.parameters() for unit in units if unit.unit.is_looped)
+    return {
+        "parameters": total - model.idle_parameters(),
+        "looped": looped - model.idle_parameters(looped=True),
+        "total": total,
+        "experts": model.experts_per_active,
+    }
+
 
 Values: TypeAlias = Mapping[str, Any]
 """Coefficient → value: a number, or a column (k, 1) to predict with k fits at once."""
@@ -79,12 +109,10 @@ class Coefficient(NamedTuple):
     Attributes:
         start: Range from which random starts are drawn.
         bounds: Range that a fit may search.
-        unit: Column whose geometric mean is the ranges' unit, "parameters" or "tokens"; "" for 1.
     """
 
     start: tuple[float, float]
     bounds: tuple[float, float]
-    unit: str = ""
 
     @property
     def is_positive(self) -> bool:
@@ -94,31 +122,27 @@ class Coefficient(NamedTuple):
 
 @dataclass(frozen=True)
 class Law:
-    """A form of the law: a constant plus amplitudes times terms.
+    """A form of the law: E, and the factors A and B times two terms; all three are positive.
 
     Attributes:
-        name: Name on the command line and in files.
         shape: Coefficients inside the terms, by name.
-        amplitudes: Names of the constant and of the factors of the terms; all are positive.
-        terms: Maps coefficients and points to the terms without factors, shaped as in `predict`.
+        terms: Maps coefficients and points to both terms without factors, shaped as in `predict`.
     """
 
     name: str
     formula: str
     shape: Mapping[str, Coefficient]
-    amplitudes: Sequence[str]
     terms: Callable[[Values, Losses], list[np.ndarray]]
 
     @property
     def coefficients(self) -> tuple[str, ...]:
         """Names of all coefficients."""
-        return (*self.amplitudes, *self.shape)
+        return ("E", "A", "B", *self.shape)
 
     def predict(self, values: Values, points: Losses) -> np.ndarray:
         """Return the loss of every point in nats per token, (n,), or (k, n) for columns."""
-        constant, *factors = (values[name] for name in self.amplitudes)
-        terms = self.terms(values, points)
-        return constant + sum(a * term for a, term in zip(factors, terms, strict=True))
+        by_size, by_tokens = self.terms(values, points)
+        return values["E"] + values["A"] * by_size + values["B"] * by_tokens
 
 
 def _linear(values: Values, points: Losses) -> np.ndarray:
@@ -136,9 +160,12 @@ def _bounded(values: Values, points: Losses) -> np.ndarray:
     return values["kappa1"] * gain * passed
 
 
-def effective_parameters(gain: np.ndarray, points: Losses) -> np.ndarray:
-    """Return N_eff = N + N_looped·gain, shaped like `gain`; gain 0 is a model without loops."""
-    return points.parameters + points.looped * gain
+_GAINS = {"linear": _linear, "power": _power, "bounded": _bounded}
+"""Form → gain of N_looped by R: N_eff = N + N_looped·gain; 0 at R = 1."""
+
+
+def _effective(form: str, values: Values, points: Losses) -> np.ndarray:
+    return points.parameters + points.looped * _GAINS[form](values, points)
 
 
 def log_experts(values: Values, experts: np.ndarray) -> np.ndarray:
@@ -153,70 +180,24 @@ def log_experts(values: Values, experts: np.ndarray) -> np.ndarray:
 
 _EXPONENT = Coefficient((0.05, 2.0), (1e-3, 5.0))
 _SIGNED = Coefficient((-0.1, 0.1), (-2.0, 2.0))
-_PHI = Coefficient((0.0, 1.0), (-1.0, 3.0))
 _KAPPA = Coefficient((0.05, 2.0), (1e-4, 1e3))
 
 
-def _offset(unit: str) -> Coefficient:
-    return Coefficient((1e-4, 1.0), (1e-8, 1e8), unit)
-
-
-def _additive_terms(values: Values, points: Losses) -> list[np.ndarray]:
-    variables = (
-        (points.parameters, "t1", "alpha"),
-        (points.tokens, "t2", "beta"),
-        (points.steps, "t3", "gamma"),
-    )
-    return [(value + values[offset]) ** -values[power] for value, offset, power in variables]
-
-
-ADDITIVE = Law(
-    "additive",
-    "L = E + A/(N + t1)^alpha + B/(D + t2)^beta + C/(R + t3)^gamma",
-    {
-        "alpha": _EXPONENT,
-        "t1": _offset("parameters"),
-        "beta": _EXPONENT,
-        "t2": _offset("tokens"),
-        "gamma": _EXPONENT,
-        "t3": _offset(""),
-    },
-    ("E", "A", "B", "C"),
-    _additive_terms,
-)
-
-
-def _dense(
-    name: str,
-    effective: str,
-    gain: Callable[[Values, Losses], np.ndarray],
-    shape: Mapping[str, Coefficient],
-) -> Law:
+def _dense(form: str, effective: str, shape: Mapping[str, Coefficient]) -> Law:
     def terms(values: Values, points: Losses) -> list[np.ndarray]:
-        by_size = effective_parameters(gain(values, points), points) ** -values["alpha"]
+        by_size = _effective(form, values, points) ** -values["alpha"]
         return [by_size, points.tokens ** -values["beta"]]
 
-    return Law(
-        name,
-        f"L = E + A/(N + N_looped·{effective})^alpha + B/D^beta",
-        {"alpha": _EXPONENT, "beta": _EXPONENT, **shape},
-        ("E", "A", "B"),
-        terms,
-    )
+    formula = f"L = E + A/(N + N_looped·{effective})^alpha + B/D^beta"
+    return Law(form, formula, {"alpha": _EXPONENT, "beta": _EXPONENT, **shape}, terms)
 
 
-_BOUND = {"kappa1": _KAPPA, "kappa2": _KAPPA}
-LINEAR = _dense("linear", "kappa·(R − 1)", _linear, {"kappa": _KAPPA})
-POWER = _dense("power", "(R^phi − 1)", _power, {"phi": _PHI})
-BOUNDED = _dense("bounded", "kappa1·(1 − exp(−(R − 1)/kappa2))", _bounded, _BOUND)
-
-
-def _sparse(dense: Law, gain: Callable[[Values, Losses], np.ndarray]) -> Law:
+def _sparse(dense: Law) -> Law:
     """Return a law with experts; A, B, delta and omega are for N and D in units of 1e9."""
 
     def terms(values: Values, points: Losses) -> list[np.ndarray]:
         log_x = log_experts(values, points.experts)
-        size = effective_parameters(gain(values, points), points) / 1e9
+        size = _effective(dense.name, values, points) / 1e9
         by_size = np.exp(values["delta"] * log_x) * size ** -(
             values["alpha"] + values["gamma"] * log_x
         )
@@ -225,25 +206,23 @@ def _sparse(dense: Law, gain: Callable[[Values, Losses], np.ndarray]) -> Law:
         )
         return [by_size, by_tokens]
 
-    bounded = {"theta": Coefficient((0.0, 0.5), (-1.0, 3.0))} if dense is BOUNDED else {}
-    return Law(
-        f"{dense.name}_sparse",
-        dense.formula.replace("kappa1", "kappa1·m^−theta")
-        .replace("kappa2", "(kappa2·m^−theta)")
-        .replace("A/", "A·X^delta/")
-        .replace("^alpha", "^(alpha + gamma·ln X)")
-        .replace("B/D^beta", "B·X^omega/D^(beta + zeta·ln X)"),
-        {
-            **dict.fromkeys(("alpha", "beta"), _EXPONENT),
-            **dict.fromkeys(("delta", "gamma", "omega", "zeta"), _SIGNED),
-            "E_start": Coefficient((1.0, 2.0), (0.5, 10.0)),
-            "E_max": Coefficient((20.0, 200.0), (11.0, 1e4)),
-            **dense.shape,
-            **bounded,
-        },
-        dense.amplitudes,
-        terms,
-    )
+    formula = dense.formula.replace("kappa1", "kappa1·m^−theta")
+    for old, new in (
+        ("kappa2", "(kappa2·m^−theta)"),
+        ("A/", "A·X^delta/"),
+        ("^alpha", "^(alpha + gamma·ln X)"),
+        ("B/D^beta", "B·X^omega/D^(beta + zeta·ln X)"),
+    ):
+        formula = formula.replace(old, new)
+    shape = {
+        **dense.shape,
+        **dict.fromkeys(("delta", "gamma", "omega", "zeta"), _SIGNED),
+        "E_start": Coefficient((1.0, 2.0), (0.5, 10.0)),
+        "E_max": Coefficient((20.0, 200.0), (11.0, 1e4)),
+    }
+    if dense.name == "bounded":
+        shape["theta"] = Coefficient((0.0, 0.5), (-1.0, 3.0))
+    return Law(f"{dense.name}_sparse", formula, shape, terms)
 
 
 def with_repeats(law: Law) -> Law:
@@ -260,18 +239,20 @@ def with_repeats(law: Law) -> Law:
         return law.terms(values, replace(points, tokens=points.unique * counted))
 
     shape = {**law.shape, "reuse": Coefficient((1.0, 50.0), (1e-2, 1e4))}
-    formula = law.formula.replace("/D", "/D_eff").replace("(D +", "(D_eff +")
-    return replace(law, formula=formula, shape=shape, terms=terms)
+    return replace(law, formula=law.formula.replace("/D", "/D_eff"), shape=shape, terms=terms)
 
 
-SPARSE = {
-    law.name: _sparse(law, gain)
-    for law, gain in ((LINEAR, _linear), (POWER, _power), (BOUNDED, _bounded))
+DENSE = {
+    "linear": _dense("linear", "kappa·(R − 1)", {"kappa": _KAPPA}),
+    "power": _dense("power", "(R^phi − 1)", {"phi": Coefficient((0.0, 1.0), (-1.0, 3.0))}),
+    "bounded": _dense(
+        "bounded", "kappa1·(1 − exp(−(R − 1)/kappa2))", {"kappa1": _KAPPA, "kappa2": _KAPPA}
+    ),
 }
-"""Form of N_eff → its law with experts."""
-
-DENSE = {law.name: law for law in (LINEAR, POWER, BOUNDED)}
 """Form of N_eff → its law without experts."""
 
-LAWS = {law.name: law for law in (ADDITIVE, *DENSE.values(), *SPARSE.values())}
-"""Name of a form → its law."""
+SPARSE = {name: _sparse(law) for name, law in DENSE.items()}
+"""Form of N_eff → its law with experts."""
+
+LAWS = {law.name: law for law in (*DENSE.values(), *SPARSE.values())}
+"""Name of a form in files → its law."""

@@ -1,7 +1,7 @@
 """Scaling laws as data: published coefficients, and fits in a `scaling.json`, in one format."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,9 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         },
         "range": {"parameters": [0.3e9, 1.0e9], "tokens": [100e9, 500e9],
             "recurrent_steps": [1, 8], "experts": [1, 16]},
-        "grid": {"parameters": [0.3e9, 0.6e9, 1.0e9, 1.6e9, 2.5e9],
-            "recurrent_steps": [1, 2, 3, 4, 6, 8], "experts": [1, 2, 4, 8, 16]},
-    },
-    "iso-depth": {
-        "form": "power",
-        "source": "Schwethelm et al. 2026, arXiv 2604.21106, Table 2; N without embeddings",
-        "coefficients": {"E": 1.57, "alpha": 0.199, "beta": 0.369, "phi": 0.459},
-        "range": {"parameters": [10.9e6, 1136.5e6], "tokens": [0.34e9, 7.78e9],
-            "recurrent_steps": [1, 8], "experts": [1, 1]},
-    },
-    "ouro": {
-        "form": "additive",
-        "source": "Zhu et al. 2025, arXiv 2510.25741, Appendix D: R² 0.9596",
-        "coefficients": {},
-        "range": {"parameters": [53e6, 1.364e9], "tokens": [0, 20e9],
-            "recurrent_steps": [2, 8], "experts": [1, 1]},
     },
 }  # fmt: skip
-"""Name on the command line → record. `read_law` refuses laws whose paper lacks coefficients."""
+"""Name on the command line → record, as in a `scaling.json`."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +33,12 @@ class NamedLaw:
     """A law with all its coefficients.
 
     Attributes:
-        fit: The law; its rmse is NaN where the source has none.
         range: Smallest and largest parameters, tokens, recurrent_steps and experts of the points.
-        grid: Values of these in the source's own tables; empty if it has none.
     """
 
     name: str
     fit: Fit
-    source: str
     range: Mapping[str, tuple[float, float]]
-    grid: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def outside(self, **values: float) -> list[str]:
         """Return, as text, the ranges that `values` lie outside; empty for an interpolation."""
@@ -99,18 +79,12 @@ def read_law(text: str) -> NamedLaw:
 
 
 def _named(name: str, record: Mapping[str, Any]) -> NamedLaw:
-    law = LAWS[record["form"]]
-    if "reuse" in record["coefficients"]:
+    law, given = LAWS[record["form"]], record["coefficients"]
+    if "reuse" in given:
         law = with_repeats(law)
-    if missing := [each for each in law.coefficients if each not in record["coefficients"]]:
-        raise UserError(
-            f"law={name}: its source publishes no {', '.join(missing)} ({record['source']}), so it "
-            "cannot predict a loss; use another, or fit your own with titan-loop scaling"
-        )
-    values = {each: float(record["coefficients"][each]) for each in law.coefficients}
+    values = {each: float(given[each]) for each in law.coefficients}
     limits = {each: (float(low), float(high)) for each, (low, high) in record["range"].items()}
-    rmse = float(record.get("rmse", "nan"))
-    return NamedLaw(name, Fit(law, values, rmse), record["source"], limits, record.get("grid", {}))
+    return NamedLaw(name, Fit(law, values, float(record.get("rmse", "nan"))), limits)
 
 
 def predicted(law: NamedLaw, **model: float | None) -> float:
