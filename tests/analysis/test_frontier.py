@@ -14,7 +14,7 @@ from titan_loop.analysis.frontier import (
     write_frontier,
 )
 from titan_loop.errors import UserError
-from titan_loop.evaluation.task_report import SECONDS, ReadingResult, TaskReport, interval
+from titan_loop.evaluation.task_report import SECONDS, ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 
 
@@ -46,13 +46,6 @@ def text_report() -> TaskReport:
         "contrast:1,0.5,0.1": bits(1.9, 0.005),
     }
     return report_of({"held_out/code": readings})
-
-
-def test_intervals_are_those_of_the_metric_or_of_its_standard_error():
-    assert interval(bits(2.0).metrics, "bits_per_byte") == pytest.approx((2.0, 1.9, 2.2))
-    exam = {"acc,none": 0.5, "acc_stderr,none": 0.05}
-    assert interval(exam, "acc,none") == pytest.approx((0.5, 0.402, 0.598))
-    assert interval({"acc,none": 0.5}, "acc,none") == (0.5, 0.5, 0.5)
 
 
 def test_points_carry_intervals_and_measured_seconds(tmp_path: Path):
@@ -100,16 +93,6 @@ def test_points_are_ordered_by_task_policy_and_steps_and_lone_policies_left_out(
     assert [(p.task, p.reading) for p in points] == [(task, r) for task in "ab" for r in order]
 
 
-def test_a_row_of_the_table_leaves_out_what_was_not_measured():
-    exact = ReadingResult(metrics={"acc,none": 0.5}, mean_steps=1.25)
-    points = frontier_points(
-        report_of({"t": {"static:1": exact, "q:0.5": bits(2.0, seconds=0.0125)}})
-    )
-    first, second = frontier_table(points).splitlines()[2:]
-    assert " ".join(first.split()) == "t static:1 1.25 0.5000 acc,none"
-    assert " ".join(second.split()) == ("t q:0.5 4.00 12.50 2.0000 1.9000 to 2.2000 bits_per_byte")
-
-
 @pytest.mark.parametrize(
     ("metric", "best", "steps"), [("bits_per_byte", "q:1", "3.00"), ("acc", "static:4", "4.00")]
 )
@@ -135,15 +118,3 @@ def test_the_best_reading_is_the_title_and_of_equals_the_one_with_fewer_steps(
     assert rows[0] == f"t,{metric},static,static:4,4.0,2.0,2.0,2.0,"
     lone = report_of({"t": {"static:4": bits(1.0)}})
     assert write_frontier(lone, RunDirectory(tmp_path)) is None
-
-
-def test_the_newest_evaluation_of_a_dense_run_counts(tmp_path: Path):
-    for step, value in ((7, 2.2), (8, 2.1)):
-        readings = {"held_out/code": {"static:1": bits(value)}}
-        replace(report_of(readings, steps=1), step=step).save(RunDirectory(tmp_path))
-    (point,) = dense_points(text_report(), tmp_path).values()
-    assert point.value == 2.1
-    unread = report_of({"held_out/code": {"static:2": bits(1.0)}}, steps=1)
-    replace(unread, step=9).save(RunDirectory(tmp_path))
-    with pytest.raises(UserError, match="evaluated on none of held_out/code"):
-        dense_points(text_report(), tmp_path)

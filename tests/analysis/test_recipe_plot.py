@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe, plot_stages
+from titan_loop.analysis.recipe_plot import StageCurve, plot_stages
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import PlannedStage, write_plan
@@ -36,6 +36,8 @@ def train(folder: Path, name: str, tokens: int, recurrent_steps: int) -> None:
 
 
 def test_every_stage_is_drawn_once_from_where_its_parent_ended(folder, monkeypatch):
+    with pytest.raises(UserError, match=r"no stage in .* has records"):
+        plot_stages(folder)
     for name, tokens, steps in (("1a", 300, 4), ("1b", 200, 2), ("annealing", 100, 2)):
         train(folder, name, tokens, steps)
     train(folder, "upcycled", 80, 2)
@@ -50,27 +52,3 @@ def test_every_stage_is_drawn_once_from_where_its_parent_ended(folder, monkeypat
     ]
     monkeypatch.undo()
     assert plot_stages(folder).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_recipe_that_has_not_begun_is_refused(folder):
-    with pytest.raises(UserError, match=r"no stage in .* has records"):
-        plot_stages(folder)
-
-
-def test_the_title_has_the_last_loss_of_every_branch(tmp_path, monkeypatch):
-    titles: list[str] = []
-    monkeypatch.setattr(
-        "titan_loop.analysis.recipe_plot.drawing.draw_axes",
-        lambda draw, path, *, title: titles.append(title),
-    )
-
-    def stage(name: str, losses: list[float | None], steps: int) -> StageCurve:
-        records = [
-            {"tokens": 10, "recurrent_steps": steps, "ce/step_1": 9.0, f"ce/step_{steps}": loss}
-            for loss in losses
-        ]
-        return StageCurve(name, 0, records)
-
-    a, b = stage("a", [3.0, 2.5], 4), stage("b", [2.0, 1.25], 2)
-    plot_recipe([[a, b], [stage("fork", [1.5, None], 3)]], tmp_path / "loss.png")
-    assert titles == ["Training loss ends at 1.250 (b), 1.500 (fork)"]

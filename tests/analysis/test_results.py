@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 
 from titan_loop.analysis.results import ResultTable, RunResult, differences_text, table_text
-from titan_loop.analysis.results_plots import (
-    conclusion,
-    draw_against_flops,
-    draw_curves,
-    draw_table,
-)
+from titan_loop.analysis.results_plots import conclusion, draw_table
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths, UnitSums
@@ -91,15 +86,6 @@ def test_a_run_leaves_its_last_evaluation_and_how_it_was_made(tmp_path):
     assert saved.commit == run.read_run()["commit"]
 
 
-def test_a_run_that_was_stopped_has_the_newest_evaluation(tmp_path):
-    run = trained(tmp_path)
-    for step in (30, 60):
-        append_evaluation(run, asked(run, step, _2=step / 100), asked=WHILE_TRAINING, seconds=1)
-    result = RunResult.of(run)
-    assert result.steps == 100
-    assert result.results["mano/2/acc,none/static:4"] == 0.6
-
-
 def test_a_later_evaluation_replaces_the_interval_with_the_value(tmp_path):
     run = trained(tmp_path)
     first = asked(run, 100)
@@ -150,13 +136,7 @@ def test_a_damaged_record_of_an_analysis_is_one_line(tmp_path, damage):
 
 
 def test_a_cell_is_the_mean_over_seeds_beside_the_papers():
-    shared = {"recipe": "mine", "overrides": [], "commit": None, "machine": "", "versions": {}}
-    shared |= {"tokens": 1, "steps": 1, "seconds": 1, "losses": []}
-    name = "mano/8/acc,none/static:4"
-    results = [
-        RunResult(stage=stage, seed=seed, results={name: value}, **shared)
-        for stage, seed, value in (("looped", 1, 0.9), ("looped", 2, 1), ("not_looped", 1, 0.125))
-    ]
+    results = results_of(looped={1: 0.9, 2: 1}, not_looped={1: 0.125})
     assert table_text(TABLE, results).splitlines()[2:] == [
         "| looped | - | 95.0 [31.5, 100.0] |",
         "| looped, paper | 100.0 | 97.6 |",
@@ -187,29 +167,11 @@ def test_the_title_of_a_table_is_what_its_numbers_support():
     for result in apart:
         result.results["mano/8/bits_per_byte/static:4"] = 1 / result.results.popitem()[1]
     assert conclusion(bits, apart).startswith("8 operations: looped is best, 1.1")
-
-
-def test_a_row_may_be_the_headline_and_a_message_has_numbers():
-    found = results_of(looped={1: 0.5})
-    assert conclusion(replace(TABLE, headline="looped"), found) == (
-        "looped: operations 8 is best, 50.0 % on one seed"
-    )
-    message = "With loops {looped|8} % are right, without {not|8} %"
-    told = conclusion(replace(TABLE, message=message), found)
+    table = replace(TABLE, headline="looped")
+    assert conclusion(table, once) == "looped: operations 8 is best, 50.0 % on one seed"
+    message = "With loops {looped|8} % are right, without {not|2} %"
+    told = conclusion(replace(TABLE, message=message), once)
     assert told == "With loops 50.0 % are right, without – %"
-
-
-def test_columns_with_numbers_stand_at_them_and_others_have_panels(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda figure, *_: figures.append(figure)
-    )
-    draw_table(TABLE, results_of(looped={1: 0.5}), tmp_path / "x.png")
-    assert [*figures[0].axes[0].get_xticks()] == [2, 8]
-    assert figures[0].axes[0].get_ylabel() == "% solved"
-    draw_table(replace(TABLE, columns_are=""), results_of(looped={1: 0.5}), tmp_path / "x.png")
-    assert [axes.get_title() for axes in figures[1].axes] == ["2", "8"]
-    assert [text.get_text() for text in figures[1].axes[0].get_yticklabels()] == ["looped"]
 
 
 @pytest.fixture
@@ -258,62 +220,9 @@ def test_points_stand_at_their_means_with_bars_and_two_seeds_are_hollow(figures,
     assert [text.get_text() for text in panel.get_yticklabels()] == ["", ""]
     low, high = panel.get_ylim()
     assert low > high  # the first row is on top
-
-
-@pytest.mark.parametrize(
-    ("columns", "places", "scale"),
-    [
-        (("1", "2", "4", "8"), [1, 2, 4, 8], "log"),
-        (("1", "2", "4"), [1, 2, 4], "linear"),
-        (("0", "1", "9"), [0, 1, 9], "linear"),
-        (("1e-4", "1e-3", "1e-2"), [1e-4, 1e-3, 1e-2], "log"),
-        (("few", "2 of them"), [0, 1], "linear"),
-        (("1 a", "1 b", "8"), [1, 1, 8], "linear"),
-    ],
-)
-def test_columns_whose_numbers_grow_have_a_logarithmic_axis(
-    figures, tmp_path, columns, places, scale
-):
-    table = replace(TABLE, columns={name: {"stratum": "8"} for name in columns}, paper={})
-    draw_table(table, results_of(looped={1: 0.5}), tmp_path / "x.png")
-    (axes,) = figures[0].axes
-    assert [*axes.get_xticks()] == places
-    assert axes.get_xscale() == scale
-    assert axes.get_xlabel() == "operations"
-
-
-def test_curves_and_costs_are_means_over_seeds(figures, tmp_path):
-    found = results_of(looped={1: 0.5, 2: 0.75}, not_looped={1: 0.25})
-    name = "mano/8/acc,none/static:4"
-    for seed, flops in enumerate((1e9, 3e9)):
-        logged = [(10, {name: 0.25 + seed / 2}), (20, {name: 0.5 + seed / 4})]
-        found[seed] = replace(found[seed], flops=flops, evaluations=logged)
-    draw_curves(TABLE, found, tmp_path / "x.png")
-    lines = [(*map(list, line.get_data()), line.get_alpha()) for line in figures[0].axes[1].lines]
-    drawn = [line for line in lines if line[0]]
-    assert drawn == [
-        ([10, 20], [25, 50], 0.4), ([10, 20], [75, 75], 0.4), ([10, 20], [50, 62.5], None),
-    ]  # fmt: skip
-    draw_against_flops(TABLE, found, tmp_path / "x.png")
-    (axes,) = figures[1].axes
-    assert [(x, y) for x, y, *_ in bars_of(axes)] == [([2e9], [62.5])]  # the other has no costs
-    assert axes.get_xscale() == "log"
-    assert axes.get_ylabel() == "% solved, 8"
-    level = [replace(one, flops=2e9) for one in found]
-    draw_against_flops(TABLE, level, tmp_path / "x.png")
-    (axes,) = figures[2].axes
-    assert sorted(x for (x,), *_ in bars_of(axes)) == pytest.approx([2e9, 2.03e9])
-
-
-def test_rows_that_are_level_are_named_or_counted():
-    rows = {name: {"stage": name} for name in "abcdef"}
-    table = replace(TABLE, rows=rows, paper={})
-    level = results_of(**{name: {1: 0.5, 2: 0.6 + at / 100} for at, name in enumerate("abcdef")})
-    assert conclusion(table, level[:8]).endswith("do not separate it from a, b, c")
-    assert conclusion(table, level[:10]).endswith("do not separate it from 4 others")
-    assert conclusion(replace(table, factor=1.0), level[:2]) == "8 operations: a is best, 0.6"
-    assert conclusion(table, []) == "% solved"
-    assert conclusion(replace(table, headline="2"), level, "8").startswith("8 operations: f is")
+    grid = replace(TABLE, columns={"half": {"stage": "50", "stratum": "8"}})
+    where, name = grid.address("looped", "half")
+    assert (where["stage"], name) == ("looped_50", "mano/8/acc,none/static:4")
 
 
 def test_rows_are_compared_on_the_same_documents():
@@ -347,13 +256,6 @@ def test_rows_are_compared_on_the_same_documents():
     assert table.difference(runs, "looped", "2") is None, "they read other documents"
 
 
-def test_a_row_and_a_column_of_a_grid_name_the_stage_together():
-    grid = replace(TABLE, columns={"half": {"stage": "50", "stratum": "8"}})
-    where, name = grid.address("looped", "half")
-    assert (where["stage"], name) == ("looped_50", "mano/8/acc,none/static:4")
-    assert TABLE.address("looped", "8")[0]["stage"] == "looped"
-
-
 def test_the_commands_write_and_show(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("titan_loop.analysis.results.is_clean", lambda commit: True)
     run = trained(tmp_path / "run")
@@ -372,15 +274,6 @@ def test_the_commands_write_and_show(tmp_path, capsys, monkeypatch):
     written.write_text(json.dumps(asdict(RunResult.of(run)) | {"later": 1}))
     assert main(["results", "show", COMMAND[2], "--folder", str(folder)]) == 2
     assert f"{written} is damaged" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--config", "runs/a/config.json"], ["--config=c.json"]])
-def test_a_run_that_repeats_a_config_has_no_recipe(tmp_path, capsys, words):
-    run = trained(tmp_path / "run")
-    record = json.loads(run.run_json.read_text())
-    run.run_json.write_text(json.dumps(record | {"command": ["titan-loop", "train", *words]}))
-    assert main(["results", "add", str(run.path), "--folder", str(tmp_path / "results")]) == 2
-    assert f"titan-loop train {words[0]}, which names no recipe" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("commit", [None, "0123456789ab", "HEAD-dirty"])
@@ -432,15 +325,18 @@ def test_mistakes(tmp_path, capsys):
     assert f"{tmp_path / 'mine'} has no result" in capsys.readouterr().err
     assert main(["results", "show", "nanbeige_quickstart"]) == 2
     assert "has no TABLES['nanbeige_quickstart']" in capsys.readouterr().err
-    RunDirectory(tmp_path).create_or_open(["python", "mine.py"], config={})
-    with pytest.raises(UserError, match=r"started by 'python mine.py', not by titan-loop train"):
-        RunResult.of(RunDirectory(tmp_path))
+    for name, command, message in (
+        ("a", ["python", "mine.py"], "started by 'python mine.py', not by titan-loop train"),
+        ("b", ["titan-loop", "train", "--config", "c.json"], "--config, which names no recipe"),
+    ):
+        RunDirectory(tmp_path / name).create_or_open(command, config={})
+        with pytest.raises(UserError, match=message):
+            RunResult.of(RunDirectory(tmp_path / name))
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        {"units": {"a": ["1 x", "2"]}},
         {"units": {"a": ["1 2", "3"]}},
         {"results": {"a": "x"}},
         {"flops": "x"},

@@ -3,15 +3,16 @@
 Sections without data are left out; the end of the page has the commands that would add them.
 """
 
+import base64
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import titan_loop
 from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
 from titan_loop.analysis.evaluation_tables import depth_rows, task_rows
 from titan_loop.analysis.frontier import frontier_points, write_frontier
 from titan_loop.analysis.norm_plots import plot_norms
-from titan_loop.analysis.page import Section, page
 from titan_loop.analysis.plots import charts, plot_held_out, plot_mixture
 from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
 from titan_loop.analysis.results import total_flops
@@ -29,6 +30,20 @@ from titan_loop.storage.json_files import read_json_object, write_text
 REPORT_NAME = "report.html"
 
 
+class Section(NamedTuple):
+    """A part of the page: a heading, a sentence, and an image or a table, header first."""
+
+    title: str
+    text: str
+    image: Path | None = None
+    rows: Sequence[Sequence[str]] = ()
+
+    def data(self) -> str:
+        """Return the image in base 64."""
+        assert self.image is not None
+        return base64.b64encode(self.image.read_bytes()).decode()
+
+
 def write_report(run_directory: RunDirectory) -> Path:
     """Draw everything a run has data for and write `report.html`; return its path."""
     run_directory.read_run()
@@ -43,8 +58,19 @@ def write_report(run_directory: RunDirectory) -> Path:
         *_lineage(run_directory),
     ]
     path = run_directory.path / REPORT_NAME
-    write_text(path, page(run_directory.path.resolve().name, sections, missing))
+    name, version = run_directory.path.resolve().name, titan_loop.__version__
+    write_text(
+        path, _template().render(name=name, sections=sections, missing=missing, version=version)
+    )
     return path
+
+
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    return environment.get_template(f"{REPORT_NAME}.j2")
 
 
 def plot_run(run_directory: RunDirectory) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Laws: planted coefficients come back, held-out error chooses the form, tables and runs are read."""
+"""Laws: coefficients come back, held-out error chooses the form, tables and runs are read."""
 
 import itertools
 import json

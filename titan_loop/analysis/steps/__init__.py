@@ -17,10 +17,6 @@ _ANALYSES = {
         f"{_HERE}.lens:analyse_lens",
         "read bridge and target off the states after every layer of every step",
     ),
-    "coordinates": Verb(
-        "titan_loop.analysis.coordinates:analyse_coordinates",
-        "train new models of several widths and R; compare their changes",
-    ),
     "patching": Verb(
         f"{_HERE}.patching:analyse_patching",
         "replace single states by another question's; measure the effect",
