@@ -9,11 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_loop.checkpoint import difference
-from titan_loop.checkpoint.difference import (
-    differences,
-    largest_differences,
-    manifest_differences,
-)
+from titan_loop.checkpoint.difference import differences, largest_differences
 
 numbers = st.one_of(
     st.floats(width=32), st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0])
@@ -37,7 +33,7 @@ def reference(a: list[float], b: list[float]) -> tuple[float, float]:
 def test_against_python(pairs, chunk):
     a, b = ([pair[side] for pair in pairs] for side in (0, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(difference, "CHUNK_ELEMENTS", chunk)
+        patch.setattr(difference, "_CHUNK_ELEMENTS", chunk)
         found = largest_differences(torch.tensor(a), torch.tensor(b))
     assert found == pytest.approx(reference(a, b), rel=1e-12)
 
@@ -54,16 +50,6 @@ def test_dtypes_are_mixed_in_float64():
     assert largest_differences(torch.tensor(3), torch.tensor(3.0)) == (0, 0)
     a = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
     assert largest_differences(a, torch.tensor([1.0, 4.0])) == (2.0, 0.5)
-
-
-def test_fields_of_manifests():
-    a = {"step": 3, "files": {"a": 1}, "trainer": {"tokens": 10, "R": 4}, "old": 1}
-    b = {"step": 3, "files": {"b": 2}, "trainer": {"tokens": 20, "R": 4}, "new": None}
-    assert {*manifest_differences(a, b)} == {
-        "manifest trainer.tokens: 10 | 20",
-        "manifest old: only in A",
-        "manifest new: only in B",
-    }
 
 
 class Checkpoint:
@@ -112,10 +98,9 @@ def test_every_difference_of_two_checkpoints_is_a_line():
         "value: 3 | 4",
     ]
     assert "kind: a tensor only in A" in [*differences(b, a)]
-    b.manifest = {"step": 2}
-    assert next(iter(differences(a, b))) == "manifest step: 1 | 2"
-
-
-def test_a_nested_field_may_have_the_name_of_one_that_is_not_compared():
-    a, b = ({"data": {"files": number}, "files": number} for number in (1, 2))
-    assert [*manifest_differences(a, b)] == ["manifest data.files: 1 | 2"]
+    a.manifest = {"step": 3, "files": 1, "trainer": {"tokens": 10, "R": 4}, "data": {"files": 1}}
+    b.manifest = {"step": 3, "files": 2, "trainer": {"tokens": 20, "R": 4}, "data": {"files": 2}}
+    assert [*differences(a, b)][:2] == [
+        "manifest data.files: 1 | 2",
+        "manifest trainer.tokens: 10 | 20",
+    ]

@@ -36,10 +36,10 @@ class Run:
             base_folder=str(folder),
         )
 
-    at_stage_end = held_back = False
+    at_stage_end = False
 
-    def before_save(self) -> None:
-        pass
+    def may_save(self) -> bool:
+        return True
 
     def lineage(self) -> dict[str, Any]:
         return {}

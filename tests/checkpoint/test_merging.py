@@ -20,7 +20,6 @@ from titan_loop.checkpoint.manifest import read_manifest, reference, write_manif
 from titan_loop.checkpoint.merging import merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.cli.main import main
-from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.families.ouro.model import OuroOptions
@@ -137,11 +136,9 @@ def test_the_manifest_names_the_parents_and_counts_no_tokens(sources: list[Path]
     ("change", "message"),
     [
         ({"count": torch.tensor([3, 5])}, "count has no mean and differs between"),
-        ({"mask": torch.tensor([True, True])}, "mask has no mean and differs"),
         ({"note": ("eps", 1e-5)}, "note has no mean and differs"),
         ({"note": torch.zeros(2)}, r"note is torch.float32 \[2\] in .*, but an object in"),
         ({"half": torch.zeros(999)}, r"half is torch.float32 \[999\] .* torch.bfloat16 \[999\]"),
-        ({"half": torch.zeros(3).bfloat16()}, r"half is torch.bfloat16 \[3\] in"),
         ({"gate.w": torch.zeros(2)}, r"gate.w is torch.float32 \[2\] in .*, but missing in"),
     ],
 )
@@ -188,10 +185,8 @@ def error_of(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
     ("weights", "message"),
     [
         (["1"], "weights=1 has 1 values for 2 checkpoints"),
-        (["1", "2", "3"], "weights=1 2 3 has 3 values for 2 checkpoints"),
         (["0", "0"], "weights=0 0 must be finite and at least 0, with a positive sum"),
         (["nan", "1"], "weights=nan 1 must be finite"),
-        (["1", "inf"], "weights=1 inf must be finite"),
         (["-1", "2"], "weights=-1 2 must be finite and at least 0"),
         (["one", "2"], "--weights"),
     ],
@@ -213,18 +208,12 @@ def test_checkpoints_that_do_not_fit_are_one_line_and_leave_nothing(
     first, second = runs
     to_new = ("--output", tmp_path / "mean")
     assert "at least two checkpoints, not 1" in error_of(capfd, first, *to_new)
-    assert "checkpoint merge: --output PATH" in error_of(capfd, first, second)
-    assert "is not empty" in error_of(capfd, first, second, "--output", first)
-    assert "is not a folder" in error_of(capfd, first, tmp_path / "missing", *to_new)
-    assert "has no manifest" in error_of(capfd, first, second / "checkpoints", *to_new)
-
     other = tmp_path / "other"
     options = OuroOptions(n_layers=3, rope_theta=5e4)
     write_run(other, options, random_model(options))
     message = error_of(capfd, first, other, *to_new)
     assert "another architecture" in message
     assert "model.n_layers=2 (checkpoint: 3)" in message
-    assert "model.rope_theta=10000.0 (checkpoint: 50000.0)" in message
 
     shard = next(second.glob("checkpoints/*/*.distcp"))
     whole = shard.read_bytes()
@@ -247,9 +236,6 @@ def test_other_vocabularies_are_refused(
     message = error_of(capfd, *command)
     assert "has another vocabulary than" in message
     assert "tokenizer 0123456789abcdef instead of tokenizer 7f66fd1a603a64a9" in message
-    mano = Mano(23, 4)
-    read(second, task=mano.name, modulus=23, max_operations=4)
-    assert f"task {mano.name} of {mano.vocab_size} tokens instead of" in error_of(capfd, *command)
     read(second)
     (second / "tokenizer.json").write_text("{}")  # as an import leaves one
     assert "tokenizer 44136fa355b3678a instead of" in error_of(capfd, *command)

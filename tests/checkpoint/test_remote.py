@@ -16,7 +16,7 @@ import pytest
 from tests.checkpoint.test_choosing import committed
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.choosing import newest_good
-from titan_loop.checkpoint.folders import add_tag, committed_steps, read_tags, remove_tag
+from titan_loop.checkpoint.folders import add_tag, committed_steps, read_tags
 from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_needed
@@ -103,23 +103,6 @@ def test_an_interrupted_upload_never_counts(memory, tmp_path, monkeypatch, fails
     assert not memory.exists("/bucket/runs/base/step-4")
 
 
-def test_an_upload_that_fails_for_a_moment_is_tried_again(memory, tmp_path, monkeypatch, caplog):
-    put, faults = type(memory).put_file, ["reset", "short"]
-
-    def flaky(self, local, path, *arguments, **keywords):
-        fault = faults.pop() if faults else None
-        if fault == "reset":
-            raise OSError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-        put(self, local, path, *arguments, **keywords)
-        if fault == "short":
-            self.pipe_file(path, b"half")
-
-    monkeypatch.setattr(type(memory), "put_file", flaky)
-    assert upload_all(tmp_path, [2]).steps() == [2]
-    assert "has 4 bytes instead of" in caplog.text
-    assert "attempt 2 of 3" in caplog.text
-
-
 def test_a_damaged_remote_checkpoint_is_skipped(memory, tmp_path, caplog):
     upload_all(tmp_path, [2, 4])
     path = "/bucket/runs/base/step-4/__0_0.distcp"
@@ -159,17 +142,6 @@ def test_a_new_run_directory_goes_on_with_a_remote_run_only_if_told_to(memory, t
     remote(tmp_path / "one", adopt=False)
 
 
-@pytest.mark.parametrize("content", [b"[]", b"{", b"[" * 100_000, b"\xff"])
-def test_a_record_of_the_store_that_is_no_object_is_refused_in_one_line(memory, tmp_path, content):
-    remote(tmp_path / "one")
-    memory.pipe_file("/bucket/runs/base/owner.json", content)
-    with pytest.raises(
-        UserError, match=r"owner\.json is damaged: it is not a JSON object"
-    ) as refusal:
-        remote(tmp_path / "one")
-    assert "\n" not in str(refusal.value)
-
-
 def test_of_two_first_starts_at_a_time_one_claims_the_store(memory, tmp_path, monkeypatch):
     """The other comes in after the first has seen that there is no owner."""
     read, raced = RemoteFolder.read, []
@@ -188,20 +160,6 @@ def test_of_two_first_starts_at_a_time_one_claims_the_store(memory, tmp_path, mo
         remote(tmp_path / "one", adopt=False)
     assert not (tmp_path / "one" / "remote.json").exists()
     remote(tmp_path / "two", adopt=False)
-
-
-def test_a_store_without_create_if_absent_is_claimed_too(memory, tmp_path, monkeypatch):
-    pipe = type(memory).pipe_file
-
-    def plain(self, path, value, **keywords):
-        if keywords:
-            raise NotImplementedError("no such header")
-        pipe(self, path, value)
-
-    monkeypatch.setattr(type(memory), "pipe_file", plain)
-    remote(tmp_path / "one", adopt=False)
-    with pytest.raises(UserError, match="holds the checkpoints of another run"):
-        remote(tmp_path / "two", adopt=False)
 
 
 def test_nothing_is_fetched_into_a_run_that_another_process_trains(memory, source, tmp_path):
@@ -237,22 +195,6 @@ def test_tagged_checkpoints_stay_there_whenever_they_were_tagged(memory, tmp_pat
     memory.rm("/bucket/runs/base/step-12", recursive=True)
     fetch_if_needed(remote(tmp_path / "other"), tmp_path / "other")
     assert read_tags(tmp_path / "other" / "checkpoints" / "step-4") == ["after"]
-
-
-def test_a_tag_taken_away_is_taken_away_there(memory, tmp_path):
-    add_tag(committed(tmp_path / "checkpoints", 2), "x")
-    upload_all(tmp_path, [2, 4])
-    remove_tag(tmp_path / "checkpoints" / "step-2", "x")
-    assert upload_all(tmp_path, [6]).steps() == [4, 6]
-
-
-def test_a_store_that_is_asked_for_a_token_and_does_not_answer_is_one_line(tmp_path, monkeypatch):
-    def url_to_fs(url: str, **options: Any) -> Any:
-        raise ConnectionError("no route\nto the host")
-
-    monkeypatch.setattr(fsspec.core, "url_to_fs", url_to_fs)
-    with pytest.raises(UserError, match=r"/base cannot be reached \(ConnectionError\); "):
-        remote(tmp_path, "memory://b/x")
 
 
 @pytest.mark.usefixtures("alone")

@@ -11,21 +11,6 @@ from titan_loop.errors import UserError
 SAVED = {"family": "ouro", "n_layers": 4, "dim": 64, "rope_theta": 1e4}
 
 
-def test_unknown_values_are_refused():
-    StartFrom(upcycle="stacked", moments="duplicate").check()
-    with pytest.raises(UserError, match=r"checkpoint\.carry\.upcycle=stack is unknown"):
-        StartFrom(upcycle="stack").check()  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UserError, match=r"checkpoint\.carry\.moments=none is unknown"):
-        StartFrom(moments="none").check()  # pyright: ignore[reportArgumentType]
-
-
-def test_moments_and_initial_values_are_left_out_of_the_comparison():
-    policy = StartFrom(keep_initial=["gate.*"]).key_policy()
-    assert tuple(policy.ignore_saved) == ()
-    assert tuple(policy.keep_initial) == ("gate.*", "optimizer.*gate.*")
-    assert tuple(StartFrom(optimizer=False).key_policy().ignore_saved) == ("optimizer.*",)
-
-
 @pytest.mark.parametrize(
     ("wanted", "carry", "message"),
     [
@@ -33,6 +18,7 @@ def test_moments_and_initial_values_are_left_out_of_the_comparison():
         ({"n_layers": 8}, StartFrom(), r"n_layers=8 .* or checkpoint\.carry\.upcycle=stacked$"),
         ({"n_layers": 6}, StartFrom(), r"n_layers=6 .* or another parent$"),
         ({"n_layers": 8, "dim": 65}, StartFrom(), r"or another parent$"),
+        ({"decode": True}, StartFrom(), r"model\.decode=True \(checkpoint: unknown\)"),
         ({"exit_gate": True}, StartFrom(), r"model\.exit_gate=True \(checkpoint: unknown\)"),
         ({"dim": 65}, StartFrom(keep_initial=["exit_gate.*"]), r"model\.dim=65"),
         ({"n_layers": 6}, StartFrom(upcycle="stacked"), "layers=6 does not repeat"),

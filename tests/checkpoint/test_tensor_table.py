@@ -1,6 +1,5 @@
 """The table of entries: what DCP described, checked, and written for checkpoints without one."""
 
-import os
 import pickle
 from dataclasses import replace
 from functools import partial
@@ -24,8 +23,6 @@ from titan_loop.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-TRAINER = {"step": 1, "tokens": 8, "recurrent_steps": 4, "architecture": {}}
-
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
@@ -45,17 +42,6 @@ def assert_equals_dcps(checkpoint: Path) -> None:
 
 def test_the_table_says_what_dcps_own_metadata_says(checkpoint):
     assert_equals_dcps(checkpoint)
-
-
-def test_a_missing_table_and_a_fifo_are_damage(checkpoint):
-    (checkpoint / TABLE).unlink()
-    os.mkfifo(checkpoint / TABLE)
-    with pytest.raises(DamagedCheckpointError, match="not a regular file"):
-        read_table(checkpoint)
-    (checkpoint / TABLE).unlink()
-    (checkpoint / ".metadata").unlink()
-    with pytest.raises(DamagedCheckpointError, match="it is missing"):
-        read_table(checkpoint)
 
 
 def resize(entries: dict[str, Any], rows: Any, stored: int | None = None) -> None:

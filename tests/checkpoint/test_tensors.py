@@ -88,15 +88,6 @@ def test_stock_dcp_reads_what_is_written(tmp_path):
     assert {key: state[key] for key in OBJECTS} == OBJECTS
 
 
-def test_only_the_part_that_is_viewed_is_written(tmp_path):
-    large = torch.arange(100_000.0)
-    write_checkpoint(
-        tmp_path / "new", {"w": LazyTensor((4,), large.dtype, lambda: large[2:6])}, CONTENT
-    )
-    assert (tmp_path / "new" / "__0_0.distcp").stat().st_size < 10_000
-    assert torch.equal(CheckpointReader(tmp_path / "new").read("w"), large[2:6])
-
-
 @pytest.mark.parametrize("made", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)])
 def test_another_tensor_than_announced_leaves_nothing(tmp_path, made):
     entries = {"first": torch.zeros(2), "w": LazyTensor((3,), torch.float32, lambda: made)}
@@ -127,16 +118,6 @@ def test_damage_is_found_before_anything_is_read(tmp_path):
     shard.write_bytes(content[:-1])
     with pytest.raises(DamagedCheckpointError, match="bytes instead of"):
         CheckpointReader(checkpoint, look_at="sizes")
-
-
-def test_unknown_entries_are_named_with_the_nearest(tmp_path):
-    reader = CheckpointReader(written(tmp_path))
-    with pytest.raises(UserError, match=r"no tensor .layers\.0\.v.; nearest: layers\.0\.w"):
-        reader.read("layers.0.v")
-    with pytest.raises(UserError, match="no tensor 'text'"):
-        reader.shape("text")
-    with pytest.raises(UserError, match="no object 'scalar'"):
-        reader.read_object("scalar")
 
 
 def test_a_model_is_loaded_strictly(tmp_path):

@@ -247,22 +247,6 @@ def test_rm_of_a_link_leaves_its_target_whole(checkpoints, call, tmp_path):
     assert "step-2: good" in call("verify", archived).out
 
 
-def test_links_that_lead_nowhere(checkpoints, call, tmp_path):
-    gone = tmp_path / "gone"
-    (checkpoints / "step-9").symlink_to(gone)
-    (checkpoints / "step-10").symlink_to(checkpoints / "step-10")
-    (checkpoints / "step-11").symlink_to(checkpoints.parent / "run.json")
-    reason = f"damaged: it is a link to {gone}, which does not exist"
-    assert reason in call("ls", checkpoints.parent).out
-    answer = call("verify", checkpoints.parent)
-    assert f"step-9: {reason}" in answer.out
-    assert answer.out.endswith("6 looked at, 2 damaged\n")
-    assert answer.code == 1
-    assert "step-11 is not a checkpoint" in call("rm", checkpoints / "step-11").error
-    assert call("rm", checkpoints / "step-9", checkpoints / "step-10").code == 0
-    assert [listed.step for listed in list_checkpoints(checkpoints)] == [2, 4, 6, 8]
-
-
 def test_a_folder_of_checkpoints_that_is_a_link(checkpoints, call, tmp_path):
     elsewhere = tmp_path / "scratch"
     checkpoints.rename(elsewhere)

@@ -8,10 +8,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from titan_loop.errors import UserError
+from titan_loop.storage import transient
 from titan_loop.storage.json_files import (
     append_jsonl,
     count,
@@ -59,70 +61,70 @@ def test_a_file_from_an_editor_has_every_line(tmp_path: Path):
     assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_broken_line_in_the_middle_is_named(tmp_path: Path):
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(UserError, match="line 2"):
-        read_jsonl(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is damaged (.*); move it away"),
-        ("[]", "is damaged (.*); move it away"),
-        ('{"version": 1}', "is damaged (.*format_version.*); move it away"),
-        ('{"format_version": 3}', "has format version 3, this titan_loop reads up to 2; upgrade"),
-    ],
-)
-def test_a_versioned_file_that_cannot_be_read_is_one_line(tmp_path, text, message):
-    path = tmp_path / "record.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=message):
-        read_versioned_json(path, format_version=2, fix="move it away")
-    path.write_text('{"format_version": 2, "a": 1}')
-    assert read_versioned_json(path, format_version=2, fix="")["a"] == 1
-
-
 FAULTS: dict[str, Callable[[Path], object]] = {
+    "half": lambda path: path.write_text("{"),
+    "an array": lambda path: path.write_text("[]"),
+    "no version": lambda path: path.write_text('{"version": 1}'),
     "nested": lambda path: path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000),
-    "nested less": lambda path: path.write_text('{"a":' * 500 + "1" + "}" * 500),
     "huge integer": lambda path: path.write_text('{"format_version": ' + "9" * 5000 + "}"),
     "infinite": lambda path: path.write_text('{"format_version": 1e999}'),
     "not UTF-8": lambda path: path.write_bytes(b'{"a": "\xff"}'),
-    "a number": lambda path: path.write_text("5"),
-    "FIFO": os.mkfifo,
     "folder": Path.mkdir,
     "link loop": lambda path: path.symlink_to(path),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "below a file": lambda path: (path.parent / "x.json").touch() or path.symlink_to("x.json/y"),
+    "terabyte": lambda path: path.touch() or os.truncate(path, 1 << 40),
 }
 
 
 @pytest.mark.parametrize("spoil", FAULTS.values(), ids=FAULTS)
-def test_what_holds_no_json_object_is_one_line(tmp_path: Path, spoil):
-    one, lines = tmp_path / "record.json", tmp_path / "m.jsonl"
-    spoil(one)
+def test_what_holds_no_json_object_of_this_version_is_one_line(tmp_path: Path, spoil):
+    spoil(tmp_path / "record.json")
     with pytest.raises(UserError, match=r"record\.json is damaged \(.+\); move it away$") as caught:
-        read_versioned_json(one, format_version=2, fix="move it away")
+        read_versioned_json(tmp_path / "record.json", format_version=2, fix="move it away")
     assert len(str(caught.value)) < 500
-    spoil(lines)
-    if lines.is_file():
-        lines.write_bytes(lines.read_bytes() + b"\n")
-    with pytest.raises(UserError, match=r"m\.jsonl('? line 1| is damaged).*; (remove|move)"):
-        read_jsonl(lines, {"step": int})
 
 
-def test_a_sparse_file_is_refused_before_it_fills_the_memory(tmp_path: Path):
-    (tmp_path / "x.json").touch()
-    os.truncate(tmp_path / "x.json", 1 << 40)
-    with pytest.raises(UserError, match="more than"):
-        read_json_object(tmp_path / "x.json", fix="")
-    os.mkfifo(tmp_path / "fifo.jsonl")
-    with pytest.raises(UserError, match="not a regular file"):
-        append_jsonl(tmp_path / "fifo.jsonl", {"a": 1})
+def test_a_version_from_the_future_is_refused(tmp_path: Path):
+    write_json(tmp_path / "x.json", {"format_version": 3, "a": 1})
+    assert read_versioned_json(tmp_path / "x.json", format_version=3, fix="")["a"] == 1
+    with pytest.raises(UserError, match="version 3, this titan_loop reads up to 2; upgrade"):
+        read_versioned_json(tmp_path / "x.json", format_version=2, fix="")
+
+
+@pytest.mark.parametrize("line", [*('{"st', "5", '{"a":' * 100_000, '{"step": "1"}'), b"\xff"])
+def test_a_wrong_line_in_the_middle_is_named(tmp_path: Path, line: str | bytes):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(
+        b'{"step": 1}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n"
+    )
+    with pytest.raises(UserError, match=r"line 2 .*; remove that line"):
+        read_jsonl(path, {"step": int})
+
+
+def test_a_read_that_fails_or_is_short_is_tried_again(tmp_path: Path, monkeypatch):
+    write_json(tmp_path / "x.json", {"a": 1})
+    whole, opened, faults = os.open, os.fstat, [errno.EIO, errno.ESTALE]
+
+    def flaky(path: Path, flags: int) -> int:
+        if faults:
+            raise OSError(fault := faults.pop(), os.strerror(fault))
+        return whole(path, flags)
+
+    def longer(descriptor: int) -> SimpleNamespace:  # the file has more than is read
+        monkeypatch.setattr(os, "fstat", opened)
+        found = opened(descriptor)
+        return SimpleNamespace(st_mode=found.st_mode, st_size=found.st_size + 1)
+
+    monkeypatch.setattr(os, "open", flaky)
+    monkeypatch.setattr(os, "fstat", longer)
+    before = transient.retries()
+    assert read_json_object(tmp_path / "x.json", fix="") == {"a": 1}
+    assert transient.retries() == before + 3
 
 
 def test_a_failing_disk_is_not_damage(tmp_path: Path, monkeypatch):
-    def fail(path: Path, flags: int, mode: int) -> int:
+    def fail(path: Path, flags: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     write_json(tmp_path / "x.json", {})

@@ -7,40 +7,28 @@ import pytest
 from titan_loop.storage import transient
 
 
-@pytest.fixture
-def waits(monkeypatch) -> list[float]:
-    found: list[float] = []
-    monkeypatch.setattr(transient.time, "sleep", found.append)
+def test_only_errors_of_the_machine_are_tried_again_each_time_later(monkeypatch):
+    waits: list[float] = []
+    monkeypatch.setattr(transient.time, "sleep", waits.append)
     monkeypatch.setattr(transient, "WAIT_SECONDS", 0.5)
-    return found
 
+    def act(*errors: int) -> str:
+        left = [*errors]
 
-def test_every_wait_is_twice_as_long_and_every_retry_is_counted(waits):
-    calls = []
+        def once() -> str:
+            if left:
+                raise OSError(left.pop(), "it says")
+            return "read"
 
-    def act() -> str:
-        calls.append(None)
-        if len(calls) < transient.ATTEMPTS:
-            raise OSError(errno.EIO, "input/output error")
-        return "read"
+        return transient.retried(once)
 
     before = transient.retries()
-    assert transient.retried(act) == "read"
-    assert waits == [0.5 * 2**n for n in range(transient.ATTEMPTS - 1)]
-    assert transient.retries() - before == transient.ATTEMPTS - 1
-
-
-def test_the_last_error_is_raised_and_others_are_not_tried_again(waits):
-    def stale() -> None:
-        raise OSError(errno.ESTALE, "stale file handle")
-
-    with pytest.raises(OSError, match="stale"):
-        transient.retried(stale)
-    assert len(waits) == transient.ATTEMPTS - 1
-
-    def absent() -> None:
-        raise FileNotFoundError("gone")
-
+    assert act(*[errno.EIO] * 4) == "read"
+    assert waits == [0.5, 1.0, 2.0, 4.0]
+    assert transient.retries() == before + 4
+    with pytest.raises(OSError, match="it says"):
+        act(*[errno.ESTALE] * 5)
+    assert len(waits) == 8
     with pytest.raises(FileNotFoundError):
-        transient.retried(absent)
-    assert len(waits) == transient.ATTEMPTS - 1
+        act(errno.ENOENT)
+    assert len(waits) == 8

@@ -253,7 +253,7 @@ def test_everything_is_closed_even_if_one_part_fails(broken):
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def close(self) -> None:
+        def close(self, **_: bool) -> None:
             closed.append(self.name)
             if self.name == broken:
                 raise OSError(broken)

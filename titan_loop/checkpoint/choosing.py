@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from titan_loop.checkpoint.folders import (
     committed_steps,
     is_committed,
-    renamed_checkpoints,
     step_folder,
     unfinished_steps,
 )
@@ -44,15 +43,13 @@ def newest_good(
     with a warning that gives the reason. The ranks of `group` share the work and agree on the
     result; without a group, this process looks alone.
 
-    Raises:
-        UserError: Checkpoints were committed, but none is whole or all were renamed; whether to
-            start from scratch is the user's decision.
-        RunFailedError: A disk fails, or a node's files differ from rank 0's.
+    Raises `UserError` if checkpoints were committed, but none is whole: whether to start from
+    scratch is the user's decision; `RunFailedError` if a node's files differ from rank 0's.
     """
     # One rank lists, so that all agree even where directory listings lag behind.
-    steps, unfinished, renamed = from_rank_zero(
+    steps, unfinished = from_rank_zero(
         group,
-        lambda: (committed_steps(folder), unfinished_steps(folder), renamed_checkpoints(folder)),
+        lambda: (committed_steps(folder), unfinished_steps(folder)),
     )
     for step in unfinished:
         if step > max(steps, default=-1):
@@ -68,12 +65,6 @@ def newest_good(
         raise UserError(
             f"no checkpoint in {folder} is usable ({'; '.join(reasons)}); repair one, or choose "
             "another dump_folder to start from scratch"
-        )
-    if renamed:
-        raise UserError(
-            f"{folder} holds only renamed checkpoints ({', '.join(renamed)}); rename each to "
-            "step-N, N the step in its manifest, or choose another dump_folder to start from "
-            "scratch"
         )
     return None
 

@@ -14,14 +14,17 @@ from torch import Tensor
 
 from titan_loop.checkpoint.tensors import CheckpointReader
 
-CHUNK_ELEMENTS = 2**20
-NOT_COMPARED = ("files", "format_version", "sha256")
-"""Fields of the manifest: they describe the files, not the content."""
+_CHUNK_ELEMENTS = 2**20
+_NOT_COMPARED = {"files", "format_version", "sha256"}  # they describe the files, not the content
 
 
 def differences(a: CheckpointReader, b: CheckpointReader) -> Iterator[str]:
     """Yield a line for everything that differs, as it is found: manifest, then entries by key."""
-    yield from manifest_differences(a.manifest, b.manifest)
+    first, second = (
+        {name: value for name, value in each.manifest.items() if name not in _NOT_COMPARED}
+        for each in (a, b)
+    )
+    yield from _manifest_differences(first, second)
     tensors = {*a.tensor_keys()}, {*b.tensor_keys()}
     keys = {*a.keys()}, {*b.keys()}
     for key in sorted(keys[0] | keys[1]):
@@ -35,27 +38,34 @@ def differences(a: CheckpointReader, b: CheckpointReader) -> Iterator[str]:
             yield f"{key}: {values[0]!r} | {values[1]!r}"
 
 
-def manifest_differences(
+def _manifest_differences(
     a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "manifest "
 ) -> Iterator[str]:
-    """Yield a line for each field that differs, nested ones by their path."""
     for name in sorted({*a, *b}):
-        if prefix == "manifest " and name in NOT_COMPARED:
-            continue
-        if name not in a or name not in b:
-            yield f"{prefix}{name}: only in {'A' if name in a else 'B'}"
-        elif isinstance(a[name], dict) and isinstance(b[name], dict):
-            yield from manifest_differences(a[name], b[name], f"{prefix}{name}.")
-        elif a[name] != b[name]:
-            yield f"{prefix}{name}: {a[name]!r} | {b[name]!r}"
+        first, second = a.get(name), b.get(name)
+        if isinstance(first, dict) and isinstance(second, dict):
+            yield from _manifest_differences(first, second, f"{prefix}{name}.")
+        elif first != second:
+            yield f"{prefix}{name}: {first!r} | {second!r}"
+
+
+def _tensor_differences(a: CheckpointReader, b: CheckpointReader, key: str) -> Iterator[str]:
+    if a.shape(key) != b.shape(key):
+        yield f"{key}: shape {[*a.shape(key)]} | {[*b.shape(key)]}"
+        return
+    if a.dtype(key) != b.dtype(key):
+        yield f"{key}: {a.dtype(key)} | {b.dtype(key)}"
+    absolute, relative = largest_differences(a.read(key), b.read(key))
+    if absolute > 0:
+        yield f"{key}: largest difference {absolute:.3g}, relative {relative:.3g}"
 
 
 def largest_differences(a: Tensor, b: Tensor) -> tuple[float, float]:
     """Return the largest absolute and relative difference of two real tensors of one shape."""
-    exact = torch.float64 if a.is_floating_point() or b.is_floating_point() else torch.int64
     absolute = relative = 0.0
+    exact = torch.float64 if a.is_floating_point() or b.is_floating_point() else torch.int64
     for left, right in zip(
-        a.reshape(-1).split(CHUNK_ELEMENTS), b.reshape(-1).split(CHUNK_ELEMENTS), strict=True
+        a.reshape(-1).split(_CHUNK_ELEMENTS), b.reshape(-1).split(_CHUNK_ELEMENTS), strict=True
     ):
         left, right = left.to(exact), right.to(exact)
         # Subtracting equal infinities, or two NaN, gives NaN.
@@ -72,14 +82,3 @@ def largest_differences(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 def _nan_is_infinite(x: Tensor) -> Tensor:
     return x.nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def _tensor_differences(a: CheckpointReader, b: CheckpointReader, key: str) -> Iterator[str]:
-    if a.shape(key) != b.shape(key):
-        yield f"{key}: shape {[*a.shape(key)]} | {[*b.shape(key)]}"
-        return
-    if a.dtype(key) != b.dtype(key):
-        yield f"{key}: {a.dtype(key)} | {b.dtype(key)}"
-    absolute, relative = largest_differences(a.read(key), b.read(key))
-    if absolute > 0:
-        yield f"{key}: largest difference {absolute:.3g}, relative {relative:.3g}"

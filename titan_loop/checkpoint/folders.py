@@ -4,7 +4,6 @@ A folder counts once it has a manifest. Deleting starts with the manifest, so a 
 that is killed half-way leaves something that does not count, never something that looks whole.
 """
 
-import errno
 import logging
 import os
 import re
@@ -43,10 +42,6 @@ def is_committed(checkpoint: Path) -> bool:
         retried((checkpoint / MANIFEST).stat)
     except FileNotFoundError:
         return False
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        # Links that lead to each other count as committed; reading them finds the damage.
     return True
 
 
@@ -58,16 +53,6 @@ def committed_steps(folder: Path) -> list[int]:
 def unfinished_steps(folder: Path) -> list[int]:
     """Return the steps of saves in `folder` that never finished or that are half deleted."""
     return [step for step, path in _step_folders(folder) if not is_committed(path)]
-
-
-def renamed_checkpoints(folder: Path) -> list[str]:
-    """Return the names of renamed checkpoints that still begin with "step-", sorted."""
-    if not folder.is_dir():
-        return []
-    likely = (path for path in folder.iterdir() if path.name.startswith("step-"))
-    return sorted(
-        path.name for path in likely if not _STEP.fullmatch(path.name) and is_committed(path)
-    )
 
 
 def discard(checkpoint: Path) -> None:
@@ -126,23 +111,10 @@ def _step_folders(folder: Path) -> list[tuple[int, Path]]:
         # Not `Path.is_dir`: from Python 3.13 on it reports a folder on a failing disk as absent,
         # and the run would start from scratch.
         with os.scandir(folder) as entries:
-            matches = [(_STEP.fullmatch(entry.name), entry) for entry in entries]
-            return [
-                (int(match[1]), Path(entry.path))
-                for match, entry in matches
-                if match and _is_folder(entry)
-            ]
+            found = [(_STEP.fullmatch(entry.name), entry) for entry in entries]
+            return [(int(m[1]), Path(entry.path)) for m, entry in found if m and entry.is_dir()]
 
     try:
         return sorted(retried(look))
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
-
-
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        return False

@@ -51,8 +51,7 @@ def list_checkpoints(
     """Return all checkpoints in `folder` by increasing step, set aside and unfinished ones too."""
     if not folder.is_dir():
         return []
-    named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    found = [path for path in named if path.is_dir() or _leads_nowhere(path)]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     listed = [look_at(path, hashes=hashes, policy=policy) for path in found]
     return sorted(listed, key=lambda checkpoint: (checkpoint.step, checkpoint.path.name))
 
@@ -60,25 +59,18 @@ def list_checkpoints(
 def look_at(path: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL) -> ListedCheckpoint:
     """Describe one checkpoint's folder; raise `UserError` if it is missing or its name is wrong."""
     match = _NAME.fullmatch(path.name)
-    if match is None or not (path.is_dir() or _leads_nowhere(path)):
+    if match is None or not path.is_dir():
         raise UserError(f"{path} is not a checkpoint; give its folder step-N")
-    step = int(match[2])
-    if not path.is_dir():
-        fault = f"it is a link to {path.readlink()}, which does not exist"
-        return ListedCheckpoint(path, step, None, [fault], [], 0)
-    manifest, best = None, None
+    step, manifest, best = int(match[2]), None, None
     faults: list[str] = []
     tags: list[str] = []
-    if is_committed(path):
-        try:
+    try:
+        if is_committed(path):
             manifest = read_manifest(path)
             faults = _find_faults(path, manifest, hashes=hashes)
             best = newest_best_step(path.parent)
-        except (UserError, RunFailedError) as error:
-            faults = [str(error)]
-    try:
         tags = read_tags(path)
-    except UserError as error:
+    except (UserError, RunFailedError) as error:
         faults.append(str(error))
     if manifest is None or match[1] is not None:  # the keep policy ignores it
         policy, best = KEEP_ALL, None
@@ -87,23 +79,15 @@ def look_at(path: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL) 
     return ListedCheckpoint(path, step, manifest, faults, kept, size)
 
 
-def _leads_nowhere(path: Path) -> bool:
-    """Return whether it is a link to a missing target, such as an archive that is not mounted."""
-    return path.is_symlink() and not path.exists()
-
-
 def _find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> list[str]:
     faults = [reason] if (reason := wrong_step(checkpoint, manifest)) else []
     faults += find_damage(checkpoint, manifest["files"], hashes=hashes).values()
-    if hashes:
+    if hashes and not faults:
         from titan_loop.checkpoint.tensor_table import read_table  # imports torch
 
-        try:
-            stored = read_table(checkpoint).storage_data
-            unknown = {info.relative_path for info in stored.values()} - manifest["files"].keys()
-            faults += [f"{name} is in {TABLE}, but not in {MANIFEST}" for name in sorted(unknown)]
-        except UserError as error:
-            faults.append(str(error))
+        stored = read_table(checkpoint).storage_data
+        unknown = {info.relative_path for info in stored.values()} - manifest["files"].keys()
+        faults += [f"{name} is in {TABLE}, but not in {MANIFEST}" for name in sorted(unknown)]
     return faults
 
 

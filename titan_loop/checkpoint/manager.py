@@ -44,6 +44,7 @@ from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader
 from titan_loop.checkpoint.rewinds import jumped_windows, read_rewinds
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint, stager
 from titan_loop.checkpoint.start_from import StartFrom
+from titan_loop.checkpoint.trained import Trained, TrainedData, TrainedMoments
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
 from titan_loop.errors import UserError, require_at_least, require_known
 from titan_loop.ranks import from_all_ranks, from_rank_zero
@@ -51,9 +52,9 @@ from titan_loop.storage.remote_folder import check_address
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 
-INHERITED = ("origin", "upcycled")
-"""Lineage that every checkpoint of a run repeats: only the first one names the run's origin as its
-parent, and the keep policy may delete it."""
+# Every checkpoint of a run repeats these: only the first one names the run's origin as its parent,
+# and the keep policy may delete it.
+_INHERITED = ("origin", "upcycled")
 
 _LONGEST_END = timedelta(minutes=30)
 """Time that ranks wait for the slowest one to close its files."""
@@ -124,7 +125,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
         @property
         def keep_policy(self) -> KeepPolicy:
-            """The checkpoints that stay."""
+            """The checkpoints that stay, here and in the object store."""
             return KeepPolicy(self.keep_latest_k, self.keep_every)
 
         @property
@@ -140,21 +141,20 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self,
         config: Config,
         *,
-        dataloader: Any,
+        dataloader: TrainedData,
         model_parts: list[torch.nn.Module],
-        optimizers: Any,
+        optimizers: TrainedMoments,
         states: dict[str, Any],
         base_folder: str = "",
         **unused: Any,
     ) -> None:
         # `unused`: schedulers (the rate follows from the token count) and an adapter of formats.
-        self.enable = config.enable
+        self.config, self.enable = config, config.enable
         self.measured: Best | None = None  # newest held-out loss, set by an evaluation on all ranks
         if not self.enable:
             return
-        self.config = config
         self.path = Path(base_folder) / CHECKPOINTS
-        self.trainer = states[TRAIN_STATE]  # a LoopTrainer, whose layer is above this one
+        self.trainer: Trained = states[TRAIN_STATE]
         self.dataloader = dataloader
         self.model = ModelWrapper(model_parts)
         self.optimizers = optimizers
@@ -167,7 +167,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
         group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
-        self.ends_together = False
         self.uploader: Uploader | None = None
         self.staging_future: Future[dict[str, Any]] | None = None
         self.save_future: Future[bool] | None = None
@@ -186,10 +185,10 @@ class LoopCheckpointManager(BaseCheckpointManager):
     # Saving
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        if not self._is_due(curr_step, last_step):
-            return False
-        self.trainer.before_save()
-        if self.trainer.held_back:  # as the newest step's verdict, read just now, says
+        # A new best is due, too. A running save counts as done, so that evaluations need not wait.
+        is_best = best_with(self.best, self.measured, curr_step) is not self.best
+        due = is_best or self.is_due(curr_step, last_step=last_step)
+        if not due or self.config.load_only or not self.trainer.may_save():
             return False
         self.maybe_wait_for_saving()
         if curr_step == self._last_saved:  # a run whose data ended comes here once more
@@ -254,14 +253,10 @@ class LoopCheckpointManager(BaseCheckpointManager):
         done.set_result(staged)
         return done
 
-    def _is_due(self, step: int, last_step: bool) -> bool:
-        if self.config.load_only or self.trainer.held_back:
-            return False
+    def is_due(self, step: int, *, last_step: bool) -> bool:
+        """Return whether this step is one to save; a new best is saved besides."""
         first = step == 1 and self.config.enable_first_step_checkpoint
-        if first or last_step or step % self.config.interval == 0:
-            return True
-        # A new best is due, too. A running save counts as done, so that evaluations need not wait.
-        return best_with(self.best, self.measured, step) is not self.best
+        return first or last_step or step % self.config.interval == 0
 
     def tensors(self) -> dict[str, Any]:
         """Return the state of model and optimisers that a checkpoint holds."""
@@ -317,15 +312,12 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def _find_newest(self) -> tuple[int, dict[str, Any]] | None:
         """Choose a checkpoint; if all are damaged, fetch one from the store and choose again."""
-
-        def fetch() -> int | None:
-            return None if self.uploader is None else self.uploader.remote.fetch_newest()
-
         find = partial(newest_good, self.path, look_at=self._look_at, group=self.group)
         try:
             return find()
         except UserError:
-            if from_rank_zero(self.group, fetch) is None:
+            remote = None if self.uploader is None else self.uploader.remote
+            if from_rank_zero(self.group, lambda: remote and remote.fetch_newest()) is None:
                 raise
             return find()
 
@@ -361,7 +353,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self._last_saved = step
         self.best = manifest.get(BEST)
         lineage = manifest["lineage"]
-        self.inherited = {name: lineage[name] for name in INHERITED if name in lineage}
+        self.inherited = {name: lineage[name] for name in _INHERITED if name in lineage}
         if "upcycled" in lineage:
             self.inherited.setdefault("origin", lineage["parent"])
         return True
@@ -437,6 +429,14 @@ class LoopCheckpointManager(BaseCheckpointManager):
         future, self.save_future = self.save_future, None
         self._noted(future.result())
 
+    def close(self, *, together: bool = False) -> None:
+        """Finish what is being written; ranks that close `together` leave at the same time.
+
+        A launcher may kill ranks that live much longer than the first one.
+        """
+        self._together = together
+        super().close()
+
     def _close(self) -> None:
         self._writer.shutdown(wait=True)
         if self.uploader is not None:
@@ -447,7 +447,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         if self._stager is not None:
             self._stager.close()
         if dist.is_initialized():
-            if self.ends_together:
+            if self._together:
                 try:
                     dist.monitored_barrier(self.group, timeout=_LONGEST_END)
                 except RuntimeError as error:

@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 from titan_loop.errors import UserError
 from titan_loop.storage.file_names import is_file_name
 from titan_loop.storage.json_files import finite_or_null, nested, read_json_object, write_json
-from titan_loop.storage.regular_file import DamagedFileError, open_regular
+from titan_loop.storage.regular_file import DamagedFileError
 from titan_loop.storage.transient import ShortReadError, retried, unreadable
 
 MANIFEST = "manifest.json"
@@ -183,8 +183,6 @@ def find_damage(
                 damage[name] = f"{name} has a different SHA-256 than when it was written"
         except FileNotFoundError:
             damage[name] = f"{name} is missing"
-        except DamagedFileError as error:
-            damage[name] = f"{name}: {error.reason}"
         except OSError as error:
             raise unreadable(path, error, "check its disk and permissions") from error
     return damage
@@ -230,7 +228,7 @@ def _digest(record: dict[str, Any]) -> str:
 
 def _record(path: Path) -> FileRecord:
     def read() -> FileRecord:
-        with open_regular(path, fix="use another checkpoint") as file:
+        with path.open("rb") as file:
             digest, found = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
             if found < os.fstat(file.fileno()).st_size:
                 raise ShortReadError(path, f"only {found} bytes were read")

@@ -11,7 +11,7 @@ Source: Wortsman et al. 2022, "Model soups", arXiv:2203.05482, §2 (the uniform 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,9 @@ def merge_checkpoints(
 ) -> None:
     """Write and commit the weighted mean of committed checkpoints, as a checkpoint of step 0.
 
-    The largest tensor is in memory twice in float64 and once as it is saved.
-
-    The new manifest counts no tokens. R, the architecture and the position in the data come from
-    the first checkpoint. `lineage.merged` has, for every checkpoint, its path, the hash of its
-    manifest and its share a_i / Σ a_i as `weight`.
-
-    Args:
-        weights: One for each checkpoint, finite and ≥ 0 with a positive sum; empty for equal ones.
-            A checkpoint of weight 0 is checked like the others, but not added.
+    The largest tensor is in memory twice in float64 and once as it is saved. R, the architecture
+    and the position in the data come from the first checkpoint; `lineage.merged` has the reference
+    of every one and its share a_i / Σ a_i as `weight`. Empty `weights` are equal ones.
     """
     factors = scaled_weights(weights, len(sources))
     manifests = [read_manifest(source) for source in sources]
@@ -56,13 +50,11 @@ def merge_checkpoints(
         _check_forms(first, other, forms)
     entries: dict[str, Any] = {}
     for name, form in forms.items():
-        if form == _OBJECT:
-            entries[name] = _shared(readers, name, CheckpointReader.read_object)
-        elif first.dtype(name).is_floating_point:
+        if form != _OBJECT and first.dtype(name).is_floating_point:
             produce = partial(_mean, readers, factors, name)
             entries[name] = LazyTensor(first.shape(name), first.dtype(name), produce)
         else:
-            entries[name] = _shared(readers, name, CheckpointReader.read)
+            entries[name] = _shared(readers, name, is_object=form == _OBJECT)
     merged = [
         {**reference(source), "weight": factor / sum(factors)}
         for source, factor in zip(sources, factors, strict=True)
@@ -118,19 +110,15 @@ def _check_forms(first: CheckpointReader, other: CheckpointReader, forms: dict[s
             )
 
 
-def _shared(
-    readers: Sequence[CheckpointReader], name: str, read: Callable[[CheckpointReader, str], Any]
-) -> Any:
-    first, *others = readers
-    value = read(first, name)
-    for other in others:
-        there = read(other, name)
-        if not (torch.equal(value, there) if isinstance(value, Tensor) else value == there):
+def _shared(readers: Sequence[CheckpointReader], name: str, *, is_object: bool) -> Any:
+    values = [each.read_object(name) if is_object else each.read(name) for each in readers]
+    for reader, value in zip(readers, values, strict=True):
+        if not (value == values[0] if is_object else torch.equal(value, values[0])):
             raise UserError(
-                f"{name} has no mean and differs between {first.checkpoint} and "
-                f"{other.checkpoint}; merge checkpoints that agree in it"
+                f"{name} has no mean and differs between {readers[0].checkpoint} and "
+                f"{reader.checkpoint}; merge checkpoints that agree in it"
             )
-    return value
+    return values[0]
 
 
 def _mean(readers: Sequence[CheckpointReader], factors: Sequence[float], name: str) -> Tensor:

@@ -141,23 +141,25 @@ class RemoteCheckpoints:
         return tagged
 
     def _claim(self, run: Path, *, adopt: bool) -> None:
+        """Write the identity of this run, unless another run has: two would mix their steps."""
+        record = run / OWN_RECORD
         try:
-            own: str | None = read_json_object(run / OWN_RECORD, fix="delete it")["run"]
+            own: str | None = read_json_object(record, fix="delete it")["run"]
         except FileNotFoundError:
             own = None
-        fresh = own is None and newest_good(self._checkpoints, look_at="manifest") is None
+        fresh = own is None and not committed_steps(self._checkpoints)
         claim = own or secrets.token_hex(8)
         try:
             owner = self._object(OWNER).get("run")
         except FileNotFoundError:
             # The local record first: a start that is killed in between must know its own claim.
-            write_json(run / OWN_RECORD, {"run": claim})
+            write_json(record, {"run": claim})
             there = self._folder.create(OWNER, json.dumps({"run": claim}).encode())
             owner = self._parsed(OWNER, there).get("run")
             if owner == claim:
                 return
             if own is None:
-                (run / OWN_RECORD).unlink()
+                record.unlink()
         if owner != own and not (fresh and adopt):
             fix = f", or go on with that run in {run}: --checkpoint.adopt-remote" if fresh else ""
             raise UserError(
@@ -165,7 +167,7 @@ class RemoteCheckpoints:
                 f"folder{fix}"
             )
         if owner != own:
-            write_json(run / OWN_RECORD, {"run": owner})
+            write_json(record, {"run": owner})
 
     def _all_steps(self) -> list[int]:
         matches = (re.fullmatch(STEP_NAME, name) for name in self._folder.names())

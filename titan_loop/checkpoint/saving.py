@@ -56,7 +56,9 @@ def save_checkpoint(
     on_commit: Callable[[], None],
     rank_files: Mapping[str, bytes] | None = None,
 ) -> Reference | None:
-    """Write and commit a checkpoint; collective over `group`.
+    """Write and commit a checkpoint; collective over `group`. Return its reference on rank 0.
+
+    If no attempt succeeds on all ranks, all raise `SaveFailedError`.
 
     Args:
         state_dict: Returns tensors and objects, which must not change until this function
@@ -64,10 +66,6 @@ def save_checkpoint(
         on_commit: Called on rank 0 after the commit; its errors are logged, since nothing may undo
             a commit.
         rank_files: Content of further files, by name, that this rank writes.
-
-    Returns:
-        On rank 0, the checkpoint's reference for a descendant's lineage; None elsewhere. If no
-        attempt succeeds on all ranks, all raise `SaveFailedError`.
     """
     rank, reason = dist.get_rank(group), None
     for attempt in retry.each():

@@ -41,11 +41,10 @@ class TableWriter(filesystem.FileSystemWriter):
 
 
 def read_table(checkpoint: Path) -> dcp.Metadata:
-    """Return DCP's description of a checkpoint, made from its table.
+    """Return DCP's description of a checkpoint, made from its table; `DamagedCheckpointError`.
 
-    The chunks of a tensor are checked to add up to its shape and to fit their stored bytes, so that
-    it is safe to allocate, and every file to be in the checkpoint's folder. Raises
-    `DamagedCheckpointError`.
+    The chunks of a tensor must add up to its shape and fit their stored bytes, so that it is safe
+    to allocate, and every file must be in the checkpoint's folder.
     """
     path = checkpoint / TABLE
     try:

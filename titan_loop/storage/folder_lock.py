@@ -1,7 +1,8 @@
 """Locks that give a folder to one process: a run to its job, a source to its preparation.
 
-The operating system holds the lock (`fcntl.lockf`), so a killed process releases it at once and the
-file that stays behind means nothing. Child processes do not hold it and may use the folder.
+The operating system holds the lock (`fcntl.lockf`, which NFS and Lustre know), so a killed process
+releases it at once and the file that stays behind means nothing. Child processes do not hold it and
+may use the folder.
 """
 
 import errno
@@ -45,12 +46,9 @@ def is_held(path: Path) -> bool | None:
 class FolderLock(AbstractContextManager["FolderLock"]):
     """Holds a folder until `release`, the end of a `with` block, or the end of this process.
 
-    It does not keep out other threads. Take it once per process: one release frees all.
-
-    Args:
-        name: Name of the locked file in the folder.
-        called: Name of the folder in messages, such as "output sources/my".
-        user: Name of the holder in messages, such as "run".
+    It does not keep out other threads. Take it once per process: one release frees all. Messages
+    name the folder as `called`, such as "output sources/my", and its holder as `user`, such as
+    "run"; `name` is the locked file in the folder.
     """
 
     def __init__(self, folder: Path, name: str, *, called: str, user: str) -> None:
@@ -61,7 +59,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         except OSError as error:
             raise unwritable(called, error) from error
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock()
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 # Some network file systems have no locks; work there is better than none.
@@ -69,16 +67,19 @@ class FolderLock(AbstractContextManager["FolderLock"]):
                     f"{path} cannot be locked ({error}): a second {user} there will not be noticed"
                 )
                 return
-            if self._take_over(path):
-                return
             self._file.seek(0)
             owner = self._file.read().strip() or "unknown"
-            self._file.close()
-            raise UserError(
-                f"{called} is in use by another {user} ({owner}); wait for it, stop it, or choose "
-                f"another folder (if its host is gone for good, delete {path})"
-            ) from error
-        self._name_owner()
+            if not _is_this_job_elsewhere(owner):
+                self._file.close()
+                raise UserError(
+                    f"{called} is in use by another {user} ({owner}); wait for it, stop it, or "
+                    f"choose another folder (if its host is gone for good, delete {path})"
+                ) from error
+            logger.warning(
+                f"{path} is still locked by an earlier start of this job ({owner}); waiting "
+                f"{LEASE_SECONDS:g} s for its host's lock to expire"
+            )
+            self._take_over(path)
 
     def __exit__(self, *exception: object) -> None:
         self.release()
@@ -88,45 +89,37 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         with suppress(OSError):  # closing writes the owner's name, which a full disk may refuse
             self._file.close()
 
-    def _take_over(self, path: Path) -> bool:
+    def _take_over(self, path: Path) -> None:
         """Take the lock that an earlier start of this SLURM job left on a host that is gone."""
-        job = slurm_job()
-        self._file.seek(0)
-        owner = self._file.read()
-        host = re.match(r"process \d+ on (\S+), SLURM job (\d+),", owner)
-        if job is None or host is None or host[2] != job or host[1] == socket.gethostname():
-            return False
-        logger.warning(
-            f"{path} is still locked by an earlier start of this job ({owner.strip()}); waiting "
-            f"{LEASE_SECONDS:g} s for its host's lock to expire"
-        )
         deadline = time.monotonic() + LEASE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(min(5.0, LEASE_SECONDS))
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._name_owner()
-                return True
-            except OSError:
-                continue
+            with suppress(OSError):
+                return self._lock()
         # The server of a network file system may remember the lock for hours.
         logger.warning("%s: its host did not give the lock back; it is replaced", path)
         self._file.close()
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         self._file = fresh.open("a+", encoding="utf-8")
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._name_owner()
+        self._lock()
         os.replace(fresh, path)
-        return True
+        return None
 
-    def _name_owner(self) -> None:
+    def _lock(self) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         job = f", SLURM job {slurm_job()}" if slurm_job() else ""
-        started = datetime.now(UTC).isoformat(timespec="seconds")
+        since = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             self._file.truncate(0)
             self._file.write(
-                f"process {os.getpid()} on {socket.gethostname()}{job}, since {started}\n"
+                f"process {os.getpid()} on {socket.gethostname()}{job}, since {since}\n"
             )
             self._file.flush()
         except OSError as error:  # a full disk: the lock holds all the same
             logger.warning("%s does not say who holds it: %s", self._file.name, error)
+
+
+def _is_this_job_elsewhere(owner: str) -> bool:
+    """Return whether an owner's line names this SLURM job on another host."""
+    found = re.match(r"process \d+ on (\S+), SLURM job (\d+),", owner)
+    return found is not None and found[2] == slurm_job() and found[1] != socket.gethostname()

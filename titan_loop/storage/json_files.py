@@ -14,21 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.errors import UserError
-from titan_loop.storage.regular_file import (
-    DamagedFileError,
-    open_regular,
-    open_to_append,
-    read_regular,
-)
+from titan_loop.storage.regular_file import DamagedFileError, read_regular
 from titan_loop.storage.transient import retried
 
 logger = logging.getLogger(__name__)
 
-_DEEPEST = 100  # levels of nesting that are read; Python's own recursion ends at a thousand
-
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a JSON file so that a reader sees the old content or the new, never a part."""
+    """Write a JSON file; a reader sees the old content or the new, never a part."""
     text = json.dumps(finite_or_null(record), indent=2, ensure_ascii=False, allow_nan=False)
     # Half a surrogate pair, from a name that is not UTF-8, becomes its JSON escape.
     write_text(path, (text + "\n").encode(errors="backslashreplace").decode())
@@ -67,7 +60,7 @@ def sync_to_disk(paths: Iterable[Path]) -> None:
 
 
 def read_json(path: Path, *, fix: str) -> Any:
-    """Return the JSON value in a file; raises as `open_regular` does, and `DamagedFileError`."""
+    """Return the JSON value in a file; raises as `read_regular` does."""
     content = read_regular(path, fix=fix)
     try:
         return _parse(content)
@@ -104,7 +97,7 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     """
     line = json.dumps(finite_or_null(record), ensure_ascii=False, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_to_append(path, fix="move it away") as file:
+    with path.open("a+b") as file:
         if end := file.seek(0, os.SEEK_END):
             file.seek(end - 1)
             if file.read(1) != b"\n":
@@ -131,23 +124,22 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
             if not line.endswith(b"\n"):
                 logger.warning("%s: skipped an incomplete last line (%d bytes)", path, len(line))
                 break
-            raise UserError(
-                f"{str(path)!r} line {number} is not JSON ({error}); remove that line to read the "
-                "rest"
-            ) from error
+            raise _wrong_line(path, number, f"is not JSON ({error})") from error
         for name, kind in (fields or {}).items():
-            if type(record.get(name)) is not kind:
-                raise UserError(
-                    f"{str(path)!r} line {number} has {name}={record.get(name)!r} instead of "
-                    f"{kind.__name__}; remove that line to read the rest"
-                )
+            if type(value := record.get(name)) is not kind:
+                instead = f"has {name}={value!r} instead of {kind.__name__}"
+                raise _wrong_line(path, number, instead)
         records.append(record)
     return records
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    with suppress(FileNotFoundError), open_regular(path, fix="move it away") as file:
+    with suppress(FileNotFoundError), path.open("rb") as file:
         yield from file
+
+
+def _wrong_line(path: Path, number: int, problem: str) -> UserError:
+    return UserError(f"{str(path)!r} line {number} {problem}; remove that line to read the rest")
 
 
 def nested(record: Mapping[str, Any], name: str) -> Any:
@@ -191,19 +183,8 @@ def json_sha256(value: Any) -> str:
 
 
 def _parse(content: bytes) -> Any:
-    """Return a JSON value; raise `ValueError` if it is not JSON, or nested too deeply."""
+    """Return a JSON value; raise `ValueError` if it is not JSON."""
     try:
-        value = json.loads(content.removeprefix(codecs.BOM_UTF8).decode())
+        return json.loads(content.removeprefix(codecs.BOM_UTF8).decode())
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    level: list[Any] = [value]
-    for _ in range(_DEEPEST):
-        level = [
-            child
-            for item in level
-            if isinstance(item, (dict, list))
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
-    if level:
-        raise ValueError("nested too deeply")
-    return value

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from titan_loop.errors import UserError
 from titan_loop.storage.json_files import append_jsonl
 
 logger = logging.getLogger(__name__)
@@ -70,9 +69,6 @@ def _write(path: Path, kept: _Kept) -> OSError | None:
         except OSError as error:
             kept.failed = True
             return error
-        except UserError:
-            del _files[path]  # waiting does not repair the file
-            raise
         kept.records.popleft()
         written += 1
     if kept.failed:

@@ -34,10 +34,10 @@ def wait_for_room(folder: Path, needed_bytes: int) -> None:
     """
     deadline = time.monotonic() + WAIT_SECONDS
     said = False
-    while missing := missing_bytes(folder, needed_bytes):
+    while missing := _missing_bytes(folder, needed_bytes):
         problem = f"{folder}: the disk is full, {missing:,} bytes more are needed"
         if time.monotonic() >= deadline:
-            if missing_bytes(folder, 0):
+            if _missing_bytes(folder, 0):
                 raise RunFailedError(f"{problem}; make room, then start again")
             logger.warning("%s for a checkpoint; saves will fail until there is room", problem)
             return
@@ -45,12 +45,9 @@ def wait_for_room(folder: Path, needed_bytes: int) -> None:
             logger.warning("%s; make room, this start waits for %g s", problem, WAIT_SECONDS)
             said = True
         time.sleep(_LOOK_SECONDS)
-    if said:
-        logger.info("%s: there is room again", folder)
 
 
-def missing_bytes(folder: Path, needed_bytes: int) -> int:
-    """Return the bytes to free before `needed_bytes` can be written; 0 if they fit."""
+def _missing_bytes(folder: Path, needed_bytes: int) -> int:
     wanted = needed_bytes + SMALL_FILES_BYTES
     try:  # a quota shows only when something is written
         existing = retried(lambda: _write_nameless(folder, bytes(SMALL_FILES_BYTES)))

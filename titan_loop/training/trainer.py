@@ -118,11 +118,6 @@ class LoopTrainer(Trainer):
         return self.step >= self.config.training.steps
 
     @property
-    def held_back(self) -> bool:
-        """Whether a callback forbids saving the newest step; none can forbid a start's last."""
-        return not self.at_last_step and not all(each.may_save() for each in self.callbacks)
-
-    @property
     def asked_to_stop(self) -> bool:
         """Whether this rank heard a signal."""
         return self.stop_listener.requested_by is not None
@@ -187,7 +182,7 @@ class LoopTrainer(Trainer):
         self._unread.add(trained)
         # Reading the newest verdict waits for the device, so the host reads the previous one,
         # except at steps that are logged or saved: their numbers are needed now.
-        due = self.metrics_processor.should_log(self.step) or self._is_saved(self.step)
+        due = self.metrics_processor.should_log(self.step) or self._is_saved
         stop = self._unread.read(newest=due)
         self._finish_step(trained)
         # After the callbacks: `_stop` makes this step the last, at which they would evaluate.
@@ -243,14 +238,15 @@ class LoopTrainer(Trainer):
         for callback in self.callbacks:
             callback.on_phase(self, phase)
 
-    def _is_saved(self, step: int) -> bool:
-        return step % self.config.checkpoint.interval == 0 or step == self.config.training.steps
+    @property
+    def _is_saved(self) -> bool:
+        return self.checkpointer.is_due(self.step, last_step=self.at_last_step)
 
     def _finish_step(self, trained: TrainedStep) -> None:
         self._enter("log")
         record = self._log(trained) if self.metrics_processor.should_log(self.step) else {}
         self.startup.finish(self.metrics_processor.run_directory)
-        if self._is_saved(self.step) and torch.distributed.get_rank() == 0:
+        if self._is_saved and torch.distributed.get_rank() == 0:
             self.dataloader.log_progress(self.step)
         self._enter("callbacks")
         with self.metrics_processor.paused():
@@ -311,16 +307,23 @@ class LoopTrainer(Trainer):
         name = f"{comm.save_traces_file_prefix}{torch.distributed.get_rank()}"
         compat.dump_flight_recorder(folder / comm.save_traces_folder / name)
 
-    def before_save(self) -> None:
-        """Refuse to save non-finite weights; collective."""
+    def may_save(self) -> bool:
+        """Return whether this step may be saved; collective.
+
+        A callback can forbid any step but the last one of a start. Raises `NonFiniteError` rather
+        than have non-finite weights saved.
+        """
         write_kept()  # a start from this checkpoint will not write these records again
         self._unread.read(newest=True)  # the saved state includes every skipped step
+        if not self.at_last_step and not all(each.may_save() for each in self.callbacks):
+            return False
         name = first_non_finite_parameter(self.model_parts)
-        if name is not None and not self.held_back:
+        if name is not None:
             raise NonFiniteError(
                 f"parameter {name} is not finite at step {self.step}; nothing was saved, restart "
                 "from the last checkpoint"
             )
+        return True
 
     def init_distributed(self) -> ParallelDims:
         """Join the process group, then claim the run directory for this job."""
@@ -338,11 +341,10 @@ class LoopTrainer(Trainer):
         Everything is closed even if closing some of it fails. Ranks that close `together` leave at
         the same time: a launcher may kill ranks that live much longer than the first one.
         """
-        self.checkpointer.ends_together = together
         with contextlib.ExitStack() as closing:  # in reverse order, so the lock comes last
             if self.run_lock is not None:
                 closing.callback(self.run_lock.release)
-            closing.callback(self.checkpointer.close)
+            closing.callback(self.checkpointer.close, together=together)
             closing.callback(self.metrics_processor.close)
             closing.callback(give_up_kept)
             closing.callback(self.dataloader.close)

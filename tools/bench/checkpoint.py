@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,24 @@ class _Training:
 class _NothingElse:
     """A trainer and a loader with the least state that a manifest accepts."""
 
-    at_stage_end = held_back = False
+    at_stage_end = False
 
-    def before_save(self) -> None:
+    def may_save(self) -> bool:
+        return True
+
+    def check_parent(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    def restart_average(self) -> None:
+        pass
+
+    def jump(self, windows: Iterable[tuple[int, int]]) -> None:
+        pass
+
+    def rank_files(self) -> dict[str, bytes]:
+        return {}
+
+    def load_rank_files(self, folder: Path) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
