@@ -5,8 +5,7 @@
 FULL_CORPUS=corpora/quickstart
 # The short forms of the three scripts read one corpus: whichever runs first makes it.
 SHORT_CORPUS=corpora/short
-SHORT_TEXT=(--code-megabytes 0.6 --prose-megabytes 0.6 --math-megabytes 0.4 --held-out-fraction 0.1
-    --at-least-megabytes 0)
+SHORT_TEXT=(--code-megabytes 0.6 --prose-megabytes 0.6 --math-megabytes 0.4 --held-out-fraction 0.1)
 SHORT_CHAT_MEGABYTES=0.2
 LONG_WINDOW=1024 CHAT_WINDOW=512 # of the miniature's stages that read packed windows
 
@@ -100,7 +99,7 @@ local_source() { # local_source CORPUS NAME FLAGS...: the token shards of one mo
     if [ ! -f "$1/$2/source.json" ]; then
         titan_loop data tokenize "$1/text/$2"/train.jsonl \
             --held-out-inputs "$1/text/$2"/held_out.jsonl --output "$1/$2" \
-            --tokenizer "$1/tokenizer.json" --licence "see $1/text" "${@:3}"
+            --tokenizer "$1/tokenizer.json" --licence "those of the installed packages" "${@:3}"
     fi
 }
 full_corpus() { # full_corpus: everything in FULL_CORPUS
@@ -113,7 +112,7 @@ packed_source() { # packed_source CORPUS NAME WINDOW
 }
 miniature_corpus() { # miniature_corpus CORPUS CHAT_MEGABYTES FLAGS...: all the miniature reads
     titan_loop data demo "$1" "${@:3}"
-    if [ ! -f "$1/text/chat/card.json" ]; then
+    if [ ! -f "$1/text/chat/held_out.jsonl" ]; then
         "$VENV/bin/python" -m tools.local_chats "$1/text/chat" --held-out-fraction 0.1 --megabytes "$2"
     fi
     local_source "$1" chat --chat

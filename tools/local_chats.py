@@ -27,12 +27,9 @@ from titan_loop.data.demo.local_python import (
     TextFile,
     document_identity,
     installed_distributions,
-    licences,
-    make_folder,
     python_files,
     split_of,
-    write_card,
-    write_lines,
+    write_splits,
 )
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.tasks.mano import Mano
@@ -64,16 +61,13 @@ def build_local_chats(
     *,
     megabytes: float = 1.0,
     held_out_fraction: float = 0.05,
-) -> dict[str, object]:
-    """Write `output/{train,held_out}.jsonl` of questions and answers, and `output/card.json`.
+) -> None:
+    """Write `output/{train,held_out}.jsonl` of questions and answers.
 
     Args:
         output: The folder; made if missing. Earlier chats are replaced.
         megabytes: Size in 10**6 bytes of questions and answers; less if the installation has less.
         held_out_fraction: As for the corpus of `local_python`, to hold out the same files.
-
-    Returns:
-        The card: per split chats, bytes and SHA-256, and the licence of every package used.
 
     Raises:
         UserError: For a size or fraction out of range, or an unwritable output.
@@ -83,8 +77,6 @@ def build_local_chats(
     if not 0 <= held_out_fraction < 1:
         raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")
     require_local(output, "output")
-    output = Path(output)
-    make_folder(output)
     distributions = installed_distributions()
     chats = _Chats()
     for file in python_files(distributions):
@@ -95,7 +87,11 @@ def build_local_chats(
             chats.add(file.package, split, chat)
             if chats.count % _ONE_IN == _ONE_IN - 1:
                 chats.add("mano", *_mano_chat(chats.count))
-    return _write(output, chats, licences(distributions, chats.packages))
+    write_splits(Path(output), chats.lines)
+    for split, lines in chats.lines.items():
+        logger.info(
+            "%s/%s: %d chats, %d bytes of text", output, split, len(lines), chats.text_bytes[split]
+        )
 
 
 class _Chats:
@@ -104,7 +100,6 @@ class _Chats:
     def __init__(self) -> None:
         self.lines: dict[str, list[bytes]] = {"train": [], "held_out": []}
         self.text_bytes: Counter[str] = Counter()
-        self.packages: set[str] = set()
         self._seen: set[Chat] = set()
 
     @property
@@ -117,7 +112,6 @@ class _Chats:
         if new in self._seen:
             return
         self._seen.add(new)
-        self.packages.add(package)
         self.text_bytes[split] += _size(chat)
         record = {**chat._asdict(), "id": f"{package}/{self.count}", "source": package}
         self.lines[split].append(json.dumps(record, ensure_ascii=False).encode() + b"\n")
@@ -184,28 +178,6 @@ def _mano_chat(number: int) -> tuple[str, Chat]:
 
 def _size(chat: Chat) -> int:
     return sum(len(part.encode(errors="ignore")) for part in chat)
-
-
-def _write(
-    output: Path, chats: _Chats, licences_used: dict[str, dict[str, str]]
-) -> dict[str, object]:
-    try:
-        splits: dict[str, object] = {
-            split: {
-                "chats": len(lines),
-                "text_bytes": chats.text_bytes[split],
-                "sha256": write_lines(output / f"{split}.jsonl", lines),
-            }
-            for split, lines in chats.lines.items()
-        }
-        card = write_card(output, "splits", splits, licences_used)
-    except OSError as error:
-        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
-    for split, lines in chats.lines.items():
-        logger.info(
-            "%s/%s: %d chats, %d bytes of text", output, split, len(lines), chats.text_bytes[split]
-        )
-    return card
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from=$("$folder/environment/bin/python" -c 'import titan_loop; print(titan_loop.
 ! "$titan_loop" train quickstart 2>advice.txt
 grep -q 'titan-loop data demo' advice.txt
 "$titan_loop" data demo --code-megabytes 0.2 --prose-megabytes 0.2 --math-megabytes 0.1 \
-    --at-least-megabytes 0 --held-out-fraction 0.2
+    --held-out-fraction 0.2
 "$titan_loop" train quickstart --total-tokens 4096 --held-out.interval 0
 "$titan_loop" train runs/quickstart --total-tokens 8192
 "$titan_loop" generate runs/quickstart --prompt 'def ' --max-new-tokens 4

@@ -67,7 +67,6 @@ PARSED = {
     "data/load/pipeline_loader.py: data tokenize --pipeline {} --output FOLDER --tokenizer FILE": (
         "data tokenize --pipeline my:documents --output sources/my --tokenizer tokenizer.json"
     ),
-    "data/prepare/finish.py: data pack {} --seq-len L": "data pack sources/my --seq-len 256",
     # Tokenises all of Python's installation; the quick start in CI runs it.
     "data/source_card.py: data demo": "data demo",
     "evaluation/harness_tasks.py: eval": "eval runs/my --tasks offline",

@@ -58,41 +58,6 @@ def windows(rank: int, ranks: int) -> Any:
     return nodes.Batcher(Draws(), 3)
 
 
-def _finished(number: int) -> dict[str, list[int]]:
-    """A window of two documents, with masked labels, whose second begins behind a label or not."""
-    ids = [3 + (7 * number + i) % 200 for i in range(SEQ_LEN + 1)]
-    start = 1 + number % (SEQ_LEN - 1)
-    labels = [i if i % 5 else -100 for i in ids[1:]]
-    if number % 2:
-        labels[start - 1] = -100
-    return {
-        "input": ids[:-1],
-        "labels": labels,
-        "positions": [*range(start), *range(SEQ_LEN - start)],
-    }
-
-
-RESTARTING = [_finished(i) for i in range(60)]
-WHOLE = [{name: window[name] for name in ("input", "labels")} for window in RESTARTING]
-
-
-def restarting_windows(rank: int, ranks: int) -> Any:
-    return nodes.IterableWrapper(RESTARTING[rank::ranks])
-
-
-def whole_windows(rank: int, ranks: int) -> Any:
-    return nodes.Batcher(nodes.IterableWrapper(WHOLE[rank::ranks]), 7, drop_last=False)
-
-
-def texts_and_ids(rank: int, ranks: int) -> Any:
-    both = [each for pair in zip(TEXTS, IDS, strict=True) for each in pair]
-    return nodes.IterableWrapper([[0], [], *both])
-
-
-def windows_on_rank_0(rank: int, ranks: int) -> Any:
-    return texts(rank, ranks) if rank else whole_windows(rank, ranks)
-
-
 def short(rank: int, ranks: int) -> Any:
     return nodes.IterableWrapper(TEXTS[:9])
 
@@ -172,9 +137,6 @@ half = _nonsense("a\ud83d b")
 other_fields = _nonsense({"content": "text", "url": "x"})
 wrong_id = _nonsense({"ids": [5, 4000]})
 wrong_window = _nonsense({"input": [1, 2], "labels": [2, 3]})
-other_label = _nonsense({"input": [4, 5, 6], "labels": [4, 6, 7]})
-other_length = _nonsense(WHOLE[0], {"input": [4, 5], "labels": [5, 6]})
-other_positions = _nonsense({"input": [4, 5], "labels": [5, 6], "positions": [3, 4]})
 mixed = _nonsense("text", {"input": [1] * SEQ_LEN, "labels": [2] * SEQ_LEN})
 empty_texts = _nonsense("", "  ", *TEXTS)
 

@@ -19,6 +19,7 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import RunFailedError, UserError
+from titan_loop.storage.json_files import json_sha256
 from titan_loop.storage.remote_folder import RemoteFolder
 
 ADDRESS = "memory://bucket/corpora/tiny"
@@ -92,7 +93,8 @@ def test_a_card_that_names_a_file_outside_of_its_folder_is_refused(
         card["splits"]["train"]["shards"][0]["file"] = name
     else:
         card["splits"][name] = card["splits"]["train"]
-    card.pop("card_sha256")
+    del card["card_sha256"]
+    card["card_sha256"] = json_sha256(card)
     memory.pipe_file(f"/bucket/corpora/tiny/{CARD_NAME}", json.dumps(card).encode())
     memory.store[f"/bucket/corpora/tiny/train/{name}"] = next(iter(memory.store.values()))
     for folder in (cached(), shutil.copytree(source, tmp_path / "local")):

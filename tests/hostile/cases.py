@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.hostile import spoiling
 from tests.hostile.spoiling import Spoil
 from titan_loop.checkpoint.manifest import MANIFEST, TABLE, file_records, write_manifest
+from titan_loop.storage.json_files import json_sha256
 
 _RECIPE = "tests.hostile.whole:recipe"
 _NEWEST = "run/checkpoints/step-4"
@@ -301,7 +302,7 @@ def _sign(path: Path) -> None:
         if path.name == "source.json":
             record = json.loads(path.read_text())
             record.pop("card_sha256", None)
-            spoiling.write_odd_json(path, record)
+            spoiling.write_odd_json(path, {**record, "card_sha256": json_sha256(record)})
         elif path.parent.name.startswith("step-") and not path.is_symlink():
             record = json.loads((path.parent / MANIFEST).read_text())
             if path.name != MANIFEST:

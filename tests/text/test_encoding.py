@@ -17,6 +17,7 @@ from titan_loop.data.load.held_out_windows import held_out_windows, why_not_scor
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
+from titan_loop.storage.json_files import json_sha256
 from titan_loop.text import encoding
 from titan_loop.text.encoding import DocumentEncoder
 
@@ -136,7 +137,7 @@ def test_the_targets_of_chats_have_the_bytes_of_the_answers(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["bytes", "SentencePiece"])
 def test_sources_of_older_versions(kind, tmp_path):
-    """Their cards know neither BOS, nor bytes of tokens, nor a sample."""
+    """Those of dfd5e2b4, whose cards know neither BOS, nor bytes of tokens, nor a sample."""
     (tmp_path / "a.txt").write_text("a cat sat ")
     (tmp_path / "b.txt").write_text("the 漢字 cat " * 9)
     source = tmp_path / "out"
@@ -154,6 +155,7 @@ def test_sources_of_older_versions(kind, tmp_path):
     for split in card["splits"].values():
         for shard in split["shards"]:
             del shard["bytes_sha256"]
+    card["card_sha256"] = json_sha256(card)
     (source / "source.json").write_text(json.dumps(card))
     assert list(verify_source(source)) == []
     if kind == "bytes":

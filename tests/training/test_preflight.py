@@ -25,6 +25,7 @@ from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.on_disk import check_resumable
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.start import run_recipe
+from titan_loop.storage.json_files import json_sha256
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.chosen_model import newest_of
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -280,14 +281,19 @@ def test_a_source_that_holds_nothing_out(source, tmp_path):
     empty = shutil.copytree(source, tmp_path / "empty")
     config.held_out.sources = [str(empty)]
     card = json.loads((empty / CARD_NAME).read_text())
-    del card["card_sha256"]
     seq_len = config.training.seq_len
+
+    def write_card() -> None:
+        card.pop("card_sha256", None)
+        signed = {**card, "card_sha256": json_sha256(card)}
+        (empty / CARD_NAME).write_text(json.dumps(signed))
+
     card["splits"]["held_out"]["tokens"] = seq_len
-    (empty / CARD_NAME).write_text(json.dumps(card))
+    write_card()
     with pytest.raises(UserError, match=rf"out {seq_len} tokens, less than .* = {seq_len + 1};"):
         resolve(config, 1)
     del card["splits"]["held_out"]
-    (empty / CARD_NAME).write_text(json.dumps(card))
+    write_card()
     with pytest.raises(UserError, match=r"held_out\.interval=1: .*empty holds out no document"):
         resolve(config, 1)
 

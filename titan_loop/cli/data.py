@@ -93,17 +93,9 @@ VERBS = {
         "titan_loop.data.demo.sources:demo_sources",
         "Build the quick start's sources from the text of this Python installation.",
     ),
-    "fetch": Verb(
-        "titan_loop.data.prepare.fetch:fetch",
-        "Download a public data set or tokenizer from the Hugging Face Hub.",
-    ),
     "train-tokenizer": Verb(
         "titan_loop.data.prepare.make_tokenizer:train_tokenizer",
         "Train a byte-level BPE on documents and write its tokenizer.json.",
-    ),
-    "import-tokenizer": Verb(
-        "titan_loop.data.prepare.make_tokenizer:import_tokenizer",
-        "Convert a tiktoken rank file to a tokenizer.json.",
     ),
     "tokenize": Verb(
         "titan_loop.data.prepare.tokenize_source:tokenize_source",

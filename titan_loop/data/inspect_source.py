@@ -157,7 +157,7 @@ def _contents(path: Path, mask: Path, shard: ShardCard, card: SourceCard) -> Ite
     if outside:
         yield f"{path}: {outside} token ids outside the vocabulary of {card.vocab_size}"
     # With EOS as BOS, one stands in front of every document.
-    if unended and card.eos_id != card.bos_id and not card.given_ids:
+    if unended and card.eos_id != card.bos_id:
         yield f"{path}: {unended} places where document ends and EOS id {card.eos_id} disagree"
     if not_binary:
         yield f"{mask}: {not_binary} bytes are neither 0 nor 1"

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIELD = "dataloader.pipeline"
-MIXED = "a finished window among documents: yield one of the two"
 _STATE = "state"
 _MOST_OBJECTS = 10_000  # of a pipeline are looked at; the buffer is near its root
 
@@ -111,7 +110,7 @@ class Pipeline:
         except Exception as error:
             raise self._fault(f"cannot continue from its state ({_told(error)})") from error
         items = iter(self)
-        for _ in range(state.get("read_since", 0)):  # older checkpoints have none
+        for _ in range(state["read_since"]):
             if next(items, None) is None:
                 raise self._fault("ended before the place where the checkpoint goes on")
 
@@ -186,15 +185,15 @@ class Pipeline:
         return document
 
     def window(
-        self, item: Mapping[str, Any], vocabulary: int, length: int, field: str
+        self, item: Mapping[str, Any], vocabulary: int, length: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return input, labels and positions of a finished window of a length that `field` sets."""
+        """Return input, labels and positions of a finished window, checked."""
         positions = item.get("positions", np.arange(length))
         found = [np.asarray(each) for each in (item["input"], item["labels"], positions)]
         for name, values in zip(("input", "labels", "positions"), found, strict=True):
             if values.shape != (length,) or values.dtype.kind not in "iu":
                 kind = f"{name} of shape {values.shape} and type {values.dtype}"
-                raise self.bad(f"{kind}: it takes {length} ids ({field})")
+                raise self.bad(f"{kind}: it takes {length} ids (training.seq_len)")
         inputs, labels, positions = (values.astype(np.int64) for values in found)
         self._require_ids(inputs, vocabulary)
         self._require_ids(labels[labels != IGNORED], vocabulary)

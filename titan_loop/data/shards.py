@@ -3,8 +3,7 @@
 The format is datatrove's: `.ds` holds little-endian token ids of 2 or 4 bytes, `.ds.index` the ends
 of its documents (uint64, in tokens, from the start of the shard), `.ds.loss`, where the card says
 so, a byte per token that is 0 where nothing is learnt, and `.ds.bytes`, where the card says so, the
-bytes of text behind each token (uint32). Opening a source costs one `stat` per file and the read of
-one token.
+bytes of text behind each token (uint32). Opening a source costs one `stat` per file.
 
 Where the split's card says that EOS stands at the ends of documents and nowhere else, a window is
 one read and its ends are its EOS tokens. Otherwise they are looked up in the index.
@@ -84,8 +83,6 @@ class TokenShards:
             )
         self.files = OpenFiles() if files is None else files
         self.disk_bytes = self._require_sizes()
-        if self.split.eos_only_at_ends:
-            self._require_eos()
 
     def _require_sizes(self) -> int:
         size_bytes = 0
@@ -104,20 +101,6 @@ class TokenShards:
                 )
             size_bytes += found_bytes
         return size_bytes
-
-    def _require_eos(self) -> None:
-        tokens, path = next(
-            (shard.tokens, path)
-            for path, shard in zip(self._paths, self.split.shards, strict=True)
-            if shard.tokens
-        )
-        # Not `self.files`: it opens a shard only when a window is read from it.
-        last = int(OpenFiles(most=1).read(path, self._dtype, tokens - 1, 1)[0])
-        if last != self.card.eos_id:
-            raise UserError(
-                f"shard {path} ends in token {last}, by its card in EOS id {self.card.eos_id}: "
-                "one of them was changed; restore it or prepare the source again"
-            )
 
     def contents(self) -> str:
         """Return a digest of the card's checksums: 32 hexadecimal digits."""

@@ -111,7 +111,8 @@ class SourceCard:
 
     Attributes:
         splits: Splits by name: "train" and "held_out".
-        has_loss_mask: Whether a `.ds.loss` file with a byte per token lies beside every shard.
+        has_loss_mask: Whether the documents are conversations, with a `.ds.loss` file of a byte per
+            token beside every shard.
         dropped: Number of records that were read and are in no split, by reason.
         repaired: Number of records that could be read only in part or with a change, by kind.
         chat_template: Jinja text of the conversations; None for ChatML, or without a loss mask.
@@ -121,8 +122,6 @@ class SourceCard:
             write it; None for none.
         round_trip: A sample of documents: how many were `decoded`, how many `changed` on the way
             to tokens and back, and the `first` of these; empty if none was decoded.
-        given_ids: Whether documents are a pipeline's ids as they came: EOS may be anywhere in them,
-            and a loss mask is of finished windows, not of conversations.
     """
 
     name: str
@@ -143,13 +142,7 @@ class SourceCard:
     turn_end: str | None = None
     bos_id: int | None = None
     round_trip: dict[str, Any] = field(default_factory=dict)
-    given_ids: bool = False
-    format_version: int = field(default=FORMAT_VERSION)
-
-    @property
-    def has_chats(self) -> bool:
-        """Whether the documents are conversations."""
-        return self.has_loss_mask and not self.given_ids
+    format_version: int = FORMAT_VERSION
 
     def write(self, folder: Path) -> None:
         """Write the card and its hash to `folder`, atomically: temporary file, fsync, rename."""
@@ -199,6 +192,7 @@ class SourceCard:
 
     @classmethod
     def _parse(cls, path: Path) -> "SourceCard":
+        fix = "restore it or prepare the source again"
         try:
             raw = read_json_object(path, fix="prepare it again")
             if (version := raw["format_version"]) != FORMAT_VERSION:
@@ -206,29 +200,25 @@ class SourceCard:
                     f"source {path.parent} has format {version}, this version reads "
                     f"{FORMAT_VERSION}: prepare it again"
                 )
-            own_hash = raw.pop(_OWN_HASH, None)
-            if own_hash is not None and own_hash != json_sha256(raw):
-                raise UserError(
-                    f"source card {path} was changed after it was written: restore it or prepare "
-                    "the source again"
-                )
+            if raw.pop(_OWN_HASH) != json_sha256(raw):
+                raise UserError(f"source card {path} was changed after it was written: {fix}")
+            raw.pop("given_ids", None)  # False on cards that were written shortly before 0.2.0
             for name, split in raw["splits"].items():
                 split["shards"] = tuple(_typed(ShardCard, shard) for shard in split["shards"])
                 split["packed"] = tuple(_typed(PackedCard, packed) for packed in split["packed"])
                 raw["splits"][name] = _typed(SplitCard, split)
             card = _typed(cls, raw)
-            for name in ("eos_id", "bos_id"):
-                value = getattr(card, name)
-                if value is not None and not 0 <= value < card.vocab_size:
-                    raise UserError(
-                        f"source card {path}: {name} {value} is outside its vocabulary of "
-                        f"{card.vocab_size}: restore it or prepare the source again"
-                    )
-            card.files()  # refuses names that lead out of the folder
-            return card
         except (AttributeError, KeyError, TypeError) as error:
             problem = f"source card {path} is unreadable ({error})"
             raise UserError(f"{problem}: prepare it again") from error
+        for name, value in {"eos_id": card.eos_id, "bos_id": card.bos_id or 0}.items():
+            if not 0 <= value < card.vocab_size:
+                raise UserError(
+                    f"source card {path}: {name} {value} is outside its vocabulary of "
+                    f"{card.vocab_size}: {fix}"
+                )
+        card.files()  # refuses names that lead out of the folder
+        return card
 
 
 def _typed(kind: type[Card], record: Mapping[str, Any]) -> Card:
@@ -250,7 +240,7 @@ def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextForm
         )
     begin = None if cards[0].bos_id is None else tokenizer.id_to_token(cards[0].bos_id)
     text = TextFormat(end_of_text=end_of_text, begin_of_text=begin)
-    chats = next((card for card in cards if card.has_chats), None)
+    chats = next((card for card in cards if card.has_loss_mask), None)
     if chats is None:
         return text
     if chats.chat_template is None or chats.turn_end is None:

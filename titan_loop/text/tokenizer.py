@@ -40,7 +40,10 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     except BaseException as error:  # the Rust side raises bare Exception, and panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise UserError(f"tokenizer {path} is not a tokenizer.json ({error})") from error
+        raise UserError(
+            f"tokenizer {path} is not a tokenizer.json ({error}); transformers' AutoTokenizer "
+            "saves one of most others"
+        ) from error
     if ids > _MOST_IDS:
         raise UserError(f"tokenizer {path} has the id {ids - 1}; the limit is {_MOST_IDS - 1}")
     keep_whole(tokenizer)
@@ -168,12 +171,3 @@ def token_byte_lengths(tokenizer: "Tokenizer") -> "np.ndarray | None":
         else:
             return None
     return lengths
-
-
-def byte_symbols() -> dict[int, str]:
-    """Return GPT-2's character for each byte: printable Latin-1 as itself, others from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [value for value in range(BYTE_VALUES) if value not in printable]
-    return {value: chr(value) for value in printable} | {
-        value: chr(BYTE_VALUES + index) for index, value in enumerate(rest)
-    }

@@ -1,7 +1,7 @@
 """Packed and masked windows: whole documents, no label across them, none in padding or masks."""
 
-import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import CutWindows, PackedWindows
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.shards import TokenShards
-from titan_loop.data.source_card import CARD_NAME, LOSS_SUFFIX, SourceCard
+from titan_loop.data.source_card import LOSS_SUFFIX, SourceCard
 from titan_loop.errors import UserError
 
 L = 16
@@ -24,16 +24,14 @@ EOS = 0
 
 def add_masks(source: Path) -> np.ndarray:
     """Give every shard a random mask; return the training split's, joined."""
-    card = json.loads((source / CARD_NAME).read_text())
-    card["has_loss_mask"] = True
-    del card["card_sha256"]
-    (source / CARD_NAME).write_text(json.dumps(card))
+    card = replace(SourceCard.read(source), has_loss_mask=True)
+    card.write(source)
     generator = np.random.default_rng(0)
     masks: dict[str, list[np.ndarray]] = {"train": [], "held_out": []}
     for split, written in masks.items():
-        for shard in card["splits"][split]["shards"]:
-            written.append(generator.integers(0, 2, shard["tokens"]).astype(np.uint8))
-            (source / split / (shard["file"] + LOSS_SUFFIX)).write_bytes(written[-1].tobytes())
+        for shard in card.splits[split].shards:
+            written.append(generator.integers(0, 2, shard.tokens).astype(np.uint8))
+            (source / split / (shard.file + LOSS_SUFFIX)).write_bytes(written[-1].tobytes())
     return np.concatenate(masks["train"])
 
 

@@ -1,7 +1,6 @@
 """Pipelines of one's own: every token once, resumed exactly, and one line for every fault."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ import torch
 from tests.data import pipelines
 from tests.data.load.splits import rows
 from tests.data.pipelines import IDS, SEQ_LEN, TEXTS
-from titan_loop.data.inspect_source import verify_source
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.pipeline import pack_state, read_state
-from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
-from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
-from titan_loop.text.tokenizer import load_tokenizer, token_byte_lengths
+from titan_loop.text.tokenizer import load_tokenizer
 
 BATCH = 8
 WORKING = ("texts", "ids", "shuffled_batches", "shards", "windows")
@@ -192,90 +188,11 @@ def test_the_same_documents_as_a_source(small_tokenizer, tmp_path, caplog):
     assert source.splits == files.splits
     assert source.dropped == {"empty": 2}
     assert f"dropped {name}, row" in caplog.text
-    with pytest.raises(UserError, match=r"pipeline=.*:raises of rank 0, after 7 items, failed"):
-        tokenize_source(pipeline=f"{PLACE}:raises", output=tmp_path / "raises", **options)
+    for other, message in {
+        "raises": "pipeline=.*:raises of rank 0, after 7 items, failed",
+        "ids": "after 1 items, yields ids or a window, which a source cannot take: yield texts",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            tokenize_source(pipeline=f"{PLACE}:{other}", output=tmp_path / other, **options)
     with pytest.raises(UserError, match="yields the documents itself: leave out inputs"):
         tokenize_source(tmp_path, pipeline=name, output=tmp_path / "both", **options)
-
-
-Documents = list[tuple[tuple[int, ...], tuple[int, ...]]]
-
-
-def documents_of(windows: list[Any]) -> Documents:
-    """Return the ids and labels of each document, without ids that nothing behind them needs."""
-    found: Documents = []
-    for window in windows:
-        ids, labels = (np.asarray(window[name]).tolist() for name in ("input", "labels"))
-        positions = np.asarray(window.get("positions", range(len(ids))))
-        starts = np.flatnonzero(positions == 0).tolist()
-        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
-            taught = [i for i in range(start, stop) if labels[i] != IGNORED]
-            if taught:
-                end = taught[-1] + 1
-                found.append((tuple(ids[start:end]), tuple(labels[start:end])))
-    return sorted(found)
-
-
-@pytest.mark.parametrize("fraction", [0, 0.2])
-@pytest.mark.parametrize("name", ["whole_windows", "restarting_windows"])
-def test_finished_windows_as_a_source(name, fraction, small_tokenizer, tmp_path):
-    source = tmp_path / "source"
-    options = {"tokenizer": small_tokenizer, "held_out_fraction": fraction, "tasks": 3}
-    card = tokenize_source(pipeline=f"{PLACE}:{name}", output=source, **options)
-    assert list(verify_source(source)) == []
-    packed = pack_source(source, seq_len=SEQ_LEN)
-    assert (card.has_loss_mask, card.has_chats) == (True, False)
-    config = WindowLoader.Config(mixture=[f"{source}=1:packed"])
-    loader = config.build(dp_world_size=1, dp_rank=0, seq_len=SEQ_LEN, local_batch_size=1)
-    batches = loader.read_step(packed["train"].windows)
-    windows = [{**inputs, "labels": labels} for inputs, labels in batches]
-    windows = [{key: values[0] for key, values in window.items()} for window in windows]
-    yielded = pipelines.WHOLE if name == "whole_windows" else pipelines.RESTARTING
-    if fraction:
-        found, expected = Counter(documents_of(windows)), Counter(documents_of(yielded))
-        assert found < expected
-        held_out = sum((expected - found).values())
-        assert held_out == card.splits["held_out"].documents or name == "restarting_windows"
-        return
-    assert documents_of(windows) == documents_of(yielded)
-    if name == "whole_windows":  # each comes back in one window
-        rows = [(w["input"].tolist(), w["labels"].tolist()) for w in windows]
-        assert sorted(rows) == sorted((w["input"], w["labels"]) for w in yielded)
-
-
-def test_texts_and_ids_as_a_source(small_tokenizer, tmp_path):
-    tokenizer = load_tokenizer(small_tokenizer)
-    eos = tokenizer.token_to_id("<|endoftext|>")
-    source = tmp_path / "source"
-    options = {"tokenizer": small_tokenizer, "held_out_fraction": 0.5}
-    card = tokenize_source(pipeline=f"{PLACE}:texts_and_ids", output=source, **options)
-    found = []
-    for split in card.splits:
-        shards = TokenShards(source, split)
-        found += [shards.document(i).tolist() for i in range(shards.split.documents)]
-    expected = [[0], *IDS, *(tokenizer.encode(text).ids for text in TEXTS)]
-    ended = [ids if ids[-1] == eos else [*ids, eos] for ids in expected]
-    assert sorted(found) == sorted(ended)
-    assert list(verify_source(source)) == []
-    assert (card.has_loss_mask, card.given_ids, card.dropped) == (False, True, {"empty": 1})
-    table = token_byte_lengths(tokenizer)
-    n_bytes = sum(int(table[ids].sum()) for ids in found)
-    assert sum(split.text_bytes for split in card.splits.values()) == n_bytes
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("wrong_id", "yields the token id 4000"),
-        ("mixed", "yields a finished window among documents"),
-        ("windows_on_rank_0", "windows on some ranks and documents on others: yield one of"),
-        ("other_label", "a label other than the next id, which a source cannot hold: train on"),
-        ("other_length", "it takes 32 ids .as in the first window"),
-        ("other_positions", "positions that neither go on by one nor begin again at 0, which"),
-    ],
-)
-def test_what_a_source_cannot_hold(name, message, small_tokenizer, tmp_path):
-    options = {"tokenizer": small_tokenizer, "tasks": 2, "held_out_fraction": 0}
-    with pytest.raises(UserError, match=message) as caught:
-        tokenize_source(pipeline=f"{PLACE}:{name}", output=tmp_path / "source", **options)
-    assert "\n" not in str(caught.value)

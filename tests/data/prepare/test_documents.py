@@ -4,18 +4,13 @@ import gzip
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from titan_loop.data.demo.local_python import build_local_python_corpus
 from titan_loop.data.inspect_source import show_source
 from titan_loop.data.prepare.documents import find_documents
-from titan_loop.data.prepare.make_tokenizer import import_tokenizer, train_tokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
@@ -56,15 +51,12 @@ def test_which_files(tmp_path):
     assert both == (*found, (str(tmp_path / "z/t"), "text"))
     (tmp_path / "empty").mkdir()
     for arguments, options, message in [
-        ([tmp_path / "missing"], {}, r"missing does not exist.*--format huggingface"),
+        ([tmp_path / "missing"], {}, r"missing does not exist.*hf download"),
         ([tmp_path / "empty"], {}, "empty has no document file"),
         ([tmp_path / "x"], {"pattern": ["*.c"]}, r"has no document file that matches \*\.c"),
         ([tmp_path / "x"], {"format": "parquet"}, "has no parquet file: choose by name"),
         ([tmp_path / "x", tmp_path / "x/a.jsonl"], {}, r"a\.jsonl is given twice"),
-        ([tmp_path / "x"], {"format": "jsonlines"}, "'jsonlines' is not known; nearest: jsonl"),
-        ([tmp_path / "x"], {"dataset_split": "test"}, "have no effect on files"),
-        (["a", "b"], {"format": "huggingface"}, "reads one dataset, not 2"),
-        (["a"], {"format": "huggingface", "pattern": ["*"]}, "no effect on a Hugging Face"),
+        ([tmp_path / "x"], {"format": "jsonlines"}, "format=jsonlines is unknown; nearest: jsonl"),
         (["s3://bucket/x"], {}, r"input s3://bucket/x is in an object store"),
         ([], {}, "no input"),
     ]:
@@ -121,33 +113,10 @@ def test_an_output_inside_the_input_is_no_input(small_tokenizer, tmp_path):
         shutil.rmtree(folder / "prepared", ignore_errors=True)
 
 
-def test_a_dataset_that_cannot_be_had(small_tokenizer, tmp_path, monkeypatch):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # no waiting
-    options = {"format": "huggingface"}
-    with pytest.raises(UserError, match=r"dataset 'nobody/nothing' cannot be loaded .*network"):
-        prepare("nobody/nothing", small_tokenizer, tmp_path / "out", **options)
-    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "train.parquet")
-    options["dataset_split"] = "training"
-    with pytest.raises(
-        UserError, match=r"has no split 'training': give --dataset-split one of train"
-    ):
-        prepare(tmp_path, small_tokenizer, tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("output", ["s3://bucket/out", Path("s3://bucket/out")])
-def test_an_output_in_an_object_store_is_refused(small_tokenizer, tmp_path, monkeypatch, output):
+def test_an_output_in_an_object_store_is_refused(small_tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
-    writers: list[Callable[[], object]] = [
-        lambda: tokenize_source(tmp_path / "a.jsonl", output=output, tokenizer=small_tokenizer),
-        lambda: train_tokenizer(tmp_path / "a.jsonl", vocab_size=300, output=output),
-        lambda: import_tokenizer(small_tokenizer, output=output),
-        lambda: build_local_python_corpus(output),
-    ]
-    for write in writers:
+    for output in ("s3://bucket/out", Path("s3://bucket/out")):
         with pytest.raises(UserError, match=r"output s3:/+bucket/out is in an object store"):
-            write()
+            tokenize_source(tmp_path / "a.jsonl", output=output, tokenizer=small_tokenizer)
     assert not (tmp_path / "s3:").exists()

@@ -86,7 +86,7 @@ def test_an_eos_inside_documents_is_seen_and_said(small_tokenizer, tmp_path, cap
         held_out_fraction=0,
     )
     assert not card.splits["train"].eos_only_at_ends
-    assert "document ends and EOS id 0 disagree in 1 places" in caplog.text
+    assert "not every document ends in EOS id 0 and has none before" in caplog.text
     ids, ends = TokenShards(tmp_path / "out").read(0, card.splits["train"].tokens)
     assert (ids == 0).sum() == 2
     assert ends.tolist() == [len(ids)]
@@ -206,9 +206,9 @@ def test_a_missing_shard_is_no_card(texts, small_tokenizer, tmp_path):
     [
         ({"held_out_fraction": 1}, r"held_out_fraction 1 must lie in \[0, 1\)"),
         ({"max_malformed": 2}, r"max_malformed 2 must lie in \[0, 1\]"),
-        ({"tasks": 0}, "tasks 0 and workers 1"),
+        ({"tasks": 0}, "tasks=0 must be at least 1"),
         ({"eos_token": "<|endoftxt|>"}, r"eos_token '<\|endoftxt\|>' .* nearest: <\|endoftext\|>"),
-        ({"executor": "slrum"}, "executor 'slrum' is not known; nearest: slurm"),
+        ({"executor": "slrum"}, "executor=slrum is unknown; nearest: slurm"),
         ({"text_key": "body", "chat": True}, "text_key 'body' has no effect on chats"),
         ({"text_key": "body"}, "60 of 60 records are malformed or lack their text"),
         ({"text_key": "body", "max_malformed": 1}, r"no document is left .*'missing_text': 60"),

@@ -193,23 +193,6 @@ ROWS: Rows = {
             {"a.txt": "naïve".encode("latin-1"), "b.txt": B},
             refused=r"1 of 2 records .*a\.txt, document 1: invalid UTF-8",
         ),
-        (
-            "`--format huggingface` and a folder of Parquet files → the column `text`, read"
-            " by `datasets`"
-        ): Shape({"train.parquet": _TABLE}, options={"format": "huggingface"}),
-        "`--format huggingface` and files of different columns → refused in one line": Shape(
-            {"a.jsonl": _LINES, "b.jsonl": '{"body": 1}\n', "c.jsonl": '{"text": {"x": 1}}\n'},
-            options={"format": "huggingface"},
-            refused="dataset '.*/in' cannot be read .*cast.*: download it, and give its files",
-        ),
-        (
-            "`--format huggingface` and a folder that `datasets` saved → refused in one "
-            "line: give the folder without `--format`"
-        ): Shape(
-            _saved(),
-            options={"format": "huggingface"},
-            refused="dataset '.*/in' cannot be .*give its files",
-        ),
     },
     "Folders": {
         (

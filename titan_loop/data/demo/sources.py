@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_loop.data.demo.local_python import DOMAINS, build_local_python_corpus
+from titan_loop.data.demo.local_python import CARD, DOMAINS, build_local_python_corpus
 from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import CARD_NAME
@@ -20,7 +20,6 @@ def demo_sources(
     prose_megabytes: float = 8,
     math_megabytes: float = 6,
     held_out_fraction: float = 0.05,
-    at_least_megabytes: float = 20,
     vocab_size: int = 1024,
 ) -> Iterator[str]:
     """Build the quick start's sources from the text of this Python installation, without a network.
@@ -33,23 +32,19 @@ def demo_sources(
         prose_megabytes: Size of the prose, likewise.
         math_megabytes: Size of the mathematics, likewise.
         held_out_fraction: Share of documents that are never trained on, in [0, 1).
-        at_least_megabytes: Smallest size of all domains together; less where less was asked for.
         vocab_size: Number of tokens, special ones and the 256 bytes included.
 
     Returns:
         Paths of the sources.
     """
     text, tokenizer = output / "text", output / TOKENIZER_NAME
-    if not (text / "card.json").exists():
+    if not (text / CARD).exists():
         build_local_python_corpus(
             text,
             code_megabytes=code_megabytes,
             prose_megabytes=prose_megabytes,
             math_megabytes=math_megabytes,
             held_out_fraction=held_out_fraction,
-            at_least_megabytes=min(
-                at_least_megabytes, code_megabytes + prose_megabytes + math_megabytes
-            ),
         )
     else:
         logger.info("%s is complete: to build it with other sizes, remove %s", text, output)
@@ -63,6 +58,6 @@ def demo_sources(
                 held_out_inputs=text / domain / "held_out.jsonl",
                 output=output / domain,
                 tokenizer=tokenizer,
-                licence=f"see {text}",
+                licence="those of the installed packages",
             )
         yield str(output / domain)

@@ -47,7 +47,7 @@ def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
                 f"dataloader.mixture: documents of {with_bos} begin with BOS, those of {without} "
                 "do not: prepare both alike, with or without --no-bos"
             )
-        if card.has_chats:
+        if card.has_loss_mask:
             chats.append((entry.path, card.chat_template))
     for path, template in chats[1:]:
         if template != chats[0][1]:

@@ -17,7 +17,7 @@ import numpy as np
 from titan_loop.data.load.batches import BatchesRead, DataVocabulary, GlobalBatchLoader, Position
 from titan_loop.data.load.changes import SOURCES
 from titan_loop.data.load.windows import Window
-from titan_loop.data.pipeline import FIELD, MIXED, Pipeline, pack_state, read_state
+from titan_loop.data.pipeline import FIELD, Pipeline, pack_state, read_state
 from titan_loop.data.source_card import SHORT_DIGEST, file_sha256
 from titan_loop.errors import UserError
 from titan_loop.text.encoding import DocumentEncoder
@@ -201,8 +201,8 @@ class PipelineLoader(GlobalBatchLoader):
 
     def _finished(self, item: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
         if len(self._left):
-            raise self._pipeline.bad(MIXED)
-        return self._pipeline.window(item, self._ids, self._seq_len, "training.seq_len")
+            raise self._pipeline.bad("a finished window among documents: yield one of the two")
+        return self._pipeline.window(item, self._ids, self._seq_len)
 
     def _noted(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
         content = b"".join([self._read_hash.encode(), *(each.tobytes() for each in arrays)])
@@ -246,7 +246,7 @@ class PipelineLoader(GlobalBatchLoader):
             name = self._description["pipeline"]
             raise UserError(
                 f"{FIELD}={name} was saved on {saved} data-parallel ranks and cannot go on with "
-                f"{self._dp_world_size}: start {saved} ranks, or store its documents as a source, "
+                f"{self._dp_world_size}: start {saved} ranks, or store its texts as a source, "
                 f"which any number can read, with titan-loop data tokenize --pipeline {name} "
                 "--output FOLDER --tokenizer FILE if it ends; one that begins again needs a "
                 "function of one pass"

@@ -3,16 +3,15 @@
 import importlib
 import inspect
 import tomllib
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from titan_loop.errors import UserError, nearest
 
-T = TypeVar("T")
-Executor = Literal["local", "slurm", "ray"]
-EXECUTORS: tuple[str, ...] = get_args(Executor)
+T = TypeVar("T", bound="Comparison")
+Executor = Literal["local", "slurm"]
 
 QUALITY_FILTERS = {
     "gopher_quality": ("gopher_quality_filter", "GopherQualityFilter"),
@@ -65,10 +64,10 @@ class Decontamination(Comparison):
         include_path: Folder with tasks of your own.
     """
 
-    tasks: list[str]
+    tasks: list[str] = field(default_factory=list)
     n_grams: int = 12
     query_ngrams: bool = True
-    include_path: str | None = None
+    include_path: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +79,6 @@ class PrepareConfig:
     minhash: Minhash | None = None
     decontaminate: Decontamination | None = None
     slurm: dict[str, Any] = field(default_factory=dict)
-    ray: dict[str, Any] = field(default_factory=dict)
 
     def cleaning(self) -> dict[str, Any]:
         """Return the settings that drop documents; empty if nothing is switched on."""
@@ -100,40 +98,31 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
         raise UserError(f"config {path} cannot be read ({error.strerror})") from error
     except ValueError as error:  # also tomllib.TOMLDecodeError and UnicodeDecodeError
         raise UserError(f"config {path} is not TOML ({error})") from error
-    _require_known(path, "", raw, [item.name for item in fields(PrepareConfig)])
-    for name, value in raw.items():
-        wanted = str if name == "language" else dict
-        if not isinstance(value, wanted):
-            raise UserError(f"config {path}: {name} = {value!r} must be a {wanted.__name__}")
-    _require_known(path, "quality.", raw.get("quality", {}), QUALITY_FILTERS)
-    for name, options in raw.get("quality", {}).items():
-        if not isinstance(options, dict):
-            raise UserError(f"config {path}: quality.{name} = {options!r} must be a table, as {{}}")
-        signature = inspect.signature(quality_filter(name))
-        defaults = {
-            option: parameter.default
-            for option, parameter in signature.parameters.items()
-            if option not in ("exclusion_writer", "language")
-        }
-        _require_known(path, f"quality.{name}.", options, defaults)
-        _require_types(path, f"quality.{name}", options, defaults)
-    if "minhash" in raw:
-        raw["minhash"] = _read_table(path, "minhash", raw["minhash"], Minhash)
-    if "decontaminate" in raw:
-        tasks = raw["decontaminate"].get("tasks")
-        if not isinstance(tasks, list) or not tasks or not all(isinstance(t, str) for t in tasks):
-            raise UserError(f"config {path}: decontaminate.tasks={tasks!r} must be a list of names")
-        table = raw["decontaminate"]
-        raw["decontaminate"] = _read_table(path, "decontaminate", table, Decontamination)
+    tables: dict[str, Any] = {"quality": {}, "minhash": {}, "decontaminate": {}, "slurm": {}}
+    _check(path, "", raw, {"language": "", **tables})
+    quality = raw.get("quality", {})
+    _check(path, "quality.", quality, {name: {} for name in QUALITY_FILTERS})
+    for name, options in quality.items():
+        parameters = inspect.signature(quality_filter(name)).parameters.items()
+        ours = ("exclusion_writer", "language")
+        known = {option: each.default for option, each in parameters if option not in ours}
+        _check(path, f"quality.{name}.", options, known)
+    for name, kind in (("minhash", Minhash), ("decontaminate", Decontamination)):
+        if name in raw:
+            raw[name] = _read_table(path, name, raw[name], kind)
     config = PrepareConfig(**raw)
+    if (index := config.decontaminate) is not None and not (
+        index.tasks and all(isinstance(name, str) for name in index.tasks)
+    ):
+        raise UserError(f"config {path}: decontaminate.tasks={index.tasks} must be a list of names")
     if config.cleaning():
         from datatrove.utils.word_tokenizers import load_tokenizer_assignments
 
-        known = load_tokenizer_assignments()
-        if config.language not in known:
+        languages = load_tokenizer_assignments()
+        if config.language not in languages:
             raise UserError(
                 f"config {path}: language = {config.language!r} is not a language that datatrove "
-                f"splits into words{nearest(config.language, known)}"
+                f"splits into words{nearest(config.language, languages)}"
             )
     return config
 
@@ -152,39 +141,27 @@ def quality_filter(name: str) -> type:
     return getattr(importlib.import_module(f"datatrove.pipeline.filters.{module}"), class_name)
 
 
-def _read_table(path: str | Path, name: str, table: Mapping[str, Any], cls: type[T]) -> T:
+def _read_table(path: str | Path, name: str, table: Mapping[str, Any], kind: type[T]) -> T:
     """Return a table as a dataclass, whose whole numbers must all be positive."""
-    defaults = {item.name: item.default for item in fields(cls)}  # pyright: ignore
-    _require_known(path, f"{name}.", table, defaults)
-    whole = [key for key, default in defaults.items() if type(default) is int]
-    _require_positive(path, name, {key: table[key] for key in whole if key in table})
-    _require_types(path, name, table, {**defaults, "tasks": [], "include_path": ""})
-    return cls(**table)
+    defaults = asdict(kind())
+    _check(path, f"{name}.", table, defaults)
+    for key, value in table.items():
+        if type(defaults[key]) is int and (type(value) is not int or value < 1):
+            raise UserError(
+                f"config {path}: {name}.{key} = {value!r} must be a positive whole number"
+            )
+    return kind(**table)
 
 
-def _require_known(
-    path: str | Path, prefix: str, table: Mapping[str, Any], known: Collection[str]
-) -> None:
-    for name in table:
-        if name not in known:
-            raise UserError(f"config {path}: unknown name {prefix}{name}{nearest(name, known)}")
-
-
-def _require_types(
+def _check(
     path: str | Path, prefix: str, table: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Refuse values of another kind than the default; a default of None allows any."""
-    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a string"}
+    """Refuse unknown names, and values of another kind than the default; None allows any."""
+    kinds: dict[type, str] = {bool: "true or false", int: "a number", float: "a number"}
+    kinds |= {str: "a string", dict: "a table", list: "a list", tuple: "a list"}
     for name, value in table.items():
-        default = defaults.get(name)
-        kind = kinds.get(type(default), "a list")
-        if default is not None and kinds.get(type(value), "a list") != kind:
-            raise UserError(f"config {path}: {prefix}.{name} = {value!r} must be {kind}")
-
-
-def _require_positive(path: str | Path, prefix: str, table: Mapping[str, Any]) -> None:
-    for name, value in table.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(
-                f"config {path}: {prefix}.{name} = {value!r} must be a positive whole number"
-            )
+        if name not in defaults:
+            raise UserError(f"config {path}: unknown name {prefix}{name}{nearest(name, defaults)}")
+        kind = kinds.get(type(defaults[name]))
+        if kind is not None and kinds.get(type(value)) != kind:
+            raise UserError(f"config {path}: {prefix}{name} = {value!r} must be {kind}")

@@ -19,7 +19,7 @@ from datatrove.pipeline.decont.n_grams import (
 from datatrove.utils.word_tokenizers import load_word_tokenizer
 
 from titan_loop.data.prepare.config import Decontamination, hash_config
-from titan_loop.errors import UserError, first_line, nearest
+from titan_loop.errors import UserError, first_line, require_known
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +96,13 @@ def _tasks(settings: Decontamination) -> dict[str, Any]:
         raise UserError(
             "decontaminate needs lm-evaluation-harness: pip install 'titan-loop[clean]'"
         ) from error
-    manager = TaskManager(include_path=settings.include_path, include_defaults=False)
+    own = settings.include_path or None
+    manager = TaskManager(include_path=own, include_defaults=False)
     if not set(settings.tasks) <= set(manager.all_tasks):
         # Listing the thousands of tasks it brings along takes many seconds.
-        manager = TaskManager(include_path=settings.include_path)
+        manager = TaskManager(include_path=own)
     for name in settings.tasks:
-        if name not in manager.all_tasks:
-            raise UserError(
-                f"decontaminate.tasks: lm-evaluation-harness has no {name!r}"
-                f"{nearest(name, manager.all_tasks)}"
-            )
+        require_known("decontaminate.tasks", name, manager.all_tasks)
     try:
         return manager.load(settings.tasks)["tasks"]
     except Exception as error:  # `datasets` and a task's own code raise many kinds

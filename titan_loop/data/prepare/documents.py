@@ -1,10 +1,12 @@
-"""The documents to prepare: an explicit list of files and their kinds, or a Hugging Face dataset.
+"""The documents to prepare: an explicit list of files with their kinds, or a pipeline.
 
 With the list, every step, task and restart reads the same files in the same order. `file_kinds.py`
 says what one file holds; this module says which files of a folder are read, and which of them are
 held out. `SHAPES.md` lists examples.
 """
 
+import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,11 +15,21 @@ from typing import Annotated, Literal, get_args
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from titan_loop.data.prepare.file_kinds import OTHER, InputFile, contents_of
-from titan_loop.data.prepare.folder_files import files_of
-from titan_loop.data.prepare.split_names import NEVER_TRAINED, role_of, split_by_name, warn_of_tests
-from titan_loop.errors import UserError, nearest
+from titan_loop.data.prepare.file_kinds import (
+    ABOUT,
+    OTHER,
+    RECORDS,
+    SIDE,
+    TEXT,
+    InputFile,
+    by_ending,
+    contents_of,
+    kind_of,
+)
+from titan_loop.errors import UserError, listed, require_known
 from titan_loop.storage.local_path import require_local
+
+logger = logging.getLogger(__name__)
 
 Inputs = Annotated[
     str | Path | Sequence[str | Path],
@@ -29,27 +41,34 @@ Inputs = Annotated[
         str_from_instance=lambda value: [str(value)],
     ),
 ]
-"""Files, folders, or the name of a dataset; several on the command line."""
+"""Files or folders; several on the command line."""
 
-Format = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "huggingface"]
-FORMATS: tuple[str, ...] = get_args(Format)
+Format = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text"]
+
+_NAMES = {
+    "held_out": r"held[-_. ]?out\d*|validation(?:set)?\d*",
+    "test": r"(?:tests?|testing|val|valid|dev|eval)(?:set)?\d*",
+    "train": r"train(?:ing)?(?:set)?\d*",
+}
+# A name counts where it is a whole part: in `test.jsonl` and `dev/a.txt`, not in `latest.jsonl`.
+# Where a part of a path has two of them, the first counts: nothing held out is trained on.
+_PATTERNS = {
+    role: re.compile(rf"(?<![^\W_])(?:{names})(?![^\W_])") for role, names in _NAMES.items()
+}
+_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """Files to read, a dataset, or a pipeline.
+    """Files to read, or a pipeline.
 
     Attributes:
         held_out_files: Files of the held-out split; without any, a hash of each document decides.
-        dataset: Name of a Hugging Face dataset, or a folder that `datasets` loads.
         pipeline: Function that makes a torchdata pipeline.
     """
 
     files: tuple[InputFile, ...] = ()
     held_out_files: tuple[InputFile, ...] = ()
-    dataset: str = ""
-    dataset_config: str | None = None
-    dataset_split: str = "train"
     pipeline: str = ""
 
     def all_files(self) -> tuple[InputFile, ...]:
@@ -63,8 +82,6 @@ def find_documents(
     *,
     format: Format = "auto",
     pattern: Sequence[str] = (),
-    dataset_config: str | None = None,
-    dataset_split: str = "train",
     ours: Sequence[Path] = (),
 ) -> Documents:
     """Resolve the inputs of `tokenize_source` to files.
@@ -73,41 +90,34 @@ def find_documents(
     format and patterns, it gives every file that matches a pattern. Of a folder with files called
     train, files called held_out or validation are held out, and files called test, valid, val, dev
     or eval are left out. `ours` are files and folders written by an earlier run, to be skipped.
-
-    Raises:
-        UserError: For inputs that are missing, mixed or ambiguous, or options without effect.
+    Raises `UserError` for inputs that are missing, mixed or ambiguous.
     """
-    if format not in FORMATS:
-        raise UserError(f"format {format!r} is not known{nearest(format, FORMATS)}")
-    if format == "huggingface":
-        names = [str(path) for path in _as_list(inputs)]
-        if len(names) != 1:
-            raise UserError(f"format 'huggingface' reads one dataset, not {len(names)}: {names}")
-        if held_out_inputs or pattern:
-            raise UserError(
-                "held_out_inputs and patterns have no effect on a Hugging Face dataset: use "
-                "--held-out-fraction"
-            )
-        folder = Path(names[0])
-        name = str(folder.resolve()) if folder.is_dir() else names[0]
-        return Documents(dataset=name, dataset_config=dataset_config, dataset_split=dataset_split)
-    if dataset_config is not None or dataset_split != "train":
-        raise UserError(
-            "dataset_config and dataset_split have no effect on files: give --format huggingface "
-            "or drop them"
-        )
-    held_out: list[InputFile] = []
-    for path in _as_list(held_out_inputs):
-        held_out += _expand(path, format, pattern, ours)
-    files, by_name = _to_train_on(_as_list(inputs), held_out, format, pattern, ours)
-    held_out += by_name
+    require_known("format", format, get_args(Format))
+    given = [
+        file for path in _as_list(held_out_inputs) for file in _expand(path, format, pattern, ours)
+    ]
+    names = {_real(file) for file in given}
+    files: list[InputFile] = []
+    singles: list[InputFile] = []
+    held_out = [*given]
+    for path in _as_list(inputs):
+        found = _expand(path, format, pattern, ours)
+        if path.is_dir():
+            found = [file for file in found if _real(file) not in names]
+            found, by_name = _split_by_name(path, found, held_out_given=bool(given))
+            held_out += by_name
+        else:
+            singles += found
+        files += found
+    tests = [file for file in singles if _role_of(Path(Path(file.path).name)) not in ("", "train")]
+    if len(tests) < len(singles):
+        _warn_of_tests(tests)
     if not files:
         raise UserError("no input: give at least one file or folder")
-    for given in (files, held_out):
-        _require_distinct(given)
-        _require_listable(given)
-    resolved = [{Path(file.path).resolve() for file in given} for given in (files, held_out)]
-    if shared := resolved[0] & resolved[1]:
+    for listed_files in (files, held_out):
+        _require_distinct(listed_files)
+        _require_listable(listed_files)
+    if shared := {*map(_real, files)} & {*map(_real, held_out)}:
         raise UserError(f"input {min(shared)} is given for training and held out: choose one")
     return Documents(files=tuple(files), held_out_files=tuple(held_out))
 
@@ -119,44 +129,21 @@ def _as_list(inputs: Inputs) -> list[Path]:
     return [Path(path) for path in paths]
 
 
-def _to_train_on(
-    paths: Sequence[Path],
-    held_out: Sequence[InputFile],
-    format: str,
-    patterns: Sequence[str],
-    ours: Sequence[Path],
-) -> tuple[list[InputFile], list[InputFile]]:
-    """Return the files to train on, and those that their names hold out."""
-    given = {Path(file.path).resolve() for file in held_out}
-    files: list[InputFile] = []
-    by_name: list[InputFile] = []
-    singles: list[InputFile] = []
-    for path in paths:
-        found = _expand(path, format, patterns, ours)
-        if path.is_dir():
-            found = [file for file in found if Path(file.path).resolve() not in given]
-            found, more = split_by_name(path, found, held_out_given=bool(held_out))
-            by_name += more
-        else:
-            singles += found
-        files += found
-    tests = [file for file in singles if role_of(Path(Path(file.path).name)) in NEVER_TRAINED]
-    if len(tests) < len(singles):
-        warn_of_tests(tests)
-    return files, by_name
+def _real(file: InputFile) -> Path:
+    return Path(file.path).resolve()
 
 
 def _expand(
     path: Path, format: str, patterns: Sequence[str], ours: Sequence[Path]
 ) -> list[InputFile]:
     if path.is_dir():
-        found = files_of(path, format, patterns, ours)
+        found = _files_of(path, format, patterns, ours)
     elif path.is_file():
         found = [(path, contents_of(path) if format == "auto" else format)]
     else:
         raise UserError(
-            f"input {path} does not exist: build or download the documents first (a Hugging Face "
-            "dataset needs --format huggingface)"
+            f"input {path} does not exist: build or download the documents first (hf download "
+            "NAME --repo-type dataset gets those of the Hugging Face Hub)"
         )
     if found[0][1] == OTHER:
         raise UserError(
@@ -168,7 +155,7 @@ def _expand(
 
 
 def _require_distinct(files: Iterable[InputFile]) -> None:
-    counts = Counter(Path(file.path).resolve() for file in files)
+    counts = Counter(map(_real, files))
     if counts and max(counts.values()) > 1:
         twice = max(counts, key=counts.__getitem__)
         raise UserError(f"input {twice} is given twice: its documents would be stored twice")
@@ -183,3 +170,156 @@ def _require_listable(files: Iterable[InputFile]) -> None:
                 f"input {path!r} has a name that a list of files cannot hold (a line break, a "
                 "space at its end, or not UTF-8): rename it"
             )
+
+
+# The files of a folder that hold its documents; the others are left out and counted.
+
+
+def _files_of(
+    folder: Path, format: str, patterns: Sequence[str], ours: Sequence[Path]
+) -> list[tuple[Path, str]]:
+    """Return path and kind of each file to read, by name.
+
+    Records (JSON lines, tables, …) are read and texts beside them are left out; a folder without
+    records is read as texts. `format` and `patterns` decide otherwise.
+    """
+    visible = _visible_files(folder, ours)
+    matching = [
+        path for path in visible if not patterns or any(path.match(glob) for glob in patterns)
+    ]
+    if format != "auto" and patterns:
+        found = [(path, format) for path in matching]
+    else:
+        # A file that a pattern chooses is data, whatever it is called.
+        kinds = [
+            (path, contents_of(path) if patterns else kind_of(path, folder)) for path in matching
+        ]
+        if format == "auto":
+            found = _records_or_texts(folder, kinds)
+        elif format == TEXT:
+            found = [(path, format) for path, kind in kinds if kind not in (SIDE, OTHER)]
+        else:
+            found = [(path, kind) for path, kind in kinds if kind == format]
+        if others := [path for path, kind in kinds if kind == OTHER]:
+            logger.warning(f"{folder}: left out {by_ending(others)}, which cannot be read as text")
+    if not found:
+        wanted = "document" if format == "auto" else format
+        rest = f" that matches {', '.join(patterns)}" if patterns else ""
+        if format != "auto" and not patterns:
+            rest = ": choose by name with --pattern"
+        raise UserError(f"input folder {folder} has no {wanted} file{rest}")
+    if len(found) < len(visible):
+        read = ", ".join(sorted({kind for _, kind in found}))
+        logger.info("%s: %d of %d files are %s", folder, len(found), len(visible), read)
+    originals = {path.resolve() for path, _ in found if not path.is_symlink()}
+    once = [
+        each for each in found if not each[0].is_symlink() or each[0].resolve() not in originals
+    ]
+    if len(once) < len(found):
+        logger.warning("%s: left out %d links to other files of it", folder, len(found) - len(once))
+    return once
+
+
+def _records_or_texts(folder: Path, kinds: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:
+    records = [(path, kind) for path, kind in kinds if kind in RECORDS]
+    texts = [path for path, kind in kinds if kind == TEXT]
+    if not records:
+        return [(path, TEXT) for path, kind in kinds if kind in (TEXT, ABOUT)]
+    held = by_ending(path for path, _ in records)
+    if len(texts) > len(records):
+        raise UserError(
+            f"input folder {folder} holds {held} among {by_ending(texts)}: choose with --pattern, "
+            f"e.g. '*{records[0][0].suffix}' or '*{texts[0].suffix}', or give --format text to "
+            "train on every file as text"
+        )
+    if texts:
+        logger.warning(
+            f"{folder}: left out {by_ending(texts)} beside {held}; give texts as an input of their "
+            "own"
+        )
+    return records
+
+
+def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
+    root, written = folder.resolve(), {path.resolve() for path in ours}
+    files: set[Path] = set()
+    shown: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if not written.isdisjoint((root / name, *(root / name).parents)):
+            continue
+        if path.is_file():
+            files.add(path)
+        if not any(part.startswith(".") for part in name.parts):
+            shown.append(path)
+    visible = [path for path in shown if path in files]
+    if len(visible) < len(files):
+        logger.warning("%s: left out %d hidden files", folder, len(files) - len(visible))
+    if links := sum(path not in files and path.is_symlink() for path in shown):
+        logger.warning(
+            f"{folder}: left out {links} links to folders or to nothing; give folders as inputs "
+            "of their own"
+        )
+    return visible
+
+
+# Files that are called train, held_out or test: which are trained on, and which never are.
+
+
+def _role_of(path: Path) -> str:
+    """Return "train", "held_out", "test" or "": what the last part with such a name says."""
+    for part in reversed(path.parts):
+        for role, pattern in _PATTERNS.items():
+            if pattern.search(part.lower()):
+                return role
+    return ""
+
+
+def _split_by_name(
+    folder: Path, files: Sequence[InputFile], *, held_out_given: bool
+) -> tuple[list[InputFile], list[InputFile]]:
+    """Return a folder's files to train on, and its held-out files.
+
+    Without a file called train all files are trained on, with a warning if one is called test. In a
+    folder of texts a `train.py` says nothing: there every file must have such a name, or a
+    subfolder be called train. If held-out files were given apart, files of the folder that are
+    called held_out are left out, too.
+    """
+    root = folder.resolve()
+    names = {file: Path(file.path).relative_to(root) for file in files}
+    roles = {file: _role_of(name) for file, name in names.items()}
+    split = "train" in roles.values()
+    if all(file.kind == TEXT for file in files) and not all(roles.values()):
+        split = any(_role_of(name.parent) == "train" for name in names.values())
+    held_out = [file for file, role in roles.items() if role == "held_out"]
+    tests = [file for file, role in roles.items() if role == "test"]
+    if not split:
+        _warn_of_tests([*held_out, *tests], root)
+        return [*files], []
+    if held_out_given:
+        held_out, tests = [], [*held_out, *tests]
+    if held_out:
+        logger.info(
+            f"{folder}: {_named(held_out, root)} held out; give files by name to train on them"
+        )
+    if tests:
+        logger.warning(
+            f"{folder}: left out {_named(tests, root)} beside files called train; give them to "
+            "--held-out-inputs, or all files by name to train on them"
+        )
+    never = {*held_out, *tests}
+    return [file for file in files if file not in never], held_out
+
+
+def _warn_of_tests(files: Sequence[InputFile], root: Path | None = None) -> None:
+    if files:
+        logger.warning(
+            f"{_named(files, root)} will be trained on; if they are tests, leave them out with "
+            "--pattern or give them to --held-out-inputs"
+        )
+
+
+def _named(files: Sequence[InputFile], root: Path | None) -> str:
+    paths = [Path(file.path) for file in files]
+    names = [path.name if root is None else str(path.relative_to(root)) for path in paths]
+    return f"{len(names)} {'file' if len(names) == 1 else 'files'} ({listed(names, _SHOWN)})"

@@ -1,4 +1,4 @@
-"""Runs pipelines one after another on this machine, under SLURM or on Ray: datatrove's executors.
+"""Runs pipelines one after another on this machine or under SLURM, by datatrove's executors.
 
 datatrove marks every finished task in a pipeline's log folder; a rerun skips finished tasks.
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,13 @@ from tqdm import tqdm
 
 import titan_loop.data.prepare.quiet  # noqa: F401
 from titan_loop.data.prepare.config import Executor
-from titan_loop.data.prepare.submitted_jobs import JOBS_NAME, note_job
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, require_known
 from titan_loop.storage.json_files import read_json
 from titan_loop.storage.regular_file import DamagedFileError
 
 logger = logging.getLogger(__name__)
 
+_JOBS_NAME = "slurm_jobs.txt"
 _MOST_DEATHS = 2  # in a row without a finished task
 
 
@@ -60,21 +60,14 @@ class Pipeline:
                 f"is {unfinished[0]}: see {self.logs / 'logs'}; the same command continues"
             )
 
-    def outline(self) -> "Pipeline":
-        """Return the pipeline with the names of its steps alone."""
-        return replace(self, steps=dict.fromkeys(self.steps))
-
 
 def run_pipelines(
     pipelines: Sequence[Pipeline], executor: Executor, workers: int, options: Mapping[str, Any]
 ) -> bool:
     """Run every pipeline, each after the one before, or submit them all to SLURM.
 
-    Args:
-        options: Options of datatrove's executor, from the config's table of the same name.
-
-    Returns:
-        Whether the pipelines are done; False if they were only submitted, as under SLURM.
+    `options` is the config's table for datatrove's SLURM executor. Returns whether the pipelines
+    are done; False if they were only submitted.
     """
     if executor == "slurm":
         if shutil.which("sbatch") is None:
@@ -89,17 +82,13 @@ def run_pipelines(
         if not pipeline.unfinished():
             logger.info("%s: finished before, %d tasks skipped", pipeline.name, pipeline.tasks)
             continue
-        if executor == "ray":
-            _ray(pipeline, workers, options).run()
-        else:
-            _run_locally(pipeline, workers)
-        pipeline.require_finished()  # Ray does not raise its tasks' errors
+        _run_locally(pipeline, workers)
     return True
 
 
 def _run_locally(pipeline: Pipeline, workers: int) -> None:
     """Run the unfinished tasks in this process or in several, again if a process is killed."""
-    executor = dill.dumps(_build(LocalPipelineExecutor, "local", pipeline, {}))
+    executor = dill.dumps(_build(LocalPipelineExecutor, pipeline, {}))
     deaths = 0
     while tasks := pipeline.unfinished():
         try:
@@ -179,42 +168,65 @@ def slurm_chain(
         environment["venv_path"] = f"{sys.prefix}/bin/activate"
     chain: list[Any] = []
     for pipeline in pipelines:
-        jobs = pipeline.logs.parent / JOBS_NAME
+        jobs = pipeline.logs.parent / _JOBS_NAME
         settings = {
             "workers": workers,
             "job_name": f"titan-loop-{pipeline.name}",
             "qos": None,
             "depends": chain[-1] if chain else None,
-            "job_id_retriever": partial(note_job, jobs, options.get("job_id_position", -1)),
+            "job_id_retriever": partial(_note_job, jobs, options.get("job_id_position", -1)),
             **environment,
             **options,
             # Jobs behind one that failed would wait for ever, and keep a restart out.
             "sbatch_args": {"kill-on-invalid-dep": "yes", **options.get("sbatch_args", {})},
         }
-        chain.append(_build(SlurmPipelineExecutor, "slurm", pipeline, settings))
+        chain.append(_build(SlurmPipelineExecutor, pipeline, settings))
     return chain
 
 
-def _ray(pipeline: Pipeline, workers: int, options: Mapping[str, Any]) -> PipelineExecutor:
-    try:
-        import ray  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        raise UserError("executor 'ray' needs Ray: pip install 'titan-loop[ray]'") from error
-    from datatrove.executor.ray import RayPipelineExecutor
+def _note_job(jobs: Path, position: int, answer: str) -> str:
+    """Append a job's number, the word at `position` of sbatch's answer, to a file; return it."""
+    job = answer.split()[position]
+    with jobs.open("a", encoding="utf-8") as file:
+        file.write(f"{job}\n")
+    return job
 
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
-    return _build(RayPipelineExecutor, "ray", pipeline, {"workers": workers, **options})
+
+def refuse_submitted(logs: Path) -> None:
+    """Raise `UserError` while a job that was submitted from these logs is queued or runs.
+
+    A second submission would rewrite the list of tasks that the first one's jobs read.
+    """
+    jobs = logs / _JOBS_NAME
+    if not jobs.exists():
+        return
+    noted = dict.fromkeys(jobs.read_text(encoding="utf-8").split())
+    try:
+        # Not `--jobs`: it fails on the number of a job that SLURM has forgotten.
+        asked = subprocess.run(
+            ["squeue", "--noheader", "--format=%F"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = " ".join(str(getattr(error, "stderr", None) or error).split())
+        raise UserError(
+            f"output {logs.parent} was submitted to SLURM as jobs {', '.join(noted)}, which may "
+            f"still run, and squeue failed ({reason}): try where it works, or delete {jobs} if "
+            "they are gone"
+        ) from error
+    if left := noted.keys() & {*asked.stdout.split()}:
+        names = " ".join(sorted(left))
+        fix = f"wait for them, or end them with scancel {names}"
+        raise UserError(f"output {logs.parent} is being prepared by SLURM jobs {names}: {fix}")
+    jobs.unlink()
 
 
 def _build(
-    cls: type[PipelineExecutor], name: str, pipeline: Pipeline, options: Mapping[str, Any]
+    cls: type[PipelineExecutor], pipeline: Pipeline, options: Mapping[str, Any]
 ) -> PipelineExecutor:
     known = set(inspect.signature(cls.__init__).parameters)
     known -= {"self", "pipeline", "tasks", "logging_dir"}
     for key in options:
-        if key not in known:
-            raise UserError(f"executor {name!r} has no option {key!r}{nearest(key, known)}")
+        require_known("an option of slurm in the config file", key, known)
     return cls(
         pipeline=list(pipeline.steps.values()),
         tasks=pipeline.tasks,  # pyright: ignore[reportCallIssue]

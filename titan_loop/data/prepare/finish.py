@@ -12,7 +12,6 @@ import numpy as np
 
 from titan_loop.data.prepare.document_tokenizer import changed_examples
 from titan_loop.data.prepare.executors import Pipeline, statistics
-from titan_loop.data.prepare.pipeline_documents import GIVEN
 from titan_loop.data.prepare.pipeline_steps import TextHashes
 from titan_loop.data.prepare.pipelines import CHANGES, HASH_TEXTS, HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
@@ -58,34 +57,36 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
     names = SPLITS if preparation.holds_out else SPLITS[:1]
     steps = {pipeline.name: [*pipeline.steps] for pipeline in pipelines}
     counted = {name: statistics(preparation.logs(name), steps[name]) for name in names}
+    read = counted["train"][READ]
     dropped = _dropped(preparation, counted["train"])
     tokenizer = load_tokenizer(output / TOKENIZER_NAME)
     eos_id = tokenizer.token_to_id(preparation.eos_token)
     assert eos_id is not None
     bos = preparation.bos_token
     bos_id = None if bos is None else tokenizer.token_to_id(bos)
-    given = counted["train"][READ][GIVEN] > 0
-    eos_anywhere = given or eos_id == bos_id  # one token in both places ends no document by itself
-    splits = {
-        name: _split_card(output / name, tokenizer, eos_id, eos_anywhere, counted[name][TOKENIZE])
-        for name in names
-    }
-    masked = preparation.chat is not None or (given and _has_windows(preparation, splits))
-    for name, split in splits.items():
+    splits: dict[str, SplitCard] = {}
+    for name in names:
+        split = _split_card(output / name, tokenizer, eos_id, counted[name][TOKENIZE])
+        if not split.eos_only_at_ends and eos_id != bos_id:  # else one token is in both places
+            logger.warning(
+                f"{output / name}: not every document ends in EOS id {eos_id} and has none before: "
+                "use a tokenizer whose EOS is a special token"
+            )
         logger.info(
             f"{output}/{name}: {split.documents} documents, {split.tokens} tokens, "
             f"{split.text_bytes} bytes of text"
         )
-    _say_unused(output, counted["train"][READ])
-    if spelt := counted["train"][READ][SPELT_CHATML]:
+        splits[name] = split
+    _say_unused(output, read)
+    if spelt := read[SPELT_CHATML]:
         logger.warning(
             f"{output}: {spelt} documents spell {TURN_START}, which stays text, and all of their "
             "tokens are trained on: give records of messages with --chat to prepare conversations"
         )
     if not splits["train"].tokens:
         raise UserError(
-            f"source {output}: no document is left to train on (records read: "
-            f"{counted['train'][READ]['records']}, dropped: {dropped})"
+            f"source {output}: no document is left to train on (records read: {read['records']}, "
+            f"dropped: {dropped})"
         )
     held_out = splits["held_out"].tokens if preparation.holds_out else _SHORT_WINDOW
     if held_out < _SHORT_WINDOW:
@@ -105,10 +106,9 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
         licence=preparation.licence,
         versions=preparation.versions(),
         command=preparation.command,
-        has_loss_mask=masked,
-        given_ids=given,
+        has_loss_mask=preparation.chat is not None,
         dropped=dropped,
-        repaired=_repaired(output, counted["train"][READ]),
+        repaired=_repaired(output, read),
         cleaning=preparation.config.cleaning(),
         bos_id=bos_id,
         round_trip=_round_trip(preparation, tokenizer, [counted[name][TOKENIZE] for name in names]),
@@ -120,22 +120,6 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
     card.write(output)
     shutil.rmtree(preparation.work, ignore_errors=True)
     return card
-
-
-def _has_windows(preparation: Preparation, splits: Mapping[str, SplitCard]) -> bool:
-    masks = {bool(shard.loss_sha256) for split in splits.values() for shard in split.shards}
-    if len(masks) > 1:
-        raise UserError(
-            f"pipeline {preparation.documents.pipeline} yields finished windows on some ranks and "
-            "documents on others: yield one of the two"
-        )
-    if found := True in masks:
-        output = preparation.output
-        logger.info(
-            f"{output}: finished windows of L ids; titan-loop data pack {output} --seq-len L, and "
-            f"{output}=1:packed in dataloader.mixture, give them back whole"
-        )
-    return found
 
 
 def _warn_of_shared_texts(preparation: Preparation) -> None:
@@ -218,7 +202,7 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
 
 
 def _split_card(
-    folder: Path, tokenizer: "Tokenizer", eos_id: int, eos_anywhere: bool, counts: Counter[str]
+    folder: Path, tokenizer: "Tokenizer", eos_id: int, counts: Counter[str]
 ) -> SplitCard:
     shards: list[ShardCard] = []
     id_bytes = token_bytes(tokenizer)
@@ -234,13 +218,13 @@ def _split_card(
             max_token_id = max(max_token_id, int(chunk.max()))
             misplaced += misplaced_eos(chunk, first, ends, eos_id)
             first += len(chunk)
-        mask_sha256 = ""
-        mask_path = path.with_name(path.name + LOSS_SUFFIX)
-        if mask_path.exists():
-            for chunk in file_chunks(mask_path, "u1"):
-                loss_tokens += int(chunk.sum(dtype=np.int64))
-            mask_sha256 = file_sha256(mask_path)
-        bytes_path = path.with_name(path.name + BYTES_SUFFIX)
+        beside = {
+            suffix: path.with_name(path.name + suffix) for suffix in (LOSS_SUFFIX, BYTES_SUFFIX)
+        }
+        hashes = {suffix: file_sha256(file) for suffix, file in beside.items() if file.exists()}
+        if LOSS_SUFFIX in hashes:
+            chunks = file_chunks(beside[LOSS_SUFFIX], "u1")
+            loss_tokens += sum(int(chunk.sum(dtype=np.int64)) for chunk in chunks)
         shard = ShardCard(
             file=path.name,
             documents=len(ends),
@@ -248,8 +232,8 @@ def _split_card(
             bytes=path.stat().st_size,
             sha256=file_sha256(path),
             index_sha256=file_sha256(index_path(path)),
-            loss_sha256=mask_sha256,
-            bytes_sha256=file_sha256(bytes_path) if bytes_path.exists() else "",
+            loss_sha256=hashes.get(LOSS_SUFFIX, ""),
+            bytes_sha256=hashes.get(BYTES_SUFFIX, ""),
         )
         shards.append(shard)
     card = SplitCard(
@@ -261,11 +245,6 @@ def _split_card(
         loss_tokens=loss_tokens if any(shard.loss_sha256 for shard in shards) else None,
         eos_only_at_ends=not misplaced,
     )
-    if misplaced and not eos_anywhere:
-        logger.warning(
-            f"{folder}: document ends and EOS id {eos_id} disagree in {misplaced} places: use a "
-            "tokenizer whose EOS is a special token"
-        )
     if card.tokens != counts["tokens"]:
         raise UserError(
             f"{folder} holds {card.tokens} tokens, {counts['tokens']} were written: a shard is "

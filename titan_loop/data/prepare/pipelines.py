@@ -17,11 +17,10 @@ from datatrove.pipeline.dedup.minhash import (
     MinhashDedupFilter,
 )
 
-from titan_loop.data.prepare.config import PrepareConfig, hash_config, quality_filter
+from titan_loop.data.prepare.config import Minhash, PrepareConfig, hash_config, quality_filter
 from titan_loop.data.prepare.decontamination import build_ngram_index, ngram_filter
 from titan_loop.data.prepare.document_tokenizer import PlainTextTokenizer
 from titan_loop.data.prepare.executors import Pipeline
-from titan_loop.data.prepare.pipeline_documents import PipelineReader, PipelineTokenizer
 from titan_loop.data.prepare.pipeline_steps import (
     ChatTokenizer,
     HeldOutFilter,
@@ -42,30 +41,27 @@ READ, HASH_TEXTS, HOLD_OUT, TOKENIZE = "read", "hash_texts", "hold_out", "tokeni
 
 def build_pipelines(preparation: Preparation) -> list[Pipeline]:
     """Return the pipelines in their order, building the n-gram index on the way."""
-    output, config, work = preparation.output, preparation.config, preparation.work
-    chat = preparation.chat
+    config, work = preparation.config, preparation.work
 
-    def tokenize(split: str) -> Any:
-        options: dict[str, Any] = {
-            "tokenizer_name_or_path": str(output / TOKENIZER_NAME),
-            "eos_token": preparation.eos_token,
-            "bos_token": preparation.bos_token,
-            "changes": preparation.logs(CHANGES),
-            "keep_bytes": split == "held_out",
-            "seed": 0,
-        }
-        if chat is None:
-            own = PipelineTokenizer if preparation.documents.pipeline else PlainTextTokenizer
-            return own(str(output / split), **options)
-        return ChatTokenizer(
-            str(output / split), template=chat.template, save_loss_metadata=True, **options
-        )
+    def pipeline(name: str, steps: dict[str, Any], tasks: int = preparation.tasks) -> Pipeline:
+        return Pipeline(name=name, steps=steps, tasks=tasks, logs=preparation.logs(name))
 
     pipelines: list[Pipeline] = []
     steps = {READ: _reader(preparation, preparation.logs("dropped")), **_quality(config)}
     if config.minhash is not None:
-        pipelines += _minhash_pipelines(preparation)
-        steps["near_duplicate"] = MinhashDedupFilter(str(work / "duplicates"))
+        signatures, pairs, duplicates = (
+            str(work / name) for name in ("signatures", "pairs", "duplicates")
+        )
+        settings = _minhash_config(config.minhash)
+        sign = ShortTextSignature(signatures, settings, language=config.language)
+        # A reader and filters of their own, for the statistics of steps are the steps'.
+        own = {READ: _reader(preparation, None), **_quality(config), "signatures": sign}
+        match = {"buckets": MinhashDedupBuckets(signatures, pairs, config=settings)}
+        cluster = {"clusters": MinhashDedupCluster(pairs, duplicates, config=settings)}
+        pipelines.append(pipeline("signatures", own))
+        pipelines.append(pipeline("buckets", match, settings.num_buckets))
+        pipelines.append(pipeline("clusters", cluster, 1))
+        steps["near_duplicate"] = MinhashDedupFilter(duplicates)
     if config.decontaminate is not None:
         index = work / "ngrams"
         if not index.exists():
@@ -76,29 +72,17 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
         if files:  # otherwise equal texts are on the same side
             steps[HASH_TEXTS] = TextHashes(files, work / HASH_TEXTS)
         steps[HOLD_OUT] = HeldOutFilter(files, preparation.held_out_fraction, work / "held_out")
-    steps[TOKENIZE] = tokenize("train")
-    pipelines.append(_pipeline(preparation, "train", steps, preparation.tasks))
+    steps[TOKENIZE] = _tokenizer(preparation, "train")
+    pipelines.append(pipeline("train", steps))
     if preparation.holds_out:
-        held_out = {READ: HeldOutReader(str(work / "held_out")), TOKENIZE: tokenize("held_out")}
-        pipelines.append(_pipeline(preparation, "held_out", held_out, preparation.tasks))
+        aside = HeldOutReader(str(work / "held_out"))
+        pipelines.append(
+            pipeline("held_out", {READ: aside, TOKENIZE: _tokenizer(preparation, "held_out")})
+        )
     return pipelines
 
 
-def _pipeline(preparation: Preparation, name: str, steps: dict[str, Any], tasks: int) -> Pipeline:
-    return Pipeline(name=name, steps=steps, tasks=tasks, logs=preparation.logs(name))
-
-
 def _reader(preparation: Preparation, examples: Path | None) -> Any:
-    if pipeline := preparation.documents.pipeline:
-        return PipelineReader(
-            pipeline,
-            tokenizer=preparation.output / TOKENIZER_NAME,
-            eos_token=preparation.eos_token,
-            rewrites="c4_quality" in preparation.config.quality,
-            text_key=preparation.text_key,
-            chat=None,
-            examples=None if examples is None else str(examples),
-        )
     return document_reader(
         preparation.documents,
         paths_file=preparation.logs("inputs.txt"),
@@ -115,14 +99,8 @@ def _quality(config: PrepareConfig) -> dict[str, Any]:
     }
 
 
-def _minhash_pipelines(preparation: Preparation) -> list[Pipeline]:
-    """Return the pipelines that find near-duplicates; all but a cluster's root are removed."""
-    work = preparation.work
-    names = ("signatures", "pairs", "duplicates")
-    signatures, pairs, duplicates = (str(work / name) for name in names)
-    minhash = preparation.config.minhash
-    assert minhash is not None
-    config = MinhashConfig(
+def _minhash_config(minhash: Minhash) -> MinhashConfig:
+    return MinhashConfig(
         n_grams=minhash.n_grams,
         num_buckets=minhash.num_buckets,
         hashes_per_bucket=minhash.hashes_per_bucket,
@@ -130,12 +108,19 @@ def _minhash_pipelines(preparation: Preparation) -> list[Pipeline]:
         norm_config=minhash.text_norm(),
         hash_config=hash_config(),
     )
-    sign = ShortTextSignature(signatures, config, language=preparation.config.language)
-    read = {READ: _reader(preparation, None), **_quality(preparation.config), "signatures": sign}
-    match = {"buckets": MinhashDedupBuckets(signatures, pairs, config=config)}
-    cluster = {"clusters": MinhashDedupCluster(pairs, duplicates, config=config)}
-    return [
-        _pipeline(preparation, "signatures", read, preparation.tasks),
-        _pipeline(preparation, "buckets", match, config.num_buckets),
-        _pipeline(preparation, "clusters", cluster, 1),
-    ]
+
+
+def _tokenizer(preparation: Preparation, split: str) -> PlainTextTokenizer:
+    options: dict[str, Any] = {
+        "tokenizer_name_or_path": str(preparation.output / TOKENIZER_NAME),
+        "eos_token": preparation.eos_token,
+        "bos_token": preparation.bos_token,
+        "changes": preparation.logs(CHANGES),
+        "keep_bytes": split == "held_out",
+        "seed": 0,
+    }
+    folder = str(preparation.output / split)
+    if preparation.chat is None:
+        return PlainTextTokenizer(folder, **options)
+    template = preparation.chat.template
+    return ChatTokenizer(folder, template=template, save_loss_metadata=True, **options)

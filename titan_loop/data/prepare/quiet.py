@@ -6,5 +6,3 @@ Modules with readers and executors import it, so that processes that run their t
 from loguru import logger
 
 logger.disable("datatrove")
-# Ray does not pass its tasks' exceptions to the caller; this log is the only place they appear.
-logger.enable("datatrove.executor.ray")

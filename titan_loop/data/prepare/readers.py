@@ -8,15 +8,16 @@ import codecs
 import csv
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import orjson
 from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
-from datatrove.pipeline.readers.huggingface import HuggingFaceDatasetReader
 
 import titan_loop.data.prepare.quiet  # noqa: F401
+from titan_loop.data.pipeline import Pipeline
 from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.compression import BROKEN, file_lines, unreadable
 from titan_loop.data.prepare.documents import Documents
@@ -264,29 +265,26 @@ class FileReader(CountingReader, BaseDiskReader):
         return parsed.value
 
 
-class CountingHuggingFaceReader(CountingReader, HuggingFaceDatasetReader):
-    """Reads rows through the `datasets` library."""
+class PipelineReader(CountingReader):
+    """Reads the texts of a torchdata pipeline: task r of n is its rank r of n."""
+
+    def __init__(self, pipeline: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.pipeline = pipeline
 
     def run(
         self, data: Any = None, rank: int = 0, world_size: int = 1
     ) -> Generator[Document, None, None]:
-        """Read this task's documents; the library's errors become one line."""
-        try:
-            yield from super().run(data, rank, world_size)
-        except UserError:
-            raise
-        except Exception as error:  # the library raises many kinds
-            raise UserError(
-                f"dataset {self.dataset!r} cannot be read ({' '.join(str(error).split()):.200}): "
-                "download it, and give its files or folder without --format huggingface"
-            ) from error
-
-    def get_document_from_dict(
-        self, data: Mapping[str, Any], source_file: str, id_in_file: int | str
-    ) -> Document | None:
-        """As in the base class; rows come from a table."""
-        row = data if self.chat is None else self.chat.of_row(data)
-        return super().get_document_from_dict(row, source_file, id_in_file)
+        """Read this task's documents."""
+        self.begin(rank)
+        pipeline = Pipeline(self.pipeline, rank, world_size, field="pipeline")
+        for number, item in enumerate(chain.from_iterable(pipeline), start=1):
+            if not isinstance(item, str):
+                fix = "yield texts, or train on them with dataloader.pipeline"
+                raise pipeline.bad(f"ids or a window, which a source cannot take: {fix}")
+            record = {self.text_key: item}
+            if document := self.get_document_from_dict(record, self.pipeline, number):
+                yield document
 
 
 def document_reader(
@@ -303,13 +301,8 @@ def document_reader(
         "chat": chat,
         "examples": None if examples is None else str(examples),
     }
-    if documents.dataset:
-        return CountingHuggingFaceReader(
-            documents.dataset,
-            {"name": documents.dataset_config, "split": documents.dataset_split},
-            streaming=True,
-            **options,
-        )
+    if documents.pipeline:
+        return PipelineReader(documents.pipeline, **options)
     kinds = {file.path.lstrip("/"): file.kind for file in documents.all_files()}
     paths_file.parent.mkdir(parents=True, exist_ok=True)
     paths_file.write_text("".join(f"{path}\n" for path in kinds))

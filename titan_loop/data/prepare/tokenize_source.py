@@ -8,17 +8,17 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from titan_loop.data.prepare.chat_records import ChatRecords
-from titan_loop.data.prepare.config import EXECUTORS, Executor, read_prepare_config
+from titan_loop.data.prepare.config import Executor, read_prepare_config
 from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
 from titan_loop.data.prepare.preparation import Preparation, refuse_output, start, written_by_us
-from titan_loop.data.prepare.submitted_jobs import JOBS_NAME, refuse_submitted
 from titan_loop.data.source_card import CARD_NAME, SourceCard, lock_source
-from titan_loop.errors import UserError, first_line, nearest
+from titan_loop.errors import UserError, require_at_least, require_known
 from titan_loop.storage.local_path import require_local
 from titan_loop.storage.remote_folder import PATTERN_CHARACTERS
 from titan_loop.text.chat_template import ChatTemplate
@@ -51,8 +51,6 @@ def tokenize_source(
     chat_template: str | None = None,
     held_out_inputs: Inputs = (),
     held_out_fraction: float = 0.01,
-    dataset_config: str | None = None,
-    dataset_split: str = "train",
     pipeline: str | None = None,
     eos_token: str = END_OF_TEXT,
     no_bos: bool = False,
@@ -71,7 +69,7 @@ def tokenize_source(
 
     Args:
         inputs: Files of JSON lines, JSON arrays, CSV, TSV, Parquet, Arrow or text, compressed or
-            not, folders of these, or the name of a Hugging Face dataset.
+            not, or folders of these.
         output: Folder of the source.
         tokenizer: A tokenizer.json; it is copied into the source.
         format: Format of the files; auto reads it from their names and first bytes.
@@ -87,14 +85,12 @@ def tokenize_source(
             or validation of a folder with files called train.
         held_out_fraction: Share of documents held out, chosen by a hash of their text, in [0, 1);
             has no effect beside held-out inputs.
-        dataset_config: Configuration of a Hugging Face dataset.
-        dataset_split: Split of a Hugging Face dataset.
-        pipeline: A torchdata pipeline instead of inputs, read to its end: PACKAGE.MODULE:FUNCTION,
-            called with the number of a task and the number of tasks. Ids and windows are kept.
+        pipeline: A torchdata pipeline of texts instead of inputs, read to its end:
+            PACKAGE.MODULE:FUNCTION, called with the number of a task and the number of tasks.
         eos_token: Token that ends every document.
         no_bos: Put no token in front of documents, though the tokenizer's template has one.
         config: TOML file that sets quality filters, deduplication, decontamination and the cluster.
-        executor: datatrove's executor.
+        executor: Run here, or submit a SLURM job array per pipeline.
         tasks: Number of parts the work is cut into; at most one per file has work.
         workers: Number of tasks that run at the same time.
         max_malformed: Largest share of records that may be malformed or lack their text.
@@ -105,7 +101,7 @@ def tokenize_source(
         The card that was written; None if jobs were submitted, the last of which writes it.
     """
     from titan_loop.data.pipeline import find_pipeline
-    from titan_loop.data.prepare.executors import Pipeline, run_pipelines
+    from titan_loop.data.prepare.executors import Pipeline, refuse_submitted, run_pipelines
     from titan_loop.data.prepare.finish import write_card
     from titan_loop.data.prepare.pipelines import build_pipelines
 
@@ -115,17 +111,15 @@ def tokenize_source(
         raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")
     if not 0 <= max_malformed <= 1:
         raise UserError(f"max_malformed {max_malformed} must lie in [0, 1]")
-    if tasks < 1 or workers < 1:
-        raise UserError(f"tasks {tasks} and workers {workers} must both be at least 1")
-    if executor not in EXECUTORS:
-        raise UserError(f"executor {executor!r} is not known{nearest(executor, EXECUTORS)}")
+    require_at_least(1, tasks=tasks, workers=workers)
+    require_known("executor", executor, get_args(Executor))
     settings = read_prepare_config(config)
-    if chat and "c4_quality" in settings.quality:
-        raise UserError("quality.c4_quality rewrites texts, which chats do not allow: drop it")
     searches = settings.minhash is not None or settings.decontaminate is not None
     if searches and PATTERN_CHARACTERS.intersection(str(output)):
         problem = "holds *, ? or [, by which datatrove would not find its files"
         raise UserError(f"output {output} {problem}: choose another folder")
+    if chat and "c4_quality" in settings.quality:
+        raise UserError("quality.c4_quality rewrites texts, which chats do not allow: drop it")
     if chat and text_key != "text":
         raise UserError(
             f"text_key {text_key!r} has no effect on chats: give --messages-key, or drop it"
@@ -133,9 +127,6 @@ def tokenize_source(
     for name, value in {"messages_key": messages_key, "chat_template": chat_template}.items():
         if value is not None and not chat:
             raise UserError(f"{name} {value!r} has no effect without --chat: add it, or drop this")
-    template = ChatTemplate()
-    if chat_template is not None:
-        template = chosen_template(chat_template, Path(tokenizer))
     if pipeline is not None:
         find_pipeline(pipeline, "pipeline")
         if inputs or held_out_inputs or chat:
@@ -143,14 +134,9 @@ def tokenize_source(
             raise UserError(f"pipeline {pipeline} yields the documents itself: {fix}")
         documents = Documents(pipeline=pipeline)
     else:
+        ours = written_by_us(output)
         documents = find_documents(
-            inputs,
-            held_out_inputs,
-            format=format,
-            pattern=pattern,
-            dataset_config=dataset_config,
-            dataset_split=dataset_split,
-            ours=written_by_us(output),
+            inputs, held_out_inputs, format=format, pattern=pattern, ours=ours
         )
     loaded = load_tokenizer(tokenizer)
     require_token(loaded, eos_token, "eos_token")
@@ -159,6 +145,13 @@ def tokenize_source(
     bos = None if no_bos else template_bos(loaded, str(tokenizer), fix)
     if no_bos and not template_prefix(loaded):
         raise UserError(f"no_bos has no effect: the template of {tokenizer} has no BOS; drop it")
+    chats = None
+    if chat:
+        template = ChatTemplate()
+        if chat_template is not None:
+            template = chosen_template(chat_template, Path(tokenizer))
+        chats = ChatRecords(template=template, messages_key=messages_key)
+        chats.on_card(loaded)  # refuses a template that does not work
     preparation = Preparation(
         output=output,
         documents=documents,
@@ -167,7 +160,7 @@ def tokenize_source(
         eos_token=eos_token,
         bos_token=None if bos is None else loaded.id_to_token(bos),
         text_key=text_key,
-        chat=ChatRecords(template=template, messages_key=messages_key) if chat else None,
+        chat=chats,
         tasks=min(tasks, len(documents.all_files()) or tasks),
         max_malformed=max_malformed,
         licence=licence,
@@ -175,23 +168,18 @@ def tokenize_source(
     )
     if preparation.tasks < tasks:
         logger.info("%d tasks instead of %d: one per file", preparation.tasks, tasks)
-    if preparation.chat is not None:
-        preparation.chat.on_card(loaded)  # refuses a template that does not work
-    if documents.dataset:
-        _require_dataset(documents)
     refuse_output(output, overwrite)  # before a lock file is left in it
     try:
         with lock_source(output, "output"):
-            refuse_submitted(preparation.logs(JOBS_NAME))  # before anything is removed
+            refuse_submitted(output / "logs")  # before anything is removed
             start(preparation, Path(tokenizer), overwrite)
             pipelines = build_pipelines(preparation)
             if executor == "slurm":  # this process does not wait, so a last job writes the card
-                outlines = [pipeline.outline() for pipeline in pipelines]
+                outlines = [replace(each, steps=dict.fromkeys(each.steps)) for each in pipelines]
                 last = {"card": partial(_finish, preparation, outlines)}
                 logs = preparation.logs("card")
                 pipelines.append(Pipeline(name="card", steps=last, tasks=1, logs=logs))
-            options = {"slurm": settings.slurm, "ray": settings.ray}.get(executor, {})
-            if not run_pipelines(pipelines, executor, workers, options):
+            if not run_pipelines(pipelines, executor, workers, settings.slurm):
                 logger.info("%s: submitted; the last job writes %s", output, CARD_NAME)
                 return None
             return write_card(preparation, pipelines)
@@ -207,21 +195,3 @@ def _finish(preparation: Preparation, pipelines: "Sequence[Pipeline]", *task: ob
     from titan_loop.data.prepare.finish import write_card
 
     write_card(preparation, pipelines)
-
-
-def _require_dataset(documents: Documents) -> None:
-    """Fail before any task starts if a Hugging Face dataset cannot be loaded."""
-    from datasets import get_dataset_split_names
-
-    try:
-        splits = get_dataset_split_names(documents.dataset, documents.dataset_config)
-    except Exception as error:  # the library and the hub client raise many kinds
-        raise UserError(
-            f"dataset {documents.dataset!r} cannot be loaded ({first_line(error)}): check its "
-            "name and the network, or give its files or folder without --format huggingface"
-        ) from error
-    if documents.dataset_split not in splits:  # slices cannot be streamed
-        raise UserError(
-            f"dataset {documents.dataset!r} has no split {documents.dataset_split!r}: give "
-            f"--dataset-split one of {', '.join(splits)}"
-        )

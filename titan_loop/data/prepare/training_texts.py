@@ -30,10 +30,8 @@ LONGEST_WORD = 4096
 """Characters of the longest word that is learnt from whole."""
 _LEARNT = 1 << 16  # characters of a long word that are learnt from, in pieces
 _CUT_LENGTH = 64  # longer than any useful token
-_BLOCK = LONGEST_WORD // 2
-_RUNS = re.compile(rf"\S{{{LONGEST_WORD},}}|\s{{{LONGEST_WORD},}}")
-_RUN_AT_ONCE = 1 << 20
-PROGRESS_SECONDS = 20.0
+_RUNS = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
+_PROGRESS_SECONDS = 20.0
 
 
 def training_texts(
@@ -62,7 +60,7 @@ def training_texts(
             characters += len(document.text)
             long_words += cut.long_words
             left_out += cut.left_out
-            if time.monotonic() - said >= PROGRESS_SECONDS:
+            if time.monotonic() - said >= _PROGRESS_SECONDS:
                 said = time.monotonic()
                 logger.info("%d documents, %.1f M characters read", number, characters / 1e6)
         counts = {kind: int(reader.stats[kind].total) for kind in ("records", *DROPPED_BY_READERS)}
@@ -95,11 +93,14 @@ class Cut(NamedTuple):
 
 def without_long_words(text: str, words: "PreTokenizer") -> Cut:
     """Cut a text inside its long words, of which `_LEARNT` characters are kept."""
-    if not _may_have_long_words(text):
-        return Cut([text])
+    long_words = [
+        (run.start() + first, run.start() + last)
+        for run in _RUNS.finditer(text)
+        for _, (first, last) in words.pre_tokenize_str(run[0])
+        if last - first > LONGEST_WORD
+    ]
     parts: list[str] = []
     left_out = done = 0
-    long_words = _long_words(text, words)
     for first, last in long_words:
         kept = min(last, first + _LEARNT)
         places = [done, *range(first + _CUT_LENGTH, kept, _CUT_LENGTH), kept]
@@ -107,25 +108,3 @@ def without_long_words(text: str, words: "PreTokenizer") -> Cut:
         left_out += last - kept
         done = last
     return Cut([*parts, text[done:]], len(long_words), left_out)
-
-
-def _long_words(text: str, words: "PreTokenizer") -> list[tuple[int, int]]:
-    """Return the beginning and the end of every long word."""
-    found: list[tuple[int, int]] = []
-    for run in _RUNS.finditer(text):
-        for start in range(run.start(), run.end(), _RUN_AT_ONCE):
-            part = text[start : min(start + _RUN_AT_ONCE, run.end())]
-            for _, (first, last) in words.pre_tokenize_str(part):
-                if last - first > LONGEST_WORD:
-                    goes_on = found and found[-1][1] == start + first == start
-                    first = found.pop()[0] if goes_on else start + first
-                    found.append((first, start + last))
-    return found
-
-
-def _may_have_long_words(text: str) -> bool:
-    """Return whether a whole block is without a space, or nothing else: a word fills one."""
-    return any(
-        text.find(" ", start, start + _BLOCK) < 0 or text[start : start + _BLOCK].isspace()
-        for start in range(0, len(text) - _BLOCK + 1, _BLOCK)
-    )
