@@ -53,6 +53,7 @@ MARKERS = (
     "slow",
     "slurm",
     "tokenizers",
+    "vllm",
 )
 REQUIRED = frozenset(filter(None, os.environ.get("TITAN_LOOP_REQUIRE", "").split(",")))
 
