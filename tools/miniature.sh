@@ -43,7 +43,7 @@ titan_loop train $name
 
 stage "3/5 what duplicating the layers alone does to the loss"
 rm -rf "$run-upcycled"
-titan_loop upcycle "$run/1a" --output "$run-upcycled" --layers 8 --report --windows $windows
+titan_loop upcycle "$run/1a" --output "$run-upcycled" --layers 8
 
 stage "4/5 stages"
 titan_loop status "$run"

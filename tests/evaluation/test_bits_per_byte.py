@@ -7,7 +7,6 @@ import pytest
 
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import (
-    _replicates,
     bits_per_byte,
     bootstrap_bits_per_byte,
     paired_difference,
@@ -52,15 +51,6 @@ def test_coverage_of_the_interval():
     assert covered >= 174
 
 
-def test_seed_decides_and_chunks_do_not(monkeypatch: pytest.MonkeyPatch):
-    nats, n_bytes = np.arange(1.0, 31.0)[None], np.full(30, 10)
-    first = bootstrap_bits_per_byte(nats, n_bytes, seed=1, resamples=100)
-    assert first == bootstrap_bits_per_byte(nats, n_bytes, seed=1, resamples=100)
-    assert first != bootstrap_bits_per_byte(nats, n_bytes, seed=2, resamples=100)
-    monkeypatch.setattr("titan_loop.evaluation.bits_per_byte._COUNTS_PER_CHUNK", 70)
-    assert first == bootstrap_bits_per_byte(nats, n_bytes, seed=1, resamples=100)
-
-
 def test_pairing_removes_what_both_share():
     generator = np.random.default_rng(5)
     n_bytes = np.full(100, 200)
@@ -88,19 +78,6 @@ def test_seeds_widen_an_interval():
     assert found.high - found.value == pytest.approx(4.3027 * by_seed.std(ddof=1) / 3**0.5, 1e-4)
     units_alone = paired_difference(worse.mean(0), better.mean(0), n_bytes)
     assert units_alone.high - units_alone.low < 0.1 * (found.high - found.low)
-
-
-@pytest.mark.parametrize("resamples", [1, 7, 100])
-def test_as_many_resamples_as_asked_for(resamples: int):
-    nats, n_bytes = np.arange(1.0, 31.0)[None], np.full(30, 10.0)
-    assert _replicates(nats, n_bytes, seed=1, resamples=resamples).shape == (1, resamples)
-    (interval,) = bootstrap_bits_per_byte(nats, n_bytes, seed=1, resamples=1)
-    assert interval.low == interval.high  # of the one resample
-
-
-def test_a_window_of_one_byte_counts():
-    (interval,) = bootstrap_bits_per_byte(np.full((1, 4), math.log(2)), np.ones(4))
-    assert interval == pytest.approx((1.0, 1.0, 1.0))
 
 
 def test_windows_without_bytes_do_not_matter():

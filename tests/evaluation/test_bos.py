@@ -16,7 +16,6 @@ from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 from titan_loop.evaluation.harness_model import LoopLM
-from titan_loop.evaluation.training_tasks import continuation_tokens
 from titan_loop.evaluation.window_scores import open_run
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
@@ -103,9 +102,6 @@ def test_prompts_and_scores_begin_with_it(runs: dict[str, Path]) -> None:
     assert lm.loglikelihood_rolling(ask(("x):",))) == pytest.approx([alone], abs=1e-4)
     (request,) = text_requests(tokenizer, ["def f("], stop_tokens=frozenset(), begin=bos)
     assert request.prompt == encode_prompt(tokenizer, "def f(", bos) == [bos, *prompt]
-    first, rest = continuation_tokens(tokenizer, "def f(", " x", bos)
-    assert first == [bos, *prompt]
-    assert rest == continuation_tokens(tokenizer, "def f(", " x")[1]
 
 
 def test_without_it_nothing_changes(runs: dict[str, Path]) -> None:

@@ -33,14 +33,6 @@ def report(step: int) -> DepthReport:
     )
 
 
-def test_summary():
-    source = report(1).sources["c"]
-    assert source.depths[1].value == pytest.approx(2.5)
-    assert source.depths[4] == pytest.approx((2.0, 2.0, 2.0))
-    assert source.baselines["unigram"] == pytest.approx(3.0)
-    assert (source.windows, source.n_bytes) == (5, 60)
-
-
 def test_changes_are_paired_over_the_units():
     """Documents that differ far more than depths do hide no difference between these."""
     n_bytes = np.full(40, 100.0)

@@ -3,17 +3,14 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from tests.families.ouro.hugging_face.conftest import convert
 from tests.support.tiny import SEQ_LEN
 from titan_loop.cli.main import main
-from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.windows import CutWindows
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from titan_loop.evaluation import evaluate_run as module
@@ -21,18 +18,9 @@ from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evaluate_run import evaluate_run, sample_windows
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.task_options import TaskOptions
-from titan_loop.evaluation.window_scores import Forward, WindowScores, score_windows
-from titan_loop.inference.loading import Loaded
 from titan_loop.runs.run_directory import RunDirectory
 
 REAL_RUN_WINDOWS = 3_000_000_000_000 // SEQ_LEN
-
-
-def test_a_run_without_config_is_one_line(tmp_path: Path):
-    run = RunDirectory(tmp_path)
-    run.create_or_open([])
-    with pytest.raises(UserError, match=r"has no config\.json"):
-        evaluate_run(run.path, depths=[1])
 
 
 @pytest.fixture
@@ -66,34 +54,6 @@ def test_a_run_of_three_trillion_tokens_is_sampled(
     assert report.baseline_tokens is not None
     assert 0 < report.baseline_tokens <= 300 * SEQ_LEN
     assert DepthReport.latest(run) == report
-
-
-def test_it_runs_on_the_device_of_its_rank(source: Path, tmp_path: Path, monkeypatch):
-    """It scored on the CPU, whatever there was; meta stands in for a GPU."""
-    run = write_run_of(source, tmp_path / "run")
-    write_checkpoint_of(run, 3)
-    load, devices = module.load_checkpoint, []
-
-    def recorded(path: Path, *, device: torch.device, **options: Any) -> Loaded:
-        devices.append(device)
-        return load(path, **options)
-
-    def scored(part: HeldOutWindows, forward: Forward, *, device: torch.device) -> WindowScores:
-        devices.append(device)
-        return score_windows(part, forward, device=torch.device("cpu"))
-
-    monkeypatch.setattr(module, "rank_device", lambda: torch.device("meta"))
-    monkeypatch.setattr(module, "load_checkpoint", recorded)
-    monkeypatch.setattr(module, "score_windows", scored)
-    evaluate_run(run, depths=[1], windows=2)
-    assert devices == [torch.device("meta")] * 2
-
-
-def test_a_short_run_is_counted_completely(source: Path, tmp_path: Path, read):
-    run = RunDirectory(write_run_of(source, tmp_path / "run"))
-    write_checkpoint_of(run.path, 3, windows_consumed=40)
-    evaluate_run(run.path, depths=[1], windows=4)
-    assert len(read) == 40 + 4
 
 
 def test_the_baselines_count_repeated_text_again_and_no_other(source: Path, tmp_path: Path, read):

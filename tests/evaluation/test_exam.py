@@ -16,16 +16,11 @@ from titan_loop.cli.main import main
 from titan_loop.data.tasks.task import Knowledge
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
-from titan_loop.evaluation.exam import (
-    Exam,
-    model_sizes,
-    right_at_readings,
-    right_in_training,
-)
+from titan_loop.evaluation.exam import Exam
 from titan_loop.evaluation.intervals import of_questions
 from titan_loop.evaluation.readings import depth_readings, policy_reading
 from titan_loop.evaluation.task_options import TaskOptions
-from titan_loop.evaluation.window_scores import sum_windows
+from titan_loop.evaluation.window_scores import at_readings, sum_windows
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
@@ -58,39 +53,22 @@ def test_it_equals_greedy_decoding_at_every_depth():
     exam = Exam(TASK, 40, vocab_size=TASK.vocab_size, room=ROOM)
     readings = [*depth_readings(DEPTHS), policy_reading("q:0.5", 3)]
     names = [reading.name for reading in readings]
-    read = exam.grade(
-        names, lambda w: sum_windows(w, right_at_readings(model, readings), device=CPU)
-    )
-    streamed = exam.grade(
-        names, lambda w: sum_windows(w, right_in_training(model, readings), device=CPU)
-    )
-    assert streamed == read
+    right = at_readings(model, readings, value=lambda scores: scores.right_PT)
+    read = exam.grade(names, lambda windows: sum_windows(windows, right, device=CPU))
     assert list(read) == [f"backwards/{n}_letters" for n in (1, 2, 3)]
     for depth in DEPTHS:
         for name, accuracy in decoded_accuracy(model, depth).items():
-            for results in (read, streamed):
-                metrics = {**results[name][f"static:{depth}"].metrics}
-                assert metrics.pop("acc,none") == accuracy
-                bounds = metrics.pop("acc,none_low"), metrics.pop("acc,none_high")
-                questions = len(exam.windows[name].labels)
-                assert bounds == of_questions(accuracy, questions)[1:]
-                assert [*metrics] == ["labels_acc,none"] * (not name.endswith("1_letters"))
-                assert all(accuracy <= share <= 1 for share in metrics.values())
-                assert results[name][f"static:{depth}"].mean_steps == depth
+            metrics = {**read[name][f"static:{depth}"].metrics}
+            assert metrics.pop("acc,none") == accuracy
+            bounds = metrics.pop("acc,none_low"), metrics.pop("acc,none_high")
+            questions = len(exam.windows[name].labels)
+            assert bounds == of_questions(accuracy, questions)[1:]
+            assert [*metrics] == ["labels_acc,none"] * (not name.endswith("1_letters"))
+            assert all(accuracy <= share <= 1 for share in metrics.values())
+            assert read[name][f"static:{depth}"].mean_steps == depth
     for name in ("backwards/1_letters", "backwards/3_letters"):
-        assert all(0 < result.metrics["acc,none"] < 1 for result in streamed[name].values())
+        assert all(0 < result.metrics["acc,none"] < 1 for result in read[name].values())
     assert 1 <= read["backwards/3_letters"]["q:0.5"].mean_steps <= 3
-
-
-def test_strata_without_room_are_left_out_if_that_is_asked(caplog):
-    fitting = {"vocab_size": TASK.vocab_size, "room": 4}
-    exam = Exam(TASK, 5, **fitting, leave_out=True)
-    assert list(exam.windows) == ["backwards/1_letters", "backwards/2_letters"]
-    assert "not asked while training: backwards/3_letters" in caplog.text
-    with pytest.raises(UserError, match="backwards/3_letters: an exam of"):
-        Exam(TASK, 5, **fitting)
-    with pytest.raises(UserError, match="backwards/1_letters: an exam of"):
-        Exam(TASK, 5, vocab_size=TASK.vocab_size, room=1, leave_out=True)
 
 
 def test_windows_end_with_the_last_label_and_grade_the_answer_alone():
@@ -100,14 +78,6 @@ def test_windows_end_with_the_last_label_and_grade_the_answer_alone():
     assert ((windows.labels != IGNORE_INDEX).sum(dim=1) == 2).all()
     assert windows.positions.tolist() == [[0, 1, 2, 3]] * 5
     assert windows.columns["left"].tolist() == [[4, 3, 2, 1]] * 5
-
-
-@pytest.mark.parametrize(("room", "length"), [(6, 6), (7, 7), (8, 8), (9, 8)])
-def test_windows_are_rounded_up_within_the_room(room: int, length: int):
-    """Three letters have six positions."""
-    exam = Exam(TASK, 5, vocab_size=TASK.vocab_size, room=room, multiple=4, strata=["3_letters"])
-    (windows,) = exam.windows.values()
-    assert windows.input.shape[1] == length
 
 
 def test_a_question_is_also_graded_at_the_depth_it_needs():
@@ -160,18 +130,15 @@ def test_known_bits_are_those_of_a_guess_less_the_loss():
     assert list(graded) == ["backwards/1_letters"]
 
 
-def test_inner_parameters_are_those_without_embedding_and_head():
-    model = make_model()
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    tables = model.tok_embeddings.weight.numel() + model.lm_head.weight.numel()
-    assert model_sizes(model) == (sum(sizes), sum(sizes) - tables)
-
-
-def test_a_model_without_its_vocabulary_or_room_is_refused():
+def test_a_model_without_its_vocabulary_or_room_is_refused(caplog):
     with pytest.raises(UserError, match="backwards has 8 tokens, the model's vocabulary has 7"):
         Exam(TASK, 5, vocab_size=7, room=ROOM)
     with pytest.raises(UserError, match=r"backwards/3_letters.*6 positions does not fit.*5"):
         Exam(TASK, 5, vocab_size=8, room=5)
+    fitting = {"vocab_size": TASK.vocab_size, "room": 4}
+    exam = Exam(TASK, 5, **fitting, leave_out=True)
+    assert list(exam.windows) == ["backwards/1_letters", "backwards/2_letters"]
+    assert "not asked while training: backwards/3_letters" in caplog.text
 
 
 @pytest.mark.usefixtures("alone")

@@ -16,7 +16,6 @@ from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.harness_model import LoopLM
 from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.task_options import TaskOptions
-from titan_loop.evaluation.token_scorer import TokenRequest
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import QExit
 from titan_loop.inference.loading import load_checkpoint
@@ -57,13 +56,6 @@ def test_log_likelihoods(trained_run: Path):
     assert lm.count.mean == 3.0
 
 
-def test_a_greedy_answer_is_greedy(trained_run: Path):
-    lm = LoopLM(trained_run)
-    (text,) = lm.generate_until(ask(("def f(", {"until": [], "max_gen_toks": 1})))
-    assert lm.loglikelihood(ask(("def f(", text)))[0][1]
-    assert not lm.loglikelihood(ask(("def f(", "x" if text != "x" else "y")))[0][1]
-
-
 def test_rolling_windows_predict_every_token_once(trained_run: Path):
     lm = LoopLM(trained_run)
     (score,) = lm.loglikelihood_rolling(ask((TEXT,)))
@@ -95,13 +87,6 @@ def test_generation_is_the_engines(trained_run: Path):
     assert lm.count.mean == pytest.approx(sum(steps) / len(steps))
 
 
-def test_texts_begin_and_end_with_the_end_token_of_the_training_data(ended_run):
-    lm = LoopLM(ended_run.path)
-    assert lm.eot_token_id == ended_run.end
-    (text,) = lm.generate_until(ask((ended_run.prompt, {"until": [], "max_gen_toks": 12})))
-    assert text == byte_level_tokenizer().decode(ended_run.tokens)
-
-
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_a_context_of_white_space_is_an_empty_one(trained_run: Path, batch_size: int):
     """Its white space moves into the continuation; nothing may be read from a neighbour's row."""
@@ -116,12 +101,6 @@ def test_a_context_of_white_space_is_an_empty_one(trained_run: Path, batch_size:
     answer = byte_level_tokenizer().encode("\n\nimport os").ids
     assert -blank[0] == pytest.approx(nats(trained_run, [END, *answer], 1, steps=2), abs=1e-4)
     assert lm.loglikelihood(ask((" ", "x"))) == lm.loglikelihood(ask(("", " x")))
-
-
-def test_nothing_is_scored_without_a_context(trained_run: Path):
-    scorer = LoopLM(trained_run)._scorer
-    with pytest.raises(AssertionError, match="without a context"):
-        scorer.score([TokenRequest((), (5, 6))])
 
 
 def test_the_seed_of_the_harness_and_the_row_decide_a_sample(trained_run: Path):
@@ -367,11 +346,3 @@ def test_another_tokenizer_or_no_checkpoint(trained_run: Path, own_run: Path, tm
     (own_run / "checkpoints" / "step-5" / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"has no manifest\.json"):
         LoopLM(own_run / "checkpoints" / "step-5")
-
-
-def test_an_answer_longer_than_the_context_or_empty(trained_run: Path):
-    lm = LoopLM(trained_run)
-    with pytest.raises(UserError, match="the context 48"):
-        lm.loglikelihood(ask(("a", TEXT)))
-    with pytest.raises(UserError, match="scores an empty continuation"):
-        lm.loglikelihood(ask(("a", "")))

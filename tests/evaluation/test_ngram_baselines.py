@@ -66,39 +66,6 @@ def test_both_equal_brute_force(seed: int):
         assert np.allclose(nats[labels != IGNORED], expected, rtol=1e-12)
 
 
-def test_probabilities_sum_to_one():
-    counts, _ = fitted(0)
-    every = np.arange(V)
-    for model in (UnigramModel(counts), BigramModel(counts)):
-        for context in range(V):
-            nats = model.nats(np.full(V, context), every)
-            assert np.exp(-nats).sum() == pytest.approx(1.0, rel=1e-12)
-
-
-def test_nothing_read_is_uniform():
-    counts = TokenCounts(V)
-    for model in (UnigramModel(counts), BigramModel(counts)):
-        assert np.allclose(model.nats(np.array([0]), np.array([3])), math.log(V))
-
-
-def test_chunks_of_any_size_count_alike():
-    once, _ = fitted(0)
-    counts = TokenCounts(V)
-    for chunk in range(3):
-        inputs, labels = windows(chunk)
-        for row in range(len(inputs)):
-            counts.add(inputs[row], labels[row])
-    assert np.array_equal(counts.pairs_VV.toarray(), once.pairs_VV.toarray())
-
-
-def test_large_vocabulary_stays_sparse():
-    counts = TokenCounts(200_000)
-    counts.add(np.array([199_999, 5]), np.array([7, 199_999]))
-    assert counts.pairs_VV.nnz == 2
-    nats = BigramModel(counts).nats(np.array([199_999]), np.array([7]))
-    assert nats[0] == pytest.approx(-math.log((1 + 2 / 200_002) / 2))
-
-
 def test_token_outside_the_vocabulary_is_refused():
     with pytest.raises(UserError, match="vocab_size=7 does not hold token 7; use at least 8"):
         TokenCounts(V).add(np.array([1]), np.array([7]))

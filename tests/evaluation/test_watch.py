@@ -24,7 +24,7 @@ from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.wandb_log import training_run_id
 from titan_loop.evaluation.watch import Watcher
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import read_jsonl, write_json
+from titan_loop.storage.json_files import read_jsonl
 
 OPTIONS = TaskOptions(tasks=("held_out",), windows=2, depths=(1, 2))
 
@@ -56,22 +56,6 @@ def test_each_checkpoint_once_also_after_a_restart(run: Path):
     assert Watcher(run, others).run(once=True) == 3
 
 
-def test_a_run_limited_by_steps_ends_too(run: Path, monkeypatch: pytest.MonkeyPatch):
-    def sleep(seconds: float) -> None:
-        raise AssertionError("the watcher waits for a checkpoint that nobody will write")
-
-    monkeypatch.setattr("titan_loop.evaluation.watch.time.sleep", sleep)
-    config = RunDirectory(run).read_config()
-    config["training"]["steps"] = 6
-    write_json(RunDirectory(run).config_json, config)
-    write_checkpoint_of(run, 3)
-    with pytest.raises(AssertionError, match="nobody will write"):
-        Watcher(run, OPTIONS).run()  # three of its six steps
-    write_checkpoint_of(run, 6)
-    assert Watcher(run, OPTIONS).run() == 1
-    assert steps(run) == [3, 6]
-
-
 def test_a_checkpoint_written_anew_is_new(run: Path):
     write_checkpoint_of(run, 3)
     Watcher(run, OPTIONS).run(once=True)
@@ -99,17 +83,6 @@ def test_a_task_without_result_is_recorded_and_ends_with_code_1(run: Path, capsy
     assert "steps 9 lack results" in capsys.readouterr().err
     (record,) = read_jsonl(RunDirectory(run).evals_jsonl)
     assert [*record["failures"]] == ["held_out"]
-
-
-def test_a_watcher_killed_while_it_wrote_repeats_that_checkpoint(run: Path):
-    write_checkpoint_of(run, 3)
-    write_checkpoint_of(run, 6)
-    Watcher(run, OPTIONS).run(once=True)
-    path = RunDirectory(run).evals_jsonl
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + lines[1][: len(lines[1]) // 2])
-    assert Watcher(run, OPTIONS).run(once=True) == 1
-    assert steps(run) == [3, 6]
 
 
 @pytest.mark.parametrize("when", ["before", "manifest", "weights", "after loading"])

@@ -5,38 +5,28 @@ training as it is, on one process and on several.
 import signal
 import time
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from tests.evaluation.runs import ask_untrained
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.data.load.held_out_windows import HeldOutWindows
-from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.mano import Mano
-from titan_loop.errors import StoppedError, UserError, raise_first
+from titan_loop.errors import StoppedError
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
-from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.evaluation.training_tasks import sums_in_training
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory, read_jsonl
 from titan_loop.training import preflight
-from titan_loop.training.callback import TrainingState
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
 DEPTHS, WINDOWS, QUESTIONS = [1, 3], 3, 4
-TEXT_TASKS = ["held_out", "mano", "multi_hop"]
 # The same losses summed in batches of another size, in fp32.
 RELATIVE_TOLERANCE = 1e-5
 
@@ -67,44 +57,20 @@ def unasked(source: Path, alone: None, tmp_path_factory: pytest.TempPathFactory)
 def test_it_finds_what_the_checkpoint_gives_and_disturbs_nothing(
     source: Path, unasked: RunDirectory, tmp_path: Path
 ):
-    config = tiny_config(source, tmp_path / "asked", steps=3)
-    config.suite = suite(TEXT_TASKS)
-    config.metrics.enable_tensorboard = True
-    asked = train(config)
-    assert losses(asked) == losses(unasked)  # bit for bit
-    assert asked.read_metrics()[-1]["data_hash"] == unasked.read_metrics()[-1]["data_hash"]
-
-    records = read_jsonl(asked.evals_jsonl)
-    assert [record["step"] for record in records] == [2, 3]  # and after the last step
-    assert {record["asked"] for record in records} == {"while training"}
-    options = TaskOptions(
-        tasks=tuple(TEXT_TASKS),
-        depths=DEPTHS, windows=WINDOWS, limit=QUESTIONS, cache=False,
-    )  # fmt: skip
-    found = evaluate_tasks(asked.path, options).flat()
-    found = {name: value for name, value in found.items() if "stderr" not in name}
-    assert records[-1]["results"] == pytest.approx(found, rel=RELATIVE_TOLERANCE)
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(asked.path / "tb"))
-    events.Reload()
-    (first, last) = events.Scalars("suite/held_out/source/bits_per_byte/step_3")
-    assert (first.step, last.step) == (2, 3)
-    expected = records[-1]["results"]["held_out/source/bits_per_byte/static:3"]
-    assert last.value == pytest.approx(expected, rel=1e-6)  # TensorBoard keeps fp32
-
-
-def test_held_out_losses_cost_no_gradient_and_are_those_of_the_checkpoint(
-    source: Path, unasked: RunDirectory, tmp_path: Path
-):
     config = tiny_config(source, tmp_path / "held", steps=3)
     config.held_out.interval, config.held_out.depths, config.held_out.windows = 2, [1, 2, 6], 5
+    config.suite = suite(["held_out"], interval=3)
     config.metrics.enable_tensorboard = True
     run = train(config)
-    assert losses(run) == losses(unasked)
-    records = read_jsonl(run.evals_jsonl)
-    assert [record["step"] for record in records] == [2, 3]
+    assert losses(run) == losses(unasked)  # bit for bit
+    assert run.read_metrics()[-1]["data_hash"] == unasked.read_metrics()[-1]["data_hash"]
+    *records, suite_record = read_jsonl(run.evals_jsonl)
+    assert [record["step"] for record in records] == [2, 3]  # and after the last step
+    assert {record["asked"] for record in records} == {"while training"}
+    found = evaluate_tasks(
+        run.path, TaskOptions(tasks=("held_out",), depths=tuple(DEPTHS), windows=WINDOWS)
+    )
+    assert suite_record["results"] == pytest.approx(found.flat(), rel=RELATIVE_TOLERANCE)
     for record in records:
         options = TaskOptions(tasks=("held_out",), depths=(1, 2, 6), windows=5)
         found = evaluate_tasks(run.checkpoint(record["step"]), options).flat()
@@ -115,6 +81,7 @@ def test_held_out_losses_cost_no_gradient_and_are_those_of_the_checkpoint(
     events = EventAccumulator(str(run.path / "tb"))
     events.Reload()
     assert len(events.Scalars("held_out/source/bits_per_byte/step_6")) == 2
+    assert len(events.Scalars("suite/held_out/source/bits_per_byte/step_3")) == 1
 
 
 @pytest.mark.usefixtures("alone")
@@ -140,21 +107,10 @@ def test_held_out_text_is_scored_unless_told_otherwise(
     assert not evaluations(config)
 
 
-@pytest.mark.usefixtures("alone")
-def test_mano_in_token_ids(source: Path, tmp_path: Path):
-    config = tiny_config(source, tmp_path / "run", steps=2)
-    config.dataloader = TaskLoader.Config(task=Mano(3, 2))
-    config.suite = suite(["mano"])
-    run = train(config)
-    (record,) = read_jsonl(run.evals_jsonl)
-    options = TaskOptions(tasks=("mano",), depths=DEPTHS, limit=QUESTIONS)
-    assert record["results"] == evaluate_tasks(run.path, options).flat()
-
-
 def ask(source: Path, run: Path, world: int, layout: dict[str, int]) -> TaskReport:
     config = tiny_config(source, run)
     config.model.n_layers = 1
-    config.suite = suite(["held_out", "multi_hop"])
+    config.suite = suite(["held_out"])
     return ask_untrained(config, world, layout)
 
 
@@ -171,53 +127,12 @@ def one_rank(gloo_pool, source: Path, tmp_path_factory: pytest.TempPathFactory) 
     return report
 
 
-def test_what_cannot_be_asked_is_refused_before_training(source: Path, tmp_path: Path):
-    def refuse(match: str, dataloader: TaskLoader.Config | None = None, **changes: Any) -> None:
-        config = tiny_config(source, tmp_path / "run")
-        config.suite = SuiteConfig(**{"interval": 1, **changes})
-        if dataloader is not None:
-            config.dataloader = dataloader
-        with pytest.raises(UserError, match=match):
-            raise_first(chain(config.suite.refusals(), suite_refusals(config)))
-
-    refuse(r"suite\.interval=-1 is negative", interval=-1)
-    refuse(r"suite\.windows=0", windows=0)
-    refuse(r"suite\.questions=0", questions=0)
-    refuse(r"suite\.depths=\[\]", depths=[])
-    refuse(r"suite\.depths=\[0\]", depths=[0])
-    refuse("multihop cannot be asked while training; nearest: multi_hop", tasks=["multihop"])
-    mano = TaskLoader.Config(task=Mano(3, 2))
-    refuse("held_out needs a prepared source", mano)
-    refuse("no task was named", tasks=[])
-
-
-def test_every_batch_of_windows_is_progress():
-    """An exam of SmolLM2 takes longer than `hang_seconds` on a core."""
-    rows = torch.zeros(5, 3, dtype=torch.int64)
-    seen: list[str] = []
-
-    def forward(batch: HeldOutWindows) -> tuple[Tensor, Tensor]:
-        seen.append("forward")
-        return torch.ones(1, len(batch.labels)), torch.ones(1, len(batch.labels))
-
-    trainer = SimpleNamespace(
-        train_context=nullcontext,
-        device=torch.device("cpu"),
-        config=SimpleNamespace(training=SimpleNamespace(local_batch_size=2)),
-        parallel_dims=SimpleNamespace(dp_enabled=False, get_optional_mesh=lambda name: None),
-        stop_listener=SimpleNamespace(progress=lambda: seen.append("progress")),
-    )
-    windows = HeldOutWindows(rows, rows, rows, rows)
-    sums_in_training(cast(TrainingState, trainer), windows, forward)
-    assert seen == 3 * ["progress", "forward"]
-
-
 @pytest.mark.parametrize("steps", [5, 2], ids=["between steps", "at the last step"])
 def test_a_stop_does_not_wait_for_the_evaluation(
     alone: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ):
     config = tiny_config(source, tmp_path, steps=steps)
-    config.suite = suite(TEXT_TASKS, interval=1 if steps > 2 else 2)
+    config.suite = SuiteConfig(interval=1 if steps > 2 else 2, depths=DEPTHS, windows=16)
     batches: list[HeldOutWindows] = []
     rows = HeldOutWindows.rows
 

@@ -43,8 +43,8 @@ class Generation:
         seed: Seed of the sampling.
         stop: String at which a completion ends; may be repeated.
         recurrent_steps: Number of recurrent steps R; by default the trained one.
-        exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
-            confidence:P, q:THRESHOLD, kl:KL,ENTROPY or contrast:STEP,STRENGTH,SHARE.
+        exit: Exit policy, such as full, static:2, q:0.9 or kl:0.01,3; the README of
+            titan_loop/inference lists them.
         kv_cache: Key-value cache: full, last, first or averaged.
         prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
         draft_step: Decode speculatively: draft tokens at this recurrent step, verify them at R.

@@ -16,8 +16,6 @@ def run(
     layers: int,
     mode: Literal["stacked", "interleaved"] = "stacked",
     moments: Literal["duplicate", "scale", "reset"] = "scale",
-    report: bool = False,
-    windows: int = 64,
 ) -> None:
     """Duplicate the layers of a checkpoint into a new run directory.
 
@@ -29,25 +27,14 @@ def run(
         layers: Number of layers of the new model, a multiple of the old number.
         mode: stacked repeats the stack; interleaved puts every layer next to its copies.
         moments: Moments of the copies: duplicate, scale (by 1/copies) or reset.
-        report: Score both models on held-out text at every recurrent step.
-        windows: Held-out windows per source in the report.
     """
     from titan_loop.checkpoint.upcycling import Upcycling
-    from titan_loop.evaluation.upcycling_report import report_upcycling
-    from titan_loop.evaluation.window_scores import open_run
     from titan_loop.runs.conversion import upcycle_run
-    from titan_loop.runs.run_directory import RunDirectory
     from titan_loop.runs.saved_run import SavedRun
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     upcycling = Upcycling(layers, mode, moments)
-    # Opened first, so that missing data is reported before the work.
-    held_out = open_run(SavedRun.open(checkpoint), count=windows) if report else None
-    parent, child = upcycle_run(checkpoint, output, upcycling, sys.argv)
+    _, child = upcycle_run(checkpoint, output, upcycling, sys.argv)
     print(child)
-    if held_out is not None:
-        comparison = report_upcycling(parent, child, held_out)
-        print(comparison.table())
-        print(f"The report is in {comparison.save(RunDirectory(output))}")
     tokens = 2 * SavedRun(output).checkpoint().tokens
     print(f"To train it: titan-loop train {output} --total-tokens {tokens}")

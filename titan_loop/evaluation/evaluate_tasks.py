@@ -18,7 +18,7 @@ from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
-from titan_loop.evaluation.exam import Exam, model_sizes, right_at_readings
+from titan_loop.evaluation.exam import Exam, model_sizes
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.readings import (
     Reading,
@@ -26,7 +26,6 @@ from titan_loop.evaluation.readings import (
     frontier_readings,
     policy_reading,
     seconds_per_token,
-    states_at,
 )
 from titan_loop.evaluation.share_work import join_ranks, rank_device
 from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
@@ -169,7 +168,7 @@ class _Evaluation:
             }
             return {f"{HELD_OUT}/{name}": summarise(part, names) for name, part in scores.items()}
         if self._generated is not None and self._generated.name == task.name:
-            right = right_at_readings(self._model, self._readings)
+            right = at_readings(self._model, self._readings, value=lambda scores: scores.right_PT)
             return self._exam.grade(
                 names,
                 lambda windows: sum_windows(windows, right, device=self._device),
@@ -252,9 +251,15 @@ class _Evaluation:
         else:
             sample, count = next(iter(self._windows.values())), _SAMPLE_WINDOWS
         sample = sample.rows(range(min(count, len(sample.labels))), self._device)
-        chosen_BL = sample.labels != IGNORED
-        columns = sample.columns_for(self._model.config.columns)
-        states = states_at(self._model, sample.input, chosen_BL, steps, sample.positions, columns)
+        with torch.no_grad():
+            output = self._model(
+                sample.input,
+                sample.positions,
+                recurrent_steps=steps,
+                collect="all",
+                columns=sample.columns_for(self._model.config.columns) or None,
+            )
+        states = [state_BLD[sample.labels != IGNORED] for state_BLD in output.hidden_RBLD]
         readings = frontier_readings(self._model, states, steps)
         if "generate" in get_family(self._model.config.family).uses:
             half = max(1, sample.input.shape[1] // 2)

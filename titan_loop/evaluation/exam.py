@@ -3,8 +3,8 @@
     task.exam ─► windows of each stratum ─► one pass ─► right labels at every reading ─► accuracy
 
 An example is right if every label of its answer is the most likely of all tokens, so that greedy
-decoding would have produced it. The same windows are asked of a model in training
-(`right_in_training`), which ranks may share, and of a checkpoint (`right_at_readings`).
+decoding would have produced it. A model in training, which ranks may share, and a
+checkpoint are asked the same windows.
 
 An exam of facts (`Task.knowledge`) also measures the bits that the model knows: the loss of a
 uniform guess minus the model's loss on the answers.
@@ -13,12 +13,11 @@ uniform guess minus the model's loss on the answers.
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
@@ -27,10 +26,8 @@ from titan_loop.data.load.task_loader import clear, place
 from titan_loop.data.load.windows import empty_batch
 from titan_loop.data.tasks.task import Example, Knowledge, Task
 from titan_loop.errors import UserError
-from titan_loop.evaluation.readings import Reading, score_states
 from titan_loop.evaluation.task_report import ReadingResult, Results, graded
-from titan_loop.evaluation.window_scores import Forward, Totals, at_depths, at_readings
-from titan_loop.models.context import WindowShare
+from titan_loop.evaluation.window_scores import Totals
 from titan_loop.models.decoder import LoopDecoder
 
 logger = logging.getLogger(__name__)
@@ -176,34 +173,12 @@ def _known(
     }
 
 
-def right_in_training(
-    model: LoopDecoder, readings: Sequence[Reading], share: WindowShare | None = None
-) -> Forward:
-    """Count right labels under every reading of one pass; see `window_scores.at_depths`."""
-
-    def right_and_steps(states: tuple[Tensor, ...], labels_BL: Tensor) -> Tensor:
-        # All positions, so that every rank calls the head equally often.
-        flat = [state_BLD.flatten(0, 1) for state_BLD in states]
-        _, right_PT, step_PT = score_states(model, flat, labels_BL.flatten(), readings)
-        sums_2PT = torch.stack([right_PT.long(), step_PT * (labels_BL != IGNORED).flatten()])
-        return sums_2PT.unflatten(2, labels_BL.shape).sum(dim=3)
-
-    deepest = max(reading.deepest_step for reading in readings)
-    both = at_depths(model, range(1, deepest + 1), share, right_and_steps)
-    return lambda windows: cast("tuple[Tensor, Tensor]", both(windows)[0].unbind())
-
-
 def model_sizes(model: LoopDecoder) -> tuple[int, int]:
     """Return the number of parameters, with and without embedding and head."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     tables = ("tok_embeddings.", "lm_head.")
     inner = sum(size for name, size in sizes.items() if not name.startswith(tables))
     return sum(sizes.values()), inner
-
-
-def right_at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forward:
-    """Count right labels under every reading of one pass; see `window_scores.at_readings`."""
-    return at_readings(model, readings, value=lambda scores: scores.right_PT)
 
 
 def _positions(examples: Sequence[Example]) -> int:

@@ -12,7 +12,7 @@ Shapes: P readings, R steps, T scored positions, C of one chunk.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,28 +25,19 @@ from titan_loop.errors import UserError, require_at_least
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_decider import exit_steps
 from titan_loop.inference.exit_policy import (
+    POLICIES,
+    Evidence,
     ExitPolicy,
     StaticStep,
     exit_policies_of,
     parse_exit_policy,
 )
-from titan_loop.inference.measures import (
-    at_least_fp32,
-    divergence_nats,
-    hidden_distance,
-    log_probabilities,
-    margin_change,
-    relative_distance,
-)
+from titan_loop.inference.measures import at_least_fp32, log_probabilities
 from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
 
 _LOGITS_AT_A_TIME = 1 << 26  # R · C · V of one chunk: 256 MiB in fp32
 
-_Q_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
-_QUANTILES = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
-_ENTROPY_BOUND_NATS = 3.0
-_CONTRASTS = (0.1, 0.25, 0.5, 1.0)
 _TIMED_TOKENS = 16
 
 
@@ -95,67 +86,31 @@ def policy_reading(exit_text: str, recurrent_steps: int) -> Reading:
 
 
 @torch.no_grad()
-def states_at(
-    model: LoopDecoder,
-    input_BL: Tensor,
-    chosen_BL: Tensor,
-    steps: int,
-    positions_BL: Tensor | None = None,
-    columns: Mapping[str, Tensor] | None = None,
-) -> list[Tensor]:
-    """Return the states of T chosen positions after each of R recurrent steps, (T, D) each.
-
-    Args:
-        chosen_BL: True at the T positions to return.
-        positions_BL: Positions that restart with every document; None for one document per row.
-    """
-    context, length = model.config.max_seq_len, input_BL.shape[1]
-    if context < length:
-        raise UserError(
-            f"max_length={context} is shorter than the {length} tokens of a window of this task; "
-            "raise it, or leave it out"
-        )
-    output = model(
-        input_BL, positions_BL, recurrent_steps=steps, collect="all", columns=columns or None
-    )
-    return [hidden_BLD[chosen_BL] for hidden_BLD in output.hidden_RBLD]
-
-
-@torch.no_grad()
 def frontier_readings(
     model: LoopDecoder, hidden_RTD: Sequence[Tensor], recurrent_steps: int
 ) -> list[Reading]:
-    """Return static depths 1 … R, and the model's core exit policies at many settings each.
+    """Return static depths 1 … R, and the model's core exit policies at their `grid` each.
 
-    Distances and divergences have no scale of their own, so their thresholds are quantiles over the
-    states of a sample after each of at least R steps. Policies that plugins register are left out.
+    Policies that plugins register are left out.
+
+    Args:
+        hidden_RTD: States of a sample after each of at least R steps, (T, D) each.
     """
-
-    def quantiles(measure: Callable[[Tensor, Tensor], Tensor], after: list[Tensor]) -> list[str]:
-        pairs = zip(after[1:], after[:-1], strict=True)
-        ranked = torch.cat([measure(*pair).flatten() for pair in pairs]).double().sort().values
-        return [f"{float(ranked[int(share * (len(ranked) - 1))]):.4g}" for share in _QUANTILES]
-
     states = [state.unsqueeze(0) for state in hidden_RTD[:recurrent_steps]]
-    names: list[str] = []
-    if model.exit_gate is not None:
-        names += [f"q:{threshold:g}" for threshold in _Q_THRESHOLDS]
-    if recurrent_steps > 1:
-        for name, measure in (("hidden", hidden_distance), ("fixed_point", relative_distance)):
-            names += [f"{name}:{x}" for x in ("0", *quantiles(measure, states), "inf")]
-        names += [f"confidence:{threshold:g}" for threshold in _Q_THRESHOLDS]
-        log_probs = [log_probabilities(model.readout(state)) for state in states]
-        names += [f"margin:{x}" for x in ("0", *quantiles(margin_change, log_probs), "inf")]
-        bounds = [f"{x},{_ENTROPY_BOUND_NATS:g}" for x in quantiles(divergence_nats, log_probs)]
-        names += [f"kl:{x}" for x in ("0,0", *bounds, "inf,inf")]
-        early = sorted({1, recurrent_steps - 1})
-        names += [f"contrast:{a},{x:g},0.1" for a in early for x in _CONTRASTS]
-    policies = [policy_reading(name, recurrent_steps) for name in dict.fromkeys(names)]
-    has = exit_policies_of(model)
-    return [
-        *depth_readings(range(1, recurrent_steps + 1)),
-        *(reading for reading in policies if reading.policy.name in has),
+    log_probs = [log_probabilities(model.readout(state)) for state in states]
+    evidence = [
+        Evidence(
+            torch.tensor(r + 1), states[r], states[r - 1], None, log_probs[r], log_probs[r - 1]
+        )
+        for r in range(1, len(states))
     ]
+    policies = [
+        policy_reading(f"{name}:{values}", recurrent_steps)
+        for name, kind in POLICIES.items()
+        if name in exit_policies_of(model) and not (kind.reads_gate and model.exit_gate is None)
+        for values in dict.fromkeys(kind.grid(evidence))
+    ]
+    return [*depth_readings(range(1, recurrent_steps + 1)), *policies]
 
 
 @torch.no_grad()

@@ -35,8 +35,8 @@ class TaskOptions:
         system_instruction: System turn of these conversations.
         fewshot_as_multiturn: Make a turn of each example's question and answer.
         recurrent_steps: Number of recurrent steps R; by default the trained one.
-        exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
-            confidence:P, q:THRESHOLD, kl:KL,ENTROPY or contrast:STEP,STRENGTH,SHARE.
+        exit: Exit policy, such as full, static:2, q:0.9 or kl:0.01,3; the README of
+            titan_loop/inference lists them.
         kv_cache: Key-value cache of generated tokens: full, last, first or averaged.
         prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
         batch_size: Number of rows that a task of the harness runs at a time.

@@ -1,46 +1,38 @@
-"""Tasks asked of a model while it trains: held-out text, questions in text, its own exam.
+"""Tasks asked of a model while it trains: held-out text and its own exam.
 
 Every task reads its windows once and is then asked at several depths, all from one pass. FSDP,
 tensor and context parallelism stay as they are. Data-parallel ranks share the windows, and every
 rank runs the same number of passes, so that no collective is left waiting.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from torch import Tensor
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
 
-from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
-from titan_loop.data.source_card import SourceCard
 from titan_loop.data.tasks.task import Task
-from titan_loop.evaluation.exam import Exam, model_sizes, right_in_training
-from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
+from titan_loop.evaluation.exam import Exam, model_sizes
+from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.readings import depth_readings, policy_reading
-from titan_loop.evaluation.task_report import ReadingResult, Results, TaskReport
+from titan_loop.evaluation.task_report import Results, TaskReport
 from titan_loop.evaluation.window_scores import (
     Forward,
     Sums,
     Totals,
     WindowScores,
     at_depths,
+    at_readings,
     open_sources,
     sum_windows,
     summarise,
 )
-from titan_loop.text.tokenizer import TOKENIZER_NAME, encode_prompt, load_tokenizer
 from titan_loop.training.callback import TrainingState
 from titan_loop.training.verdict import agree_to_stop
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 BeforeBatch: TypeAlias = Callable[[TrainingState], None]
 
@@ -162,42 +154,6 @@ def held_out_text(trainer: TrainingState, sources: Sequence[str], count: int) ->
     return ask
 
 
-def questions(trainer: TrainingState, name: str, count: int) -> Ask:
-    """Return a task of the first `count` multiple-choice questions of an offline task.
-
-    Every answer is a window whose labels are the answer's; the most likely one counts as given, as
-    in the harness.
-    """
-    documents = OFFLINE_TASKS[name]()[:count]
-    source = Path(trainer.config.dataloader.source_paths()[0])
-    tokenizer, begin = load_tokenizer(source / TOKENIZER_NAME), SourceCard.read(source).bos_id
-    room = trainer.config.training.seq_len
-    pairs = [
-        continuation_tokens(tokenizer, document["text"], f" {choice}", begin)
-        for document in documents
-        for choice in document["choices"]
-    ]
-    if cut := sum(len(context) + len(answer) > room + 1 for context, answer in pairs):
-        logger.warning(
-            f"suite: {cut} of {len(pairs)} answers of {name} are longer, with their question, than "
-            f"the window of {room} tokens; the beginning of the question is lost"
-        )
-    longest = min(room, max(len(context) + len(answer) for context, answer in pairs) - 1)
-    multiple = window_multiple(trainer)
-    windows = _as_windows(pairs, min(room, -(-longest // multiple) * multiple))
-
-    def ask(trainer: TrainingState, depths: Sequence[int], before_batch: BeforeBatch) -> Results:
-        forward = at_depths(trainer.model, depths, trainer.window_share)
-        nats_PQ, _ = sums_in_training(trainer, windows, forward, before_batch)
-        results = {}
-        for depth, nats_Q in zip(depths, nats_PQ.tolist(), strict=True):
-            metrics = _multiple_choice(documents, nats_Q)
-            results[f"static:{depth}"] = ReadingResult(metrics=metrics, mean_steps=float(depth))
-        return {name: results}
-
-    return ask
-
-
 def task_exam(
     trainer: TrainingState,
     task: Task,
@@ -219,7 +175,8 @@ def task_exam(
     def ask(trainer: TrainingState, depths: Sequence[int], before_batch: BeforeBatch) -> Results:
         model, share = trainer.model, trainer.window_share
         readings = [policy_reading(policy, max(depths))] if policy else depth_readings(depths)
-        right, nats = right_in_training(model, readings, share), at_depths(model, depths, share)
+        right = at_readings(model, readings, share, lambda scores: scores.right_PT)
+        nats = at_depths(model, depths, share)
 
         def sums(forward: Forward) -> Callable[[HeldOutWindows], Totals]:
             return lambda windows: sums_in_training(trainer, windows, forward, before_batch)
@@ -232,48 +189,3 @@ def task_exam(
         )
 
     return ask
-
-
-def continuation_tokens(
-    tokenizer: "Tokenizer", context: str, continuation: str, begin: int | None = None
-) -> tuple[list[int], list[int]]:
-    """Return the tokens of both, cut where the context alone ends, as the harness cuts.
-
-    The context does not end in white space, and the continuation begins with a space. `begin` is
-    the token in front of every document, if there is one.
-    """
-    whole = encode_prompt(tokenizer, context + continuation, begin)
-    first = encode_prompt(tokenizer, context, begin)
-    return first, whole[len(first) :]
-
-
-def _as_windows(pairs: Sequence[tuple[list[int], list[int]]], length: int) -> HeldOutWindows:
-    inputs = torch.zeros((len(pairs), length), dtype=torch.int64)
-    labels = torch.full_like(inputs, IGNORED)
-    for row, (context, continuation) in enumerate(pairs):
-        tokens = [*context, *continuation][-(length + 1) :]
-        inputs[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])
-        end = len(tokens) - 1
-        labels[row, end - len(continuation) : end] = torch.tensor(continuation)
-    positions = torch.arange(length).expand(inputs.shape).contiguous()
-    return HeldOutWindows(inputs, positions, labels, torch.zeros_like(inputs))
-
-
-def _multiple_choice(
-    documents: Sequence[Mapping[str, Any]], nats_Q: Sequence[float]
-) -> dict[str, float]:
-    nats = iter(nats_Q)
-    right = right_by_character = bits = 0.0
-    for document in documents:
-        choices, answer = document["choices"], document["answer"]
-        each = [next(nats) for _ in choices]
-        by_character = [value / len(choice) for value, choice in zip(each, choices, strict=True)]
-        right += each.index(min(each)) == answer
-        right_by_character += by_character.index(min(by_character)) == answer
-        scored = f" {choices[answer]}"  # the space costs nats, too
-        bits += each[answer] / (math.log(2) * len(scored.encode()))
-    return {
-        "acc,none": right / len(documents),
-        "acc_norm,none": right_by_character / len(documents),
-        "answer_bits_per_byte": bits / len(documents),
-    }

@@ -30,7 +30,6 @@ from titan_loop.evaluation.training_tasks import (
     ask_tasks,
     go_on_unless_stopped,
     held_out_text,
-    questions,
     task_exam,
 )
 from titan_loop.runs.run_directory import RunDirectory
@@ -71,12 +70,11 @@ def evaluations(config: RunConfig) -> list[Callback]:
 
 def _suite_task(trainer: TrainingState, suite: SuiteConfig, name: str) -> Ask:
     data = trainer.config.dataloader
-    generated = data.generated_task()
     if name == HELD_OUT:
         return held_out_text(trainer, data.source_paths(), suite.windows)
-    if generated is not None and generated.name == name:
-        return task_exam(trainer, generated, suite.questions)
-    return questions(trainer, name, suite.questions)
+    generated = data.generated_task()
+    assert generated is not None, "suite_refusals accepted another task"
+    return task_exam(trainer, generated, suite.questions)
 
 
 @dataclass(frozen=True)

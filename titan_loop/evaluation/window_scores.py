@@ -1,7 +1,7 @@
 """Held-out text: one way to open it, to score it and to summarise the scores.
 
-`at_depths` reads a model, which may be distributed, at several depths; `at_readings` reads a whole
-model under any exit policy. Either way one pass to the deepest step serves all readings.
+`at_depths` reads a model at several depths, `at_readings` under any exit policy; the model may be
+distributed. Either way one pass to the deepest step serves all readings.
 
 Shapes: P readings, W windows, U units of the bootstrap, B windows of a batch, L tokens.
 """
@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.errors import UserError, nearest, require_at_least
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
-from titan_loop.evaluation.readings import Reading, Scores, score_states, states_at
+from titan_loop.evaluation.readings import Reading, Scores, score_states
 from titan_loop.evaluation.share_work import share_work
 from titan_loop.evaluation.suites import NotAskedError
 from titan_loop.evaluation.task_report import ReadingResult
@@ -150,6 +150,11 @@ def at_depths(
     @torch.no_grad()
     def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
         input_BL, positions_BL, labels_BL, *_ = windows
+        if (context := model.config.max_seq_len) < (length := input_BL.shape[1]):
+            raise UserError(
+                f"max_length={context} is shorter than the {length} tokens of a window of this "
+                "task; raise it, or leave it out"
+            )
         columns = windows.columns_for(model.config.columns) or {}
         masks = None
         if share is not None:
@@ -177,25 +182,22 @@ def at_depths(
 def at_readings(
     model: LoopDecoder,
     readings: Sequence[Reading],
+    share: WindowShare | None = None,
     value: Callable[[Scores], Tensor] = lambda scores: scores.nats_PT,
 ) -> Forward:
-    """Return a function that sums a value over the labels at every reading, for a whole model."""
+    """Return a function that sums a value over the labels at every reading; see `at_depths`."""
+
+    def value_and_steps(states: tuple[Tensor, ...], labels_BL: Tensor) -> Tensor:
+        # All positions, so that every rank calls the head equally often.
+        flat = [state_BLD.flatten(0, 1) for state_BLD in states]
+        scores = score_states(model, flat, labels_BL.flatten(), readings)
+        steps_PT = scores.step_PT * (labels_BL != IGNORED).flatten()
+        sums_2PT = torch.stack([value(scores).double(), steps_PT.double()])
+        return sums_2PT.unflatten(2, labels_BL.shape).sum(dim=3)
+
     deepest = max(reading.deepest_step for reading in readings)
-
-    @torch.no_grad()
-    def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
-        valid_BL = windows.labels != IGNORED
-        columns = windows.columns_for(model.config.columns)
-        states = states_at(model, windows.input, valid_BL, deepest, windows.positions, columns)
-        scores = score_states(model, states, windows.labels[valid_BL], readings)
-        lengths = valid_BL.sum(1).tolist()
-        value_PB, steps_PB = (
-            torch.stack([part_PT.double().sum(1) for part_PT in values.split(lengths, 1)], dim=1)
-            for values in (value(scores), scores.step_PT)
-        )
-        return value_PB, steps_PB
-
-    return forward
+    both = at_depths(model, range(1, deepest + 1), share, value_and_steps)
+    return lambda windows: cast("tuple[Tensor, Tensor]", both(windows)[0].unbind())
 
 
 def score_windows(

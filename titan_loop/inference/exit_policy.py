@@ -26,7 +26,7 @@ needs a smaller bound on the entropy, which never exceeds the vocabulary's logar
 
 import math
 from abc import ABC
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -85,6 +85,15 @@ class ExitPolicy(ABC):
     reads_states: ClassVar[bool] = True
     early_step: int | None = None
 
+    @classmethod
+    def grid(cls, evidence: Sequence[Evidence]) -> list[str]:
+        """Return the values after the colon at which a frontier reads this policy.
+
+        Args:
+            evidence: A sample's states and distributions after each step from 2 on.
+        """
+        return []
+
     def combined(self, logits: Tensor, early_logits: Tensor) -> Tensor:
         """Return the logits that a token is chosen by, (…, V); only with an `early_step`."""
         raise NotImplementedError
@@ -96,6 +105,16 @@ class ExitPolicy(ABC):
     def deepest_step(self, recurrent_steps: int) -> int:
         """Return the last step that may run, at most R."""
         return recurrent_steps
+
+
+_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+_QUANTILES = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
+
+
+def _quantiles(values: Sequence[Tensor]) -> list[str]:
+    """Return quantiles: distances and divergences have no scale of their own."""
+    ranked = torch.cat([value.flatten() for value in values]).double().sort().values
+    return [f"{float(ranked[int(share * (len(ranked) - 1))]):.4g}" for share in _QUANTILES]
 
 
 @dataclass(frozen=True)
@@ -140,6 +159,12 @@ class HiddenDifference(ExitPolicy):
         """True where the step changes the token by less than ε; measured in at least fp32."""
         return (evidence.step_BL > 1) & (self._change(evidence) < self.epsilon)
 
+    @classmethod
+    def grid(cls, evidence: Sequence[Evidence]) -> list[str]:
+        """Return 0, quantiles of the sample's changes, and infinity."""
+        changes = [cls(0.0)._change(each) for each in evidence]
+        return ["0", *_quantiles(changes), "inf"] if changes else []
+
     def _change(self, evidence: Evidence) -> Tensor:
         return hidden_distance(evidence.hidden_BLD, evidence.before_BLD)
 
@@ -179,6 +204,11 @@ class Confidence(ExitPolicy):
         if not 0.0 <= self.probability <= 1.0:
             raise UserError(f"exit=confidence:{self.probability} must be between 0 and 1")
 
+    @classmethod
+    def grid(cls, evidence: Sequence[Evidence]) -> list[str]:
+        """Return probabilities from 0 to 1."""
+        return [f"{share:g}" for share in _SHARES if evidence]
+
     def fires(self, evidence: Evidence) -> Tensor:
         """True above the probability; 1 is full depth, even if the largest one rounds to 1."""
         assert evidence.log_prob_BLV is not None
@@ -196,6 +226,11 @@ class QExit(ExitPolicy):
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold <= 1.0:
             raise UserError(f"exit=q:{self.threshold} must be between 0 and 1")
+
+    @classmethod
+    def grid(cls, evidence: Sequence[Evidence]) -> list[str]:
+        """Return thresholds from 0 to 1."""
+        return [f"{share:g}" for share in _SHARES]
 
     def fires(self, evidence: Evidence) -> Tensor:
         """True where CDF ≥ q; q = 1 is full depth however certain the gate is."""
@@ -217,13 +252,23 @@ class KLAndEntropy(ExitPolicy):
             written = f"exit=kl:{self.kl_nats},{self.entropy_nats}"
             raise UserError(f"{written} must be two bounds of at least 0 nats")
 
+    @classmethod
+    def grid(cls, evidence: Sequence[Evidence]) -> list[str]:
+        """Return quantiles of the sample's divergences, with 3 nats as the bound on entropy."""
+        changes = [cls._change(each) for each in evidence]
+        return ["0,0", *(f"{x},3" for x in _quantiles(changes)), "inf,inf"] if changes else []
+
+    @staticmethod
+    def _change(evidence: Evidence) -> Tensor:
+        assert evidence.log_prob_BLV is not None
+        assert evidence.log_prob_before_BLV is not None
+        return divergence_nats(evidence.log_prob_BLV, evidence.log_prob_before_BLV)
+
     def fires(self, evidence: Evidence) -> Tensor:
         """True where both bounds hold: a small KL alone halts too early."""
-        now_BLV, before_BLV = evidence.log_prob_BLV, evidence.log_prob_before_BLV
-        assert now_BLV is not None
-        assert before_BLV is not None
-        settled = divergence_nats(now_BLV, before_BLV) < self.kl_nats
-        sharp = entropy_nats(now_BLV) < self.entropy_nats
+        assert evidence.log_prob_BLV is not None
+        settled = self._change(evidence) < self.kl_nats
+        sharp = entropy_nats(evidence.log_prob_BLV) < self.entropy_nats
         return (evidence.step_BL > 1) & settled & sharp
 
 
@@ -246,9 +291,15 @@ class Contrast(ExitPolicy):
         if not 0.0 <= self.share <= 1.0:
             raise UserError(f"{written} must have a share from 0 to 1 of the largest probability")
 
+    @classmethod
+    def grid(cls, evidence: Sequence[Evidence]) -> list[str]:
+        """Return four strengths of a contrast with the first step and with the last but one."""
+        early = sorted({1, len(evidence)}) if evidence else []
+        return [f"{step},{strength:g},0.1" for step in early for strength in (0.1, 0.25, 0.5, 1.0)]
+
     @property
     def early_step(self) -> int:
-        """The step a."""
+        """The early step whose logits are subtracted from the last step's."""
         return int(self.step)
 
     def combined(self, logits: Tensor, early_logits: Tensor) -> Tensor:
@@ -265,8 +316,17 @@ class Contrast(ExitPolicy):
         return recurrent_steps
 
 
-_RULES = (StaticStep, HiddenDifference, FixedPoint, Margin, Confidence, QExit, KLAndEntropy)
-_POLICIES: dict[str, Callable[..., ExitPolicy]] = {kind.name: kind for kind in (*_RULES, Contrast)}
+_CORE = (
+    StaticStep,
+    QExit,
+    HiddenDifference,
+    FixedPoint,
+    Confidence,
+    Margin,
+    KLAndEntropy,
+    Contrast,
+)
+POLICIES: dict[str, type[ExitPolicy]] = {kind.name: kind for kind in _CORE}
 """Policies that every recurrence over the stack has."""
 
 _ALIASES = {"full": "static", "relative": "fixed_point"}
@@ -279,9 +339,9 @@ def parse_exit_policy(text: str) -> ExitPolicy:
     "/" may stand for a comma, which `lm_eval --model_args` does not take within a value.
     """
     name, _, values = text.partition(":")
-    kind: Any = _POLICIES.get(_ALIASES.get(name, name)) or find("exit_policies", name)
+    kind: Any = POLICIES.get(_ALIASES.get(name, name)) or find("exit_policies", name)
     if kind is None:
-        known = ["full", *_POLICIES, *names("exit_policies")]
+        known = ["full", *POLICIES, *names("exit_policies")]
         raise UserError(f"exit={text} is not an exit policy{nearest(name, known)}")
     parts = [part for part in values.replace("/", ",").split(",") if part]
     number = int if name == "static" else float
@@ -300,7 +360,7 @@ def parse_exit_policy(text: str) -> ExitPolicy:
 def exit_policies_of(model: LoopDecoder) -> Collection[str]:
     """Return the names of the exit policies that a model's family has."""
     listed = get_family(model.config.family).exit_policies
-    return _POLICIES if listed is None else listed
+    return POLICIES if listed is None else listed
 
 
 def require_exit_policy(model: LoopDecoder, policy: ExitPolicy) -> None:

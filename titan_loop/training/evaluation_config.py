@@ -83,14 +83,13 @@ class HeldOutConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SuiteConfig:
-    """A small suite of offline tasks, asked of the model while it trains."""
+    """Held-out text, or the exam of the run's generated task, while the model trains."""
 
     interval: int = 0
     """Steps between two evaluations; another one follows the last step. 0 turns them off."""
 
-    tasks: list[str] = field(default_factory=lambda: ["held_out", "mano", "multi_hop"])
-    """Any of held_out, mano, multi_hop and mmlu_dev (`offline`: all four), and the generated task
-    of the training data."""
+    tasks: list[str] = field(default_factory=lambda: ["held_out"])
+    """held_out, and the generated task of the training data."""
 
     depths: list[int] = field(default_factory=lambda: [1, 4])
     """Recurrent steps to score; may exceed the trained R."""
@@ -99,7 +98,7 @@ class SuiteConfig:
     """Held-out windows per source, always the same ones."""
 
     questions: int = 32
-    """Questions per task (the first ones). Each answer choice costs one forward pass."""
+    """Questions per stratum of the exam (the first ones)."""
 
     @property
     def enabled(self) -> bool:
