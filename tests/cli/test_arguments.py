@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.cli import arguments
-from titan_loop.cli.arguments import bind, command, group, one_line_errors, recipe_first
+from titan_loop.cli.arguments import bind, command, group, recipe_first
 from titan_loop.errors import UserError
 from titan_loop.plugins import Verb
 
@@ -46,11 +45,6 @@ def verb(
 
 def call(*words: str) -> Any:
     return bind("do", verb, words)()
-
-
-def test_words_become_arguments_with_their_types():
-    assert call("r") == (Path("r"), None, (1,), ("a",), None, "", False)
-    assert call("r", "--limit", "3", "--fast") == (Path("r"), 3, (1,), ("a",), None, "", True)
 
 
 def test_commas_separate_numbers_and_values_of_lists_but_not_texts():
@@ -176,30 +170,3 @@ def test_a_recipe_comes_first_and_its_flags_are_passed_on(words: list[str], resu
 def test_a_recipe_that_does_not_come_first(words: list[str], message: str):
     with pytest.raises(UserError, match=message):
         bind("train", train, words)
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
-def test_a_recipe_verb_without_words_prints_its_help(words: list[str], capsys):
-    with pytest.raises(SystemExit) as caught:
-        bind("train", train, words)
-    assert caught.value.code == 0
-    assert "RECIPE" in capsys.readouterr().out.upper()
-
-
-@pytest.mark.parametrize("before", [None, "77"])
-def test_the_width_of_the_terminal_is_put_back(monkeypatch, before: str | None):
-    if before is None:
-        monkeypatch.delenv("COLUMNS", raising=False)
-    else:
-        monkeypatch.setenv("COLUMNS", before)
-    with one_line_errors([]):
-        assert arguments.os.environ["COLUMNS"] == "100000"
-    assert arguments.os.environ.get("COLUMNS") == before
-    with one_line_errors(["--help"]):
-        assert arguments.os.environ.get("COLUMNS") == before
-
-
-def test_a_page_that_is_no_mistake_is_shown(capsys):
-    with one_line_errors([]):
-        print("a remark")
-    assert capsys.readouterr().err == "a remark\n"

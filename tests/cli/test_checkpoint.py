@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +15,9 @@ from safetensors import safe_open
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import read_tags
 from titan_loop.checkpoint.listing import list_checkpoints
-from titan_loop.checkpoint.manifest import read_manifest, write_manifest
-from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.cli import main as cli
-from titan_loop.runs import run_checkpoints
 
 STEPS = (2, 4, 6)
 
@@ -109,12 +107,6 @@ def test_ls_shows_every_folder(checkpoints, call):
     assert answer.code == 0
 
 
-def test_ls_reads_the_files_only_when_asked(checkpoints, call):
-    flip_a_bit(checkpoints / "step-4" / "__0_0.distcp")
-    assert "damaged" not in call("ls", checkpoints.parent).out
-    assert "different SHA-256" in call("ls", checkpoints.parent, "--verify").out
-
-
 def test_verify_names_every_fault(checkpoints, call):
     answer = call("verify", checkpoints.parent)
     assert answer.code == 0
@@ -132,16 +124,6 @@ def test_verify_names_every_fault(checkpoints, call):
     assert "__0_0.distcp has a different SHA-256" in line
     assert call("verify", checkpoints / "step-6").code == 0
     assert call("verify", checkpoints / "step-4").code == 1
-
-
-def test_verify_finds_what_hashes_do_not_tell(checkpoints, call):
-    """A manifest that does not list a file that is read, hashes and all."""
-    manifest = read_manifest(checkpoints / "step-2")
-    del manifest["files"]["__0_0.distcp"]
-    write_manifest(checkpoints / "step-2", manifest)
-    answer = call("verify", checkpoints / "step-2")
-    assert answer.code == 1
-    assert "__0_0.distcp is in tensors.json, but not in manifest.json" in answer.out
 
 
 def test_diff(checkpoints, call):
@@ -162,26 +144,8 @@ def test_diff(checkpoints, call):
     assert (same.code, same.out) == (0, "0 differences, 5 entries in both\n")
 
 
-def test_diff_of_other_entries(checkpoints, call, tmp_path):
-    other = entries(2) | {"layers.0.w": torch.zeros(4, 3), "new": torch.zeros(1)}
-    other["layers.0.b"] = other["layers.0.b"].float()
-    del other["count"]
-    write_checkpoint(tmp_path / "step-2", other, content(2))
-    answer = call("diff", "--skip-hashes", checkpoints / "step-2", tmp_path / "step-2")
-    assert answer.out.splitlines()[:-1] == [
-        "count: only in A",
-        "layers.0.b: torch.bfloat16 | torch.float32",
-        "layers.0.w: shape [3, 4] | [4, 3]",
-        "new: only in B",
-    ]
-
-
-def test_rm_deletes_what_nothing_keeps(checkpoints, call):
-    assert call("rm", checkpoints / "step-2", checkpoints / "step-8").code == 0
-    assert [c.step for c in list_checkpoints(checkpoints)] == [4, 6]
-
-
 def test_rm_refuses_what_is_kept_and_then_deletes_nothing(checkpoints, call):
+    assert [c.step for c in list_checkpoints(checkpoints)] == [2, 4, 6, 8]
     write_checkpoint(checkpoints / "step-1", entries(1), content(1, stage_end=True))
     call("tag", checkpoints / "step-2", "paper")
     for step, reason in (
@@ -225,17 +189,6 @@ def test_a_copied_or_renamed_folder_is_not_good(checkpoints, call):
     assert found[0] == 6
 
 
-@pytest.mark.parametrize("name", ["step-006", "step-٩"])
-def test_only_the_names_that_saves_give_count(checkpoints, call, name):
-    (checkpoints / "step-6").rename(checkpoints / name)
-    assert [listed.step for listed in list_checkpoints(checkpoints)] == [2, 4, 8]
-    assert f"{name} is not a checkpoint" in call("verify", checkpoints / name).error
-    assert f"{name} is not a checkpoint" in call("rm", checkpoints / name).error
-    error = call("rm", "--force", checkpoints / "step-2", checkpoints / name).error
-    assert "is not a checkpoint" in error
-    assert (checkpoints / "step-2").is_dir()
-
-
 def test_rm_of_a_link_leaves_its_target_whole(checkpoints, call, tmp_path):
     archived = tmp_path / "archive" / "step-2"
     archived.parent.mkdir()
@@ -245,24 +198,6 @@ def test_rm_of_a_link_leaves_its_target_whole(checkpoints, call, tmp_path):
     assert call("rm", checkpoints / "step-2").code == 0
     assert not (checkpoints / "step-2").is_symlink()
     assert "step-2: good" in call("verify", archived).out
-
-
-def test_a_folder_of_checkpoints_that_is_a_link(checkpoints, call, tmp_path):
-    elsewhere = tmp_path / "scratch"
-    checkpoints.rename(elsewhere)
-    checkpoints.symlink_to(elsewhere)
-    assert call("verify", checkpoints.parent).out.endswith("4 looked at, 0 damaged\n")
-    assert call("rm", checkpoints / "step-2").code == 0
-    assert not (elsewhere / "step-2").exists()
-    elsewhere.rename(tmp_path / "gone")
-    for target in (elsewhere, checkpoints):
-        checkpoints.unlink()
-        checkpoints.symlink_to(target)
-        assert call("ls", checkpoints.parent).out.count("\n") == 1
-        assert call("verify", checkpoints.parent).out == "0 looked at, 0 damaged\n"
-        assert "has no checkpoints" in call("ls", checkpoints).error
-        assert "is not a checkpoint" in call("rm", checkpoints / "step-4").error
-    assert (tmp_path / "gone" / "step-4").is_dir()
 
 
 def test_rm_leaves_the_save_of_a_live_run_alone(checkpoints, call):
@@ -281,24 +216,6 @@ def test_rm_leaves_the_save_of_a_live_run_alone(checkpoints, call):
         assert call("rm", checkpoints / "step-2").code == 0
         holder.communicate()
     assert call("rm", checkpoints / "step-8").code == 0
-
-
-def test_rm_keeps_jobs_out_until_it_is_done(checkpoints, call, monkeypatch):
-    (checkpoints / "step-9").mkdir()
-    lock = checkpoints.parent / "run.lock"
-    lock.touch()
-    claim = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    real, refused = run_checkpoints.discard, []
-
-    def discard(path: Path) -> None:
-        job = subprocess.run([sys.executable, "-c", claim, str(lock)], stderr=subprocess.PIPE)
-        refused.append(b"BlockingIOError" in job.stderr)
-        real(path)
-
-    monkeypatch.setattr(run_checkpoints, "discard", discard)
-    assert call("rm", checkpoints / "step-8", checkpoints / "step-9").code == 0
-    assert refused == [True, True]
-    subprocess.run([sys.executable, "-c", claim, str(lock)], check=True)
 
 
 def test_tag(checkpoints, call):
@@ -339,47 +256,6 @@ def test_consolidate(checkpoints, call, tmp_path, optimizer):
         call("consolidate", checkpoints / "step-4", "--output", output).error
     )
     assert [path.name for path in output.parent.iterdir()] == ["model.safetensors"]
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from titan_loop.checkpoint.consolidate import consolidate
-from titan_loop.checkpoint.tensors import CheckpointReader
-
-class Killed(CheckpointReader):
-    def read(self, key):
-        tensor = super().read(key)
-        if key == sys.argv[3]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return tensor
-
-consolidate(Killed(Path(sys.argv[1])), Path(sys.argv[2]))
-"""
-
-
-def test_consolidate_killed_half_way(checkpoints, call, tmp_path):
-    output = tmp_path / "out" / "model.safetensors"
-    arguments = [checkpoints / "step-2", output, "layers.0.b"]
-    program = subprocess.run([sys.executable, "-c", KILLED, *map(str, arguments)], check=False)
-    assert program.returncode == -signal.SIGKILL
-    assert not output.exists()
-    (left,) = output.parent.iterdir()
-    assert left.suffix != ".safetensors"
-    assert call("consolidate", checkpoints / "step-2", "--output", output).code == 0
-    assert [path.name for path in output.parent.iterdir()] == ["model.safetensors"]
-
-
-def test_consolidate_that_fails_leaves_nothing(checkpoints, tmp_path, monkeypatch, call):
-    def fail(self: CheckpointReader, key: str) -> torch.Tensor:
-        raise OSError(28, "No space left on device", "somewhere")
-
-    monkeypatch.setattr(CheckpointReader, "read", fail)
-    output = tmp_path / "out" / "model.safetensors"
-    answer = call("consolidate", checkpoints / "step-2", "--output", output)
-    assert answer.code == 1
-    assert "No space left on device" in answer.err
-    assert not list(output.parent.iterdir())
 
 
 def test_mistakes(checkpoints, call, tmp_path):

@@ -1,6 +1,5 @@
 """`titan-loop eval`: which of its verbs runs, on which ranks it prints, and refused flags."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,33 +11,10 @@ import titan_loop.evaluation.evaluate_run as evaluate_run
 import titan_loop.evaluation.share_work as share_work
 import titan_loop.runs.recipe_folder as recipe_folder
 from titan_loop.cli import eval as cli
-from titan_loop.errors import RunFailedError, UserError
-from titan_loop.evaluation import depth_report, evaluate_tasks, watch
+from titan_loop.errors import UserError
+from titan_loop.evaluation import depth_report
 from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.runs.saved_run import SavedRun
-
-
-@pytest.mark.parametrize(
-    ("words", "verb", "rest"),
-    [
-        (["watch", "runs/my"], "eval watch", ["runs/my"]),
-        (["runs/my", "watch"], "eval", ["runs/my", "watch"]),
-        (["watched", "--ema"], "eval", ["watched", "--ema"]),
-        (["watch"], "eval watch", []),
-        ([], "eval", []),
-    ],
-)
-def test_the_first_word_may_be_watch(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], verb: str, rest: list[str]
-):
-    called: list[tuple[str, object, Sequence[str]]] = []
-
-    def command(name: str) -> Any:
-        return lambda function: lambda given: called.append((name, function, given)) or 3
-
-    monkeypatch.setattr(cli, "command", command)
-    assert cli.run(words) == 3
-    assert called == [(verb, cli.watch if verb == "eval watch" else cli.evaluate, rest)]
 
 
 @pytest.fixture
@@ -103,41 +79,3 @@ def test_flags_that_do_not_go_together(asked, options: TaskOptions, flags: dict,
     with pytest.raises(UserError, match=message):
         cli.evaluate(Path("run"), options, **flags)
     assert "path" not in asked
-
-
-@pytest.mark.parametrize(("rank", "printed"), [(0, "TASKS\nThe report is REPORT\n"), (1, "")])
-def test_rank_zero_prints_tasks_and_all_fail_with_a_task(
-    asked, monkeypatch: pytest.MonkeyPatch, capsys, rank: int, printed: str
-):
-    asked["rank"] = rank
-    report = SimpleNamespace(failures={}, path=lambda directory: "REPORT")
-    monkeypatch.setattr(evaluate_tasks, "evaluate_tasks", lambda *given, **flags: report)
-    monkeypatch.setattr(tables, "task_table", lambda report, metrics: "TASKS")
-    cli.evaluate(Path("run"), TASKS)
-    assert capsys.readouterr().out == printed
-    report.failures = {"a": "why", "b": "why"}
-    with pytest.raises(RunFailedError, match=r"2 tasks have no result: a, b \(why: above\)"):
-        cli.evaluate(Path("run"), TASKS)
-
-
-@pytest.mark.parametrize("incomplete", [[], [4, 8]])
-def test_a_watcher_names_the_steps_without_a_result(
-    monkeypatch: pytest.MonkeyPatch, incomplete: list[int]
-):
-    made: list[Any] = []
-
-    class Watcher:
-        def __init__(self, run: Path, options: TaskOptions, **flags: bool) -> None:
-            self.incomplete = incomplete
-            made.append(flags)
-
-        def run(self, **flags: Any) -> None:
-            made.append(flags)
-
-    monkeypatch.setattr(watch, "Watcher", Watcher)
-    if incomplete:
-        with pytest.raises(RunFailedError, match=r"run: steps 4, 8 lack results \(why: above\)"):
-            cli.watch(Path("run"), TaskOptions())
-    else:
-        cli.watch(Path("run"), TaskOptions())
-    assert made == [{"wandb": False, "retry": False}, {"once": False, "interval_seconds": 60.0}]

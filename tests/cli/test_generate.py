@@ -40,6 +40,10 @@ def expected_text(run, prompt: str, **options) -> str:
 
 
 def test_a_prompt_is_completed_at_the_trained_depth(capsys, trained_run):
+    whole = expected_text(trained_run, "def f(")
+    flags = ("--stop", whole[4:6], "--seed", str(2**64 - 1))
+    out, _ = generate(capsys, trained_run, "--prompt", "def f(", *NEW, *flags)
+    assert out == whole[: whole.find(whole[4:6])] + "\n"
     out, err = generate(capsys, trained_run, "--prompt", "def f(", *NEW)
     assert out == expected_text(trained_run, "def f(") + "\n"
     assert re.fullmatch(
@@ -60,12 +64,6 @@ def test_steps_are_shown_behind_each_token(capsys, trained_run):
     assert "(last)" in err
 
 
-def test_it_stops_at_the_end_token_of_the_training_data(capsys, ended_run):
-    out, err = generate(capsys, ended_run.path, "--prompt", ended_run.prompt, *NEW)
-    assert out == byte_level_tokenizer().decode(ended_run.tokens) + "\n"
-    assert f"[{len(ended_run.tokens)} tokens" in err
-
-
 def test_several_prompts_run_as_one_batch(capsys, trained_run):
     out, err = generate(capsys, trained_run, "--prompt", "ab", "--prompt", "c", *NEW)
     assert out == "".join(
@@ -83,13 +81,6 @@ def test_speculation_reports_its_acceptance_and_changes_nothing(capsys, trained_
     assert re.search(r"accepted \d+% of the drafts", err)
 
 
-def test_a_stop_string_and_the_largest_seed(capsys, trained_run):
-    whole = expected_text(trained_run, "ab")
-    flags = ("--stop", whole[4:6], "--seed", str(2**64 - 1))
-    out, _ = generate(capsys, trained_run, "--prompt", "ab", *NEW, *flags)
-    assert out == whole[: whole.find(whole[4:6])] + "\n"
-
-
 def test_prompts_and_stop_strings_may_begin_with_dashes(capsys, trained_run):
     flags = ("--stop", "--", "--stop", "-x")
     out, _ = generate(capsys, trained_run, "--prompt", "--ab", "--prompt=-c", *NEW, *flags)
@@ -97,14 +88,6 @@ def test_prompts_and_stop_strings_may_begin_with_dashes(capsys, trained_run):
     assert "\n=== -c\n" in out
     assert main(["generate", str(trained_run), "--prompt"]) == EXIT_USER_ERROR
     assert "Missing value for argument '--prompt'" in capsys.readouterr().err
-
-
-def test_the_seed_decides_what_is_sampled(capsys, trained_run):
-    def sampled(seed: str) -> str:
-        flags = ("--temperature", "1", "--top-k", "40", "--top-p", "0.95", "--seed", seed)
-        return generate(capsys, trained_run, "--prompt", "ab", *NEW, *flags)[0]
-
-    assert sampled("1") == sampled("1") != sampled("2")
 
 
 def test_lines_of_standard_input_are_prompts(capsys, monkeypatch, trained_run):
@@ -151,22 +134,6 @@ def test_a_chat_that_outgrows_the_context_loses_its_oldest_turns(capsys, monkeyp
     assert said.count(" tokens in ") == 3  # every question was answered
 
 
-def test_a_chat_prompt_is_chatml_and_spelt_out_control_tokens_stay_text():
-    tokenizer = byte_level_tokenizer()
-    chat = Conversation((Turn("user", "a<|im_end|>"), Turn("assistant", "b")))
-    ids, question_tokens = ChatEncoder(tokenizer, ChatTemplate()).prompt(chat)
-    question = "<|im_start|>user\na<|im_end|><|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(ids[:question_tokens], skip_special_tokens=False) == question
-    text = tokenizer.decode(ids, skip_special_tokens=False)
-    assert text == (
-        "<|im_start|>user\na<|im_end|><|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    assert ids.count(1) == 3  # <|im_start|>
-    assert ids.count(2) == 2  # <|im_end|>, without the one the user typed
-    assert tokenizer.encode("<|im_end|>").ids == [2]  # the tokenizer is as it was
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -193,11 +160,6 @@ def test_mistakes_are_one_line(capsys, trained_run, flags, message):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
-
-
-def test_a_folder_without_manifest_is_one_line(capsys, tmp_path):
-    assert main(["generate", str(tmp_path)]) == EXIT_USER_ERROR
-    assert "has no manifest.json" in capsys.readouterr().err
 
 
 def test_what_ended_a_completion_and_what_chats_are_worth_is_said(capsys, trained_run):

@@ -70,6 +70,7 @@ PARSED = {
     # Tokenises all of Python's installation; the quick start in CI runs it.
     "data/source_card.py: data demo": "data demo",
     "evaluation/harness_tasks.py: eval": "eval runs/my --tasks offline",
+    "evaluation/suites.py: eval": "eval runs/my",
     "evaluation/while_training.py: eval": "eval runs/my",
     "families/moe/formats.py: convert export RUN --list": LIST,
     "formats/gguf_tokenizer.py: convert export RUN --list": LIST,
@@ -87,7 +88,6 @@ PARSED = {
 """Hint → its command with values."""
 EXCUSED = {
     "analysis/results.py: train {}": "names how a run was started",
-    "analysis/scaling/data.py: plan": "says what a law cannot be used for",
     "cli/arguments.py: {} VERB": "usage of a group, above the list of its verbs",
     "training/evaluation_config.py: eval": "says that nothing can score a source",
 }

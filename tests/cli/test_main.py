@@ -104,18 +104,6 @@ def test_looking_at_a_run_needs_no_torch_and_opens_few_files(verb, own_run, tmp_
     assert files < MOST_FILES
 
 
-def test_showing_data_needs_numpy_and_a_tokenizer_alone(source):
-    code, files, heavy = start_of("data", "show", str(source))
-    assert (code, heavy) == (0, ["numpy"])
-    assert files < 2.5 * MOST_FILES  # numpy alone has 82
-
-
-def test_no_arguments_print_the_verbs(capsys):
-    assert cli.main([]) == 0
-    output = capsys.readouterr().out
-    assert all(verb in output for verb in cli.VERBS)
-
-
 def test_unknown_names_are_answered_with_the_nearest(capsys):
     assert error_of(capsys, "trains") == "unknown verb 'trains'; nearest: train"
     assert "nearest: tokenize" in error_of(capsys, "data", "tokenise")
@@ -126,13 +114,6 @@ def test_unknown_names_are_answered_with_the_nearest(capsys):
         capsys, "eval", "runs/x", "--widnows", "3"
     )
     assert "no module 'no_such_package'" in error_of(capsys, "train", "no_such_package.m:f")
-
-
-def test_datasets_draws_no_bars_between_lines_of_the_log(monkeypatch):
-    monkeypatch.delenv("HF_DATASETS_DISABLE_PROGRESS_BARS", raising=False)
-    assert cli.main(["--version"]) == 0
-    check = "from datasets import are_progress_bars_disabled as off; print(off())"
-    assert run_python(check).stdout == "True\n"
 
 
 def test_mistakes_of_a_verb_name_it(capsys):
@@ -193,15 +174,6 @@ def test_what_the_system_says_about_a_file_is_one_line(capsys, monkeypatch, faul
     assert line == f"titan-loop: error: /runs/x: {os.strerror(fault)}"
 
 
-def test_an_error_of_the_system_without_a_file_keeps_its_traceback(monkeypatch):
-    def fail(_: object) -> int:
-        raise OSError(errno.EINVAL, "no file")
-
-    monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
-    with pytest.raises(OSError, match="no file"):
-        cli.main(["recipes"])
-
-
 @pytest.mark.parametrize(("fault", "lines"), [(errno.EIO, True), (errno.EACCES, False)])
 def test_a_fault_of_the_machine_leaves_its_traceback_in_a_ranks_log(
     capsys, monkeypatch, fault, lines
@@ -215,11 +187,6 @@ def test_a_fault_of_the_machine_leaves_its_traceback_in_a_ranks_log(
     said = capsys.readouterr().err
     assert said.endswith("titan-loop: error: /shared/file: as told\n")
     assert ("in fail" in said) == lines
-
-
-def test_other_ranks_say_which_they_are(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    assert error_of(capsys, "training").startswith("rank 3: unknown verb")
 
 
 def test_a_defect_keeps_its_traceback():
@@ -248,12 +215,3 @@ def test_a_reader_that_leaves_is_no_failure(lines):
         p.stdout.close()
         assert p.communicate()[1] == b""
     assert p.returncode == 141
-
-
-def test_another_broken_pipe_is_a_defect(monkeypatch, capfd):
-    def fail(_: object) -> int:
-        raise BrokenPipeError
-
-    monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
-    with capfd.disabled(), pytest.raises(BrokenPipeError):
-        cli.main(["recipes"])

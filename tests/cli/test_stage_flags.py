@@ -53,12 +53,6 @@ def test_any_field_of_a_stage_can_be_set(recipe):
     assert first.learning_rate == LoopTrainer.Config().learning_rate
 
 
-def test_help_names_the_recipe_s_folder(recipe, capsys):
-    with pytest.raises(SystemExit):
-        apply_to_stages(recipe, ["--help"], "test")
-    assert f"--dump-folder (runs/{recipe.name})" in capsys.readouterr().out
-
-
 def test_a_policy_after_a_stage_s_flags_is_the_stage_s(recipe):
     flags = ["--stages.1b.total-tokens", "5", "activation-checkpoint:full"]
     apply_to_stages(recipe, flags, "test")

@@ -54,19 +54,11 @@ def shutdowns() -> list[int]:
     return []
 
 
-def test_flags_reach_the_config(trained):
-    assert main.main(["train", "one", "--total-tokens", "7", "--model.size", "53m"]) == EXIT_OK
-    (config,) = trained
-    assert (config.total_tokens, config.model.size) == (7, "53m")
-
-
-def test_an_activation_checkpointing_policy_follows_the_flags(trained):
-    assert main.main(["train", "one", "--total-tokens", "7", "activation-checkpoint:full"]) == 0
-    assert type(trained[0].activation_checkpoint).__qualname__ == "FullAC.Config"
-
-
 def test_every_stage_of_a_recipe_is_trained_in_order(trained, shutdowns):
-    assert main.main(["train", "pair", "--total-tokens", "7"]) == EXIT_OK
+    flags = ["--total-tokens", "7", "--model.size", "53m", "activation-checkpoint:full"]
+    assert main.main(["train", "pair", *flags]) == EXIT_OK
+    assert {config.model.size for config in trained} == {"53m"}
+    assert type(trained[0].activation_checkpoint).__qualname__ == "FullAC.Config"
     assert [config.dump_folder for config in trained] == ["runs/pair/a", "runs/pair/b"]
     assert [config.stage for config in trained] == ["a", "b"]
     assert {config.total_tokens for config in trained} == {7}

@@ -53,7 +53,7 @@ def test_it_equals_greedy_decoding_at_every_depth():
     exam = Exam(TASK, 40, vocab_size=TASK.vocab_size, room=ROOM)
     readings = [*depth_readings(DEPTHS), policy_reading("q:0.5", 3)]
     names = [reading.name for reading in readings]
-    right = at_readings(model, readings, value=lambda scores: scores.right_PT)
+    right = at_readings(model, readings, value="right_PT")
     read = exam.grade(names, lambda windows: sum_windows(windows, right, device=CPU))
     assert list(read) == [f"backwards/{n}_letters" for n in (1, 2, 3)]
     for depth in DEPTHS:

@@ -3,16 +3,12 @@
 Every check yields `Finding`s. None starts a process group or allocates memory on a device.
 """
 
-import contextlib
-import importlib
 import importlib.metadata
-import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +21,6 @@ from titan_loop.tables import columns
 _PACKAGES = ["titan-loop", "torch", "torchtitan", "triton", "datatrove", "tokenizers", "numpy"]
 _SMALLEST_DISK_BYTES = 2 * 10**9
 _SMALLEST_MEMORY_BYTES = 2 * 10**9
-_SLOW_START_SECONDS = 30.0  # an idle machine with cached files needs 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +42,7 @@ def run(*, run_directory: Path = Path("runs")) -> int:
     Args:
         run_directory: Folder that runs will be written to.
     """
-    findings = [*check_versions(), *check_start(), *check_devices(), *check_launcher(os.environ)]
+    findings = [*check_versions(), *check_devices(), *check_launcher(os.environ)]
     findings += [*check_compiler(), *check_folders(run_directory), *check_room(run_directory)]
     for line in columns([(finding.section, finding.text) for finding in findings], left=(0, 1)):
         print(line)
@@ -86,43 +81,6 @@ def check_versions() -> Iterator[Finding]:
             yield Finding(name, f"{version} is outside {bounds[name]}", fix, blocks_training=True)
         elif name in _PACKAGES:
             yield Finding(name, version)
-
-
-def check_start() -> Iterator[Finding]:
-    """Time the imports of training."""
-    before = _start_meters()
-    importlib.import_module("titan_loop.training.trainer")
-    spent = [after - start for after, start in zip(_start_meters(), before, strict=True)]
-    yield start_finding(*spent)
-
-
-def start_finding(wall: float, computed: float, queued: float, disk_bytes: float) -> Finding:
-    """Report slow imports, and whether the disk, the processor or its other users held them up."""
-    computed = min(computed, wall)  # several threads may have used more
-    queued = min(queued, wall - computed)
-    from_disk = wall - computed - queued
-    read = "" if math.isnan(disk_bytes) else f" ({disk_bytes / 1e6:.0f} MB read)"
-    text = (
-        f"imports took {wall:.1f} s: {computed:.1f} on a processor, {queued:.1f} waiting for one, "
-        f"{from_disk:.1f} on disk{read}"
-    )
-    fix = max(
-        (computed, "the processor is slow: ask for a faster one"),
-        (queued, "the processor is shared: stop other programs, or ask for more cores"),
-        (from_disk, "the disk is slow: put the environment (TITAN_LOOP_VENV) on a local one"),
-    )[1]
-    return Finding("start", text, fix if wall > _SLOW_START_SECONDS else None)
-
-
-def _start_meters() -> tuple[float, float, float, float]:
-    """Return seconds of the clock, on a processor and queued for one, and bytes from disks."""
-    queued_seconds, disk_bytes = 0.0, math.nan
-    with contextlib.suppress(OSError, ValueError, IndexError):  # only on Linux
-        queued_seconds = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    with contextlib.suppress(OSError, ValueError):
-        meters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        disk_bytes = float(meters["read_bytes"])
-    return time.perf_counter(), time.process_time(), queued_seconds, disk_bytes
 
 
 def check_devices() -> Iterator[Finding]:

@@ -168,7 +168,7 @@ class _Evaluation:
             }
             return {f"{HELD_OUT}/{name}": summarise(part, names) for name, part in scores.items()}
         if self._generated is not None and self._generated.name == task.name:
-            right = at_readings(self._model, self._readings, value=lambda scores: scores.right_PT)
+            right = at_readings(self._model, self._readings, value="right_PT")
             return self._exam.grade(
                 names,
                 lambda windows: sum_windows(windows, right, device=self._device),

@@ -175,7 +175,7 @@ def task_exam(
     def ask(trainer: TrainingState, depths: Sequence[int], before_batch: BeforeBatch) -> Results:
         model, share = trainer.model, trainer.window_share
         readings = [policy_reading(policy, max(depths))] if policy else depth_readings(depths)
-        right = at_readings(model, readings, share, lambda scores: scores.right_PT)
+        right = at_readings(model, readings, share, "right_PT")
         nats = at_depths(model, depths, share)
 
         def sums(forward: Forward) -> Callable[[HeldOutWindows], Totals]:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.errors import UserError, nearest, require_at_least
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
-from titan_loop.evaluation.readings import Reading, Scores, score_states
+from titan_loop.evaluation.readings import Reading, score_states
 from titan_loop.evaluation.share_work import share_work
 from titan_loop.evaluation.suites import NotAskedError
 from titan_loop.evaluation.task_report import ReadingResult
@@ -183,16 +183,16 @@ def at_readings(
     model: LoopDecoder,
     readings: Sequence[Reading],
     share: WindowShare | None = None,
-    value: Callable[[Scores], Tensor] = lambda scores: scores.nats_PT,
+    value: Literal["nats_PT", "right_PT"] = "nats_PT",
 ) -> Forward:
-    """Return a function that sums a value over the labels at every reading; see `at_depths`."""
+    """Return a function that sums a field of `Scores` over the labels at every reading."""
 
     def value_and_steps(states: tuple[Tensor, ...], labels_BL: Tensor) -> Tensor:
         # All positions, so that every rank calls the head equally often.
         flat = [state_BLD.flatten(0, 1) for state_BLD in states]
         scores = score_states(model, flat, labels_BL.flatten(), readings)
         steps_PT = scores.step_PT * (labels_BL != IGNORED).flatten()
-        sums_2PT = torch.stack([value(scores).double(), steps_PT.double()])
+        sums_2PT = torch.stack([getattr(scores, value).double(), steps_PT.double()])
         return sums_2PT.unflatten(2, labels_BL.shape).sum(dim=3)
 
     deepest = max(reading.deepest_step for reading in readings)

@@ -29,9 +29,9 @@ from titan_loop.analysis.steps.lens import logit_margin
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
-from titan_loop.evaluation.exam import ACCURACY, Exam, right_at_readings
-from titan_loop.evaluation.readings import Reading, depth_readings, policy_reading, states_at
-from titan_loop.evaluation.window_scores import Forward, sum_windows
+from titan_loop.evaluation.exam import ACCURACY, Exam
+from titan_loop.evaluation.readings import Reading, depth_readings, policy_reading
+from titan_loop.evaluation.window_scores import Forward, at_readings, sum_windows
 from titan_loop.inference.exit_policy import require_exit_policy
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.tables import columns
@@ -112,7 +112,7 @@ def step_exam(
         room=model.config.max_seq_len,
         strata=strata,
     )
-    forward = right_at_readings(model, readings)
+    forward = at_readings(model, readings, value="right_PT")
     graded = exam.grade(
         [reading.name for reading in readings],
         lambda windows: sum_windows(windows, forward, device=device),
@@ -142,9 +142,14 @@ def _margins_at(model: LoopDecoder, depths: Sequence[Reading]) -> Forward:
     @torch.no_grad()
     def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
         chosen_BL = windows.labels != IGNORED
-        states = states_at(
-            model, windows.input, chosen_BL, len(depths), windows.positions, windows.columns
+        output = model(
+            windows.input,
+            windows.positions,
+            recurrent_steps=len(depths),
+            collect="all",
+            columns=windows.columns or None,
         )
+        states = [state_BLD[chosen_BL] for state_BLD in output.hidden_RBLD]
         labels_T, lengths = windows.labels[chosen_BL], chosen_BL.sum(dim=1).tolist()
         margins = [
             logit_margin(model.readout(state_TD.unsqueeze(0))[0], labels_T) for state_TD in states

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from tests.evaluation.task_run import TASK, random_model
 from tests.families.rooms import families
-from titan_loop.evaluation.exam import Exam, right_at_readings
+from titan_loop.evaluation.exam import Exam
 from titan_loop.evaluation.readings import depth_readings
-from titan_loop.evaluation.window_scores import sum_windows
+from titan_loop.evaluation.window_scores import at_readings, sum_windows
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from train_configs.discoloop.intervention import intervention
@@ -81,6 +81,8 @@ def test_accuracy_is_that_of_every_question_alone(name, after):
     exam = Exam(TASK, COUNT, vocab_size=TASK.vocab_size, room=16, strata=[STRATUM])
     (windows,) = exam.windows.values()
     right, _ = sum_windows(
-        windows, right_at_readings(model, depth_readings([STEPS])), device=torch.device("cpu")
+        windows,
+        at_readings(model, depth_readings([STEPS]), value="right_PT"),
+        device=torch.device("cpu"),
     )
     assert found[0] == right.mean()
