@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_loop.errors import UserError
 from titan_loop.inference.cache import (
     STRATEGIES,
     CacheShape,
@@ -111,12 +110,6 @@ def test_tokens_see_what_the_strategy_keeps_of_earlier_ones(strategy: str):
     tokens([5, 1], [3, 1])
 
 
-def test_one_token_at_the_last_position_of_every_row_is_in_step():
-    assert Places.of(torch.tensor([[3], [3]]))[1:] == (4, True)
-    assert Places.of(torch.tensor([[2], [3]]))[1:] == (4, False)
-    assert Places.of(torch.tensor([[3, 3]]))[1:] == (4, False)
-
-
 @pytest.mark.parametrize(
     ("strategy", "numbers"),
     # Keys and values of 4 rows, 2 layers and 6 tokens; the layer outside has one more cache.
@@ -137,8 +130,3 @@ def test_a_cache_has_the_bytes_of_its_table(strategy: str, numbers: int):
     alone.admit(1)
     alone.select([])
     assert alone.rows == 0
-
-
-def test_an_unknown_strategy_is_answered_with_the_nearest():
-    with pytest.raises(UserError, match="kv_cache=lats is unknown; nearest: last"):
-        cache_strategy("lats")

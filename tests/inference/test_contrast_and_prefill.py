@@ -8,16 +8,12 @@ from torch import Tensor
 
 from tests.inference.reference import Reference, make_model, prompts
 from titan_loop.errors import UserError
-from titan_loop.evaluation.readings import policy_reading, score_states
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import (
     Contrast,
-    ExitPolicy,
-    QExit,
     StaticStep,
-    require_exit_policy,
 )
-from titan_loop.inference.measures import contrasted, margin_change
+from titan_loop.inference.measures import contrasted
 from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
@@ -58,11 +54,6 @@ def test_contrast_equals_its_formula_in_float64(strength: float, share: float):
     unchanged = strength == 0.0 or share == 1.0
     torch.testing.assert_close(got, last.softmax(-1)) if unchanged else None
     assert unchanged == torch.allclose(got, last.softmax(-1))
-
-
-def test_half_precision_logits_are_contrasted_in_fp32():
-    last, early = random_logits().bfloat16()
-    assert contrasted(last, early, strength=0.5, share=0.1).dtype == torch.float32
 
 
 def decoded(
@@ -130,45 +121,14 @@ def test_samples_come_from_the_contrasted_distribution(model):
 
 
 @torch.no_grad()
-def test_readings_score_the_contrasted_distribution(model):
-    tokens = torch.tensor(prompts(12))
-    labels = tokens[0].roll(-1)
-    states = [state[0] for state in model(tokens, recurrent_steps=4).hidden_RBLD]
-    reading = policy_reading("contrast:2,0.5,0.1", 4)
-    scores = score_states(model, states, labels, [policy_reading("static:1", 4), reading])
-    for place, label in enumerate(labels.tolist()):
-        last, early = (model.readout(states[r][place]) for r in (3, 1))
-        want = reference_contrast(last, early, 0.5, 0.1)
-        assert float(scores.nats_PT[1, place]) == pytest.approx(-math.log(want[label]), abs=1e-6)
-        assert bool(scores.right_PT[1, place]) == (want[label] == max(want))
-    assert (scores.step_PT[1] == 4).all()
-
-
-def test_a_margin_is_that_of_the_token_that_leads_now():
-    before = torch.tensor([[[0.5, 0.3, 0.2], [0.2, 0.5, 0.3]]]).double().log()
-    now = torch.tensor([[[0.6, 0.2, 0.2], [0.5, 0.3, 0.2]]]).double().log()
-    change = margin_change(now, before)[0].tolist()
-    kept = math.log(0.6 / 0.2)
-    assert change[0] == pytest.approx(abs(kept - math.log(0.5 / 0.3)) / kept)
-    lead = math.log(0.5 / 0.3)  # another token led before, by this one's loss of log(5/2)
-    assert change[1] == pytest.approx((lead + math.log(0.5 / 0.2)) / lead)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("kv_cache", STRATEGIES)
 @pytest.mark.parametrize("prefill", [1, 2, 3])
 def test_a_short_prefill_equals_the_reference_in_every_cache(model, kv_cache, prefill):
     given = prompts(6, 1, 4)
     got = completed(model, given, kv_cache=kv_cache, prefill_steps=prefill)
+    if kv_cache == "full":  # the others see other keys of the prompt
+        assert (got == completed(model, given, kv_cache=kv_cache)) == (prefill == STEPS)
     assert got == [decoded(model, prompt, kv_cache, prefill=prefill) for prompt in given]
-
-
-@torch.no_grad()
-def test_prefill_at_every_step_is_plain_decoding_and_a_short_one_is_not(model):
-    given = prompts(9, 5)
-    plain = completed(model, given)
-    assert completed(model, given, prefill_steps=STEPS) == plain
-    assert completed(model, given, prefill_steps=1) != plain
 
 
 @torch.no_grad()
@@ -204,12 +164,3 @@ def test_what_cannot_work_is_one_line(model, options, message):
     with pytest.raises(UserError, match=message) as raised:
         Engine(model, **options)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("policy", [Contrast(1), QExit(0.5)])
-def test_a_family_without_the_policy_refuses_it(model, policy: ExitPolicy, monkeypatch):
-    monkeypatch.setattr(
-        "titan_loop.inference.exit_policy.exit_policies_of", lambda model: {"static", "survival"}
-    )
-    with pytest.raises(UserError, match=f"exit={policy.name} is an exit policy that model.family"):
-        require_exit_policy(model, policy)

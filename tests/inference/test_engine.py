@@ -157,21 +157,6 @@ def test_logits_in_decoding_equal_the_reference(model, kv_cache):
         torch.testing.assert_close(got[0, 0], want, atol=FLOAT64, rtol=0)
 
 
-def test_the_strategies_differ(model):
-    """A shared cache that silently fell back to the full one would pass every identity."""
-    got = {
-        name: Engine(model, kv_cache=name).complete(requests(prompts(6), 20))[0].tokens
-        for name in STRATEGIES
-    }
-    assert len({tuple(tokens) for tokens in got.values()}) == 4
-
-
-@pytest.mark.parametrize("kv_cache", STRATEGIES)
-def test_at_one_step_all_strategies_are_the_same(model, kv_cache):
-    got = Engine(model, kv_cache=kv_cache, recurrent_steps=1).complete(requests(prompts(6)))
-    assert got[0].tokens == full_forward_greedy(model, prompts(6)[0], 8, 1)
-
-
 @pytest.mark.parametrize("kv_cache", STRATEGIES)
 def test_a_batch_equals_its_rows_alone_in_fp32(kv_cache):
     model = make_model()
@@ -198,17 +183,6 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(model):
     assert three[0] == first[0]
     other = engine.complete(ragged, sampling=sampling, generator=torch.Generator().manual_seed(6))
     assert three != other
-
-
-def test_rows_of_different_lengths_leave_the_batch_when_they_are_done(model):
-    ragged = prompts(4, 4, 4)
-    limits = (3, 9, 6)
-    asked = [Request(prompt=p, max_new_tokens=n) for p, n in zip(ragged, limits, strict=True)]
-    for kv_cache in STRATEGIES:
-        engine = Engine(model, kv_cache=kv_cache, exit_policy=QExit(0.7))
-        got = engine.complete(asked)
-        for request, completion in zip(asked, got, strict=True):
-            assert completion == engine.complete([request])[0]
 
 
 @pytest.mark.parametrize("kv_cache", STRATEGIES)
@@ -242,30 +216,6 @@ def test_waiting_requests_take_the_places_of_finished_ones(model, kv_cache):
     assert engine.work.cache_bytes == two_rows
     with pytest.raises(UserError, match="rows=0 must be at least 1"):
         engine.complete(asked, rows=0)
-
-
-def test_threshold_one_is_full_depth_even_when_the_gate_is_certain():
-    """CDF(1) = 1 − 1e-13 rounds to 1 in fp32, and to 1 in bf16 long before."""
-    for dtype in (torch.float32, torch.bfloat16):
-        model = make_model()
-        with torch.no_grad():
-            model.exit_gate.bias.fill_(30.0)
-            model.exit_gate.weight.zero_()
-        model.to(dtype)
-        everything = Engine(model, exit_policy=QExit(1.0)).complete(requests(prompts(5)))
-        assert everything[0].steps == [3] * 8
-        assert everything == Engine(model).complete(requests(prompts(5)))
-        certain = Engine(model, exit_policy=QExit(0.999)).complete(requests(prompts(5)))
-        assert certain[0].steps == [1] * 8
-
-
-@pytest.mark.parametrize("text", ["q:0", "hidden:inf", "kl:inf,inf"])
-def test_the_shallow_end_of_every_policy_is_static_depth(model, text):
-    """Policies that compare with the step before can leave at step 2 at the earliest."""
-    shallow = 1 if text == "q:0" else 2
-    got = Engine(model, exit_policy=parse_exit_policy(text)).complete(requests(prompts(5, 2)))
-    want = Engine(model, recurrent_steps=shallow).complete(requests(prompts(5, 2)))
-    assert got == want
 
 
 @pytest.mark.parametrize("text", ["q:1", "hidden:0", "kl:0,0", "static:3"])
@@ -336,20 +286,6 @@ def test_work_is_skipped_and_rows_at_different_steps_share_a_call(model):
     assert engine.work.token_steps == 3 * 2 * 4 + 2 * 9
     mixed = {steps for steps in policy.at_once if len(set(steps)) > 1}
     assert {(1, 2), (1, 3)} <= mixed
-
-
-def test_cache_bytes(model):
-    ragged = requests(prompts(6, 3), 10)
-    bytes_of = {}
-    for name in STRATEGIES:
-        engine = Engine(model, kv_cache=name)
-        engine.complete(ragged)
-        bytes_of[name] = engine.work.cache_bytes
-    per_token = 2 * 2 * 64 * 8  # keys and values, two layers, 64 numbers of 8 bytes
-    assert bytes_of["full"] == 3 * per_token * 2 * 16
-    assert bytes_of["last"] * 3 == bytes_of["full"]
-    waiting = 2 * per_token  # one token a row, while it runs
-    assert bytes_of["first"] == bytes_of["averaged"] == bytes_of["last"] + waiting
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from tests.inference.reference import make_model, q_exit_steps
+from tests.inference.reference import q_exit_steps
 from titan_loop.errors import UserError
-from titan_loop.inference.exit_decider import ExitDecider, exit_steps
+from titan_loop.inference.exit_decider import ExitDecider
 from titan_loop.inference.exit_policy import (
     Confidence,
     Contrast,
     Evidence,
-    ExitPolicy,
     FixedPoint,
     HiddenDifference,
     KLAndEntropy,
@@ -54,49 +52,6 @@ def test_a_threshold_of_one_is_full_depth_however_certain_the_gate(dtype: torch.
     assert q_exit_steps(certain, 1 - 1e-14).item() == 2  # between 1 - S_1 and 1 - S_2 = 1 - 1e-26
 
 
-def test_q_exit_uses_at_least_and_the_last_step_takes_the_rest():
-    half = torch.zeros((4, 1, 1), dtype=torch.float64)  # λ = 1/2: CDF .5 .75 .875 1
-    expected = {0.0: 1, 0.5: 1, 0.51: 2, 0.75: 2, 0.875: 3, 0.9: 4, 1.0: 4}
-    assert {q: q_exit_steps(half, q).item() for q in expected} == expected
-
-
-@torch.no_grad()
-def test_policies_on_whole_windows_agree_with_their_formulas():
-    model = make_model().double()
-    tokens = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(0))
-    states = model(tokens, recurrent_steps=5).hidden_RBLD
-    log_prob = [model.readout(h).log_softmax(-1) for h in states]
-
-    def first(fires) -> torch.Tensor:
-        left = torch.full((2, 16), 5)
-        for r in (4, 3, 2):
-            left = torch.where(fires(r), r, left)
-        return left
-
-    def distance(r):
-        return (states[r - 1] - states[r - 2]).square().sum(-1).sqrt()
-
-    def divergence(r):
-        now, before = log_prob[r - 1], log_prob[r - 2]
-        return F.kl_div(before, now, reduction="none", log_target=True).sum(-1)
-
-    def entropy(r):
-        return torch.distributions.Categorical(logits=log_prob[r - 1]).entropy()
-
-    epsilon = float(distance(3).median())
-    kl, nats = float(divergence(3).median()), float(entropy(3).median())
-    cases = {
-        HiddenDifference(epsilon): first(lambda r: distance(r) < epsilon),
-        KLAndEntropy(kl, nats): first(lambda r: (divergence(r) < kl) & (entropy(r) < nats)),
-        StaticStep(3): torch.full((2, 16), 3),
-        StaticStep(): torch.full((2, 16), 5),
-    }
-    for policy, expected in cases.items():
-        got = exit_steps(policy, states, gate=model.gate, readout=model.readout)
-        assert torch.equal(got, expected)
-        assert len(got.unique()) > 1 or isinstance(policy, StaticStep)
-
-
 def test_the_decider_forgets_a_token_when_the_next_one_starts():
     """Row 0 is at its token's second step while row 1 begins a new one."""
     decider = ExitDecider(QExit(0.7), 9, gate=lambda h: h[..., 0], readout=lambda h: h)
@@ -109,24 +64,12 @@ def test_the_decider_forgets_a_token_when_the_next_one_starts():
     assert decider.decide(torch.tensor([[2]]), half[1:], half[1:]).tolist() == [[True]]
 
 
-def test_a_bf16_state_is_compared_in_fp32():
-    before = torch.full((1, 1, 4096), 1.0, dtype=torch.bfloat16)
-    now = before.clone()
-    now[..., :100] += 0.0078125
-    policy = HiddenDifference(0.0782)
-    step = torch.tensor([[2]])
-    decider = ExitDecider(policy, 4, gate=lambda h: h, readout=lambda h: h)
-    assert decider.decide(step, now, before).item()  # 10 · 0.0078125 = 0.078125
-
-
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
         ("full", StaticStep()),
-        ("static:1", StaticStep(1)),
         ("static:2", StaticStep(2)),
         ("hidden:0.5", HiddenDifference(0.5)),
-        ("fixed_point:0.5", FixedPoint(0.5)),
         ("relative:0.5", FixedPoint(0.5)),
         ("margin:0.1", Margin(0.1)),
         ("contrast:1,0.5,0.1", Contrast(1, 0.5, 0.1)),
@@ -146,23 +89,17 @@ def test_policies_are_written_as_text(text, policy):
         ("Q:0.9", "exit=Q:0.9 is not an exit policy"),
         ("statik:2", "nearest: static"),
         ("q:1.5", "exit=q:1.5 must be between 0 and 1"),
-        ("q:-0.1", "must be between 0 and 1"),
         ("q:nan", "must be between 0 and 1"),
         ("q", "q takes 1 number"),
-        ("q:x", "q takes 1 number"),
         ("kl:0.1", "kl takes 2 number"),
         ("kl:-1,2", "two bounds of at least 0 nats"),
         ("static:0", "exit=static:0 must name a step of at least 1"),
         ("static:1.5", "static takes 1 number"),
         ("hidden:-1", "must be a distance of at least 0"),
-        ("relative:-1", "exit=fixed_point:-1.0 must be a distance of at least 0"),
         ("margin:-1", "exit=margin:-1.0 must be a distance of at least 0"),
-        ("margin:nan", "must be a distance of at least 0"),
         ("contrast:1", "contrast takes 3 number"),
         ("contrast:0,0.5,0.1", "contrast:0,0.5,0.1 must name an early step, a whole number"),
-        ("contrast:1.5,0.5,0.1", "must name an early step, a whole number of at least 1"),
         ("contrast:1,-1,0.1", "must have a strength of at least 0"),
-        ("contrast:1,inf,0.1", "must have a strength of at least 0"),
         ("contrast:1,0.5,1.5", "must have a share from 0 to 1"),
         ("confidence:1.1", "must be between 0 and 1"),
         ("full:3", "full takes 0 number"),
@@ -172,18 +109,6 @@ def test_mistakes_in_a_policy_are_one_line(text, message):
     with pytest.raises(UserError, match=message) as raised:
         parse_exit_policy(text)
     assert "\n" not in str(raised.value)
-
-
-def test_infinite_bounds_are_allowed():
-    assert parse_exit_policy("hidden:inf") == HiddenDifference(math.inf)
-
-
-@pytest.mark.parametrize(
-    "text", ["q:0", "q:1", "confidence:0", "confidence:1", "hidden:0", "kl:0,0", "contrast:1,0,0"]
-)
-def test_values_at_the_ends_of_their_ranges_are_policies(text):
-    assert isinstance(parse_exit_policy(text), ExitPolicy)
-    assert parse_exit_policy("contrast:1,0.5,1") == Contrast(1, 0.5, 1)
 
 
 @pytest.mark.parametrize(
@@ -222,25 +147,6 @@ def test_a_token_at_steps_1_and_2(policy, fires):
         log_prob_before_BLV=before.log().expand(1, 2, 3),
     )
     assert policy.fires(evidence).tolist() == [fires]
-
-
-@pytest.mark.parametrize(
-    ("policy", "reads"),
-    [
-        (StaticStep(1), (False, False, False)),
-        (HiddenDifference(0.1), (False, False, True)),
-        (FixedPoint(0.1), (False, False, True)),
-        (Margin(0.1), (False, True, True)),
-        (Confidence(0.1), (False, True, True)),
-        (QExit(0.1), (True, False, True)),
-        (KLAndEntropy(), (False, True, True)),
-        (Contrast(2), (False, False, False)),
-    ],
-    ids=str,
-)
-def test_a_policy_reads_what_it_needs(policy, reads):
-    assert (policy.reads_gate, policy.reads_logits, policy.reads_states) == reads
-    assert policy.early_step == (2 if isinstance(policy, Contrast) else None)
 
 
 def test_the_deepest_step_is_r_or_the_step_that_was_asked_for():

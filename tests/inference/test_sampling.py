@@ -38,18 +38,6 @@ def test_probabilities_follow_their_definition(logits, temperature, top_k, top_p
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
-def test_greedy_takes_the_largest_logit():
-    got = probabilities(torch.tensor([[0.1, 2.0, -1.0], [3.0, 2.0, 1.0]]), Sampling())
-    assert got.tolist() == [[0, 1, 0], [1, 0, 0]]
-
-
-def test_half_precision_logits_are_widened_first():
-    logits = torch.tensor([8.0, 8.0625], dtype=torch.bfloat16)
-    got = probabilities(logits, Sampling(temperature=1.0))
-    assert got.dtype == torch.float32
-    assert float(got[1] / got[0]) == pytest.approx(math.exp(0.0625), rel=1e-6)
-
-
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=8), st.floats(0, 1))
 def test_a_draw_is_the_inverse_of_the_cumulated_weight(weights, uniform):
     if sum(weights) == 0 or uniform == 1.0:

@@ -2,32 +2,14 @@
 
 import torch
 
-from tests.inference.reference import CONTEXT, make_model
-from titan_loop.inference.cache import FullCache, LastCache
-from titan_loop.inference.stack import LoopState, Stack, Work
+from tests.inference.reference import make_model
+from titan_loop.inference.cache import FullCache
+from titan_loop.inference.stack import LoopState, Stack
 from titan_loop.models.decoder import LoopDecoder
 
 
 def model_of(**options: object) -> LoopDecoder:
     return make_model(injection="diagonal", coda_layers=1, n_layers=3, **options).double()
-
-
-@torch.no_grad()
-def test_a_stack_counts_its_caches_and_its_calls():
-    stack = Stack(model_of())
-    assert stack.work == Work(cache_bytes=0, applications=0, token_steps=0)
-    assert stack.context_tokens == CONTEXT
-    cache = stack.make_cache(FullCache, steps=3, rows=2, capacity=5)
-    heads, width = stack.attention.n_kv_heads, stack.attention.head_dim
-    assert cache.shape == (3, 2, 1, 2, 5, heads, width)
-    stack.make_cache(LastCache, steps=3, rows=2, capacity=5)
-    bytes_ = 2 * 2 * 5 * heads * width * 8
-    assert stack.work.cache_bytes == (3 * 2 + 1) * bytes_ + (2 + 1) * bytes_
-    cache.admit(2)
-    context = stack.token_context(torch.zeros(2, 1, dtype=torch.int64), cache)
-    state = stack.step(None, torch.tensor([[3], [4]]), [1, 1], context)
-    stack.step(state, None, [2, 2], context)
-    assert (stack.work.applications, stack.work.token_steps) == (2, 4)
 
 
 @torch.no_grad()
