@@ -28,7 +28,7 @@ from titan_loop.errors import UserError, seen_from
 
 PLUGINS = "TITAN_LOOP_PLUGINS"
 FAMILIES = "titan_loop.families"
-_CORE = ("titan_loop.analysis.steps", "titan_loop.data.tasks", "titan_loop.formats")
+_CORE = ("titan_loop.data.tasks", "titan_loop.formats")
 """Packages of the core that register names for every family."""
 
 

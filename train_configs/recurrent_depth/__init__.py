@@ -11,6 +11,10 @@ register(
             "two_hop_systematic": f"{__name__}.two_hop_systematic:TwoHopSystematic",
         },
         analyses={
+            "lens": Verb(
+                f"{__name__}.lens:analyse_lens",
+                "read bridge and target off the states after every layer of every step",
+            ),
             "steps": Verb(
                 f"{__name__}.step_exam:analyse_steps",
                 "ask the exam after every step: accuracy, margin, where exit policies halt",

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from titan_loop.analysis.drawing import depth_colors, draw_axes, draw_panels, series_colors
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
-from titan_loop.analysis.steps.lens import logit_margin
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
@@ -33,6 +32,7 @@ from titan_loop.evaluation.exam import ACCURACY, Exam
 from titan_loop.evaluation.readings import Reading, depth_readings, policy_reading
 from titan_loop.evaluation.window_scores import Forward, at_readings, sum_windows
 from titan_loop.inference.exit_policy import require_exit_policy
+from titan_loop.inference.measures import logit_margin
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.tables import columns
 

@@ -8,9 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_loop.analysis.steps.lens import logit_margin
-from titan_loop.analysis.steps.patching import patching
-from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.evaluation.exam import example_windows
 from titan_loop.families.latent.model import LatentDecoder, LatentOptions
@@ -95,35 +92,6 @@ def test_the_forward_pass_is_the_papers_recurrence(state, places):
             changed += int((factors[..., 0] != tokens).sum())
             embedded = embed(model, factors) + added
     assert state == "continuous" or changed
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("state", ["discrete", "continuous"])
-def test_patching_replaces_the_embedding_that_the_first_step_reads(state):
-    """A discrete model looks up values in every step; those it has worked out stay its own."""
-    model, names = model_of(state=state).eval(), "5_nodes"
-    visits, change = patching(model, TASK, names, steps=2, count=2)
-    assert visits == [(0, 0), *((step, layer) for step in (1, 2) for layer in (1, 2))]
-    examples = [TASK.encode(q) for q in TASK.held_out_questions(2, TASK.strata[names])]
-    window = example_windows(names, examples, TASK.columns, room=LENGTH)
-    factors = torch.cat([window.input[..., None], window.columns["factors"]], -1)
-    at = (window.labels != IGNORED).int().argmax(dim=1).tolist()
-
-    def margin(row: int, embedded: Tensor) -> Tensor:
-        hidden = block(model, embedded[None], window.positions[row : row + 1])
-        if state == "discrete":
-            readouts = model.lm_head.weight.split(model.config.sizes)
-            hidden = embed(model, torch.stack([(hidden @ w.T).argmax(-1) for w in readouts], -1))
-        read = block(model, hidden, window.positions[row : row + 1])[0, at[row]]
-        return logit_margin(model.lm_head.weight[:7] @ read, window.labels[row, at[row]])
-
-    own = embed(model, factors)
-    for position in range(0, own.shape[1], 7):
-        patched = own.clone()
-        patched[:, position] = own[[1, 0], position]
-        wanted = [margin(row, patched[row]) - margin(row, own[row]) for row in (0, 1)]
-        assert change[0, position] == pytest.approx(float(sum(wanted) / 2), abs=EXACT)
-    assert change[0].any()
 
 
 def told(columns: Columns, step: int) -> Tensor:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tests.evaluation.task_run import MODELS, TASK, random_model, walk, write_task_run
-from titan_loop.analysis.steps.lens import logit_lens, logit_margin
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.inference.measures import logit_margin
+from train_configs.recurrent_depth.lens import logit_lens
 
 STEPS, COUNT = 3, 10
 
