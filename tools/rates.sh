@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Trains the arms of train_configs/rates, and prints their tables, the best rate by R and width, and
-# the loss at the rate that all of them share.
+# Trains the arms of train_configs/rates, and prints their tables.
 #
 #   bash tools/rates.sh [--muon | --boundary] [--unclean] [--again] [--seeds "1 2"] [ARM...]
 #
@@ -31,5 +30,3 @@ print(load_recipe(sys.argv[1]).stage(sys.argv[2]).config.model.recurrent_steps)"
 }
 
 train_arms $recipe
-stage "verdicts"
-"$VENV/bin/python" -m train_configs.rates.verdict $recipe

@@ -4,9 +4,6 @@ from titan_loop.plugins import Plugin, Verb, register
 
 register(
     Plugin(
-        tasks={
-            "reachability": f"{__name__}.reachability:Reachability",
-        },
         analyses={
             "agreement": Verb(
                 f"{__name__}.agreement:analyse_agreement",

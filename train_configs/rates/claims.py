@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from titan_loop.analysis.results import RunResult
 
 from ..claims import Cell, Claim
-from .verdict import best_cells, worst_cells
+from .best_rates import best_cells, worst_cells
 
 
 def _ruled_worst(results: Sequence[RunResult]) -> list[Cell]:

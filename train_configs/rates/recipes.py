@@ -7,8 +7,7 @@
 
 Every model is a prelude, two looped layers and a coda of Llama's blocks, on 0.5M tokens of the
 quick start's text. Rates are apart by √2. `bash tools/rates.sh` runs the arms of `rates`, with
-`--muon` or `--boundary` the arms of the other recipes, and prints the verdicts of
-`rates_verdict.py`.
+`--muon` or `--boundary` the arms of the other recipes, and prints their tables.
 
 Sources: arXiv 2606.18524 (λ / (R·√L), λ = 1); Yang et al. 2022, arXiv 2203.03466 (µP).
 """
