@@ -29,7 +29,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.tools.logging import logger as titan_logger
 
 from titan_loop.errors import UserError
-from titan_loop.launcher import is_in_step, slurm_task
+from titan_loop.launcher import current_task, is_in_step
 from titan_loop.light_imports import import_lightly
 
 DeviceType = Literal["cpu", "cuda"]
@@ -170,7 +170,7 @@ def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ)
     translated. A process started by hand becomes a world of one with a free port. Raises
     `UserError` if a variable that the launcher should have set is missing.
     """
-    task = slurm_task(environment) if is_in_step(environment) else None
+    task = current_task(environment) if is_in_step(environment) else None
     if "RANK" not in environment and task is not None:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in environment:

@@ -1,12 +1,14 @@
-"""SLURM's variables of this process: its job, and its task where srun started it."""
+"""What the launcher's variables say of this process: its job, and the rank that it is."""
 
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+NODE_VARIABLE = "TITAN_LOOP_NODE"  # of a rank that `launch.local` started, with torchrun's others
 
-class SlurmTask(NamedTuple):
-    """A task of a SLURM step, which is one rank; `node` is empty if it is not known."""
+
+class Task(NamedTuple):
+    """A rank of a job; `node` is empty if it is not known."""
 
     rank: int
     world_size: int
@@ -16,16 +18,19 @@ class SlurmTask(NamedTuple):
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the number of the job that this process runs in, if it runs in one."""
+    """Return the number of the SLURM job that this process runs in, if it runs in one."""
     return environment.get("SLURM_JOB_ID")
 
 
-def slurm_task(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
-    """Return the task that this process is; None outside of SLURM, and in an salloc shell."""
+def current_task(environment: Mapping[str, str] = os.environ) -> Task | None:
+    """Return the rank of a job that this process is; None outside, and in an salloc shell."""
+    if NODE_VARIABLE in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return Task(*(int(environment[name]) for name in names), environment[NODE_VARIABLE])
     if "SLURM_PROCID" not in environment:
         return None
     here = environment.get("SLURM_NTASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
-    return SlurmTask(
+    return Task(
         rank=int(environment["SLURM_PROCID"]),
         world_size=int(environment.get("SLURM_NTASKS", "1")),
         local_rank=int(environment.get("SLURM_LOCALID", "0")),
@@ -36,5 +41,5 @@ def slurm_task(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
 
 def is_in_step(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this is one of several tasks that srun started."""
-    task = slurm_task(environment)  # a batch script and an salloc shell have one, too, but no step
+    task = current_task(environment)  # a batch script and an salloc shell have one, but no step
     return "SLURM_STEP_ID" in environment and task is not None and task.world_size > 1

@@ -22,5 +22,5 @@ fi
 echo "set-up: SLURM in $SECONDS s"
 
 export SLURM_CONF=$folder/slurm.conf OMP_NUM_THREADS=1
-TITAN_LOOP_REQUIRE=slurm "$VENV/bin/python" -m pytest -m slurm tests/slurm "$@" || status=$?
+TITAN_LOOP_REQUIRE=slurm "$VENV/bin/python" -m pytest -m slurm tests/launch "$@" || status=$?
 exit $status

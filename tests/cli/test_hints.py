@@ -47,7 +47,6 @@ ELSEWHERE = {
 }
 """Hint → the test that runs it as printed."""
 LIST = "convert export runs/my --list"
-PLAN = "plan tests.slurm.recipes:two_stages"
 PARSED = {
     # Offline tasks take a minute; tests/evaluation asks them.
     "analysis/report.py: eval {} --tasks {} --depths 1 2 3 4": "eval runs/my --tasks offline "
@@ -74,16 +73,11 @@ PARSED = {
     "evaluation/while_training.py: eval": "eval runs/my",
     "families/moe/formats.py: convert export RUN --list": LIST,
     "formats/gguf_tokenizer.py: convert export RUN --list": LIST,
-    "slurm/allocation.py: slurm submit": "slurm submit quickstart --nodes 1 --gpus-per-node 8 "
+    "launch/local.py: slurm submit": "slurm submit quickstart --nodes 1 --gpus-per-node 8 "
     "--time 1:00:00",
-    "slurm/memory_check.py: plan {} --gpu NAME": f"{PLAN} --gpu h100-80gb",
-    "slurm/memory_check.py: plan {} --nodes {} --gpus-per-node {}": f"{PLAN} --nodes 2 "
-    "--gpus-per-node 8",
-    "slurm/memory_check.py: plan {} --stage {} --nodes {} --gpus-per-node {}": f"{PLAN} "
-    "--stage first --nodes 2 --gpus-per-node 8",
-    "slurm/submit.py: slurm cancel {}": "slurm cancel runs/my",
-    "slurm/submit.py: slurm submit": "slurm submit quickstart --nodes 1 --gpus-per-node 8 "
+    "launch/slurm.py: slurm submit": "slurm submit quickstart --nodes 1 --gpus-per-node 8 "
     "--time 1:00:00",
+    "launch/submit.py: slurm cancel {}": "slurm cancel runs/my",
 }
 """Hint → its command with values."""
 EXCUSED = {

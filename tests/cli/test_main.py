@@ -10,7 +10,7 @@ import pytest
 
 from titan_loop.cli import main as cli
 from titan_loop.errors import NonFiniteError, RunFailedError, UserError
-from titan_loop.slurm.record import write_jobs
+from titan_loop.launch.record import write_jobs
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

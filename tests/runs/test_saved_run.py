@@ -11,9 +11,9 @@ from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.launch.record import newest_checkpoints
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.slurm.record import newest_checkpoints
 from titan_loop.text.text_format import TextFormat
 
 OLD_RUN = Path(__file__).parent / "written_by_0_1_0"

@@ -1,6 +1,5 @@
 """`titan-loop slurm VERB`: submit a recipe as a chain of jobs, show it, cancel it."""
 
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +7,12 @@ from pathlib import Path
 from titan_loop.cli.arguments import group
 from titan_loop.cli.stage_flags import flags_of_stage, resolve_recipe
 from titan_loop.errors import UserError, require_at_least
-from titan_loop.launcher import slurm_task
-from titan_loop.slurm.health import NodeCheck
+from titan_loop.launch.health import NodeCheck
+from titan_loop.launch.record import read_chain
+from titan_loop.launch.scheduler import JobStatus, Resources, find_scheduler
+from titan_loop.launch.site import Site, find_site, source_site, split_words
+from titan_loop.launcher import current_task
+from titan_loop.tables import columns
 
 SAVE_SECONDS = 300
 
@@ -58,54 +61,50 @@ def submit(
     gpus = int(count)
     if gpus == 0 and ranks_per_node is None:
         raise UserError("--gpus-per-node=0 leaves the number of ranks open; add --ranks-per-node")
-    if not dry_run and shutil.which("sbatch") is None:
-        raise UserError(
-            "sbatch is not on PATH: submit on a login node of the cluster, or look at the scripts "
-            "with --dry-run"
-        )
+    site_file = find_site(site)
+    environment = source_site(site_file)
+    scheduler = find_scheduler(environment)
+    resources = Resources(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node or gpus,
+        gpus_per_node=gpus,
+        time=time,
+        save_seconds=save_seconds,
+        gpu_type=kind,
+        flags=split_words("--sbatch", sbatch),
+    )
 
     import titan_loop.compat as compat
 
-    from titan_loop.slurm.site import Site, find_site, source_site, split_words
-
-    site_file = find_site(site)
-    environment = source_site(site_file)
     with compat.assuming("cuda" if gpus else "cpu"):  # the jobs' device
         resolved = resolve_recipe(recipe, flags, only=stage)
     names = [one.name for one in resolved.stages]
 
-    from titan_loop.slurm.submit import Request, Resources, plan_jobs, remarks, submit_jobs
+    from titan_loop.launch.submit import Request, plan_jobs, submit_jobs
 
     request = Request(
         recipe=resolved,
         train={name: (recipe, *flags_of_stage(flags, names, name)) for name in names},
         only=stage,
         folder=dump_folder,
-        resources=Resources(
-            nodes=nodes,
-            ranks_per_node=ranks_per_node or gpus,
-            gpus_per_node=gpus,
-            time=time,
-            save_seconds=save_seconds,
-            gpu_type=kind,
-            sbatch_flags=tuple(split_words("--sbatch", sbatch)),
-        ),
-        site=Site.of(environment),
-        site_file=site_file,
+        resources=resources,
+        site=Site.of(environment, site_file),
         check_nodes=not no_node_check,
         environment=environment,
     )
-    root, jobs = plan_jobs(request)
-    found = remarks(request, jobs)
-    numbers = {} if dry_run else submit_jobs(request, root, jobs)
-    for remark in found:
-        print(f"titan-loop: {remark}", file=sys.stderr)
+    root, jobs = plan_jobs(request, scheduler)
+    if site_file is None:
+        print(
+            "titan-loop: no site file: jobs get this shell's environment and the cluster's default "
+            "partition; copy slurm/site.sh.example to slurm/site.sh and fill it in",
+            file=sys.stderr,
+        )
     if dry_run:
         for job in jobs:
             after = "" if job.parent is None else f", after {job.parent}"
             print(f"# stage {job.stage}{after}\n{job.script}")
         return
-    for name, number in numbers.items():
+    for name, number in submit_jobs(request, root, jobs, scheduler).items():
         print(f"{name}: job {number}")
     print(f"titan-loop slurm status {root}")
 
@@ -116,9 +115,12 @@ def status(folder: Path) -> None:
     Args:
         folder: Folder of the recipe, whose jobs `slurm submit` recorded.
     """
-    from titan_loop.slurm.chain import chain_lines, read_chain
-
-    print("\n".join(chain_lines(read_chain(folder))))
+    shown = [field for field in JobStatus._fields if field != "is_active"]
+    rows = [
+        (stage, *(str(getattr(job, field)) for field in shown))
+        for stage, job in read_chain(folder, find_scheduler())
+    ]
+    print("\n".join(columns([("stage", *shown), *rows], left=range(len(shown) + 1))))
 
     from titan_loop.runs.status import RECIPE_JSON, read_status, status_lines
 
@@ -135,9 +137,12 @@ def cancel(folder: Path) -> list[str]:
     Args:
         folder: Folder of the recipe, whose jobs `slurm submit` recorded.
     """
-    from titan_loop.slurm.chain import cancel_chain
-
-    cancelled = [f"{job.stage}: cancelled job {job.job}" for job in cancel_chain(folder)]
+    scheduler = find_scheduler()
+    active = [(stage, job) for stage, job in read_chain(folder, scheduler) if job.is_active]
+    # Children first: a parent that completes meanwhile must not start one.
+    for _, job in reversed(active):
+        scheduler.cancel(job.job)
+    cancelled = [f"{stage}: cancelled job {job.job}" for stage, job in active]
     return cancelled or ["no job is waiting or running"]
 
 
@@ -163,7 +168,7 @@ def run_in_job(
         save_seconds: Seconds before the time limit for the save: the N of --signal=B:USR1@N.
         no_node_check: Train without checking the nodes first.
     """
-    from titan_loop.slurm.job import Job, run_job
+    from titan_loop.launch.job import Job, run_job
 
     require_at_least(1, **{"--save-seconds": save_seconds})
     job = Job(
@@ -173,7 +178,7 @@ def run_in_job(
         save_seconds=save_seconds,
         check=None if no_node_check else node,
     )
-    return run_job(job)
+    return run_job(job, find_scheduler())
 
 
 def check_node(needs: NodeCheck, *, reports: Path, folder: Path, gpus: int, node_port: int) -> None:
@@ -186,10 +191,10 @@ def check_node(needs: NodeCheck, *, reports: Path, folder: Path, gpus: int, node
         gpus: Number of GPUs the node must have.
         node_port: Port on which the ranks of a node meet.
     """
-    if slurm_task() is None:
+    if current_task() is None:
         raise UserError("slurm check-node is a task of a SLURM step: slurm run starts it")
 
-    from titan_loop.slurm import node_check
+    from titan_loop.launch import node_check
 
     node_check.check_node(needs, reports=reports, folder=folder, gpus=gpus, node_port=node_port)
 

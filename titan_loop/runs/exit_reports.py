@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_loop.errors import UserError
-from titan_loop.launcher import slurm_task
+from titan_loop.launcher import current_task
 from titan_loop.storage.json_files import read_json_object, write_json
 
 REPORTS_VARIABLE = "TITAN_LOOP_EXIT_REPORTS"
@@ -30,7 +30,7 @@ class RankExit(NamedTuple):
 
 def report_exit(code: int, environment: Mapping[str, str] = os.environ) -> None:
     """Write this rank's exit code, if it is a rank of a job; a failure is printed, not raised."""
-    folder, task = environment.get(REPORTS_VARIABLE), slurm_task(environment)
+    folder, task = environment.get(REPORTS_VARIABLE), current_task(environment)
     if folder is None or task is None:
         return
     try:

@@ -23,11 +23,11 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.rewinds import read_rewinds
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_UNSTABLE, StoppedError, UnstableError, exit_code
+from titan_loop.launch.job import final_code
 from titan_loop.models.initialisation import local_part
 from titan_loop.runs.decisions import count_decisions
 from titan_loop.runs.exit_reports import RankExit
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.slurm.requeue import final_code
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from titan_loop.errors import first_line
-from titan_loop.launcher import slurm_task
-from titan_loop.slurm.allocation import PORTS_A_JOB
-from titan_loop.slurm.health import NodeCheck
+from titan_loop.launch.health import NodeCheck
+from titan_loop.launch.scheduler import PORTS_A_JOB
+from titan_loop.launcher import current_task
 from titan_loop.storage.json_files import write_json
 
 # No shorter than the job waits (`job.py`): the job kills a check that hangs, and the reports then
@@ -40,7 +40,7 @@ def check_node(
     environment: Mapping[str, str] = os.environ,
 ) -> None:
     """Check this rank's node and write a report; faults are reported, not raised."""
-    task = slurm_task(environment)
+    task = current_task(environment)
     assert task is not None
     rank, world_size, local_rank, local_world_size, node = task
     report: dict[str, Any] = {"node": node, "rank": rank, "problems": [], "failure": ""}

@@ -1,10 +1,10 @@
-"""A training job: it checks its nodes, trains, and has SLURM start it again.
+"""A training job: it checks its nodes, trains, and has the scheduler start it again.
 
-    SIGUSR1 from SLURM ─► srun ─► ranks save and exit with code 75; late ones are killed
+    SIGUSR1 from the scheduler ─► ranks save and exit with code 75; late ones are killed
     code 0 ─► the next stage's job begins
     code 2, 3, 4 or 130 (mistake, non-finite, unstable, interrupt) of a rank ─► the chain ends
     code 2 on one node only, and not on rank 0 ─► that node is bad
-    any other code, or a bad node ─► requeued, until three starts in a row save no new checkpoint
+    any other code, or a bad node ─► started again, until three in a row save no new checkpoint
 
 The process replaces the shell of the batch step, so that `--signal=B:USR1@…` reaches it.
 """
@@ -19,23 +19,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from titan_loop.errors import EXIT_CRASH, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
-from titan_loop.runs.exit_reports import REPORTS_VARIABLE, describe_exits, read_exits
-from titan_loop.slurm.allocation import Allocation
-from titan_loop.slurm.commands import SUCCESSOR_VARIABLE, CommandFailedError, show
-from titan_loop.slurm.health import NodeCheck, bad_nodes
-from titan_loop.slurm.record import (
+from titan_loop.errors import (
+    EXIT_CRASH,
+    EXIT_INTERRUPTED,
+    EXIT_NON_FINITE,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_UNSTABLE,
+    EXIT_USER_ERROR,
+)
+from titan_loop.launch.health import NodeCheck, bad_nodes
+from titan_loop.launch.record import (
     Restarts,
     is_newer,
     newest_checkpoints,
     read_restarts,
-    slurm_folder,
+    records_folder,
     write_restarts,
 )
-from titan_loop.slurm.requeue import end_steps, final_code, lone_node, start_again
-from titan_loop.slurm.site import Site
+from titan_loop.launch.scheduler import RUNNING, Allocation, Scheduler, SchedulerError
+from titan_loop.launch.site import Site
+from titan_loop.runs.exit_reports import REPORTS_VARIABLE, RankExit, describe_exits, read_exits
 from titan_loop.training.stop_request import GRACE_VARIABLE
+
+FINAL_EXIT_CODES = (EXIT_USER_ERROR, EXIT_NON_FINITE, EXIT_UNSTABLE, EXIT_INTERRUPTED)
+"""Exit codes of failures that another start would repeat, and of an interrupt."""
 
 FRUITLESS_STARTS = 3
 RANKS_SHARE, STEP_SHARE = 0.8, 0.9
@@ -45,6 +55,7 @@ rest is left for requeueing."""
 _START_SECONDS = 900  # all ranks may import torch from a cold network disk
 _CHECK_SECONDS = 300  # for the check itself, once all ranks have started
 _CHECK_WAIT_SECONDS = 60  # for the other ranks, once the first has left the check
+_TRAIN_WAIT_SECONDS = 40  # the same for training, at whose normal end ranks leave together
 _POLL_SECONDS = 1.0
 
 
@@ -54,7 +65,7 @@ class Job:
 
     Attributes:
         stage: Stage to train; None for all that are not complete.
-        save_seconds: Seconds between SLURM's SIGUSR1 and the time limit.
+        save_seconds: Seconds between SIGUSR1 and the time limit.
     """
 
     train: tuple[str, ...]
@@ -69,21 +80,45 @@ class Job:
         return self.stage or "job"
 
 
-def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
+def run_job(job: Job, scheduler: Scheduler, environment: Mapping[str, str] = os.environ) -> int:
     """Run one start of a job and return the exit code of its batch step.
 
     Raises `UserError` outside a job, and for a wrong setting of the site.
     """
-    allocation, site = Allocation.current(environment), Site.of(environment)
+    allocation, site = scheduler.allocation(environment), Site.of(environment)
     restarts = read_restarts(job.folder, job.name)
-    is_restart = allocation.restarts > 0 or SUCCESSOR_VARIABLE in environment
-    restarts.begin(newest_checkpoints(job.folder, job.stage), is_restart=is_restart)
+    newest = newest_checkpoints(job.folder, job.stage)
+    restarts.begin(newest, is_restart=allocation.restarts > 0)
     write_restarts(job.folder, job.name, restarts)
     _say(f"job {allocation.job}, start {allocation.restarts + 1}, on {', '.join(allocation.nodes)}")
     if restarts.fruitless >= FRUITLESS_STARTS:  # SLURM requeues after node failures, too
         return _stop_restarting()
-    with _Steps(job, allocation) as steps:
-        return _Start(job, allocation, site, steps, restarts).run()
+    with _Steps(job, allocation, scheduler) as steps:
+        return _Start(job, allocation, site, scheduler, steps, restarts).run()
+
+
+def final_code(code: int, exits: Sequence[RankExit]) -> int | None:
+    """Return the exit code of a job whose step ended with `code`; None to start it again.
+
+    One rank with a final code decides, whatever ended the others. A user's mistake that only
+    `lone_node` reports does not count: the node is to blame.
+    """
+    if code == EXIT_OK:
+        return EXIT_OK
+    codes = {code, *(each.code for each in exits)}
+    if lone_node(exits):
+        codes.discard(EXIT_USER_ERROR)
+    return next((final for final in FINAL_EXIT_CODES if final in codes), None)
+
+
+def lone_node(exits: Sequence[RankExit]) -> str:
+    """Return the only node whose ranks report a mistake, such as missing data; empty if none.
+
+    All ranks have the same config, so rank 0, or two nodes, report a mistake in the config.
+    """
+    mistaken = [each for each in exits if each.code == EXIT_USER_ERROR]
+    nodes = {each.node for each in mistaken}
+    return "" if len(nodes) != 1 or mistaken[0].rank == 0 else nodes.pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +128,7 @@ class _Start:
     job: Job
     allocation: Allocation
     site: Site
+    scheduler: Scheduler
     steps: "_Steps"
     restarts: Restarts
 
@@ -108,14 +144,14 @@ class _Start:
         command = ["train", *job.train, *stage, "--dump-folder", str(job.folder)]
         variables = allocation.rank_environment(self.site, port=allocation.port())
         variables[GRACE_VARIABLE] = str(RANKS_SHARE * job.save_seconds)
-        reports = slurm_folder(job.folder) / f"exit-{allocation.job}-{allocation.restarts}"
+        reports = records_folder(job.folder) / f"exit-{allocation.job}-{allocation.restarts}"
         variables[REPORTS_VARIABLE] = str(reports)
-        code = self.steps.run(allocation.srun(self.site, *command), variables)
+        code = self._step(command, variables, wait=_TRAIN_WAIT_SECONDS)
         exits = read_exits(reports)
         if len(allocation.nodes) == 1:  # there is no other node to go to
             exits = [each._replace(node="") for each in exits]
         if code != EXIT_OK:
-            _say(f"srun ended with code {code}; {describe_exits(exits, allocation.ranks)}")
+            _say(f"the ranks ended with code {code}; {describe_exits(exits, allocation.ranks)}")
         if (final := final_code(code, exits)) is not None:
             _say("finished" if final == EXIT_OK else f"failed with code {final}: not started again")
             return final
@@ -127,11 +163,12 @@ class _Start:
 
     def _check(self, check: NodeCheck) -> int | None:
         allocation, folder = self.allocation, self.job.folder
-        reports = slurm_folder(folder) / f"check-{allocation.job}-{allocation.restarts}"
+        reports = records_folder(folder) / f"check-{allocation.job}-{allocation.restarts}"
         arguments = check.command(reports, allocation, folder)
-        self.steps.run(
-            allocation.srun(self.site, *arguments, wait=_CHECK_WAIT_SECONDS),
+        self._step(
+            arguments,
             allocation.rank_environment(self.site, port=allocation.port(1)),
+            wait=_CHECK_WAIT_SECONDS,
             limit=_CHECK_SECONDS,
             started=lambda: sum(1 for _ in reports.glob("rank-*.json")) == allocation.ranks,
         )
@@ -149,6 +186,12 @@ class _Start:
             return EXIT_CRASH
         return self._start_without(bad)
 
+    def _step(
+        self, command: Sequence[str], variables: Mapping[str, str], *, wait: int, **limits: Any
+    ) -> int:
+        step = self.scheduler.step(self.allocation, self.site, command, wait=wait)
+        return self.steps.run(step, variables, **limits)
+
     def _start_without(self, bad: Mapping[str, str]) -> int:
         self.restarts.bad_nodes.update(bad)
         write_restarts(self.job.folder, self.job.name, self.restarts)
@@ -156,7 +199,7 @@ class _Start:
 
     def _start_again(self, exclude: Sequence[str]) -> int:
         job, number = self.job, self.allocation.job
-        if (state := show("job", number)["JobState"]) != "RUNNING":
+        if (state := self.scheduler.state(number).state) != RUNNING:
             _say(f"the job is {state.lower()}: not started again")
             return EXIT_STOPPED
         now = newest_checkpoints(job.folder, job.stage)
@@ -166,8 +209,7 @@ class _Start:
         # SLURM sends SIGTERM as soon as it has requeued the job, but this process must still tell
         # it to exclude bad nodes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        again = {"folder": job.folder, "name": job.name, "save_seconds": job.save_seconds}
-        _say(start_again(number, exclude=exclude, **again))
+        _say(self.scheduler.start_again(number, exclude=exclude))
         return EXIT_STOPPED
 
 
@@ -180,9 +222,9 @@ def _stop_restarting() -> int:
 class _Steps:
     """Runs steps one after another and passes SLURM's warning on to the running one."""
 
-    def __init__(self, job: Job, allocation: Allocation) -> None:
+    def __init__(self, job: Job, allocation: Allocation, scheduler: Scheduler) -> None:
         self._limit = STEP_SHARE * job.save_seconds
-        self._job = allocation.job
+        self._job, self._scheduler = allocation.job, scheduler
         self._step: subprocess.Popen[bytes] | None = None
         self._killer: threading.Timer | None = None
         self.warned = False
@@ -242,8 +284,8 @@ class _Steps:
             return
         _say("the ranks did not end in time: they are killed")
         try:
-            end_steps(self._job)
-        except CommandFailedError as error:
+            self._scheduler.end_steps(self._job)
+        except SchedulerError as error:
             _say(str(error))
         try:
             step.wait(self._limit / 10)

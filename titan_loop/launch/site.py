@@ -8,7 +8,8 @@ Python. Every job sources it; `submit` sources it, too, to know the jobs' enviro
 import os
 import shlex
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ DEFAULT_SITE = Path("slurm/site.sh")
 _VARIABLES = {
     "TITAN_LOOP_CONTAINER",
     "TITAN_LOOP_SBATCH_FLAGS",
+    "TITAN_LOOP_SCHEDULER",
     "TITAN_LOOP_SRUN_FLAGS",
     "TITAN_LOOP_NETWORK_INTERFACE",
     "TITAN_LOOP_RENDEZVOUS_HOST",
@@ -29,8 +31,9 @@ _VARIABLES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """The settings of one cluster; an empty one leaves the choice to SLURM, NCCL or gloo."""
+    """The settings of one cluster; empty ones leave the choice to the scheduler, NCCL or gloo."""
 
+    file: Path | None = None
     container: tuple[str, ...] = ()
     sbatch_flags: tuple[str, ...] = ()
     srun_flags: tuple[str, ...] = ()
@@ -40,13 +43,14 @@ class Site:
     account: str = ""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Site":
+    def of(cls, environment: Mapping[str, str], file: Path | None = None) -> "Site":
         """Return the settings in an environment, inside a job or after `source_site`."""
 
         def words(name: str) -> tuple[str, ...]:
             return split_words(name, environment.get(name, ""))
 
         return cls(
+            file=file,
             container=words("TITAN_LOOP_CONTAINER"),
             sbatch_flags=words("TITAN_LOOP_SBATCH_FLAGS"),
             srun_flags=words("TITAN_LOOP_SRUN_FLAGS"),
@@ -55,6 +59,23 @@ class Site:
             partition=environment.get("SBATCH_PARTITION", ""),
             account=environment.get("SBATCH_ACCOUNT", ""),
         )
+
+    @property
+    def program(self) -> list[str]:
+        """The words before a rank's arguments of `titan-loop`."""
+        python = [sys.executable, "-m", "titan_loop"]
+        return [*self.container, "titan-loop"] if self.container else python
+
+    def batch_script(self, directives: Sequence[str], command: Sequence[str]) -> str:
+        """Return a script that sources the site file and becomes `titan-loop COMMAND`."""
+        lines = [
+            "#!/bin/bash",
+            *directives,
+            "",
+            *([f"source {shlex.quote(str(self.file))}"] if self.file else []),
+            f"exec {shlex.join([sys.executable, '-m', 'titan_loop', *command])}",
+        ]
+        return "\n".join(lines) + "\n"
 
 
 def split_words(name: str, text: str) -> tuple[str, ...]:

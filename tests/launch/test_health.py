@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.slurm.allocation import Allocation
-from titan_loop.slurm.health import NodeCheck, bad_nodes
+from titan_loop.launch.health import bad_nodes
+from titan_loop.launch.scheduler import Allocation
 
 ALLOCATION = Allocation(
     job="123", restarts=1, nodes=("n1", "n2", "n3"), ranks_per_node=2, gpus_per_node=0
@@ -25,11 +25,6 @@ def all_good(folder: Path) -> None:
     for number, node in enumerate(ALLOCATION.nodes):
         for local in range(2):
             report(folder, node, 2 * number + local)
-
-
-def test_good_nodes(tmp_path):
-    all_good(tmp_path)
-    assert bad_nodes(tmp_path, ALLOCATION) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -87,28 +82,3 @@ def test_a_clock_is_compared_with_the_median(tmp_path, clocks, bad):
         report(tmp_path, node, rank, clock=clocks[node])
     job = Allocation(job="1", restarts=0, nodes=nodes, ranks_per_node=1, gpus_per_node=0)
     assert bad_nodes(tmp_path, job) == (bad, [])
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"phase": "node"}, "rank 3 failed at the all-reduce on its node: it hung"),
-        ({"phase": "meet", "failure": "E: y"}, "rank 3 did not reach rank 0: E: y"),
-        ({"problems": ["b", "a"], "phase": "start"}, "a; b"),
-    ],
-)
-def test_a_fault_says_what_its_rank_knows(tmp_path, changes, reason):
-    all_good(tmp_path)
-    report(tmp_path, "n2", 3, **changes)
-    assert bad_nodes(tmp_path, ALLOCATION) == ({"n2": reason}, [])
-
-
-def test_ranks_get_requirements_and_a_port_of_their_node(tmp_path):
-    check = NodeCheck(free_disk_gigabytes=2.5)
-    assert check.command(tmp_path / "reports", ALLOCATION, tmp_path) == [
-        *("slurm", "check-node", f"--reports={tmp_path}/reports", f"--folder={tmp_path}"),
-        *("--gpus=0", f"--node-port={ALLOCATION.port(2)}"),
-        *("--free-disk-gigabytes=2.5", "--free-memory-share=0.9"),
-    ]
-    default = NodeCheck().command(tmp_path, ALLOCATION, tmp_path)
-    assert "--free-disk-gigabytes=1.0" in default

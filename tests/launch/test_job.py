@@ -1,28 +1,67 @@
-"""What follows the end of a job's step, and the clock of its steps; needs no SLURM."""
+"""What follows the end of a job's step, and the clock of its steps; needs no scheduler."""
 
 import math
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from titan_loop.errors import EXIT_CRASH, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
+from titan_loop.launch import job
+from titan_loop.launch.health import NodeCheck
+from titan_loop.launch.job import final_code, lone_node
+from titan_loop.launch.record import Restarts, read_restarts, write_restarts
+from titan_loop.launch.scheduler import Allocation, JobStatus, Scheduler
+from titan_loop.launch.site import Site
 from titan_loop.runs.exit_reports import RankExit
-from titan_loop.slurm import job
-from titan_loop.slurm.allocation import Allocation
-from titan_loop.slurm.health import NodeCheck
-from titan_loop.slurm.record import Restarts, read_restarts, write_restarts
 from titan_loop.training.stop_request import GRACE_VARIABLE
 
 ALLOCATION = Allocation(
-    job="123", restarts=1, nodes=("n1", "n2", "n3"), ranks_per_node=2, gpus_per_node=0
+    job="123", restarts=1, nodes=("n1", "n2"), ranks_per_node=2, gpus_per_node=0
 )
+
+
+@pytest.mark.parametrize(
+    ("code", "exits", "final"),
+    [
+        (0, [0, 0], 0),
+        (75, [75, 75], None),  # stopped and saved
+        (134, [75], None),  # a hung rank's peer aborted
+        (75, [75, 1], None),
+        (138, [], None),  # died of SIGUSR1 before Python could handle it
+        (134, [0], None),  # complete, but a rank aborted on its way out
+        (2, [2, 2], 2),
+        (137, [2], 2),  # the others waited for it and were killed
+        (134, [75, 3], 3),
+        (130, [], 130),
+    ],
+)
+def test_which_exits_have_a_job_started_again(code, exits, final):
+    reports = [RankExit(rank, f"n{rank}", exit) for rank, exit in enumerate(exits)]
+    assert final_code(code, reports) == final
+
+
+@pytest.mark.parametrize(
+    ("mistaken", "lone"),
+    [
+        ([(3, "n2")], "n2"),
+        ([(2, "n2"), (3, "n2")], "n2"),
+        ([(0, "n1"), (1, "n1")], ""),  # rank 0 says so
+        ([(3, "n2"), (4, "n3")], ""),  # two nodes do
+        ([(3, "")], ""),  # its node is unknown
+    ],
+)
+def test_a_mistake_of_one_node_without_rank_zero_is_the_nodes(mistaken, lone):
+    exits = [RankExit(rank, node, 2) for rank, node in mistaken] + [RankExit(9, "n9", 75)]
+    assert lone_node(exits) == lone
+    assert final_code(143, exits) == (None if lone else 2)
+    assert final_code(143, [*exits, RankExit(8, "n8", 3)]) == (3 if lone else 2)
 
 
 class Check:
@@ -66,19 +105,48 @@ class Check:
         return self.now
 
 
+class Standing:
+    """A scheduler that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.where, self.now = ALLOCATION, "RUNNING"
+        self.excluded: list[Sequence[str]] = []
+        self.waits: list[int] = []
+        self.killed: list[str] = []
+        self.handled: list[int] = []
+
+    def allocation(self, environment: Mapping[str, str]) -> Allocation:
+        return self.where
+
+    def state(self, job: str) -> JobStatus:
+        return JobStatus(job, self.now)
+
+    def step(
+        self, where: Allocation, site: Site, command: Sequence[str], *, wait: int
+    ) -> list[str]:
+        self.waits.append(wait)
+        return [*command]
+
+    def end_steps(self, job: str) -> None:
+        self.killed.append(job)
+
+    def start_again(self, job: str, *, exclude: Sequence[str]) -> str:
+        assert signal.SIGTERM in self.handled[2:], "SLURM's SIGTERM would end this process"
+        self.excluded.append(exclude)
+        return "requeued"
+
+
 @pytest.mark.parametrize(("starts", "code"), [(True, 0), (False, 137)])
 def test_the_clock_of_a_check_starts_with_its_last_rank(monkeypatch, tmp_path, starts, code):
     """Importing torch on every node may take longer than the check itself."""
-    check = Check(starts)
+    check, scheduler = Check(starts), Standing()
     monkeypatch.setattr(job, "time", check)
     monkeypatch.setattr(job.subprocess, "Popen", check)
     monkeypatch.setattr(job.signal, "signal", lambda number, handler: None)  # of this process
-    killed: list[str] = []
-    monkeypatch.setattr(job, "end_steps", killed.append)
     what = job.Job(train=(), folder=tmp_path, stage=None, save_seconds=1, check=None)
-    with job._Steps(what, ALLOCATION) as steps:
+    with job._Steps(what, ALLOCATION, cast(Scheduler, scheduler)) as steps:
         assert steps.run(["check"], os.environ, limit=400, started=check.there) == code
-    assert killed == ([] if starts else ["123"])
+    assert scheduler.killed == ([] if starts else ["123"])
     assert check.now == pytest.approx(600 if starts else 900, abs=1)
 
 
@@ -86,17 +154,14 @@ class Start:
     """One start of a job on two nodes, whose step ends as a test says."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.restarts, self.check = folder, 1, False
-        self.nodes: tuple[str, ...] = ("n1", "n2")
-        self.code, self.exits, self.state = 1, [], "RUNNING"
+        self.folder, self.check, self.scheduler = folder, False, Standing()
+        self.code, self.exits = 1, []
         self.checkpoints: list[dict[str, int]] = [{}, {}]
         self.bad: dict[str, str] = {}
         self.others: list[str] = []
         self.warned = False
         self.steps: list[Sequence[str]] = []
         self.settings: list[dict[str, Any]] = []
-        self.excluded: list[Sequence[str]] = []
-        handled: list[int] = []
 
         def run(steps, command, environment, limit=None, started=None):
             steps.warned = self.warned
@@ -104,33 +169,23 @@ class Start:
             self.settings.append({**environment, "limit": limit, "started": started})
             return self.code
 
-        def start_again(number, *, exclude, folder, name, save_seconds):
-            self.excluded.append(exclude)
-            assert signal.SIGTERM in handled[2:], "SLURM's SIGTERM would end this process"
-            return "requeued"
-
         seen = iter(range(2))
         monkeypatch.setattr(job._Steps, "run", run)
-        monkeypatch.setattr(job, "start_again", start_again)
         monkeypatch.setattr(job, "read_exits", lambda reports: self.exits)
         monkeypatch.setattr(job, "bad_nodes", lambda reports, where: (self.bad, self.others))
-        monkeypatch.setattr(job, "show", lambda kind, name: {"JobState": self.state})
         monkeypatch.setattr(
             job, "newest_checkpoints", lambda folder, stage: self.checkpoints[next(seen)]
         )
-        monkeypatch.setattr(job.signal, "signal", lambda number, handler: handled.append(number))
-        monkeypatch.setattr(job.Allocation, "current", lambda environment: self.allocation)
+        monkeypatch.setattr(
+            job.signal, "signal", lambda number, handler: self.scheduler.handled.append(number)
+        )
 
-    @property
-    def allocation(self) -> Allocation:
-        return replace(ALLOCATION, nodes=self.nodes, restarts=self.restarts)
-
-    def run(self, environment: dict[str, str] | None = None) -> int:
+    def run(self) -> int:
         check = NodeCheck() if self.check else None
         one = job.Job(
             train=("ouro",), folder=self.folder, stage="1a", save_seconds=100, check=check
         )
-        return job.run_job(one, environment or {})
+        return job.run_job(one, cast(Scheduler, self.scheduler), {})
 
 
 @pytest.fixture
@@ -141,56 +196,50 @@ def start(tmp_path, monkeypatch) -> Start:
 def test_a_step_that_ends_well_is_the_end(start):
     start.code = 0
     assert start.run() == EXIT_OK
-    assert not start.excluded
+    assert not start.scheduler.excluded
     (command,), (settings,) = start.steps, start.settings
-    assert [*command[-6:]] == [
-        "train", "ouro", "--stage", "1a", "--dump-folder", str(start.folder),
-    ]  # fmt: skip
+    assert command == ["train", "ouro", "--stage", "1a", "--dump-folder", str(start.folder)]
     assert float(settings[GRACE_VARIABLE]) == 80
-
-
-def test_any_other_end_starts_the_job_again_while_it_runs(start):
-    assert start.run() == EXIT_STOPPED
-    assert start.excluded == [()]
-
-
-def test_a_job_that_was_cancelled_is_not_started_again(start):
-    start.state = "COMPLETING"
-    assert start.run() == EXIT_STOPPED
-    assert not start.excluded
-
-
-def test_a_mistake_of_a_rank_is_final_unless_one_node_is_to_blame(start):
-    start.exits = [RankExit(2, "n2", EXIT_USER_ERROR)]
-    assert start.run() == EXIT_STOPPED
-    assert start.excluded == [("n2",)]
-    assert read_restarts(start.folder, "1a").bad_nodes.keys() == {"n2"}
-
-
-def test_a_mistake_on_the_only_node_is_final(start):
-    start.nodes, start.exits = ("n1",), [RankExit(1, "n1", EXIT_USER_ERROR)]
-    assert start.run() == EXIT_USER_ERROR
-    assert not start.excluded
+    assert start.scheduler.waits == [40]
 
 
 @pytest.mark.parametrize(
-    ("before", "restarts", "environment", "checkpoints", "code", "steps"),
+    ("state", "nodes", "exits", "code", "excluded"),
     [
-        (0, 1, {}, [{}, {}], EXIT_STOPPED, 1),
-        (1, 1, {}, [{}, {}], EXIT_CRASH, 1),
-        (2, 1, {}, [{}, {}], EXIT_CRASH, 0),
-        (1, 1, {}, [{}, {"1a": 5}], EXIT_STOPPED, 1),
-        (2, 1, {}, [{"1a": 5}, {"1a": 5}], EXIT_STOPPED, 1),
-        (2, 0, {}, [{}, {}], EXIT_STOPPED, 1),  # submitted anew
-        (2, 0, {"TITAN_LOOP_SUCCESSOR_OF": "7"}, [{}, {}], EXIT_CRASH, 0),
+        ("RUNNING", 2, [], EXIT_STOPPED, [()]),
+        ("COMPLETING", 2, [], EXIT_STOPPED, []),  # it was cancelled
+        ("RUNNING", 2, [RankExit(2, "n2", EXIT_USER_ERROR)], EXIT_STOPPED, [("n2",)]),
+        ("RUNNING", 1, [RankExit(1, "n1", EXIT_USER_ERROR)], EXIT_USER_ERROR, []),
+    ],
+)
+def test_any_other_end_starts_the_job_again_while_it_runs(
+    start, state, nodes, exits, code, excluded
+):
+    start.scheduler.now, start.exits = state, exits
+    start.scheduler.where = replace(ALLOCATION, nodes=ALLOCATION.nodes[:nodes])
+    assert start.run() == code
+    assert start.scheduler.excluded == excluded
+    assert [*read_restarts(start.folder, "1a").bad_nodes] == [n for part in excluded for n in part]
+
+
+@pytest.mark.parametrize(
+    ("before", "restarts", "checkpoints", "code", "steps"),
+    [
+        (0, 1, [{}, {}], EXIT_STOPPED, 1),
+        (1, 1, [{}, {}], EXIT_CRASH, 1),
+        (2, 1, [{}, {}], EXIT_CRASH, 0),
+        (1, 1, [{}, {"1a": 5}], EXIT_STOPPED, 1),
+        (2, 1, [{"1a": 5}, {"1a": 5}], EXIT_STOPPED, 1),
+        (2, 0, [{}, {}], EXIT_STOPPED, 1),  # submitted anew
     ],
 )
 def test_three_starts_without_a_checkpoint_are_the_end(
-    start, before, restarts, environment, checkpoints, code, steps
+    start, before, restarts, checkpoints, code, steps
 ):
     write_restarts(start.folder, "1a", Restarts(fruitless=before))
-    start.restarts, start.checkpoints = restarts, checkpoints
-    assert start.run(environment) == code
+    start.scheduler.where = replace(ALLOCATION, restarts=restarts)
+    start.checkpoints = checkpoints
+    assert start.run() == code
     assert len(start.steps) == steps
 
 
@@ -198,7 +247,6 @@ def test_three_starts_without_a_checkpoint_are_the_end(
     ("bad", "others", "warned", "code", "excluded", "steps"),
     [
         ({}, [], False, EXIT_OK, [], 2),
-        ({"n2": "full"}, [], False, EXIT_STOPPED, [("n2",)], 1),
         ({"n2": "full"}, ["slow"], False, EXIT_STOPPED, [("n2",)], 1),
         ({}, ["slow"], False, EXIT_CRASH, [], 1),
         ({"n1": "full", "n2": "full"}, [], False, EXIT_CRASH, [], 1),
@@ -209,11 +257,10 @@ def test_nodes_are_checked_before_training(start, bad, others, warned, code, exc
     start.check, start.code, start.warned = True, 0, warned
     start.bad, start.others = bad, others
     assert start.run() == code
-    assert start.excluded == excluded
+    assert start.scheduler.excluded == excluded
     assert len(start.steps) == steps
     settings = start.settings[0]
-    assert settings["limit"] == 300
-    assert "--wait=60" in start.steps[0]
+    assert (settings["limit"], start.scheduler.waits[0]) == (300, 60)
     reports = start.folder / "slurm" / "check-123-1"
     reports.mkdir(parents=True)
     for rank in range(4):
@@ -235,13 +282,11 @@ def test_a_warning_is_passed_on_once_and_then_the_ranks_are_killed(monkeypatch, 
     monkeypatch.setattr(job.threading, "Timer", timer)
     monkeypatch.setattr(job.signal, "signal", handlers.__setitem__)
     one = job.Job(train=(), folder=tmp_path, stage=None, save_seconds=100, check=None)
-    with job._Steps(one, ALLOCATION) as steps:
-        assert not steps.warned
-        handlers[signal.SIGUSR1](signal.SIGUSR1, None)
-        handlers[signal.SIGUSR1](signal.SIGUSR1, None)
+    with job._Steps(one, ALLOCATION, cast(Scheduler, Standing())) as steps:
+        for _ in range(2):
+            handlers[signal.SIGUSR1](signal.SIGUSR1, None)
         assert steps.warned
         assert [each.seconds for each in timers] == [90]
-        assert timers[0].daemon
         # A step that begins after the warning is told, too.
         assert steps.run(["sleep", "60"], os.environ) == 128 + signal.SIGUSR1
     assert timers[0].cancelled

@@ -1,6 +1,6 @@
 """The files that the jobs of a recipe leave in `FOLDER/slurm/`.
 
-STAGE.sbatch   the script that was submitted; STAGE.next is its copy for a successor job
+STAGE.sbatch   the script that was submitted
 STAGE.log      output of all starts of the stage's job
 jobs.json      stage → its latest job
 STAGE.json     number of restarts without a new checkpoint, and the bad nodes
@@ -9,27 +9,27 @@ exit-JOB-K/    exit code of every rank that ended start K by itself
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.errors import UserError
+from titan_loop.launch.scheduler import JobStatus, Scheduler
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_versioned_json, write_json
 
 FORMAT_VERSION = 1
 
 
-def slurm_folder(folder: Path) -> Path:
+def records_folder(folder: Path) -> Path:
     """Return the folder for the files of a recipe's jobs."""
     return folder / "slurm"
 
 
 def read_jobs(folder: Path) -> dict[str, str]:
     """Return stage → job number, in the order of submission; `UserError` if there is none."""
-    path = slurm_folder(folder) / "jobs.json"
+    path = records_folder(folder) / "jobs.json"
     try:
         return dict(_read(path)["jobs"])
     except FileNotFoundError as error:
@@ -41,14 +41,12 @@ def read_jobs(folder: Path) -> dict[str, str]:
 def write_jobs(folder: Path, jobs: Mapping[str, str]) -> None:
     """Record stage → job number."""
     record = {"format_version": FORMAT_VERSION, "jobs": dict(jobs)}
-    write_json(slurm_folder(folder) / "jobs.json", record)
+    write_json(records_folder(folder) / "jobs.json", record)
 
 
-def replace_job(folder: Path, old: str, new: str) -> None:
-    """Record that a successor continues a job, unless the job was submitted by hand."""
-    with suppress(UserError):
-        jobs = read_jobs(folder).items()
-        write_jobs(folder, {stage: new if job == old else job for stage, job in jobs})
+def read_chain(folder: Path, scheduler: Scheduler) -> list[tuple[str, JobStatus]]:
+    """Return stage and job in the order of submission; `UserError` if there are none."""
+    return [(stage, scheduler.state(job)) for stage, job in read_jobs(folder).items()]
 
 
 @dataclass(slots=True)
@@ -66,7 +64,7 @@ class Restarts:
     bad_nodes: dict[str, str] = field(default_factory=dict)
 
     def begin(self, checkpoints: Mapping[str, int], *, is_restart: bool) -> None:
-        """Count a start; it is a restart if the job or its predecessor has run before."""
+        """Count a start; it is a restart if the job has run before."""
         if not is_restart:
             self.bad_nodes = {}
         progress = not is_restart or is_newer(checkpoints, self.checkpoints)
@@ -82,14 +80,16 @@ def is_newer(now: Mapping[str, int], before: Mapping[str, int]) -> bool:
 def newest_checkpoints(folder: Path, stage: str | None) -> dict[str, int]:
     """Return run → newest step with a manifest, for the recipe's folder or one stage of it."""
     runs = [folder, *(folder.glob("*") if stage is None else [folder / stage])]
-    steps = {run.name: committed_steps(RunDirectory(run).checkpoints) for run in runs}
+    steps = {
+        run.name: committed_steps(RunDirectory(run).checkpoints) for run in runs if run.is_dir()
+    }
     return {name: found[-1] for name, found in steps.items() if found}
 
 
 def read_restarts(folder: Path, name: str) -> Restarts:
     """Return the history of the job called `name`; an empty one before its first start."""
     try:
-        record = _read(slurm_folder(folder) / f"{name}.json")
+        record = _read(records_folder(folder) / f"{name}.json")
     except FileNotFoundError:
         return Restarts()
     del record["format_version"]
@@ -99,7 +99,7 @@ def read_restarts(folder: Path, name: str) -> Restarts:
 def write_restarts(folder: Path, name: str, restarts: Restarts) -> None:
     """Write the history of a job's starts."""
     record = {"format_version": FORMAT_VERSION, **asdict(restarts)}
-    write_json(slurm_folder(folder) / f"{name}.json", record)
+    write_json(records_folder(folder) / f"{name}.json", record)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Finds the bad nodes in the reports that the node check's ranks wrote.
 
-A rank rewrites its report when it begins a phase (`titan_loop.slurm.node_check`): its own checks
+A rank rewrites its report when it begins a phase (`titan_loop.launch.node_check`): its own checks
 ("start"), the all-reduce on its node ("node"), meeting all ranks ("meet"), the all-reduce across
 all nodes ("all"). So the report of a rank that hangs or dies shows its last phase.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_loop.slurm.allocation import Allocation
+from titan_loop.launch.scheduler import Allocation
 from titan_loop.storage.json_files import read_json_object
 
 _CLOCK_SKEW_SECONDS = 5.0

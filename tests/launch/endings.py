@@ -28,8 +28,20 @@ def interrupted_once():
 
 
 def as_told():
-    """End each rank as TEST_ENDINGS says: by an error with that code, or at 128 + N by signal N."""
-    code = int(os.environ["TEST_ENDINGS"].split()[int(os.environ["SLURM_PROCID"])])
+    """End each rank as TEST_ENDINGS says: by an error with that code, or at 128 + N by signal N.
+
+    Starts are separated by semicolons, ranks by spaces; "wait" waits for SIGTERM, and "save" leaves
+    a checkpoint.
+    """
+    start, rank = int(os.environ["TITAN_LOOP_LOCAL_START"]), int(os.environ["RANK"])
+    told = os.environ["TEST_ENDINGS"].split(";")[start - 1].split()[rank]
+    if told == "wait":
+        signal.pause()
+    if told == "save":
+        manifest = Path(sys.argv[-1], "checkpoints", "step-10", "manifest.json")
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+    code = int(told) if told.isdigit() else 75
     errors = {1: RuntimeError, 2: UserError, 3: NonFiniteError, 75: StoppedError}
     if code in errors:
         raise errors[code]("as told")

@@ -3,13 +3,12 @@
 import pytest
 
 from titan_loop.errors import UserError
-from titan_loop.slurm.record import (
+from titan_loop.launch.record import (
     Restarts,
     is_newer,
     newest_checkpoints,
     read_jobs,
     read_restarts,
-    replace_job,
     write_jobs,
     write_restarts,
 )
@@ -41,11 +40,9 @@ def test_newest_checkpoints_of_a_recipe_or_a_stage(tmp_path):
     assert newest_checkpoints(tmp_path, "1b") == {"1b": 3}
 
 
-def test_a_successor_takes_the_place_in_the_record(tmp_path):
+def test_jobs_of_another_version_are_refused(tmp_path):
     write_jobs(tmp_path, {"1a": "7", "1b": "8"})
-    replace_job(tmp_path, "7", "9")
-    assert read_jobs(tmp_path) == {"1a": "9", "1b": "8"}
-    replace_job(tmp_path / "by-hand", "7", "9")
+    assert read_jobs(tmp_path) == {"1a": "7", "1b": "8"}
     (tmp_path / "slurm" / "jobs.json").write_text('{"format_version": 99}')
     with pytest.raises(UserError, match="format version 99"):
         read_jobs(tmp_path)

@@ -13,14 +13,14 @@ import pytest
 
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_OK
+from titan_loop.launch.record import records_folder
+from titan_loop.launch.scheduler import Resources
+from titan_loop.launch.site import Site
+from titan_loop.launch.slurm import Slurm, show, slurm
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.slurm.commands import show, slurm
-from titan_loop.slurm.record import slurm_folder
-from titan_loop.slurm.site import Site
-from titan_loop.slurm.submit import Resources, render_script
 
 ROOT = Path(__file__).parents[2]
-RECIPES, ENDINGS = "tests.slurm.recipes", "tests.slurm.endings"
+RECIPES, ENDINGS = "tests.launch.recipes", "tests.launch.endings"
 TEST_CLUSTER = "titan-loop-test"
 PATIENCE_SECONDS = 1200
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
@@ -50,7 +50,7 @@ class Cluster:
 
     def submit(self, recipe: str, folder: Path, *flags: str, nodes: int = 2) -> dict[str, str]:
         """Submit a recipe through the command line; return stage → job."""
-        from titan_loop.slurm.record import read_jobs
+        from titan_loop.launch.record import read_jobs
 
         code = main(
             [
@@ -77,25 +77,18 @@ class Cluster:
         resources = Resources(
             nodes=nodes, ranks_per_node=1, gpus_per_node=0, time="10", save_seconds=save_seconds
         )
-        script = render_script(
-            recipe,
-            [
-                *("slurm", "run", f"{module}:{recipe}", f"--dump-folder={folder}"),
-                *(f"--save-seconds={save_seconds}", *run),
-            ],
-            self.log(folder, "job"),
-            resources,
-            Site(),
-            self.site,
-        )
-        path = slurm_folder(folder) / "job.sbatch"
+        command = ["slurm", "run", f"{module}:{recipe}", f"--dump-folder={folder}"]
+        command += [f"--save-seconds={save_seconds}", *run]
+        log, site = self.log(folder, "job"), Site(file=self.site)
+        script = Slurm().script(recipe, command, log, resources, site)
+        path = records_folder(folder) / "job.sbatch"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(script)
         return slurm("sbatch", "--parsable", *sbatch_flags, str(path)).strip()
 
     @staticmethod
     def log(folder: Path, name: str) -> Path:
-        return slurm_folder(folder) / f"{name}.log"
+        return records_folder(folder) / f"{name}.log"
 
     @staticmethod
     def state(job: str) -> str:

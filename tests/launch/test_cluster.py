@@ -3,7 +3,6 @@
 All runs of `one_run` must log bitwise the same losses, whatever happened to them on the way.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -12,15 +11,15 @@ from shutil import which
 
 import pytest
 
-from tests.slurm.conftest import ROOT, Cluster, losses, wait_for
-from tests.slurm.recipes import STEPS
+from tests.launch.conftest import ROOT, Cluster, losses, wait_for
+from tests.launch.recipes import STEPS
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
+from titan_loop.launch.record import read_restarts
+from titan_loop.launch.slurm import host_names, show, slurm
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import read_status
-from titan_loop.slurm.commands import host_names, show, slurm
-from titan_loop.slurm.record import read_restarts, slurm_folder
 from titan_loop.storage.json_files import read_jsonl
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -74,7 +73,7 @@ def whole(slurm_environment, tmp_path_factory) -> list[float]:
     wrapper.write_text(f'#!/bin/sh\necho "17 node-hours left"\nexec {which("sbatch")} "$@"\n')
     wrapper.chmod(0o755)
     outer = {"SLURM_JOB_ID": "1", "SLURM_RESTART_COUNT": "3", "SLURM_NTASKS_PER_NODE": "4"}
-    outer |= {"SLURM_CPUS_PER_TASK": "3", "TITAN_LOOP_SUCCESSOR_OF": "1"}
+    outer |= {"SLURM_CPUS_PER_TASK": "3"}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setenv("PATH", f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}")
@@ -105,38 +104,11 @@ def test_the_template_works_by_itself(cluster, tmp_path, monkeypatch):
     assert [stage.complete for stage in stages] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("flags", "site", "complaint"),
-    [
-        (("--nodes=6",), "", "--nodes=6 is more than the 5 that partition main gives a job"),
-        (("--time=2:00:00",), "", "--time=2:00:00 is more than partition main allows (01:00:00)"),
-        (
-            (),
-            "export SBATCH_PARTITION=mainn",
-            "SBATCH_PARTITION=mainn does not exist; nearest: main",
-        ),
-    ],
-)
-def test_what_the_cluster_cannot_give_is_refused(cluster, tmp_path, capsys, flags, site, complaint):
-    (tmp_path / "site.sh").write_text(site)
-    before = slurm("squeue", "--noheader", "--format=%i")
-    code = main(
-        ["slurm", "submit", "tests.slurm.recipes:one_run", "--nodes=2", "--gpus-per-node=0",
-         "--ranks-per-node=1", "--time=10:00", "--batch.global-batch-tokens=1920",
-         f"--site={tmp_path / 'site.sh'}", f"--dump-folder={tmp_path}", *flags]
-    )  # fmt: skip
-    assert code == 2
-    error = capsys.readouterr().err
-    assert complaint in error
-    assert error.count("\n") == 1
-    assert slurm("squeue", "--noheader", "--format=%i") == before
-
-
 def test_a_chain_of_two_stages(cluster, tmp_path, capsys):
     jobs = cluster.submit("two_stages", tmp_path, "--no-node-check", nodes=1)
     assert list(jobs) == ["first", "second"]
     assert f"afterok:{jobs['first']}" in show("job", jobs["second"])["Dependency"]
-    assert main(["slurm", "submit", "tests.slurm.recipes:two_stages", "--nodes=1",
+    assert main(["slurm", "submit", "tests.launch.recipes:two_stages", "--nodes=1",
                  "--gpus-per-node=0", "--ranks-per-node=1", "--time=10:00",
                  f"--dump-folder={tmp_path}"]) == 2  # fmt: skip
     assert "has jobs already" in capsys.readouterr().err
@@ -200,25 +172,6 @@ def test_a_job_that_gets_nowhere_stops_after_three_starts(cluster, tmp_path):
     assert show("job", job)["Restarts"] == "2"
     assert "3 starts without a new checkpoint: not started again" in log.read_text()
     assert read_restarts(tmp_path, "job").fruitless == 2
-
-
-def test_where_requeueing_is_refused_a_successor_takes_the_place(cluster, tmp_path, monkeypatch):
-    monkeypatch.setenv("TEST_MARKER", str(tmp_path / "marker"))
-    job = cluster.batch("interrupted_once", tmp_path, "--no-requeue", "--hold")
-    dependent = cluster.batch("done_at_once", tmp_path / "next", f"--dependency=afterok:{job}")
-    slurm_folder(tmp_path).joinpath("jobs.json").write_text(
-        json.dumps({"format_version": 1, "jobs": {"job": job, "next": dependent}})
-    )
-    slurm("scontrol", "release", job)
-    log = cluster.log(tmp_path, "job")
-    assert cluster.wait_until_it_ends(job, log) == "FAILED"
-    found = re.search(rf"job (\d+) goes on in its place; {dependent} wait for it", log.read_text())
-    assert found is not None
-    successor = found.group(1)
-    assert cluster.wait_until_it_ends(successor, log) == "COMPLETED"
-    assert cluster.wait_until_it_ends(dependent) == "COMPLETED"
-    jobs = json.loads(slurm_folder(tmp_path).joinpath("jobs.json").read_text())["jobs"]
-    assert jobs == {"job": successor, "next": dependent}
 
 
 def test_a_mistake_is_not_started_again(cluster, tmp_path):
