@@ -217,10 +217,3 @@ def test_mistakes_are_one_line_and_leave_nothing(
     shard.write_bytes(data)
     assert "different SHA-256" in error_of(capfd, copy, *to_new, 4)
     assert {path.name for path in tmp_path.iterdir()} == {"copy"}
-
-
-def test_a_model_of_another_depth_does_not_resume(parent: Path, source: Path, tmp_path: Path):
-    deeper = tmp_path / "deeper"
-    assert main(["upcycle", str(parent), "--output", str(deeper), "--layers", "4"]) == EXIT_OK
-    with pytest.raises(ValueError, match=r"another architecture: model.n_layers=2 \(checkpoint: 4"):
-        train_run(config(source, deeper))

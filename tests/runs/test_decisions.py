@@ -1,8 +1,6 @@
 """The table of decisions about spikes."""
 
-import pytest
-
-from titan_loop.runs.decisions import count_decisions, decision_rows
+from titan_loop.runs.decisions import decision_rows
 
 SKIP = {
     "step": 7,
@@ -26,16 +24,3 @@ def test_a_row_for_each_decision():
         ["11", "", "", "0.5", "", "other"],
     ]
     assert decision_rows([]) == [header]
-
-
-@pytest.mark.parametrize(
-    ("records", "phrase"),
-    [
-        ([], ""),
-        ([STOP], ""),
-        ([SKIP], "1 spikes skipped"),
-        ([REWIND, SKIP, STOP, SKIP], "2 spikes skipped, 1 rewinds"),
-    ],
-)
-def test_skips_and_rewinds_are_counted(records, phrase):
-    assert count_decisions(records) == phrase

@@ -1,7 +1,5 @@
 """Exit codes of a job's ranks: written by each, counted by the job."""
 
-import pytest
-
 from titan_loop.runs.exit_reports import (
     REPORTS_VARIABLE,
     RankExit,
@@ -24,11 +22,3 @@ def test_a_job_counts_its_ranks_by_code_and_names_the_silent_ones(tmp_path):
     said = describe_exits(exits, 3)
     assert said == "of 3 ranks, 1 with code 0, 1 with code 75, 1 without a report"
     assert describe_exits(exits, 2) == "of 2 ranks, 1 with code 0, 1 with code 75"
-
-
-@pytest.mark.parametrize("missing", [REPORTS_VARIABLE, "SLURM_PROCID"])
-def test_outside_a_job_nothing_is_written(tmp_path, missing):
-    alone = environment(tmp_path, 0)
-    del alone[missing]
-    report_exit(1, alone)
-    assert not [*tmp_path.iterdir()]

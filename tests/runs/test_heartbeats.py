@@ -1,14 +1,9 @@
 """Heartbeats: which ranks are silent or behind."""
 
-import json
-import os
 from pathlib import Path
-
-import pytest
 
 from titan_loop.runs.heartbeats import (
     Heartbeat,
-    forget_heartbeats,
     heartbeat_file,
     read_heartbeats,
     silent_ranks,
@@ -87,35 +82,6 @@ def test_one_rank_ahead_of_512_costs_ten_lines():
     assert len(lines) == 10
     assert lines[0].startswith("rank 1 on n1 (process 7) is still in step 5 of 6")
     assert lines[-1] == "502 more ranks, too"
-
-
-def test_heartbeats_of_an_earlier_start_are_deleted(tmp_path: Path):
-    forget_heartbeats(tmp_path)  # nothing there
-    for rank in (0, 300):
-        write_heartbeat(tmp_path, beat(rank))
-    forget_heartbeats(tmp_path)
-    assert not any((tmp_path / "heartbeats").iterdir())
-
-
-def test_a_heartbeat_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: pytest.fail("waited for the disk"))
-    write_heartbeat(tmp_path, beat(0))
-    assert read_heartbeats(tmp_path) == [beat(0)]
-
-
-DAMAGES = [
-    *({"written": "x"}, {"step": "7"}, {"rank": None}, {"more": 1}),
-    *({"host": "\x1b[31m"}, {"phase": 5}, {"collective": None}),
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_heartbeat_that_cannot_be_read_is_left_out(tmp_path: Path, damage: dict):
-    for rank in (0, 1):
-        write_heartbeat(tmp_path, beat(rank))
-    path = heartbeat_file(tmp_path, 1)
-    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    assert [found.rank for found in read_heartbeats(tmp_path)] == [0]
 
 
 def test_a_rank_writes_while_it_hangs_and_takes_its_file_away_at_the_end(tmp_path: Path):

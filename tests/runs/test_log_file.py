@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.runs.log_file import _LogFile, kept_log
+from titan_loop.runs.log_file import kept_log
 
 
 def test_starts_are_appended_with_the_error_that_ends_them(tmp_path: Path):
@@ -35,12 +35,3 @@ def test_a_full_disk_costs_lines_that_are_counted(
     printed = capfd.readouterr().err
     assert "/dev/full lacks up to 2 lines" in printed
     assert "Traceback" not in printed
-
-
-def test_a_thread_that_outlives_the_run_does_not_open_the_file_again(tmp_path: Path):
-    path = tmp_path / "log.txt"
-    with kept_log(path):
-        (file,) = [one for one in logging.getLogger().handlers if isinstance(one, _LogFile)]
-    path.unlink()
-    file.handle(logging.makeLogRecord({"msg": "too late", "levelno": logging.ERROR}))
-    assert not path.exists()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from titan_loop.cli.main import main
-from titan_loop.errors import UserError
 from titan_loop.runs.recipe_folder import chosen_run
 from titan_loop.runs.status import PlannedStage, write_plan
 
@@ -30,13 +29,6 @@ def test_the_stage_trained_last_or_the_one_named(recipe: Path, caplog: pytest.Lo
     assert chosen_run(recipe, "1b") == recipe / "1b"
     assert not caplog.text
     assert chosen_run(recipe / "1a", None) == recipe / "1a"
-
-
-def test_stages_that_are_not_there(recipe: Path, tmp_path: Path):
-    with pytest.raises(UserError, match=r"--stage gate is not a stage begun in .*; known: 1a, 1b"):
-        chosen_run(recipe, "gate")
-    with pytest.raises(UserError, match=r"--stage 1a: .* is not the folder of a recipe; leave"):
-        chosen_run(recipe / "1a", "1a")
 
 
 @pytest.mark.parametrize(

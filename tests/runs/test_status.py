@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from titan_loop.checkpoint.manifest import write_manifest
-from titan_loop.cli import main
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import (
@@ -102,14 +101,6 @@ def test_a_fork_from_a_linked_checkpoint_stands_below_its_run(recipe_folder, tmp
     assert lines[-2].startswith("└─ trial ")
 
 
-def test_a_run_alone_is_a_tree_of_one(tmp_path, capsys):
-    run(tmp_path / "mine", 1000, saved=1000)
-    assert main.main(["status", str(tmp_path / "mine")]) == 0
-    assert capsys.readouterr().out == (
-        "mine  complete, 1,000 tokens, loss 2.5000\neverything is trained\n"
-    )
-
-
 def test_a_stage_without_a_whole_checkpoint_says_so_on_its_line(recipe_folder):
     (RunDirectory(recipe_folder / "1b").checkpoint(1) / "manifest.json").write_text("{ torn")
     first, damaged, *rest, following = status_lines(read_status(recipe_folder))
@@ -118,16 +109,6 @@ def test_a_stage_without_a_whole_checkpoint_says_so_on_its_line(recipe_folder):
     assert "is usable (step-1: " in damaged
     assert len(rest) == 3
     assert following == f"next: titan-loop train {recipe_folder}/1b"
-
-
-def test_what_is_next_follows_the_recipe_and_not_the_tree(tmp_path):
-    """Both children of the first stage come before the child of one of them."""
-    stages = [stage("1a"), stage("1b", "1a"), stage("2.6b", "1a"), stage("annealing", "1b")]
-    write_plan(tmp_path, "mine", stages)
-    for name in ("1a", "1b"):
-        run(tmp_path / name, 1000, saved=1000)
-    lines = status_lines(read_status(tmp_path))
-    assert lines[-1] == f"next: titan-loop train mine --dump-folder {tmp_path}"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A start with other settings than the last one says so; some of them need consent."""
 
-import json
 import math
 import os
 import shutil
@@ -61,16 +60,13 @@ def test_one_line_a_field(
     lines = [
         record.getMessage() for record in caplog.records if "last start" in record.getMessage()
     ]
-    changed = {line.split()[5]: line.split(maxsplit=6)[6] for line in lines[:-1]}
+    changed = {line.split()[5]: line.split(maxsplit=6)[6] for line in lines}
     assert changed.pop("training.steps") == "2 → 0"
     assert changed.pop("debug.seed") == "0 → 7"
     assert changed.pop("learning_rate").endswith("→ '0:0 linear 1K:0.001'")
     assert changed.pop("recurrence.steps") == "'0:4 constant 512:2' → '3'"
     assert changed.pop("batch.global_batch_tokens") == "'256' → '128'"
     assert not changed
-    kept = RunDirectory(config.dump_folder).kept_config(1)
-    assert lines[-1] == f"the last start's config is kept as {kept}"
-    assert json.loads(kept.read_text())["debug"]["seed"] == 0
     caplog.clear()
     config.total_tokens += 4 * BATCH_TOKENS
     train_run(config)

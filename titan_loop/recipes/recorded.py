@@ -40,7 +40,7 @@ def recorded_recipe(path: Path, *, goes_on: bool = False) -> Recipe:
     Args:
         goes_on: Whether to go on in the run's own folder instead, from its newest checkpoint.
     """
-    run = SavedRun(path.parent, config_json=path)
+    run = SavedRun(path.parent)
     before = run.lineage()[:-1]
     if run.parent is None and before and not goes_on:
         raise UserError(

@@ -49,15 +49,14 @@ def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[
     Raises `UserError`, before anything is deleted, if one is kept or a job may be writing it.
     """
     with contextlib.ExitStack() as locks:
-        locked: set[Path] = set()
-        for path in checkpoints:
-            run = path.absolute().parent.parent
-            if not look_at(path).committed and run not in locked and (run / LOCK).exists():
-                # Fails if a job may be writing this one now, and keeps new jobs from starting.
+        runs = {path: path.absolute().parent.parent for path in checkpoints}
+        unfinished = {run for path, run in runs.items() if not look_at(path).committed}
+        for run in unfinished:
+            if (run / LOCK).exists():
+                # Fails if a job may be writing there now, and keeps new jobs from starting.
                 locks.enter_context(RunDirectory(run).lock())
-                locked.add(run)
-            reasons = [] if force else why_not_delete(path, _keep_policy(run))
-            if reasons:
+        for path, run in runs.items() if not force else ():
+            if reasons := why_not_delete(path, _keep_policy(run)):
                 raise UserError(
                     f"{path} is kept ({', '.join(reasons)}); nothing was deleted, --force deletes "
                     "it"

@@ -4,7 +4,6 @@ Format version 1:
 
     run.json         format version, when and how the run was created, versions and commit, restarts
     config.json      the fully resolved configuration of the latest start
-    config-before-restart-K.json   config.json until restart K of run.json changed it
     log.txt          rank 0's log, all starts one after another
     metrics.jsonl    one record per logged step (keys: `titan_loop.training.metrics`)
     norms.jsonl      norms of states, gradients and updates (`--stability.norms-interval`)
@@ -22,15 +21,13 @@ that restarts from a checkpoint appends again: records of the steps it repeats s
 ones when read.
 """
 
-import json
 import logging
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -40,8 +37,6 @@ from titan_loop.checkpoint.folders import CHECKPOINTS, step_folder
 from titan_loop.errors import UserError, seen_from
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import (
-    finite_or_null,
-    number,
     read_json_object,
     read_jsonl,
     read_versioned_json,
@@ -74,10 +69,6 @@ class RunDirectory:
         self.plots = self.path / "plots"
         self.evaluations = self.path / "evals"
 
-    def kept_config(self, restart: int) -> Path:
-        """Return the path of the `config.json` that restart K replaced."""
-        return self.path / f"config-before-restart-{restart}.json"
-
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step` training steps."""
         return step_folder(self.checkpoints, step)
@@ -87,15 +78,7 @@ class RunDirectory:
     ) -> dict[str, Any]:
         """Create the folder, or join an existing run, and return the new content of `run.json`.
 
-        Call it on rank 0 only, before anything else writes.
-
-        Args:
-            config: Resolved configuration, for `config.json`. A restart with another one first
-                keeps the old as `config-before-restart-K.json`.
-
-        Raises:
-            UserError: The folder cannot be written, or a file in it cannot be read.
-            RunFailedError: The disk fails.
+        Call it on rank 0 only, before anything else writes; `config` becomes `config.json`.
         """
         now = datetime.now(UTC).isoformat(timespec="seconds")
         start = {
@@ -112,10 +95,6 @@ class RunDirectory:
             else:
                 record = {"format_version": FORMAT_VERSION, "created": now, **start, "restarts": []}
             if config is not None:
-                if self.config_json.exists():
-                    before = self.read_config()
-                    if before != json.loads(json.dumps(finite_or_null(config))):
-                        write_json(self.kept_config(len(record["restarts"])), before)
                 write_json(self.config_json, config)
             # Last: a folder with a run.json counts as a run, whose config.json readers expect.
             write_json(self.run_json, record)
@@ -163,14 +142,13 @@ class RunDirectory:
         start = [run, *run.get("restarts", [])][-1]
         return Path(start["working_directory"]) if "working_directory" in start else None
 
-    def read_config(self, path: Path | None = None) -> dict[str, Any]:
-        """Return the content of `config.json` or a kept config; `UserError` if it is missing."""
-        path = path or self.config_json
+    def read_config(self) -> dict[str, Any]:
+        """Return the content of `config.json`; `UserError` if it is missing."""
         try:
-            return read_json_object(path, fix=REPAIR)
+            return read_json_object(self.config_json, fix=REPAIR)
         except FileNotFoundError as error:
             raise UserError(
-                f"{str(self.path)!r} has no {path.name}; start the run once more to write it"
+                f"{str(self.path)!r} has no config.json; start the run once more to write it"
             ) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -186,7 +164,7 @@ class RunDirectory:
         """Return the records of `norms.jsonl` as one series, as `read_metrics` does."""
         fields = {"step": int, "tokens": int, "state_rms": list, "state_gradient": list}
         fields |= {"weight": dict, "gradient": dict, "update": dict}
-        return _one_series(_sound(self.norms_jsonl, fields, _require_norms), itemgetter("step"))
+        return _one_series(read_jsonl(self.norms_jsonl, fields), itemgetter("step"))
 
     def read_decisions(self) -> list[dict[str, Any]]:
         """Return the decisions about spikes, without those that a restart superseded."""
@@ -195,39 +173,7 @@ class RunDirectory:
             return record["rewound"], record["step"], record["decision"] != "skip"
 
         fields = {"decision": str, "step": int, "rewound": int, "windows": list}
-        return _one_series(_sound(self.decisions_jsonl, fields, _require_decision), place)
-
-
-def _sound(
-    path: Path, fields: Mapping[str, type], require: Callable[[Mapping[str, Any]], None]
-) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file; raise `UserError` for the first that `require` cannot read."""
-    for record in read_jsonl(path, fields):
-        try:
-            require(record)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{str(path)!r} has a damaged record of step {record['step']} ({error}); remove "
-                "that line to read the rest"
-            ) from error
-        yield record
-
-
-def _require_norms(record: Mapping[str, Any]) -> None:
-    rows = [*record["state_rms"], *record["state_gradient"]]
-    if len({len(row) for row in rows}) != 1:
-        raise ValueError("rows of several lengths, or none")
-    groups = (record[name].values() for name in ("weight", "gradient", "update"))
-    for value in chain(*rows, *groups):
-        number(value)
-
-
-def _require_decision(record: Mapping[str, Any]) -> None:
-    for pair in record["windows"]:
-        if not isinstance(pair, list) or [type(end) for end in pair] != [int, int]:
-            raise TypeError(f"windows={pair!r:.40} instead of two numbers")
-    for name in ("loss", "loss_bound", "grad_norm", "grad_norm_bound"):
-        number(record.get(name))
+        return _one_series(read_jsonl(self.decisions_jsonl, fields), place)
 
 
 def _one_series(

@@ -87,23 +87,16 @@ class Ancestor(NamedTuple):
 class SavedRun:
     """A run that has a `config.json`; use `open` for the path that a user gave.
 
-    Args:
-        checkpoint: Checkpoint to read; None for the newest whole one.
-        config_json: Config to read instead of `config.json`, such as one that a restart replaced.
-
-    Attributes:
-        config: The raw `config.json`, to copy or to show.
+    `config` is that file as it is, to copy or to show; without a `checkpoint` the newest whole one
+    is read.
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        checkpoint: SavedCheckpoint | None = None,
-        config_json: Path | None = None,
+        self, path: str | os.PathLike[str], checkpoint: SavedCheckpoint | None = None
     ) -> None:
         self.directory = RunDirectory(path)
         self.path = self.directory.path
-        self.config: Mapping[str, Any] = self.directory.read_config(config_json)
+        self.config: Mapping[str, Any] = self.directory.read_config()
         self._checkpoint = checkpoint
         self._imported_tokenizer = self.path / TOKENIZER_NAME
 
@@ -152,19 +145,21 @@ class SavedRun:
         """The option `training.steps`; 0 for none."""
         return self._option("training.steps", int, 0)
 
+    # An imported or merged run has none of these three.
+
     @property
     def trainable(self) -> Literal["all", "exit_gate"] | None:
-        """The option `trainable`; None for an imported or merged run."""
+        """The option `trainable`."""
         return self.config.get("trainable")
 
     @property
     def optimizer(self) -> str:
-        """The option `optimizer.name`; empty for an imported or merged run."""
+        """The option `optimizer.name`."""
         return self._option("optimizer.name", str, "")
 
     @property
     def keep_every(self) -> int:
-        """The option `checkpoint.keep_every`; 0 for an imported or merged run."""
+        """The option `checkpoint.keep_every`."""
         return self._option("checkpoint.keep_every", int, 0)
 
     @property
@@ -198,11 +193,6 @@ class SavedRun:
         """The option `dataloader.mixture`, with the sources where they are now; may be empty."""
         options = self._option("dataloader", dict)
         texts = [] if options.get("pipeline") else options.get("mixture") or []
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise UserError(
-                f"{self.directory.config_json} has dataloader.mixture={texts!r:.40}, which must be "
-                f"a list of texts; {REPAIR}"
-            )
         return [
             f"{self.found(entry.path)}{text.removeprefix(entry.path)}"
             for text, entry in zip(texts, _parsed(texts), strict=True)
@@ -244,10 +234,7 @@ class SavedRun:
         return text_format([*cards.values()], tokenizer) if cards else TextFormat()
 
     def tokenizer(self, given: str | Path | None = None) -> RunTokenizer:
-        """Return the tokenizer of the training data, or a given `tokenizer.json` of the same ids.
-
-        Raises `UserError` if no tokenizer is found, or the given one differs.
-        """
+        """Return the tokenizer of the data, or a given `tokenizer.json` of the same ids."""
         cards = self._cards()
         if self._imported_tokenizer.is_file():
             own, sha256 = self._imported_tokenizer, file_sha256(self._imported_tokenizer)
@@ -356,9 +343,8 @@ class SavedRun:
     def lineage(self) -> list[Ancestor]:
         """Return the runs that this one descends from, oldest first, and itself as the last.
 
-        The list is empty before the run's first checkpoint. A recipe's folder may have been moved:
-        a parent that is not where the manifest says is looked for beside its child, and taken if
-        its manifest has the recorded hash.
+        A recipe's folder may have been moved: a parent that is not where the manifest says is
+        looked for beside its child, and taken if its manifest has the recorded hash.
         """
         chain: list[Ancestor] = []
         checkpoint, manifest = None, None

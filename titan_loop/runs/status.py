@@ -42,9 +42,7 @@ def write_plan(
 ) -> None:
     """Record a recipe's stages, in their order, in its folder; call it on one rank.
 
-    Args:
-        recipe: Name that `titan-loop train` takes.
-        flags: Flags of all stages, for the command that starts the next one.
+    `recipe` is the name that `titan-loop train` takes, with the `flags` of all stages.
     """
     recorded = [stage._asdict() for stage in stages]
     plan = {"format_version": FORMAT_VERSION, "name": recipe, "flags": [*flags]}
@@ -201,11 +199,7 @@ def read_plan(folder: Path) -> list[PlannedStage]:
                 f"{folder} is not a folder{seen_from(folder)}; give the folder of a run or a recipe"
             )
         return []
-    plan = _read_plan(folder)
-    try:
-        return [PlannedStage(**stage) for stage in plan["stages"]]
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); {_FIX}") from error
+    return [PlannedStage(**stage) for stage in _read_plan(folder)["stages"]]
 
 
 def _read_plan(folder: Path) -> dict[str, Any]:
@@ -214,10 +208,12 @@ def _read_plan(folder: Path) -> dict[str, Any]:
 
 def _command_of(folder: Path) -> str:
     plan = _read_plan(folder)
-    flags = plan.get("flags", [])  # older versions recorded none
-    if not isinstance(flags, list):
-        raise UserError(f"{folder / RECIPE_JSON} is damaged (flags is no list); {_FIX}")
-    words = [str(plan.get("name")), "--dump-folder", str(folder), *map(str, flags)]
+    words = [
+        plan["name"],
+        "--dump-folder",
+        str(folder),
+        *plan.get("flags", []),
+    ]  # dfd5e2b4 recorded none
     # Flags come last: `activation-checkpoint:KIND` must.
     return f"titan-loop train {shlex.join(words)}"
 

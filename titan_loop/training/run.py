@@ -101,16 +101,13 @@ def _begin(
 ) -> None:
     config = trainer.run.config
     run = RunDirectory(config.dump_folder)
-    record = run.create_or_open(sys.argv, config=config.to_dict())
+    run.create_or_open(sys.argv, config=config.to_dict())
     for note in notes:
         logger.info("%s", note)
     for change in from_parent:
         logger.warning("differs from the parent: %s", change)
     for change in changes:
         logger.warning("changed since the last start: %s", change)
-    if changes:
-        kept = run.kept_config(len(record["restarts"]))
-        logger.warning("the last start's config is kept as %s", kept)
     if (remote := remote_of(config)) is not None:
         trainer.checkpointer.copy_to(remote)
 
