@@ -2,9 +2,6 @@
 # Damaged and crafted files against everything that reads them; see tests/hostile/README.md.
 #
 #   bash tools/test_hostile.sh [--cases N]   300 by default, at most three minutes on two cores
-#
-# Run it as root, as in a container, for the cases of a user without rights; otherwise they are
-# skipped and counted.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -20,25 +20,16 @@ MOST_SECONDS = 100.0
 MOST_BYTES = 1_500_000_000
 """Resident memory of a child beyond its parent's."""
 
-NOBODY = 65_534
 _LOOK_SECONDS = 0.02
 _TRACED = 70
 """Exit code of a child that an exception left, which `titan-loop` never has."""
 
 _TRACEBACK = re.compile(r'^Traceback \(most recent call last\):\n  File "', re.MULTILINE)
-"""With its first line: documents that `data show` prints have examples of tracebacks without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a child ended.
-
-    Attributes:
-        code: Its exit code; negative for a signal.
-        output: What it wrote on both streams.
-        seconds: Its duration.
-        killed: Why it was killed here; empty if it was not.
-    """
+    """How a child ended: its exit code (negative for a signal), and why it was killed here."""
 
     code: int
     output: str
@@ -60,29 +51,15 @@ class Ending:
         return ""
 
 
-def run_forked(
-    act: Callable[[], int],
-    log: Path,
-    *,
-    as_nobody: bool = False,
-    most_seconds: float = MOST_SECONDS,
-) -> Ending:
-    """Call `act` in a child and return how that ended.
-
-    Args:
-        act: Returns an exit code.
-        log: File for what the child writes.
-        as_nobody: Give up all rights of root first.
-        most_seconds: Time after which it counts as hung.
-    """
+def run_forked(act: Callable[[], int], log: Path, *, most_seconds: float = MOST_SECONDS) -> Ending:
+    """Call `act`, which returns an exit code, in a child that writes to `log`."""
     sys.stdout.flush()
     sys.stderr.flush()
     began = time.monotonic()
     child = os.fork()
     if child == 0:
-        _be_child(act, log, as_nobody)
-    killed = ""
-    own = _resident_bytes(os.getpid())
+        _be_child(act, log)
+    killed, own = "", _resident_bytes(os.getpid())
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -102,20 +79,15 @@ def run_forked(
     return Ending(os.waitstatus_to_exitcode(status), output, time.monotonic() - began, killed)
 
 
-def _be_child(act: Callable[[], int], log: Path, as_nobody: bool) -> None:
+def _be_child(act: Callable[[], int], log: Path) -> None:
     code = _TRACED
     try:
         os.setsid()
         streams = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(streams, 1)
         os.dup2(streams, 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if as_nobody:
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
         code = act()
     except BaseException:
         traceback.print_exc()

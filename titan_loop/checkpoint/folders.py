@@ -79,6 +79,17 @@ def set_aside(checkpoint: Path, why: str) -> None:
     logger.warning("Renamed %s to %s", checkpoint, aside.name)
 
 
+def set_aside_newer(folder: Path, step: int) -> None:
+    """Rename checkpoints newer than `step`, all damaged, so that nobody counts them."""
+    for newer in committed_steps(folder):
+        path = step_folder(folder, newer)
+        try:
+            if newer > step:
+                set_aside(path, "damaged")
+        except OSError as error:
+            logger.warning("%s could not be renamed: %s", path, error)
+
+
 def read_tags(checkpoint: Path) -> list[str]:
     """Return the names that a checkpoint was given; a named checkpoint is kept for ever."""
     path, fix = checkpoint / TAGS, "repair or delete it"

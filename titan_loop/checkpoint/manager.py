@@ -1,12 +1,10 @@
 """Saves, keeps, chooses and loads a run's checkpoints; one without a manifest does not count.
 
-The README draws the files of a checkpoint. A folder without a valid manifest is never loaded, never
-counted by the keep policy, and overwritten when its step comes again. Every checkpoint is full. The
-state of trainer and loader is JSON inside the manifest: integers that mean the same on any number
-of ranks.
+A folder without a valid manifest is never loaded, never counted by the keep policy, and overwritten
+when its step comes again. Every checkpoint is full. The state of trainer and loader is JSON inside
+the manifest: integers that mean the same on any number of ranks.
 """
 
-import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -18,7 +16,6 @@ from typing import Any, Literal, get_args
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager
 from torchtitan.components.checkpointer.base import (
     OPTIMIZER,
     TRAIN_STATE,
@@ -30,24 +27,25 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.best import BEST, Best, best_with
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
-from titan_loop.checkpoint.folders import (
-    CHECKPOINTS,
-    committed_steps,
-    discard,
-    set_aside,
-    step_folder,
-)
+from titan_loop.checkpoint.folders import CHECKPOINTS, discard, set_aside_newer, step_folder
 from titan_loop.checkpoint.keep_policy import KeepPolicy, delete_stale
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX, EXACTLY, KeyPolicy, load_checkpoint
 from titan_loop.checkpoint.manifest import Reference, new_content, read_manifest, reference
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader
 from titan_loop.checkpoint.rewinds import jumped_windows, read_rewinds
-from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint, stager
+from titan_loop.checkpoint.saving import (
+    RetryPolicy,
+    SaveFailedError,
+    own_rank_files,
+    save_checkpoint,
+    staged,
+    stager,
+)
 from titan_loop.checkpoint.start_from import StartFrom
 from titan_loop.checkpoint.trained import Trained, TrainedData, TrainedMoments
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
 from titan_loop.errors import UserError, require_at_least, require_known
-from titan_loop.ranks import from_all_ranks, from_rank_zero
+from titan_loop.ranks import from_rank_zero
 from titan_loop.storage.remote_folder import check_address
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
@@ -116,8 +114,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
                     raise UserError(
                         f"checkpoint.{name}={value} is not supported: {reason}; leave it unset"
                     )
-            for name, smallest in (("keep_every", 0), ("save_attempts", 1), ("retry_seconds", 0)):
-                require_at_least(smallest, **{f"checkpoint.{name}": getattr(self, name)})
+            for name, least in (("keep_every", 0), ("save_attempts", 1), ("retry_seconds", 0)):
+                require_at_least(least, **{f"checkpoint.{name}": getattr(self, name)})
             self.carry.check()
             if self.remote:
                 check_address(self.remote, "checkpoint.remote")
@@ -153,6 +151,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.measured: Best | None = None  # newest held-out loss, set by an evaluation on all ranks
         if not self.enable:
             return
+        self._look_at: LookAt = "hashes" if config.verify_hashes else "sizes"
         self.path = Path(base_folder) / CHECKPOINTS
         self.trainer: Trained = states[TRAIN_STATE]
         self.dataloader = dataloader
@@ -203,55 +202,19 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self._best_before, self.best = self.best, best_with(self.best, self.measured, curr_step)
         if self.best is not None:
             content[BEST] = self.best
-        write = partial(self._write, rank_files=self._rank_files())
+        files = own_rank_files(self.group, self.dataloader)
+        write = partial(self._write, rank_files=files)
         if self._stager is None or last_step:
             # The last one is waited for in any case: its failure is the run's failure.
             return self._noted(write(self.tensors, content, must_succeed=last_step))
-        self.staging_future = self._stage(self._stager)
+        self.staging_future = staged(self._stager, self.tensors)
         self.save_future = self._writer.submit(write, self.staging_future.result, content)
         return True
-
-    def _rank_files(self) -> dict[str, bytes]:
-        """Return the files of the data's state that this rank writes: the first rank of several.
-
-        Raises `UserError` if ranks that must read the same data have not.
-        """
-        files: dict[str, bytes] = {}
-
-        def digests() -> dict[str, str]:
-            files.update(self.dataloader.rank_files())
-            return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-
-        every = from_all_ranks(self.group, digests)
-        first = {name: rank for rank, each in reversed([*enumerate(every)]) for name in each}
-        for rank, each in enumerate(every):
-            if other := [name for name in each if each[name] != every[first[name]][name]]:
-                raise UserError(
-                    f"rank {rank} has read other data than rank {first[other[0]]}, whose part of "
-                    "the model reads the same: dataloader.pipeline must do the same in every "
-                    "process that asks for the same rank; set its seeds"
-                )
-        return {name: files[name] for name in files if first[name] == dist.get_rank()}
 
     def _noted(self, saved: bool) -> bool:
         if not saved:  # undone in the training thread: on all ranks at the same step
             self.best = self._best_before
         return saved
-
-    def _stage(self, copies: DefaultStager) -> "Future[dict[str, Any]]":
-        """Copy the state; an error goes into the future, so that the save fails on all ranks."""
-        done: Future[dict[str, Any]] = Future()
-        try:
-            if torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()  # the stager copies on another stream
-            staged = copies.stage(self.tensors())
-        except Exception as error:
-            done.set_exception(error)
-            return done
-        if isinstance(staged, Future):
-            return staged
-        done.set_result(staged)
-        return done
 
     def is_due(self, step: int, *, last_step: bool) -> bool:
         """Return whether this step is one to save; a new best is saved besides."""
@@ -270,18 +233,14 @@ class LoopCheckpointManager(BaseCheckpointManager):
         rank_files: dict[str, bytes],
         must_succeed: bool = False,
     ) -> bool:
-        """Write one checkpoint; a failure is logged, and raised only at the end of training."""
+        """Write one checkpoint; a failure is logged, and raised only at the end."""
         target = step_folder(self.path, content["step"])
+        on_commit = partial(self._committed, target, content["step"])
+        settings = {"rank_files": rank_files, "group": self.group, "retry": self.config.retry}
         try:
             with torch.no_grad():
                 written = save_checkpoint(
-                    target,
-                    state_dict,
-                    content,
-                    rank_files=rank_files,
-                    group=self.group,
-                    retry=self.config.retry,
-                    on_commit=lambda: self._committed(content["step"]),
+                    target, state_dict, content, on_commit=on_commit, **settings
                 )
         except SaveFailedError as error:
             if must_succeed:
@@ -295,20 +254,16 @@ class LoopCheckpointManager(BaseCheckpointManager):
             logger.info("Saved %s", target)
         return True
 
-    def _committed(self, step: int) -> None:
+    def _committed(self, checkpoint: Path, step: int) -> None:
         """Copy a checkpoint just committed, then apply the keep policy; on rank 0."""
         # In this order: the policy spares the checkpoints that wait to be copied.
-        uploader = self.uploader
-        if uploader is not None:
-            uploader.submit(step_folder(self.path, step))
-        in_use = None if uploader is None else uploader.is_uploading
+        in_use = None
+        if self.uploader is not None:
+            self.uploader.submit(checkpoint)
+            in_use = self.uploader.is_uploading
         delete_stale(self.path, self.config.keep_policy, newest=step, in_use=in_use)
 
     # Loading
-
-    @property
-    def _look_at(self) -> LookAt:
-        return "hashes" if self.config.verify_hashes else "sizes"
 
     def _find_newest(self) -> tuple[int, dict[str, Any]] | None:
         """Choose a checkpoint; if all are damaged, fetch one from the store and choose again."""
@@ -343,7 +298,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
             logger.info("No checkpoint in %s: starting from scratch", self.path)
             return False
         step, manifest = found
-        self._set_aside_newer(step)
+        if dist.get_rank() == 0 and not self.config.load_only:
+            set_aside_newer(self.path, step)
         checkpoint = step_folder(self.path, step)
         # First: these two refuse a checkpoint that does not fit before any tensor is read.
         self.trainer.load_state_dict(manifest["trainer"])
@@ -403,18 +359,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
             load_checkpoint(state_dict, checkpoint, group=self.group, policy=policy)
             self.model.load_state_dict(state_dict)
         self.parent = from_rank_zero(self.group, lambda: reference(checkpoint))
-
-    def _set_aside_newer(self, step: int) -> None:
-        """Rename newer checkpoints, all damaged, so that no policy and no reader counts them."""
-        if dist.get_rank() != 0 or self.config.load_only:
-            return
-        for newer in committed_steps(self.path):
-            path = step_folder(self.path, newer)
-            try:
-                if newer > step:
-                    set_aside(path, "damaged")
-            except OSError as error:
-                logger.warning("%s could not be renamed: %s", path, error)
 
     # torchtitan's interface to asynchronous saves
 

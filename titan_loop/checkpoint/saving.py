@@ -4,10 +4,12 @@ Nothing else uses the gloo group of a save, so an asynchronous one never mixes w
 collectives. If a save fails on any rank, all of them try again.
 """
 
+import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ from titan_loop.checkpoint.folders import discard
 from titan_loop.checkpoint.manifest import FileRecord, Reference, file_records, write_manifest
 from titan_loop.checkpoint.safe_reading import root_cause
 from titan_loop.checkpoint.tensor_table import TableWriter
-from titan_loop.ranks import try_on_all
+from titan_loop.checkpoint.trained import TrainedData
+from titan_loop.errors import UserError
+from titan_loop.ranks import from_all_ranks, try_on_all
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +140,47 @@ def _attempt(
             logger.warning("%s could not be cleaned up: %s", checkpoint, error)
     cause = f"{type(failure.error).__name__}: {failure.error} (rank {failure.rank})"
     return None, cause.replace("\n", " ")
+
+
+def own_rank_files(group: dist.ProcessGroup, data: TrainedData) -> dict[str, bytes]:
+    """Return the files of the data's state that this rank writes: the first rank of several.
+
+    Raises `UserError` if ranks that must read the same data have not.
+    """
+    files: dict[str, bytes] = {}
+
+    def digests() -> dict[str, str]:
+        files.update(data.rank_files())
+        return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+    every = from_all_ranks(group, digests)
+    first = {name: rank for rank, each in reversed([*enumerate(every)]) for name in each}
+    for rank, each in enumerate(every):
+        if other := [name for name in each if each[name] != every[first[name]][name]]:
+            raise UserError(
+                f"rank {rank} has read other data than rank {first[other[0]]}, whose part of the "
+                "model reads the same: dataloader.pipeline must do the same in every process that "
+                "asks for the same rank; set its seeds"
+            )
+    return {name: files[name] for name in files if first[name] == dist.get_rank(group)}
+
+
+def staged(
+    copies: DefaultStager, tensors: Callable[[], dict[str, Any]]
+) -> "Future[dict[str, Any]]":
+    """Copy the state; an error goes into the future, so that the save fails on all ranks."""
+    done: Future[dict[str, Any]] = Future()
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # the stager copies on another stream
+        copy = copies.stage(tensors())
+    except Exception as error:
+        done.set_exception(error)
+        return done
+    if isinstance(copy, Future):
+        return copy
+    done.set_result(copy)
+    return done
 
 
 def stager(mode: str) -> DefaultStager:
