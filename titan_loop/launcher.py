@@ -25,8 +25,13 @@ def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:
 def current_task(environment: Mapping[str, str] = os.environ) -> Task | None:
     """Return the rank of a job that this process is; None outside, and in an salloc shell."""
     if NODE_VARIABLE in environment:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return Task(*(int(environment[name]) for name in names), environment[NODE_VARIABLE])
+        return Task(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
+            node=environment[NODE_VARIABLE],
+        )
     if "SLURM_PROCID" not in environment:
         return None
     here = environment.get("SLURM_NTASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
