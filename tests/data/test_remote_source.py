@@ -199,10 +199,10 @@ def test_a_file_that_arrives_short_is_copied_again(memory, monkeypatch, caplog):
     assert "4 of" in caplog.text
 
 
-def test_a_cache_without_locks_is_filled_with_a_warning(memory, monkeypatch, caplog):
+def test_a_cache_without_locks_is_refused(memory, monkeypatch):
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    loader(ADDRESS)
-    assert "lock cannot be locked" in caplog.text
+    with pytest.raises(UserError, match=r"lock cannot be locked .*: set TITAN_LOOP_SOURCE_CACHE"):
+        loader(ADDRESS)

@@ -6,12 +6,10 @@ Windows come in a random order, so a run soon touches every shard. All processes
 cache wait for the one that copies. An interrupted copy is completed.
 """
 
-import errno
 import fcntl
 import hashlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +29,7 @@ FIELD = "dataloader.mixture"
 CACHE_VARIABLE = "TITAN_LOOP_SOURCE_CACHE"
 _PARALLEL_COPIES = 8
 _ARRIVING = ".arriving-"
-PROGRESS_SECONDS = 30.0
+_PROGRESS_SECONDS = 30.0
 
 T = TypeVar("T")
 
@@ -74,7 +72,7 @@ def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iter
             "was interrupted"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(folder, folder.parent / "lock"):
+    with _one_at_a_time(folder.parent / "lock"):
         here, card = folder / card_name, _arriving(folder / card_name)
         card.write_bytes(_tried(lambda: remote.read(card_name)))
         if here.is_file() and here.read_bytes() != card.read_bytes():
@@ -101,7 +99,7 @@ def _copy_all(remote: RemoteFolder, sizes: Mapping[str, int], folder: Path) -> N
     with ThreadPoolExecutor(_PARALLEL_COPIES, thread_name_prefix="source") as copies:
         for size in copies.map(lambda name: _copy(remote, name, folder / name, sizes[name]), sizes):
             done += size
-            if time.monotonic() - said >= PROGRESS_SECONDS:
+            if time.monotonic() - said >= _PROGRESS_SECONDS:
                 said = time.monotonic()
                 logger.info("Copied %.1f of %.1f GiB of %s", done / 2**30, total, remote.url)
 
@@ -121,23 +119,19 @@ def _copy(remote: RemoteFolder, name: str, place: Path, size: int) -> int:
 
 
 def _arriving(place: Path) -> Path:
-    """Return a name beside a file, unique to this process: the file system may lack locks."""
-    return place.with_name(f"{_ARRIVING}{socket.gethostname()}-{os.getpid()}-{place.name}")
+    return place.with_name(f"{_ARRIVING}{place.name}")
 
 
 @contextmanager
-def _one_at_a_time(folder: Path, lock_path: Path) -> Iterator[None]:
-    """Wait until no other process copies, where the file system has locks."""
+def _one_at_a_time(lock_path: Path) -> Iterator[None]:
     with lock_path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                raise
-            logger.warning("%s cannot be locked (%s); others may copy, too", lock_path, error)
-        else:
-            for abandoned in folder.rglob(f"{_ARRIVING}*"):
-                abandoned.unlink()
+            raise UserError(
+                f"{lock_path} cannot be locked ({error.strerror}): set {CACHE_VARIABLE} to a "
+                "folder on a disk of this machine"
+            ) from error
         yield
 
 

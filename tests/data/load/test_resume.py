@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from titan_loop.data.load.changes import match_sources
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 
@@ -128,33 +126,6 @@ def test_a_source_continues_in_its_own_order_beside_others(sources, state):
     numbers_after = {int(n) for source, _, n in read_after if source == 1}
     assert len(numbers_before) == len(numbers_after) == 10
     assert not numbers_before & numbers_after
-
-
-@pytest.mark.parametrize("change", ["seed", "seq_len", "contents", "packed", "weights"])
-def test_a_source_in_another_order_is_said(sources, write_source, documents, caplog, change):
-    a, b, _ = sources
-    loader = load(f"{a}=0.75", f"{b}=0.25", seq_len=24)
-    loader.read_step(READ)
-    state = json.loads(json.dumps(loader.state_dict()))
-    if change == "contents":
-        a.rename(a.with_name("old"))
-        write_source("a", [documents(7, 80, 20)])
-    pack_source(a, seq_len=24)
-    resumed = load(
-        f"{a}={0.5 if change == 'weights' else 0.75}{':packed' if change == 'packed' else ''}",
-        f"{b}=0.25",
-        seq_len=12 if change == "seq_len" else 24,
-        accept_change=True,
-        **({"seed": 3} if change == "seed" else {}),
-    )
-    with caplog.at_level(logging.WARNING):
-        resumed.load_state_dict(state)
-    said = {
-        name: re.search(rf"source {name} continues .*, in another order", caplog.text) is not None
-        for name in ("a", "b")
-    }
-    both = change in ("seed", "seq_len")
-    assert said == {"a": change != "weights", "b": both}
 
 
 def test_a_damaged_state_is_refused(sources, state):

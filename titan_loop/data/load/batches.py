@@ -138,13 +138,13 @@ class GlobalBatchLoader(BaseDataLoader):
                     "dataloader.dataset and dataloader.dataset_path have no effect: leave them out"
                 )
 
+        def source_weights(self) -> dict[str, float]:
+            """Return weight by path of the prepared sources; none for tasks."""
+            return {}
+
         def source_paths(self) -> list[str]:
             """Return the prepared sources, which may have held-out text; none for tasks."""
-            return []
-
-        def source_weights(self) -> dict[str, float]:
-            """Return the shares of `source_paths` in the data, by path; any positive sum."""
-            return dict.fromkeys(self.source_paths(), 1.0)
+            return [*self.source_weights()]
 
         def generated_task(self) -> Task | None:
             """Return the task whose examples are read; None for text."""

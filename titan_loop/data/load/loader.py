@@ -21,7 +21,7 @@ from titan_loop.data.load.pipeline_loader import (
     PipelineOptions,
     pipeline_vocabulary,
 )
-from titan_loop.data.load.windows import Batch, Window
+from titan_loop.data.load.windows import Window
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.source_card import SHORT_DIGEST
 from titan_loop.errors import UserError, require_at_least, require_known
@@ -95,17 +95,10 @@ class WindowLoader(GlobalBatchLoader):
             largest = max(split.max_token_id for card in cards for split in card.splits.values())
             return DataVocabulary(cards[0].vocab_size, largest)
 
-        def source_paths(self) -> list[str]:
-            """Return the folders of the mixture; none with a pipeline, which replaces it."""
-            if self.pipeline:
-                return []
-            return [entry.path for entry in parse_mixture(self.mixture)]
-
         def source_weights(self) -> dict[str, float]:
-            """Return the weights of the mixture, by path."""
-            if self.pipeline:
-                return {}
-            return {entry.path: entry.weight for entry in parse_mixture(self.mixture)}
+            """Return the weights of the mixture, by path; a pipeline replaces it."""
+            entries = () if self.pipeline else parse_mixture(self.mixture)
+            return {entry.path: entry.weight for entry in entries}
 
         def check(self) -> None:
             """Raise `UserError` for values that cannot work."""
@@ -159,14 +152,12 @@ class WindowLoader(GlobalBatchLoader):
             first_counts=first_counts,
             repeat_after=self._repeat_after,
         )
-        self._reported = self._milestones()
 
     def locate(self, window: np.ndarray) -> np.ndarray:
         """Return (source index, epoch, number) of each global window (see the base class)."""
         if self.order.end is not None and int(window[-1]) >= self.order.end:
             raise UserError(
-                f"the data ends at window {self.order.end}: {self._why_it_ends()}; raise "
-                f"max_epochs{self._go_on()} or add documents"
+                f"the data ends at window {self.order.end}: {self._why_it_ends()} or add documents"
             )
         source, counter = self.order.locate(window)
         identity = np.empty((len(window), 3), dtype=np.uint64)
@@ -180,12 +171,6 @@ class WindowLoader(GlobalBatchLoader):
         """Read the window with this (source index, epoch, number)."""
         source, epoch, number = identity.tolist()
         self.sources[source].read_into(epoch, number, window)
-
-    def read_step(self, global_batch_windows: int) -> list[Batch]:
-        """As in the base class; warns once when a source begins to repeat or is exhausted."""
-        batches = super().read_step(global_batch_windows)
-        self._warn_of_milestones()
-        return batches
 
     def progress(self) -> list[SourceProgress]:
         """Return each source's progress, derived from `windows_consumed`."""
@@ -209,8 +194,7 @@ class WindowLoader(GlobalBatchLoader):
         if self.order.end is not None and windows > self.order.end:
             raise UserError(
                 f"total_tokens needs {windows} windows of {self._seq_len}, the mixture has "
-                f"{self.order.end}: {self._why_it_ends()}; raise max_epochs{self._go_on()}, "
-                "add documents or lower total_tokens"
+                f"{self.order.end}: {self._why_it_ends()}, add documents or lower total_tokens"
             )
 
     def demand(self, windows: int) -> list[SourceDemand]:
@@ -270,11 +254,6 @@ class WindowLoader(GlobalBatchLoader):
         }
         return {**super().state_dict(), "read": read}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in the base class; milestones before the resume are not reported again."""
-        super().load_state_dict(state_dict)
-        self._reported = self._milestones()
-
     def _restore(self, state_dict: dict[str, Any]) -> None:
         start = {"window": 0, "windows": [0] * len(self.sources)}
         last = [start, *state_dict["accepted"]][-1]
@@ -288,7 +267,11 @@ class WindowLoader(GlobalBatchLoader):
             )
 
     def _continue_from(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Continue every source that was read before at its count of tokens, rounded up."""
+        """Continue every source that was read before at its count of tokens, rounded up.
+
+        If its seed, window length, contents or packing changed, its order did too: until the epoch
+        ends, some tokens are read twice and others never.
+        """
         saved, windows = state_dict["data"], state_dict["read"]["windows"]
         matches = match_sources(saved[SOURCES], self._description[SOURCES])
         counts: list[int] = []
@@ -296,25 +279,10 @@ class WindowLoader(GlobalBatchLoader):
             # Windows may have another length now: continue at the same token, not window.
             count = 0 if match is None else -(-windows[match] * saved["seq_len"] // self._seq_len)
             epoch, number = divmod(count, source.windows_per_epoch)
-            order = ""
-            if match is not None and self._reordered(saved, match, len(counts)):
-                order = (
-                    ", in another order: until that epoch ends, tokens read in it before may be "
-                    "read again and others never"
-                )
-            text = f"source {name} continues at window {number} of epoch {epoch}{order}"
-            warn_together(logger, text)
+            warn_together(logger, f"source {name} continues at window {number} of epoch {epoch}")
             counts.append(count)
         self._place(self.windows_consumed, counts)
         return {"windows": counts}
-
-    def _reordered(self, saved: dict[str, Any], match: int, here: int) -> bool:
-        """Return whether a source's windows, or their order, differ from the checkpoint's."""
-        old = {**saved, **saved[SOURCES][match]}
-        new = {**self._description, **self._description[SOURCES][here]}
-        return any(
-            old.get(key) != new.get(key) for key in ("seed", "seq_len", "contents", "packed")
-        )
 
     def _describe(self, seed: int, seq_len: int, tokenizer_sha256: str) -> dict[str, Any]:
         shares = weight_shares(self.mixture)
@@ -350,24 +318,6 @@ class WindowLoader(GlobalBatchLoader):
         sources = [{**source, "path": ""} for source in self._description[SOURCES]]
         return {**self._description, SOURCES: sources}
 
-    def _milestones(self) -> tuple[list[int], int]:
-        counts = self.order.counts(self.windows_consumed).tolist()
-        epochs = [
-            max(0, count - 1) // source.windows_per_epoch
-            for source, count in zip(self.sources, counts, strict=True)
-        ]
-        return epochs, self.order.stretch_at(max(0, self.windows_consumed - 1))
-
-    def _warn_of_milestones(self) -> None:
-        (old_epochs, old_stretch), self._reported = self._reported, self._milestones()
-        epochs, stretch = self._reported
-        for name, old, epoch in zip(self._names, old_epochs, epochs, strict=True):
-            if epoch > old:
-                begun = f"epoch {epoch} has begun by window {self.windows_consumed}"
-                warn_together(logger, f"source {name} is read again: {begun}")
-        for number in range(old_stretch + 1, stretch + 1):
-            warn_together(logger, "%s", self._exhaustion(number))
-
     def _exhaustion(self, number: int) -> str:
         """Describe the start of stretch `number` of the mixture, or the end after the last."""
         exhausted = self.order.exhausted[number - 1]
@@ -388,10 +338,7 @@ class WindowLoader(GlobalBatchLoader):
             f"{self.mixture[i].path} may be read max_epochs={self._max_epochs[i]} times"
             for i in exhausted
         )
-        return f"{names} (when_exhausted={self._when_exhausted})"
-
-    def _go_on(self) -> str:
-        weighted = sum(entry.weight > 0 for entry in self.mixture)
-        if self._when_exhausted == "renormalise" or weighted == 1:
-            return ""
-        return ", set --dataloader.when-exhausted renormalise"
+        others = sum(entry.weight > 0 for entry in self.mixture) > 1
+        go_on = others and self._when_exhausted == "stop"
+        fix = ", set --dataloader.when-exhausted renormalise" * go_on
+        return f"{names} (when_exhausted={self._when_exhausted}); raise max_epochs{fix}"

@@ -6,7 +6,6 @@ the encodings of 10,000 documents in memory, and knows nothing of the text behin
 
 from collections.abc import Generator, Iterable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,11 @@ from datatrove.pipeline.tokens.tokenizer import DocumentTokenizer, TokenizedFile
 from tokenizers import Tokenizer
 
 from titan_loop.data.source_card import BYTES_SUFFIX, TOKEN_BYTES
-from titan_loop.storage.json_files import append_jsonl, read_jsonl
 from titan_loop.text.encoding import DocumentEncoder
 from titan_loop.text.tokenizer import require_token
+
+CHANGED = "changed "
+"""Beginning of the name of a statistic that tells how a document came back."""
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1000
@@ -29,37 +30,23 @@ _CONTEXT = 15  # characters shown on either side of a change
 class PlainTextTokenizer(DocumentTokenizer):
     """Encodes a special token spelt out in a document as text; counts UTF-8 bytes: `text_bytes`.
 
-    Of a sample of documents, `decoded`, it counts those that their tokens do not give back,
-    `changed`.
+    Of a sample of documents, `decoded`, it counts the ones that their tokens do not give back,
+    `changed`; the first one has a statistic of its own, whose name tells the change.
 
     Args:
         bos_token: Token in front of every document; None for none.
-        changes: Folder for each task's first changed document.
         keep_bytes: Whether to write the bytes behind each token, unless the tokenizer's table
             gives them.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        bos_token: str | None = None,
-        changes: Path | None = None,
-        keep_bytes: bool = False,
-        **options: Any,
+        self, *args: Any, bos_token: str | None = None, keep_bytes: bool = False, **options: Any
     ) -> None:
         super().__init__(*args, **options)
         self.bos_token = bos_token
-        self.changes = changes
         self.keep_bytes = keep_bytes
-        self.rank = 0
         self._number = 0  # of the documents so far
-
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
-        """Tokenise and shuffle this task's documents."""
-        self.rank, self._number = rank, 0
-        if self.changes is not None:
-            self._changes_file().unlink(missing_ok=True)  # left by an interrupted attempt
-        return super().run(data, rank, world_size)
+        self._told = False
 
     @cached_property
     def encoder(self) -> DocumentEncoder:
@@ -74,15 +61,9 @@ class PlainTextTokenizer(DocumentTokenizer):
 
     def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
         """Tokenise documents into a file."""
-        file = self.new_file(filename)
-        self.write_texts(file, data)
-        file.close()
-        return file
-
-    def write_texts(self, file: "CountedFile", data: Iterable[Document]) -> None:
-        """Tokenise documents into an open file."""
         assert self.eos_token is not None
-        begin, end = self.begin(), [require_token(self.tokenizer, self.eos_token, "eos_token")]
+        file = self.new_file(filename)
+        begin, end = self._begin(), [require_token(self.tokenizer, self.eos_token, "eos_token")]
         for batch in _batches(data):
             for document, ids in zip(
                 batch, self.encoder.ids([document.text for document in batch]), strict=True
@@ -90,9 +71,12 @@ class PlainTextTokenizer(DocumentTokenizer):
                 self.stat_update("tokens", value=len(begin) + len(ids) + 1)
                 if self.count(document):
                     self.compare(document, [(document.text, ids)])
-                file.write_ids(np.concatenate([begin, ids, end]))
+                ids_of_file = np.concatenate([begin, ids, end])
+                file.write_bytes(ids_of_file.astype(f"<u{self.token_size}").tobytes())
                 if self.keep_bytes:
                     file.write_token_bytes(self._stored_bytes(document.text, ids, len(begin)))
+        file.close()
+        return file
 
     def new_file(self, filename: str) -> "CountedFile":
         """Return an empty file for this task's tokens."""
@@ -105,8 +89,7 @@ class PlainTextTokenizer(DocumentTokenizer):
             token_size=self.token_size,
         )
 
-    def begin(self) -> list[int]:
-        """Return the ids in front of every document."""
+    def _begin(self) -> list[int]:
         if self.bos_token is None:
             return []
         return [require_token(self.tokenizer, self.bos_token, "bos_token")]
@@ -147,14 +130,10 @@ class PlainTextTokenizer(DocumentTokenizer):
             if decoded == text or (not alone and decoded.lstrip(" ") == text.lstrip(" ")):
                 continue
             self.stat_update("changed")
-            if self.changes is not None and not self._changes_file().exists():
-                change = f"{document.id}: {_first_change(text, decoded)}"
-                append_jsonl(self._changes_file(), {"change": change})
+            if not self._told:
+                self._told = True
+                self.stat_update(f"{CHANGED}{document.id}: {_first_change(text, decoded)}")
             return
-
-    def _changes_file(self) -> Path:
-        assert self.changes is not None
-        return self.changes / f"{self.rank:05d}.jsonl"
 
 
 class CountedFile(TokenizedFile):
@@ -164,10 +143,6 @@ class CountedFile(TokenizedFile):
         super().__init__(*args, **options)
         self._bytes_file: Any = None
         self._needs_bytes = False
-
-    def write_ids(self, ids: np.ndarray) -> None:
-        """Append a document."""
-        self.write_bytes(ids.astype(f"<u{self.token_size}").tobytes())
 
     def write_token_bytes(self, counted: tuple[np.ndarray, bool]) -> None:
         """Append the bytes of a document's tokens, and whether the tokenizer's table gives them."""
@@ -205,12 +180,6 @@ class CountedFile(TokenizedFile):
         super().cleanup()
         if self._bytes_file is not None:
             self.output_folder.rm_file(self.filename + BYTES_SUFFIX)
-
-
-def changed_examples(folder: Path) -> list[str]:
-    """Return the first changed document of every task that noted one."""
-    files = sorted(folder.glob("*.jsonl"))
-    return [record["change"] for path in files for record in read_jsonl(path, {"change": str})]
 
 
 def _batches(documents: Iterable[Document]) -> Generator[list[Document], None, None]:

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_loop.data.prepare.document_tokenizer import changed_examples
+from titan_loop.data.prepare.document_tokenizer import CHANGED
 from titan_loop.data.prepare.executors import Pipeline, statistics
 from titan_loop.data.prepare.pipeline_steps import TextHashes
-from titan_loop.data.prepare.pipelines import CHANGES, HASH_TEXTS, HOLD_OUT, READ, TOKENIZE
+from titan_loop.data.prepare.pipelines import HASH_TEXTS, HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.prepare.readers import (
     DROPPED_BY_READERS,
     REPAIRED_BY_READERS,
     SPELT_CHATML,
     UNUSED,
-    dropped_examples,
-    refuse_malformed,
+    report_dropped,
 )
 from titan_loop.data.shards import file_chunks, index_path, misplaced_eos
 from titan_loop.data.source_card import (
@@ -155,7 +154,8 @@ def _round_trip(
         return {}
     record: dict[str, Any] = {"decoded": decoded, "changed": changed}
     if changed:
-        record["first"] = changed_examples(preparation.logs(CHANGES))[0]
+        examples = (name for count in counts for name in count if name.startswith(CHANGED))
+        record["first"] = next(examples).removeprefix(CHANGED)
         logger.warning(
             f"{preparation.output}: {changed} of {decoded} documents, a sample, do not come back "
             f"from their tokens ({_parts(tokenizer)}); first {record['first']}"
@@ -190,14 +190,7 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
             reasons = {name: counts["dropped"]}
         # Adds: a filter's reason may have the name of a reader's, such as "empty".
         dropped.update({key.removeprefix("dropped_"): n for key, n in reasons.items()})
-    if not dropped:
-        return {}
-    examples = dropped_examples(preparation.logs("dropped"))
-    refuse_malformed(reader, preparation.max_malformed, examples)
-    summary = ", ".join(f"{count} {name}" for name, count in dropped.items())
-    logger.warning("%s: dropped %s of %d records", preparation.output, summary, reader["records"])
-    for example in examples:
-        logger.warning("dropped %s", example)
+    report_dropped(str(preparation.output), reader, preparation.max_malformed, dropped)
     return dict(dropped)
 
 

@@ -7,7 +7,6 @@
 Quality filters come before MinHash, so that a bad document never replaces its good duplicates.
 """
 
-from pathlib import Path
 from typing import Any
 
 from datatrove.pipeline.dedup.minhash import (
@@ -32,9 +31,6 @@ from titan_loop.data.prepare.preparation import Preparation
 from titan_loop.data.prepare.readers import document_reader
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
-CHANGES = "changed"
-"""Folder of the logs with documents that their tokens do not give back."""
-
 READ, HASH_TEXTS, HOLD_OUT, TOKENIZE = "read", "hash_texts", "hold_out", "tokenize"
 """Names of steps. A filter's name counts its drops on the card, unless it gives reasons itself."""
 
@@ -47,7 +43,7 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
         return Pipeline(name=name, steps=steps, tasks=tasks, logs=preparation.logs(name))
 
     pipelines: list[Pipeline] = []
-    steps = {READ: _reader(preparation, preparation.logs("dropped")), **_quality(config)}
+    steps = {READ: _reader(preparation), **_quality(config)}
     if config.minhash is not None:
         signatures, pairs, duplicates = (
             str(work / name) for name in ("signatures", "pairs", "duplicates")
@@ -55,7 +51,7 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
         settings = _minhash_config(config.minhash)
         sign = ShortTextSignature(signatures, settings, language=config.language)
         # A reader and filters of their own, for the statistics of steps are the steps'.
-        own = {READ: _reader(preparation, None), **_quality(config), "signatures": sign}
+        own = {READ: _reader(preparation), **_quality(config), "signatures": sign}
         match = {"buckets": MinhashDedupBuckets(signatures, pairs, config=settings)}
         cluster = {"clusters": MinhashDedupCluster(pairs, duplicates, config=settings)}
         pipelines.append(pipeline("signatures", own))
@@ -82,13 +78,12 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
     return pipelines
 
 
-def _reader(preparation: Preparation, examples: Path | None) -> Any:
+def _reader(preparation: Preparation) -> Any:
     return document_reader(
         preparation.documents,
         paths_file=preparation.logs("inputs.txt"),
         text_key=preparation.text_key,
         chat=preparation.chat,
-        examples=examples,
     )
 
 
@@ -115,7 +110,6 @@ def _tokenizer(preparation: Preparation, split: str) -> PlainTextTokenizer:
         "tokenizer_name_or_path": str(preparation.output / TOKENIZER_NAME),
         "eos_token": preparation.eos_token,
         "bos_token": preparation.bos_token,
-        "changes": preparation.logs(CHANGES),
         "keep_bytes": split == "held_out",
         "seed": 0,
     }

@@ -6,9 +6,10 @@ invalid byte.
 
 import codecs
 import csv
+import logging
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,19 @@ from titan_loop.data.prepare.json_records import (
 )
 from titan_loop.data.prepare.tables import table_rows
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import append_jsonl, read_jsonl
 from titan_loop.text.conversation import RejectedError
 from titan_loop.text.tokenizer import TURN_START
 
-SHOWN_EXAMPLES = 3
+logger = logging.getLogger(__name__)
+
+_SHOWN_EXAMPLES = 3
 _SHOWN_FIELDS = 8
 _MOST_UNUSED = 20  # records may be keyed by names of their own
 DROPPED_BY_READERS = ("malformed", "missing_text", "empty", "rejected")
 """Lines that are not records, records without the field, without text, and with a bad answer."""
 REPAIRED_BY_READERS = (LENIENT, HALF_SURROGATE)
-UNUSED = "unused "
-"""Statistics of records with a field that conversations leave out: this, and the field's name."""
+UNUSED, _EXAMPLE = "unused ", "example: "
+"""Beginnings of statistics' names: a field that conversations leave out; a dropped record."""
 SPELT_CHATML = "spelt_chatml"
 """Statistic of documents whose text spells the token that begins a turn."""
 
@@ -54,33 +56,16 @@ _PLACES = {"jsonl": "line", "json": "record", "text": "document"}
 class CountingReader(BaseReader):
     """Base of all readers: a record becomes a document or is counted as dropped.
 
-    Its statistics are `records`, the reasons in `DROPPED_BY_READERS` and the repairs in
-    `REPAIRED_BY_READERS`. With `chat`, records are conversations. The folder `examples`, if there
-    is one, takes the first few dropped records of each task.
+    Its statistics are `records`, the reasons in `DROPPED_BY_READERS`, the repairs in
+    `REPAIRED_BY_READERS`, and the first few dropped records of a task, in words. With `chat`,
+    records are conversations.
     """
 
-    def __init__(
-        self, *args: Any, chat: ChatRecords | None, examples: str | None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, chat: ChatRecords | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.chat = chat
-        self.examples = examples
         self.shown = 0
         self.unused: set[str] = set()
-        self.rank = 0
-
-    def run(
-        self, data: Any = None, rank: int = 0, world_size: int = 1
-    ) -> Generator[Document, None, None]:
-        """Read this task's documents."""
-        self.begin(rank)
-        yield from super().run(data, rank, world_size)  # pyright: ignore[reportAbstractUsage]
-
-    def begin(self, rank: int) -> None:
-        """Begin a task anew."""
-        self.rank = rank
-        if self.examples is not None:
-            self._examples_file().unlink(missing_ok=True)  # left by an interrupted attempt
 
     def get_document_from_dict(
         self, data: Mapping[str, Any], source_file: str, id_in_file: int | str
@@ -114,21 +99,16 @@ class CountingReader(BaseReader):
     def drop(self, kind: str, source_file: str, id_in_file: int | str, reason: str) -> None:
         """Count a dropped record; keep the task's first few as examples."""
         self.stat_update(kind)
-        if self.examples is not None and self.shown < SHOWN_EXAMPLES:
+        if self.shown < _SHOWN_EXAMPLES:
             self.shown += 1
             place = self.place(source_file, id_in_file)
-            record = {"file": source_file, "record": place, "reason": reason}
-            append_jsonl(self._examples_file(), record)
+            self.stat_update(f"{_EXAMPLE}{source_file}, {place}: {reason}")
 
     def _note_unused(self, names: Iterable[str]) -> None:
         for name in names:
             if name in self.unused or len(self.unused) < _MOST_UNUSED:
                 self.unused.add(name)
                 self.stat_update(f"{UNUSED}{name}")
-
-    def _examples_file(self) -> Path:
-        assert self.examples is not None
-        return Path(self.examples) / f"{self.rank:05d}.jsonl"
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
@@ -149,24 +129,26 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     return text
 
 
-def refuse_malformed(counts: Mapping[str, int], most: float, examples: Sequence[str]) -> None:
-    """Raise `UserError` if more than a share `most` of the records are no documents by a fault."""
+def report_dropped(
+    called: str, counts: Mapping[str, int], most: float, reasons: Mapping[str, int]
+) -> None:
+    """Warn about dropped records, by reason, with examples.
+
+    Raises `UserError` if more than a share `most` of the records are malformed or lack their text.
+    """
+    named = (name.removeprefix(_EXAMPLE) for name in counts if name.startswith(_EXAMPLE))
+    examples = [*islice(named, _SHOWN_EXAMPLES)]
     bad = counts["malformed"] + counts["missing_text"]
     if bad > most * counts["records"]:
         raise UserError(
             f"inputs: {bad} of {counts['records']} records are malformed or lack their text, more "
             f"than --max-malformed {most:g} allows; {'; '.join(examples)}"
         )
-
-
-def dropped_examples(folder: Path) -> list[str]:
-    """Return the first few dropped records that readers noted in a folder."""
-    files = sorted(folder.glob("*.jsonl"))
-    records = [record for path in files for record in read_jsonl(path, {"reason": str})]
-    return [
-        f"{record['file']}, {record['record']}: {record['reason']}"
-        for record in records[:SHOWN_EXAMPLES]
-    ]
+    if reasons:
+        summary = ", ".join(f"{count} {name}" for name, count in reasons.items())
+        logger.warning("%s: dropped %s of %d records", called, summary, counts["records"])
+        for example in examples:
+            logger.warning("dropped %s", example)
 
 
 class FileReader(CountingReader, BaseDiskReader):
@@ -276,7 +258,6 @@ class PipelineReader(CountingReader):
         self, data: Any = None, rank: int = 0, world_size: int = 1
     ) -> Generator[Document, None, None]:
         """Read this task's documents."""
-        self.begin(rank)
         pipeline = Pipeline(self.pipeline, rank, world_size, field="pipeline")
         for number, item in enumerate(chain.from_iterable(pipeline), start=1):
             if not isinstance(item, str):
@@ -293,14 +274,9 @@ def document_reader(
     paths_file: Path,
     text_key: str,
     chat: ChatRecords | None,
-    examples: Path | None,
 ) -> CountingReader:
     """Return the reader for `documents`."""
-    options: dict[str, Any] = {
-        "text_key": text_key,
-        "chat": chat,
-        "examples": None if examples is None else str(examples),
-    }
+    options: dict[str, Any] = {"text_key": text_key, "chat": chat}
     if documents.pipeline:
         return PipelineReader(documents.pipeline, **options)
     kinds = {file.path.lstrip("/"): file.kind for file in documents.all_files()}

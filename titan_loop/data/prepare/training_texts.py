@@ -7,6 +7,7 @@ letters without a space, such as a genome, or of Chinese without punctuation.
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +18,7 @@ from titan_loop.data.prepare.documents import Documents
 from titan_loop.data.prepare.readers import (
     DROPPED_BY_READERS,
     document_reader,
-    dropped_examples,
-    refuse_malformed,
+    report_dropped,
 )
 
 if TYPE_CHECKING:
@@ -47,13 +47,8 @@ def training_texts(
     characters = long_words = left_out = number = 0
     began = said = time.monotonic()
     with TemporaryDirectory() as folder:
-        reader = document_reader(
-            documents,
-            paths_file=Path(folder) / "inputs.txt",
-            text_key=text_key,
-            chat=None,
-            examples=Path(folder),
-        )
+        paths = Path(folder) / "inputs.txt"
+        reader = document_reader(documents, paths_file=paths, text_key=text_key, chat=None)
         for number, document in enumerate(reader.run(), start=1):
             cut = without_long_words(document.text, words)
             yield from cut.parts
@@ -63,15 +58,9 @@ def training_texts(
             if time.monotonic() - said >= _PROGRESS_SECONDS:
                 said = time.monotonic()
                 logger.info("%d documents, %.1f M characters read", number, characters / 1e6)
-        counts = {kind: int(reader.stats[kind].total) for kind in ("records", *DROPPED_BY_READERS)}
-        examples = dropped_examples(Path(folder))
-        refuse_malformed(counts, max_malformed, examples)
-    if dropped := ", ".join(
-        f"{counts[kind]} {kind}" for kind in DROPPED_BY_READERS if counts[kind]
-    ):
-        logger.warning("tokenizer inputs: dropped %s of %d records", dropped, counts["records"])
-        for example in examples:
-            logger.warning("dropped %s", example)
+    counts = Counter({name: int(value.total) for name, value in reader.stats.stats.items()})
+    reasons = {kind: counts[kind] for kind in DROPPED_BY_READERS if counts[kind]}
+    report_dropped("tokenizer inputs", counts, max_malformed, reasons)
     if long_words:
         logger.warning(
             f"tokenizer inputs: {long_words} words of more than {LONGEST_WORD} characters were "
