@@ -105,350 +105,268 @@ _FORGETFUL = (
 )
 
 ROWS: Rows = {
-    "Chats, with `--chat`: records": {
-        (
-            "`messages` of `role` and `content` → ChatML; the assistant's words and the end"
-            " of its turn are targets"
-        ): _chat(_messages(_USER, _ANSWER)),
-        "`messages` as a JSON string → the same": _chat(
-            [{"messages": json.dumps([_USER, _ANSWER])}]
-        ),
-        "messages in `dialog`, with `--messages-key dialog` → the same": _chat(
-            [{"dialog": [_USER, _ANSWER]}], options={"messages_key": "dialog"}
-        ),
-        (
-            "Parquet, where each message and each call has every field → the same; null is "
-            "an absent field"
-        ): _chat(
-            {
-                "a.parquet": parquet(
-                    {
-                        "messages": [
-                            [{**_USER, "weight": None}, _ANSWER],
-                            _calling(content=None, tool_calls=[_called({"a": 1, "b": None})]),
-                        ]
-                    }
-                )
-            },
-            (_PLAIN, _WITH_CALL),
-            (f"2{_END}", _CALL_TARGETS),
-            inputs=("a.parquet",),
-        ),
-        (
-            "ShareGPT: `conversations` of `from` and `value` → the same; human is the user,"
-            " gpt the assistant"
-        ): _chat([{"conversations": _sharegpt(("human", "1+1?"), ("gpt", "2"))}]),
-        (
-            "`question` and `answer` beside `context` and `system` → `system` is the first "
-            "turn; the context follows the question"
-        ): _chat(
-            [{"question": "1+1?", "context": "In Z.", "answer": "2", "system": "Count."}],
-            _chatml(("system", "Count."), ("user", "1+1?\n\nIn Z."), ("assistant", "2")),
-        ),
-        (
-            "Alpaca: `instruction`, `input`, `output` → the input, if there is one, follows"
-            " the instruction"
-        ): _chat(
-            [
-                {"instruction": "Add.", "input": "1 1", "output": "2"},
-                {"instruction": "1+1?", "input": "", "output": "2"},
-            ],
-            (_chatml(("user", "Add.\n\n1 1"), ("assistant", "2")), _PLAIN),
-            (f"2{_END}", f"2{_END}"),
-        ),
-        (
-            "Alpaca with `history`, pairs of questions and answers → the pairs come first, "
-            "and their answers are targets, too"
-        ): _chat(
-            [{"instruction": "2+1?", "output": "3", "history": [["1+1?", "2"]]}],
-            _TWICE,
-            f"2{_END}3{_END}",
-        ),
-        "Dolly: `instruction`, `context`, `response` → the same as Alpaca": _chat(
-            [{"instruction": "Add.", "context": "1 1", "response": "2", "category": "math"}],
-            _chatml(("user", "Add.\n\n1 1"), ("assistant", "2")),
-        ),
-        "`prompt` and `completion`: strings → a question and its answer": _chat(
-            [{"prompt": "1+1?", "completion": "2"}]
-        ),
-        "`prompt` and `completion`: lists of messages → one after the other": _chat(
-            [{"prompt": [_USER], "completion": [_ANSWER]}]
-        ),
-        (
-            'a completion or messages with `label: false`, `"False"`, or `kto_tag: false` →'
-            " dropped as rejected"
-        ): _chat(
-            [
-                {"prompt": "1+1?", "completion": "3", "label": False},
-                {"prompt": "1+1?", "completion": "2", "label": True},
-                {"prompt": "1+1?", "completion": "3", "label": "False"},
-                *_messages(_USER, {**_ANSWER, "content": "3"}, label=False),
-                *_messages(_USER, {**_ANSWER, "content": "3"}, kto_tag=False),
-            ],
-            dropped={"rejected": 4},
-        ),
-        "preferences: `prompt`, `chosen`, `rejected`, strings → the chosen answer": _chat(
-            [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}]
-        ),
-        "preferences: `chosen` is the whole conversation → that conversation": _chat(
-            [{"prompt": "1+1?", "chosen": [_USER, _ANSWER], "rejected": [_USER]}]
-        ),
-        (
-            "preferences: `conversations` up to the user's turn, `chosen` is one message → both"
-        ): _chat([{"conversations": [_USER], "chosen": {"from": "gpt", "value": "2"}}]),
-        (
-            "a record with none of these → refused with its fields; up to `--max-malformed`"
-            " of them are dropped"
-        ): _chat(
-            [{"body": "1+1?", "reply": "2"}],
-            refused=r"no messages, .* answer \(fields: body, reply\); --messages-key names",
-        ),
-    },
-    "Chats: messages and targets": {
-        "roles developer, human, Assistant, model and bot → system, user and assistant": _chat(
-            [
-                {"messages": [{"role": a, "content": "1+1?"}, {"role": b, "content": "2"}]}
-                for a, b in (("human", "Assistant"), ("user", "model"), ("User", "bot"))
-            ]
-            + _messages({"role": "developer", "content": "Count."}, _USER, _ANSWER),
-            (*[_PLAIN] * 3, _chatml(("system", "Count."), ("user", "1+1?"), ("assistant", "2"))),
-            (f"2{_END}",) * 4,
-        ),
-        "a role that is unknown → malformed, with the message's fields": _chat(
-            _messages({"role": "narrator", "content": "Once."}, _ANSWER),
-            refused=r"a message has the role 'narrator' \(fields: role, content\)",
-        ),
-        "content in parts of text → their texts, joined": _chat(
-            _messages(
+    # Chats, with `--chat`: records
+    "messages": _chat(_messages(_USER, _ANSWER)),
+    "messages as a string": _chat([{"messages": json.dumps([_USER, _ANSWER])}]),
+    "messages-key": _chat([{"dialog": [_USER, _ANSWER]}], options={"messages_key": "dialog"}),
+    "messages in Parquet": _chat(
+        {
+            "a.parquet": parquet(
                 {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}],
-                },
-                {"role": "assistant", "content": ["2"]},
+                    "messages": [
+                        [{**_USER, "weight": None}, _ANSWER],
+                        _calling(content=None, tool_calls=[_called({"a": 1, "b": None})]),
+                    ]
+                }
             )
+        },
+        (_PLAIN, _WITH_CALL),
+        (f"2{_END}", _CALL_TARGETS),
+        inputs=("a.parquet",),
+    ),
+    "ShareGPT": _chat([{"conversations": _sharegpt(("human", "1+1?"), ("gpt", "2"))}]),
+    "question and answer": _chat(
+        [{"question": "1+1?", "context": "In Z.", "answer": "2", "system": "Count."}],
+        _chatml(("system", "Count."), ("user", "1+1?\n\nIn Z."), ("assistant", "2")),
+    ),
+    "Alpaca": _chat(
+        [
+            {"instruction": "Add.", "input": "1 1", "output": "2"},
+            {"instruction": "1+1?", "input": "", "output": "2"},
+        ],
+        (_chatml(("user", "Add.\n\n1 1"), ("assistant", "2")), _PLAIN),
+        (f"2{_END}", f"2{_END}"),
+    ),
+    "Alpaca with history": _chat(
+        [{"instruction": "2+1?", "output": "3", "history": [["1+1?", "2"]]}],
+        _TWICE,
+        f"2{_END}3{_END}",
+    ),
+    "Dolly": _chat(
+        [{"instruction": "Add.", "context": "1 1", "response": "2", "category": "math"}],
+        _chatml(("user", "Add.\n\n1 1"), ("assistant", "2")),
+    ),
+    "completion": _chat([{"prompt": "1+1?", "completion": "2"}]),
+    "completion of messages": _chat([{"prompt": [_USER], "completion": [_ANSWER]}]),
+    "rejected labels": _chat(
+        [
+            {"prompt": "1+1?", "completion": "3", "label": False},
+            {"prompt": "1+1?", "completion": "2", "label": True},
+            {"prompt": "1+1?", "completion": "3", "label": "False"},
+            *_messages(_USER, {**_ANSWER, "content": "3"}, label=False),
+            *_messages(_USER, {**_ANSWER, "content": "3"}, kto_tag=False),
+        ],
+        dropped={"rejected": 4},
+    ),
+    "chosen": _chat([{"prompt": "1+1?", "chosen": "2", "rejected": "3"}]),
+    "chosen conversation": _chat(
+        [{"prompt": "1+1?", "chosen": [_USER, _ANSWER], "rejected": [_USER]}]
+    ),
+    "chosen message": _chat([{"conversations": [_USER], "chosen": {"from": "gpt", "value": "2"}}]),
+    "no chat": _chat(
+        [{"body": "1+1?", "reply": "2"}],
+        refused=r"no messages, .* answer \(fields: body, reply\); --messages-key names",
+    ),
+    # Chats: messages and targets
+    "roles": _chat(
+        [
+            {"messages": [{"role": a, "content": "1+1?"}, {"role": b, "content": "2"}]}
+            for a, b in (("human", "Assistant"), ("user", "model"), ("User", "bot"))
+        ]
+        + _messages({"role": "developer", "content": "Count."}, _USER, _ANSWER),
+        (*[_PLAIN] * 3, _chatml(("system", "Count."), ("user", "1+1?"), ("assistant", "2"))),
+        (f"2{_END}",) * 4,
+    ),
+    "unknown role": _chat(
+        _messages({"role": "narrator", "content": "Once."}, _ANSWER),
+        refused=r"a message has the role 'narrator' \(fields: role, content\)",
+    ),
+    "parts of text": _chat(
+        _messages(
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}],
+            },
+            {"role": "assistant", "content": ["2"]},
+        )
+    ),
+    "parts of calls": _chat(
+        [
+            {
+                "chosen_messages": [
+                    {"role": "user", "content": [{"type": "text", "value": "1+1?"}]},
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "reasoning", "value": "Add."},
+                            {
+                                "type": "tool_call",
+                                "value": '{"name": "add", "arguments": {"a": 1}}',
+                            },
+                        ],
+                    },
+                ],
+                "rejected_messages": [],
+            }
+        ],
+        _chatml(("user", "1+1?"), ("assistant", f"<think>\nAdd.\n</think>\n\n{_CALL}")),
+        f"<think>\nAdd.\n</think>\n\n{_CALL}{_END}",
+    ),
+    "images": _chat(
+        _messages({"role": "user", "content": "<image>What is it?"}, _ANSWER, images=["a.png"]),
+        refused="'images' is not empty, and only text can be trained on",
+    ),
+    "parts of images": _chat(
+        _messages({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, _ANSWER),
+        refused="a part of type 'image_url', which is not text",
+    ),
+    "tool_calls": _chat(
+        _messages(
+            {"role": "system", "content": "Count."},
+            *_calling(content="", tool_calls=[_called({"a": 1})]),
+            tools=[{"type": "function", "function": _FUNCTION}],
+        ),
+        _chatml(("system", f"Count.\n\n{_TOOLS}")) + _WITH_CALL,
+        _CALL_TARGETS,
+    ),
+    "tool_calls as strings": _chat(
+        _messages(*_calling(content=None, tool_calls=[_called('{"a": 1}')]), functions=[_FUNCTION]),
+        _chatml(("system", _TOOLS)) + _WITH_CALL,
+        _CALL_TARGETS,
+    ),
+    "calls and words": _chat(
+        _messages(_USER, {**_ANSWER, "tool_calls": [_called({"a": 1})] * 2}),
+        _chatml(("user", "1+1?"), ("assistant", f"2\n{_CALL}\n{_CALL}")),
+        f"2\n{_CALL}\n{_CALL}{_END}",
+    ),
+    "function_call": _chat(
+        _messages(*_calling(content=None, function_call={"name": "add", "arguments": '{"a": 1}'})),
+        _WITH_CALL,
+        _CALL_TARGETS,
+    ),
+    "ShareGPT's calls": _chat(
+        [
+            {
+                "conversations": _sharegpt(
+                    ("human", "1+1?"),
+                    ("function_call", '{"name": "add", "arguments": {"a": 1}}'),
+                    ("observation", answer),
+                    ("gpt", "2"),
+                )
+            }
+            for answer in ("2", "<tool_response>\n2\n</tool_response>")
+        ],
+        (_WITH_CALL,) * 2,
+        (_CALL_TARGETS,) * 2,
+    ),
+    "reasoning": _chat(
+        _messages(_USER, {**_ANSWER, "reasoning_content": "Add."})
+        + _messages(
+            _USER,
+            {**_ANSWER, "content": [{"type": "thinking", "thinking": "Add."}, "2"]},
+            *_MORE,
         ),
         (
-            "parts of type text, reasoning and tool_call with a `value`, in "
-            "`chosen_messages` → text, reasoning and a call"
-        ): _chat(
-            [
-                {
-                    "chosen_messages": [
-                        {"role": "user", "content": [{"type": "text", "value": "1+1?"}]},
-                        {
-                            "role": "assistant",
-                            "content": [
-                                {"type": "reasoning", "value": "Add."},
-                                {
-                                    "type": "tool_call",
-                                    "value": '{"name": "add", "arguments": {"a": 1}}',
-                                },
-                            ],
-                        },
-                    ],
-                    "rejected_messages": [],
-                }
-            ],
-            _chatml(("user", "1+1?"), ("assistant", f"<think>\nAdd.\n</think>\n\n{_CALL}")),
-            f"<think>\nAdd.\n</think>\n\n{_CALL}{_END}",
+            _chatml(("user", "1+1?"), ("assistant", "<think>\nAdd.\n</think>\n\n2")),
+            _TWICE.replace("assistant\n2", "assistant\n<think>\nAdd.\n</think>\n\n2"),
         ),
-        "messages beside `images`, `audios` or `videos` that are not empty → malformed": _chat(
-            _messages({"role": "user", "content": "<image>What is it?"}, _ANSWER, images=["a.png"]),
-            refused="'images' is not empty, and only text can be trained on",
+        (f"<think>\nAdd.\n</think>\n\n2{_END}", f"<think>\nAdd.\n</think>\n\n2{_END}3{_END}"),
+    ),
+    "weights": _chat(
+        [
+            {"messages": [_USER, {**_ANSWER, key: 0}, _MORE[0], {**_MORE[1], key: 1}]}
+            for key in ("weight", "loss_weight")
+        ]
+        + [
+            {"messages": [_USER, {**_ANSWER, key: False}, _MORE[0], {**_MORE[1], key: True}]}
+            for key in ("loss", "train", "training")
+        ],
+        (_TWICE,) * 5,
+        (f"3{_END}",) * 5,
+    ),
+    "empty answers": _chat(
+        [
+            *_messages(_USER, {"role": "assistant", "content": ""}, *_MORE),
+            *_messages(_USER, {"role": "assistant", "content": None}),
+            *_messages(_USER, {**_ANSWER, "weight": 0}),
+        ],
+        _TWICE.replace("assistant\n2", "assistant\n"),
+        f"3{_END}",
+        dropped={"empty": 2},
+    ),
+    "refusal": _chat(
+        _messages(_USER, {"role": "assistant", "content": None, "refusal": "No."}),
+        _chatml(("user", "1+1?"), ("assistant", "No.")),
+        f"No.{_END}",
+    ),
+    "half a pair in a chat": _chat(
+        [{"messages": json.dumps([_USER, {**_ANSWER, "content": "\ud83d"}])}],
+        refused="a message holds half of a surrogate pair",
+    ),
+    "bad arguments": _chat(
+        [
+            *_messages(*_calling(tool_calls=[_called("{")])),
+            *_messages(*_calling(tool_calls=[_called("[" * 200 + "]" * 200)])),
+        ],
+        refused="'arguments' is a string, but not of JSON .* nested more than 100 levels deep",
+    ),
+    "two system prompts": _chat(
+        _messages({"role": "system", "content": "Count."}, _USER, _ANSWER, system="Add."),
+        refused="'system' and the first message are two system prompts",
+    ),
+    "spelt control tokens": _chat(
+        _messages({"role": "user", "content": f"1{_END}\n<|im_start|>assistant\n3"}, _ANSWER),
+        _chatml(("user", f"1{_END}\n<|im_start|>assistant\n3"), ("assistant", "2")),
+    ),
+    "ChatML as text": Shape(
+        {"a.jsonl": jsonl([_PLAIN])},
+        train=(_PLAIN,),
+        warned=("1 documents spell <|im_start|>, which stays text",),
+    ),
+    # Chats: templates
+    "template with marks": _chat(
+        _with_template(_MARKED),
+        f"user: 1+1?{_END}\nassistant: 2{_END}\nuser: 2+1?{_END}\nassistant: 3{_END}\n",
+        f"2{_END}3{_END}",
+        options={"chat_template": "t.jinja"},
+    ),
+    "template without marks": _chat(
+        _messages(_USER, _ANSWER, *_MORE),
+        f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}[user] 2+1?{_END}[assistant] 3{_END}",
+        f"2{_END}3{_END}",
+        tokenizer=_own_template,
+        options={"chat_template": "tokenizer"},
+    ),
+    "template that rewrites": _chat(
+        _with_template(_FORGETFUL),
+        options={"chat_template": "t.jinja"},
+        refused="the chat template rewrites a turn once others follow",
+    ),
+    "template that refuses": _chat(
+        _with_template(
+            "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + _BRACKETS
         ),
-        "content in parts of another kind → malformed, with the kind": _chat(
-            _messages(
-                {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, _ANSWER
-            ),
-            refused="a part of type 'image_url', which is not text",
-        ),
-        (
-            "`tool_calls` beside empty content, and `tools` → Hermes' form: tools in the "
-            "system turn, the call as JSON; it is a target"
-        ): _chat(
-            _messages(
-                {"role": "system", "content": "Count."},
-                *_calling(content="", tool_calls=[_called({"a": 1})]),
-                tools=[{"type": "function", "function": _FUNCTION}],
-            ),
-            _chatml(("system", f"Count.\n\n{_TOOLS}")) + _WITH_CALL,
-            _CALL_TARGETS,
-        ),
-        (
-            "`tool_calls` with a JSON string, content null; `functions` without a system "
-            "turn → the same"
-        ): _chat(
-            _messages(
-                *_calling(content=None, tool_calls=[_called('{"a": 1}')]), functions=[_FUNCTION]
-            ),
-            _chatml(("system", _TOOLS)) + _WITH_CALL,
-            _CALL_TARGETS,
-        ),
-        "a call is the only answer, with words before it → both are targets": _chat(
-            _messages(_USER, {**_ANSWER, "tool_calls": [_called({"a": 1})] * 2}),
-            _chatml(("user", "1+1?"), ("assistant", f"2\n{_CALL}\n{_CALL}")),
-            f"2\n{_CALL}\n{_CALL}{_END}",
-        ),
-        "`function_call` of an older API → a call": _chat(
-            _messages(
-                *_calling(content=None, function_call={"name": "add", "arguments": '{"a": 1}'})
-            ),
-            _WITH_CALL,
-            _CALL_TARGETS,
-        ),
-        (
-            "ShareGPT's turns function_call and observation; an answer between tags already"
-            " → a call and a tool's answer"
-        ): _chat(
-            [
-                {
-                    "conversations": _sharegpt(
-                        ("human", "1+1?"),
-                        ("function_call", '{"name": "add", "arguments": {"a": 1}}'),
-                        ("observation", answer),
-                        ("gpt", "2"),
-                    )
-                }
-                for answer in ("2", "<tool_response>\n2\n</tool_response>")
-            ],
-            (_WITH_CALL,) * 2,
-            (_CALL_TARGETS,) * 2,
-        ),
-        (
-            "`reasoning_content`, or a part of type thinking → between `<think>` tags "
-            "before the answer, in every turn; a target"
-        ): _chat(
-            _messages(_USER, {**_ANSWER, "reasoning_content": "Add."})
-            + _messages(
-                _USER,
-                {**_ANSWER, "content": [{"type": "thinking", "thinking": "Add."}, "2"]},
-                *_MORE,
-            ),
-            (
-                _chatml(("user", "1+1?"), ("assistant", "<think>\nAdd.\n</think>\n\n2")),
-                _TWICE.replace("assistant\n2", "assistant\n<think>\nAdd.\n</think>\n\n2"),
-            ),
-            (f"<think>\nAdd.\n</think>\n\n2{_END}", f"<think>\nAdd.\n</think>\n\n2{_END}3{_END}"),
-        ),
-        (
-            "`weight: 0`, `loss_weight: 0`, or `loss`, `train` or `training` that is false "
-            "→ read, but no target"
-        ): _chat(
-            [
-                {"messages": [_USER, {**_ANSWER, key: 0}, _MORE[0], {**_MORE[1], key: 1}]}
-                for key in ("weight", "loss_weight")
-            ]
-            + [
-                {"messages": [_USER, {**_ANSWER, key: False}, _MORE[0], {**_MORE[1], key: True}]}
-                for key in ("loss", "train", "training")
-            ],
-            (_TWICE,) * 5,
-            (f"3{_END}",) * 5,
-        ),
-        (
-            "an empty answer, without a call → never a target; a conversation without any "
-            "is dropped as empty"
-        ): _chat(
-            [
-                *_messages(_USER, {"role": "assistant", "content": ""}, *_MORE),
-                *_messages(_USER, {"role": "assistant", "content": None}),
-                *_messages(_USER, {**_ANSWER, "weight": 0}),
-            ],
-            _TWICE.replace("assistant\n2", "assistant\n"),
-            f"3{_END}",
-            dropped={"empty": 2},
-        ),
-        "`refusal` in place of content → what the assistant says": _chat(
-            _messages(_USER, {"role": "assistant", "content": None, "refusal": "No."}),
-            _chatml(("user", "1+1?"), ("assistant", "No.")),
-            f"No.{_END}",
-        ),
-        "half of a surrogate pair in JSON within a string → malformed": _chat(
-            [{"messages": json.dumps([_USER, {**_ANSWER, "content": "\ud83d"}])}],
-            refused="a message holds half of a surrogate pair",
-        ),
-        "arguments of a call that are not JSON, or nested without end → malformed": _chat(
-            [
-                *_messages(*_calling(tool_calls=[_called("{")])),
-                *_messages(*_calling(tool_calls=[_called("[" * 200 + "]" * 200)])),
-            ],
-            refused="'arguments' is a string, but not of JSON .* nested more than 100 levels deep",
-        ),
-        "two different system prompts → malformed": _chat(
-            _messages({"role": "system", "content": "Count."}, _USER, _ANSWER, system="Add."),
-            refused="'system' and the first message are two system prompts",
-        ),
-        (
-            "control tokens that a message spells → text; `data show` prints a backslash "
-            "before them"
-        ): _chat(
-            _messages({"role": "user", "content": f"1{_END}\n<|im_start|>assistant\n3"}, _ANSWER),
-            _chatml(("user", f"1{_END}\n<|im_start|>assistant\n3"), ("assistant", "2")),
-        ),
-        (
-            "texts that are ChatML already, without `--chat` → text, of which every token "
-            "is a target, with a warning"
-        ): Shape(
-            {"a.jsonl": jsonl([_PLAIN])},
-            train=(_PLAIN,),
-            warned=("1 documents spell <|im_start|>, which stays text",),
-        ),
-    },
-    "Chats: templates": {
-        (
-            "`--chat-template FILE` with `{% generation %}` marks → targets are what stands"
-            " between them"
-        ): _chat(
-            _with_template(_MARKED),
-            f"user: 1+1?{_END}\nassistant: 2{_END}\nuser: 2+1?{_END}\nassistant: 3{_END}\n",
-            f"2{_END}3{_END}",
-            options={"chat_template": "t.jinja"},
-        ),
-        (
-            "`--chat-template tokenizer`: a template without marks beside the tokenizer → "
-            "targets are what each answer adds, up to the token that ends it"
-        ): _chat(
-            _messages(_USER, _ANSWER, *_MORE),
-            f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}[user] 2+1?{_END}[assistant] 3{_END}",
-            f"2{_END}3{_END}",
-            tokenizer=_own_template,
-            options={"chat_template": "tokenizer"},
-        ),
-        "a template without marks that changes earlier turns → malformed": _chat(
-            _with_template(_FORGETFUL),
-            options={"chat_template": "t.jinja"},
-            refused="the chat template rewrites a turn once others follow",
-        ),
-        "a template that refuses a conversation → malformed, with its own words": _chat(
-            _with_template(
-                "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}"
-                + _BRACKETS
-            ),
-            options={"chat_template": "t.jinja"},
-            refused="the chat template fails: too long",
-        ),
-        (
-            "a template that leaves out tool calls → a conversation with calls is "
-            "malformed; tools, reasoning and system turns are named"
-        ): _chat(
-            [
-                *_messages(_USER, {"role": "assistant", "content": "", "tool_calls": [_FUNCTION]}),
-                *_messages(_USER, {**_ANSWER, "reasoning": "Add."}, tools=[_FUNCTION]),
-            ],
-            f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}",
-            tokenizer=_own_template,
-            options={"chat_template": "tokenizer"},
-            dropped={"malformed": 1},
-        ),
-        "a template whose answers end in no special token → refused": _chat(
-            _with_template(_BRACKETS.replace("<|im_end|>", "")),
-            options={"chat_template": "t.jinja"},
-            refused="no special token ends the assistant's turn",
-        ),
-        "`--chat-template tokenizer` where there is none → refused": _chat(
-            _messages(_USER, _ANSWER),
-            options={"chat_template": "tokenizer"},
-            refused="chat_template=tokenizer: .* has neither chat_template.jinja",
-        ),
-    },
+        options={"chat_template": "t.jinja"},
+        refused="the chat template fails: too long",
+    ),
+    "template without calls": _chat(
+        [
+            *_messages(_USER, {"role": "assistant", "content": "", "tool_calls": [_FUNCTION]}),
+            *_messages(_USER, {**_ANSWER, "reasoning": "Add."}, tools=[_FUNCTION]),
+        ],
+        f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}",
+        tokenizer=_own_template,
+        options={"chat_template": "tokenizer"},
+        dropped={"malformed": 1},
+    ),
+    "template without end": _chat(
+        _with_template(_BRACKETS.replace("<|im_end|>", "")),
+        options={"chat_template": "t.jinja"},
+        refused="no special token ends the assistant's turn",
+    ),
+    "no template": _chat(
+        _messages(_USER, _ANSWER),
+        options={"chat_template": "tokenizer"},
+        refused="chat_template=tokenizer: .* has neither chat_template.jinja",
+    ),
 }

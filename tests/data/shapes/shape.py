@@ -1,6 +1,6 @@
 """One shape of data that people have: its files, and what becomes of them.
 
-`page.py` writes `titan_loop/data/SHAPES.md` from the rows, a line each.
+`titan_loop/data/SHAPES.md` says in words what each row is.
 """
 
 import io
@@ -58,8 +58,8 @@ class Shape:
             path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-Rows = Mapping[str, Mapping[str, Shape]]
-"""Rows by section, and by words: "found → what becomes of it"."""
+Rows = Mapping[str, Shape]
+"""Rows by their names in the page."""
 
 
 def json_lines(records: Sequence[Any]) -> bytes:

@@ -129,110 +129,85 @@ def _far_id() -> str:
 
 
 ROWS: Rows = {
-    "Tokenizers": {
-        "the 256 bytes without merges → every text comes back": _row(byte_level),
-        (
-            "normalizer NFC (Qwen), texts in NFD → the ids are of NFC, the bytes of the "
-            "document; a warning with share and first example"
-        ): _row(
-            lambda: byte_level(normalizer=normalizers.NFC()),
-            texts=_KOREAN,
-            stored=tuple(unicodedata.normalize("NFC", text) for text in _KOREAN),
-            warned=(
-                "2 of 2 documents, a sample, " + _BACK + " from their tokens (normalizer NFC,",
-            ),
+    # Tokenizers
+    "256 bytes": _row(byte_level),
+    "NFC": _row(
+        lambda: byte_level(normalizer=normalizers.NFC()),
+        texts=_KOREAN,
+        stored=tuple(unicodedata.normalize("NFC", text) for text in _KOREAN),
+        warned=(f"2 of 2 documents, a sample, {_BACK} from their tokens; first /",),
+    ),
+    "NFKC": _row(
+        lambda: byte_level(normalizer=normalizers.NFKC()),
+        texts=_MIXED,
+        stored=("Größe Full 1 x = 1", _MIXED[1]),
+        warned=(
+            "first /",
+            "/a.jsonl/1: 'Größe Ｆｕｌｌ ① x = 1' comes back as 'Größe Full 1 x = 1'",
         ),
-        "normalizer NFKC → the same": _row(
-            lambda: byte_level(normalizer=normalizers.NFKC()),
-            texts=_MIXED,
-            stored=("Größe Full 1 x = 1", _MIXED[1]),
-            warned=(
-                "first /",
-                "/a.jsonl/1: 'Größe Ｆｕｌｌ ① x = 1' comes back as 'Größe Full 1 x = 1'",
-            ),
-        ),
-        "normalizer Lowercase → the same: equal in bytes, another text": _row(
-            lambda: byte_level(normalizer=normalizers.Lowercase()),
-            texts=_MIXED,
-            stored=("größe ｆｕｌｌ ① x = 1", "if ready:\n\treturn  2"),
-            warned=(_BACK,),
-        ),
-        (
-            "ByteLevel with `add_prefix_space` (RoBERTa) → a space in front that is no byte"
-            " of the document; a warning"
-        ): _row(
-            lambda: byte_level(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
-            stored=tuple(f" {text}" for text in TEXTS),
-            warned=("3 of 3 documents",),
-        ),
-        (
-            "pre-tokenizer Whitespace → white space is lost to the ids and counted in the "
-            "bytes; a warning"
-        ): _row(
-            lambda: byte_level(pre_tokenizer=_LOSES_SPACES),
-            texts=_MIXED,
-            stored=("GrößeＦｕｌｌ①x=1", "ifReady:return2"),
-            warned=("pre-tokenizer Whitespace + ByteLevel",),
-        ),
-        (
-            "byte-level BPE trained without all 256 bytes → missing bytes are lost to the "
-            "ids and counted in the bytes; a warning"
-        ): _row(
-            _without_bytes,
-            texts=("x = 9 ~", "the third"),
-            stored=("x =  ", "the third"),
-            warned=("1 of 2 documents",),
-        ),
-        "WordPiece (BERT) → lower case, no spaces, `[UNK]` for what it lacks; a warning": _row(
-            _word_piece,
-            texts=("the Third 9", "second"),
-            stored=("thethird[UNK]", "second"),
-            warned=("normalizer BertNormalizer, pre-tokenizer BertPreTokenizer, model WordPiece",),
-        ),
-        (
-            "SentencePiece with byte fallback (Llama 2, TinyLlama, Mistral) → every text "
-            "comes back; `generate`, scores and exports work"
-        ): _row(sentencepiece, texts=("the 漢字 cat\n  sat", " A b")),
-        (
-            "a BOS in the template (Llama 3, DeepSeek) → BOS in front of every document, "
-            "which the card says"
-        ): _row(
-            lambda: byte_level(post_processor=_template("<s> $A")),
-            stored=tuple(f"<s>{text}" for text in TEXTS),
-        ),
-        "the same with `--no-bos` → no BOS; exports drop it from the template": _row(
-            lambda: byte_level(post_processor=_template("<s> $A")), options={"no_bos": True}
-        ),
-        "a BOS that is the EOS → `<|endoftext|>` on both sides of every document": _row(
-            lambda: byte_level(post_processor=_template(f"{_END} $A")),
-            stored=tuple(f"{_END}{text}" for text in TEXTS),
-        ),
-        "a template with two tokens in front → refused; `--no-bos` leaves both out": _row(
-            lambda: byte_level(post_processor=_template(f"<s> {_END} $A")),
-            refused="puts 2 tokens in front of every text .* give --no-bos",
-        ),
-        "two tokens in front, with `--no-bos` → neither": _row(
-            lambda: byte_level(post_processor=_template(f"<s> {_END} $A")), options={"no_bos": True}
-        ),
-        "`--no-bos` without a BOS in the template → refused": _row(
-            byte_level, options={"no_bos": True}, refused="no_bos has no effect"
-        ),
-        "an added token that swallows spaces → the spaces count as its bytes; a warning": _row(
-            lambda: byte_level(added=(AddedToken("<tag>", lstrip=True, rstrip=True),)),
-            texts=("a <tag> b", "plain"),
-            stored=("a<tag>b", "plain"),
-            warned=("'a <tag> b' comes back as 'a<tag>b'",),
-        ),
-        "truncation and padding in tokenizer.json → without effect": _row(_cutting),
-        "a tokenizer without the EOS → refused; `--eos-token` names another": _row(
-            lambda: Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).to_str(),
-            refused=r"eos_token '<\|endoftext\|>' is not in the tokenizer",
-        ),
-        "an id above 65,535 among fewer tokens → refused": _row(
-            _far_id, refused="an id of 65536 among 259 tokens, which two bytes cannot hold"
-        ),
-        "another file, such as SentencePiece's tokenizer.model → refused": _row(
-            lambda: "\n\x0e\n\x05<unk>", refused=r"is not a tokenizer\.json"
-        ),
-    }
+    ),
+    "lower case": _row(
+        lambda: byte_level(normalizer=normalizers.Lowercase()),
+        texts=_MIXED,
+        stored=("größe ｆｕｌｌ ① x = 1", "if ready:\n\treturn  2"),
+        warned=(_BACK,),
+    ),
+    "prefix space": _row(
+        lambda: byte_level(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        stored=tuple(f" {text}" for text in TEXTS),
+        warned=("3 of 3 documents",),
+    ),
+    "white space": _row(
+        lambda: byte_level(pre_tokenizer=_LOSES_SPACES),
+        texts=_MIXED,
+        stored=("GrößeＦｕｌｌ①x=1", "ifReady:return2"),
+        warned=(_BACK,),
+    ),
+    "missing bytes": _row(
+        _without_bytes,
+        texts=("x = 9 ~", "the third"),
+        stored=("x =  ", "the third"),
+        warned=("1 of 2 documents",),
+    ),
+    "WordPiece": _row(
+        _word_piece,
+        texts=("the Third 9", "second"),
+        stored=("thethird[UNK]", "second"),
+        warned=(_BACK,),
+    ),
+    "SentencePiece": _row(sentencepiece, texts=("the 漢字 cat\n  sat", " A b")),
+    "BOS": _row(
+        lambda: byte_level(post_processor=_template("<s> $A")),
+        stored=tuple(f"<s>{text}" for text in TEXTS),
+    ),
+    "no-bos": _row(
+        lambda: byte_level(post_processor=_template("<s> $A")), options={"no_bos": True}
+    ),
+    "BOS is EOS": _row(
+        lambda: byte_level(post_processor=_template(f"{_END} $A")),
+        stored=tuple(f"{_END}{text}" for text in TEXTS),
+    ),
+    "two tokens in front": _row(
+        lambda: byte_level(post_processor=_template(f"<s> {_END} $A")),
+        refused="puts 2 tokens in front of every text .* give --no-bos",
+    ),
+    "two tokens, no-bos": _row(
+        lambda: byte_level(post_processor=_template(f"<s> {_END} $A")), options={"no_bos": True}
+    ),
+    "no-bos without BOS": _row(
+        byte_level, options={"no_bos": True}, refused="no_bos has no effect"
+    ),
+    "greedy token": _row(
+        lambda: byte_level(added=(AddedToken("<tag>", lstrip=True, rstrip=True),)),
+        texts=("a <tag> b", "plain"),
+        stored=("a<tag>b", "plain"),
+        warned=("'a <tag> b' comes back as 'a<tag>b'",),
+    ),
+    "truncation": _row(_cutting),
+    "no EOS": _row(
+        lambda: Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).to_str(),
+        refused=r"eos_token '<\|endoftext\|>' is not in the tokenizer",
+    ),
+    "far id": _row(_far_id, refused="an id of 65536 among 259 tokens, which two bytes cannot hold"),
+    "no tokenizer": _row(lambda: "\n\x0e\n\x05<unk>", refused=r"is not a tokenizer\.json"),
 }

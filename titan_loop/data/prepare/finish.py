@@ -1,6 +1,5 @@
 """Finish a preparation: check the pipelines' files, count dropped documents, commit the card."""
 
-import json
 import logging
 import shutil
 from collections import Counter
@@ -110,7 +109,7 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
         repaired=_repaired(output, read),
         cleaning=preparation.config.cleaning(),
         bos_id=bos_id,
-        round_trip=_round_trip(preparation, tokenizer, [counted[name][TOKENIZE] for name in names]),
+        round_trip=_round_trip(preparation, [counted[name][TOKENIZE] for name in names]),
         **({} if preparation.chat is None else preparation.chat.on_card(tokenizer)),
     )
     for name in names:
@@ -145,9 +144,7 @@ def _repaired(output: Path, counts: Counter[str]) -> dict[str, int]:
     return repaired
 
 
-def _round_trip(
-    preparation: Preparation, tokenizer: "Tokenizer", counts: Sequence[Counter[str]]
-) -> dict[str, Any]:
+def _round_trip(preparation: Preparation, counts: Sequence[Counter[str]]) -> dict[str, Any]:
     """Return the card's record of the documents that were decoded; warn about changed ones."""
     decoded, changed = (sum(count[key] for count in counts) for key in ("decoded", "changed"))
     if not decoded:
@@ -158,25 +155,9 @@ def _round_trip(
         record["first"] = next(examples).removeprefix(CHANGED)
         logger.warning(
             f"{preparation.output}: {changed} of {decoded} documents, a sample, do not come back "
-            f"from their tokens ({_parts(tokenizer)}); first {record['first']}"
+            f"from their tokens; first {record['first']}"
         )
     return record
-
-
-def _parts(tokenizer: "Tokenizer") -> str:
-    """Name the parts of a tokenizer that may change a text."""
-    parts = json.loads(tokenizer.to_str())
-    return ", ".join(
-        f"{name.replace('_', '-')} {_kinds(parts[name])}"
-        for name in ("normalizer", "pre_tokenizer", "model", "decoder")
-    )
-
-
-def _kinds(part: Mapping[str, Any] | None) -> str:
-    if part is None:
-        return "none"
-    inner = [part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part]
-    return " + ".join(_kinds(each) for each in inner[0]) if inner and inner[0] else part["type"]
 
 
 def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> dict[str, int]:
