@@ -4,7 +4,6 @@ They are not memory-mapped: a map costs more than reading a few pages, a page fa
 device's whole read-ahead, and a fault past the end of a truncated file kills the process.
 """
 
-import errno
 import os
 import resource
 import weakref
@@ -88,13 +87,7 @@ class OpenFiles:
             return self._descriptors[path]
         if len(self._descriptors) >= self._most:
             os.close(self._descriptors.popitem(last=False)[1])
-        try:
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            if error.errno != errno.EMFILE or not self._descriptors:
-                raise
-            self._most = len(self._descriptors)  # the rest of the process took more
-            return self._descriptor(path)
+        self._descriptors[path] = os.open(path, os.O_RDONLY)
         return self._descriptors[path]
 
 

@@ -23,9 +23,10 @@ from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
 from titan_loop.data.keyed import keyed_uniform
-from titan_loop.data.tasks.knowledge_graph import check_graph, draw_edges
 from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
+
+from ..knowledge_graph import check_graph, draw_edges
 
 Form = Literal["symbolic", "direct", "reverse"]
 MOST_HOPS = 3

@@ -22,9 +22,10 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from titan_loop.data.keyed import KeyedPermutation, keyed_integer
-from titan_loop.data.tasks.knowledge_graph import check_graph, draw_edges
 from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
+
+from ..knowledge_graph import check_graph, draw_edges
 
 Split = Literal["atomic", "train", "id", "ood"]
 Facts = tuple[int, ...]

@@ -3,7 +3,6 @@
 The files are sparse: their sizes and indices are valid, their tokens are holes.
 """
 
-import errno
 import os
 import resource
 import subprocess
@@ -112,22 +111,6 @@ def test_a_process_keeps_few_files_open(sources):
         assert len(os.listdir("/proc/self/fd")) - descriptors <= 8
         del files, shards
         assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_fewer_files_are_kept_open_where_the_process_may_open_no_more(sources, monkeypatch):
-    files = OpenFiles(most=64)
-    opened = os.open
-
-    def open_at_most_four(path: str, flags: int, mode: int = 0o777) -> int:
-        if len(files) >= 4:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return opened(path, flags, mode)
-
-    monkeypatch.setattr(os, "open", open_at_most_four)
-    shards = TokenShards(sources[0], files=files)
-    for shard in range(8):
-        shards.read(shard * SHARD_TOKENS, 8)
-        assert len(files) <= 4
 
 
 _LIMITS = """

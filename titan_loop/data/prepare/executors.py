@@ -35,7 +35,6 @@ from titan_loop.storage.regular_file import DamagedFileError
 logger = logging.getLogger(__name__)
 
 _JOBS_NAME = "slurm_jobs.txt"
-_MOST_DEATHS = 2  # in a row without a finished task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,32 +86,22 @@ def run_pipelines(
 
 
 def _run_locally(pipeline: Pipeline, workers: int) -> None:
-    """Run the unfinished tasks in this process or in several, again if a process is killed."""
     executor = dill.dumps(_build(LocalPipelineExecutor, pipeline, {}))
-    deaths = 0
-    while tasks := pipeline.unfinished():
-        try:
-            if min(workers, pipeline.tasks) > 1:
-                _run_in_processes(executor, tasks, workers)
-            else:
-                for task in tasks:
-                    _run_task(executor, task)
-        except BrokenProcessPool as error:
-            left = pipeline.unfinished()
-            begun = [task for task in left if _log(pipeline, task).exists()]
-            deaths = deaths + 1 if len(left) == len(tasks) else 1
-            problem = (
-                f"{pipeline.name}: a worker process was killed (out of memory?); begun and not "
-                f"finished: {', '.join(map(str, begun)) or 'none'} of {pipeline.tasks} tasks"
-            )
-            if deaths == _MOST_DEATHS:
-                fix = "give fewer --workers or smaller files; the same command continues"
-                raise UserError(f"{problem}; {fix}") from error
-            logger.warning("%s; all %d unfinished ones start again", problem, len(left))
-
-
-def _log(pipeline: Pipeline, task: int) -> Path:
-    return pipeline.logs / "logs" / f"task_{task:05d}.log"
+    tasks = pipeline.unfinished()
+    if min(workers, pipeline.tasks) == 1:
+        for task in tasks:
+            _run_task(executor, task)
+        return
+    try:
+        _run_in_processes(executor, tasks, workers)
+    except BrokenProcessPool as error:
+        logs = pipeline.logs / "logs"
+        begun = [task for task in pipeline.unfinished() if (logs / f"task_{task:05d}.log").exists()]
+        raise UserError(
+            f"{pipeline.name}: a worker process was killed (out of memory?); begun and not "
+            f"finished: {', '.join(map(str, begun)) or 'none'} of {pipeline.tasks} tasks; give "
+            "fewer --workers or smaller files; the same command continues"
+        ) from error
 
 
 def _run_in_processes(executor: bytes, tasks: Sequence[int], workers: int) -> None:
