@@ -111,12 +111,3 @@ def test_an_output_inside_the_input_is_no_input(small_tokenizer, tmp_path):
             prepare(folder, small_tokenizer, out, overwrite=overwrite)
             assert stored(out) == ["first", "second"]
         shutil.rmtree(folder / "prepared", ignore_errors=True)
-
-
-def test_an_output_in_an_object_store_is_refused(small_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
-    for output in ("s3://bucket/out", Path("s3://bucket/out")):
-        with pytest.raises(UserError, match=r"output s3:/+bucket/out is in an object store"):
-            tokenize_source(tmp_path / "a.jsonl", output=output, tokenizer=small_tokenizer)
-    assert not (tmp_path / "s3:").exists()

@@ -106,59 +106,46 @@ def test_a_killed_preparation_goes_on(files, small_tokenizer, tmp_path):
         os.killpg(process.pid, signal.SIGKILL)  # what the killed one left waiting
 
 
-_HOLDER = """
-import sys
-from pathlib import Path
-from titan_loop.errors import UserError
-from titan_loop.storage.folder_lock import FolderLock
-try:
-    lock = FolderLock(Path(sys.argv[1]), sys.argv[2], called="output", user="preparation")
-    print("held", flush=True)
-    sys.stdin.read()
-except UserError as error:
-    print(error)
-"""
-
-
-def hold(source: Path) -> subprocess.Popen[str]:
-    """Start a process that holds a source's folder until its input ends, if it gets it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, str(source), LOCK_NAME],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_one_process_at_a_time_prepares_a_source(files, small_tokenizer, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    options = {"tokenizer": small_tokenizer, "pattern": ["*"], "held_out_fraction": 0.0}
-    with hold(out) as holder:
-        assert holder.stdout.readline() == "held\n"
-        held = rf"out is in use by another preparation \(process {holder.pid} on .*; wait for it"
+    holder = (
+        "import sys; from pathlib import Path\n"
+        "from titan_loop.data.source_card import lock_source\n"
+        "lock = lock_source(Path(sys.argv[1]), 'output'); print('held', flush=True)\n"
+        "sys.stdin.read()"
+    )
+
+    def hold() -> subprocess.Popen[str]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, "-c", holder, str(out)], text=True, **pipes)
+
+    with hold() as first:
+        assert first.stdout.readline() == "held\n"
+        held = rf"out is in use by another preparation \(process {first.pid} on .*; wait for it"
         with pytest.raises(UserError, match=f"output .*{held}"):
             tokenize_source(files, output=out, tokenizer=small_tokenizer)
         assert [path.name for path in out.iterdir()] == [LOCK_NAME]
-        holder.kill()
+        first.kill()
     refused: list[str] = []
 
     def build_pipelines_and_compete(preparation: Preparation) -> list[Pipeline]:
-        with hold(out) as second:
-            refused.append(second.communicate()[0])
+        with hold() as second:
+            refused.append(second.communicate()[1])
         return build_pipelines(preparation)
 
     # What the killed process left means nothing, nor is it read where outputs lie among inputs.
     monkeypatch.setattr(
         "titan_loop.data.prepare.pipelines.build_pipelines", build_pipelines_and_compete
     )
-    card = tokenize_source(tmp_path, output=out, format="jsonl", **options)
+    options = {"tokenizer": small_tokenizer, "pattern": ["*"], "format": "jsonl"}
+    card = tokenize_source(tmp_path, output=out, **options)
     assert sum(split.documents for split in card.splits.values()) == 805
     assert f"in use by another preparation (process {os.getpid()} on" in refused[0]
-    assert tokenize_source(tmp_path, output=out, format="jsonl", overwrite=True, **options) == card
-    with hold(out) as holder:
-        assert holder.stdout.readline() == "held\n"
+    with hold() as third:
+        assert third.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=r"source .*out is in use by another preparation"):
             pack_source(out, seq_len=256)
+        third.kill()
     assert pack_source(out, seq_len=256)
     assert list(verify_source(out)) == []
 
