@@ -1,13 +1,31 @@
 """A small job, its splits over ranks and micro-batches, and the windows a rank reads."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from hypothesis import strategies as st
 
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import Batch, SourceWindows, Window, empty_batch
 
 L = 12
 GLOBAL_BATCH = 24
 STEPS = 6
+
+
+def load(
+    mixture: Sequence[str],
+    ranks: int = 1,
+    rank: int = 0,
+    local_batch: int = 1,
+    seq_len: int = L,
+    **config: Any,
+) -> WindowLoader:
+    """Return a loader over sources."""
+    return WindowLoader.Config(mixture=[*mixture], **config).build(  # type: ignore[return-value]
+        dp_world_size=ranks, dp_rank=rank, seq_len=seq_len, local_batch_size=local_batch
+    )
 
 
 def rows(batches: list[Batch]) -> list[tuple[int, ...]]:

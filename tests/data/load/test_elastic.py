@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.data.load.splits import GLOBAL_BATCH, STEPS, L, rows, splits
+from tests.data.load.splits import GLOBAL_BATCH, STEPS, rows, splits
+from tests.data.load.splits import load as load_mixture
 from tests.support.multiprocess import RankError
-from titan_loop.data.load.loader import WindowLoader
 
-
-def load(mixture: list[str], ranks: int = 1, rank: int = 0, local_batch: int = 1, **config: Any):
-    config = {"when_exhausted": "renormalise", **config}
-    return WindowLoader.Config(mixture=mixture, **config).build(
-        dp_world_size=ranks, dp_rank=rank, seq_len=L, local_batch_size=local_batch
-    )
+load = partial(load_mixture, when_exhausted="renormalise")
 
 
 @pytest.fixture

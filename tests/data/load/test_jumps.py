@@ -1,12 +1,12 @@
 """Windows that are jumped over, against a plain list; and a loader that leaves them out."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
+from tests.data.load.splits import load
 from titan_loop.data.load.jumps import joined, jumped_before, next_windows
 from titan_loop.data.load.loader import WindowLoader
 
@@ -26,35 +26,29 @@ def test_next_windows_equal_a_search_one_by_one(pairs, first, count):
     assert all(a[1] < b[0] for a, b in pairwise(ranges))
 
 
-def loader(source: Path, **changes: object) -> WindowLoader:
-    config = WindowLoader.Config(mixture=[f"{source}=1"])
-    split = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 32, "local_batch_size": 4}
-    return config.build(**{**split, **changes}, tokenizer=None, snapshot_every_n_steps=None)
-
-
 def read(from_loader: WindowLoader, steps: int, windows: int = 8) -> torch.Tensor:
     rows = [b[0]["input"] for _ in range(steps) for b in from_loader.read_step(windows)]
     return torch.cat(rows)
 
 
 def test_a_loader_leaves_windows_out_and_a_resumed_one_too(source):
-    plain = read(loader(source), 5)
-    jumping = loader(source)
+    plain = read(load([str(source)], local_batch=4), 5)
+    jumping = load([str(source)], local_batch=4)
     before = read(jumping, 1)
     jumping.jump([(8, 16), (20, 22)])
     whole = torch.cat([before, read(jumping, 2)])
     kept = [w for w in range(34) if not (8 <= w < 16 or 20 <= w < 22)]
     assert torch.equal(whole, plain[kept])
     assert jumping.windows_consumed == 34
-    resumed = loader(source, dp_world_size=2, dp_rank=0, local_batch_size=2)
-    halfway = loader(source)
+    resumed = load([str(source)], 2, local_batch=2)
+    halfway = load([str(source)], local_batch=4)
     read(halfway, 1)
     halfway.jump([(8, 16), (20, 22)])
     read(halfway, 1)
     resumed.load_state_dict(halfway.state_dict())
     read(resumed, 1)
     assert resumed.data_hash == jumping.data_hash  # at another split, too
-    unjumped = loader(source)
+    unjumped = load([str(source)], local_batch=4)
     read(unjumped, 3)
     assert unjumped.data_hash != jumping.data_hash
     assert "jumped" not in unjumped.state_dict()

@@ -1,6 +1,6 @@
 import logging
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchtitan.components.loss import IGNORE_INDEX
 
-from tests.data.load.splits import GLOBAL_BATCH, L, rows
+from tests.data.load.splits import GLOBAL_BATCH, L, load, rows
 from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
@@ -23,26 +23,7 @@ def build(write_source, documents) -> Build:
     shards = {"a": [documents(1, 60, 20)], "b": [documents(2, 9, 9), documents(3, 20, 30)],
               "c": [documents(4, 30, 9)]}  # fmt: skip
     folders = [write_source(name, stored) for name, stored in shards.items()]
-    mixture = [f"{f}={w}" for f, w in zip(folders, (0.5, 0.3, 0.2), strict=True)]
-
-    def build(
-        ranks: int = 1,
-        rank: int = 0,
-        local_batch: int = 1,
-        seed: int = 0,
-        seq_len: int = L,
-        **options: Any,
-    ):
-        return WindowLoader.Config(mixture=mixture, seed=seed, **options).build(
-            dp_world_size=ranks,
-            dp_rank=rank,
-            tokenizer=None,
-            seq_len=seq_len,
-            local_batch_size=local_batch,
-            snapshot_every_n_steps=None,
-        )
-
-    return build
+    return partial(load, [f"{f}={w}" for f, w in zip(folders, (0.5, 0.3, 0.2), strict=True)])
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -129,17 +110,12 @@ def test_a_global_batch_that_does_not_split(build, windows):
     assert loader.windows_consumed == 0
 
 
-def test_sources_with_different_tokenizers(write_source):
-    one = write_source("one", [[[1, 2, 0]]])
+def test_the_vocabulary_of_a_mixture(write_source):
+    one = write_source("one", [[[1, 250, 0]]], held_out=[[[1, 260, 0]]])
+    assert WindowLoader.Config(mixture=[str(one)]).vocabulary()[:2] == (300, 260)
     other = write_source("other", [[[1, 2, 0]]], tokenizer_sha256="another")
-    config = WindowLoader.Config(mixture=[f"{one}=1", f"{other}=1"])
     with pytest.raises(UserError, match="other was tokenised with another tokenizer"):
-        config.vocabulary()
-
-
-def test_vocabulary_from_the_config(write_source):
-    folder = write_source("s", [[[1, 250, 0]]], held_out=[[[1, 260, 0]]])
-    assert WindowLoader.Config(mixture=[str(folder)]).vocabulary()[:2] == (300, 260)
+        WindowLoader.Config(mixture=[f"{one}=1", f"{other}=1"]).vocabulary()
 
 
 def test_mixture_on_the_command_line():

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.load.splits import load
 from tests.data.load.splits import read as read_window
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import held_out_windows
-from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import CutWindows, PackedWindows
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.shards import TokenShards
@@ -95,27 +95,22 @@ def test_a_mixture_says_which_source_is_read_packed(source, write_source, docume
     other = write_source("text", [documents(8, 60, 20)])
     pack_source(source, seq_len=L)
 
-    def load(option: str) -> WindowLoader:
-        return WindowLoader.Config(mixture=[f"{source}=1{option}", f"{other}=1"]).build(
-            dp_world_size=1, dp_rank=0, seq_len=L, local_batch_size=8
-        )
-
-    loader, plain = load(":packed"), load("")
+    plain, loader, resumed = (
+        load([f"{source}=1{option}", f"{other}=1"], seq_len=L, local_batch=8)
+        for option in ("", ":packed", ":packed")
+    )
     ((inputs, labels),) = loader.read_step(8)
     assert inputs["input"].dtype == labels.dtype == torch.int64
     assert loader.data_hash != plain.data_hash
     with pytest.raises(UserError, match=r"packed None → True"):
         loader.load_state_dict(plain.state_dict())
-    resumed = load(":packed")
     resumed.load_state_dict(loader.state_dict())
     assert torch.equal(resumed.read_step(8)[0][1], loader.read_step(8)[0][1])
 
 
 def test_a_plan_counts_no_padding(source):
     pack_source(source, seq_len=3 * L, long_documents="split")
-    loader = WindowLoader.Config(mixture=[f"{source}:packed"]).build(
-        dp_world_size=1, dp_rank=0, seq_len=3 * L, local_batch_size=1
-    )
+    loader = load([f"{source}:packed"], seq_len=3 * L)
     (packed,) = SourceCard.read(source).splits["train"].packed
     (row,) = loader.demand(2 * packed.windows)
     text = packed.tokens * 3 * L / (3 * L + 1)  # a window of L + 1 tokens predicts L

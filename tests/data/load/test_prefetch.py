@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.load.splits import L, load
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
-
-L = 12
 
 
 @pytest.fixture
@@ -18,18 +17,15 @@ def source(write_source, documents) -> Path:
     return write_source("a", [documents(1, 30, 20), documents(2, 30, 20)])
 
 
-def load(source: Path, **config: object) -> WindowLoader:
-    return WindowLoader.Config(mixture=[str(source)], **config).build(  # pyright: ignore
-        dp_world_size=1, dp_rank=0, seq_len=L, local_batch_size=2
-    )
-
-
 def labels_of(loader: WindowLoader, windows: int) -> torch.Tensor:
     return torch.cat([labels for _, labels in loader.read_step(windows)])
 
 
 def test_a_changing_batch_and_a_resume_read_what_no_thread_would(source):
-    ahead, plain = load(source), load(source, prefetch=False)
+    ahead, plain = (
+        load([str(source)], local_batch=2),
+        load([str(source)], local_batch=2, prefetch=False),
+    )
     for windows in (4, 4, 6, 2, 2, 8):
         assert torch.equal(labels_of(ahead, windows), labels_of(plain, windows))
         assert ahead.state_dict() == plain.state_dict()
@@ -45,7 +41,7 @@ def test_closing_ends_the_thread_and_reading_starts_another(source):
         return sum(thread.name.startswith("data") for thread in threading.enumerate())
 
     before = threads()
-    loader = load(source)
+    loader = load([str(source)], local_batch=2)
     assert threads() == before  # checks before a run start none
     loader.read_step(4)
     assert threads() == before + 1
@@ -60,7 +56,7 @@ def test_closing_ends_the_thread_and_reading_starts_another(source):
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(source):
-    loader = load(source)
+    loader = load([str(source)], local_batch=2)
     loader.read_step(2)
     loader._ahead[1].result()
     for shard in (source / "train").glob("*.ds"):
@@ -76,7 +72,7 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(source):
 
 
 def test_the_end_of_the_data_is_an_error_only_when_it_is_reached(source):
-    loader = load(source, max_epochs=1)
+    loader = load([str(source)], local_batch=2, max_epochs=1)
     windows = loader.sources[0].windows_per_epoch // 2 * 2
     assert loader.order.end == loader.sources[0].windows_per_epoch
     loader.require_windows(windows)

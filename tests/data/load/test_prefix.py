@@ -1,15 +1,16 @@
 """The prefix column: every document's tokens before its first answer, and sources without it."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.data.load.splits import load as load_mixture
 from tests.data.load.test_packed_windows import EOS, add_masks
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
-from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.prefix import prefix_of
 from titan_loop.data.prepare.packing import pack_source
@@ -18,7 +19,7 @@ from titan_loop.errors import UserError
 from titan_loop.models.context import PREFIX
 
 L = 16
-SPLIT = {"dp_world_size": 1, "dp_rank": 0, "local_batch_size": 4, "seq_len": L}
+load = partial(load_mixture, local_batch=4, seq_len=L)
 
 
 def slow_prefix(positions: list[int], labels: list[int]) -> list[bool]:
@@ -39,13 +40,9 @@ def source(write_source, documents) -> Path:
     return source
 
 
-def load(mixture: str, **config: object) -> WindowLoader:
-    return WindowLoader.Config(mixture=[mixture], **config).build(**SPLIT)  # type: ignore[arg-type]
-
-
 def test_prefixes_end_before_the_first_label_of_each_document(source):
     pack_source(source, seq_len=L)
-    loader, plain = load(f"{source}=1:packed", prefix=True), load(f"{source}=1:packed")
+    loader, plain = load([f"{source}=1:packed"], prefix=True), load([f"{source}=1:packed"])
     lengths = []
     for (inputs, labels), (others, _) in zip(
         loader.read_step(24), plain.read_step(24), strict=True
@@ -66,7 +63,9 @@ def test_prefixes_end_before_the_first_label_of_each_document(source):
 
 def test_a_tasks_question_is_its_prefix():
     task = Mano(5, 3)
-    loader = TaskLoader.Config(task=task, prefix=True).build(**{**SPLIT, "seq_len": 64})
+    loader = TaskLoader.Config(task=task, prefix=True).build(
+        dp_world_size=1, dp_rank=0, local_batch_size=4, seq_len=64
+    )
     ((inputs, labels),) = loader.read_step(4)
     evaluated = HeldOutWindows(inputs["input"], inputs["positions"], labels, labels)
     assert evaluated.columns_for(()) is None
@@ -79,12 +78,12 @@ def test_a_tasks_question_is_its_prefix():
 
 def test_windows_that_cut_prompts_are_refused(source, write_source, documents):
     with pytest.raises(UserError, match=r"prefix=True: windows would cut prompts of .*chat; write"):
-        load(f"{source}=1", prefix=True)
+        load([f"{source}=1"], prefix=True)
     longer = write_source(
         "longer", [documents(3, 20, L), [[*range(1, 3 * L), EOS]]], held_out=[documents(4, 9, L)]
     )
     add_masks(longer)
     pack_source(longer, seq_len=L, long_documents="split")
-    load(f"{longer}=1:packed")
+    load([f"{longer}=1:packed"])
     with pytest.raises(UserError, match=rf"prefix=True: 1 documents of .*longer.*seq_len={L}; "):
-        load(f"{longer}=1:packed", prefix=True)
+        load([f"{longer}=1:packed"], prefix=True)

@@ -7,19 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.load.splits import load
 from titan_loop.data.load.changes import match_sources
-from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 
-L = 12
 READ = 40
-
-
-def load(*mixture: str, seq_len: int = L, **config: object) -> WindowLoader:
-    return WindowLoader.Config(mixture=list(mixture), **config).build(  # pyright: ignore
-        dp_world_size=1, dp_rank=0, seq_len=seq_len, local_batch_size=1
-    )
 
 
 @pytest.fixture
@@ -30,7 +23,7 @@ def sources(write_source, documents) -> list[Path]:
 @pytest.fixture
 def state(sources) -> dict:
     a, b, _ = sources
-    loader = load(f"{a}=0.75", f"{b}=0.25")
+    loader = load([f"{a}=0.75", f"{b}=0.25"])
     loader.read_step(READ)
     return json.loads(json.dumps(loader.state_dict()))
 
@@ -48,7 +41,7 @@ def state(sources) -> dict:
 )
 def test_a_change_is_refused_with_every_difference(sources, state, mixture, config, differences):
     folder = sources[0].parent
-    loader = load(*(f"{folder}/{entry}" for entry in mixture), **config)
+    loader = load([f"{folder}/{entry}" for entry in mixture], **config)
     start = loader.state_dict()
     with pytest.raises(UserError) as refused:
         loader.load_state_dict(state)
@@ -65,11 +58,11 @@ def test_a_changed_source_and_another_tokenizer_are_named(sources, state, write_
     saved = json.loads(json.dumps(state))
     saved["data"]["tokenizer"] = "0123456789abcdef"
     with pytest.raises(UserError, match="tokenizer 0123456789abcdef → same"):
-        load(f"{a}=0.75", f"{b}=0.25").load_state_dict(saved)
+        load([f"{a}=0.75", f"{b}=0.25"]).load_state_dict(saved)
     a.rename(a.with_name("old"))
     write_source("a", [documents(7, 80, 20)])
     with pytest.raises(UserError, match=r"/a: tokens \d+ → \d+, contents \w{16} → \w{16}\."):
-        load(f"{a}=0.75", f"{b}=0.25").load_state_dict(state)
+        load([f"{a}=0.75", f"{b}=0.25"]).load_state_dict(state)
 
 
 def test_what_is_no_change(sources, state):
@@ -78,7 +71,7 @@ def test_what_is_no_change(sources, state):
     card = SourceCard.read(b)
     train = replace(card.splits["train"], eos_only_at_ends=False)  # as on an older card
     replace(card, splits={"train": train}).write(b)
-    loader = load(f"{moved}=3", f"{b}=1", prefetch=False)  # only shares and contents count
+    loader = load([f"{moved}=3", f"{b}=1"], prefetch=False)  # only shares and contents count
     loader.load_state_dict(state)
     assert loader.state_dict()["read"] == state["read"]
     assert loader.data_hash == state["data_hash"]
@@ -88,7 +81,7 @@ def test_what_is_no_change(sources, state):
 def test_accepted_changes_are_logged_recorded_and_resumed(sources, state, caplog):
     a, b, c = sources
     changed = [f"{b}=0.5", f"{c}=0.5"]
-    loader = load(*changed, accept_change=True)
+    loader = load(changed, accept_change=True)
     with caplog.at_level(logging.WARNING):
         loader.load_state_dict(state)
     assert f"continuing at window {READ} in other data" in caplog.text
@@ -98,9 +91,9 @@ def test_accepted_changes_are_logged_recorded_and_resumed(sources, state, caplog
     assert record["window"] == READ
     assert record["windows"] == [10, 0]
     assert f"source {a} is gone" in record["changes"]
-    assert loader.data_hash not in (state["data_hash"], load(*changed).data_hash)
+    assert loader.data_hash not in (state["data_hash"], load(changed).data_hash)
 
-    longer = load(f"{a}=0.75", f"{b}=0.25", seq_len=36, accept_change=True)
+    longer = load([f"{a}=0.75", f"{b}=0.25"], seq_len=36, accept_change=True)
     longer.load_state_dict(state)
     assert longer.accepted[0]["windows"] == [10, 4]  # 30 and 10 windows of a third, rounded up
 
@@ -108,7 +101,7 @@ def test_accepted_changes_are_logged_recorded_and_resumed(sources, state, caplog
     assert [source.windows for source in loader.progress()] == [14, 4]
     middle = json.loads(json.dumps(loader.state_dict()))
     loader.read_step(8)
-    resumed = load(*changed)  # accepted once: the flag is not needed again
+    resumed = load(changed)  # accepted once: the flag is not needed again
     resumed.load_state_dict(middle)
     resumed.read_step(8)
     assert resumed.state_dict() == loader.state_dict()
@@ -117,9 +110,9 @@ def test_accepted_changes_are_logged_recorded_and_resumed(sources, state, caplog
 def test_a_source_continues_in_its_own_order_beside_others(sources, state):
     """What was read of a source before is not read again in the same epoch."""
     a, b, c = sources
-    loader = load(f"{c}=0.5", f"{b}=0.5", accept_change=True)
+    loader = load([f"{c}=0.5", f"{b}=0.5"], accept_change=True)
     loader.load_state_dict(state)
-    before = load(f"{a}=0.75", f"{b}=0.25")
+    before = load([f"{a}=0.75", f"{b}=0.25"])
     read_before = before.locate(range(READ))  # pyright: ignore
     read_after = loader.locate(range(READ, READ + 20))  # pyright: ignore
     numbers_before = {int(n) for source, _, n in read_before if source == 1}
@@ -130,7 +123,7 @@ def test_a_source_continues_in_its_own_order_beside_others(sources, state):
 
 def test_a_damaged_state_is_refused(sources, state):
     a, b, _ = sources
-    loader = load(f"{a}=0.75", f"{b}=0.25")
+    loader = load([f"{a}=0.75", f"{b}=0.25"])
     loader.check_state({})
     state["read"]["windows"] = [29, 11]
     with pytest.raises(UserError, match=r"is damaged: 40 windows are \[30, 10\]"):
