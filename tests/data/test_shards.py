@@ -15,7 +15,6 @@ from titan_loop.storage.json_files import json_sha256
 
 SHARDS = [[[5, 6, 0], [7, 0]], [[8, 9, 10, 0]], [[11, 0], [0]]]
 STREAM = [5, 6, 0, 7, 0, 8, 9, 10, 0, 11, 0, 0]
-ENDS = [3, 5, 9, 11, 12]
 
 
 @pytest.fixture
@@ -23,38 +22,31 @@ def source(write_source) -> Path:
     return write_source("three_shards", SHARDS, by_index=True)
 
 
-@pytest.mark.parametrize("by_index", [True, False])
-def test_any_slice_equals_the_stream(write_source, by_index):
-    shards = TokenShards(write_source("s", SHARDS, by_index=by_index))
-    assert shards.tokens == len(STREAM)
-    for start in range(len(STREAM)):
-        for count in range(1, len(STREAM) - start + 1):
-            ids, ends = shards.read(start, count)
-            assert ids.tolist() == STREAM[start : start + count]
-            assert ends.tolist() == [e - start for e in ENDS if start < e <= start + count]
-
-
-def test_ends_read_off_the_tokens_are_those_of_the_index(write_source, documents):
+def test_any_slice_is_the_stream_s_and_ends_read_off_tokens_are_those_of_the_index(
+    write_source, documents
+):
     stored = [*documents(0, 30, 12), [0], [0], *documents(1, 10, 40)]
     layout = [[], stored[:17], [], [], stored[17:18], stored[18:], []]
     by_index, by_eos = (
         TokenShards(write_source(f"{flag}", layout, by_index=flag)) for flag in (True, False)
     )
+    stream = [token for document in stored for token in document]
+    ends = np.cumsum([*map(len, stored)]).tolist()
     for start in range(by_eos.tokens):
         for count in {1, 2, 45, by_eos.tokens - start}:
             if start + count <= by_eos.tokens:
                 both = by_index.read(start, count), by_eos.read(start, count)
+                assert both[0][0].tolist() == stream[start : start + count]
+                inside = [end - start for end in ends if start < end <= start + count]
+                assert both[0][1].tolist() == inside
                 for indexed, scanned in zip(*both, strict=True):
                     assert indexed.dtype == scanned.dtype
                     assert indexed.tolist() == scanned.tolist()
     assert {Path(path).suffix for path in by_index.files._descriptors} == {".ds", ".index"}
     assert {Path(path).suffix for path in by_eos.files._descriptors} == {".ds"}
     assert [by_eos.document(n).tolist() for n in range(len(stored))] == stored
-
-
-def test_an_eos_inside_a_document_is_no_end(write_source):
-    shards = TokenShards(write_source("s", [[[5, 0, 6, 0], [7, 8]]]))
-    assert shards.read(0, 6)[1].tolist() == [4, 6]
+    inner = TokenShards(write_source("s", [[[5, 0, 6, 0], [7, 8]]]))
+    assert inner.read(0, 6)[1].tolist() == [4, 6]  # an EOS inside a document is no end
 
 
 def edit_card(source: Path, edit: Callable[[dict], None]) -> None:
@@ -75,13 +67,6 @@ def test_an_edited_card_is_refused(source):
             TokenShards(source)
     path.write_text(json.dumps(json.loads(sound), sort_keys=True))  # another spelling of the same
     TokenShards(source)
-
-
-def test_missing_folder_and_missing_card(tmp_path):
-    with pytest.raises(UserError, match="nowhere is not a folder"):
-        TokenShards(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=f"has no {CARD_NAME}"):
-        TokenShards(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +97,21 @@ def test_unreadable_or_newer_card(source, changes, message):
         TokenShards(source)
 
 
-def test_missing_split(source):
-    with pytest.raises(UserError, match="no tokens in its split 'held_out': prepare it"):
-        TokenShards(source, "held_out")
+def test_what_is_not_there(source, tmp_path):
+    for folder, split, message in (
+        (tmp_path / "nowhere", "train", "nowhere is not a folder"),
+        (tmp_path, "train", f"has no {CARD_NAME}"),
+        (source, "held_out", "no tokens in its split 'held_out': prepare it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            TokenShards(folder, split)
+    shards = TokenShards(source)
+    np.asarray([5, 999, 0, 7, 0], dtype="<u2").tofile(source / "train" / "00000.ds")
+    with pytest.raises(UserError, match="token id 999 near token 0 is outside the vocabulary"):
+        shards.read(0, 3)
+    np.asarray([3, 6], dtype="<u8").tofile(index_path(source / "train" / "00000.ds"))
+    with pytest.raises(UserError, match="ends at token 6, its shard has 5"):
+        TokenShards(source).read(3, 2)
 
 
 @pytest.mark.parametrize("in_use", [False, True])
@@ -132,12 +129,6 @@ def test_damaged_files(source, name, size, refused, refused_in_use, in_use):
     path.unlink() if size is None else os.truncate(path, size)
     with pytest.raises(UserError, match=refused_in_use if in_use else refused):
         (shards or TokenShards(source)).read(0, 12)
-
-
-def test_index_beyond_its_shard(source):
-    np.asarray([3, 6], dtype="<u8").tofile(index_path(source / "train" / "00000.ds"))
-    with pytest.raises(UserError, match="ends at token 6, its shard has 5"):
-        TokenShards(source).read(0, 2)
 
 
 def one_shard(write_source: Callable[..., Path], lengths: np.ndarray) -> tuple[Path, np.ndarray]:
@@ -226,10 +217,3 @@ def test_a_disk_that_stays_unreadable_is_not_the_users_mistake(source, monkeypat
     monkeypatch.setattr(os, "pread", fail)
     with pytest.raises(RunFailedError, match=r"\.ds cannot be read \(Input/output error\)"):
         shards.read(0, 8)
-
-
-def test_token_outside_the_vocabulary(source):
-    shards = TokenShards(source)
-    np.asarray([5, 999, 0, 7, 0], dtype="<u2").tofile(source / "train" / "00000.ds")
-    with pytest.raises(UserError, match="token id 999 near token 0 is outside the vocabulary"):
-        shards.read(0, 3)

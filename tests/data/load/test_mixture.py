@@ -62,6 +62,7 @@ def test_shares(weights, shares):
         (["a=1:max_epochs=two"], "max_epochs=two must be at least 1"),
         (["a=1:pakced"], r"'a=1:pakced' is not PATH=WEIGHT\[:packed\]"),
         (["s4://bucket/a=1"], "dataloader.mixture=s4://bucket/a is not a remote folder"),
+        (["memory://bucket/..=1"], "dataloader.mixture names the file '..'"),
     ],
 )
 def test_mistakes_name_field_and_value(entries, message):
