@@ -43,14 +43,14 @@ def text_report() -> TaskReport:
     readings = {
         "static:4": bits(2.0, 0.004),
         "margin:0.1": bits(2.1, 0.003, 3.0),
-        "contrast:1,0.5,0.1": bits(1.9, 0.005),
+        "kl:1,0.5": bits(1.9, 0.005),
     }
     return report_of({"held_out/code": readings})
 
 
 def test_points_carry_intervals_and_measured_seconds(tmp_path: Path):
     points = frontier_points(text_report())
-    assert [point.policy for point in points] == ["static", "margin", "contrast"]
+    assert [point.policy for point in points] == ["static", "margin", "kl"]
     assert [point.seconds for point in points] == [0.004, 0.003, 0.005]
     assert (points[1].low, points[1].high) == pytest.approx((2.0, 2.3))
     lines = frontier_table(points).splitlines()

@@ -318,7 +318,6 @@ def test_what_the_harness_command_raises_is_one_line(
         ({"device": "tpu"}, "device=tpu is unknown"),
         ({"prefill_steps": 9}, "prefill_steps=9 is above the"),
         ({"prefill_steps": "x"}, "prefill_steps=x must be a whole number of at least 1"),
-        ({"exit": "contrast:9,0.5,0.1"}, "contrast:9 needs a later step to contrast with"),
         ({"kv_cache": "lats"}, "kv_cache=lats is unknown; nearest: last"),
         ({"batch_size": "auto"}, "batch_size=auto must be a whole number"),
         ({"max_batch_size": 64}, "max_batch_size=64 has no effect"),

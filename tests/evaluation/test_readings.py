@@ -17,7 +17,6 @@ from titan_loop.evaluation.readings import (
     seconds_per_token,
 )
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
-from titan_loop.inference.measures import contrasted
 
 ROWS = 3
 
@@ -81,9 +80,6 @@ def test_a_frontier_reads_every_policy_from_its_shallowest_to_its_deepest():
     for name, mean in means.items():
         by_policy.setdefault(name.partition(":")[0], {})[name] = mean
     assert [*by_policy.pop("static").values()] == [1, 2, 3, 4]
-    assert [*by_policy.pop("contrast")] == [
-        f"contrast:{early},{x},0.1" for early in (1, 3) for x in (0.1, 0.25, 0.5, "1")
-    ]
     for name, mine in by_policy.items():
         assert (min(mine.values()), max(mine.values())) == (
             1 + (name not in ("q", "confidence")),
@@ -97,20 +93,6 @@ def test_a_frontier_reads_every_policy_from_its_shallowest_to_its_deepest():
     gateless = make_model(exit_gate=False)
     assert not [r for r in frontier_readings(gateless, states, 4) if r.name.startswith("q:")]
     assert [r.name for r in frontier_readings(gateless, states[:1], 1)] == ["static:1"]
-
-
-@torch.no_grad()
-def test_a_contrast_grades_the_combined_logits():
-    model = make_model()
-    states, labels = states_and_labels(model, 3)
-    readings = [policy_reading("contrast:2,0.5,0.1", 3)]
-    scores = score_states(model, states, labels, readings)
-    last, early = (model.lm_head(states[step][None])[0] for step in (2, 1))
-    log_prob = contrasted(last, early, strength=0.5, share=0.1)
-    want = -log_prob.gather(1, labels[:, None])[:, 0]
-    torch.testing.assert_close(scores.nats_PT[0], want, atol=2e-5, rtol=0)
-    assert (scores.right_PT[0] == (log_prob.argmax(-1) == labels)).all()
-    assert (scores.step_PT == 3).all()
 
 
 def test_seconds_are_of_the_tokens_after_the_first_of_each_prompt(monkeypatch):

@@ -16,7 +16,6 @@ from titan_loop.errors import UserError
 from titan_loop.inference.exit_decider import ExitDecider
 from titan_loop.inference.exit_policy import (
     Confidence,
-    Contrast,
     Evidence,
     FixedPoint,
     HiddenDifference,
@@ -72,11 +71,9 @@ def test_the_decider_forgets_a_token_when_the_next_one_starts():
         ("hidden:0.5", HiddenDifference(0.5)),
         ("relative:0.5", FixedPoint(0.5)),
         ("margin:0.1", Margin(0.1)),
-        ("contrast:1,0.5,0.1", Contrast(1, 0.5, 0.1)),
         ("confidence:0.9", Confidence(0.9)),
         ("q:0.9", QExit(0.9)),
         ("kl:0.01,3", KLAndEntropy(0.01, 3.0)),
-        ("contrast:2/0.5/0.1", Contrast(2, 0.5, 0.1)),
     ],
 )
 def test_policies_are_written_as_text(text, policy):
@@ -97,10 +94,6 @@ def test_policies_are_written_as_text(text, policy):
         ("static:1.5", "static takes 1 number"),
         ("hidden:-1", "must be a distance of at least 0"),
         ("margin:-1", "exit=margin:-1.0 must be a distance of at least 0"),
-        ("contrast:1", "contrast takes 3 number"),
-        ("contrast:0,0.5,0.1", "contrast:0,0.5,0.1 must name an early step, a whole number"),
-        ("contrast:1,-1,0.1", "must have a strength of at least 0"),
-        ("contrast:1,0.5,1.5", "must have a share from 0 to 1"),
         ("confidence:1.1", "must be between 0 and 1"),
         ("full:3", "full takes 0 number"),
     ],
@@ -133,7 +126,6 @@ def test_mistakes_in_a_policy_are_one_line(text, message):
         (StaticStep(2), [False, True]),
         (StaticStep(1), [True, True]),
         (StaticStep(), [False, False]),
-        (Contrast(1), [False, False]),
     ],
     ids=str,
 )
@@ -152,11 +144,8 @@ def test_a_token_at_steps_1_and_2(policy, fires):
 def test_the_deepest_step_is_r_or_the_step_that_was_asked_for():
     assert [policy.deepest_step(4) for policy in (StaticStep(), StaticStep(4), QExit(0))] == [4] * 3
     assert StaticStep(1).deepest_step(4) == 1
-    assert Contrast(3).deepest_step(4) == 4
     with pytest.raises(UserError, match="exit=static:5 is beyond recurrent_steps=4; raise R"):
         StaticStep(5).deepest_step(4)
-    with pytest.raises(UserError, match="exit=contrast:4 needs a later step to contrast with"):
-        Contrast(4).deepest_step(4)
 
 
 def test_a_model_without_a_gate_or_a_family_without_a_policy():

@@ -26,7 +26,6 @@ _STYLES = {
     "margin": ("margin of the likeliest", COLORS[4], "<--"),
     "confidence": ("confidence", COLORS[3], "P-."),
     "kl": ("KL and entropy", COLORS[2], "D:"),
-    "contrast": ("contrast with an early step", COLORS[5], "*:"),
 }
 """Title, colour and line of each policy; plug-ins' policies come after them."""
 

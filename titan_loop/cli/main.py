@@ -9,7 +9,6 @@ permission, and 1 if the machine is at fault, such as a full disk; ranks print a
 import importlib
 import io
 import os
-import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -102,8 +101,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             print(f"titan-loop: {stop}", file=sys.stderr)
         return exit_code(stop)
     except BrokenPipeError:
-        if not _reader_has_left():
-            raise
+        with open(os.devnull, "w") as nowhere:  # or Python complains when it flushes at its exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:
         if not isinstance(error.filename, (str, bytes)):
@@ -127,18 +126,6 @@ def _report(problem: str) -> None:
     rank = os.environ.get("RANK", "0")
     which = "" if rank == "0" else f"rank {rank}: "
     print(f"titan-loop: error: {which}{problem}", file=sys.stderr)
-
-
-def _reader_has_left() -> bool:
-    """Return whether nobody reads stdout any more; if so, redirect it to nowhere."""
-    stdout = sys.stdout.fileno()
-    poller = select.poll()
-    poller.register(stdout, 0)
-    if not poller.poll(0):
-        return False
-    with open(os.devnull, "w") as nowhere:  # or Python complains when it flushes at its exit
-        os.dup2(nowhere.fileno(), stdout)
-    return True
 
 
 def _dispatch(arguments: list[str]) -> int:

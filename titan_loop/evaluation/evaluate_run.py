@@ -14,7 +14,7 @@ import numpy as np
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import empty_batch
 from titan_loop.evaluation.depth_report import DepthReport, summarise_source
-from titan_loop.evaluation.ngram_baselines import BigramModel, TokenCounts, UnigramModel
+from titan_loop.evaluation.ngram_baselines import TokenCounts
 from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.share_work import join_ranks, rank_device
 from titan_loop.evaluation.window_scores import at_depths, open_run, score_windows, with_total
@@ -51,20 +51,16 @@ def evaluate_run(
     loaded = load_checkpoint(path, use="held_out", context_tokens=seq_len, device=device, ema=ema)
     held_out = open_run(loaded.run, count=windows, sources=sources, seq_len=seq_len)
     counts = TokenCounts(loaded.model.config.vocab_size)
-    baselines = {}
+    nats: dict[str, dict[str, float]] = {name: {} for name in held_out}
     if loaded.run.mixture:  # an import, or a run on generated data, has read no text
-        counts = count_what_was_read(loaded.run, loaded.manifest["data"], counts.vocab_size)
-        baselines = {"unigram": UnigramModel(counts), "bigram": BigramModel(counts)}
+        _count_what_was_read(counts, loaded.run, loaded.manifest["data"])
+        for name, part in held_out.items():
+            found = counts.nats(part.input.numpy(), part.labels.numpy())
+            nats[name] = {baseline: float(each.sum()) for baseline, each in found.items()}
     forward = at_depths(loaded.model, depths)
     scores = {name: score_windows(part, forward, device=device) for name, part in held_out.items()}
-    nats = {
-        name: {
-            baseline: float(fitted.nats(part.input.numpy(), part.labels.numpy()).sum())
-            for baseline, fitted in baselines.items()
-        }
-        for name, part in held_out.items()
-    }
-    together = {name: sum(part[name] for part in nats.values()) for name in baselines}
+    kinds = {kind for part in nats.values() for kind in part}
+    together = {kind: sum(part[kind] for part in nats.values()) for kind in sorted(kinds)[::-1]}
     report = DepthReport(
         step=loaded.manifest["step"],
         ema=ema,
@@ -83,7 +79,7 @@ def evaluate_run(
     return report
 
 
-def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int) -> TokenCounts:
+def _count_what_was_read(counts: TokenCounts, run: SavedRun, data: Mapping[str, Any]) -> None:
     """Count the tokens that training has read, or a sample of `MOST_COUNTED_TOKENS` of them."""
     if data["accepted"]:
         logger.warning(
@@ -103,14 +99,12 @@ def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int)
             f"the n-gram baselines count {len(chosen) * seq_len:,} of the {consumed * seq_len:,} "
             "tokens read, spread evenly over the run"
         )
-    counts = TokenCounts(vocab_size)
     for start in range(0, len(chosen), _WINDOWS_AT_A_TIME):
         identities = loader.locate(chosen[start : start + _WINDOWS_AT_A_TIME])
         (inputs, labels), windows = empty_batch(len(identities), seq_len)
         for identity, window in zip(identities, windows, strict=True):
             loader.fill_window(identity, window)
         counts.add(inputs["input"].numpy(), labels.numpy())
-    return counts
 
 
 def sample_windows(consumed: int, most: int) -> np.ndarray:

@@ -42,61 +42,33 @@ class TokenCounts:
 
     def add(self, inputs: Integers, labels: Integers) -> None:
         """Count token ids and the label after each; raise `UserError` beyond the vocabulary."""
-        contexts, followers = _pairs(inputs, labels, self.vocab_size)
+        contexts, followers = self._pairs(inputs, labels)
         self.label_counts_V += np.bincount(followers, minlength=self.vocab_size)
         ones = np.ones(len(contexts), dtype=np.int64)
         self.pairs_VV += coo_array((ones, (contexts, followers)), self.pairs_VV.shape).tocsr()
 
-
-class UnigramModel:
-    """P(b) = (c(b) + 1) / (n + V)."""
-
-    def __init__(self, counts: TokenCounts) -> None:
-        smoothed = counts.label_counts_V + 1.0
-        self.vocab_size = counts.vocab_size
-        self.probability_V: Floats = smoothed / smoothed.sum()
-
-    def nats(self, inputs: Integers, labels: Integers) -> Floats:
-        """Return −ln P of every label in the shape of `labels`, 0 where ignored."""
-        _, followers = _pairs(inputs, labels, self.vocab_size)
-        return _in_place_of_labels(-np.log(self.probability_V[followers]), labels)
-
-
-class BigramModel:
-    """P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a)); P(b) for a context never seen."""
-
-    def __init__(self, counts: TokenCounts) -> None:
-        self.unigram = UnigramModel(counts)
-        self._pairs_VV = counts.pairs_VV
-        self._distinct_V: Floats = np.diff(counts.pairs_VV.indptr).astype(float)
-        self._total_V: Floats = np.asarray(counts.pairs_VV.sum(axis=1), dtype=float)
-
-    def nats(self, inputs: Integers, labels: Integers) -> Floats:
-        """Return −ln P(label | input) in the shape of `labels`, 0 where ignored."""
-        contexts, followers = _pairs(inputs, labels, self.unigram.vocab_size)
-        lower = self.unigram.probability_V[followers]
-        distinct, total = self._distinct_V[contexts], self._total_V[contexts]
-        seen = np.asarray(self._pairs_VV[contexts, followers])
-        mass = total + distinct
-        probability = np.where(mass > 0, (seen + distinct * lower) / np.maximum(mass, 1), lower)
-        return _in_place_of_labels(-np.log(probability), labels)
-
-
-def _pairs(
-    inputs: Integers, labels: Integers, vocab_size: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    assert inputs.shape == labels.shape, (inputs.shape, labels.shape)
-    kept = labels != IGNORED
-    contexts, followers = inputs[kept].astype(np.int64), labels[kept].astype(np.int64)
-    largest = max(contexts.max(initial=0), followers.max(initial=0))
-    if largest >= vocab_size:
-        raise UserError(
-            f"vocab_size={vocab_size} does not hold token {largest}; use at least {largest + 1}"
+    def nats(self, inputs: Integers, labels: Integers) -> dict[str, Floats]:
+        """Return model → −ln P of each label that is not ignored, in order."""
+        contexts, followers = self._pairs(inputs, labels)
+        unigram = (self.label_counts_V[followers] + 1.0) / (self.tokens + self.vocab_size)
+        distinct = np.diff(self.pairs_VV.indptr).astype(float)[contexts]
+        total = np.asarray(self.pairs_VV.sum(axis=1), dtype=float)[contexts]
+        pairs = np.asarray(self.pairs_VV[contexts, followers], dtype=float)
+        bigram = np.where(  # of a context never seen, the unigram
+            total > 0, (pairs + distinct * unigram) / np.maximum(total + distinct, 1.0), unigram
         )
-    return contexts, followers
+        return {"unigram": -np.log(unigram), "bigram": -np.log(bigram)}
 
-
-def _in_place_of_labels(nats: Floats, labels: Integers) -> Floats:
-    result = np.zeros(labels.shape, dtype=np.float64)
-    result[labels != IGNORED] = nats
-    return result
+    def _pairs(
+        self, inputs: Integers, labels: Integers
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        assert inputs.shape == labels.shape, (inputs.shape, labels.shape)
+        kept = labels != IGNORED
+        contexts, followers = inputs[kept].astype(np.int64), labels[kept].astype(np.int64)
+        largest = max(contexts.max(initial=0), followers.max(initial=0))
+        if largest >= self.vocab_size:
+            raise UserError(
+                f"vocab_size={self.vocab_size} does not hold token {largest}; use at least "
+                f"{largest + 1}"
+            )
+        return contexts, followers

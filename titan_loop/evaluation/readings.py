@@ -155,10 +155,6 @@ def _score_chunk(
     ask = partial(exit_steps, gate=model.gate, readout=lambda state: by_state[id(state)])
     step_PC = torch.cat([ask(r.policy, states_R1CD[: r.recurrent_steps]) for r in readings])
     nats_PC, right_PC = nats_RC.gather(0, step_PC - 1), right_RC.gather(0, step_PC - 1)
-    for p, reading in enumerate(readings):
-        if (early := reading.policy.early_step) is not None:
-            last_CV, early_CV = logits[reading.deepest_step][0], logits[early][0]
-            nats_PC[p], right_PC[p] = _graded(reading.policy.combined(last_CV, early_CV), labels_C)
     return Scores(nats_PC, right_PC, step_PC)
 
 
@@ -171,13 +167,8 @@ def _graded(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
 def _steps_to_read(readings: Sequence[Reading]) -> list[int]:
     steps: set[int] = set()
     for reading in readings:
-        deepest = reading.deepest_step
-        if (early := reading.policy.early_step) is not None:
-            steps |= {early, deepest}
-        elif isinstance(reading.policy, StaticStep):
-            steps.add(deepest)
-        else:
-            steps.update(range(1, deepest + 1))
+        static = isinstance(reading.policy, StaticStep)
+        steps.update(range(reading.deepest_step if static else 1, reading.deepest_step + 1))
     return sorted(steps)
 
 

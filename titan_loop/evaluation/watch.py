@@ -12,7 +12,6 @@
 """
 
 import fcntl
-import importlib.util
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -25,12 +24,10 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, append_evaluation, lock_file
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
-from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
 from titan_loop.evaluation.request_cache import digest
 from titan_loop.evaluation.share_work import join_ranks
 from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.wandb_log import WandbLog
-from titan_loop.plugins import names
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -53,7 +50,6 @@ class Watcher:
         self, run: Path, options: TaskOptions, *, wandb: bool = False, retry: bool = False
     ) -> None:
         options.check()
-        _require_known(options)
         self._retry = retry
         self._run = RunDirectory(run)
         self._options = options
@@ -196,15 +192,3 @@ def _digest_of(options: TaskOptions) -> str:
     return digest(
         {name: str(value) for name, value in asked.items() if value or name not in came_later}
     )
-
-
-def _require_known(options: TaskOptions) -> None:
-    """Raise `UserError` for unknown tasks; without the harness, only the evaluation can tell."""
-    known = {HELD_OUT, *OFFLINE_TASKS, *names("tasks")}
-    others = {task.name for task in options.suite_tasks()} - known
-    if others and importlib.util.find_spec("lm_eval") is not None:
-        from titan_loop.evaluation.harness_tasks import HarnessTasks
-
-        harness = HarnessTasks(options.include_path)
-        for name in sorted(others):
-            harness.find(name)

@@ -206,7 +206,7 @@ class Engine:
             read_BLD = torch.where(leaves.unsqueeze(-1), state_BLD, read_BLD)
         assert read_BLD is not None
         batch.admit(rows)
-        tokens = batch.sample(decider.logits(read_BLD)[:, 0], rows)
+        tokens = batch.sample(self.stack.readout(read_BLD)[:, 0], rows)
         for row, token, step in zip(rows, tokens, left[:, 0].tolist(), strict=True):
             yield row.accept(token, step)
 

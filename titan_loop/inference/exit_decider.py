@@ -42,9 +42,6 @@ class ExitDecider:
         Call it once per step. At step 1 the memory of the row's previous token is dropped.
         """
         evidence, memory = Evidence(step_BL, hidden_BLD, before_BLD), self._memory
-        if self.policy.early_step is not None:
-            here_BL1 = (step_BL == self.policy.early_step).unsqueeze(-1)
-            memory["early"] = torch.where(here_BL1, hidden_BLD, memory.get("early", hidden_BLD))
         if self.policy.reads_gate:
             log_survival_BL = F.logsigmoid(-at_least_fp32(self.gate(hidden_BLD)))
             if "log_survival" in memory:
@@ -61,17 +58,7 @@ class ExitDecider:
 
     def reads(self, steps: Iterable[int]) -> bool:
         """Return whether policy or head reads a state after `steps`; if not, no token leaves."""
-        read = {self.deepest_step, self.policy.early_step}
-        return self.policy.reads_states or not read.isdisjoint(steps)
-
-    def logits(self, hidden_BLD: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Return logits (B, L, V) of tokens that leave; `rows` are their rows, None for all."""
-        logits_BLV = self.readout(hidden_BLD)
-        if self.policy.early_step is None:
-            return logits_BLV
-        early_BLD = self._memory["early"]
-        early_BLD = early_BLD if rows is None else early_BLD[rows]
-        return self.policy.combined(logits_BLV, self.readout(early_BLD))
+        return self.policy.reads_states or self.deepest_step in steps
 
     def admit(self, rows: int) -> None:
         """Append rows that are about to start a token."""

@@ -9,8 +9,6 @@
     q:THRESHOLD       CDF(r) ≥ q of the exit gate
     kl:KL,ENTROPY     KL(P_r ‖ P_{r−1}) < KL and H(P_r) < ENTROPY, from r = 2; P_r is the next
                       token's distribution, both are in nats
-    contrast:A,STRENGTH,SHARE   after step R, from a contrast of its distribution with step A's
-                      (`titan_loop/inference/measures.py`)
 
 A family may have policies of its own, which take one number, such as survival:TAU
 (`titan_loop/families/adaptive/exit_policy.py`).
@@ -35,7 +33,6 @@ from torch import Tensor
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.inference.measures import (
-    contrasted,
     divergence_nats,
     entropy_nats,
     hidden_distance,
@@ -76,14 +73,12 @@ class ExitPolicy(ABC):
         reads_logits: Whether it looks at logits, which costs a readout after every step.
         reads_states: Whether it looks at states, which costs a coda after every step. If not, all
             tokens leave after the deepest step.
-        early_step: Step whose logits are combined with the logits of the step that is read, if any.
     """
 
     name: ClassVar[str]
     reads_gate: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
     reads_states: ClassVar[bool] = True
-    early_step: int | None = None
 
     @classmethod
     def grid(cls, evidence: Sequence[Evidence]) -> list[str]:
@@ -93,10 +88,6 @@ class ExitPolicy(ABC):
             evidence: A sample's states and distributions after each step from 2 on.
         """
         return []
-
-    def combined(self, logits: Tensor, early_logits: Tensor) -> Tensor:
-        """Return the logits that a token is chosen by, (…, V); only with an `early_step`."""
-        raise NotImplementedError
 
     def fires(self, evidence: Evidence) -> Tensor:
         """Return (B, L) bool, True where the token leaves; by default False everywhere."""
@@ -272,50 +263,6 @@ class KLAndEntropy(ExitPolicy):
         return (evidence.step_BL > 1) & settled & sharp
 
 
-@dataclass(frozen=True)
-class Contrast(ExitPolicy):
-    """Every token leaves after step R, read from a contrast with step a: see `contrasted`."""
-
-    step: float
-    strength: float = 0.5
-    share: float = 0.1
-    name: ClassVar[str] = "contrast"
-    reads_states: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        written = f"exit=contrast:{self.step:g},{self.strength:g},{self.share:g}"
-        if self.step < 1 or self.step != int(self.step):
-            raise UserError(f"{written} must name an early step, a whole number of at least 1")
-        if not 0.0 <= self.strength < math.inf:
-            raise UserError(f"{written} must have a strength of at least 0; 0.5 is usual")
-        if not 0.0 <= self.share <= 1.0:
-            raise UserError(f"{written} must have a share from 0 to 1 of the largest probability")
-
-    @classmethod
-    def grid(cls, evidence: Sequence[Evidence]) -> list[str]:
-        """Return four strengths of a contrast with the first step and with the last but one."""
-        early = sorted({1, len(evidence)}) if evidence else []
-        return [f"{step},{strength:g},0.1" for step in early for strength in (0.1, 0.25, 0.5, 1.0)]
-
-    @property
-    def early_step(self) -> int:
-        """The early step whose logits are subtracted from the last step's."""
-        return int(self.step)
-
-    def combined(self, logits: Tensor, early_logits: Tensor) -> Tensor:
-        """Return the contrasted log-probabilities."""
-        return contrasted(logits, early_logits, strength=self.strength, share=self.share)
-
-    def deepest_step(self, recurrent_steps: int) -> int:
-        """Return R; raise `UserError` if step a does not come before it."""
-        if self.early_step >= recurrent_steps:
-            raise UserError(
-                f"exit=contrast:{self.early_step} needs a later step to contrast with; "
-                f"recurrent_steps={recurrent_steps} must be above it"
-            )
-        return recurrent_steps
-
-
 _CORE = (
     StaticStep,
     QExit,
@@ -324,13 +271,12 @@ _CORE = (
     Confidence,
     Margin,
     KLAndEntropy,
-    Contrast,
 )
 POLICIES: dict[str, type[ExitPolicy]] = {kind.name: kind for kind in _CORE}
 """Policies that every recurrence over the stack has."""
 
 _ALIASES = {"full": "static", "relative": "fixed_point"}
-_NUMBERS = {"static": 1, "kl": 2, "contrast": 3}  # values after the colon; others take one
+_NUMBERS = {"static": 1, "kl": 2}  # values after the colon; others take one
 
 
 def parse_exit_policy(text: str) -> ExitPolicy:
@@ -346,7 +292,7 @@ def parse_exit_policy(text: str) -> ExitPolicy:
     parts = [part for part in values.replace("/", ",").split(",") if part]
     number = int if name == "static" else float
     count = 0 if name == "full" else _NUMBERS.get(name, 1)
-    wanted = f"exit={text}: {name} takes {count} number(s), as in q:0.9 or contrast:1,0.5,0.1"
+    wanted = f"exit={text}: {name} takes {count} number(s), as in q:0.9 or kl:0.01,3"
     if len(parts) != count:
         raise UserError(wanted)
     try:

@@ -3,8 +3,6 @@
 Arithmetic is in at least fp32. Shape suffixes: B rows, L tokens, D width, V vocabulary.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -56,31 +54,3 @@ def margin_change(log_prob_BLV: Tensor, log_prob_before_BLV: Tensor) -> Tensor:
     top_BL = log_prob_BLV.argmax(-1)
     now_BL = logit_margin(log_prob_BLV, top_BL)
     return (now_BL - logit_margin(log_prob_before_BLV, top_BL)).abs() / now_BL
-
-
-def contrasted(logits: Tensor, early_logits: Tensor, *, strength: float, share: float) -> Tensor:
-    """Return the log-probabilities of the last step, contrasted with an early step's.
-
-        s_v = (1 + β) log P_R(v) − β log P_a(v)          v ∈ V = { v : P_R(v) ≥ α max P_R }
-        P(v) = P_R(V) softmax_V(s)_v  for v ∈ V          P(v) = P_R(v)  elsewhere
-
-    Args:
-        logits: Logits after step R, (…, V).
-        early_logits: Logits after step a.
-        strength: β ≥ 0; 0 changes nothing.
-        share: α in [0, 1]; 1 contrasts the likeliest token alone.
-
-    Returns:
-        (…, V) log-probabilities in nats that sum to 1, at least fp32.
-
-    Source: contrast of loops: LoopCD, arXiv 2610.02185. The formula is from O'Brien and Lewis
-        2023, arXiv 2309.09117, §2.
-    Deviations: outside V, where the source has probability 0, tokens keep the last step's, so that
-        every label has a likelihood. The likeliest token is the same: it is always in V.
-    """
-    last, early = log_probabilities(logits), log_probabilities(early_logits)
-    floor = last.amax(-1, keepdim=True) + (math.log(share) if share else -math.inf)
-    plausible = last >= floor
-    score = (last + strength * (last - early)).masked_fill(~plausible, -torch.inf)
-    mass = last.masked_fill(~plausible, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.where(plausible, score.log_softmax(-1) + mass, last)

@@ -214,7 +214,7 @@ class Batch:
             return
         self.cache.leave(leaving, context.positions_BL[leaving, 0], step_BL[leaving, 0])
         left = [self.rows[index] for index in leaving.tolist()]
-        logits_BV = self.decider.logits(state.read_BLD[leaving], leaving)[:, 0]
+        logits_BV = self.stack.readout(state.read_BLD[leaving])[:, 0]
         for row, token in zip(left, self.sample(logits_BV, left), strict=True):
             yield row.accept(token, row.step)
 
