@@ -34,7 +34,7 @@ def run(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     upcycling = Upcycling(layers, mode, moments)
-    _, child = upcycle_run(checkpoint, output, upcycling, sys.argv)
+    child = upcycle_run(checkpoint, output, upcycling, sys.argv)
     print(child)
     tokens = 2 * SavedRun(output).checkpoint().tokens
     print(f"To train it: titan-loop train {output} --total-tokens {tokens}")

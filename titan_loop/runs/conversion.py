@@ -21,10 +21,8 @@ from titan_loop.storage.staged_folder import staged_folder
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 
-def upcycle_run(
-    parent: Path, output: Path, upcycling: Upcycling, command: Sequence[str]
-) -> tuple[Path, Path]:
-    """Write a new run with one checkpoint, the upcycled parent; return parent and new checkpoint.
+def upcycle_run(parent: Path, output: Path, upcycling: Upcycling, command: Sequence[str]) -> Path:
+    """Write a new run with one checkpoint, the upcycled parent; return that checkpoint.
 
     The configuration is the parent's with the new number of layers, and steps and tokens go on from
     the parent's. Raises `UserError` if `output` is not empty, or the parent is unusable or unfit.
@@ -43,7 +41,7 @@ def upcycle_run(
     }
     with written_run(output, config, command, tokenizer=run.path / TOKENIZER_NAME) as new:
         upcycle_checkpoint(source.path, new.checkpoint(source.step), upcycling)
-    return source.path, RunDirectory(output).checkpoint(source.step)
+    return RunDirectory(output).checkpoint(source.step)
 
 
 def merge_runs(
