@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import read_tags
@@ -228,34 +227,6 @@ def test_tag(checkpoints, call):
     assert "not text" in call("tag", checkpoint, os.fsdecode(b"\xff")).error
     assert "no manifest.json" in call("tag", checkpoints / "step-8", "x").error
     read_manifest(checkpoint)
-
-
-@pytest.mark.parametrize("optimizer", [False, True])
-def test_consolidate(checkpoints, call, tmp_path, optimizer):
-    output = tmp_path / "out" / "model.safetensors"
-    flags = ["--optimizer"] if optimizer else []
-    answer = call("consolidate", checkpoints / "step-4", "--output", output, *flags)
-    assert answer.out.startswith(f"{output}: {4 if optimizer else 3} tensors, ")
-    with safe_open(str(output), framework="pt") as file:
-        expected = {
-            key: value
-            for key, value in entries(4).items()
-            if isinstance(value, torch.Tensor) and (optimizer or not key.startswith("optimizer"))
-        }
-        assert {*file.keys()} == {*expected}
-        for key, tensor in expected.items():
-            found = file.get_tensor(key)
-            assert found.dtype == tensor.dtype
-            assert torch.equal(found, tensor)
-        metadata = file.metadata()
-    assert metadata["format"] == "pt"
-    assert json.loads(metadata["titan_loop.step"]) == 4
-    assert json.loads(metadata["titan_loop.lineage"]) == {"parent": None, "stage": "main"}
-    assert len(json.loads(metadata["titan_loop.manifest_sha256"])) == 64
-    assert "exists; choose a new file" in (
-        call("consolidate", checkpoints / "step-4", "--output", output).error
-    )
-    assert [path.name for path in output.parent.iterdir()] == ["model.safetensors"]
 
 
 def test_mistakes(checkpoints, call, tmp_path):

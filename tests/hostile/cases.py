@@ -24,7 +24,6 @@ VERBS: Mapping[str, str] = {
     "checkpoint ls": "checkpoint ls run",
     "checkpoint verify": "checkpoint verify run",
     "checkpoint diff": f"checkpoint diff {_STEP_2} {_NEWEST}",
-    "checkpoint consolidate": f"checkpoint consolidate {_NEWEST} --output out/one",
     "checkpoint merge": f"checkpoint merge {_STEP_2} {_NEWEST} --output out/merged",
     "convert export": "convert export run --output out/export",
     "convert import": "convert import export --output out/imported",

@@ -70,10 +70,8 @@ def test_a_node_without_reports_and_one_with_another_clock(tmp_path):
     ("clocks", "bad"),
     [
         ({"n1": 100.0, "n2": 105.0, "n3": 95.0}, {}),  # at the limit of 5 s
-        ({"n1": 100.0, "n2": 105.1, "n3": 95.0}, {"n2": "its clock is +5.1 s off"}),
         ({"n1": 107.0, "n2": 100.0, "n3": 100.0}, {"n1": "its clock is +7.0 s off"}),
         ({"n1": 107.0, "n2": 100.0}, {"n2": "its clock is -7.0 s off"}),  # the second of two
-        ({"n1": 100.0}, {}),
     ],
 )
 def test_a_clock_is_compared_with_the_median(tmp_path, clocks, bad):

@@ -23,25 +23,11 @@ from titan_loop.storage.file_names import require_file_name
 from titan_loop.storage.json_files import read_json_object, write_json
 from titan_loop.storage.regular_file import DamagedFileError
 
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNMENT_BYTES = 8
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _AGAIN = "download it again"
-_READABLE = {"F32", "BF16", "F16"}
 
 
 class SafetensorsFolder:
@@ -61,7 +47,7 @@ class SafetensorsFolder:
                 held = list(opened.keys())
                 for name in held:
                     part = opened.get_slice(name)
-                    if part.get_dtype() not in _READABLE:
+                    if part.get_dtype() not in _TYPES.values():
                         raise UserError(
                             f"{folder / file}: {name} is {part.get_dtype()}; only F32, BF16 and "
                             "F16 weights can be imported"
@@ -134,20 +120,12 @@ def write_folder(
         max_shard_bytes: Most tensor bytes in a file, unless a single tensor has more.
         index: Write an index even for a single file.
     """
-
-    def converted(name: str) -> Tensor:
-        tensor = read(name)
-        if tensor.shape != shapes[name]:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shapes[name]}")
-        return tensor.to(dtype)
-
     shards = _plan_shards(shapes, dtype, max_shard_bytes)
     single = len(shards) == 1 and not index
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        announced = {name: (shapes[name], dtype) for name in names}
-        write_safetensors(folder / file, announced, converted, {"format": "pt"})
+        _write_file(folder / file, {name: shapes[name] for name in names}, dtype, read)
         weight_map.update(dict.fromkeys(names, file))
     if not single:
         total = sum(_bytes(shape, dtype) for shape in shapes.values())
@@ -174,21 +152,15 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def write_safetensors(
+def _write_file(
     path: Path,
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
     read: Callable[[str], Tensor],
-    metadata: Mapping[str, str],
 ) -> None:
-    """Write a safetensors file, one tensor in memory at a time, and wait for the disk.
-
-    Raises `UserError` for a type that safetensors does not know.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (shape, dtype) in tensors.items():
-        if dtype not in _TYPES:
-            raise UserError(f"{name} has type {dtype}, which safetensors does not know")
+    for name, shape in shapes.items():
         start, end = end, end + _bytes(shape, dtype)
         header[name] = {"dtype": _TYPES[dtype], "shape": [*shape], "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
@@ -196,10 +168,13 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
-        for name in tensors:
+        for name, shape in shapes.items():
+            tensor = read(name)
+            if tensor.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
             # The format is little-endian, and so is every machine that torch runs on.
-            flat = read(name).contiguous().reshape(-1)
+            flat = tensor.to(dtype).contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
-            del flat  # before the next one is read
+            del tensor, flat  # before the next one is read
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""`titan-loop checkpoint VERB`: list, check, compare, name, delete, merge, convert checkpoints."""
+"""`titan-loop checkpoint VERB`: list, check, compare, name, delete and merge checkpoints."""
 
 import sys
 from pathlib import Path
@@ -113,27 +113,6 @@ def tag(checkpoint: Path, name: str, *, remove: bool = False) -> None:
     print(f"{checkpoint}: {', '.join(read_tags(checkpoint)) or 'no tags'}")
 
 
-def consolidate(
-    checkpoint: Path, *, output: Path, optimizer: bool = False, skip_hashes: bool = False
-) -> None:
-    """Write a checkpoint's full tensors, and its lineage as metadata, to one safetensors file.
-
-    Args:
-        checkpoint: Folder step-N, or a run (its newest whole checkpoint is taken).
-        output: New file.
-        optimizer: Include the tensors of the optimiser.
-        skip_hashes: Compare only sizes with the commit record before reading.
-    """
-    from titan_loop.checkpoint import consolidate as consolidation
-    from titan_loop.checkpoint.tensors import CheckpointReader
-    from titan_loop.runs.run_checkpoints import checkpoint_meant
-
-    look_at = "sizes" if skip_hashes else "hashes"
-    reader = CheckpointReader(checkpoint_meant(checkpoint), look_at=look_at)
-    keys = consolidation.consolidate(reader, output, optimizer=optimizer)
-    print(f"{output}: {len(keys)} tensors, {_size(output.stat().st_size)}")
-
-
 def merge(checkpoints: tuple[Path, ...], *, output: Path, weights: tuple[float, ...] = ()) -> None:
     """Write the weighted mean of checkpoints of one architecture as a new run.
 
@@ -167,6 +146,6 @@ def _size(size_bytes: float) -> str:
     return f"{size_bytes:.4g} TB"
 
 
-VERBS = (ls, verify, diff, rm, tag, consolidate, merge)
+VERBS = (ls, verify, diff, rm, tag, merge)
 
 run = group("checkpoint", {verb.__name__: verb for verb in VERBS})

@@ -39,7 +39,7 @@ VERBS = {
     "lm_eval": "run lm-evaluation-harness' own command with the model titan_loop",
     "generate": "complete prompts or chat with a checkpoint in the terminal",
     "convert": "import and export models: Ouro, Hugging Face folders, GGUF files",
-    "checkpoint": "list, verify, compare, name, delete, consolidate, merge, convert checkpoints",
+    "checkpoint": "list, verify, compare, name, delete and merge checkpoints",
     "slurm": "run a recipe's stages as a chain of SLURM jobs",
     "status": "show the progress of a recipe's stages and forks, and the next command",
     "upcycle": "duplicate a checkpoint's layers into the start of a deeper run",
