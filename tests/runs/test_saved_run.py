@@ -1,28 +1,29 @@
-"""A saved run is opened by its folder or a checkpoint's, also one that version 0.1.0 wrote."""
+"""A saved run is opened by its folder or a checkpoint's."""
 
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
 
+from tests.checkpoint.test_stored import STORED
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
-from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.launch.record import newest_checkpoints
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.text_format import TextFormat
 
-OLD_RUN = Path(__file__).parent / "written_by_0_1_0"
-"""The JSON files of a real run: `config.json` without `model_spec`, which nobody reads."""
-
 
 @pytest.fixture
 def old_run(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(OLD_RUN, tmp_path / "old"))
+    """A run on the source beside it, with one checkpoint."""
+    with tarfile.open(STORED) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "run"
 
 
 def edit_config(run: Path, **changes: object) -> None:
@@ -30,23 +31,7 @@ def edit_config(run: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_what_an_old_run_says_of_itself(old_run: Path):
-    run = SavedRun(old_run)
-    assert run.model_options == OuroOptions(size="quickstart", vocab_size=1024, rope_theta=10_000.0)
-    assert (run.seq_len, run.total_tokens, run.trainable) == (256, 80_000, "all")
-    assert (run.keep_every, run.parent) == (0, None)
-    assert [source.name for source in run.sources] == ["code", "prose", "math"]
-    assert run.dataloader["when_exhausted"] == "stop"
-    assert run.steps() == [79]
-    newest = run.newest(look_at="manifest")
-    assert newest is not None
-    assert newest.path == old_run / "checkpoints" / "step-79"
-    assert (newest.step, newest.tokens, newest.recurrent_steps) == (79, 80_896, 4)
-    (itself,) = run.lineage()
-    assert (itself.run, itself.stage, itself.checkpoint) == (old_run, "quickstart", newest.path)
-
-
-MODEL = json.loads((OLD_RUN / "config.json").read_text())["model"]
+MODEL = {"family": "ouro", "size": "debugmodel"}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +53,7 @@ def test_a_config_that_cannot_be_read_is_one_line(old_run: Path, changes, read, 
 
 
 def test_what_is_neither_run_nor_checkpoint_is_refused(old_run: Path, tmp_path: Path):
-    alone = shutil.copytree(old_run / "checkpoints" / "step-79", tmp_path / "alone")
+    alone = shutil.copytree(old_run / "checkpoints" / "step-2", tmp_path / "alone")
     shutil.rmtree(old_run / "checkpoints")
     for path, complaint in (
         (tmp_path / "nowhere", "is not a folder"),
@@ -97,24 +82,23 @@ def test_a_run_with_a_pipeline_has_the_pipelines_tokenizer(old_run: Path, tmp_pa
 
 
 def test_run_and_checkpoint_open_the_same_run(old_run: Path):
-    by_checkpoint = SavedRun.open(old_run / "checkpoints" / "step-79")
+    by_checkpoint = SavedRun.open(old_run / "checkpoints" / "step-2")
     assert by_checkpoint.path == SavedRun.open(old_run).path == old_run
     # A checkpoint that was named is taken as it is; one that is chosen has to be whole.
-    assert by_checkpoint.checkpoint().step == 79
-    with pytest.raises(UserError, match=r"step-79: \.metadata is missing"):
+    assert by_checkpoint.checkpoint().step == 2
+    (old_run / "checkpoints" / "step-2" / ".metadata").unlink()
+    with pytest.raises(UserError, match=r"step-2: \.metadata is missing"):
         SavedRun.open(old_run).checkpoint()
 
 
 def test_a_checkpoint_may_be_a_link_to_an_archive(old_run: Path, tmp_path: Path):
-    link = old_run / "checkpoints" / "step-79"
+    link = old_run / "checkpoints" / "step-2"
     link.symlink_to(link.rename(tmp_path / "archived"))
     assert SavedRun.open(link).path == old_run
 
 
-def test_without_its_sources_a_run_has_no_known_tokenizer(
-    old_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)  # the sources' paths are relative
+def test_without_its_sources_a_run_has_no_known_tokenizer(old_run: Path):
+    edit_config(old_run, dataloader={"mixture": ["gone/source=1"]})
     run = SavedRun(old_run)
     assert run.text_format(Tokenizer(models.BPE())) == TextFormat()
     with pytest.raises(UserError, match="put it back, or give its tokenizer with --tokenizer"):
@@ -122,10 +106,8 @@ def test_without_its_sources_a_run_has_no_known_tokenizer(
     assert run.tokenizer("other.json") == (Path("other.json"), False)
 
 
-def test_a_run_on_a_generated_task_has_no_tokenizer(
-    old_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_on_a_generated_task_has_no_tokenizer(old_run: Path, monkeypatch: pytest.MonkeyPatch):
+    edit_config(old_run, dataloader={"mixture": ["gone/source=1"]})
     run = SavedRun(old_run)
     monkeypatch.setattr(SavedRun, "generated_task", lambda _: Mano())
     with pytest.raises(UserError, match=r"trained on examples of mano, not on text.* --tasks mano"):
@@ -141,7 +123,7 @@ def test_the_folder_of_checkpoints_has_one_name(old_run: Path):
     config.folder = "elsewhere"
     with pytest.raises(UserError, match=r"checkpoint\.folder=elsewhere is not supported"):
         config.check()
-    assert newest_checkpoints(old_run.parent, None) == {"old": 79}
+    assert newest_checkpoints(old_run.parent, None) == {"run": 2}
 
 
 def test_relative_paths_are_found_from_any_folder(
