@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.cli.arguments import bind, command, group, recipe_first
+from titan_loop.cli.arguments import bind, group, recipe_first
 from titan_loop.errors import UserError
 from titan_loop.plugins import Verb
 
@@ -82,27 +82,6 @@ def test_help_is_printed_with_the_arguments_texts(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "Run directory, on a line that goes on." in printed
     assert "titan-loop do" in printed
-
-
-@pytest.mark.parametrize(
-    ("result", "code", "printed"),
-    [
-        (None, 0, ""),
-        (3, 3, ""),
-        ("line", 0, "line\n"),
-        (Path("a/b"), 0, "a/b\n"),
-        (["a", Path("b")], 0, "a\nb\n"),
-        (iter("ab"), 0, "a\nb\n"),
-        ({"not": "lines"}, 0, ""),
-    ],
-)
-def test_a_verb_returns_a_code_or_lines(capsys, result: Any, code: int, printed: str):
-    def answer() -> Any:
-        """Answer."""
-        return result
-
-    assert command("answer")(answer)([]) == code
-    assert capsys.readouterr().out == printed
 
 
 def lines(name: str, *, times: int = 1) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """`titan-loop generate` end to end, in this process."""
 
 import io
-import os
 import re
 
 import pytest
@@ -94,16 +93,6 @@ def test_lines_of_standard_input_are_prompts(capsys, monkeypatch, trained_run):
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\n\nc\n"))
     out, _ = generate(capsys, trained_run, *NEW)
     assert out == "".join(f"{expected_text(trained_run, p)}\n" for p in ("ab", "c"))
-
-
-def test_prompts_that_are_not_utf8_are_one_line(capsys, monkeypatch, trained_run):
-    bytes_ = b"\xffab\n"
-    run = str(trained_run)
-    assert main(["generate", run, "--prompt", os.fsdecode(bytes_), *NEW]) == EXIT_USER_ERROR
-    assert "is not UTF-8" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(bytes_), encoding="utf-8"))
-    assert main(["generate", run, *NEW]) == EXIT_USER_ERROR
-    assert "is not UTF-8" in capsys.readouterr().err
 
 
 def test_a_chat_remembers_its_turns(capsys, monkeypatch, trained_run):

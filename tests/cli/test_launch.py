@@ -12,7 +12,7 @@ import pytest
 from tests.support.tiny import SEQ_LEN, act_as_launched
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
-from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
+from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.recipes import start as runner
 from titan_loop.runs.run_directory import RunDirectory
 
@@ -75,16 +75,3 @@ def test_a_mistake_ends_every_rank_with_one_line(gloo_pool, source, tmp_path):
         assert said.startswith(f"titan-loop: error: {which}parallelism.tensor_parallel_degree=2 ")
         assert said.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_two_ranks_train_every_run_of_a_recipe_in_one_process_group(gloo_pool, tmp_path):
-    flags = [
-        "train", "depth_demo", "--total-tokens", "2048", "--training.local-batch-size", "8",
-        "--dump-folder", str(tmp_path),
-    ]  # fmt: skip
-    codes = [code for code, _ in gloo_pool(2).run(run_command, 2, flags)]
-    assert codes == [EXIT_OK, EXIT_OK]
-    for name in ("looped", "not_looped"):
-        run = RunDirectory(tmp_path / name)
-        assert [record["step"] for record in run.read_metrics()] == [1, 2]
-        assert len(run.evals_jsonl.read_text().splitlines()) == 1

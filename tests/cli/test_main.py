@@ -174,21 +174,6 @@ def test_what_the_system_says_about_a_file_is_one_line(capsys, monkeypatch, faul
     assert line == f"titan-loop: error: /runs/x: {os.strerror(fault)}"
 
 
-@pytest.mark.parametrize(("fault", "lines"), [(errno.EIO, True), (errno.EACCES, False)])
-def test_a_fault_of_the_machine_leaves_its_traceback_in_a_ranks_log(
-    capsys, monkeypatch, fault, lines
-):
-    def fail(_: object) -> int:
-        raise OSError(fault, "as told", "/shared/file")
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
-    cli.main(["recipes"])
-    said = capsys.readouterr().err
-    assert said.endswith("titan-loop: error: /shared/file: as told\n")
-    assert ("in fail" in said) == lines
-
-
 def test_a_defect_keeps_its_traceback():
     answer = run_python(
         "import sys, titan_loop.cli.recipes as verb\n"

@@ -53,15 +53,6 @@ def test_any_field_of_a_stage_can_be_set(recipe):
     assert first.learning_rate == LoopTrainer.Config().learning_rate
 
 
-def test_a_policy_after_a_stage_s_flags_is_the_stage_s(recipe):
-    flags = ["--stages.1b.total-tokens", "5", "activation-checkpoint:full"]
-    apply_to_stages(recipe, flags, "test")
-    kinds = [type(stage.config.activation_checkpoint).__qualname__ for stage in recipe.stages]
-    assert kinds == ["FullAC.Config", "NoneType", "NoneType"]
-    apply_to_stages(recipe, ["--total-tokens", "6"], "test")  # it stays with later flags
-    assert type(recipe.stages[0].config.activation_checkpoint).__qualname__ == "FullAC.Config"
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

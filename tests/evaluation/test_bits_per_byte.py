@@ -38,19 +38,6 @@ def test_interval_equals_an_explicit_resampling():
         assert np.allclose([interval.low, interval.high], expected, atol=0.15 * half_width)
 
 
-def test_coverage_of_the_interval():
-    # 200 experiments; a 95 % interval over 60 units covers a little less. P(fewer than 174 of 200)
-    # is below 1e-5 at 94 % true coverage, and the seed is fixed.
-    generator = np.random.default_rng(0)
-    covered = 0
-    for seed in range(200):
-        n_bytes = generator.integers(80, 120, 60)
-        nats = n_bytes * generator.normal(2 * math.log(2), 0.5, 60)
-        (interval,) = bootstrap_bits_per_byte(nats[None], n_bytes, seed=seed, resamples=400)
-        covered += interval.low <= 2.0 <= interval.high
-    assert covered >= 174
-
-
 def test_pairing_removes_what_both_share():
     generator = np.random.default_rng(5)
     n_bytes = np.full(100, 200)
@@ -63,21 +50,6 @@ def test_pairing_removes_what_both_share():
     assert difference.low > 0
     (alone,) = bootstrap_bits_per_byte(deep[None], n_bytes)
     assert difference.high - difference.low < 0.1 * (alone.high - alone.low)
-
-
-def test_seeds_widen_an_interval():
-    """Three seeds that differ by more than documents do: the noise is the seeds'."""
-    generator = np.random.default_rng(7)
-    n_bytes = generator.integers(50, 150, 60)
-    by_seed = np.array([0.05, 0.15, 0.22])[:, None]
-    worse = n_bytes * math.log(2) * (2.0 + generator.normal(0, 0.02, (3, 60)))
-    better = worse - n_bytes * math.log(2) * by_seed
-    found = paired_difference(worse, better, n_bytes)
-    assert found.value == pytest.approx(by_seed.mean())
-    # No document differs from another here, so that Student's interval of the seeds is left.
-    assert found.high - found.value == pytest.approx(4.3027 * by_seed.std(ddof=1) / 3**0.5, 1e-4)
-    units_alone = paired_difference(worse.mean(0), better.mean(0), n_bytes)
-    assert units_alone.high - units_alone.low < 0.1 * (found.high - found.low)
 
 
 def test_windows_without_bytes_do_not_matter():

@@ -14,12 +14,9 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SourceCard
-from titan_loop.errors import UserError
 from titan_loop.evaluation.harness_model import LoopLM
-from titan_loop.evaluation.window_scores import open_run
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
-from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.tokenizer import END_OF_TEXT, encode_prompt, template_prefix
 
 BOS = "<|im_start|>"  # any special token of the tests' tokenizer may serve
@@ -102,24 +99,6 @@ def test_prompts_and_scores_begin_with_it(runs: dict[str, Path]) -> None:
     assert lm.loglikelihood_rolling(ask(("x):",))) == pytest.approx([alone], abs=1e-4)
     (request,) = text_requests(tokenizer, ["def f("], stop_tokens=frozenset(), begin=bos)
     assert request.prompt == encode_prompt(tokenizer, "def f(", bos) == [bos, *prompt]
-
-
-def test_without_it_nothing_changes(runs: dict[str, Path]) -> None:
-    lm = LoopLM(runs["without"])
-    assert lm.prefix_token_id == lm.eot_token_id == 0
-    assert lm.tok_encode("def f(") == lm.tok_encode("def f(", add_special_tokens=False)
-
-
-def test_sources_that_begin_otherwise(
-    sources: dict[str, Path], runs: dict[str, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    mixture = [f"{path}=1" for path in sources.values()]
-    with pytest.raises(UserError, match=r"with begin with BOS, those of .*without do not"):
-        WindowLoader.Config(mixture=mixture).build(
-            dp_world_size=1, dp_rank=0, seq_len=64, local_batch_size=1
-        )
-    open_run(SavedRun.open(runs["with"]), count=1, sources=[str(sources["without"])])
-    assert "was trained on documents with BOS" in caplog.text
 
 
 def test_exports_add_it_only_for_a_model_that_has_seen_it(

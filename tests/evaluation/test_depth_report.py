@@ -70,15 +70,6 @@ def test_a_gain_over_the_unigram_model_can_be_required():
         require_gain(dataclasses.replace(report(1), trained_recurrent_steps=3), 0.15)
 
 
-def test_latest_is_the_largest_step(tmp_path: Path):
-    run = RunDirectory(tmp_path)
-    with pytest.raises(UserError, match=r"no depth-step-N\.json"):
-        DepthReport.latest(run)
-    for step in (900, 1000):
-        assert report(step).save(run) == tmp_path / "evals" / f"depth-step-{step}.json"
-    assert DepthReport.latest(run) == report(1000)
-
-
 @pytest.mark.parametrize("value", ["x" * 1000, [], True, {}])
 @pytest.mark.parametrize("name", ["windows", "baselines", "depths"])
 def test_a_report_whose_numbers_are_none_is_refused_by_name(tmp_path: Path, name, value):

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
-from tests.inference.reference import make_model
 from titan_loop.checkpoint.folders import discard
 from titan_loop.checkpoint.manifest import MANIFEST
-from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import LOCKS
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
@@ -50,24 +48,6 @@ def test_each_checkpoint_once_also_after_a_restart(run: Path):
     # Other questions are another evaluation.
     others = TaskOptions(tasks=("held_out",), windows=3)
     assert Watcher(run, others).run(once=True) == 3
-
-
-def test_a_checkpoint_written_anew_is_new(run: Path):
-    write_checkpoint_of(run, 3)
-    Watcher(run, OPTIONS).run(once=True)
-    discard(RunDirectory(run).checkpoint(3))
-    model = make_model(seed=77, vocab_size=RunDirectory(run).read_config()["model"]["vocab_size"])
-    record = {
-        "step": 3,
-        "trainer": {
-            "step": 3, "tokens": 300, "recurrent_steps": 2,
-            "architecture": model.config.architecture(),
-        },
-        "data": {}, "lineage": {},
-    }  # fmt: skip
-    write_checkpoint(RunDirectory(run).checkpoint(3), model.state_dict(), record)
-    assert Watcher(run, OPTIONS).run(once=True) == 1
-    assert steps(run) == [3, 3]
 
 
 def test_a_task_without_result_is_recorded_and_ends_with_code_1(run: Path, capsys):

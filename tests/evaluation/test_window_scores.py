@@ -18,7 +18,6 @@ from titan_loop.evaluation.window_scores import (
     WindowScores,
     at_depths,
     at_readings,
-    name_of_total,
     open_run,
     open_sources,
     score_windows,
@@ -93,12 +92,6 @@ def test_summary_and_total():
     assert total["bits_per_byte"] == pytest.approx(3.0)
     assert total["nats_per_token"] == pytest.approx(3 * math.log(2))
     assert with_total({"code": code}) == {"code": code}
-
-
-def test_the_total_never_replaces_a_source():
-    assert name_of_total(["code", "prose"]) == "all"
-    assert name_of_total(["code", "all"]) == "(all)"
-    assert name_of_total(["all", "(all)"]) == "((all))"
 
 
 def test_the_held_out_text_of_a_run_or_of_sources_that_are_named(
