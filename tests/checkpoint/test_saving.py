@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.small_checkpoint import state
-from titan_loop.checkpoint import saving
-from titan_loop.checkpoint.folders import committed_steps, unfinished_steps
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest, reference
-from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint
+from titan_loop.checkpoint.saving import RetryPolicy, save_checkpoint
 from titan_loop.checkpoint.tensors import CheckpointReader
 
 CONTENT = {
@@ -70,20 +69,6 @@ def test_a_save_that_fails_is_tried_again(tmp_path: Path, group, waits, caplog):
     for number in (1, 2):
         said = f"failed (attempt {number} of 3): OSError: the disk is gone ({number}) (rank 0)"
         assert said in caplog.text
-
-
-@pytest.mark.parametrize("stage", ["state", "write", "commit"])
-def test_a_save_that_keeps_failing_leaves_nothing(tmp_path, group, waits, monkeypatch, stage):
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError("no space")
-
-    if stage != "state":
-        name = {"write": "file_records", "commit": "write_manifest"}[stage]
-        monkeypatch.setattr(saving, name, fail)
-    with pytest.raises(SaveFailedError, match=r"step-7 was not saved: OSError: no space \(rank 0"):
-        saved(tmp_path, group, fail if stage == "state" else state)
-    assert committed_steps(tmp_path) == unfinished_steps(tmp_path) == []
-    assert len(waits) == 2
 
 
 def test_what_an_older_attempt_left_is_gone_and_a_late_failure_undoes_nothing(

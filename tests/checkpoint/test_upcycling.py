@@ -5,7 +5,6 @@ the old model without the norms between them. All model identities are bitwise, 
 weights that went through a checkpoint.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.peak_memory import peak_growth
 from titan_loop.checkpoint.manifest import read_manifest, reference
-from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
+from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.checkpoint.upcycling import Mode, Moments, Upcycling, upcycle_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
@@ -119,22 +117,6 @@ def test_the_norm_between_copies_is_all_that_distinguishes_stacked_from_more_ste
         assert torch.equal(deep.exit_logit_RBL[step - 1], looped.exit_logit_RBL[copies * step - 1])
 
 
-def test_gradients_of_the_copies_add_up_to_that_of_the_shared_layer(tmp_path: Path, tokens: Tensor):
-    """What the rule for the moments starts from: g = Σ_c g_c, exactly, without the norm."""
-    parent = build(2)
-    child = upcycled(parent, tmp_path, Upcycling(4, "stacked"))
-    parent.norm = child.norm = nn.Identity()
-    parent(tokens, recurrent_steps=4).hidden_RBLD[-1].square().mean().backward()
-    child(tokens, recurrent_steps=2).hidden_RBLD[-1].square().mean().backward()
-    copies = dict(child.named_parameters())
-    for name, parameter in parent.layers.named_parameters():
-        index, rest = name.split(".", 1)
-        parts = [copies[f"layers.{int(index) + shift}.{rest}"].grad for shift in (0, 2)]
-        assert parameter.grad is not None
-        torch.testing.assert_close(parts[0] + parts[1], parameter.grad, rtol=1e-9, atol=1e-14)
-        assert not torch.allclose(*parts)  # copies do not stay equal
-
-
 def optimiser_entries(n_layers: int) -> dict[str, Any]:
     """One weight a layer, and a norm, with AdamW's and Muon's state; every number differs."""
     names = [*(f"layers.{index}.attention.wq.weight" for index in range(n_layers)), "norm.weight"]
@@ -202,26 +184,6 @@ def test_the_manifest_says_which_layer_came_from_which(tmp_path: Path):
         assert new["trainer"][name] == old["trainer"][name]
     assert new["data"] == old["data"]
     assert new["stage_end"] is False
-
-
-def test_memory_is_two_copies_of_one_tensor(tmp_path: Path):
-    """48 MiB in tensors of 4 MiB become 96 MiB; the peak grows by 8 MiB."""
-    layers, numel = 6, 1 << 20
-    for name, count in (("small", 4), ("large", numel)):
-        tensors = {
-            f"{before}layers.{index}.wq{after}": LazyTensor(
-                (count,), torch.float32, partial(torch.full, (count,), float(index))
-            )
-            for index in range(layers)
-            for before, after in (("", ""), ("optimizer.state.", ".exp_avg"))
-        }
-        write_checkpoint(tmp_path / name, tensors, content(layers))
-    small, large = (
-        partial(upcycle_checkpoint, tmp_path / name, tmp_path / f"{name}-deeper", Upcycling(12))
-        for name in ("small", "large")
-    )
-    assert peak_growth(small, large) < 2.75 * 4 * numel  # the kernel counts pages in batches
-    assert (tmp_path / "large-deeper" / "__0_0.distcp").stat().st_size > 24 * 4 * numel
 
 
 def test_bad_plans_are_one_line(tmp_path: Path):

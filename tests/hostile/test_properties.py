@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -215,19 +214,3 @@ def test_every_damage_of_a_source_is_found(source, tmp_path, name):
         assert not faults or any(path.name in fault for fault in faults)
 
     check()
-
-
-def test_the_damages_reach_every_place():
-    """Of the generator above, or the tests above show nothing."""
-    seen = np.zeros(64, dtype=int)
-
-    @EXAMPLES
-    @given(damages())
-    def check(changes):
-        content = bytes(range(64))
-        new = damaged(content, changes)
-        for place in range(64):
-            seen[place] += place >= len(new) or new[place] != content[place]
-
-    check()
-    assert (seen > 0).all()

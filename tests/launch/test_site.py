@@ -68,10 +68,3 @@ def test_a_site_file_may_print_and_export_several_lines(tmp_path):
 def test_a_site_file_that_does_not_work(tmp_path, text, complaint):
     with pytest.raises(UserError, match=complaint):
         source_site(write(tmp_path, text), OUTSIDE)
-
-
-def test_variables_need_not_be_text(tmp_path):
-    """Paths may hold any byte, which Python keeps as a surrogate."""
-    site = write(tmp_path, "export OTHER=1\n")
-    name = b"/data/x\xe9".decode(errors="surrogateescape")
-    assert source_site(site, {**OUTSIDE, "DATA_ROOT": name})["DATA_ROOT"] == name

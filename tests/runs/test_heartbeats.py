@@ -76,14 +76,6 @@ def test_the_rank_in_another_collective_than_most_is_named():
     ]
 
 
-def test_one_rank_ahead_of_512_costs_ten_lines():
-    beats = [beat(0, step=6), *(beat(rank) for rank in range(1, 512))]
-    lines = silent_ranks(beats, now=100.0)
-    assert len(lines) == 10
-    assert lines[0].startswith("rank 1 on n1 (process 7) is still in step 5 of 6")
-    assert lines[-1] == "502 more ranks, too"
-
-
 def test_a_rank_writes_while_it_hangs_and_takes_its_file_away_at_the_end(tmp_path: Path):
     pulse = Pulse(tmp_path, rank=3, seconds=0.01)
     pulse.close()  # never began
