@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +12,7 @@ import titan_loop.compat as compat
 import torch
 import torch.distributed as dist
 
+from tests.support.holder import held
 from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config, train_run
 from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.folders import add_tag, committed_steps
@@ -200,38 +198,17 @@ def test_the_writing_thread_uses_its_ranks_device(source, tmp_path, monkeypatch)
     assert (3, "checkpoint_0") in used
 
 
-_HOLDER = """
-import sys
-from pathlib import Path
-from titan_loop.runs.run_directory import RunDirectory
-lock = RunDirectory(sys.argv[1]).lock()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def holder(tmp_path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the directory `tmp_path / "run"` until its input ends."""
-    command = [sys.executable, "-c", _HOLDER, str(tmp_path / "run")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield process
-
-
-def test_a_second_run_in_one_directory_is_refused(source, tmp_path, holder):
+def test_a_second_run_in_one_directory_is_refused(source, tmp_path):
     run = tmp_path / "run"
-    with pytest.raises(UserError, match=rf"is in use by another run \(process {holder.pid} "):
-        train(source, run)
-    assert (run / LOCK).exists()
-    assert not RunDirectory(run).run_json.exists()
-    holder.kill()
-    holder.wait(60)
-    # Its file is still there, and means nothing.
-    assert committed_steps(train(source, run)) == [2, 4, 6]
+    with held(run) as holder:
+        with pytest.raises(UserError, match=rf"is in use by another run \(process {holder.pid} "):
+            train(source, run)
+        assert (run / LOCK).exists()
+        assert not RunDirectory(run).run_json.exists()
+        holder.kill()
+        holder.wait(60)
+        # Its file is still there, and means nothing.
+        assert committed_steps(train(source, run)) == [2, 4, 6]
 
 
 def test_a_trainer_may_hold_a_step_back():

@@ -4,8 +4,6 @@ import errno
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import fsspec
 import pytest
 
 from tests.checkpoint.test_choosing import committed
+from tests.support.holder import held
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import add_tag, committed_steps, read_tags
@@ -167,14 +166,7 @@ def test_nothing_is_fetched_into_a_run_that_another_process_trains(memory, sourc
     config = tiny_config(source, tmp_path / "run")
     config.checkpoint.remote, config.checkpoint.adopt_remote = "memory://bucket/runs", True
     config.stage = "base"
-    holder = (
-        "import sys; from titan_loop.runs.run_directory import RunDirectory; "
-        "lock = RunDirectory(sys.argv[1]).lock(); print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", holder, config.dump_folder]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
+    with held(Path(config.dump_folder)):
         fetch_checkpoints(config)
         assert not (tmp_path / "run" / "checkpoints").exists()
     fetch_checkpoints(config)

@@ -1,14 +1,12 @@
 """The tree of stages and forks, from the files that runs leave."""
 
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.holder import held
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
@@ -52,31 +50,9 @@ def recipe_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-HOLDS = """
-import sys
-from pathlib import Path
-from titan_loop.runs.run_directory import RunDirectory
-with RunDirectory(Path(sys.argv[1])).lock():
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-@contextmanager
-def trained(run: Path) -> Iterator[None]:
-    """Let another process hold a run, as a job that trains it does."""
-    words = [sys.executable, "-c", HOLDS, str(run)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield
-        process.communicate("")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell who holds a lock")
 def test_the_tree_says_how_far_everything_is(recipe_folder):
-    with trained(recipe_folder / "1b"):
+    with held(recipe_folder / "1b"):
         lines = status_lines(read_status(recipe_folder))
     assert lines == [
         "1a               complete, 1,000 tokens, loss 2.5000",
