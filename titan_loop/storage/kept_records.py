@@ -30,7 +30,7 @@ class _Kept:
     failed: bool = False
 
 
-_files: dict[Path, _Kept] = {}
+_files: dict[Path, _Kept] = {}  # of the run at hand: `give_up_kept` ends it
 
 
 def append_or_keep(path: Path, record: Mapping[str, Any], append: Append = append_jsonl) -> None:

@@ -3,7 +3,7 @@
     read ─► EIO, ESTALE, …, or fewer bytes than the file has ─► wait, open again, read again
          ─► `ATTEMPTS` failures in a row ─► the error is raised
 
-Every retry is logged and counted; `metrics.jsonl` has the count as `io_retries`.
+Every retry is logged and counted; `metrics.jsonl` has the count of a run as `io_retries`.
 """
 
 import errno
@@ -77,8 +77,14 @@ def count_retry() -> None:
 
 
 def retries() -> int:
-    """Return the number of reads and writes that this process tried again."""
+    """Return the number of reads and writes tried again since the last `forget_retries`."""
     return _retries
+
+
+def forget_retries() -> None:
+    """Count anew, for the next run of this process."""
+    global _retries
+    _retries = 0
 
 
 def unreadable(path: str | Path, error: OSError, fix: str) -> UserError | RunFailedError:

@@ -43,6 +43,7 @@ from titan_loop.ranks import (
 )
 from titan_loop.runs.run_directory import RunDirectory, library_versions
 from titan_loop.storage.kept_records import give_up_kept, write_kept
+from titan_loop.storage.transient import forget_retries
 from titan_loop.training.built_in import built_in_callbacks
 from titan_loop.training.callback import Phase
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
@@ -347,6 +348,7 @@ class LoopTrainer(Trainer):
             closing.callback(self.checkpointer.close, together=together)
             closing.callback(self.metrics_processor.close)
             closing.callback(give_up_kept)
+            closing.callback(forget_retries)
             closing.callback(self.dataloader.close)
             for callback in self.callbacks:
                 closing.callback(callback.close)
