@@ -62,7 +62,7 @@ PARSED = {
     "cli/lm_eval.py: lm_eval ls tasks": "lm_eval ls tasks",
     "cli/main.py: train quickstart --total-tokens 200000": "train quickstart --total-tokens 200000",
     "cli/slurm.py: slurm status {}": "slurm status runs/my",
-    "cli/scaling.py: scaling {}": "scaling runs/a runs/b",
+    "cli/views.py: scaling {}": "scaling runs/a runs/b",
     "data/load/pipeline_loader.py: data tokenize --pipeline {} --output FOLDER --tokenizer FILE": (
         "data tokenize --pipeline my:documents --output sources/my --tokenizer tokenizer.json"
     ),
@@ -178,7 +178,7 @@ def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 Captured = pytest.CaptureFixture[str]
 
 
-@follows("cli/upcycle.py: train {} --total-tokens {}", "runs/status.py: train {}")
+@follows("cli/views.py: train {} --total-tokens {}", "runs/status.py: train {}")
 def test_what_upcycle_and_status_advise_trains(
     alone: None, trained: Path, tmp_path: Path, capfd: Captured
 ):
@@ -186,7 +186,7 @@ def test_what_upcycle_and_status_advise_trains(
     assert main(["upcycle", str(run), "--output", str(wide), "--layers", "4"]) == 0
     advice = capfd.readouterr().out.splitlines()[-1]
     tokens = SavedRun(wide).checkpoint().tokens
-    assert main(told(advice, "cli/upcycle.py: train {} --total-tokens {}")) == 0
+    assert main(told(advice, "cli/views.py: train {} --total-tokens {}")) == 0
     assert SavedRun(wide).checkpoint().tokens == 2 * tokens
     assert SavedRun(wide).config["model"]["n_layers"] == 4
 
@@ -200,12 +200,12 @@ def test_what_upcycle_and_status_advise_trains(
     assert status_lines(read_status(tmp_path))[-1] == "everything is trained"
 
 
-@follows("cli/recipes.py: train PACKAGE.MODULE:FUNCTION", "runs/status.py: train {}")
+@follows("cli/views.py: train PACKAGE.MODULE:FUNCTION", "runs/status.py: train {}")
 def test_a_stage_that_has_not_begun_is_trained_by_the_recipe_with_its_flags(
     alone: None, source: Path, tmp_path: Path, capfd: Captured
 ):
     assert main(["recipes"]) == 0
-    words = told(capfd.readouterr().out, "cli/recipes.py: train PACKAGE.MODULE:FUNCTION")
+    words = told(capfd.readouterr().out, "cli/views.py: train PACKAGE.MODULE:FUNCTION")
     words[1] = words[1].replace("PACKAGE.MODULE:FUNCTION", RECIPE)
     folder, flags = tmp_path / "a folder", ["--dataloader.mixture", f"{source}=1"]
     flags += ["--stages.b.learning-rate", "0:1e-3 constant 1K:1e-3"]

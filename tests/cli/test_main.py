@@ -145,7 +145,7 @@ def test_exit_codes(capsys, monkeypatch, raised, code, message):
     def fail(_: object) -> int:
         raise raised
 
-    monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
+    monkeypatch.setattr("titan_loop.cli.views.recipes", fail)
     assert cli.main(["recipes"]) == code
     assert capsys.readouterr().err.startswith(message)
 
@@ -168,7 +168,7 @@ def test_what_the_system_says_about_a_file_is_one_line(capsys, monkeypatch, faul
     def fail(_: object) -> int:
         raise OSError(fault, os.strerror(fault), "/runs/x")
 
-    monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
+    monkeypatch.setattr("titan_loop.cli.views.recipes", fail)
     assert cli.main(["recipes"]) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"titan-loop: error: /runs/x: {os.strerror(fault)}"
@@ -176,8 +176,8 @@ def test_what_the_system_says_about_a_file_is_one_line(capsys, monkeypatch, faul
 
 def test_a_defect_keeps_its_traceback():
     answer = run_python(
-        "import sys, titan_loop.cli.recipes as verb\n"
-        "verb.run = lambda arguments: 1 / 0\n"
+        "import sys, titan_loop.cli.views as verb\n"
+        "verb.recipes = lambda arguments: 1 / 0\n"
         "from titan_loop.cli.main import main\n"
         "sys.exit(main(['recipes']))"
     )
@@ -189,8 +189,8 @@ def test_a_defect_keeps_its_traceback():
 def test_a_reader_that_leaves_is_no_failure(lines):
     """As under `| head`: whether the pipe breaks in the verb's print or in the last flush."""
     code = (
-        "import sys, titan_loop.cli.recipes as verb\n"
-        f"verb.run = lambda arguments: sys.stdin.read() or print('line\\n' * {lines}) or 0\n"
+        "import sys, titan_loop.cli.views as verb\n"
+        f"verb.recipes = lambda arguments: sys.stdin.read() or print('line\\n' * {lines}) or 0\n"
         "from titan_loop.cli.main import main\n"
         "sys.exit(main(['recipes']))"
     )

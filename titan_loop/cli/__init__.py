@@ -1,4 +1,4 @@
-"""The `titan-loop` command: one thin module per verb, each with `run(arguments) -> exit code`.
+"""The `titan-loop` command: a thin module for each larger verb, and `views.py`.
 
     main ── looks up the verb ──▶ train, data, eval, upcycle, plot, … ──▶ the package
 

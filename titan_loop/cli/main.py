@@ -6,7 +6,6 @@ system's error about a file is reported in one line. The code is 2 if the user c
 permission, and 1 if the machine is at fault, such as a full disk; ranks print a traceback, too.
 """
 
-import importlib
 import io
 import os
 import sys
@@ -26,7 +25,7 @@ from titan_loop.errors import (
     nearest,
 )
 from titan_loop.launcher import slurm_job
-from titan_loop.plugins import find, names, summary
+from titan_loop.plugins import find, load, names, summary
 from titan_loop.runs.exit_reports import report_exit
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -51,6 +50,8 @@ VERBS = {
     "recipes": "list the recipes that `train` finds by name",
     "doctor": "check this machine, and suggest a fix for every problem",
 }
+_VIEWS = ("status", "upcycle", "plot", "report", "scaling", "recipes")
+"""Verbs that are functions of `views.py`; the others have a module each."""
 
 _USAGE = """usage: titan-loop VERB [ARGUMENTS]
 
@@ -144,7 +145,8 @@ def _dispatch(arguments: list[str]) -> int:
         return EXIT_OK
     try:
         if verb in VERBS:
-            return importlib.import_module(f"titan_loop.cli.{verb}").run(rest)
+            module, name = ("views", verb) if verb in _VIEWS else (verb, "run")
+            return load(f"titan_loop.cli.{module}:{name}")(rest)
         function = find("verbs", verb)
         if function is None:
             raise UserError(f"unknown verb {verb!r}{nearest(verb, [*VERBS, *names('verbs')])}")
