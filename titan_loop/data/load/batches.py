@@ -45,10 +45,8 @@ _WINDOW_ID = struct.Struct("<QQQ")
 class DataVocabulary(NamedTuple):
     """Sizes that a model takes from its data.
 
-    Attributes:
-        size: Number of tokens of the tokenizer.
-        largest_token: Largest id that occurs, which may exceed `size`.
-        options: Further model options that follow from the data, with their least values.
+    `largest_token` is the largest id that occurs, which may exceed the tokenizer's `size`;
+    `options` are further model options that follow from the data, with their least values.
     """
 
     size: int
@@ -101,10 +99,9 @@ class GlobalBatchLoader(BaseDataLoader):
         jumped: Ranges (first, stop) of windows that are jumped over.
         data_hash: 32 hexadecimal digits over the description and the windows' identities, in order:
             equal on all ranks, and independent of the grouping of windows into batches.
-        accepted: One record for every change of the data that was accepted when resuming.
+        accepted: A record for every change of the data that was accepted when resuming.
         level: Level of the next window in a curriculum; 0 without one.
-        rate_start_tokens: Tokens at which the learning rate's schedule began; 0 unless a level
-            restarts it.
+        rate_start_tokens: Tokens at which the learning rate's schedule began.
         may_end: Whether the data may end or fail on one rank at a step that no rank knows before;
             the ranks then agree before every step whether all have data for it.
     """
@@ -130,13 +127,6 @@ class GlobalBatchLoader(BaseDataLoader):
         def vocabulary(self) -> DataVocabulary:
             """Return the vocabulary of the data."""
             raise NotImplementedError
-
-        def refuse_dataset(self) -> None:
-            """Raise `UserError` for torchtitan's fields of its own data, which are not read."""
-            if self.dataset or self.dataset_path:
-                raise UserError(
-                    "dataloader.dataset and dataloader.dataset_path have no effect: leave them out"
-                )
 
         def source_weights(self) -> dict[str, float]:
             """Return weight by path of the prepared sources; none for tasks."""
@@ -176,6 +166,10 @@ class GlobalBatchLoader(BaseDataLoader):
         seq_len: int,
         **unused: Any,
     ) -> None:
+        if config.dataset or config.dataset_path:  # torchtitan's own
+            raise UserError(
+                "dataloader.dataset and dataloader.dataset_path have no effect: leave them out"
+            )
         self._prefetch = config.prefetch
         self._accept_change = config.accept_change
         self._few_labels = config.few_labels()
@@ -245,8 +239,7 @@ class GlobalBatchLoader(BaseDataLoader):
     def read_step(self, global_batch_windows: int) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch and move on by that batch.
 
-        Nothing is consumed if a `UserError` says that the data ends, that a file can no longer be
-        read, or that the ranks do not split the batch.
+        A `UserError`, as for data that ends or a damaged file, consumes nothing.
         """
         per_micro_batch = self._dp_world_size * self._local_batch_size
         if global_batch_windows <= 0 or global_batch_windows % per_micro_batch:
@@ -290,7 +283,7 @@ class GlobalBatchLoader(BaseDataLoader):
         return BatchesRead(batches, digest.hex())
 
     def _take_ahead(self) -> tuple[Position, "Future[BatchesRead]"] | None:
-        """Wait for the thread, which shares our caches, and return the batch that it has read."""
+        """Wait for the thread, which shares our open files, and return the batch that it read."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead[1].exception()

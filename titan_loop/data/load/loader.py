@@ -16,11 +16,7 @@ from titan_loop.data.load.mixture_sources import (
     read_cards,
     require_whole_prompts,
 )
-from titan_loop.data.load.pipeline_loader import (
-    PipelineLoader,
-    PipelineOptions,
-    pipeline_vocabulary,
-)
+from titan_loop.data.load.pipeline_loader import PipelineLoader, PipelineOptions
 from titan_loop.data.load.windows import Window
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.source_card import SHORT_DIGEST
@@ -90,7 +86,7 @@ class WindowLoader(GlobalBatchLoader):
         def vocabulary(self) -> DataVocabulary:
             """Return the vocabulary of all sources, held-out splits included."""
             if self.pipeline:
-                return pipeline_vocabulary(self)
+                return PipelineOptions.vocabulary(self)
             cards = read_cards(parse_mixture(self.mixture))
             largest = max(split.max_token_id for card in cards for split in card.splits.values())
             return DataVocabulary(cards[0].vocab_size, largest)
@@ -115,7 +111,6 @@ class WindowLoader(GlobalBatchLoader):
 
     def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
         config.check()
-        config.refuse_dataset()
         self.mixture = parse_mixture(config.mixture)
         cards = read_cards(self.mixture)
         if config.prefix:

@@ -48,18 +48,17 @@ class PipelineOptions(GlobalBatchLoader.Config):
     eos_token: str = END_OF_TEXT
     """Token that ends every document of the pipeline."""
 
+    def tokenizer_file(self) -> str:
+        """Return `tokenizer_path`; `UserError` without one."""
+        if not self.tokenizer_path:
+            fix = "dataloader.tokenizer_path, the tokenizer.json that its text or ids belong to"
+            raise UserError(f"{FIELD}={self.pipeline} needs {fix}")
+        return self.tokenizer_path
 
-def pipeline_vocabulary(config: PipelineOptions) -> DataVocabulary:
-    """Return the vocabulary of the tokenizer, whose ids the pipeline's are."""
-    size = vocab_size(load_tokenizer(_tokenizer_path(config)))
-    return DataVocabulary(size, size - 1)
-
-
-def _tokenizer_path(config: PipelineOptions) -> str:
-    if not config.tokenizer_path:
-        fix = "dataloader.tokenizer_path, the tokenizer.json that its text or ids belong to"
-        raise UserError(f"{FIELD}={config.pipeline} needs {fix}")
-    return config.tokenizer_path
+    def vocabulary(self) -> DataVocabulary:
+        """Return the vocabulary of the tokenizer, whose ids the pipeline's are."""
+        size = vocab_size(load_tokenizer(self.tokenizer_file()))
+        return DataVocabulary(size, size - 1)
 
 
 class PipelineLoader(GlobalBatchLoader):
@@ -76,8 +75,7 @@ class PipelineLoader(GlobalBatchLoader):
         dp_rank: int,
         **split: Any,
     ) -> None:
-        config.refuse_dataset()
-        self._encoder = DocumentEncoder(_tokenizer_path(config))
+        self._encoder = DocumentEncoder(config.tokenizer_file())
         tokenizer = self._encoder.tokenizer
         self._eos = require_token(tokenizer, config.eos_token, "dataloader.eos_token")
         bos = template_bos(tokenizer, config.tokenizer_path, "correct its post_processor")
@@ -145,7 +143,10 @@ class PipelineLoader(GlobalBatchLoader):
 
     def _next_window(self) -> tuple[np.ndarray, ...]:
         self._queue(1)
-        return self._noted(*self._windows.pop(0))
+        window = self._windows.pop(0)
+        content = b"".join([self._read_hash.encode(), *(each.tobytes() for each in window)])
+        self._read_hash = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return window
 
     def _queue(self, windows: int) -> None:
         """Read until so many windows are finished."""
@@ -169,45 +170,32 @@ class PipelineLoader(GlobalBatchLoader):
             self._left, self._ends, self._windows, self._skipped = before
             raise
 
+    def _take(self, document: Any) -> None:
+        if isinstance(document, Mapping):
+            if len(self._left):
+                raise self._pipeline.bad("a finished window among documents: yield one of the two")
+            self._windows.append(self._pipeline.window(document, self._ids, self._seq_len))
+            return
+        if not (document.strip() if isinstance(document, str) else len(document)):
+            self._skipped += 1
+            return
+        if isinstance(document, str):
+            (ids,) = self._encoder.ids([document])
+            ids = np.concatenate([self._begin, ids, [self._eos]]).astype(np.int64)
+        else:
+            ids = self._pipeline.ids(document, self._ids, self._eos)
+        self._left = np.concatenate([self._left, ids])
+        self._ends.append(len(self._left))
+
     def _cut(self) -> tuple[np.ndarray, ...]:
         size = self._seq_len + 1
         inputs, positions, labels = np.empty((3, self._seq_len), dtype=np.int64)
-        window = Window(inputs, positions, labels)
         ends = np.array([end for end in self._ends if end <= size], dtype=np.int64)
-        window.fill(self._left[:size], ends)
+        Window(inputs, positions, labels).fill(self._left[:size], ends)
         # Neighbours share a token, so that each one is predicted once.
         self._left = self._left[self._seq_len :]
         self._ends = [end - self._seq_len for end in self._ends if end > self._seq_len]
         return inputs, labels, positions
-
-    def _take(self, document: Any) -> None:
-        if isinstance(document, Mapping):
-            self._windows.append(self._finished(document))
-        elif len(ids := self._encoded(document)):
-            self._left = np.concatenate([self._left, ids])
-            self._ends.append(len(self._left))
-
-    def _encoded(self, document: str | np.ndarray) -> np.ndarray:
-        """Return a document's ids with EOS; none if there is no text."""
-        if isinstance(document, str):
-            if not document.strip():
-                self._skipped += 1
-                return np.empty(0, dtype=np.int64)
-            (ids,) = self._encoder.ids([document])
-            return np.concatenate([self._begin, ids, [self._eos]]).astype(np.int64)
-        if not len(document):
-            self._skipped += 1
-        return self._pipeline.ids(document, self._ids, self._eos)
-
-    def _finished(self, item: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-        if len(self._left):
-            raise self._pipeline.bad("a finished window among documents: yield one of the two")
-        return self._pipeline.window(item, self._ids, self._seq_len)
-
-    def _noted(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-        content = b"".join([self._read_hash.encode(), *(each.tobytes() for each in arrays)])
-        self._read_hash = hashlib.blake2b(content, digest_size=16).hexdigest()
-        return arrays
 
     # Resuming
 

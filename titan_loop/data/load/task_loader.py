@@ -68,7 +68,6 @@ class TaskLoader(GlobalBatchLoader):
                 f"dataloader.window=packed: {task.name} has one {' and one '.join(whole)} for a "
                 "whole example; set dataloader.window to example"
             )
-        config.refuse_dataset()
         if seq_len + 1 < task.longest_example:
             raise UserError(
                 f"training.seq_len {seq_len} is too short for {task}: set it to at least "
