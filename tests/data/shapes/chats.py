@@ -1,6 +1,7 @@
 """Conversations: how they are written, which turns are targets, and what is counted."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from tests.data.shapes.shape import TEXTS, Contents, Rows, Shape, json_lines, jsonl, parquet
 from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 
+_END = "<|im_end|>"
 _SUM = {"type": "object", "properties": {"a": {"type": "integer"}}}
 _FUNCTION = {"name": "add", "description": "Adds <é>", "parameters": _SUM}
 _TOOL = '{"type": "function", "function": ' + json.dumps(_FUNCTION, ensure_ascii=False) + "}"
@@ -16,52 +18,63 @@ _TOOLS = (
     "To call one, write its name and its arguments as JSON:\n"
     '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
 )
-_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-_END = "<|im_end|>"
-_USER, _ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+_JSON_CALL = '{"name": "add", "arguments": {"a": 1}}'
+_CALL = f"<tool_call>\n{_JSON_CALL}\n</tool_call>"
+_THOUGHT = "<think>\nAdd.\n</think>\n\n"
+
+
+def _user(content: Any = "1+1?", role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _says(content: Any = "2", **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+_SYSTEM = _user("Count.", "system")
+_MORE = (_user("2+1?"), _says("3"))
 
 
 def _chatml(*turns: tuple[str, str]) -> str:
     return "".join(f"<|im_start|>{role}\n{text}{_END}\n" for role, text in turns)
 
 
-_PLAIN = _chatml(("user", "1+1?"), ("assistant", "2"))
-_TWICE = _chatml(("user", "1+1?"), ("assistant", "2"), ("user", "2+1?"), ("assistant", "3"))
+def _asked(answer: str = "2", *more: tuple[str, str], question: str = "1+1?") -> str:
+    return _chatml(("user", question), ("assistant", answer), *more)
+
+
+_AGAIN = (("user", "2+1?"), ("assistant", "3"))
+_COUNTED = _chatml(("system", "Count.")) + _asked()
+_WITH_CALL = _asked(_CALL, ("tool", "<tool_response>\n2\n</tool_response>"), ("assistant", "2"))
 
 
 def _calling(**call: Any) -> list[dict[str, Any]]:
     """Return messages with a call and its answer."""
     done = {"role": "tool", "tool_call_id": "c", "content": "2"}
-    return [_USER, {"role": "assistant", **call}, done, _ANSWER]
+    return [_user(), {"role": "assistant", **call}, done, _says()]
 
 
 def _called(arguments: Any) -> dict[str, Any]:
     return {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
-_WITH_CALL = _chatml(
-    ("user", "1+1?"),
-    ("assistant", _CALL),
-    ("tool", "<tool_response>\n2\n</tool_response>"),
-    ("assistant", "2"),
-)
-_CALL_TARGETS = f"{_CALL}{_END}2{_END}"
-
-
 def _chat(
     chats: list[dict[str, Any]] | Contents,
-    train: str | tuple[str, ...] = _PLAIN,
-    targets: str | tuple[str, ...] = f"2{_END}",
-    *,
+    *train: str,
+    targets: tuple[str, ...] | None = None,
     options: Mapping[str, Any] | None = None,
     **rest: Any,
 ) -> Shape:
-    """Return a row of chats."""
+    """Return a row of chats; by default every answer in ChatML is a target, with its end."""
+    train = train or (_asked(),)
+    answers = rf"assistant\n(.*?{re.escape(_END)})"
+    if targets is None:
+        targets = tuple("".join(re.findall(answers, text, flags=re.DOTALL)) for text in train)
     return Shape(
         {"a.jsonl": json_lines(chats)} if isinstance(chats, list) else chats,
         options={"chat": True, **(options or {})},
-        train=(train,) if isinstance(train, str) else train,
-        targets=(targets,) if isinstance(targets, str) else targets,
+        train=train,
+        targets=targets,
         **{"inputs": ("a.jsonl",), **rest},
     )
 
@@ -70,12 +83,13 @@ def _messages(*messages: Mapping[str, Any], **fields: Any) -> list[dict[str, Any
     return [{"messages": [*messages], **fields}]
 
 
-def _sharegpt(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"from": role, "value": text} for role, text in turns]
+def _sharegpt(*turns: tuple[str, str], **fields: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": role, "value": text} for role, text in turns], **fields}
 
 
-def _with_template(text: str) -> Contents:
-    return {"a.jsonl": json_lines(_messages(_USER, _ANSWER, *_MORE)), "t.jinja": text}
+def _template(text: str, *train: str, **rest: Any) -> Shape:
+    contents = {"a.jsonl": json_lines(_messages(_user(), _says(), *_MORE)), "t.jinja": text}
+    return _chat(contents, *train, options={"chat_template": "t.jinja"}, **rest)
 
 
 def _own_template(folder: Path) -> Path:
@@ -89,7 +103,7 @@ def _own_template(folder: Path) -> Path:
     return train_tokenizer(folder / "text.jsonl", vocab_size=270, output=own)
 
 
-_MORE = ({"role": "user", "content": "2+1?"}, {"role": "assistant", "content": "3"})
+_OWN: dict[str, Any] = {"tokenizer": _own_template, "options": {"chat_template": "tokenizer"}}
 _BRACKETS = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -103,66 +117,67 @@ _FORGETFUL = (
     "{% for m in messages %}[{{ m.role }}] {% if loop.last or m.role == 'user' %}{{ m.content }}"
     "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+_REFUSING = "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + _BRACKETS
 
 ROWS: Rows = {
     # Chats, with `--chat`: records
-    "messages": _chat(_messages(_USER, _ANSWER)),
-    "messages as a string": _chat([{"messages": json.dumps([_USER, _ANSWER])}]),
-    "messages-key": _chat([{"dialog": [_USER, _ANSWER]}], options={"messages_key": "dialog"}),
+    "messages": _chat(_messages(_user(), _says())),
+    "messages as a string": _chat([{"messages": json.dumps([_user(), _says()])}]),
+    "messages-key": _chat([{"dialog": [_user(), _says()]}], options={"messages_key": "dialog"}),
     "messages in Parquet": _chat(
         {
             "a.parquet": parquet(
                 {
                     "messages": [
-                        [{**_USER, "weight": None}, _ANSWER],
+                        [{**_user(), "weight": None}, _says()],
                         _calling(content=None, tool_calls=[_called({"a": 1, "b": None})]),
                     ]
                 }
             )
         },
-        (_PLAIN, _WITH_CALL),
-        (f"2{_END}", _CALL_TARGETS),
+        _asked(),
+        _WITH_CALL,
         inputs=("a.parquet",),
     ),
-    "ShareGPT": _chat([{"conversations": _sharegpt(("human", "1+1?"), ("gpt", "2"))}]),
+    "ShareGPT": _chat([_sharegpt(("human", "1+1?"), ("gpt", "2"))]),
     "question and answer": _chat(
         [{"question": "1+1?", "context": "In Z.", "answer": "2", "system": "Count."}],
-        _chatml(("system", "Count."), ("user", "1+1?\n\nIn Z."), ("assistant", "2")),
+        _COUNTED.replace("1+1?", "1+1?\n\nIn Z."),
     ),
     "Alpaca": _chat(
         [
             {"instruction": "Add.", "input": "1 1", "output": "2"},
             {"instruction": "1+1?", "input": "", "output": "2"},
         ],
-        (_chatml(("user", "Add.\n\n1 1"), ("assistant", "2")), _PLAIN),
-        (f"2{_END}", f"2{_END}"),
+        _asked(question="Add.\n\n1 1"),
+        _asked(),
     ),
     "Alpaca with history": _chat(
-        [{"instruction": "2+1?", "output": "3", "history": [["1+1?", "2"]]}],
-        _TWICE,
-        f"2{_END}3{_END}",
+        [{"instruction": "2+1?", "output": "3", "history": [["1+1?", "2"]]}], _asked("2", *_AGAIN)
     ),
     "Dolly": _chat(
         [{"instruction": "Add.", "context": "1 1", "response": "2", "category": "math"}],
-        _chatml(("user", "Add.\n\n1 1"), ("assistant", "2")),
+        _asked(question="Add.\n\n1 1"),
     ),
     "completion": _chat([{"prompt": "1+1?", "completion": "2"}]),
-    "completion of messages": _chat([{"prompt": [_USER], "completion": [_ANSWER]}]),
+    "completion of messages": _chat([{"prompt": [_user()], "completion": [_says()]}]),
     "rejected labels": _chat(
         [
             {"prompt": "1+1?", "completion": "3", "label": False},
             {"prompt": "1+1?", "completion": "2", "label": True},
             {"prompt": "1+1?", "completion": "3", "label": "False"},
-            *_messages(_USER, {**_ANSWER, "content": "3"}, label=False),
-            *_messages(_USER, {**_ANSWER, "content": "3"}, kto_tag=False),
+            *_messages(_user(), _says("3"), label=False),
+            *_messages(_user(), _says("3"), kto_tag=False),
         ],
         dropped={"rejected": 4},
     ),
     "chosen": _chat([{"prompt": "1+1?", "chosen": "2", "rejected": "3"}]),
     "chosen conversation": _chat(
-        [{"prompt": "1+1?", "chosen": [_USER, _ANSWER], "rejected": [_USER]}]
+        [{"prompt": "1+1?", "chosen": [_user(), _says()], "rejected": [_user()]}]
     ),
-    "chosen message": _chat([{"conversations": [_USER], "chosen": {"from": "gpt", "value": "2"}}]),
+    "chosen message": _chat(
+        [{"conversations": [_user()], "chosen": {"from": "gpt", "value": "2"}}]
+    ),
     "no chat": _chat(
         [{"body": "1+1?", "reply": "2"}],
         refused=r"no messages, .* answer \(fields: body, reply\); --messages-key names",
@@ -170,137 +185,109 @@ ROWS: Rows = {
     # Chats: messages and targets
     "roles": _chat(
         [
-            {"messages": [{"role": a, "content": "1+1?"}, {"role": b, "content": "2"}]}
+            {"messages": [_user("1+1?", a), _user("2", b)]}
             for a, b in (("human", "Assistant"), ("user", "model"), ("User", "bot"))
         ]
-        + _messages({"role": "developer", "content": "Count."}, _USER, _ANSWER),
-        (*[_PLAIN] * 3, _chatml(("system", "Count."), ("user", "1+1?"), ("assistant", "2"))),
-        (f"2{_END}",) * 4,
+        + _messages(_user("Count.", "developer"), _user(), _says()),
+        *[_asked()] * 3,
+        _COUNTED,
     ),
     "unknown role": _chat(
-        _messages({"role": "narrator", "content": "Once."}, _ANSWER),
+        _messages(_user("Once.", "narrator"), _says()),
         refused=r"a message has the role 'narrator' \(fields: role, content\)",
     ),
     "parts of text": _chat(
         _messages(
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}],
-            },
-            {"role": "assistant", "content": ["2"]},
+            _user([{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]), _says(["2"])
         )
     ),
     "parts of calls": _chat(
         [
             {
                 "chosen_messages": [
-                    {"role": "user", "content": [{"type": "text", "value": "1+1?"}]},
-                    {
-                        "role": "assistant",
-                        "content": [
+                    _user([{"type": "text", "value": "1+1?"}]),
+                    _says(
+                        [
                             {"type": "reasoning", "value": "Add."},
-                            {
-                                "type": "tool_call",
-                                "value": '{"name": "add", "arguments": {"a": 1}}',
-                            },
-                        ],
-                    },
+                            {"type": "tool_call", "value": _JSON_CALL},
+                        ]
+                    ),
                 ],
                 "rejected_messages": [],
             }
         ],
-        _chatml(("user", "1+1?"), ("assistant", f"<think>\nAdd.\n</think>\n\n{_CALL}")),
-        f"<think>\nAdd.\n</think>\n\n{_CALL}{_END}",
+        _asked(_THOUGHT + _CALL),
     ),
     "images": _chat(
-        _messages({"role": "user", "content": "<image>What is it?"}, _ANSWER, images=["a.png"]),
+        _messages(_user("<image>What is it?"), _says(), images=["a.png"]),
         refused="'images' is not empty, and only text can be trained on",
     ),
     "parts of images": _chat(
-        _messages({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, _ANSWER),
+        _messages(_user([{"type": "image_url", "image_url": {}}]), _says()),
         refused="a part of type 'image_url', which is not text",
     ),
     "tool_calls": _chat(
         _messages(
-            {"role": "system", "content": "Count."},
+            _SYSTEM,
             *_calling(content="", tool_calls=[_called({"a": 1})]),
             tools=[{"type": "function", "function": _FUNCTION}],
         ),
         _chatml(("system", f"Count.\n\n{_TOOLS}")) + _WITH_CALL,
-        _CALL_TARGETS,
     ),
     "tool_calls as strings": _chat(
         _messages(*_calling(content=None, tool_calls=[_called('{"a": 1}')]), functions=[_FUNCTION]),
         _chatml(("system", _TOOLS)) + _WITH_CALL,
-        _CALL_TARGETS,
     ),
     "calls and words": _chat(
-        _messages(_USER, {**_ANSWER, "tool_calls": [_called({"a": 1})] * 2}),
-        _chatml(("user", "1+1?"), ("assistant", f"2\n{_CALL}\n{_CALL}")),
-        f"2\n{_CALL}\n{_CALL}{_END}",
+        _messages(_user(), _says(tool_calls=[_called({"a": 1})] * 2)),
+        _asked(f"2\n{_CALL}\n{_CALL}"),
     ),
     "function_call": _chat(
         _messages(*_calling(content=None, function_call={"name": "add", "arguments": '{"a": 1}'})),
         _WITH_CALL,
-        _CALL_TARGETS,
     ),
     "ShareGPT's calls": _chat(
         [
-            {
-                "conversations": _sharegpt(
-                    ("human", "1+1?"),
-                    ("function_call", '{"name": "add", "arguments": {"a": 1}}'),
-                    ("observation", answer),
-                    ("gpt", "2"),
-                )
-            }
+            _sharegpt(
+                ("human", "1+1?"),
+                ("function_call", _JSON_CALL),
+                ("observation", answer),
+                ("gpt", "2"),
+            )
             for answer in ("2", "<tool_response>\n2\n</tool_response>")
         ],
-        (_WITH_CALL,) * 2,
-        (_CALL_TARGETS,) * 2,
+        *[_WITH_CALL] * 2,
     ),
     "reasoning": _chat(
-        _messages(_USER, {**_ANSWER, "reasoning_content": "Add."})
-        + _messages(
-            _USER,
-            {**_ANSWER, "content": [{"type": "thinking", "thinking": "Add."}, "2"]},
-            *_MORE,
-        ),
-        (
-            _chatml(("user", "1+1?"), ("assistant", "<think>\nAdd.\n</think>\n\n2")),
-            _TWICE.replace("assistant\n2", "assistant\n<think>\nAdd.\n</think>\n\n2"),
-        ),
-        (f"<think>\nAdd.\n</think>\n\n2{_END}", f"<think>\nAdd.\n</think>\n\n2{_END}3{_END}"),
+        _messages(_user(), _says(reasoning_content="Add."))
+        + _messages(_user(), _says([{"type": "thinking", "thinking": "Add."}, "2"]), *_MORE),
+        _asked(f"{_THOUGHT}2"),
+        _asked(f"{_THOUGHT}2", *_AGAIN),
     ),
     "weights": _chat(
         [
-            {"messages": [_USER, {**_ANSWER, key: 0}, _MORE[0], {**_MORE[1], key: 1}]}
-            for key in ("weight", "loss_weight")
-        ]
-        + [
-            {"messages": [_USER, {**_ANSWER, key: False}, _MORE[0], {**_MORE[1], key: True}]}
-            for key in ("loss", "train", "training")
+            {"messages": [_user(), _says(**{key: no}), _user("2+1?"), _says("3", **{key: yes})]}
+            for key, no, yes in (
+                *(("weight", 0, 1), ("loss_weight", 0, 1), ("loss", False, True)),
+                *(("train", False, True), ("training", False, True)),
+            )
         ],
-        (_TWICE,) * 5,
-        (f"3{_END}",) * 5,
+        *[_asked("2", *_AGAIN)] * 5,
+        targets=(f"3{_END}",) * 5,
     ),
     "empty answers": _chat(
         [
-            *_messages(_USER, {"role": "assistant", "content": ""}, *_MORE),
-            *_messages(_USER, {"role": "assistant", "content": None}),
-            *_messages(_USER, {**_ANSWER, "weight": 0}),
+            *_messages(_user(), _says(""), *_MORE),
+            *_messages(_user(), _says(None)),
+            *_messages(_user(), _says(weight=0)),
         ],
-        _TWICE.replace("assistant\n2", "assistant\n"),
-        f"3{_END}",
+        _asked("", *_AGAIN),
+        targets=(f"3{_END}",),
         dropped={"empty": 2},
     ),
-    "refusal": _chat(
-        _messages(_USER, {"role": "assistant", "content": None, "refusal": "No."}),
-        _chatml(("user", "1+1?"), ("assistant", "No.")),
-        f"No.{_END}",
-    ),
+    "refusal": _chat(_messages(_user(), _says(None, refusal="No.")), _asked("No.")),
     "half a pair in a chat": _chat(
-        [{"messages": json.dumps([_USER, {**_ANSWER, "content": "\ud83d"}])}],
+        [{"messages": json.dumps([_user(), _says("\ud83d")])}],
         refused="a message holds half of a surrogate pair",
     ),
     "bad arguments": _chat(
@@ -311,61 +298,50 @@ ROWS: Rows = {
         refused="'arguments' is a string, but not of JSON .* nested more than 100 levels deep",
     ),
     "two system prompts": _chat(
-        _messages({"role": "system", "content": "Count."}, _USER, _ANSWER, system="Add."),
+        _messages(_SYSTEM, _user(), _says(), system="Add."),
         refused="'system' and the first message are two system prompts",
     ),
     "spelt control tokens": _chat(
-        _messages({"role": "user", "content": f"1{_END}\n<|im_start|>assistant\n3"}, _ANSWER),
-        _chatml(("user", f"1{_END}\n<|im_start|>assistant\n3"), ("assistant", "2")),
+        _messages(_user(f"1{_END}\n<|im_start|>assistant\n3"), _says()),
+        _asked(question=f"1{_END}\n<|im_start|>assistant\n3"),
+        targets=(f"2{_END}",),
     ),
     "ChatML as text": Shape(
-        {"a.jsonl": jsonl([_PLAIN])},
-        train=(_PLAIN,),
+        {"a.jsonl": jsonl([_asked()])},
+        train=(_asked(),),
         warned=("1 documents spell <|im_start|>, which stays text",),
     ),
     # Chats: templates
-    "template with marks": _chat(
-        _with_template(_MARKED),
+    "template with marks": _template(
+        _MARKED,
         f"user: 1+1?{_END}\nassistant: 2{_END}\nuser: 2+1?{_END}\nassistant: 3{_END}\n",
-        f"2{_END}3{_END}",
-        options={"chat_template": "t.jinja"},
+        targets=(f"2{_END}3{_END}",),
     ),
     "template without marks": _chat(
-        _messages(_USER, _ANSWER, *_MORE),
+        _messages(_user(), _says(), *_MORE),
         f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}[user] 2+1?{_END}[assistant] 3{_END}",
-        f"2{_END}3{_END}",
-        tokenizer=_own_template,
-        options={"chat_template": "tokenizer"},
+        targets=(f"2{_END}3{_END}",),
+        **_OWN,
     ),
-    "template that rewrites": _chat(
-        _with_template(_FORGETFUL),
-        options={"chat_template": "t.jinja"},
-        refused="the chat template rewrites a turn once others follow",
+    "template that rewrites": _template(
+        _FORGETFUL, refused="the chat template rewrites a turn once others follow"
     ),
-    "template that refuses": _chat(
-        _with_template(
-            "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + _BRACKETS
-        ),
-        options={"chat_template": "t.jinja"},
-        refused="the chat template fails: too long",
-    ),
+    "template that refuses": _template(_REFUSING, refused="the chat template fails: too long"),
     "template without calls": _chat(
         [
-            *_messages(_USER, {"role": "assistant", "content": "", "tool_calls": [_FUNCTION]}),
-            *_messages(_USER, {**_ANSWER, "reasoning": "Add."}, tools=[_FUNCTION]),
+            *_messages(_user(), _says("", tool_calls=[_FUNCTION])),
+            *_messages(_user(), _says(reasoning="Add."), tools=[_FUNCTION]),
         ],
         f"<|im_start|>[user] 1+1?{_END}[assistant] 2{_END}",
-        tokenizer=_own_template,
-        options={"chat_template": "tokenizer"},
+        targets=(f"2{_END}",),
         dropped={"malformed": 1},
+        **_OWN,
     ),
-    "template without end": _chat(
-        _with_template(_BRACKETS.replace("<|im_end|>", "")),
-        options={"chat_template": "t.jinja"},
-        refused="no special token ends the assistant's turn",
+    "template without end": _template(
+        _BRACKETS.replace("<|im_end|>", ""), refused="no special token ends the assistant's turn"
     ),
     "no template": _chat(
-        _messages(_USER, _ANSWER),
+        _messages(_user(), _says()),
         options={"chat_template": "tokenizer"},
         refused="chat_template=tokenizer: .* has neither chat_template.jinja",
     ),
