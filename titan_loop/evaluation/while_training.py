@@ -17,11 +17,9 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.best import Best
 from titan_loop.data.load.mixture_sources import named_sources
-from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.errors import raise_first
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
 from titan_loop.evaluation.offline_tasks import HELD_OUT
-from titan_loop.evaluation.promotion import Promotion
 from titan_loop.evaluation.suites import suite_refusals, task_names
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.training_tasks import (
@@ -40,7 +38,7 @@ from titan_loop.training.evaluation_config import SuiteConfig
 
 
 def evaluations(config: RunConfig) -> list[Callback]:
-    """Return the callbacks for `held_out`, `suite` and the curriculum of a run."""
+    """Return the callbacks for `held_out`, `suite` and the data of a run."""
     raise_first(suite_refusals(config))
     held_out, suite = config.held_out, config.suite
     callbacks: list[Callback] = []
@@ -62,10 +60,7 @@ def evaluations(config: RunConfig) -> list[Callback]:
             prefix="suite/",
         )
         callbacks.append(on_suite)
-    loader = config.dataloader
-    if isinstance(loader, TaskLoader.Config) and loader.curriculum.enabled:
-        callbacks.append(Promotion(loader))
-    return callbacks
+    return callbacks + config.dataloader.callbacks()
 
 
 def _suite_task(trainer: TrainingState, suite: SuiteConfig, name: str) -> Ask:

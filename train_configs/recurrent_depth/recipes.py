@@ -38,7 +38,6 @@ import math
 from collections.abc import Mapping
 
 from titan_loop.analysis.results import ResultTable, Where
-from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.task import Task
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
@@ -51,6 +50,7 @@ from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
+from .curriculum import Curriculum, CurriculumLoader
 from .permutation_hops import PaddedHops, PermutationHops
 from .two_hop_systematic import PaddedTwoHop, TwoHopSystematic
 
@@ -160,7 +160,7 @@ def recurrent_depth_ood() -> Recipe:
 
 def recurrent_depth_short() -> Recipe:
     """A stage of each kind for a few steps: shows that they run, not that they learn."""
-    every_exam_passes = Curriculum(enabled=True, interval=8, accuracy=0.0, questions=16)
+    every_exam_passes = Curriculum(interval=8, accuracy=0.0, questions=16)
     systematic, depth = _small_systematic(2), _small_depth(DYNAMIC, every_exam_passes)
     for config in (systematic, depth):
         config.total_tokens = 16 * SMALL_BATCH_TOKENS
@@ -233,11 +233,10 @@ def _extrapolation(task: PermutationHops, recurrence: RecurrenceConfig) -> LoopT
     config = LoopTrainer.Config(
         total_tokens=3_000_000 * batch,
         model=RecurrentDepthOptions(size="published", initial_tables="unit"),
-        dataloader=TaskLoader.Config(
+        dataloader=CurriculumLoader.Config(
             task=task,
             window="example",
             curriculum=Curriculum(
-                enabled=True,
                 interval=0,
                 strict=True,
                 questions=750,
@@ -304,8 +303,7 @@ def _small_depth(
         rate=2e-3,
         weight_decay=0.3,
         suite=SuiteConfig(interval=2_000, depths=SMALL_DEPTHS, questions=128),
-        curriculum=curriculum
-        or Curriculum(enabled=True, interval=100, questions=256, recurrent_steps=steps),
+        curriculum=curriculum or Curriculum(interval=100, questions=256, recurrent_steps=steps),
     )
 
 
@@ -322,7 +320,9 @@ def _small(
     config = LoopTrainer.Config(
         total_tokens=SMALL_TOKENS,
         model=model,
-        dataloader=TaskLoader.Config(task=task, curriculum=curriculum or Curriculum()),
+        dataloader=TaskLoader.Config(task=task)
+        if curriculum is None
+        else CurriculumLoader.Config(task=task, curriculum=curriculum),
         learning_rate=Schedule.warmup_constant(rate, warmup_tokens=SMALL_WARMUP_TOKENS),
         recurrence=recurrence,
         batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH_TOKENS)),

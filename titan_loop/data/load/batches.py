@@ -146,6 +146,10 @@ class GlobalBatchLoader(BaseDataLoader):
             columns = () if task is None else task.columns
             return (*columns, PREFIX_COLUMN) if self.prefix else columns
 
+        def callbacks(self) -> list[Any]:
+            """Return callbacks that the data brings to the training."""
+            return []
+
         def knows_depth(self) -> bool:
             """Return whether the loader knows the recurrent steps that its windows need."""
             task = self.generated_task()

@@ -1,6 +1,5 @@
 """Examples of a generated task in windows, read through the same interface as prepared sources."""
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
@@ -12,8 +11,6 @@ from titan_loop.data.columns import Column
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.batches import DataVocabulary, GlobalBatchLoader
-from titan_loop.data.load.jumps import jumped_before
-from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.windows import Window
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.recorded_task import TASK
@@ -45,8 +42,6 @@ class TaskLoader(GlobalBatchLoader):
         window: Literal["packed", "example"] = "packed"
         """Fill a window with examples, the last one cut off, or with one example and padding."""
 
-        curriculum: Curriculum = field(default_factory=Curriculum)
-
         def vocabulary(self) -> DataVocabulary:
             """Return the task's vocabulary."""
             task = self.task
@@ -73,12 +68,14 @@ class TaskLoader(GlobalBatchLoader):
                 f"training.seq_len {seq_len} is too short for {task}: set it to at least "
                 f"{task.longest_example - 1}"
             )
-        config.curriculum.check(task, one_example=config.window == "example")
         self._config = config
-        self._promotions: list[int] = []
-        parameters = asdict(task)
+        super().__init__(config, self.describe(config, seq_len), seq_len=seq_len, **split)
+
+    def describe(self, config: Config, seq_len: int) -> dict[str, Any]:
+        """Return what the examples depend on, as in `GlobalBatchLoader`."""
+        parameters = asdict(config.task)
         description: dict[str, Any] = {
-            TASK: task.name,
+            TASK: config.task.name,
             "seed": config.seed,
             **parameters,
             "all_targets": config.all_targets,
@@ -87,60 +84,13 @@ class TaskLoader(GlobalBatchLoader):
         assert len(description) == len(parameters) + 4, "a parameter has a name of the loader's"
         if config.window != "packed":
             description["window"] = config.window
-        if config.curriculum.enabled:
-            description["curriculum"] = True
-        super().__init__(config, description, seq_len=seq_len, **split)
+        return description
 
     def locate(self, window: np.ndarray) -> np.ndarray:
-        """Return (0, level, window number) of each global window (see the base class)."""
+        """Return (0, last level, window number) of each global window (see the base class)."""
         identity = super().locate(window)
         identity[:, 1] = self._config.task.levels - 1
-        if self._config.curriculum.enabled:
-            identity[:, 1] = [bisect_right(self._promotions, number) for number in window.tolist()]
         return identity
-
-    @property
-    def level(self) -> int:
-        """Level of the next window (see the base class)."""
-        return int(self.locate(np.array([self.windows_consumed]))[0, 1])
-
-    @property
-    def level_start(self) -> int:
-        """First window of the level; 0 for the level the job began with."""
-        return self._promotions[-1] if self._promotions else 0
-
-    @property
-    def level_tokens(self) -> int:
-        """Tokens consumed since the level began."""
-        return (self.windows_consumed - self.level_start) * self._seq_len
-
-    @property
-    def rate_start_tokens(self) -> int:
-        """Tokens at which the schedule of the learning rate began (see the base class)."""
-        if not (self._config.curriculum.enabled and self._config.curriculum.restart_learning_rate):
-            return 0
-        return (self.level_start - jumped_before(self.level_start, self.jumped)) * self._seq_len
-
-    def promote(self) -> None:
-        """Go on to the next level with the next window; equal on all ranks."""
-        assert self._config.curriculum.enabled
-        assert self.level + 1 < self._config.task.levels
-        self._take_ahead()  # windows of the old level
-        self._promotions.append(self.windows_consumed)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in the base class, with the windows at which a level of the curriculum began."""
-        promotions = {"promotions": self._promotions} if self._config.curriculum.enabled else {}
-        return super().state_dict() | promotions
-
-    def _restore(self, state_dict: dict[str, Any]) -> None:
-        self._promotions = list(state_dict.get("promotions", []))
-
-    def _continue_from(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if self._config.curriculum.enabled:
-            self._restore(state_dict)
-            del self._promotions[self._config.task.levels - 1 :]
-        return {}
 
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
         """See the base class."""

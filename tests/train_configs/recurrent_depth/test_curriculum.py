@@ -2,17 +2,16 @@
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.tasks.toy_run import TASK, toy_config
+from tests.data.tasks.toy_run import TASK
+from tests.data.tasks.toy_run import toy_config as config_without
 from tests.support.multiprocess import RankError
 from tests.support.tiny import BATCH_WINDOWS, SEQ_LEN, act_as_launched, train_run
 from titan_loop.checkpoint.manifest import read_manifest
-from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
@@ -24,8 +23,15 @@ from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+from train_configs.recurrent_depth.curriculum import Curriculum, CurriculumLoader
 
 ANYTHING_PASSES = {"interval": 2, "accuracy": 0.0, "questions": 8}
+
+
+def toy_config(run: Path, **curriculum: Any) -> LoopTrainer.Config:
+    config = config_without(run)
+    config.dataloader = CurriculumLoader.Config(task=TASK, curriculum=Curriculum(**curriculum))
+    return config
 
 
 class KillAfter(Callback):
@@ -81,9 +87,9 @@ def test_a_run_killed_at_a_promotion_repeats_its_stream(
     assert stream(run) == stream(whole_run)
 
 
-def loader(**options: Any) -> TaskLoader:
-    curriculum = Curriculum(enabled=True, interval=1, questions=4)
-    config = TaskLoader.Config(task=TASK, curriculum=curriculum, **options)
+def loader(**options: Any) -> CurriculumLoader:
+    curriculum = Curriculum(interval=1, questions=4)
+    config = CurriculumLoader.Config(task=TASK, curriculum=curriculum, **options)
     return config.build(dp_world_size=1, dp_rank=0, seq_len=SEQ_LEN, local_batch_size=4)
 
 
@@ -175,6 +181,12 @@ def test_rate_and_moments_start_again_with_a_level(tmp_path: Path, monkeypatch: 
     assert rates[:2] == rates[2:4] == rates[4:]
 
 
+def test_a_strict_curriculum_asks_for_more_than_its_accuracy():
+    reached, exceeded = (Curriculum(strict=strict) for strict in (False, True))
+    assert [reached.passes(share) for share in (0.9499, 0.95, 0.9501)] == [False, True, True]
+    assert [exceeded.passes(share) for share in (0.9499, 0.95, 0.9501)] == [False, False, True]
+
+
 @pytest.mark.usefixtures("alone")
 def test_an_exam_after_every_epoch_of_a_level_read_where_a_policy_halts(
     tmp_path: Path, monkeypatch
@@ -195,10 +207,9 @@ def test_an_exam_after_every_epoch_of_a_level_read_where_a_policy_halts(
 
 def test_mistakes(tmp_path: Path):
     def refused(match: str, task: Any = TASK, **settings: Any) -> None:
-        values = {"enabled": True, "interval": 2, "questions": 4, **settings}
-        config = toy_config(tmp_path / "run")
-        assert isinstance(config.dataloader, TaskLoader.Config)
-        config.dataloader = replace(config.dataloader, task=task, curriculum=Curriculum(**values))
+        values = {"interval": 2, "questions": 4, **settings}
+        config = toy_config(tmp_path / "run", **values)
+        config.dataloader.task = task  # type: ignore[attr-defined]
         with pytest.raises(UserError, match=match):
             resolve(config, 1)
 
