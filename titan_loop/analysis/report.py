@@ -12,8 +12,7 @@ import titan_loop
 from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
 from titan_loop.analysis.evaluation_tables import depth_rows, task_rows
 from titan_loop.analysis.frontier import frontier_points, write_frontier
-from titan_loop.analysis.norm_plots import plot_norms
-from titan_loop.analysis.plots import charts, plot_held_out, plot_mixture
+from titan_loop.analysis.plots import charts, plot_held_out, plot_mixture, plot_norms
 from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
 from titan_loop.analysis.results import total_flops
 from titan_loop.errors import UserError

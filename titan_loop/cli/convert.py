@@ -44,7 +44,6 @@ def export(
     list: bool = False,
     dtype: ExportDtype = "float32",
     recurrent_steps: int | None = None,
-    most_layers: int = 1000,
     chatml: bool = False,
     no_chatml: bool = False,
     tokenizer: str | None = None,
@@ -52,7 +51,6 @@ def export(
     eos_token: str | None = None,
     max_shard_gigabytes: float = 5.0,
     ema: bool = False,
-    push: str | None = None,
 ) -> None:
     """Write a checkpoint in a format that other programs read.
 
@@ -64,7 +62,6 @@ def export(
         dtype: Type of the weights; float32 loses nothing, released models use bfloat16, and only
             gguf has q8_0.
         recurrent_steps: R to export; by default R of the last training step.
-        most_layers: Refuse to write an unrolled model with more layers than this.
         chatml: Write a ChatML template, and let generation stop at the end of a turn; the default
             if the run's data is conversations. An imported run keeps its folder's template.
         no_chatml: Write no ChatML template.
@@ -73,8 +70,6 @@ def export(
         eos_token: Token that ends every document; by default as in the run's data.
         max_shard_gigabytes: Largest size of a safetensors file.
         ema: Write the average of the weights that --ema.decay kept in training.
-        push: Upload the folder to this repository of the Hugging Face Hub, OWNER/NAME; a new one
-            is private.
     """
     if not 0 < max_shard_gigabytes < float("inf"):
         raise UserError(f"--max-shard-gigabytes={max_shard_gigabytes} must be a number above 0")
@@ -100,11 +95,6 @@ def export(
     if dtype not in form.dtypes:
         raise UserError(f"--dtype={dtype}: format {to} has {', '.join(form.dtypes)}")
     shape = form.shape(trainer["architecture"], recurrent_steps=steps, max_positions=run.seq_len)
-    if shape.n_layers > most_layers:
-        raise UserError(
-            f"--recurrent-steps={steps} unrolls to {shape.n_layers} layers, more than "
-            f"--most-layers={most_layers}; export fewer steps, or raise it"
-        )
     check_tensors(reader, shape)
     known = None
     if not no_tokenizer:
@@ -124,10 +114,6 @@ def export(
             "it held conversations; if it did, export again with --chatml"
         )
     print(output)
-    if push is not None:
-        from titan_loop.formats.pushing import push_folder
-
-        print(push_folder(output, push))
 
 
 def _formats_of(

@@ -85,12 +85,6 @@ def test_the_list_says_what_llama_cpp_has(
             "model.norm_placement=every_step: Llama has no norm between",
         ),
         (
-            "gguf-unrolled",
-            {},
-            ("--recurrent-steps", 9, "--most-layers", 16),
-            "unrolls to 18 layers",
-        ),
-        (
             "gguf",
             {},
             ("--recurrent-steps", 257),

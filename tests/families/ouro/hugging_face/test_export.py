@@ -267,35 +267,3 @@ def test_a_disk_that_fills_up_is_one_line(plain, tmp_path, capsys, small_files, 
         message = error_of(capsys, "import", plain.folder, *output, code=1)
     assert "could not be finished, and nothing is left of it" in message
     assert not list(tmp_path.iterdir())
-
-
-def test_an_export_is_pushed_or_says_how_to(
-    plain: Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
-):
-    calls: list[tuple[str, dict[str, object]]] = []
-
-    class Hub:
-        def create_repo(self, repo: str, **options: object) -> None:
-            calls.append((repo, options))
-            if repo == "me/refused":
-                raise ConnectionError("no route to host\nmore")
-
-        def upload_folder(self, *, repo_id: str, folder_path: Path) -> str:
-            assert (folder_path / "config.json").is_file()
-            return f"https://hub/{repo_id}/commit/1"
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    words = [
-        "convert",
-        "export",
-        str(plain.run),
-        "--tokenizer",
-        str(plain.folder / "tokenizer.json"),
-    ]
-    assert cli.main([*words, "--output", str(tmp_path / "a"), "--push", "me/mine"]) == 0
-    assert capsys.readouterr().out.endswith("https://hub/me/mine/commit/1\n")
-    assert calls == [("me/mine", {"private": True, "exist_ok": True})]
-    assert cli.main([*words, "--output", str(tmp_path / "b"), "--push", "me/refused"]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "not pushed (no route to host); the export is whole in" in line
-    assert f"hf upload me/refused {tmp_path / 'b'}" in line
