@@ -225,12 +225,12 @@ def test_over_the_protocol_of_s3(s3, tmp_path, monkeypatch, caplog):
     other = tmp_path / "two"
     fetch_if_needed(remote(other, f"{s3}/runs"), other)
     assert committed_steps(other / "checkpoints") == [6]
-    with pytest.raises(UserError, match=r"checkpoint.remote=s3://nowhere.*the bucket is not there"):
+    with pytest.raises(UserError, match=r"checkpoint.remote=s3://nowhere.*FileNotFoundError"):
         remote(tmp_path / "three", "s3://nowhere/runs")
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in caplog.text
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    with pytest.raises(UserError, match=r"there are no credentials; set AWS_ACCESS_KEY_ID"):
+    with pytest.raises(UserError, match=r"NoCredentialsError.*check .* the credentials"):
         remote(tmp_path / "four", f"{s3}/runs")

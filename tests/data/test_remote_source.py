@@ -166,7 +166,7 @@ def test_over_the_protocol_of_s3(s3, source, tmp_path, monkeypatch, caplog):
     ((there, expected),) = local.read_step(4)
     assert here["input"].equal(there["input"])
     assert labels.equal(expected)
-    with pytest.raises(UserError, match=r"mixture=s3://nowhere/tiny: the bucket is not there"):
+    with pytest.raises(UserError, match=r"mixture=s3://nowhere/tiny cannot be reached"):
         loader(["s3://nowhere/tiny"])
     with pytest.raises(UserError, match=r"corpora/none has no source.json"):
         loader([f"{s3}/corpora/none"])

@@ -110,21 +110,12 @@ def test_an_address_that_is_wrong(url: str, message: str):
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (PermissionError(), "field=memory://b: the credentials do not allow it; use others"),
-        (FileNotFoundError(), "the bucket is not there; create it, or correct the name"),
-        (type("NoCredentialsError", (Exception,), {})(), "there are no credentials; set AWS_"),
-        (TimeoutError(), r"cannot be reached \(TimeoutError\); check address and network"),
-    ],
-)
-def test_what_a_store_answers_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-):
+def test_what_a_store_answers_is_one_line(monkeypatch: pytest.MonkeyPatch):
     def fail(folder: RemoteFolder, name: str = "") -> list[str]:
-        raise error
+        raise TimeoutError("no route\nto the host")
 
     monkeypatch.setattr(RemoteFolder, "names", fail)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(
+        UserError, match=r"^field=memory://b cannot .* \(TimeoutError: no route\); "
+    ):
         RemoteFolder("memory://b", "field")

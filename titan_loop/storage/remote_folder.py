@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, first_line, nearest
 
 SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "file": "", "memory": ""}
 """Scheme → the package that fsspec needs for it. `memory` is fsspec's own, for tests."""
@@ -18,7 +18,6 @@ PATTERN_CHARACTERS = frozenset("*?[")
 """What clients of object stores, and datatrove, take for a pattern in a path."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][\w.+-]*)://(?P<rest>.+)")
-_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 
 
 class RemoteFolder:
@@ -26,7 +25,6 @@ class RemoteFolder:
 
     def __init__(self, url: str, field: str) -> None:
         self.url = url.rstrip("/")
-        self._field = field
         try:
             self._fs, self.path = _file_system(url, field)
             if not self.names() and self._has_buckets:
@@ -34,7 +32,11 @@ class RemoteFolder:
         except UserError:
             raise
         except Exception as error:  # every store has errors of its own
-            raise self._explain(error) from error
+            raise UserError(
+                f"{field}={self.url} cannot be reached ({type(error).__name__}: "
+                f"{first_line(error):.200}); check address, network, and the credentials in the "
+                "environment (AWS_…, GOOGLE_…)"
+            ) from error
 
     @property
     def _has_buckets(self) -> bool:
@@ -113,19 +115,6 @@ class RemoteFolder:
     def _make_parent(self, name: str) -> None:
         if not self._has_buckets:  # an object store has no folders, and mkdir would make buckets
             self._fs.makedirs(self._full(name).rpartition("/")[0], exist_ok=True)
-
-    def _explain(self, error: Exception) -> UserError:
-        where, kind = f"{self._field}={self.url}", type(error).__name__
-        if kind in _NO_CREDENTIALS:
-            return UserError(
-                f"{where}: there are no credentials; set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or your store's variables, in the environment"
-            )
-        if isinstance(error, PermissionError):
-            return UserError(f"{where}: the credentials do not allow it; use others")
-        if isinstance(error, FileNotFoundError):
-            return UserError(f"{where}: the bucket is not there; create it, or correct the name")
-        return UserError(f"{where} cannot be reached ({kind}); check address and network")
 
 
 def check_address(url: str, field: str) -> str:
