@@ -20,14 +20,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from titan_loop.errors import UserError, nearest, require_at_least, require_known
+from titan_loop.errors import UserError, nearest, require_known
+from titan_loop.evaluation.harness_generation import Generation, row_seed
 from titan_loop.evaluation.readings import Reading, policy_reading
 from titan_loop.evaluation.request_cache import RequestCache, digest
 from titan_loop.evaluation.share_work import rank_device, share_work
@@ -37,7 +36,6 @@ from titan_loop.inference.engine import Engine, require_prefill_steps
 from titan_loop.inference.exit_policy import parse_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
-from titan_loop.inference.sampling import Sampling
 from titan_loop.text.chat_encoding import ChatEncoder
 from titan_loop.text.conversation import SYSTEM, Conversation, Turn, parse_messages
 from titan_loop.text.tokenizer import encode_prompt
@@ -57,17 +55,6 @@ _INSTEAD = {
     "parallelize": "leave it out, and start one process per device with torchrun",
 }
 """Arguments of the harness' model `hf` → what to do here."""
-
-_NO_EFFECT = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "repetition_penalty": 1.0,
-    "length_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_p": 0.0,
-    "use_cache": True,
-}
-"""Options of generation in transformers → the one value that the engine can follow."""
 
 
 @dataclass
@@ -91,9 +78,7 @@ class LoopLM(TemplateLM):
         recurrent_steps: R; None takes the trained R.
         exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
         exit: An exit policy as in `titan-loop generate`; None for full depth.
-        prefill_steps: Number of recurrent steps that prompts run before generation; None for the
-            reading's own number, which is also the largest allowed.
-        max_batch_size: Same as `batch_size`, or None; the harness passes it.
+        prefill_steps: Recurrent steps of prompts, at most the reading's own; None for as many.
         device: Name of the device; None or "cuda:0" takes this rank's.
         max_length: Context in tokens; None takes the trained window.
         cache: Folder for the results of single requests; None keeps them in memory only.
@@ -296,7 +281,7 @@ class LoopLM(TemplateLM):
         # The harness' --seed sets torch's, and a sample may depend on nothing but that and its row.
         seed = torch.initial_seed()
         asked = [
-            _Generation.of(*instance.args, seed=_row_seed(seed, row))
+            Generation.of(*instance.args, seed=row_seed(seed, row))
             for row, instance in enumerate(requests)
         ]
         how = ["generate", reading.name, sorted(self._ends.stop_tokens)]
@@ -314,7 +299,7 @@ class LoopLM(TemplateLM):
             )
         return [answer["text"] for answer in answers]
 
-    def _generate(self, asked: Sequence["_Generation"], reading: Reading) -> list[dict[str, Any]]:
+    def _generate(self, asked: Sequence["Generation"], reading: Reading) -> list[dict[str, Any]]:
         engine = Engine(
             self.loaded.model,
             recurrent_steps=reading.recurrent_steps,
@@ -339,7 +324,7 @@ class LoopLM(TemplateLM):
         return [answers[index] for index in range(len(asked))]
 
     def _complete(
-        self, engine: Engine, asked: Sequence[tuple["_Generation", list[int]]]
+        self, engine: Engine, asked: Sequence[tuple["Generation", list[int]]]
     ) -> list[dict[str, Any]]:
         first, _ = asked[0]
         # As the harness' own models do, unless the answer alone would fill the context.
@@ -365,7 +350,7 @@ class LoopLM(TemplateLM):
             for done, (_, prompt) in zip(completed, asked, strict=True)
         ]
 
-    def _prompt(self, asked: "_Generation") -> list[int]:
+    def _prompt(self, asked: "Generation") -> list[int]:
         return self.tok_encode(asked.prompt) or [self.prefix_token_id]
 
     def _fitting(
@@ -417,52 +402,6 @@ class LoopLM(TemplateLM):
 
 
 register_model(MODEL_NAME)(LoopLM)  # as a decorator it would hide the class' own attributes
-
-
-@dataclass(frozen=True)
-class _Generation:
-    prompt: str
-    until: tuple[str, ...]
-    max_new_tokens: int
-    sampling: Sampling
-    seed: int
-
-    @classmethod
-    def of(cls, prompt: str, given: dict[str, Any], *, seed: int) -> "_Generation":
-        options: dict[str, Any] = {**normalize_gen_kwargs(given)}
-        until = tuple(stop for stop in options.pop("until") if stop)
-        length = options.pop("max_gen_toks")
-        require_at_least(1, max_gen_toks=length)
-        # Normalised, a temperature that is absent differs from one of 0.
-        temperature = options.pop("temperature", None)
-        if not options.pop("do_sample"):
-            temperature = 0.0
-        elif temperature == 0.0:
-            raise UserError("temperature=0 with do_sample=true: leave one of them out")
-        sampling = Sampling(
-            temperature=1.0 if temperature is None else float(temperature),
-            top_p=float(options.pop("top_p", 1.0)),
-            top_k=options.pop("top_k", None) or None,
-        )
-        for name, value in options.items():
-            if name not in _NO_EFFECT or value not in (None, _NO_EFFECT[name]):
-                raise UserError(
-                    f"generation_kwargs: {name}={value} is not an option of this engine; leave it "
-                    "out"
-                )
-        return cls(prompt, until, length, sampling, seed)
-
-    def key(self) -> tuple[Any, ...]:
-        """Return the parts that the answer depends on besides the seed, the prompt first."""
-        how = (self.sampling.temperature, self.sampling.top_p, self.sampling.top_k)
-        return (self.prompt, self.until, self.max_new_tokens, how)
-
-    def is_sampled(self) -> bool:
-        return self.sampling.temperature > 0.0
-
-
-def _row_seed(seed: int, row: int) -> int:
-    return int(np.random.SeedSequence((seed, row)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _whole(name: str, value: int | str | None, *, least: int) -> int | None:
