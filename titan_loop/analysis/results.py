@@ -6,6 +6,7 @@ A recipe's module declares `TABLES`: recipe name → `ResultTable`s, which hold 
 The result files are committed beside the module; runs are not.
 """
 
+import math
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,9 +102,8 @@ class ResultTable:
 
     def has_any(self, results: Sequence["RunResult"]) -> bool:
         """Return whether any cell has a number."""
-        return any(
-            self.runs(results, row, column)[1] for row in self.rows for column in self.columns
-        )
+        cells = ((row, column) for row in self.rows for column in self.columns)
+        return any(self.runs(results, *cell)[1] for cell in cells)
 
     def curves(
         self, results: Sequence["RunResult"], row: str, column: str
@@ -164,13 +164,13 @@ class RunResult:
         stage: Name of the stage; the recipe's name for a recipe of one run.
         overrides: Flags after the recipe's name, except --stage and --dump-folder.
         commit: `git describe` of the code that trained it; None outside a checkout.
-        machine: Accelerator, or cores, of the machine on which the result was added.
+        machine: Where the result was added, in words.
         seconds: Duration of training, without evaluation.
         flops: Model FLOPs of training on all ranks, without recomputation; None if not recorded.
-        losses: [step, loss] pairs, spread evenly over the run, the last one included.
-        results: TASK/METRIC/READING → value at the newest evaluated step, from evaluations and
-            analyses; ",ema" marks averaged weights.
-        evaluations: [step, results] pairs from evaluations while training, spread evenly.
+        losses: [step, loss] pairs, spread evenly, the last one included; so are `evaluations`,
+            [step, results] while training.
+        results: TASK/METRIC/READING → value at the newest evaluated step; ",ema" marks averaged
+            weights.
         task: Parameters of the generated task that it was trained on; empty for text.
         units: TASK/METRIC/READING → the bytes and the nats of every held-out document, two strings
             of numbers; with them, runs can be compared on the same documents.
@@ -212,7 +212,7 @@ class RunResult:
         if not records:
             raise UserError(f"{run.path} has no metrics.jsonl; train it first")
         config = SavedRun(run.path).config
-        last, evaluated = records[-1], _evaluated(run)
+        last, evaluated, spans = records[-1], _evaluated(run), list(_intervals(records))
         return cls(
             recipe=recipe,
             stage=config.get("stage") or short_name(recipe),
@@ -223,7 +223,7 @@ class RunResult:
             versions=start["versions"],
             tokens=last["tokens"],
             steps=last["step"],
-            seconds=round(_seconds(records), 1),
+            seconds=round(sum(n / (r.get("tokens_per_second") or math.inf) for n, r in spans), 1),
             losses=[[r["step"], round(r["loss"], 5)] for r in _thinned(records, _MOST_LOSSES)],
             results=dict(sorted(_results(run, evaluated).items())),
             evaluations=[
@@ -292,11 +292,6 @@ def machine() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return f"CPU with {os.cpu_count()} {platform.machine()} cores"
-
-
-def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
-    speeds = ((tokens, record.get("tokens_per_second")) for tokens, record in _intervals(records))
-    return sum(tokens / speed for tokens, speed in speeds if speed)
 
 
 def total_flops(records: Sequence[Mapping[str, Any]]) -> float | None:
