@@ -129,9 +129,9 @@ def test_a_rehearsed_stage_reduces_every_weight_once(name):
 def test_a_record_is_the_model_again(name):
     """Options and record as a checkpoint's files keep them."""
     for options in OPTIONS[name]:
-        record = decoder_config(options, max_seq_len=WINDOW).architecture()
+        record = decoder_config(options, max_seq_len=WINDOW).architecture
         again = read_options(as_json(asdict(options)))
-        same = decoder_config(again, max_seq_len=WINDOW).architecture()
+        same = decoder_config(again, max_seq_len=WINDOW).architecture
         assert as_json(same) == as_json(record)
         check_architecture(as_json(record), record)
 

@@ -49,7 +49,7 @@ def write_checkpoint_of(
                 "step": step,
                 "tokens": TOKENS_A_STEP * step,
                 "recurrent_steps": 4,
-                "architecture": model.config.architecture(),
+                "architecture": model.config.architecture,
             },
             "data": {"windows_consumed": windows_consumed, "accepted": [], "data": data or {}},
             "lineage": {},

@@ -93,7 +93,7 @@ def write_task_run(path: Path, options: ModelOptions, *, step: int = 3) -> Path:
                 "step": step,
                 "tokens": 300,
                 "recurrent_steps": 3,
-                "architecture": model.config.architecture(),
+                "architecture": model.config.architecture,
             },
             "data": loader.state_dict(),
             "lineage": {},

@@ -44,10 +44,6 @@ class ToyDecoder(LoopDecoder):
             LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
             self.update_norm.sharding_config = norm_config(enable_sp=enable_sp)
 
-        def architecture(self) -> dict:
-            inherited = LoopDecoder.Config.architecture(self)
-            return {**inherited, "update_scale": self.update_scale}
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.update_norm = config.update_norm.build()

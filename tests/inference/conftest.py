@@ -62,7 +62,7 @@ def write_run(folder: Path) -> Path:
                 "step": 5,
                 "tokens": 0,
                 "recurrent_steps": 2,
-                "architecture": model.config.architecture(),
+                "architecture": model.config.architecture,
             },
             "data": {},
             "lineage": {},

@@ -58,7 +58,7 @@ def test_a_checkpoint_keeps_its_factor():
         decoder_config(NanbeigeOptions(branch_scale=LAMBDA, recurrent_steps=steps), max_seq_len=8)
         for steps in (2, 4)
     ]
-    factors = [config.architecture()["branch_factor"] for config in configs]
+    factors = [config.architecture["branch_factor"] for config in configs]
     assert factors[0] == pytest.approx(2 * factors[1])
 
 

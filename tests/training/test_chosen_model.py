@@ -17,7 +17,7 @@ def test_what_is_open_is_that_of_the_weights(source, tmp_path):
     config = tiny_config(source, tmp_path)
     for saved, base in (({}, None), ({"rope_theta": 5e5}, 5e5), ({"rope_theta": 4e5}, 4e5)):
         chosen = chosen_model(config, saved)
-        assert chosen.config.architecture()["rope_theta"] == chosen.options.rope_theta
+        assert chosen.config.architecture["rope_theta"] == chosen.options.rope_theta
         assert base in (None, chosen.options.rope_theta)
     config.model.rope_theta = 7e5
     assert chosen_model(config, {"rope_theta": 5e5}).options.rope_theta == 7e5

@@ -29,7 +29,7 @@ class Trained(Callback):
 
     def on_train_start(self, trainer: Any) -> None:
         """Note it."""
-        self.rope_theta.append(trainer.model_config.architecture()["rope_theta"])
+        self.rope_theta.append(trainer.model_config.architecture["rope_theta"])
 
 
 def train_parent(source: Path, run: Path) -> None:

@@ -163,7 +163,7 @@ def import_run(
         entries[name] = LazyTensor(shape, dtype, partial(torch.zeros, shape, dtype=dtype))
     content = untrained(
         folder.shape.recurrent_steps,
-        decoder_config(folder.shape.options(), max_seq_len=1).architecture(),
+        decoder_config(folder.shape.options(), max_seq_len=1).architecture,
         data={},
         lineage={"parent": None, **folder.lineage()},
     )

@@ -71,13 +71,13 @@ class LoopDecoder(Decoder):
         most_steps: ClassVar[int | None] = None
         """Largest number of recurrent steps; None for any."""
 
-        family: str = ""  # set by `titan_loop.models.family.decoder_config`
+        architecture: dict[str, Any] = field(default_factory=dict)
+        """The model's record, from `titan_loop.models.family.decoder_config`."""
+
         recurrence: Recurrence.Config = field(default_factory=Recurrence.Config)
         state_gather: Identity.Config = field(default_factory=Identity.Config)
         positions: Positions.Config = field(default_factory=RotaryPositions.Config)
         embedding_dropout: Dropout.Config | None = None
-        branch_scale: float = 0.0
-        branch_factor: float = 1.0  # follows from `branch_scale`, for looped layers
         width_ratio: float = 1.0
         depth_ratio: float = 1.0
 
@@ -96,6 +96,11 @@ class LoopDecoder(Decoder):
         def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
             """Declare the placements of one layer."""
             set_block_sharding(layer, enable_sp=enable_sp)
+
+        @property
+        def family(self) -> str:
+            """Name of the family."""
+            return self.architecture["family"]
 
         @property
         def aux(self) -> tuple[str, ...]:
@@ -126,35 +131,6 @@ class LoopDecoder(Decoder):
                     field = f"parallelism.{name}_degree={degree}"
                     kind = f"model.positions={self.positions.kind}"
                     raise UserError(f"{field} does not work with {kind}; leave it at 1")
-
-        def architecture(self) -> dict[str, Any]:
-            """Return the family's name and every option but R that changes the model's output.
-
-            Two models must agree on them to share a checkpoint. A key that a checkpoint lacks has
-            the value of the family's default model, so the default of a new option must keep the
-            old behaviour.
-            """
-            attention = self.layers[0].attention
-            return {
-                "family": self.family,
-                "dim": self.dim,
-                "n_layers": len(self.layers),
-                "n_heads": attention.n_heads,
-                "n_kv_heads": attention.n_kv_heads or attention.n_heads,
-                "hidden_dim": self.hidden_dim,
-                "vocab_size": self.vocab_size,
-                "exit_gate": self.exit_gate is not None,
-                "tie_weights": self.enable_weight_tying,
-                "rope_theta": attention.rope.theta,
-                "norm_placement": self.norm_placement,
-                "scale_embeddings": self.scale_embeddings,
-                **self.positions.options(),
-                "injection": "none" if self.injection is None else self.injection.kind,
-                "prelude_layers": self.prelude_layers,
-                "coda_layers": self.coda_layers,
-                "branch_scale": self.branch_scale,
-                "branch_factor": self.branch_factor,
-            }
 
     config: Config
 

@@ -8,7 +8,7 @@ name. Other modules never compare names: they ask the `Family`, the decoder or i
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import torch
 import tyro
@@ -98,6 +98,17 @@ class ModelOptions:
     readout_chunk_tokens: int | None = None
     """Tokens read out at a time in the loss; None takes `LMHead`'s default."""
 
+    def canonical(self) -> dict[str, Any]:
+        """Return values of open options, and of others that equal models share; sizes are known."""
+        return {}
+
+    def implied(self) -> Mapping[str, Any]:
+        """Return entries of the record that are no options of the family, from canonical ones."""
+        return {}
+
+
+Options = TypeVar("Options", bound=ModelOptions)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -106,7 +117,7 @@ class Family:
     Attributes:
         decoder_config: Maps options, their shape and the longest window to the architecture.
         exit_policies: Names of those it supports; None for all that work on a loop over the stack.
-        runtime_options: Options that the architecture record leaves out.
+        runtime_options: Options in which two models of one checkpoint may differ.
         data_options: Options that are filled in from the data unless they are set.
     """
 
@@ -159,7 +170,10 @@ def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
 
 
 def resolved_shape(options: ModelOptions) -> ModelSize:
-    """Return the named size, overridden by the options; `UserError` if they do not fit together."""
+    """Return the named size, overridden by the options; `UserError` if they do not fit together.
+
+    No number is open: without `n_kv_heads` there are as many as query heads.
+    """
     size = get_family(options.family).size(options.size)
     asked = {option.name: getattr(options, option.name) for option in fields(ModelSize)}
     values = asdict(size) | {name: value for name, value in asked.items() if value is not None}
@@ -172,18 +186,36 @@ def resolved_shape(options: ModelOptions) -> ModelSize:
     kv_heads = shape.n_kv_heads or shape.n_heads
     if shape.n_heads % kv_heads:
         raise UserError(f"model.n_kv_heads={kv_heads} must divide model.n_heads={shape.n_heads}")
-    return shape
+    return replace(shape, n_kv_heads=kv_heads)
+
+
+def resolved(options: Options) -> Options:
+    """Return the options with nothing left open; models are equal if these are."""
+    sized = replace(options, **asdict(resolved_shape(options)))
+    return replace(sized, **sized.canonical())
 
 
 def decoder_config(options: ModelOptions, *, max_seq_len: int) -> LoopDecoder.Config:
     """Build the architecture of `options`; raises `UserError` where they do not fit together."""
-    family = get_family(options.family)
+    family, options = get_family(options.family), resolved(options)
     config = family.decoder_config(options, resolved_shape(options), max_seq_len)
-    config.family = family.name
-    recorded = {"family", *config.architecture(), *family.runtime_options}
-    missing = {option.name for option in fields(options)} - recorded
-    assert not missing, f"Config.architecture() of {family.name} lacks the options {missing}"
+    config.architecture = _record(family, options)
     return config
+
+
+def _record(family: Family, options: ModelOptions) -> dict[str, Any]:
+    """Return what two models must agree on to share a checkpoint: all options but runtime ones.
+
+    A key that a checkpoint lacks has the value of the family's default model, so the default of a
+    new option must keep the old behaviour.
+    """
+    values = {option.name: getattr(options, option.name) for option in fields(options)}
+    values = {**options.implied(), **values}
+    return {
+        name: [*value] if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if name not in family.runtime_options
+    }
 
 
 def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +223,7 @@ def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
     family = get_family(str(recorded.get("family", FIRST_FAMILY)))
     default = family.options(size=next(iter(family.sizes)), attention="sdpa")
     written_always = {size_field.name for size_field in fields(ModelSize)}
-    known = decoder_config(default, max_seq_len=1).architecture()
+    known = decoder_config(default, max_seq_len=1).architecture
     absent = {name: value for name, value in known.items() if name not in written_always}
     return {**absent, **recorded}
 
@@ -216,9 +248,7 @@ def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
     own = family.size(asked.size)
     model = replace(asked, vocab_size=vocab_size)
     here = resolved_shape(model)
-    asked_for, named = (
-        asdict(shape) | {"n_kv_heads": shape.n_kv_heads or shape.n_heads} for shape in (here, own)
-    )
+    asked_for, named = asdict(here), asdict(replace(own, n_kv_heads=own.n_kv_heads or own.n_heads))
     differing = [
         f"{name}={value} instead of {named[name]}"
         for name, value in asked_for.items()

@@ -12,7 +12,7 @@ zero-order hold of dx/dt = −λ (x − e), as in diagonal state-space models (G
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class AdditiveInjection(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        kind: ClassVar[InjectionKind] = "additive"
+        """No settings."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -53,8 +53,6 @@ class DiagonalInjection(AdditiveInjection):
 
     @dataclass(kw_only=True, slots=True)
     class Config(AdditiveInjection.Config):
-        kind: ClassVar[InjectionKind] = "diagonal"
-
         dim: int
 
     def __init__(self, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""A looped decoder of Llama's blocks: options, architecture record and initial weights.
+"""A looped decoder of Llama's blocks: options and initial weights.
 
 Source: Touvron et al. 2023 (Llama), arXiv 2302.13971. Deviation: initial output projections are
 scaled by 1/sqrt(2·layers), as in GPT-2, or as `residual_scale` sets.
@@ -43,17 +43,7 @@ class LlamaOptions(LoopOptions):
     """Added to the mean square in every norm."""
 
 
-class LlamaDecoder(LoopDecoder):
-    """The looped decoder with pre-norm blocks."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(LoopDecoder.Config):
-        def architecture(self) -> dict[str, Any]:
-            """As in `LoopDecoder`, with the norms' epsilon."""
-            return {**LoopDecoder.Config.architecture(self), "norm_eps": self.norm.eps}
-
-
-DecoderConfig = TypeVar("DecoderConfig", bound=LlamaDecoder.Config)
+DecoderConfig = TypeVar("DecoderConfig", bound=LoopDecoder.Config)
 
 
 def llama_config(

@@ -153,8 +153,8 @@ def loop_config(
             f"model.prelude_layers={outside[0]} and model.coda_layers={outside[1]} leave none of "
             f"model.n_layers={shape.n_layers} to loop; use fewer, and none below 0"
         )
-    theta = 10_000.0 if options.rope_theta is None else options.rope_theta
-    positions = _positions(options, shape)
+    theta, positions = options.rope_theta, _positions(options, shape)
+    assert theta is not None, "options are resolved"
     positions.check_window(max_seq_len)
     rotation = RotateHalf if isinstance(positions, RotaryPositions.Config) else NoRotation
     keys_start_as_queries = options.initial_keys == "queries"
@@ -209,12 +209,9 @@ def loop_config(
     head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=matrix)
     if options.readout_chunk_tokens is not None:
         head.chunk_tokens = options.readout_chunk_tokens
-    layers, factor = [layer() for _ in range(shape.n_layers)], 1.0
-    looped = layers[outside[0] : shape.n_layers - outside[1]]
-    if options.branch_scale:
-        factor = options.branch_scale / (shape.recurrent_steps * math.sqrt(len(looped) / 12))
-    for each in looped:
-        each.branch_scale = factor
+    layers = [layer() for _ in range(shape.n_layers)]
+    for each in layers[outside[0] : shape.n_layers - outside[1]]:
+        each.branch_scale = options.branch_factor()
     generic: dict[str, Any] = {
         "dim": shape.dim,
         "vocab_size": shape.vocab_size,
@@ -235,8 +232,6 @@ def loop_config(
         "lm_head": head,
         "enable_weight_tying": options.tie_weights,
         "recurrent_steps": shape.recurrent_steps,
-        "branch_scale": options.branch_scale,
-        "branch_factor": factor,
         "width_ratio": width_ratio(options, shape),
         "depth_ratio": shape.n_layers / (options.base_layers or shape.n_layers),
         "exit_gate": (

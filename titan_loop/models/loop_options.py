@@ -1,7 +1,9 @@
 """Options of the generic looped decoder, which several families share."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from titan_loop.models.family import ModelOptions
 from titan_loop.models.final_norm import NormPlacement
@@ -9,6 +11,22 @@ from titan_loop.models.injection import InjectionKind
 from titan_loop.models.positions import PositionKind
 
 ResidualScale: TypeAlias = Literal["layers", "visits", "none"]
+ROPE_THETA = 10_000.0
+PLAIN_LOOP: Mapping[str, Any] = {
+    "rope_theta": ROPE_THETA,
+    "norm_placement": "readout",
+    "scale_embeddings": False,
+    "positions": "rope",
+    "learned_positions": None,
+    "relative_window": None,
+    "injection": "none",
+    "prelude_layers": 0,
+    "coda_layers": 0,
+    "branch_scale": 0.0,
+    "branch_factor": 1.0,
+}
+"""What families without these options record in their place."""
+
 InitialKeys: TypeAlias = Literal["random", "queries"]
 
 
@@ -74,3 +92,20 @@ class LoopOptions(ModelOptions):
 
     embedding_dropout: float = 0.0
     """Share of the embedding, with its positions, that is zeroed in training."""
+
+    def canonical(self) -> dict[str, Any]:
+        """Return the rotary base."""
+        return {"rope_theta": ROPE_THETA if self.rope_theta is None else self.rope_theta}
+
+    def branch_factor(self) -> float:
+        """Return the factor of `branch_scale` on the branches of looped layers."""
+        if not self.branch_scale:
+            return 1.0
+        assert self.n_layers is not None
+        assert self.recurrent_steps is not None
+        looped = self.n_layers - self.prelude_layers - self.coda_layers
+        return self.branch_scale / (self.recurrent_steps * math.sqrt(looped / 12))
+
+    def implied(self) -> Mapping[str, Any]:
+        """Return the factor, by which models of one `branch_scale` differ if R or L do."""
+        return {"branch_factor": self.branch_factor()}

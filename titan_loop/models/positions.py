@@ -15,8 +15,8 @@ checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +38,6 @@ class Positions(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        kind: PositionKind = field(default="none", init=False)
-
-        def options(self) -> dict[str, Any]:
-            """Return the model options of this kind, for the architecture record."""
-            return {"positions": self.kind, "learned_positions": None, "relative_window": None}
-
         def check_window(self, tokens: int) -> None:
             """Raise `UserError` if windows of `tokens` tokens exceed a table."""
 
@@ -78,7 +72,7 @@ class RotaryPositions(Positions):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Positions.Config):
-        kind: PositionKind = field(default="rope", init=False)
+        """No settings."""
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
         super().__init__(config, rope=rope)
@@ -107,13 +101,7 @@ class LearnedPositions(Positions):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Positions.Config):
-        kind: PositionKind = field(default="learned", init=False)
-
         table: PositionTable.Config
-
-        def options(self) -> dict[str, Any]:
-            """Return the options."""
-            return Positions.Config.options(self) | {"learned_positions": self.table.num_embeddings}
 
         def check_window(self, tokens: int) -> None:
             """Refuse a window that is longer than the table."""
@@ -142,10 +130,6 @@ class RelativePositions(Positions):
     class Config(Positions.Config):
         kind: PositionKind = "relative"
         window: int
-
-        def options(self) -> dict[str, Any]:
-            """Return the options."""
-            return Positions.Config.options(self) | {"relative_window": self.window}
 
         def scores(
             self, head_dim: int, n_heads: int, matrix: dict[str, Callable]

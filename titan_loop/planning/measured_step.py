@@ -85,7 +85,7 @@ def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
         "versions": library_versions(),
         "code": _own_code(),
         "config": traits(needs.config),
-        "model": [type(needs.model), traits(needs.model.architecture())],
+        "model": [type(needs.model), traits(needs.model.architecture)],
         "units": [[unit.unit, unit.shapes] for unit in needs.units],
         "columns": [traits(loader.columns()), loader.knows_depth()],
         "work": [ranks, needs.policy, needs.recurrent_steps, micro_batches],

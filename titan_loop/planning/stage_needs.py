@@ -194,8 +194,8 @@ def _setting_refusals(
     refusals += setting_refusals(config, starts_trained=trained)
     refusals += suite_refusals(config)
     if stage and parent:
-        before = stage_architecture(parent.config).architecture()
-        refusals += carry_refusals(stage, parent, wanted=model.architecture(), trained=before)
+        before = stage_architecture(parent.config).architecture
+        refusals += carry_refusals(stage, parent, wanted=model.architecture, trained=before)
     return [str(refusal) for refusal in refusals]
 
 

@@ -30,7 +30,7 @@ def upcycle_run(parent: Path, output: Path, upcycling: Upcycling, command: Seque
     run = SavedRun.open(parent)
     source = run.checkpoint()
     saved = source.manifest["trainer"]["architecture"]
-    check_architecture(saved, decoder_config(run.model_options, max_seq_len=1).architecture())
+    check_architecture(saved, decoder_config(run.model_options, max_seq_len=1).architecture)
     get_family(run.model_options.family).require("upcycle")
     upcycling.sources(saved)  # before any file is read
     config = {
@@ -57,7 +57,7 @@ def merge_runs(
     sources = [run.checkpoint() for run in runs]
     first = runs[0]
     saved = sources[0].manifest["trainer"]["architecture"]
-    check_architecture(saved, decoder_config(first.model_options, max_seq_len=1).architecture())
+    check_architecture(saved, decoder_config(first.model_options, max_seq_len=1).architecture)
     _check_vocabularies(runs)
     config = {
         "total_tokens": 0,  # merging trains on none

@@ -1,6 +1,5 @@
 """The model that a run trains: its options, with open ones filled in from data and weights."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache, partial
@@ -13,7 +12,7 @@ from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import ModelOptions, ModelSize, decoder_config, get_family
+from titan_loop.models.family import ModelOptions, ModelSize, decoder_config, get_family, resolved
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.config import RunConfig
 
@@ -41,16 +40,13 @@ def chosen_model(config: RunConfig, saved: Mapping[str, Any] | None = None) -> C
         vocabulary = config.dataloader.vocabulary()
         found = {"vocab_size": vocabulary.size, **vocabulary.options}
         options = replace(options, **{name: found[name] for name in unknown if name in found})
-    model = _built(options, config.training.seq_len)
-    known = model.architecture()
-    saved = {**known, **(saved_architecture(config) if saved is None else saved)}
+    saved = saved_architecture(config) if saved is None else saved
+    default = resolved(options)
     shaping = {field.name for field in fields(ModelSize)}
     left_open = {f.name for f in fields(options) if getattr(options, f.name) is None} - shaping
-    taken = {name: saved[name] for name in left_open if name in saved}
+    taken = {name: saved.get(name, getattr(default, name)) for name in left_open}
     options = replace(options, **taken)
-    if json.dumps(taken) != json.dumps({name: known.get(name) for name in taken}):
-        model = _built(options, config.training.seq_len)
-    return ChosenModel(options, model)
+    return ChosenModel(options, _built(options, config.training.seq_len))
 
 
 def stage_architecture(config: RunConfig) -> LoopDecoder.Config:

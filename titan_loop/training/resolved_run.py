@@ -38,7 +38,7 @@ class ResolvedRun:
     @property
     def architecture(self) -> dict[str, Any]:
         """The architecture record; models with equal records can exchange their weights."""
-        return self.model.architecture()
+        return self.model.architecture
 
     def recipe_sha256(self) -> str:
         """Return the SHA-256 of the config without fields of a single start, such as its folder."""

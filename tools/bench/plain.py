@@ -180,7 +180,7 @@ class ReleasedLoop(nn.Module):
         )
 
         shape = OuroShape.from_architecture(
-            source.config.architecture(),
+            source.config.architecture,
             recurrent_steps=source.recurrent_steps,
             max_positions=seq_len,
         )

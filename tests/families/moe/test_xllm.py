@@ -86,7 +86,7 @@ def test_export_writes_their_layout_again(name, write_released, tmp_path):
 def test_a_mixture_that_their_code_would_compute_otherwise_is_not_exported(options, message):
     config = decoder_config(XllmMoEOptions(experts=4, **{"top_k": 2, **options}), max_seq_len=16)
     with pytest.raises(UserError, match=message):
-        XllmMoEShape.from_architecture(config.architecture(), recurrent_steps=2, max_positions=8192)
+        XllmMoEShape.from_architecture(config.architecture, recurrent_steps=2, max_positions=8192)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_untied_steps_are_equal_parts_after_the_source(places, layers, source, f
 def test_combinations_that_their_classes_lack_are_refused():
     def shape_of(steps: int, **changed):
         options = XllmOptions(size="debugmodel", **changed)
-        architecture = decoder_config(options, max_seq_len=16).architecture()
+        architecture = decoder_config(options, max_seq_len=16).architecture
         return XllmShape.from_architecture(architecture, recurrent_steps=steps, max_positions=8192)
 
     whole = {"n_layers": 2, "prelude_layers": 0, "coda_layers": 0}

@@ -99,19 +99,6 @@ class AdaptiveDecoder(GPT2Decoder):
             memory = 6 * sum(layer.memory_elements for layer in self.layers)
             return flops._replace(matrices=flops.matrices + memory)
 
-        def architecture(self) -> dict[str, Any]:
-            """Return the base class' options, and the options of loops and memory."""
-            layer = self.layers[0]
-            return {
-                **LoopDecoder.Config.architecture(self),
-                "max_iterations": None if layer.control is None else layer.iterations,
-                "halting": layer.halting,
-                "local_slots": None if layer.bank is None else layer.bank.slots,
-                "global_slots": None if self.bank is None else self.bank.slots,
-                "gate": "scalar" if layer.gates is None or layer.gates.width == 1 else "vector",
-                "memory_read": layer.memory_read,
-            }
-
     config: Config
 
     def __init__(self, config: Config) -> None:

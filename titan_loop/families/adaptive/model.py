@@ -19,9 +19,10 @@ Deviations, and choices that the paper leaves open: the last iteration takes the
 once, after the loop (`memory_read`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torchtitan.models.common.embedding import Embedding
@@ -50,6 +51,7 @@ from titan_loop.models.gpt2_block import (
     block_config,
     matrix_init,
 )
+from titan_loop.models.loop_options import PLAIN_LOOP, ROPE_THETA
 from titan_loop.models.positions import RotateHalf
 from titan_loop.models.readout import LMHead
 
@@ -57,8 +59,6 @@ SIZES = {
     "debugmodel": ModelSize(64, 2, 4, 256, vocab_size=128, recurrent_steps=1),
     "published": ModelSize(768, 12, 12, 3072, vocab_size=50_304, recurrent_steps=1),
 }
-
-_ROPE_THETA = 10_000.0
 
 Gate = Literal["scalar", "vector"]
 
@@ -107,6 +107,10 @@ class AdaptiveOptions(ModelOptions):
     memory_read: MemoryRead = "after"
     """Point at which a layer reads memory: after its loop, before it, or in each iteration."""
 
+    def implied(self) -> Mapping[str, Any]:
+        """Return the record of a plain stack."""
+        return PLAIN_LOOP
+
 
 def _check(options: AdaptiveOptions) -> None:
     """Raise `UserError` for options that make no model."""
@@ -150,7 +154,7 @@ def decoder_config(
     _check(options)
     dim, matrix = shape.dim, matrix_init(shape.dim)["weight"]
     rotation = RotateHalf.Config(
-        dim=dim // shape.n_heads, max_seq_len=max_seq_len, theta=_ROPE_THETA
+        dim=dim // shape.n_heads, max_seq_len=max_seq_len, theta=ROPE_THETA
     )
     output_init = matrix_init(dim, scale=(2 * shape.n_layers) ** -0.5)
 

@@ -7,7 +7,6 @@ not be part of a recomputed step.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import spmd_types as spmd
 from torch import Tensor
@@ -40,15 +39,6 @@ class DecodingDecoder(LoopDecoder):
                 in_src_shardings={"input": dense_activation_placement(tp=spmd.P)},
                 in_dst_shardings={"input": state_placement(enable_sp)},
             )
-
-        def architecture(self) -> dict[str, Any]:
-            """Return the looped decoder's options and the options of Φ."""
-            return {
-                **LoopDecoder.Config.architecture(self),
-                "temperature": self.decoding.temperature,
-                "top_k": self.decoding.top_k,
-                "normalised_over": self.decoding.normalised_over,
-            }
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class, with Φ between every two steps."""

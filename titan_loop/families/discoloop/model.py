@@ -21,7 +21,7 @@ Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §4 Eq. 4–6, Appendix B.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -133,15 +133,6 @@ class DiscoLoopDecoder(DecodingDecoder):
             self.channel.sharding_config = mixed_states(
                 "hidden_BLD", "decoded_BLD", weights=("weight", "bias"), enable_sp=enable_sp
             )
-
-        def architecture(self) -> dict[str, Any]:
-            """Return the options of a decoder with Φ, and the options of the channel."""
-            strength = self.channel.strength
-            return {
-                **DecodingDecoder.Config.architecture(self),
-                "channel_gate": "learned" if strength is None else "fixed",
-                "channel_strength": 1.0 if strength is None else strength,
-            }
 
     config: Config
 

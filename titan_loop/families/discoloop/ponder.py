@@ -19,7 +19,6 @@ between tokens; theirs follows the number of ponder steps.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -51,11 +50,6 @@ class PonderDecoder(DecodingDecoder):
         """Architecture of a PonderLM."""
 
         start_factor: float = 1.0
-
-        def architecture(self) -> dict[str, Any]:
-            """Return the options of a decoder with Φ, and k."""
-            decoding = DecodingDecoder.Config.architecture(self)
-            return {**decoding, "start_factor": self.start_factor}
 
     config: Config
 

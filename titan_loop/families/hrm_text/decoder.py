@@ -66,13 +66,6 @@ class HrmDecoder(LoopDecoder):
             of_a_stack = len(self.layers) // 2
             return LayerVisits(passes * of_a_stack, reached * of_a_stack)
 
-        def architecture(self) -> dict[str, Any]:
-            """As in the base class, with the schedule, the mask and the scales."""
-            own = {
-                name: getattr(self, name) for name in ("low_cycles", "prefix_lm", "embedding_scale")
-            }
-            return {**LoopDecoder.Config.architecture(self), **own, "norm_eps": self.norm.eps}
-
     config: Config
 
     def __init__(self, config: Config) -> None:

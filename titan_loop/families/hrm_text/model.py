@@ -8,9 +8,10 @@ Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released code, wh
 XXL and XXL_wide are listed below, with a vocabulary of 65,536; `1b` is XL, the released model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from torchtitan.models.common.nn_modules import RMSNorm
 
@@ -22,7 +23,7 @@ from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize
 from titan_loop.models.gpt2_block import StateBias
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.loop_config import loop_config
-from titan_loop.models.loop_options import LoopOptions
+from titan_loop.models.loop_options import PLAIN_LOOP, ROPE_THETA, LoopOptions
 
 SIZES = {
     "debugmodel": ModelSize(64, 4, 4, 192, vocab_size=128, recurrent_steps=2),
@@ -58,6 +59,19 @@ class HrmTextOptions(ModelOptions):
     norm_eps: float = 1e-6
     """Added to the mean square in every norm."""
 
+    def canonical(self) -> dict[str, Any]:
+        """Return the rotary base and the factor on embeddings."""
+        assert self.dim is not None
+        scale, theta = self.embedding_scale, self.rope_theta
+        return {
+            "embedding_scale": self.dim**0.5 if scale is None else scale,
+            "rope_theta": ROPE_THETA if theta is None else theta,
+        }
+
+    def implied(self) -> Mapping[str, Any]:
+        """Return the record of a plain loop."""
+        return {**PLAIN_LOOP, "norm_placement": "every_step"}
+
 
 def _check(options: HrmTextOptions, shape: ModelSize) -> None:
     if options.low_cycles < 1:
@@ -70,7 +84,7 @@ def _check(options: HrmTextOptions, shape: ModelSize) -> None:
         raise UserError("model.attention=varlen cannot do model.prefix_lm=True; use flex or sdpa")
     for name in ("embedding_scale", "rope_theta", "norm_eps"):
         value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
+        if not 0 < value < float("inf"):
             raise UserError(f"model.{name}={value} must be a number above 0")
 
 
@@ -79,7 +93,8 @@ def decoder_config(
 ) -> HrmDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
     _check(options, shape)
-    scale = options.embedding_scale or shape.dim**0.5
+    scale = options.embedding_scale
+    assert scale is not None
     generic = LoopOptions(
         attention=options.attention,
         exit_gate=options.exit_gate,

@@ -127,6 +127,10 @@ class LatentOptions(LoopOptions):
     relative_window: int | None = 64
     """Largest relative distance between positions; larger ones count as this one."""
 
+    def canonical(self) -> dict[str, Any]:
+        """Return the rotary base and the factors, by default the paper's."""
+        return {**LoopOptions.canonical(self), "factors": self.factors or (5, 9, 2)}
+
 
 class FactorEmbedding(Embedding):
     """The sum of one row of every factor's table."""
@@ -238,16 +242,6 @@ class LatentDecoder(LoopDecoder):
                         "latent; leave it at 1"
                     )
 
-        def architecture(self) -> dict[str, Any]:
-            """Return Ouro's record, and this family's options."""
-            inherited = LoopDecoder.Config.architecture(self)
-            return {
-                **inherited,
-                "state": self.state,
-                "factors": [*self.sizes[1:]],
-                "scale_scores_by_terms": self.scale_scores_by_terms,
-            }
-
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class, with a readout of all factors in every step."""
             return flops._replace(readouts=6 * recurrent_steps * self.dim * sum(self.sizes))
@@ -357,7 +351,7 @@ def decoder_config(
             f"model.scale_scores_by_terms=True needs the terms of model.positions=deberta, not "
             f"{options.positions}; leave it at False"
         )
-    sizes = (shape.vocab_size, *(options.factors or (5, 9, 2)))
+    sizes = (shape.vocab_size, *(options.factors or ()))
     head = FactorHead.Config(
         in_features=shape.dim,
         out_features=sum(sizes),

@@ -28,8 +28,8 @@ from titan_loop.families.moe.attention import StepAttention
 from titan_loop.families.moe.feed_forward import ALIGNED, LoopMoE, Routing
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.context import CacheSlot, LoopContext
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
-from titan_loop.models.llama import LlamaDecoder
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.models.sharding import set_attention_sharding, state_placement
@@ -81,7 +81,7 @@ class MoEBlock(PreNormBlock):
         return x_BLD + self._kept(mixed_BLD), routing
 
 
-class SparseConfig(LlamaDecoder.Config):
+class SparseConfig(LoopDecoder.Config):
     """The parts of a config that every decoder with experts has; a mix-in without slots.
 
     Attributes:
@@ -183,24 +183,8 @@ class SparseConfig(LlamaDecoder.Config):
                 "experts; leave it at 1"
             )
 
-    def architecture(self) -> dict[str, Any]:
-        """As in the base class, with the mixture's options."""
-        mixture = next(iter(self.sparse.values()))
-        experts, shared = mixture.routed_experts.inner_experts, mixture.shared_experts
-        width = 0 if shared is None else shared.w1.out_features
-        return {
-            **super().architecture(),
-            "experts": mixture.num_experts,
-            "top_k": mixture.router.top_k,
-            "expert_hidden_dim": experts.hidden_dim,
-            "shared_experts": width // experts.hidden_dim,
-            "router": mixture.router.score_func,
-            "normalise_scores": mixture.router.route_norm,
-            "score_scale": mixture.router.route_scale,
-        }
 
-
-class MoEDecoder(LlamaDecoder):
+class MoEDecoder(LoopDecoder):
     """The looped decoder whose layers may have experts.
 
     Attributes:
@@ -216,12 +200,6 @@ class MoEDecoder(LlamaDecoder):
         bias_rate: float
         expert_parallel: bool = False
 
-        @property
-        def attentions(self) -> int:
-            """Number of attentions of a looped layer."""
-            attention = self.layers[self.looped.start].attention
-            return attention.attentions if isinstance(attention, StepAttention.Config) else 1
-
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class; only the experts that a token chooses count."""
             prelude, looped, coda = self.visits_by_place(recurrent_steps, reached)
@@ -235,17 +213,6 @@ class MoEDecoder(LlamaDecoder):
                 for visits, layer in zip(places, self.layers, strict=True)
             )
             return flops._replace(matrices=matrices)
-
-        def architecture(self) -> dict[str, Any]:
-            """As in the base class, with the parts of a layer that steps do not share."""
-            return {
-                **SparseConfig.architecture(self),
-                "routers": max(each.routers for each in self.sparse.values()),
-                "attentions": self.attentions,
-                "dense_layers": [
-                    index + 1 for index in range(len(self.layers)) if index not in self.sparse
-                ],
-            }
 
     config: Config
 

@@ -14,7 +14,7 @@ Right", arXiv 2610.06833, and its released code.
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
@@ -67,6 +67,11 @@ class ExpertOptions:
     bias_rate: float = 1e-3
     """Change of an expert's bias in a training step, against unequal loads; 0 turns it off."""
 
+    def experts_canonical(self, hidden_dim: int | None) -> dict[str, Any]:
+        """Return the experts' width."""
+        width = self.expert_hidden_dim
+        return {"expert_hidden_dim": hidden_dim if width is None else width}
+
 
 @dataclass(kw_only=True, slots=True)
 class MoEOptions(ExpertOptions, LlamaOptions):
@@ -84,6 +89,18 @@ class MoEOptions(ExpertOptions, LlamaOptions):
 
     dense_layers: tuple[int, ...] = ()
     """Layers with a dense feed-forward of width hidden_dim, from 1."""
+
+    def canonical(self) -> dict[str, Any]:
+        """Return widths, one router if no looped layer is sparse, and dense layers in order."""
+        assert self.n_layers is not None
+        looped = range(self.prelude_layers + 1, self.n_layers - self.coda_layers + 1)
+        dense = {*self.dense_layers}
+        return {
+            **LlamaOptions.canonical(self),
+            **self.experts_canonical(self.hidden_dim),
+            "dense_layers": tuple(sorted(dense)),
+            "routers": min(self.routers, 1) if dense >= {*looped} else self.routers,
+        }
 
 
 def decoder_config(options: MoEOptions, shape: ModelSize, max_seq_len: int) -> MoEDecoder.Config:
@@ -131,13 +148,12 @@ def _check(options: MoEOptions, shape: ModelSize) -> None:
 def check_experts(options: ExpertOptions, shape: ModelSize) -> None:
     """Raise `UserError` where experts, widths and router do not fit together."""
     experts, top_k = options.experts, options.top_k
-    width = options.expert_hidden_dim or shape.hidden_dim
     if experts < 2:
         raise UserError(f"model.experts={experts} must be at least 2; a dense model is nanbeige")
     if not 1 <= top_k <= experts:
         raise UserError(f"model.top_k={top_k} must be from 1 to model.experts={experts}")
-    for name, value in {"dim": shape.dim, "expert_hidden_dim": width}.items():
-        if value < 1 or value % ALIGNED:
+    for name, value in {"dim": shape.dim, "expert_hidden_dim": options.expert_hidden_dim}.items():
+        if value is None or value < 1 or value % ALIGNED:
             raise UserError(f"model.{name}={value} must be a multiple of {ALIGNED} with experts")
     if options.router not in get_args(Literal["sigmoid", "softmax"]):
         known = ("sigmoid", "softmax")
@@ -162,7 +178,8 @@ def mixture_config(
         routers: Number of routers, each of its own step.
     """
     dim, experts = shape.dim, options.experts
-    width = options.expert_hidden_dim or shape.hidden_dim
+    width = options.expert_hidden_dim
+    assert width is not None
     matrix, output = partial(normal_matrix, std=std), partial(normal_matrix, std=std * gain)
 
     def linear(inputs: int, outputs: int, init: partial = matrix) -> Linear.Config:

@@ -184,7 +184,7 @@ def upcycle_to_experts(
     run = SavedRun.open(parent)
     source = run.checkpoint()
     trainer = source.manifest["trainer"]
-    own = decoder_config(run.model_options, max_seq_len=1).architecture()
+    own = decoder_config(run.model_options, max_seq_len=1).architecture
     check_architecture(trainer["architecture"], own)
     options = upcycling.options(run, source.recurrent_steps)
     config = {
@@ -196,7 +196,7 @@ def upcycle_to_experts(
     assert options.recurrent_steps is not None
     content = untrained(
         options.recurrent_steps,
-        decoder_config(options, max_seq_len=1).architecture(),
+        decoder_config(options, max_seq_len=1).architecture,
         data=source.manifest["data"],
         lineage={"parent": reference(source.path), "moe": asdict(upcycling)},
     )

@@ -16,7 +16,12 @@ from typing import Any
 
 from titan_loop.errors import UserError
 from titan_loop.families.moe.decoder import MoEDecoder, SparseConfig
-from titan_loop.families.moe.model import ExpertOptions, check_experts, mixture_config, sparse
+from titan_loop.families.moe.model import (
+    ExpertOptions,
+    check_experts,
+    mixture_config,
+    sparse,
+)
 from titan_loop.families.xllm.decoder import XllmDecoder
 from titan_loop.families.xllm.model import SIZES, XllmOptions, xllm_config
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
@@ -28,6 +33,10 @@ class XllmMoEOptions(ExpertOptions, XllmOptions):
     """Options of a model with sparse prelude, core and coda; every field is a flag."""
 
     family: FamilyName = field(default="xllm_moe", init=False)
+
+    def canonical(self) -> dict[str, Any]:
+        """Return the rotary base and widths."""
+        return {**XllmOptions.canonical(self), **self.experts_canonical(self.hidden_dim)}
 
 
 class XllmMoEDecoder(MoEDecoder, XllmDecoder):

@@ -12,8 +12,9 @@ et al. 2023 (Llama), arXiv 2302.13971. Initial weights: `titan_loop/models/llama
 
 from dataclasses import dataclass, field
 
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import Family, FamilyName, ModelSize
-from titan_loop.models.llama import LLAMA_SIZES, LlamaDecoder, LlamaOptions, llama_config
+from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions, llama_config
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,9 +26,9 @@ class NanbeigeOptions(LlamaOptions):
 
 def decoder_config(
     options: NanbeigeOptions, shape: ModelSize, max_seq_len: int
-) -> LlamaDecoder.Config:
+) -> LoopDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
-    return llama_config(LlamaDecoder.Config, options, shape, max_seq_len)
+    return llama_config(LoopDecoder.Config, options, shape, max_seq_len)
 
 
 NANBEIGE = Family(

@@ -18,7 +18,7 @@ a shared head. There the maps have full rank and are trained after the model.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -99,14 +99,6 @@ class OuroDecoder(LoopDecoder):
             elements = 2 * recurrent_steps * self.step_readout.rank * self.dim
             factor = 6 if reached else 2
             return flops._replace(readouts=flops.readouts + factor * elements)
-
-        def architecture(self) -> dict[str, Any]:
-            """Return the options of the generic decoder, and the rank of the steps' readouts."""
-            readout = self.step_readout
-            return {
-                **LoopDecoder.Config.architecture(self),
-                "readout_rank": None if readout is None else readout.rank,
-            }
 
     config: Config
 

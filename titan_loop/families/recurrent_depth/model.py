@@ -18,10 +18,10 @@ truncation; no dropout unless `dropout` is set. Theirs is 0.1, but acts only in 
 run or level, because their exams leave the model in evaluation mode.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torchtitan.models.common.embedding import Embedding
 
@@ -43,6 +43,7 @@ from titan_loop.models.gpt2_block import (
     matrix_init,
 )
 from titan_loop.models.initialisation import normal_matrix
+from titan_loop.models.loop_options import PLAIN_LOOP
 from titan_loop.models.positions import (
     LearnedPositions,
     NoRotation,
@@ -93,6 +94,10 @@ class RecurrentDepthOptions(ModelOptions):
     dropout: float = 0.0
     """Share of the outputs of attention and feed-forward that is zeroed in training, before they
     are added to the state."""
+
+    def implied(self) -> Mapping[str, Any]:
+        """Return the record of a plain loop."""
+        return PLAIN_LOOP
 
 
 _CHOICES = {

@@ -42,10 +42,11 @@ from titan_loop.families.retrofit.bridge import (
 )
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.context import LoopContext
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
 from titan_loop.models.injection import Injected
-from titan_loop.models.llama import LLAMA_SIZES, LlamaDecoder, LlamaOptions, llama_config
+from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions, llama_config
 from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.models.recurrence import Carry
 from titan_loop.models.units import Unit
@@ -91,11 +92,11 @@ class RetrofitOptions(LlamaOptions):
     """Factor on the scheduled learning rate for parameters that the dense model does not have."""
 
 
-class RetrofitDecoder(LlamaDecoder):
+class RetrofitDecoder(LoopDecoder):
     """A looped decoder of Llama's blocks with the parts that a retrofit adds."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(LlamaDecoder.Config):
+    class Config(LoopDecoder.Config):
         """The added parts."""
 
         bridge: Bridge.Config | None
@@ -108,14 +109,14 @@ class RetrofitDecoder(LlamaDecoder):
 
         def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
             """Declare the placements of one layer and of its adapters."""
-            LlamaDecoder.Config.set_layer_sharding(self, layer, enable_sp=enable_sp)
+            LoopDecoder.Config.set_layer_sharding(self, layer, enable_sp=enable_sp)
             if isinstance(layer, AdaptedBlock.Config):
                 for linear in layer.adapted:
                     linear.place_adapters()
 
         def set_sharding(self, *, enable_sp: bool) -> None:
             """Declare placements, also for the added parts."""
-            LlamaDecoder.Config.set_sharding(self, enable_sp=enable_sp)
+            LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
             for part in (self.bridge, self.mixer):
                 if part is not None:
                     part.set_sharding(enable_sp=enable_sp)
@@ -127,22 +128,8 @@ class RetrofitDecoder(LlamaDecoder):
 
         def reaches_start(self, recurrent_steps: float, reached: float) -> bool:
             """As in the base class; bridge and mixer reach the prelude from every step."""
-            inherited = LlamaDecoder.Config.reaches_start(self, recurrent_steps, reached)
+            inherited = LoopDecoder.Config.reaches_start(self, recurrent_steps, reached)
             return inherited or (reached > 0 and self.keeps_prelude)
-
-        def architecture(self) -> dict[str, Any]:
-            """As in the base class, with the added parts."""
-            adapters = self.adapters or _NO_ADAPTERS
-            return {
-                **LlamaDecoder.Config.architecture(self),
-                "bridge": self.bridge is not None,
-                "mixer": self.mixer is not None,
-                "start_noise": 0.0 if self.noise is None else self.noise.std,
-                "damping": self.damping,
-                "adapter_rank": adapters.rank,
-                "adapter_sets": adapters.sets,
-                "adapter_first_step": adapters.first_step,
-            }
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class, with adapters and bridge, and less where weights are frozen."""

@@ -122,7 +122,7 @@ class Surgery:
         Raises:
             UserError: The spans are not the dense model's layers, or the rank is above its width.
         """
-        architecture = decoder_config(dense, max_seq_len=1).architecture()
+        architecture = decoder_config(dense, max_seq_len=1).architecture
         if self.mode == "tied" and architecture["relative_window"] is not None:
             raise UserError(
                 f"model.positions={dense.positions}: --mode=tied makes matrices and norms of "
@@ -277,7 +277,7 @@ def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[s
         new = RunDirectory(staged)
         content = untrained(
             surgery.recurrent_steps,
-            decoder_config(options, max_seq_len=1).architecture(),
+            decoder_config(options, max_seq_len=1).architecture,
             data=dense.checkpoint.manifest["data"],
             lineage={**lineage, "retrofit": asdict(surgery)},
         )

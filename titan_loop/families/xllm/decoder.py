@@ -31,10 +31,10 @@ from titan_loop.families.xllm.injection import LinearInjection, weights_of
 from titan_loop.families.xllm.start_state import StartState
 from titan_loop.families.xllm.student import ERROR, TAUGHT, Student, scaled_error
 from titan_loop.models.context import AttentionMask, LoopContext
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops, LayerVisits
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.injection import Injected
-from titan_loop.models.llama import LlamaDecoder
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.models.recurrence import Carry
@@ -61,11 +61,11 @@ class Update(NamedTuple):
     is_low: bool
 
 
-class XllmDecoder(LlamaDecoder):
+class XllmDecoder(LoopDecoder):
     """A looped decoder of Llama's blocks; every update can read the prelude's output again."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(LlamaDecoder.Config):
+    class Config(LoopDecoder.Config):
         """Start, states and norms of the loop."""
 
         start_state: StartState.Config
@@ -124,7 +124,7 @@ class XllmDecoder(LlamaDecoder):
 
         def set_sharding(self, *, enable_sp: bool) -> None:
             """As in the base class; injection and norms get the placements of the states."""
-            LlamaDecoder.Config.set_sharding(self, enable_sp=enable_sp)
+            LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
             if self.injection is not None:
                 self.injection.sharding_config = mixed_states(
                     "hidden_BLD",
@@ -140,7 +140,7 @@ class XllmDecoder(LlamaDecoder):
             self, recurrent_steps: float, backward_steps: float | None = None
         ) -> LayerVisits:
             """As in the base class, but a step visits a layer once per pass of every update."""
-            visits = LlamaDecoder.Config.layer_visits(self, recurrent_steps, backward_steps)
+            visits = LoopDecoder.Config.layer_visits(self, recurrent_steps, backward_steps)
             reached = recurrent_steps
             if backward_steps is not None:
                 reached = min(reached, backward_steps)
@@ -168,18 +168,6 @@ class XllmDecoder(LlamaDecoder):
             elements = self.dim**2 * (1 + isinstance(self.injection, LinearInjection.Config))
             added = len(self.updates) * elements * (2 * recurrent_steps + 4 * reached)
             return flops._replace(matrices=flops.matrices + added)
-
-        def architecture(self) -> dict[str, Any]:
-            """As in the base class, with the loop's own options."""
-            names = ("states", "low_cycles", "core_passes", "untied_steps")
-            return {
-                **LlamaDecoder.Config.architecture(self),
-                **{name: getattr(self, name) for name in names},
-                "start_state": self.start_state.kind,
-                "prelude_norm": self.prelude_norm is not None,
-                "state_norm": self.state_norm is not None,
-                "student": 0 if self.student is None else len(self.student.layers),
-            }
 
     config: Config
 

@@ -23,7 +23,7 @@ Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and I
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +44,6 @@ class DiagonalInjection(AdditiveInjection):
     @dataclass(kw_only=True, slots=True)
     class Config(AdditiveInjection.Config):
         """Width D."""
-
-        kind: ClassVar[Any] = "diagonal"
 
         dim: int
 
@@ -74,8 +72,6 @@ class OrthogonalInjection(DiagonalInjection):
     class Config(DiagonalInjection.Config):
         """Width D."""
 
-        kind: ClassVar[Any] = "orthogonal"
-
     def forward(self, hidden_BLD: Tensor, embedding_BLD: Tensor) -> Tensor:
         """Return the core's input, (B, L, D)."""
         decayed_BLD, update_BLD = self.parts(hidden_BLD, embedding_BLD)
@@ -92,8 +88,6 @@ class LinearInjection(AdditiveInjection):
     @dataclass(kw_only=True, slots=True)
     class Config(AdditiveInjection.Config):
         """Width D."""
-
-        kind: ClassVar[Any] = "linear"
 
         dim: int
 

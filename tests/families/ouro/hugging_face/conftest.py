@@ -82,7 +82,7 @@ def write_run(
         "step": STEP,
         "tokens": TOKENS,
         "recurrent_steps": model.recurrent_steps,
-        "architecture": model.config.architecture(),
+        "architecture": model.config.architecture,
     }
     write_checkpoint(
         directory.checkpoint(STEP),

@@ -40,7 +40,7 @@ def write_run(run: RunDirectory, options: OuroOptions) -> int:
         "step": 1,
         "tokens": 1,
         "recurrent_steps": model.recurrent_steps,
-        "architecture": model.config.architecture(),
+        "architecture": model.config.architecture,
     }
     write_checkpoint(
         run.checkpoint(1),
