@@ -55,11 +55,11 @@ def test_truncated_and_recomputed_steps_keep_the_carry(backward_steps):
             states[-1] = states[-1].detach()
     want = gradients(model, states)
 
-    model.recurrence.backward_steps = backward_steps
+    depth = {"recurrent_steps": STEPS, "backward_steps": backward_steps}
     for recomputed in (False, True):
         if recomputed:
             RecurrentStepAC.Config(layers="full").build().apply(model)
-        got = gradients(model, list(model(tokens, positions, recurrent_steps=STEPS).hidden_RBLD))
+        got = gradients(model, list(model(tokens, positions, **depth).hidden_RBLD))
         for name, gradient in want.items():
             if gradient is None:
                 assert got[name] is None, name

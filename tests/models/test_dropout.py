@@ -71,11 +71,10 @@ def test_recomputed_gradients_equal_those_without_recomputation(policy, backward
     gradients = []
     for recomputed in (None, policy):
         model = make_model()
-        model.recurrence.backward_steps = backward_steps
         if recomputed is not None:
             recomputed.build().apply(model)
         seed_dropout(model, 5, 1)
-        states = model(tokens(), recurrent_steps=4).hidden_RBLD
+        states = model(tokens(), recurrent_steps=4, backward_steps=backward_steps).hidden_RBLD
         torch.rand(7)  # the generator has moved on when the backward pass begins
         sum((state**3).sum() for state in states).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])

@@ -111,10 +111,11 @@ def test_truncated_steps_still_train_the_embedding_they_read(kind, recompute):
     want = {name: value.grad for name, value in model.named_parameters()}
 
     model.zero_grad()
-    model.recurrence.backward_steps = 1
     if recompute:
         RecurrentStepAC.Config().build().apply(model)
-    (model(tokens, positions, recurrent_steps=STEPS).hidden_RBLD[-1] ** 3).sum().backward()
+    (
+        model(tokens, positions, recurrent_steps=STEPS, backward_steps=1).hidden_RBLD[-1] ** 3
+    ).sum().backward()
     assert want["tok_embeddings.weight"].abs().sum() > 0
     for name, value in model.named_parameters():
         if want[name] is None:
@@ -126,9 +127,8 @@ def test_truncated_steps_still_train_the_embedding_they_read(kind, recompute):
 def test_the_norm_has_the_gradient_of_all_readouts_also_of_constant_steps():
     """Truncated at the last step, the norm still trains on every state that is read."""
     model, (tokens, positions) = make_model("readout"), batch()
-    model.recurrence.backward_steps = 1
     RecurrentStepAC.Config().build().apply(model)
-    output = model(tokens, positions, recurrent_steps=STEPS)
+    output = model(tokens, positions, recurrent_steps=STEPS, backward_steps=1)
     for state in output.hidden_RBLD:
         state.square().sum().backward(retain_graph=True)
     # Of ‖w ⊙ n‖² the gradient is 2 w ⊙ n²: with n = read / w a sum over states and tokens.
@@ -195,10 +195,10 @@ def test_recomputation_around_layers_outside_gives_the_same_gradients(backward_s
     gradients = []
     for checkpointing in (None, RecurrentStepAC.Config(), RecurrentStepAC.Config(layers="full")):
         model = make_model("both")
-        model.recurrence.backward_steps = backward_steps
         if checkpointing is not None:
             checkpointing.build().apply(model)
-        states = model(tokens, positions, recurrent_steps=STEPS).hidden_RBLD
+        depth = {"recurrent_steps": STEPS, "backward_steps": backward_steps}
+        states = model(tokens, positions, **depth).hidden_RBLD
         sum((state**3).sum() for state in states).backward()
         found = {
             name.replace("_checkpoint_wrapped_module.", ""): parameter.grad

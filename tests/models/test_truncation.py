@@ -33,10 +33,13 @@ def gradients(model: LoopDecoder) -> dict[str, Tensor | None]:
     }
 
 
-def trained(model: LoopDecoder, tokens: Tensor) -> dict[str, Tensor | None]:
+def trained(
+    model: LoopDecoder, tokens: Tensor, backward_steps: int | None
+) -> dict[str, Tensor | None]:
     loss_fn = ExpectedExitLoss.Config().build(compile_config=CompileConfig())
     loss_fn.set_lm_head(model.lm_head)
-    loss, _ = loss_fn(model(tokens[:, :-1], recurrent_steps=STEPS), tokens[:, 1:], 1.0)
+    output = model(tokens[:, :-1], recurrent_steps=STEPS, backward_steps=backward_steps)
+    loss, _ = loss_fn(output, tokens[:, 1:], 1.0)
     loss.backward()
     return gradients(model)
 
@@ -63,8 +66,7 @@ def test_the_backward_pass_reaches_the_last_steps_only(backward_steps, tie):
     model, tokens = build(tie=tie)
     want = by_hand(model, tokens, backward_steps)
     model, tokens = build(tie=tie)
-    model.recurrence.backward_steps = backward_steps
-    got = trained(model, tokens)
+    got = trained(model, tokens, backward_steps)
     assert got.keys() == want.keys()
     for name, gradient in want.items():
         if gradient is None:  # the embedding, which only step 1 reads
@@ -79,15 +81,13 @@ def test_the_backward_pass_reaches_the_last_steps_only(backward_steps, tie):
 @pytest.mark.parametrize("backward_steps", [None, 2])
 def test_recomputing_steps_changes_no_bit(layers, backward_steps):
     plain, tokens = build()
-    plain.recurrence.backward_steps = backward_steps
-    want = trained(plain, tokens)
+    want = trained(plain, tokens, backward_steps)
     model, _ = build()
-    model.recurrence.backward_steps = backward_steps
     RecurrentStepAC.Config(layers=layers).build().apply(model)
     runs = []
     for index, layer in enumerate(model.layers.values()):
         layer.register_forward_pre_hook(lambda *_, index=index: runs.append(index))
-    got = trained(model, tokens)
+    got = trained(model, tokens, backward_steps)
     for name, gradient in want.items():
         assert (got[name] is None) if gradient is None else torch.equal(got[name], gradient), name
     recomputed = backward_steps or STEPS

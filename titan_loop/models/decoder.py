@@ -74,7 +74,6 @@ class LoopDecoder(Decoder):
         architecture: dict[str, Any] = field(default_factory=dict)
         """The model's record, from `titan_loop.models.family.decoder_config`."""
 
-        recurrence: Recurrence.Config = field(default_factory=Recurrence.Config)
         state_gather: Identity.Config = field(default_factory=Identity.Config)
         positions: Positions.Config = field(default_factory=RotaryPositions.Config)
         embedding_dropout: Dropout.Config | None = None
@@ -82,9 +81,8 @@ class LoopDecoder(Decoder):
         depth_ratio: float = 1.0
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Take window length, placements and backward steps from a trainer's config."""
+            """Take window length and placements from a trainer's config."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)
-            self.recurrence.backward_steps = config.recurrence.most_backward_steps
             self.set_sharding(enable_sp=config.parallelism.enable_sequence_parallel)
 
         def set_sharding(self, *, enable_sp: bool) -> None:
@@ -137,7 +135,7 @@ class LoopDecoder(Decoder):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.recurrent_steps = config.recurrent_steps
-        self.recurrence = config.recurrence.build()
+        self.recurrence = Recurrence()
         self.norm_placement = config.norm_placement
         self.scales = config.scale_embeddings
         self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
@@ -158,6 +156,7 @@ class LoopDecoder(Decoder):
         attention_masks: AttentionMask | None = None,
         *,
         recurrent_steps: int | None = None,
+        backward_steps: int | None = None,
         collect: Collect = "all",
         columns: Mapping[str, Tensor] | None = None,
     ) -> LoopOutput:
@@ -167,6 +166,7 @@ class LoopDecoder(Decoder):
             positions: (B, L), restarting per document; None takes each window as one document.
             attention_masks: Mask of the attention backend; None builds it from `positions`.
             recurrent_steps: R; None means `self.recurrent_steps`.
+            backward_steps: k, the last steps that the backward pass reaches; None for all.
         """
         steps = self.recurrent_steps if recurrent_steps is None else recurrent_steps
         if steps < 1:
@@ -175,7 +175,7 @@ class LoopDecoder(Decoder):
         hidden_RBLD: list[Tensor] = []
         exit_logit_RBL: list[Tensor] = []
         carry = self.start(tokens, context)
-        states = self.recurrence.run(self, carry, steps, context)
+        states = self.recurrence.run(self, carry, steps, context, backward_steps)
         for step, hidden_BLD in enumerate(states, start=1):
             if collect == "last" and step < steps:
                 continue

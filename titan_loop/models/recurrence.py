@@ -10,12 +10,10 @@ know its structure.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torchtitan.protocols.module import Module
 
 from titan_loop.models.context import LoopContext
 
@@ -26,22 +24,16 @@ Part: TypeAlias = Callable[..., Any]
 """A part of the forward pass that is recomputed as a whole, such as (carry_r, r, context) → h_r."""
 
 
-class Recurrence(Module):
+class Recurrence:
     """The loop over recurrent steps, with truncated gradients and recomputation.
 
-    The backward pass reaches the last `backward_steps` steps; None for all. `recurrent_steps` is R
-    of the latest pass, for families whose step or readout depends on it. `wrap(step)` runs in place
-    of every step, for example to recompute it.
+    R and k, `backward_steps`, are those of the latest pass, for families whose step or readout
+    depends on them. `wrap(step)` runs in place of every step, for example to recompute it.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        backward_steps: int | None = None
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.backward_steps = config.backward_steps
+    def __init__(self) -> None:
         self.recurrent_steps = 0
+        self.backward_steps: int | None = None
         self.wrap: Callable[[Part], Part] | None = None
 
     def wrapped(self, part: Part) -> Part:
@@ -49,7 +41,12 @@ class Recurrence(Module):
         return part if self.wrap is None else self.wrap(part)
 
     def run(
-        self, model: Any, carry: Carry, recurrent_steps: int, context: LoopContext
+        self,
+        model: Any,
+        carry: Carry,
+        recurrent_steps: int,
+        context: LoopContext,
+        backward_steps: int | None = None,
     ) -> Iterator[Tensor]:
         """Yield the state after each of the steps 1 … R of a `LoopDecoder`.
 
@@ -57,11 +54,11 @@ class Recurrence(Module):
         the backward pass: their results are constants. Parts of a carry that come unchanged from
         the start keep their gradient.
         """
-        self.recurrent_steps = recurrent_steps
+        self.recurrent_steps, self.backward_steps = recurrent_steps, backward_steps
         run_step: Callable[..., Tensor] = self.wrapped(model.step)
         recorded_from = 1
-        if self.backward_steps is not None:
-            recorded_from = recurrent_steps - self.backward_steps + 1
+        if backward_steps is not None:
+            recorded_from = recurrent_steps - backward_steps + 1
         hidden_BLD: Tensor | None = None
         for step in range(1, recurrent_steps + 1):
             # Left before the yield: a suspended generator would leave its caller in this mode.

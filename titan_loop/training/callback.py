@@ -49,14 +49,12 @@ class TrainingState(Protocol):
 
     step: int
     tokens: int
-    seed: int
     plan: StepPlan
     callbacks: "list[Callback]"
     device: torch.device
     parallel_dims: ParallelDims
     window_share: WindowShare | None
     dataloader: GlobalBatchLoader
-    loss_fn: StreamedLoss
     optimizers: LoopOptimizers
     checkpointer: LoopCheckpointManager
     metrics_processor: LoopMetricsProcessor
@@ -75,12 +73,6 @@ class TrainingState(Protocol):
     @property
     def at_last_step(self) -> bool:
         """Whether no further step follows in this start."""
-        ...
-
-    def post_dataloading_process(
-        self, input_dict: dict[str, Tensor], labels: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return token ids, labels and the model's keyword arguments, for uncut windows."""
         ...
 
     def train_context(self) -> AbstractContextManager[None]:

@@ -1,10 +1,12 @@
-"""From a global batch to its clipped gradients: micro-batches, forward and backward pass.
+"""From a global batch to its gradients: micro-batches, forward and backward pass.
 
 loader.read_step ─► micro-batches ─┬─ columns for the model ─► forward ─┐
                                    └─ columns for the loss ─────────────┴─► loss ─► backward
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import spmd_types as spmd
@@ -12,19 +14,21 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
-from titan_loop.data.columns import LABELLED, columns_for
-from titan_loop.data.load.batches import Batch, Position, pinned
+from titan_loop.data.columns import LABELLED, Column, columns_for
+from titan_loop.data.load.batches import Batch, pinned
 from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.distributed.loop_fsdp import reshard_units
-from titan_loop.models.context import PREFIX
+from titan_loop.models.context import PREFIX, WindowShare
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import seed_dropout
+from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.ranks import warn_together
-from titan_loop.training.callback import TrainingState
-from titan_loop.training.depth_schedule import most_recurrent_steps
+from titan_loop.training.step_plan import StepPlan
 
 
 class MicroBatch(NamedTuple):
@@ -36,123 +40,139 @@ class MicroBatch(NamedTuple):
     for_loss: dict[str, Any]
 
 
-def forward_backward(
-    trainer: TrainingState, batches: Sequence[Batch]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Accumulate the gradients of this rank's micro-batches of a training step.
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """The forward and backward passes of a run.
 
-    Returns this rank's shares of loss and objective metrics; summed over ranks they are means.
+    Attributes:
+        columns: Columns that the loader declares.
+        window_share: The part of every window that this rank computes; None for all of it.
+        prepared: Maps uncut inputs and labels to token ids, labels and the model's arguments.
+        context: Returns the context of every pass.
+        before_forward, after_forward: Called around each forward pass.
     """
-    model, plan = trainer.model, trainer.plan
-    # Losses are divided by the valid tokens of the whole global batch, so their sum is its mean.
-    valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()
-    valid = pinned(valid).to(trainer.device, non_blocking=True)
-    if trainer.parallel_dims.dp_enabled:
-        valid = dist_utils.dist_sum_tensor(valid, trainer.parallel_dims.get_mesh("batch"))
-    model.recurrence.backward_steps = plan.backward_steps
-    mesh = trainer.parallel_dims.get_optional_mesh("loss")
-    token_rank = 0 if mesh is None else mesh.get_local_rank()
-    losses: list[Tensor] = []
-    parts: list[dict[str, Tensor]] = []
-    for number, batch in enumerate(batches):
-        seed_dropout(model, trainer.seed, plan.step, number, token_rank)
-        steps = plan.recurrent_steps_of(number, len(batches))
-        loss, metrics = _one_micro_batch(trainer, batch, valid, steps)
-        losses.append(loss)
-        parts.append(metrics)
-    reshard_units(model)  # layers that stay gathered through a step get their `.grad` here
-    # Micro-batches may differ in R: a metric of a step that some did not run is dropped.
-    shared = [name for name in parts[0] if all(name in part for part in parts)]
-    metrics = {name: torch.stack([part[name] for part in parts]).sum(dim=0) for name in shared}
-    return torch.stack(losses).sum(), metrics
 
+    model: LoopDecoder
+    loss_fn: StreamedLoss
+    loss: StreamedLoss.Config
+    columns: Sequence[Column]
+    window_share: WindowShare | None
+    parallel_dims: ParallelDims
+    device: torch.device
+    seed: int
+    prepared: Callable[[dict[str, Tensor], Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
+    context: Callable[[], AbstractContextManager[None]]
+    before_forward: Callable[[], object]
+    after_forward: Callable[[], object]
 
-@structured_logger.log_trace_span("fwd_bwd")
-def _one_micro_batch(
-    trainer: TrainingState, batch: Batch, valid: Tensor, steps: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Follow upstream's `forward_backward_step`, which would drop the objective's metrics."""
-    model = trainer.model
-    own = _split(trainer, batch)
-    collect = trainer.config.loss.collect(exit_gate=model.exit_gate is not None)
-    with trainer.train_context():
-        for callback in trainer.callbacks:
-            callback.before_forward(trainer)
-        output = model(own.inputs, **own.for_model, recurrent_steps=steps, collect=collect)
-        for callback in trainer.callbacks:
-            callback.after_forward(trainer)
-        loss, metrics = trainer.loss_fn(output, own.labels, valid, **own.for_loss)
-        del output  # nothing but autograd may keep its states alive in the backward pass
-        with spmd.no_typecheck():  # as upstream: checking the forward pass suffices
-            loss.backward()
-    return loss.detach(), metrics
+    def forward_backward(
+        self, plan: StepPlan, batches: Sequence[Batch]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Accumulate the gradients of this rank's micro-batches of a training step.
 
+        Returns this rank's shares of loss and objective metrics; summed over ranks they are means.
+        """
+        # Losses are divided by the valid tokens of the whole global batch, so their sum is its
+        # mean.
+        valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()
+        valid = pinned(valid).to(self.device, non_blocking=True)
+        if self.parallel_dims.dp_enabled:
+            valid = dist_utils.dist_sum_tensor(valid, self.parallel_dims.get_mesh("batch"))
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        token_rank = 0 if mesh is None else mesh.get_local_rank()
+        losses: list[Tensor] = []
+        parts: list[dict[str, Tensor]] = []
+        for number, batch in enumerate(batches):
+            seed_dropout(self.model, self.seed, plan.step, number, token_rank)
+            steps = plan.recurrent_steps_of(number, len(batches))
+            loss, metrics = self._one_micro_batch(batch, valid, steps, plan.backward_steps)
+            losses.append(loss)
+            parts.append(metrics)
+        reshard_units(self.model)  # layers that stay gathered through a step get their `.grad` here
+        # Micro-batches may differ in R: a metric of a step that some did not run is dropped.
+        shared = [name for name in parts[0] if all(name in part for part in parts)]
+        metrics = {name: torch.stack([part[name] for part in parts]).sum(dim=0) for name in shared}
+        return torch.stack(losses).sum(), metrics
 
-@torch.no_grad()
-def warn_of_float8(trainer: TrainingState, most: float) -> None:
-    """Warn if float8 changes the last step's state by more than `most` of its norm; collective.
+    @structured_logger.log_trace_span("fwd_bwd")
+    def _one_micro_batch(
+        self, batch: Batch, valid: Tensor, steps: int, reached: int | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Follow upstream's `forward_backward_step`, which would drop the objective's metrics."""
+        own = self._split(batch)
+        collect = self.loss.collect(exit_gate=self.model.exit_gate is not None)
+        with self.context():
+            self.before_forward()
+            output = self.model(
+                own.inputs,
+                **own.for_model,
+                recurrent_steps=steps,
+                backward_steps=reached,
+                collect=collect,
+            )
+            self.after_forward()
+            loss, metrics = self.loss_fn(output, own.labels, valid, **own.for_loss)
+            del output  # nothing but autograd may keep its states alive in the backward pass
+            with spmd.no_typecheck():  # as upstream: checking the forward pass suffices
+                loss.backward()
+        return loss.detach(), metrics
 
-    It is measured on this rank's next windows, which stay unread, at the largest R of the run.
-    """
-    from torchtitan.components.quantization.float8 import Float8Linear  # imports torchao
+    @torch.no_grad()
+    def warn_of_float8(self, batch: Batch, steps: int, most: float) -> None:
+        """Warn if float8 changes the state after `steps` by more than `most` of its norm.
 
-    model, loader = trainer.model, trainer.dataloader
-    steps = most_recurrent_steps(trainer.config.recurrence)  # the error grows with R
-    ahead = Position(loader.windows_consumed, trainer.plan.windows, loader.data_hash)
-    own = _split(trainer, loader.read(ahead).batches[0])
-    linears = [part for part in model.modules() if isinstance(part, Float8Linear)]
-    states: list[Tensor] = []
-    model.eval()  # draws nothing
-    for kind in (torch.nn.Linear, Float8Linear):  # in this order: float8 stays
-        for part in linears:
-            part.__class__ = kind  # has the same weights
-        with trainer.train_context():
-            output = model(own.inputs, **own.for_model, recurrent_steps=steps, collect="last")
-        states.append(output.hidden_RBLD[-1].float())
-    model.train()
-    sums = torch.stack([(states[1] - states[0]).square().sum(), states[0].square().sum()])
-    torch.distributed.all_reduce(sums)
-    error = float((sums[0] / sums[1]).sqrt())
-    if not error <= most:  # not a number, too
-        text = "float8 changes the state after step %d by %.1f %% of its norm, above float8_error="
-        text += "%g: use fewer recurrent steps, or --float8 off"
-        warn_together(logger, text, steps, 100 * error, most)
+        Collective; measured on this rank's windows.
+        """
+        from torchtitan.components.quantization.float8 import Float8Linear  # imports torchao
 
+        own = self._split(batch)
+        linears = [part for part in self.model.modules() if isinstance(part, Float8Linear)]
+        states: list[Tensor] = []
+        self.model.eval()  # draws nothing
+        for kind in (torch.nn.Linear, Float8Linear):  # in this order: float8 stays
+            for part in linears:
+                part.__class__ = kind  # has the same weights
+            with self.context():
+                output = self.model(
+                    own.inputs, **own.for_model, recurrent_steps=steps, collect="last"
+                )
+            states.append(output.hidden_RBLD[-1].float())
+        self.model.train()
+        sums = torch.stack([(states[1] - states[0]).square().sum(), states[0].square().sum()])
+        torch.distributed.all_reduce(sums)
+        error = float((sums[0] / sums[1]).sqrt())
+        if not error <= most:  # not a number, too
+            text = "float8 changes the state after step %d by %.1f %% of its norm, above "
+            text += "float8_error=%g: use fewer recurrent steps, or --float8 off"
+            warn_together(logger, text, steps, 100 * error, most)
 
-def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
-    """Move a micro-batch to the device, and sort it into arguments of the model and of the loss."""
-    values = {name: v.to(trainer.device, non_blocking=True) for name, v in batch[0].items()}
-    labels = batch[1].to(trainer.device, non_blocking=True)
-    declared, share = trainer.dataloader.columns, trainer.window_share
-    columns: Mapping[str, Tensor] = {each.name: values.pop(each.name) for each in declared}
-    labelled = values.pop(LABELLED, None)
-    prefix = columns.get(PREFIX)
-    if share is None:
-        inputs, labels, for_model = trainer.post_dataloading_process(values, labels)
-        if prefix is not None:  # upstream's masks have no prefixes
-            masks = trainer.model.get_attention_masks(values["positions"], prefix=prefix)
-            for_model["attention_masks"] = masks
-    else:
-        # The mask is of the whole window: this rank's queries attend to all keys.
-        masks = trainer.model.get_attention_masks(values["positions"], share, prefix)
-        cut = cut_columns({**values, "labels": labels}, share)
-        inputs, labels = cut["input"], cut["labels"]
-        for_model = {"positions": cut["positions"], "attention_masks": masks}
-        whole = {column.name for column in declared if not column.per_token}
-        columns = cut_columns(columns, share, whole=whole)
-        labelled = None  # its indices are into whole windows
-    for_model["columns"] = columns_for("model", declared, columns)
-    loss_columns = dict(columns_for("loss", declared, columns) or {})
-    if trainer.config.loss.reads_tokens:
-        loss_columns |= {"input": inputs, "positions": for_model["positions"]}
-    return MicroBatch(inputs, labels, for_model, {"columns": loss_columns, "labelled_T": labelled})
+    def _split(self, batch: Batch) -> MicroBatch:
+        """Move a micro-batch to the device, and sort it into the model's and the loss' arguments.
 
-
-def clip(trainer: TrainingState) -> Tensor:
-    """Scale the gradients to a norm of at most `training.max_norm`; return their norm before."""
-    return dist_utils.clip_grad_norm_(
-        list(trainer.model.parameters()),
-        trainer.config.training.max_norm,
-        foreach=True,
-        ep_enabled=trainer.parallel_dims.ep_enabled,
-    )
+        With a share, the mask is of the whole window: this rank's queries attend to all keys.
+        """
+        values = {name: v.to(self.device, non_blocking=True) for name, v in batch[0].items()}
+        labels = batch[1].to(self.device, non_blocking=True)
+        share = self.window_share
+        columns: Mapping[str, Tensor] = {each.name: values.pop(each.name) for each in self.columns}
+        labelled = values.pop(LABELLED, None)
+        prefix = columns.get(PREFIX)
+        if share is None:
+            inputs, labels, for_model = self.prepared(values, labels)
+            if prefix is not None:  # upstream's masks have no prefixes
+                masks = self.model.get_attention_masks(values["positions"], prefix=prefix)
+                for_model["attention_masks"] = masks
+        else:
+            masks = self.model.get_attention_masks(values["positions"], share, prefix)
+            cut = cut_columns({**values, "labels": labels}, share)
+            inputs, labels = cut["input"], cut["labels"]
+            for_model = {"positions": cut["positions"], "attention_masks": masks}
+            whole = {column.name for column in self.columns if not column.per_token}
+            columns = cut_columns(columns, share, whole=whole)
+            labelled = None  # its indices are into whole windows
+        for_model["columns"] = columns_for("model", self.columns, columns)
+        loss_columns = dict(columns_for("loss", self.columns, columns) or {})
+        if self.loss.reads_tokens:
+            loss_columns |= {"input": inputs, "positions": for_model["positions"]}
+        for_loss = {"columns": loss_columns, "labelled_T": labelled}
+        return MicroBatch(inputs, labels, for_model, for_loss)

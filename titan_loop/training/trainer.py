@@ -21,13 +21,14 @@ import titan_loop.compat as compat  # before any torchtitan module
 import torch
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.start_from import check_parent
-from titan_loop.data.load.batches import GlobalBatchLoader
+from titan_loop.data.load.batches import GlobalBatchLoader, Position
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.kept_layouts import kept_layout
 from titan_loop.errors import DataEndedError, NonFiniteError, StoppedError
@@ -47,7 +48,8 @@ from titan_loop.storage.transient import forget_retries
 from titan_loop.training.built_in import built_in_callbacks
 from titan_loop.training.callback import Phase
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
-from titan_loop.training.gradients import clip, forward_backward, warn_of_float8
+from titan_loop.training.depth_schedule import most_recurrent_steps
+from titan_loop.training.gradients import Passes
 from titan_loop.training.metrics import global_means, step_record
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
 from titan_loop.training.optimizer import LoopOptimizers
@@ -70,7 +72,7 @@ class LoopTrainer(Trainer):
     """Trains a `LoopDecoder`.
 
     Attributes:
-        config: Own copy of the run's config; `training.steps` is this start's last step.
+        config: Own copy of the run's config for torchtitan.
         callbacks: Callbacks that the config switches on, then the recipe's, then appended ones.
         window_share: The part of every window that this rank computes; None for all of it.
     """
@@ -95,6 +97,7 @@ class LoopTrainer(Trainer):
         self.callbacks = [*built_in_callbacks(run, self.device), *self.config.callbacks]
         seq_len = self.config.training.seq_len
         self.window_share = share_of_rank(self.parallel_dims, seq_len, self.device)
+        self.passes = self._passes()
         self.stop_listener = StopListener()
         self.startup = StartupClock()
         self._unread = UnreadSteps(self._tell)
@@ -116,7 +119,16 @@ class LoopTrainer(Trainer):
     @property
     def at_last_step(self) -> bool:
         """Whether no step follows the current one in this start."""
-        return self.step >= self.config.training.steps
+        return self.step >= self.last_step
+
+    @property
+    def last_step(self) -> int:
+        """This start's last step: upstream's loop and save read it where users set a limit."""
+        return self.config.training.steps
+
+    @last_step.setter
+    def last_step(self, step: int) -> None:
+        self.config.training.steps = step
 
     @property
     def asked_to_stop(self) -> bool:
@@ -133,7 +145,23 @@ class LoopTrainer(Trainer):
         )
 
     def _plan_to_the_end(self) -> None:
-        self.config.training.steps = self.run.config.last_step(tokens=self.tokens, steps=self.step)
+        self.last_step = self.run.config.last_step(tokens=self.tokens, steps=self.step)
+
+    def _passes(self) -> Passes:
+        return Passes(
+            model=self.model,
+            loss_fn=self.loss_fn,
+            loss=self.config.loss,
+            columns=self.dataloader.columns,
+            window_share=self.window_share,
+            parallel_dims=self.parallel_dims,
+            device=self.device,
+            seed=self.seed,
+            prepared=self.post_dataloading_process,
+            context=self.train_context,
+            before_forward=lambda: [each.before_forward(self) for each in self.callbacks],
+            after_forward=lambda: [each.after_forward(self) for each in self.callbacks],
+        )
 
     def train(self) -> None:
         """Train to the end, from the newest checkpoint if there is one."""
@@ -159,12 +187,15 @@ class LoopTrainer(Trainer):
         for callback in self.callbacks:
             callback.on_train_start(self)
         if self.config.float8 != "off" and self.config.float8_error and not self.at_last_step:
-            warn_of_float8(self, self.config.float8_error)
+            loader, most = self.dataloader, self.config.float8_error
+            ahead = Position(loader.windows_consumed, self.plan.windows, loader.data_hash)
+            deepest = most_recurrent_steps(self.config.recurrence)  # the error grows with R
+            self.passes.warn_of_float8(loader.read(ahead).batches[0], deepest, most)
         self.dataloader.log_sources(self.config.windows_of_the_run())
         self.metrics_processor.start(
             step=self.step,
             tokens=self.tokens,
-            total_steps=self.config.training.steps,
+            total_steps=self.last_step,
             compute_dtype=self.config.training.mixed_precision_param,
         )
         self.startup.mark("callbacks")
@@ -188,7 +219,7 @@ class LoopTrainer(Trainer):
         self._finish_step(trained)
         # After the callbacks: `_stop` makes this step the last, at which they would evaluate.
         if stop and not self.at_last_step:
-            self._stop(f"after step {self.step} of {self.config.training.steps}")
+            self._stop(f"after step {self.step} of {self.last_step}")
 
     def update(self, plan: StepPlan) -> TrainedStep:
         """Compute gradients and update the weights, usually without waiting for the device."""
@@ -202,12 +233,17 @@ class LoopTrainer(Trainer):
         windows = range(first_window, self.dataloader.windows_consumed)
         self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
         self._enter("forward and backward")
-        loss, metrics = forward_backward(self, batches)
+        loss, metrics = self.passes.forward_backward(plan, batches)
         self._enter("update")
         # Before clipping, which scales the gradients in place.
         for callback in self.callbacks:
             callback.on_gradients(self)
-        grad_norm = clip(self)
+        grad_norm = dist_utils.clip_grad_norm_(
+            list(self.model.parameters()),
+            self.config.training.max_norm,
+            foreach=True,
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
         # All ranks decide together before the update: else some would step and others not.
         verdict = self._agree(loss, grad_norm)
         # As late as possible: an asynchronous save copies weights while all of the above runs.
@@ -289,7 +325,7 @@ class LoopTrainer(Trainer):
             return False
         reasons = [each for each in from_all_ranks(all_ranks(), lambda: reason) if each]
         self.step -= 1
-        done = f"{reasons[0]}; stopped after step {self.step} of {self.config.training.steps}, "
+        done = f"{reasons[0]}; stopped after step {self.step} of {self.last_step}, "
         done += f"{self.tokens:,} of {self.config.total_tokens:,} tokens"
         fix = f": start again to go on, or end there with total_tokens={self.tokens}"
         self._end_after_save(DataEndedError(done + fix if self.step else done))
@@ -298,7 +334,7 @@ class LoopTrainer(Trainer):
     def _end_after_save(self, error: Exception) -> None:
         """Let upstream's loop save this step as its last; `train` then raises `error`."""
         self._ends_with = error
-        self.config.training.steps = self.step
+        self.last_step = self.step
 
     def _on_hang(self) -> None:
         for callback in self.callbacks:

@@ -69,7 +69,6 @@ def test_a_prefix_is_its_documents_alone():
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_gradient_passes_through_the_last_k_passes(k, checkpointed):
     model = make()
-    model.recurrence.backward_steps = k
     if checkpointed:
         model.recurrence.wrap = lambda part: partial(
             checkpoint, part, use_reentrant=False, preserve_rng_state=False
@@ -80,7 +79,7 @@ def test_the_gradient_passes_through_the_last_k_passes(k, checkpointed):
     *_, last = cycles(model, tokens()[0], k=k)
     own, want = (
         torch.autograd.grad((state * weight).sum(), [*trained.values()], allow_unused=True)
-        for state in (model(tokens()).hidden_RBLD[-1][0], last)
+        for state in (model(tokens(), backward_steps=k).hidden_RBLD[-1][0], last)
     )
     for name, mine, reference in zip(trained, own, want, strict=True):
         assert (mine is None) == (reference is None), name

@@ -152,11 +152,10 @@ def test_the_cache_continues_prompts_as_theirs(pair, prefix_lm):
 def test_gradients_of_the_last_k_passes(pair, k, low):
     ours, theirs = (model.double() for model in pair)
     theirs.model.L_bp_cycles_padded = low  # their high passes all have a gradient: k > HIGH
-    ours.recurrence.backward_steps = k
     tokens = tokens_of(2)
     weight = torch.randn(2, LENGTH, VOCABULARY, dtype=torch.float64)
     (theirs(input_ids=tokens).logits * weight).sum().backward()
-    (ours.readout(ours(tokens).hidden_RBLD[-1]) * weight).sum().backward()
+    (ours.readout(ours(tokens, backward_steps=k).hidden_RBLD[-1]) * weight).sum().backward()
     wanted = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         want = wanted[their_name(name)].grad

@@ -113,6 +113,7 @@ class AdaptiveDecoder(GPT2Decoder):
         attention_masks: AttentionMask | None = None,
         *,
         recurrent_steps: int | None = None,
+        backward_steps: int | None = None,
         collect: Collect = "all",
         columns: Any = None,
     ) -> LoopOutput:

@@ -288,6 +288,7 @@ class LatentDecoder(LoopDecoder):
         attention_masks: AttentionMask | None = None,
         *,
         recurrent_steps: int | None = None,
+        backward_steps: int | None = None,
         collect: Collect = "all",
         columns: Mapping[str, Tensor] | None = None,
     ) -> LoopOutput:
@@ -299,6 +300,7 @@ class LatentDecoder(LoopDecoder):
                 positions,
                 attention_masks,
                 recurrent_steps=steps,
+                backward_steps=backward_steps,
                 collect=collect,
                 columns=columns,
             )
