@@ -104,7 +104,7 @@ def needs(**changes: Any) -> Any:
     values |= changes
     return SimpleNamespace(
         config=config,
-        model=SimpleNamespace(architecture=lambda: {"dim": values["dim"]}),
+        model=SimpleNamespace(architecture={"dim": values["dim"]}),
         units=[SimpleNamespace(unit="layers", shapes=values["shapes"])],
         policy=values["policy"],
         recurrent_steps=values["recurrent_steps"],
