@@ -31,7 +31,9 @@ from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import decoder_config
 from titan_loop.planning.step_meter import StepMeter
-from titan_loop.training.optimizer import LoopOptimizers
+from titan_loop.training.optimizers.adamw import AdamWConfig
+from titan_loop.training.optimizers.container import LoopOptimizers
+from titan_loop.training.optimizers.muon import MuonConfig
 from titan_loop.training.weight_average import WeightAverageConfig
 
 # The meter sees no temporaries of single kernels, and gloo's thread frees buffers when it likes.
@@ -195,7 +197,7 @@ def persistent_bytes(tie: bool, muon: bool) -> tuple[list[int], list[float]]:
     """Return allocated and estimated bytes of parameters, gradients and optimisers' states."""
     model = build(PER_STEP, options=OuroOptions(size="quickstart", tie_weights=tie))
     optimizers = LoopOptimizers.Config(
-        name="muon" if muon else "adamw", ema=WeightAverageConfig(decay=0.9 * muon)
+        chosen=MuonConfig() if muon else AdamWConfig(), ema=WeightAverageConfig(decay=0.9 * muon)
     ).build(model_parts=[model])
     forward_backward(model, 2)
     reshard_units(model)
@@ -209,7 +211,9 @@ def persistent_bytes(tie: bool, muon: bool) -> tuple[list[int], list[float]]:
     ]
     config = model.config
     assert isinstance(config, LoopDecoder.Config)
-    counted = state_bytes(config, shards=dist.get_world_size(), muon=muon, averaged=muon)
+    counted = state_bytes(
+        config, shards=dist.get_world_size(), moments=(2 - muon, 2), averaged=muon
+    )
     measured = [
         sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in part}.values())
         for part in (local, gradients, moments)

@@ -12,7 +12,8 @@ from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, decoder_config
-from titan_loop.training.optimizer import LoopOptimizers, MuonConfig
+from titan_loop.training.optimizers.container import LoopOptimizers
+from titan_loop.training.optimizers.muon import MuonConfig
 
 LAMBDA, STEPS = 0.5, 3
 TOLERANCE = 1e-6  # in float64, but torchtitan's router is fp32
@@ -64,7 +65,9 @@ def test_a_checkpoint_keeps_its_factor():
 
 def rates(optimizer: Any, scale: Any = "match_rms_adamw", **options: Any) -> dict[str, float]:
     model = build_decoder(MoEOptions(dense_layers=(1,), **options), max_seq_len=8)
-    config = LoopOptimizers.Config(name=optimizer, muon=MuonConfig(scale=scale))
+    config = LoopOptimizers.Config()
+    if optimizer == "muon":
+        config.chosen = MuonConfig(scale=scale)
     optimizers = config.build(model_parts=[model])
     optimizers.set_learning_rate(1.0)
     return {

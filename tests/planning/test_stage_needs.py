@@ -208,7 +208,7 @@ def test_more_steps_than_a_gpu_can_hold_a_state_of_are_refused_without_a_rehears
             ["--stages.gate.checkpoint.carry.optimizer"],
             "gate: checkpoint.carry.optimizer=True, but",
         ),
-        (["--stage", "1b", "--suite.interval", "-1"], "1b: suite.interval=-1 is negative"),
+        (["--stage", "1b", "--suite.interval", "-1"], "1b: suite.interval=-1 must be at least 0"),
         (["--stage", "1b", "--held-out.windows", "0"], "1b: held_out.windows=0 must be at least"),
         (["--stage", "1b", "--suite.depths", "0", "--suite.interval", "9"], "1b: suite.depths=[0]"),
         (

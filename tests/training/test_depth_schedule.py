@@ -28,10 +28,8 @@ def test_the_reach_of_the_backward_pass_may_grow():
     fixed = RecurrenceConfig(backward_steps=2)
     assert fixed.backward_steps_at(7) == fixed.most_backward_steps == 2
     assert RecurrenceConfig().most_backward_steps is None
-    for wrong in ({"backward_steps": 2}, {"backward_growth": Schedule.constant(0)}):
-        config = RecurrenceConfig(**{"backward_growth": Schedule.constant(1), **wrong})
-        (refusal,) = config.refusals()
-        assert refusal.field == "recurrence.backward_growth"
+    (refusal,) = RecurrenceConfig(backward_growth=Schedule.constant(1), backward_steps=2).refusals()
+    assert refusal.field == "recurrence.backward_growth"
     halves = RecurrenceConfig(
         steps=Schedule.constant(4), backward_growth=Schedule.steps([(0, 1), (50, 3)])
     )

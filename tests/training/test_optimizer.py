@@ -9,13 +9,16 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 from titan_loop.models.parameter_groups import ParameterGroup
-from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
+from titan_loop.training.optimizers.adamw import AdamWConfig
+from titan_loop.training.optimizers.container import LoopOptimizers
+from titan_loop.training.optimizers.muon import MuonConfig
+from titan_loop.training.optimizers.settings import OptimizerSettings
 
 
 @pytest.mark.parametrize("exit_gate", [True, False])
 def test_every_parameter_is_in_one_group_with_the_settings_asked_for(exit_gate):
     model = build_decoder(OuroOptions(size="debugmodel", exit_gate=exit_gate), max_seq_len=32)
-    config = LoopOptimizers.Config(adamw=AdamWConfig(weight_decay=0.3, eps=1e-6))
+    config = LoopOptimizers.Config(chosen=AdamWConfig(weight_decay=0.3, eps=1e-6))
     (optimizer,) = config.build(model_parts=[model])
     decay = {
         name: group["weight_decay"]
@@ -57,15 +60,15 @@ def test_a_family_s_rate_factor_and_decay_reach_the_update():
 
 def test_muon_iterates_in_bfloat16_on_a_gpu(monkeypatch):
     monkeypatch.setattr(compat, "device_type", lambda: "cuda")
-    assert MuonConfig().torch_dtype == torch.bfloat16
-    assert MuonConfig(dtype="float32").torch_dtype == torch.float32
+    assert MuonConfig().factory_arguments() == {"dtype": torch.bfloat16}
+    assert MuonConfig(dtype="float32").factory_arguments() == {"dtype": torch.float32}
     monkeypatch.setattr(compat, "device_type", lambda: "cpu")
-    assert MuonConfig().torch_dtype == torch.float32
+    assert MuonConfig().factory_arguments() == {"dtype": torch.float32}
 
 
 def test_muon_updates_the_matrices_of_the_layers_alone():
     model = build_decoder(OuroOptions(size="debugmodel"), max_seq_len=32)
-    optimizers = LoopOptimizers.Config(name="muon").build(model_parts=[model])
+    optimizers = LoopOptimizers.Config(chosen=MuonConfig()).build(model_parts=[model])
     updated = {
         type(optimizer).__name__: {
             name for group in optimizer.param_groups for name in group["param_names"]
@@ -101,11 +104,11 @@ def test_moments_restart_and_parameters_without_a_gradient_have_some():
     assert norm["step"] == 0
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_state_before_the_first_update_is_whole_and_counts_no_step(name: str):
+@pytest.mark.parametrize("chosen", [AdamWConfig(), MuonConfig()])
+def test_a_state_before_the_first_update_is_whole_and_counts_no_step(chosen: OptimizerSettings):
     """Also beside the gradients of steps that were skipped."""
     model = build_decoder(OuroOptions(size="debugmodel"), max_seq_len=32)
-    optimizers = LoopOptimizers.Config(name=name).build(model_parts=[model])
+    optimizers = LoopOptimizers.Config(chosen=chosen).build(model_parts=[model])
     before = {key: parameter.clone() for key, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

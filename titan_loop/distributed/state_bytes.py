@@ -36,18 +36,21 @@ def state_bytes(
     shards: int,
     tensor_parallel: int = 1,
     trainable: Trainable = "all",
-    muon: bool = False,
+    moments: tuple[int, int] = (2, 2),
     averaged: bool = False,
 ) -> StateBytes:
-    """Return the bytes of one rank's share; `shards` is FSDP's degree, not counting replicas."""
+    """Return the bytes of one rank's share; `shards` is FSDP's degree, not counting replicas.
+
+    The optimiser keeps `moments` for a weight of the layers' matrices, and for another weight.
+    """
     *units, hidden_elements = _measured(config)
     parameters, gradients = (
         _VALUE_BYTES * sum(_shard_elements(size, shards, tensor_parallel, kind) for size in sizes)
         for sizes, kind in zip(units, ("all", trainable), strict=True)
     )
-    optimizer = (2 + averaged) * gradients
-    if muon:
-        optimizer -= _VALUE_BYTES * hidden_elements / (shards * tensor_parallel)
+    of_hidden, of_others = moments
+    hidden = _VALUE_BYTES * hidden_elements / (shards * tensor_parallel)
+    optimizer = (of_others + averaged) * gradients + (of_hidden - of_others) * hidden
     return StateBytes(parameters, gradients, optimizer)
 
 
@@ -65,7 +68,7 @@ def _shard_elements(
 
 
 def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], list[UnitSize], int]:
-    """Return the units, the same without frozen weights, and the elements that Muon updates."""
+    """Return the units, the same without frozen weights, and the elements of matrices of layers."""
     key = repr(config)  # the architecture alone does not say what is frozen
     if key not in _measurements:
         with torch.device("meta"):

@@ -8,6 +8,7 @@ FlexAttention.
 import math
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Literal, TypeAlias
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
@@ -20,11 +21,11 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError
 from titan_loop.models.context import CacheSlot, LoopContext, WindowShare
 from titan_loop.models.positions import DistanceScores, every_head
 
-ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
+AttentionBackend: TypeAlias = Literal["auto", "sdpa", "flex", "varlen"]
 _FLASH_PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}
 """Version of FlashAttention that torchtitan chooses on Hopper, on Blackwell → Python package."""
 
@@ -139,7 +140,7 @@ class DocumentAttention(Module):
         return (weights_MLS @ v_MSH).unflatten(0, scores_BNLS.shape[:2]).transpose(1, 2)
 
 
-def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Config:
+def inner_attention_config(backend: AttentionBackend, *, scores: bool = False) -> Module.Config:
     """Return the config of the attention kernel called `backend`.
 
     "auto" is Flex on CUDA, and SDPA elsewhere or with `scores`, terms that positions add to the
@@ -147,9 +148,6 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
     modules. Their masks and Flex's wiring are tested on CPU with the uncompiled kernel. Flex last
     trained on a GPU on 2026-11-26 (H200, bf16, torch 2.11); varlen has not run on one yet.
     """
-    if backend not in ATTENTION_BACKENDS:
-        known = nearest(backend, ATTENTION_BACKENDS)
-        raise UserError(f"model.attention={backend} is not an attention backend{known}")
     on_cuda = compat.device_type() == "cuda"
     if backend == "auto":
         backend = "flex" if on_cuda and not scores else "sdpa"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torchtitan.protocols.module import Module
 
-from titan_loop.errors import UserError
 from titan_loop.models.initialisation import placed_like
 
 
@@ -42,10 +41,8 @@ class Dropout(Drawing):
         return x * placed_like(kept, x) / (1 - self.rate)
 
 
-def dropout_config(rate: float, option: str = "dropout") -> Dropout.Config | None:
-    """Return the config for a rate, None for 0; raises `UserError` for one outside [0, 1)."""
-    if not 0.0 <= rate < 1.0:
-        raise UserError(f"model.{option}={rate} must be at least 0 and below 1")
+def dropout_config(rate: float) -> Dropout.Config | None:
+    """Return the config for a rate; None for 0."""
     return Dropout.Config(rate=rate) if rate else None
 
 

@@ -12,8 +12,11 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import torch
 import tyro
+from annotated_types import Ge
 
-from titan_loop.errors import UserError, nearest, require_at_least, require_known
+from titan_loop.bounds import bound_refusals
+from titan_loop.errors import UserError, nearest, raise_first, require_known
+from titan_loop.models.attention import AttentionBackend
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.plugins import find, names
 
@@ -65,25 +68,25 @@ class ModelOptions:
     size: str = "debugmodel"
     """Named size of the family, see its folder in `titan_loop/families/`."""
 
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, Ge(1)] = None
     """Rows of embedding and head; None takes the data's vocabulary, without data the size's own."""
 
-    recurrent_steps: int | None = None
+    recurrent_steps: Annotated[int | None, Ge(1)] = None
     """R the model is built with; None takes the size's own. In training a schedule sets R."""
 
-    n_layers: int | None = None
+    n_layers: Annotated[int | None, Ge(1)] = None
     """Unique layers; None takes the size's own."""
 
-    dim: int | None = None
+    dim: Annotated[int | None, Ge(1)] = None
     """Width D; None takes the size's own. hidden_dim and the number of heads do not follow it."""
 
-    n_heads: int | None = None
+    n_heads: Annotated[int | None, Ge(1)] = None
     """Query heads; None takes the size's own."""
 
-    n_kv_heads: int | None = None
+    n_kv_heads: Annotated[int | None, Ge(1)] = None
     """Key-value heads; None takes the size's own, by default as many as query heads."""
 
-    hidden_dim: int | None = None
+    hidden_dim: Annotated[int | None, Ge(1)] = None
     """Feed-forward width F; None takes the size's own."""
 
     exit_gate: bool = True
@@ -92,10 +95,10 @@ class ModelOptions:
     tie_weights: bool = False
     """Whether embedding and head share one matrix."""
 
-    attention: str = "auto"
+    attention: AttentionBackend = "auto"
     """sdpa, flex, varlen, or auto: Flex on CUDA and SDPA elsewhere."""
 
-    readout_chunk_tokens: int | None = None
+    readout_chunk_tokens: Annotated[int | None, Ge(1)] = None
     """Tokens read out at a time in the loss; None takes `LMHead`'s default."""
 
     def canonical(self) -> dict[str, Any]:
@@ -170,15 +173,14 @@ def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
 
 
 def resolved_shape(options: ModelOptions) -> ModelSize:
-    """Return the named size, overridden by the options; `UserError` if they do not fit together.
+    """Return the named size, overridden by the options, or raise their first refusal.
 
     No number is open: without `n_kv_heads` there are as many as query heads.
     """
+    raise_first(bound_refusals("model", options))
     size = get_family(options.family).size(options.size)
     asked = {option.name: getattr(options, option.name) for option in fields(ModelSize)}
     values = asdict(size) | {name: value for name, value in asked.items() if value is not None}
-    counted = values | {"readout_chunk_tokens": options.readout_chunk_tokens}
-    require_at_least(1, **{f"model.{name}": value for name, value in counted.items()})
     shape = ModelSize(**values)
     if shape.dim % shape.n_heads or (shape.dim // shape.n_heads) % 2:
         dim = f"model.dim={shape.dim}"

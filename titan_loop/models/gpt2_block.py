@@ -30,7 +30,7 @@ from torchtitan.models.common.nn_modules import LayerNorm
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
-from titan_loop.models.attention import LoopAttention, inner_attention_config
+from titan_loop.models.attention import AttentionBackend, LoopAttention, inner_attention_config
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import Dropout, dropout_config
@@ -174,7 +174,7 @@ def matrix_init(dim: int, scale: float = 1.0) -> dict[str, Callable]:
 
 def block_config(
     shape: ModelSize,
-    kernel: str,
+    kernel: AttentionBackend,
     rotation: RotateHalf.Config,
     output_init: dict[str, Callable],
     *,

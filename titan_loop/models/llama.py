@@ -7,9 +7,10 @@ scaled by 1/sqrt(2·layers), as in GPT-2, or as `residual_scale` sets.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from titan_loop.errors import UserError
+from annotated_types import Gt, Lt
+
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.block import PreNormBlock, SandwichBlock
 from titan_loop.models.decoder import LoopDecoder
@@ -39,7 +40,7 @@ class LlamaOptions(LoopOptions):
     norm_placement: NormPlacement = "readout"
     """Place of the final norm: at the readout only, or after every recurrent step."""
 
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Gt(0), Lt(1)] = 1e-5
     """Added to the mean square in every norm."""
 
 
@@ -50,8 +51,6 @@ def llama_config(
     kind: type[DecoderConfig], options: LlamaOptions, shape: ModelSize, max_seq_len: int, **own: Any
 ) -> DecoderConfig:
     """Return the architecture; arguments and errors as in `loop_config`."""
-    if not 0 < options.norm_eps < 1:
-        raise UserError(f"model.norm_eps={options.norm_eps} must be above 0 and below 1")
     config = loop_config(kind, options, shape, max_seq_len, **own)
     config.norm = replace(config.norm, eps=options.norm_eps)
     config.layers = [_pre_norm(layer, options, shape) for layer in config.layers]

@@ -23,7 +23,7 @@ Initialisation (Ouro's paper does not publish its own):
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from torch import nn
 from torchtitan.models.common.attention import QKVLinear
@@ -33,7 +33,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import Module
 
-from titan_loop.errors import UserError, require_known
+from titan_loop.errors import UserError
 from titan_loop.models.attention import DocumentAttention, LoopAttention, inner_attention_config
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.decoder import LoopDecoder
@@ -42,13 +42,12 @@ from titan_loop.models.exit_gate import ExitGate
 from titan_loop.models.family import ModelSize
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.initialisation import normal_matrix
-from titan_loop.models.injection import AdditiveInjection, DiagonalInjection, InjectionKind
-from titan_loop.models.loop_options import InitialKeys, LoopOptions, ResidualScale
+from titan_loop.models.injection import AdditiveInjection, DiagonalInjection
+from titan_loop.models.loop_options import LoopOptions
 from titan_loop.models.positions import (
     SCORES,
     LearnedPositions,
     NoRotation,
-    PositionKind,
     Positions,
     PositionTable,
     RelativePositions,
@@ -64,23 +63,11 @@ _EMBEDDING = {"weight": partial(normal_matrix, std=1.0)}
 _NORM = {"weight": nn.init.ones_}
 _GATE = {"weight": nn.init.zeros_, "bias": nn.init.zeros_}
 
-_CHOICES = {
-    "positions": PositionKind,
-    "injection": InjectionKind,
-    "residual_scale": ResidualScale,
-    "initial_keys": InitialKeys,
-}
-
 
 def _matrix(options: LoopOptions, shape: ModelSize) -> dict[str, Callable]:
-    if options.base_width < 0:
-        raise UserError(f"model.base_width={options.base_width} must be 0 or a width")
     if options.base_width and options.tie_weights:
         problem = "does not fit model.tie_weights=True: with the width, a head scales, a table not"
         raise UserError(f"model.base_width={options.base_width} {problem}; leave one of them out")
-    if not 0 < options.initializer_range < math.inf:
-        given = f"model.initializer_range={options.initializer_range}"
-        raise UserError(f"{given} must be a number above 0")
     std = options.initializer_range / math.sqrt(width_ratio(options, shape))
     return {"weight": partial(normal_matrix, std=std)}
 
@@ -95,8 +82,8 @@ def _positions(options: LoopOptions, shape: ModelSize) -> Positions.Config:
     needs = {"learned": "learned_positions", **dict.fromkeys(SCORES, "relative_window")}.get(kind)
     for name in ("learned_positions", "relative_window"):
         value = getattr(options, name)
-        if name == needs and (value is None or value < 1):
-            raise UserError(f"model.positions={kind} needs model.{name} of at least 1")
+        if name == needs and value is None:
+            raise UserError(f"model.positions={kind} needs model.{name}")
         if name != needs and value is not None:
             given = f"model.{name}={value}"
             raise UserError(f"{given} has no effect with model.positions={kind}; leave it out")
@@ -145,13 +132,11 @@ def loop_config(
     `own` has the fields that `kind` adds to the generic decoder's, or sets differently. Raises
     `UserError` for an unknown choice, or options that do not fit together.
     """
-    for name, kinds in _CHOICES.items():
-        require_known(f"model.{name}", getattr(options, name), get_args(kinds))
     outside = options.prelude_layers, options.coda_layers
-    if min(outside) < 0 or sum(outside) >= shape.n_layers:
+    if sum(outside) >= shape.n_layers:
         raise UserError(
             f"model.prelude_layers={outside[0]} and model.coda_layers={outside[1]} leave none of "
-            f"model.n_layers={shape.n_layers} to loop; use fewer, and none below 0"
+            f"model.n_layers={shape.n_layers} to loop; use fewer"
         )
     theta, positions = options.rope_theta, _positions(options, shape)
     assert theta is not None, "options are resolved"
@@ -162,10 +147,6 @@ def loop_config(
         heads = f"model.n_kv_heads={shape.n_kv_heads}, model.n_heads={shape.n_heads}"
         problem = "model.initial_keys=queries needs as many key heads as query heads"
         raise UserError(f"{problem}: {heads}")
-    if options.base_layers < 0:
-        raise UserError(f"model.base_layers={options.base_layers} must be 0 or a number of layers")
-    if not 0 <= options.branch_scale < math.inf:
-        raise UserError(f"model.branch_scale={options.branch_scale} must be finite and at least 0")
     matrix = _matrix(options, shape)
     branch_gain = {"weight": partial(nn.init.constant_, val=residual_gain(options, shape))}
 
@@ -223,7 +204,7 @@ def loop_config(
         "layers": layers,
         "norm_placement": options.norm_placement,
         "scale_embeddings": options.scale_embeddings,
-        "embedding_dropout": dropout_config(options.embedding_dropout, "embedding_dropout"),
+        "embedding_dropout": dropout_config(options.embedding_dropout),
         "positions": positions,
         "injection": _injection(options, shape),
         "prelude_layers": options.prelude_layers,

@@ -3,8 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
+from annotated_types import Ge, Gt, Lt
+
+from titan_loop.bounds import FINITE
 from titan_loop.models.family import ModelOptions
 from titan_loop.models.final_norm import NormPlacement
 from titan_loop.models.injection import InjectionKind
@@ -34,7 +37,7 @@ InitialKeys: TypeAlias = Literal["random", "queries"]
 class LoopOptions(ModelOptions):
     """Options of every family that builds on `loop_config`; the defaults are Ouro's."""
 
-    rope_theta: float | None = None
+    rope_theta: Annotated[float | None, Gt(0), FINITE] = None
     """Base of the rotary embedding; None takes the base of the starting weights, else 10,000."""
 
     norm_placement: NormPlacement = "every_step"
@@ -48,49 +51,49 @@ class LoopOptions(ModelOptions):
     embedding. Three add to the scores: relative, query times a vector per distance; deberta, also
     key times another; bias, a number per distance. none leaves order to the causal mask."""
 
-    learned_positions: int | None = None
+    learned_positions: Annotated[int | None, Ge(1)] = None
     """Number of learned positions, at least as many as a window has tokens."""
 
-    relative_window: int | None = None
+    relative_window: Annotated[int | None, Ge(1)] = None
     """Largest relative distance between positions; larger ones count as this one."""
 
     injection: InjectionKind = "none"
     """Injection of the embedding into every recurrent step: none, as in Ouro; additive; or
     diagonal, a learned contraction."""
 
-    prelude_layers: int = 0
+    prelude_layers: Annotated[int, Ge(0)] = 0
     """Number of first layers, which run once before the loop."""
 
-    coda_layers: int = 0
+    coda_layers: Annotated[int, Ge(0)] = 0
     """Number of last layers, which run after the loop on every state that is read."""
 
     residual_scale: ResidualScale = "layers"
     """n in the initial gain of a layer's branches, 1/sqrt(2·n): the number of layers, or of their
     visits at the model's recurrent_steps; none makes the gain 1."""
 
-    branch_scale: float = 0.0
+    branch_scale: Annotated[float, Ge(0), FINITE] = 0.0
     """λ of the factor λ / (R·√(L/12)) on everything that one of L looped layers adds to the state,
     with R the model's recurrent_steps, so that one learning rate serves every R; 0: no factor."""
 
-    base_width: int = 0
+    base_width: Annotated[int, Ge(0)] = 0
     """Width at which the learning rate was tuned. At m times that width, matrices start at
     initializer_range/√m and learn at 1/m of the rate, or 1/√m with Muon; 0 scales nothing."""
 
-    base_layers: int = 0
+    base_layers: Annotated[int, Ge(0)] = 0
     """Number of layers at which the learning rate was tuned. With n times as many, their matrices
     learn at 1/√n of the rate, at every R; 0 scales nothing."""
 
-    initializer_range: float = 0.02
+    initializer_range: Annotated[float, Gt(0), FINITE] = 0.02
     """Standard deviation of the initial weights of linear layers, head and tables of positions."""
 
     initial_keys: InitialKeys = "random"
     """Initial key matrices: random; or queries, which copies the query matrices, so that a token
     attends to tokens like itself."""
 
-    dropout: float = 0.0
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of the outputs of attention and feed-forward that is zeroed in training."""
 
-    embedding_dropout: float = 0.0
+    embedding_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of the embedding, with its positions, that is zeroed in training."""
 
     def canonical(self) -> dict[str, Any]:

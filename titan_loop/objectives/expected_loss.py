@@ -7,17 +7,17 @@ Shape suffixes: R recurrent steps, B batch, L sequence, D width.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import CompileConfig
 
-from titan_loop.errors import Refusal
-from titan_loop.models.exit_gate import Trainable
+from titan_loop.bounds import FINITE, Hint
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.exit_distribution import (
@@ -129,33 +129,15 @@ class ExpectedExitLoss(StreamedLoss):
         prior: Prior = "uniform"
         """Prior over exit steps."""
 
-        geometric_eta: float = 0.5
+        geometric_eta: Annotated[float, Gt(0), Lt(1)] = 0.5
         """η of the geometric prior, in (0, 1); a larger one prefers shallower steps."""
 
-        z_loss: float = 0.0
+        z_loss: Annotated[float, Ge(0), FINITE, Hint("PaLM used 1e-4")] = 0.0
         """ζ, the weight of (log Σ exp(logits))²; PaLM used 1e-4. 0 turns it off."""
 
         def collect(self, *, exit_gate: bool) -> Collect:
             """Return all steps with a gate, else the last."""
             return "all" if exit_gate else "last"
-
-        def refusals(
-            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
-        ) -> Iterator[Refusal]:
-            """Refuse values that define no loss, after the refusals of `StreamedLoss`."""
-            yield from StreamedLoss.Config.refusals(
-                self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
-            )
-            prior, eta = self.prior, self.geometric_eta
-            if prior not in ("uniform", "geometric"):
-                yield Refusal("loss.prior", f"loss.prior={prior!r}: choose uniform or geometric")
-            if not 0 <= self.z_loss < math.inf:
-                yield Refusal.of(
-                    "loss.z_loss", self.z_loss, "must be finite and at least 0", "PaLM used 1e-4"
-                )
-            if prior == "geometric" and not 0 < eta < 1:
-                problem = f"loss.geometric_eta={eta}: choose a value strictly between 0 and 1"
-                yield Refusal("loss.geometric_eta", problem)
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)

@@ -147,7 +147,7 @@ def _parameters(units: Sequence[UnitSize], name: str | None = None, less: int = 
 
 
 def _optimizer(need: StageNeeds) -> str:
-    name = "Muon" if need.config.optimizer.name == "muon" else "AdamW"
+    name = need.config.optimizers()[need.config.optimizer.name].title
     return f"{name} with an average" if need.config.ema.decay > 0 else name
 
 

@@ -26,7 +26,7 @@ from titan_loop.plugins import PLUGINS, find
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import nested
-from titan_loop.training.config import CHOSEN, CLASSES, DERIVED, TASK_FIELD, RunConfig
+from titan_loop.training.config import CHOSEN, CLASSES, DERIVED, RETIRED, TASK_FIELD, RunConfig
 from titan_loop.training.schedule import Knot, Schedule
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class _Reading:
         known = {field.name: field for field in fields(kind)}
         values: dict[str, Any] = {}
         for key in record:
-            if key not in known:
+            if key not in known and _dotted(name, key) not in RETIRED:
                 raise UserError(
                     f"{_dotted(name, key)} is unknown to this version{nearest(key, known)}"
                 )
@@ -128,7 +128,7 @@ class _Reading:
         kind = self._classes.get(name, type(default))
         if is_dataclass(kind) and kind is not Schedule:
             return self._built(kind, recorded, name)
-        if Schedule in (hint, *get_args(hint)) and isinstance(recorded, dict):
+        if _names_schedule(hint) and isinstance(recorded, dict):
             return _schedule(name, recorded)
         if not _fits(recorded, hint):
             expected = getattr(hint, "__name__", str(hint).replace("typing.", ""))
@@ -186,6 +186,10 @@ def _schedule(name: str, recorded: Mapping[str, Any]) -> Schedule:
         raise UserError(f"{name}={recorded!r:.40} is not a schedule: {error}") from error
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
+
+
+def _names_schedule(hint: Any) -> bool:
+    return hint is Schedule or any(map(_names_schedule, get_args(hint)))
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch.distributed as dist
@@ -49,7 +49,6 @@ from titan_loop.runs.status import RECIPE_JSON, PlannedStage, write_plan
 from titan_loop.storage.room import require_writable, wait_for_room
 from titan_loop.training.chosen_model import Newest, newest_of, saved_architecture
 from titan_loop.training.config import RunConfig
-from titan_loop.training.optimizer import OptimizerName
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.run import remote_of, run_training
@@ -224,7 +223,7 @@ def _adopt_recorded(config: LoopTrainer.Config) -> None:
         if recorded.trainable is not None:
             config.trainable = recorded.trainable
         if recorded.optimizer:
-            config.optimizer.name = cast(OptimizerName, recorded.optimizer)
+            config.optimizer.name = recorded.optimizer
 
 
 def _check(

@@ -11,6 +11,9 @@ down. The functions assume a config that passed `BatchConfig.refusals`.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge
 
 from titan_loop.errors import Refusal
 from titan_loop.training.schedule import Schedule
@@ -23,7 +26,7 @@ class BatchConfig:
     global_batch_tokens: Schedule = field(default_factory=lambda: Schedule.constant(2**19))
     """Tokens in one global batch, against global tokens."""
 
-    multiple_of_windows: int | None = None
+    multiple_of_windows: Annotated[int | None, Ge(1)] = None
     """Round every batch down to a multiple of this many windows, such as ranks × local batch size,
     which all ranks can split evenly. None: the smallest batch if the schedule has ramps, else 1."""
 
@@ -41,9 +44,7 @@ class BatchConfig:
         given, schedule = self.multiple_of_windows, self.global_batch_tokens
         field, shown = "batch.global_batch_tokens", f"batch.global_batch_tokens={str(schedule)!r}"
         if given is not None and given < 1:
-            fix = "use ranks × local batch size"
-            yield Refusal.of("batch.multiple_of_windows", given, "is below 1", fix)
-            return
+            return  # its bound refuses it
         if schedule.smallest < seq_len:
             problem = f"{shown} holds less than one window of seq_len={seq_len}"
             yield Refusal(field, problem, f"use at least {seq_len} tokens")

@@ -25,7 +25,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
-from titan_loop.training.optimizer import LoopOptimizers
+from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.step_plan import StepPlan
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.verdict import StepVerdict, TrainedStep

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
 import titan_loop.compat as compat  # before any torchtitan module
+from annotated_types import Ge
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -29,6 +30,7 @@ from torchtitan.trainer import Trainer
 from tyro.conf import Suppress
 from tyro.constructors import PrimitiveConstructorSpec
 
+from titan_loop.bounds import FINITE
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
@@ -49,7 +51,10 @@ from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig, recurrent_steps_at
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
-from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
+from titan_loop.training.optimizers.adamw import AdamWConfig
+from titan_loop.training.optimizers.container import LoopOptimizers
+from titan_loop.training.optimizers.muon import MuonConfig
+from titan_loop.training.optimizers.settings import OptimizerSettings
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.stability.config import StabilityConfig
 from titan_loop.training.step_plan import StepPlan
@@ -72,8 +77,11 @@ CHOSEN: Mapping[str, tuple[type[Configurable], str | None]] = {
 }
 """The other keys of `CLASSES`: field → its base class and the package with our subclasses."""
 
-DERIVED = ("model_spec", "lr_scheduler", "optimizer.adamw", "optimizer.muon", "optimizer.ema")
+DERIVED = ("model_spec", "lr_scheduler", "optimizer.chosen", "optimizer.rest", "optimizer.ema")
 """Fields that `resolve` fills in from others."""
+
+RETIRED = ("optimizer.adamw", "optimizer.muon")
+"""Derived fields of earlier versions, which their `config.json` still has."""
 
 # tyro would look for flags in the constructors of callbacks.
 _NO_FLAGS = PrimitiveConstructorSpec(
@@ -130,7 +138,7 @@ class RunConfig(Trainer.Config):
     stage: str = ""
     """Name of the stage in its recipe; recorded in every checkpoint."""
 
-    total_tokens: int = 1_000_000
+    total_tokens: Annotated[int, Ge(1)] = 1_000_000
     """Number of tokens to train on, all ranks together."""
 
     total_flops: float | None = None
@@ -141,10 +149,14 @@ class RunConfig(Trainer.Config):
     trainable: Trainable = "all"
     """"exit_gate" freezes the language model (Ouro's Stage II); needs `AdaptiveGateLoss`."""
 
-    learning_rate: Schedule = field(default_factory=lambda: Schedule.constant(3e-4))
+    learning_rate: Annotated[Schedule, Ge(0)] = field(
+        default_factory=lambda: Schedule.constant(3e-4)
+    )
     """Learning rate against global tokens."""
 
-    entropy_weight: Schedule = field(default_factory=lambda: Schedule.constant(0.05))
+    entropy_weight: Annotated[Schedule, Ge(0)] = field(
+        default_factory=lambda: Schedule.constant(0.05)
+    )
     """β, the weight of the exit entropy (or of the KL to the prior), against global tokens.
     Steps of an objective without it record 0."""
 
@@ -166,10 +178,10 @@ class RunConfig(Trainer.Config):
     """Continue a run although this start changes its data, or the optimiser settings under which
     the checkpoint's moments were gathered."""
 
-    max_skipped_steps: int = 10
+    max_skipped_steps: Annotated[int, Ge(1)] = 10
     """Skipped non-finite updates in a row after which the run stops with exit code 3."""
 
-    hang_seconds: float = 1800.0
+    hang_seconds: Annotated[float, Ge(0), FINITE] = 1800.0
     """Seconds without progress after which a rank writes its stacks and the flight recorder's trace
     and ends with exit code 75. Keep it above the longest step, save or evaluation; 0 is off."""
 
@@ -191,7 +203,7 @@ class RunConfig(Trainer.Config):
     """Recipe for the layers' matrix products in float8; needs torchao, and is emulated without a
     GPU. Embedding, head, exit gate, norms, routers and experts keep their precision."""
 
-    float8_error: float = 0.2
+    float8_error: Annotated[float, Ge(0), FINITE] = 0.2
     """Share of the last state's norm by which float8 may change it without a warning; 0 is off."""
 
     debug: DebugConfig = field(
@@ -211,6 +223,11 @@ class RunConfig(Trainer.Config):
     validator: Suppress[Validator.Config] = field(default_factory=Validator.Config)
     override: Suppress[OverrideConfig] = field(default_factory=OverrideConfig)
     hf_assets_path: Suppress[str] = ""
+
+    def optimizers(self) -> dict[str, OptimizerSettings]:
+        """Return the optimisers that `optimizer.name` chooses from, by name: fields of the run."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: v for name, v in values.items() if isinstance(v, OptimizerSettings)}
 
     def open_data(self) -> GlobalBatchLoader:
         """Open the data as one rank would, to find faults early: it reads cards and sizes only."""

@@ -20,9 +20,6 @@ from titan_loop.training.depth_schedule import typical_recurrent_steps
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.schedule import Knot, Schedule
 
-OPTIMISER_FIELDS = ("adamw.", "muon.", "optimizer.name")
-"""Settings that the optimiser's saved state depends on."""
-
 # Not compared: a start's folder and checkpoint, derived fields, and consent to changes.
 _NOT_SETTINGS = (
     "dump_folder",
@@ -88,7 +85,9 @@ def parent_changes(run: ResolvedRun) -> list[SettingChange]:
 
 def change_refusals(config: RunConfig) -> Iterator[Refusal]:
     """Refuse to continue from a checkpoint under other optimiser settings without consent."""
-    found = [c for c in setting_changes(config) if c.field.startswith(OPTIMISER_FIELDS)]
+    # The optimiser's saved state depends on them.
+    fields = ("optimizer.name", *(f"{name}." for name in config.optimizers()))
+    found = [c for c in setting_changes(config) if c.field.startswith(fields)]
     if found and not config.accept_change:
         problem = "the optimizer's state was gathered with other settings than this start has: "
         fix = "undo this, start in another dump_folder, or continue with --accept-change"

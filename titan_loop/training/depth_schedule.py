@@ -19,10 +19,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import NDArray
 
+from titan_loop.bounds import FINITE, Hint
 from titan_loop.errors import Refusal
 from titan_loop.training.schedule import Schedule
 
@@ -33,13 +36,13 @@ _SAMPLES = 4096
 class RecurrenceConfig:
     """The number of times that the looped layers are applied."""
 
-    steps: Schedule = field(default_factory=lambda: Schedule.constant(4))
+    steps: Annotated[Schedule, Ge(1)] = field(default_factory=lambda: Schedule.constant(4))
     """Recurrent steps R against global tokens, rounded; the mean λ when `poisson` is set."""
 
     poisson: bool = False
     """Draw R ~ Poisson(steps) for every training step instead of using the scheduled value."""
 
-    lognormal_sigma: float = 0.0
+    lognormal_sigma: Annotated[float, Ge(0), FINITE, Hint("0.5 is usual")] = 0.0
     """With `poisson`: σ of the log of the Poisson rate. Above 0, R is 1 plus a Poisson number with
     a log-normal rate, so that a few draws are far above the mean."""
 
@@ -50,14 +53,14 @@ class RecurrenceConfig:
     max_steps: int | None = None
     """Largest R of any step; None for no limit."""
 
-    min_steps: int = 1
+    min_steps: Annotated[int, Ge(1)] = 1
     """Smallest R of any step."""
 
-    backward_steps: int | None = None
+    backward_steps: Annotated[int | None, Ge(1)] = None
     """Train through the last k steps only; None for all. Earlier steps then give the layers no
     gradient, and the embedding has none in a step with R > k unless it is tied to the head."""
 
-    backward_growth: Schedule | None = None
+    backward_growth: Annotated[Schedule | None, Ge(1)] = None
     """k against global tokens, rounded, in place of backward_steps: it may grow in training."""
 
     def backward_steps_at(self, tokens: int) -> int | None:
@@ -72,35 +75,26 @@ class RecurrenceConfig:
         return self.backward_steps if growth is None else round(growth.largest)
 
     def refusals(self) -> Iterator[Refusal]:
-        """Refuse step counts below 1 and limits that exclude each other."""
-        reached, growth, sigma = self.backward_steps, self.backward_growth, self.lognormal_sigma
-        if self.steps.smallest < 1:
-            problem = "falls below 1; use at least 1 recurrent step"
-            yield Refusal.of("recurrence.steps", repr(str(self.steps)), problem)
-        elif not self.poisson and any(knot.value % 1 for knot in self.steps.knots):
+        """Refuse settings that exclude each other."""
+        steps, most, growth = self.steps, self.max_steps, self.backward_growth
+        if not self.poisson and any(knot.value % 1 for knot in steps.knots):
             problem = "is rounded to whole steps; name whole numbers, or draw R with "
             problem += "recurrence.poisson, whose mean it then is"
-            yield Refusal.of("recurrence.steps", repr(str(self.steps)), problem)
-        if self.from_data and (self.poisson or self.max_steps is None):
+            yield Refusal.of("recurrence.steps", repr(str(steps)), problem)
+        if self.from_data and (self.poisson or most is None):
             problem = "needs recurrence.max_steps, by which memory is planned, and no "
             problem += "recurrence.poisson; set max_steps to the steps of the deepest example and "
             yield Refusal.of("recurrence.from_data", True, problem + "poisson to False")
-        if not 0 <= sigma < math.inf or (sigma and not self.poisson):
-            problem = "must be finite and at least 0, and has no effect without recurrence.poisson"
-            yield Refusal.of("recurrence.lognormal_sigma", sigma, problem, "0.5 is usual")
-        if growth is not None and (growth.smallest < 1 or reached is not None):
-            problem = f"falls below 1, or is set beside recurrence.backward_steps={reached}; use "
-            problem += "at least 1, and set only one of the two"
-            yield Refusal.of("recurrence.backward_growth", repr(str(growth)), problem)
-        trains, most = reached is None or reached >= 1, self.max_steps
-        fits = most is None or most >= self.min_steps
-        yield from Refusal.unless(
-            "recurrence",
-            self,
-            ("min_steps", self.min_steps >= 1, "is below 1; use at least 1"),
-            ("backward_steps", trains, "is below 1; use at least 1, or None for all"),
-            ("max_steps", fits, f"is below min_steps={self.min_steps}; raise it or set it to None"),
-        )
+        if self.lognormal_sigma and not self.poisson:
+            problem = "has no effect without recurrence.poisson"
+            yield Refusal.of("recurrence.lognormal_sigma", self.lognormal_sigma, problem)
+        if growth is not None and self.backward_steps is not None:
+            problem = f"is set beside recurrence.backward_steps={self.backward_steps}"
+            fix = "set only one of the two"
+            yield Refusal.of("recurrence.backward_growth", repr(str(growth)), problem, fix)
+        if most is not None and most < self.min_steps:
+            problem = f"is below min_steps={self.min_steps}"
+            yield Refusal.of("recurrence.max_steps", most, problem, "raise it or set it to None")
 
 
 def fewest_recurrent_steps(config: RecurrenceConfig) -> int:

@@ -6,7 +6,11 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from annotated_types import Ge
+
+from titan_loop.bounds import Hint
 from titan_loop.data.load.held_out_windows import why_not_scored
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import Refusal, UserError
@@ -16,17 +20,17 @@ from titan_loop.errors import Refusal, UserError
 class HeldOutConfig:
     """Held-out loss per source and recurrent step while training."""
 
-    interval: int | None = None
+    interval: Annotated[int | None, Ge(0), Hint("0 turns it off")] = None
     """Steps between two evaluations; another one follows the last step. 0 turns them off. None uses
     checkpoint.interval if there is held-out text, else 0."""
 
     sources: list[str] = field(default_factory=list)
     """Tokenised sources whose held-out split is read; empty for the mixture's."""
 
-    depths: list[int] = field(default_factory=lambda: [1, 2, 4])
+    depths: list[Annotated[int, Ge(1)]] = field(default_factory=lambda: [1, 2, 4])
     """Recurrent steps to score; may exceed the trained R."""
 
-    windows: int = 32
+    windows: Annotated[int, Ge(1)] = 32
     """Windows per source, always the same ones."""
 
     def remarks(self, training_sources: Sequence[str], seq_len: int) -> Iterator[str]:
@@ -40,10 +44,6 @@ class HeldOutConfig:
         """Return sources (by default training's) whose held-out text fills a window."""
         sources = self.sources or training_sources
         return [path for path in sources if not why_not_scored(path, seq_len)]
-
-    def refusals(self) -> Iterator[Refusal]:
-        """Refuse values out of range."""
-        yield from _refusals("held_out", self, windows=self.windows)
 
     def best_refusals(self, training_sources: Sequence[str], seq_len: int) -> Iterator[Refusal]:
         """Refuse settings under which no best checkpoint can be found."""
@@ -85,36 +85,22 @@ class HeldOutConfig:
 class SuiteConfig:
     """Held-out text, or the exam of the run's generated task, while the model trains."""
 
-    interval: int = 0
+    interval: Annotated[int, Ge(0), Hint("0 turns it off")] = 0
     """Steps between two evaluations; another one follows the last step. 0 turns them off."""
 
     tasks: list[str] = field(default_factory=lambda: ["held_out"])
     """held_out, and the generated task of the training data."""
 
-    depths: list[int] = field(default_factory=lambda: [1, 4])
+    depths: list[Annotated[int, Ge(1)]] = field(default_factory=lambda: [1, 4])
     """Recurrent steps to score; may exceed the trained R."""
 
-    windows: int = 16
+    windows: Annotated[int, Ge(1)] = 16
     """Held-out windows per source, always the same ones."""
 
-    questions: int = 32
+    questions: Annotated[int, Ge(1)] = 32
     """Questions per stratum of the exam (the first ones)."""
 
     @property
     def enabled(self) -> bool:
         """Whether the suite is asked while training."""
         return self.interval > 0
-
-    def refusals(self) -> Iterator[Refusal]:
-        """Refuse values out of range."""
-        yield from _refusals("suite", self, windows=self.windows, questions=self.questions)
-
-
-def _refusals(name: str, asked: HeldOutConfig | SuiteConfig, **counts: int) -> Iterator[Refusal]:
-    if (asked.interval or 0) < 0:
-        yield Refusal.of(f"{name}.interval", asked.interval, "is negative", "0 turns it off")
-    for count, value in counts.items():
-        if value < 1:
-            yield Refusal.of(f"{name}.{count}", value, "must be at least 1")
-    if asked.interval != 0 and (not asked.depths or min(asked.depths) < 1):
-        yield Refusal.of(f"{name}.depths", asked.depths, "must name depths of at least 1")

@@ -127,12 +127,13 @@ def run_states(config: RunConfig, model: LoopDecoder.Config, ranks: int) -> Stat
     """Return the bytes of weights, gradients and moments on one of `ranks` ranks."""
     tensor_parallel = config.parallelism.tensor_parallel_degree
     replicas = config.parallelism.data_parallel_replicate_degree
+    chosen = config.optimizers()[config.optimizer.name]
     return state_bytes(
         model,
         shards=max(1, ranks // (replicas * tensor_parallel)),
         tensor_parallel=tensor_parallel,
         trainable=config.trainable,
-        muon=config.optimizer.name == "muon",
+        moments=(chosen.moments, (chosen if chosen.takes_all else config.adamw).moments),
         averaged=config.ema.decay > 0,
     )
 

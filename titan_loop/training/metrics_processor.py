@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import titan_loop.compat  # noqa: F401 (must come before torchtitan)
 import torch.distributed as dist
+from annotated_types import Gt
 from torchtitan.components.metrics import (
     BaseLogger,
     LoggerContainer,
@@ -22,6 +23,7 @@ from torchtitan.components.metrics import (
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
+from titan_loop.bounds import FINITE
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
@@ -48,7 +50,7 @@ class LoopMetricsProcessor(MetricsProcessor):
     class Config(MetricsProcessor.Config):
         """Destinations of metrics besides `metrics.jsonl`, and their interval."""
 
-        device_peak_flops: float | None = None
+        device_peak_flops: Annotated[float | None, Gt(0), FINITE] = None
         """Peak FLOP/s of one device in the precision that layers compute in; None takes the
         device's known peak."""
 

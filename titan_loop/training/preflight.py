@@ -11,39 +11,57 @@ Each may rely on the checks before it. `resolve` raises the first refusal of `re
 `titan-loop plan` prints those that need no machine. `remarks` names settings without effect.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
 import titan_loop.compat as compat  # before any torchtitan module
+from annotated_types import Ge, Gt, Le
 
+from titan_loop.bounds import Hint, bound_refusals, refused
 from titan_loop.distributed.activation_checkpointing import FullOffloadAC
-from titan_loop.distributed.float8 import Float8, missing_for_float8
+from titan_loop.distributed.float8 import missing_for_float8
 from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.context import PREFIX
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.exit_gate import Trainable
-from titan_loop.training.callback import Callback
 from titan_loop.training.chosen_model import chosen_model, saved_architecture
-from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
+from titan_loop.training.config import RunConfig
 from titan_loop.training.depth_schedule import fewest_recurrent_steps, most_recurrent_steps
 from titan_loop.training.layout_preflight import batch_refusals, layout_refusals, memory_refusals
-from titan_loop.training.optimizer import MuonConfig
 
 LARGEST_SEED = 2**63 - 1
 """torch takes 64 bits, and steps and ranks are mixed into them."""
 
-_AT_LEAST_ONE = (
-    "total_tokens",
-    "training.seq_len",
-    "training.local_batch_size",
-    "training.gc_freq",
-    "max_skipped_steps",
-    "metrics.log_freq",
-    "comm.init_timeout_seconds",
-    "comm.train_timeout_seconds",
-)
+_UPSTREAM: Mapping[str, Any] = {
+    **dict.fromkeys(
+        (
+            "training.seq_len",
+            "training.local_batch_size",
+            "training.gc_freq",
+            "metrics.log_freq",
+            "comm.init_timeout_seconds",
+            "comm.train_timeout_seconds",
+        ),
+        Annotated[int, Ge(1)],
+    ),
+    "training.max_norm": Annotated[float, Gt(0), Hint("inf clips no gradient, 1 is usual")],
+    "training.steps": Annotated[int, Ge(0), Hint("0 means no limit")],
+    "training.global_batch_size": Annotated[Literal[-1], Hint("set --batch.global-batch-tokens")],
+    "training.disable_cuda_graphs": Annotated[
+        Literal[True],
+        Hint("CUDA graphs cannot capture recurrent steps, schedules and label counts that change"),
+    ],
+    "training.dtype": Annotated[
+        Literal["float32"],
+        Hint(
+            "others round weights and moments after every update, and layers compute in "
+            "training.mixed_precision_param anyway"
+        ),
+    ],
+    "debug.seed": Annotated[int, Ge(0), Le(LARGEST_SEED)],
+    "comm.mode": Annotated[Literal["default"], Hint("the others train on nothing real")],
+}
+"""Bounds and choices of torchtitan's fields, which it would accept and fail in mid-run."""
 
 
 def refusals(
@@ -81,41 +99,14 @@ def refusals(
 
 
 def value_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse values out of range; upstream accepts them and fails in the middle of a run."""
-
-    def refuse(field: str, problem: str, fix: str = "") -> Refusal:
-        return Refusal.of(field, attrgetter(field)(config), problem, fix)
-
-    for name in _AT_LEAST_ONE:
-        if attrgetter(name)(config) < 1:
-            yield refuse(name, "must be at least 1")
-    schedules = {name: getattr(config, name) for name in ("learning_rate", *OBJECTIVE_SCHEDULES)}
-    for name, schedule in (schedules | config.objective_schedules()).items():
-        if schedule.smallest < 0:
-            yield Refusal(name, f"{name}={str(schedule)!r} falls below 0", "keep it at 0 or more")
-    for section in (config.adamw, config.muon, config.optimizer, config.ema, config.stability):
-        yield from section.refusals()
-    if not config.training.max_norm > 0:
-        yield refuse("training.max_norm", "must be above 0", "inf clips no gradient, 1 is usual")
-    peak = attrgetter("metrics.device_peak_flops")(config)
-    if peak is not None and not 0 < peak < math.inf:
-        yield refuse("metrics.device_peak_flops", "must be above 0", "leave it out")
-    for name in ("hang_seconds", "float8_error"):
-        if not 0 <= getattr(config, name) < math.inf:
-            yield refuse(name, "must be 0 (off) or more")
-    if config.training.steps < 0:
-        yield refuse("training.steps", "is negative", "0 means no limit")
-    if config.debug.seed is not None and not 0 <= config.debug.seed <= LARGEST_SEED:
-        yield refuse("debug.seed", "must be from 0 to 2**63 - 1")
-    if config.comm.mode != "default":
-        yield refuse("comm.mode", "trains on nothing real", "leave it at default")
-    if config.trainable not in get_args(Trainable):
-        yield Refusal("trainable", f"trainable={config.trainable}: choose all or exit_gate")
-    if config.float8 not in get_args(Float8):
-        yield refuse("float8", "is unknown", f"use {' or '.join(get_args(Float8))}")
-    if config.training.dtype != "float32":
-        problem = "would round weights and moments after every update; leave it at float32: layers"
-        yield refuse("training.dtype", f"{problem} compute in training.mixed_precision_param")
+    """Refuse values that no run can have."""
+    yield from bound_refusals("", config)
+    for name, hint in _UPSTREAM.items():
+        yield from refused(name, attrgetter(name)(config), hint)
+    known = config.optimizers()
+    if (name := config.optimizer.name) not in known:
+        yield Refusal.of("optimizer.name", name, "is unknown", f"use {' or '.join(known)}")
+    yield from config.stability.refusals()
     yield from config.recurrence.refusals()
     if config.training.seq_len >= 1:
         yield from config.batch.refusals(config.training.seq_len)
@@ -133,24 +124,14 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Ref
     )
     yield from config.loss.parallelism_refusals(config.parallelism)
     yield from _depth_refusals(config, starts_trained=starts_trained)
-    yield from config.optimizer.setting_refusals(
+    yield from config.optimizers()[config.optimizer.name].refusals(
         trainable=config.trainable, training=config.training, parallelism=config.parallelism
     )
     yield from caught("checkpoint", config.checkpoint.check)
-    for callback in config.callbacks:
-        if not isinstance(callback, Callback):
-            problem = f"{type(callback).__qualname__} does not inherit from Callback"
-            fix = "add titan_loop.training.callback.Callback as its base"
-            yield Refusal("callbacks", f"callbacks: {problem}", fix)
-    yield from config.held_out.refusals()
-    yield from config.suite.refusals()
+    for name, asked in (("held_out", config.held_out), ("suite", config.suite)):
+        if asked.interval != 0 and not asked.depths:
+            yield Refusal.of(f"{name}.depths", asked.depths, "names none", "name at least one")
     yield from config.stability.setting_refusals(checkpoint=config.checkpoint)
-    if (upstreams := config.training.global_batch_size) != -1:
-        problem = "is not used; set --batch.global-batch-tokens"
-        yield Refusal.of("training.global_batch_size", upstreams, problem)
-    if not config.training.disable_cuda_graphs:
-        problem = "cannot capture recurrent steps, schedules and label counts that change; leave it"
-        yield Refusal.of("training.disable_cuda_graphs", False, f"{problem} True")
 
 
 def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
@@ -271,8 +252,9 @@ def remarks(config: RunConfig) -> Iterator[str]:
         yield f"{unused} has no effect without stability.skip_spikes=True"
     if config.float8 != "off" and compat.device_type() == "cpu":
         yield f"float8={config.float8} is emulated without a GPU: its rounding, and slower"
-    if config.optimizer.name != "muon" and config.muon != MuonConfig():
-        yield "the settings under muon have no effect without optimizer.name=muon"
+    for name, settings in config.optimizers().items():
+        if name not in (config.optimizer.name, "adamw") and settings != type(settings)():
+            yield f"the settings under {name} have no effect without optimizer.name={name}"
     if untrained := _untrained_embedding(config):
         yield f"{untrained}: it stays as it was"
 

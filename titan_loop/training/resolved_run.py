@@ -77,7 +77,8 @@ def resolve(
     config.model_spec = ModelSpec(
         name="loop", flavor=config.model.size, model=built, parallelize_fn=spread, **unused
     )
-    derived = {"adamw": config.adamw, "muon": config.muon, "ema": config.ema}
+    chosen = config.optimizers()[config.optimizer.name]
+    derived = {"chosen": chosen, "rest": config.adamw, "ema": config.ema}
     config.optimizer = replace(config.optimizer, **derived)
     config.lr_scheduler = TokenLearningRate(schedule=config.learning_rate)
     return ResolvedRun(config=config, model=model)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from titan_loop.bounds import numbers
 from titan_loop.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -181,6 +182,11 @@ class Schedule:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, for `config.json`."""
         return {"knots": [asdict(knot) for knot in self.knots]}
+
+
+@numbers.register
+def _(schedule: Schedule) -> Iterable[float]:
+    return [knot.value for knot in schedule.knots]
 
 
 def parse_tokens(word: str, flag: str) -> int:

@@ -52,7 +52,7 @@ from titan_loop.training.depth_schedule import most_recurrent_steps
 from titan_loop.training.gradients import Passes
 from titan_loop.training.metrics import global_means, step_record
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
-from titan_loop.training.optimizer import LoopOptimizers
+from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.startup import StartupClock
 from titan_loop.training.step_plan import StepPlan, step_flops, trained_recurrence

@@ -9,14 +9,15 @@ Source: Polyak and Juditsky 1992; as an exponential average Tarvainen and Valpol
 1703.01780, §2.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor
 
-from titan_loop.errors import Refusal
+from titan_loop.bounds import Hint
 from titan_loop.models.initialisation import local_part
 
 
@@ -24,25 +25,14 @@ from titan_loop.models.initialisation import local_part
 class WeightAverageConfig:
     """An exponential moving average of the weights, for `eval --ema` and `convert export --ema`."""
 
-    decay: float = 0.0
+    decay: Annotated[float, Ge(0), Lt(1), Hint("0.999 is usual")] = 0.0
     """Share of the average that an update keeps, such as 0.999; 0 keeps no average."""
 
-    interval: int = 1
+    interval: Annotated[int, Ge(1)] = 1
     """Steps between two updates."""
 
-    start_tokens: int = 0
+    start_tokens: Annotated[int, Ge(0)] = 0
     """Global tokens after which averaging starts; until then the average is the weights."""
-
-    def refusals(self) -> Iterator[Refusal]:
-        """Refuse values out of range."""
-        usual = "0.999 is usual, 0 keeps no average"
-        yield from Refusal.unless(
-            "ema",
-            self,
-            ("decay", 0 <= self.decay < 1, f"must be at least 0 and below 1; {usual}"),
-            ("interval", self.interval >= 1, "must be at least 1"),
-            ("start_tokens", self.start_tokens >= 0, "is negative; use 0 or more"),
-        )
 
 
 class WeightAverage:

@@ -36,7 +36,7 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.training.optimizer import LoopOptimizers
+from titan_loop.training.optimizers.container import LoopOptimizers
 
 MODES: tuple[AsyncMode, ...] = ("disabled", "async", "async_with_pinned_mem")
 

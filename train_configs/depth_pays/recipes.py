@@ -31,7 +31,6 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
-from titan_loop.training.optimizer import OptimizerName
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -304,7 +303,7 @@ def _arm(
     steps: int | None = None,
     n_layers: int = 1,
     exit_gate: bool = False,
-    optimizer: OptimizerName = "adamw",
+    optimizer: str = "adamw",
     average: float = 0.0,
     rate: float = 1e-2,
     growth: Schedule = GROWTH,

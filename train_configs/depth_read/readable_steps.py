@@ -22,14 +22,16 @@ Shape suffixes: R recurrent steps, P = R − 1 early ones, B batch, L sequence, 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 from torchtitan.config import CompileConfig
 from torchtitan.config.configs import ParallelismConfig
 
-from titan_loop.errors import Refusal, nearest
+from titan_loop.bounds import Hint
+from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.readout import LMHead
@@ -67,14 +69,16 @@ class ReadableStepsLoss(ExpectedExitLoss):
 
         schedules: ClassVar[tuple[str, ...]] = ("entropy_weight", "every_step", "state_distance")
 
-        every_step: Schedule = field(default_factory=lambda: Schedule.constant(1.0))
+        every_step: Annotated[Schedule, Ge(0), Le(1), Hint("1 is Stage I")] = field(
+            default_factory=lambda: Schedule.constant(1.0)
+        )
         """s against global tokens: 0 is the loss of the last step alone, 1 is Stage I."""
 
         weights: StepWeights = "gate"
         """Weights of the steps' losses: gate (the gate's p), even (1/R each), or first (1/R for the
         last step, the rest in proportion to 1/r²). Only gate trains the gate before Stage II."""
 
-        distillation: float = 0.0
+        distillation: Annotated[float, Ge(0), Le(1)] = 0.0
         """δ in [0, 1], the weight of the KL divergence from the last step's distribution in an
         early step's loss; its cross entropy has 1 − δ."""
 
@@ -85,7 +89,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Refuse shares out of range and options without effect, after the base class's."""
+            """Refuse options without effect."""
             yield from ExpectedExitLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )
@@ -93,15 +97,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
                 problem = "ReadableStepsLoss weighs steps that a gate can choose"
                 fix = "set it to True, with loss.weights=even if Stage II is to train it"
                 yield Refusal.of("model.exit_gate", exit_gate, problem, fix)
-            if self.weights not in get_args(StepWeights):
-                hint = nearest(self.weights, get_args(StepWeights))
-                yield Refusal("loss.weights", f"loss.weights={self.weights} is unknown{hint}")
-            if self.every_step.largest > 1:
-                problem, fix = "rises above 1", "1 is Stage I"
-                yield Refusal.of("loss.every_step", repr(str(self.every_step)), problem, fix)
-            if not 0 <= self.distillation <= 1:
-                yield Refusal.of("loss.distillation", self.distillation, "must be from 0 to 1")
-            elif self.distillation and not self.every_step.largest:
+            if self.distillation and not self.every_step.largest:
                 problem = "has no effect with loss.every_step=0, which reads no early step"
                 yield Refusal.of(
                     "loss.distillation", self.distillation, problem, "raise every_step"

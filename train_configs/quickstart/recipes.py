@@ -13,7 +13,6 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
-from titan_loop.training.optimizer import OptimizerName
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -44,7 +43,7 @@ class Candidate(NamedTuple):
     tokens: int
     steps: Schedule
     final_rate: float = 1e-3
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
     exit_gate: bool = True
 
 

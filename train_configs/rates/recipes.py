@@ -23,7 +23,7 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
-from titan_loop.training.optimizer import LoopOptimizers, OptimizerName
+from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -129,7 +129,7 @@ def boundary() -> Recipe:
     )
 
 
-def _recipe(name: str, optimizer: OptimizerName) -> Recipe:
+def _recipe(name: str, optimizer: str) -> Recipe:
     return Recipe(
         name=name,
         stages=[
@@ -148,7 +148,7 @@ def _arm(
     width: int,
     rate: float,
     options: dict[str, Any],
-    optimizer: OptimizerName,
+    optimizer: str,
     *,
     tokens: int = TOKENS,
 ) -> LoopTrainer.Config:

@@ -45,10 +45,8 @@ CONTRACT = Contract(
     compiled={"memory": Compiled(AdaptiveOptions(scale_init=0.0, **MEMORY), steps=1)},
     rehearsed={"layers that loop": rehearsed},
     refused=[
-        (AdaptiveOptions(max_iterations=0), "model.max_iterations=0 must be at least 1"),
         (AdaptiveOptions(memory_read="before"), "model.memory_read=before has no effect without"),
         (AdaptiveOptions(max_iterations=None, scale_init=-3.0), "model.scale_init=-3.0 has no eff"),
-        (AdaptiveOptions(gate="scaler", local_slots=2), "gate=scaler is unknown; nearest: scalar"),
         (AdaptiveOptions(exit_gate=True), "exit_gate=True: family adaptive has no exit gate"),
     ],
 )

@@ -64,7 +64,6 @@ CONTRACT = Contract(
     runs={"prefixes": Run(run)},
     folders={"hrm_text": Folder("hrm_text", [{}, OTHER])},
     refused=[
-        (HrmTextOptions(low_cycles=0), "model.low_cycles=0 must be at least 1"),
         (HrmTextOptions(n_layers=3), "model.n_layers=3 must be even: half are the low stack"),
         (HrmTextOptions(n_kv_heads=2), "model.n_kv_heads=2 must be n_heads=4"),
     ],

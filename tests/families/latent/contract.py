@@ -48,7 +48,6 @@ CONTRACT = Contract(
     runs={state: Run(partial(run, state), close=("ce/step_1", "ce/factors")) for state in STATES},
     rehearsed={state: partial(rehearsed, state) for state in STATES},
     refused=[
-        (replace(BUILT, state="fuzzy"), "model.state=fuzzy is unknown"),
         (replace(BUILT, exit_gate=True), "model.exit_gate=True does not work with model.family="),
         (replace(BUILT, injection="diagonal"), "model.injection=diagonal does not work"),
         (replace(BUILT, prelude_layers=1), "model.prelude_layers=1 does not work"),
@@ -56,7 +55,6 @@ CONTRACT = Contract(
             replace(BUILT, scale_scores_by_terms=True, positions="none", relative_window=None),
             "needs the terms of model.positions=deberta, not none",
         ),
-        (replace(BUILT, corruption=1.5), "model.corruption=1.5 must be from 0 to 1"),
         (
             replace(BUILT, corruption=0.1, state="continuous"),
             "needs the discrete values of model.state=",

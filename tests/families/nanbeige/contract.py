@@ -51,5 +51,4 @@ CONTRACT = Contract(
             own_code=True,
         ),
     },
-    refused=[(NanbeigeOptions(norm_eps=0.0), "model.norm_eps=0.0 must be above 0 and below 1")],
 )

@@ -16,7 +16,6 @@ CONTRACT = Contract(
         )
     },
     refused=[
-        (OuroOptions(readout_rank=64), "model.readout_rank=64 must be at least 0 and below"),
-        (OuroOptions(early_states="detach"), "model.early_states=detach is unknown"),
+        (OuroOptions(readout_rank=64), "model.readout_rank=64 must be below"),
     ],
 )

@@ -71,10 +71,9 @@ CONTRACT = Contract(
         "retrofit-unrolled": Folder("retrofit", [looped()], comes_back=False),
     },
     refused=[
-        (model(adapter_rank=65), "model.adapter_rank=65 must be from 0 to the width, 64"),
+        (model(adapter_rank=65), "model.adapter_rank=65 is more than the width, 64"),
         (model(adapter_sets=2), "no effect with model.adapter_rank=0"),
         (model(trained="new"), "there is neither bridge nor mixer nor adapter"),
-        (model(trained="cores"), "model.trained=cores is unknown; nearest: core"),
         (model(mixer=True, bridge=True), "model.mixer=True reads the prelude at every step"),
         (model(injection="additive"), "reads its prelude through model.bridge"),
     ],

@@ -83,10 +83,7 @@ CONTRACT = Contract(
         "learned": Run(learned_run, close=("depth_prior/mean", "depth_prior/entropy")),
     },
     refused=[
-        (XllmOptions(injection="orthogonl"), "model.injection=orthogonl is unknown"),
         (XllmOptions(injection="none"), "model.injection=none with model.start_state=normal"),
-        (XllmOptions(core_passes=0), "model.core_passes=0 must be at least 1"),
-        (XllmOptions(injection_step=100.0), "injection_step=100.0 must be above 0 and below 100"),
         (XllmOptions(student=1, states="shared"), "model.student=1 predicts the one state"),
         (
             XllmOptions(states="split", n_layers=5),

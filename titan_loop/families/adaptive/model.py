@@ -22,13 +22,15 @@ once, after the loop (`memory_read`).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt
 from torch import nn
 from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.nn_modules import LayerNorm
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.bounds import FINITE
+from titan_loop.errors import UserError
 from titan_loop.families.adaptive.decoder import AdaptiveDecoder
 from titan_loop.families.adaptive.layer import (
     AdaptiveLayer,
@@ -75,7 +77,7 @@ class AdaptiveOptions(ModelOptions):
     exit_gate: bool = False
     """Must be False: every layer has a halting router instead."""
 
-    max_iterations: int | None = 3
+    max_iterations: Annotated[int | None, Ge(1)] = 3
     """N_max, the most iterations of a layer; None makes every layer a plain block, run once."""
 
     halting: Halting = "remainder"
@@ -85,16 +87,16 @@ class AdaptiveOptions(ModelOptions):
     scale_init: float = -7.0
     """Initial α of the loop scales softplus(α)."""
 
-    scale_rate: float = 1.0
+    scale_rate: Annotated[float, Gt(0), FINITE] = 1.0
     """Factor on the scheduled learning rate for α."""
 
     decay_controls: bool = False
     """Whether weight decay applies to loop scales, router and gates, too."""
 
-    local_slots: int | None = None
+    local_slots: Annotated[int | None, Ge(1)] = None
     """Slots of every layer's own memory bank; None for no such bank."""
 
-    global_slots: int | None = None
+    global_slots: Annotated[int | None, Ge(1)] = None
     """Slots of the memory bank that all layers share; None for no such bank."""
 
     gate: Gate = "scalar"
@@ -116,16 +118,6 @@ def _check(options: AdaptiveOptions) -> None:
     """Raise `UserError` for options that make no model."""
     if options.exit_gate:
         raise UserError("model.exit_gate=True: family adaptive has no exit gate")
-    for name in ("max_iterations", "local_slots", "global_slots"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"model.{name}={value} must be at least 1; None leaves it out")
-    kinds = {"halting": Halting, "gate": Gate, "memory_read": MemoryRead}
-    for name, kind in kinds.items():
-        if (value := getattr(options, name)) not in get_args(kind):
-            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kind))}")
-    if not options.scale_rate > 0:
-        raise UserError(f"model.scale_rate={options.scale_rate} must be above 0")
     without = {
         "loops (model.max_iterations)": (
             options.max_iterations,

@@ -9,16 +9,16 @@ Source: Frey et al. 2026, "Adaptive loops and memory in transformers", Eq. 11–
 its runs. Deviation: E[n_ℓ] is the mean over tokens with a label, like the cross entropy.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torchtitan.config import CompileConfig
 
-from titan_loop.errors import Refusal
-from titan_loop.models.exit_gate import Trainable
+from titan_loop.bounds import FINITE, Hint
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
@@ -42,27 +42,13 @@ class PonderCostLoss(ExpectedExitLoss):
     class Config(ExpectedExitLoss.Config):
         """λ, and the options of the cross entropy."""
 
-        ponder_weight: float = 0.0
+        ponder_weight: Annotated[float, Ge(0), FINITE, Hint("the paper has 0 in most runs")] = 0.0
         """λ, the price of all iterations beyond the first; 0 only measures them."""
 
         def aux(self) -> Mapping[str, str]:
             """As in the base class: the iterations, if they have a price."""
             weight = self.ponder_weight
             return {"iterations": f"loss.ponder_weight={weight}"} if weight else {}
-
-        def refusals(
-            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
-        ) -> Iterator[Refusal]:
-            """Refuse a weight out of range, after the refusals of the base class."""
-            yield from ExpectedExitLoss.Config.refusals(
-                self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
-            )
-            if not 0 <= self.ponder_weight < math.inf:
-                yield Refusal(
-                    "loss.ponder_weight",
-                    f"loss.ponder_weight={self.ponder_weight} must be finite and at least 0",
-                    "the paper has 0 in most runs",
-                )
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)

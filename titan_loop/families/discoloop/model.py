@@ -21,14 +21,16 @@ Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §4 Eq. 4–6, Appendix B.
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
 import torch
+from annotated_types import Ge, Gt
 from torch import Tensor, nn
 from torchtitan.models.common.decoder_sharding import norm_config
 from torchtitan.protocols.module import Module
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.bounds import FINITE
+from titan_loop.errors import UserError
 from titan_loop.families.discoloop.decoding import DecodingDecoder
 from titan_loop.families.discoloop.soft_decode import Decoding, NormalisedOver
 from titan_loop.families.ouro.model import SIZES
@@ -55,10 +57,10 @@ class DecodingOptions(LoopOptions):
     tie_weights: bool = True
     """Whether embedding and head share one matrix."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Gt(0), FINITE] = 1.0
     """τ, by which logits are divided before the softmax between two steps."""
 
-    top_k: int | None = None
+    top_k: Annotated[int | None, Ge(1)] = None
     """Number of tokens whose embeddings are mixed between two steps; None for all of them."""
 
     normalised_over: NormalisedOver = "top_k"
@@ -72,9 +74,10 @@ class DecodingOptions(LoopOptions):
                 f"model.coda_layers={self.coda_layers}: a state is decoded between two steps "
                 "without layers of its own; leave it at 0"
             )
-        decoding = Decoding(self.temperature, self.top_k, self.normalised_over)
-        decoding.check(vocab_size)
-        return decoding
+        if self.top_k is not None and self.top_k > vocab_size:
+            problem = f"is more than the {vocab_size} tokens of the vocabulary"
+            raise UserError(f"model.top_k={self.top_k} {problem}; leave it out to keep all of them")
+        return Decoding(self.temperature, self.top_k, self.normalised_over)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,7 +89,7 @@ class DiscoLoopOptions(DecodingOptions):
     channel_gate: ChannelGate = "fixed"
     """Strength of the decoded embedding: fixed; or learned, computed for each token."""
 
-    channel_strength: float = 1.0
+    channel_strength: Annotated[float, Gt(-math.inf), FINITE] = 1.0
     """α* of the fixed gate."""
 
 
@@ -157,20 +160,12 @@ def decoder_config(
     options: DiscoLoopOptions, shape: ModelSize, max_seq_len: int
 ) -> DiscoLoopDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
-    kinds = get_args(ChannelGate)
-    if options.channel_gate not in kinds:
-        raise UserError(
-            f"model.channel_gate={options.channel_gate} is unknown"
-            f"{nearest(options.channel_gate, kinds)}"
-        )
     learned = options.channel_gate == "learned"
     if learned and options.channel_strength != 1.0:
         raise UserError(
             f"model.channel_strength={options.channel_strength} has no effect with "
             "model.channel_gate=learned; leave it out"
         )
-    if not math.isfinite(options.channel_strength):
-        raise UserError(f"model.channel_strength={options.channel_strength} must be finite")
     if not options.tie_weights:
         raise UserError(
             "model.tie_weights=False: DiscoLoop decodes and encodes with one matrix; leave it True"

@@ -17,11 +17,13 @@ alone. Deviation: k is a fixed option of the model, since R may change at evalua
 between tokens; theirs follows the number of ponder steps.
 """
 
-import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from annotated_types import Gt
 from torch import Tensor
 
+from titan_loop.bounds import FINITE
 from titan_loop.errors import UserError
 from titan_loop.families.discoloop.decoding import DecodingDecoder
 from titan_loop.families.discoloop.model import DecodingOptions
@@ -38,7 +40,7 @@ class PonderOptions(DecodingOptions):
 
     family: FamilyName = field(default="ponder", init=False)
 
-    start_factor: float = 1.0
+    start_factor: Annotated[float, Gt(0), FINITE] = 1.0
     """k, the factor on the first step's input; above 1 it gives words more weight in the sum."""
 
 
@@ -75,8 +77,6 @@ def decoder_config(
             f"model.injection={options.injection}: every step of a PonderLM starts from the "
             "embeddings anyway; leave it at none"
         )
-    if not 0 < options.start_factor < math.inf:
-        raise UserError(f"model.start_factor={options.start_factor} must be above 0 and finite")
     return loop_config(
         PonderDecoder.Config,
         options,

@@ -19,10 +19,9 @@ Shape suffixes as in `titan_loop/models/readout.py`; K is the number of tokens k
 Source: DiscoLoop, arXiv 2607.00341, §4 Eq. 5 and Appendix B; the streaming is ours.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.embedding import Embedding
 
-from titan_loop.errors import UserError, nearest
 from titan_loop.models.readout import LMHead
 from titan_loop.models.vocabulary import Vocabulary
 
@@ -53,22 +51,6 @@ class Decoding:
     temperature: float = 1.0
     top_k: int | None = None
     normalised_over: NormalisedOver = "top_k"
-
-    def check(self, vocab_size: int) -> None:
-        """Raise `UserError` for values that are never valid, or not with this vocabulary."""
-        if not 0 < self.temperature < math.inf:
-            raise UserError(f"model.temperature={self.temperature} must be above 0 and finite")
-        if self.top_k is not None and not 1 <= self.top_k <= vocab_size:
-            raise UserError(
-                f"model.top_k={self.top_k} must be at least 1 and at most the {vocab_size} tokens "
-                "of the vocabulary; leave it out to keep all of them"
-            )
-        kinds = get_args(NormalisedOver)
-        if self.normalised_over not in kinds:
-            raise UserError(
-                f"model.normalised_over={self.normalised_over} is unknown"
-                f"{nearest(self.normalised_over, kinds)}"
-            )
 
     @property
     def is_sparse(self) -> bool:

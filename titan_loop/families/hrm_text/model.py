@@ -11,10 +11,12 @@ XXL and XXL_wide are listed below, with a vocabulary of 65,536; `1b` is XL, the 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Gt
 from torchtitan.models.common.nn_modules import RMSNorm
 
+from titan_loop.bounds import FINITE
 from titan_loop.errors import UserError
 from titan_loop.families.hrm_text.decoder import HrmDecoder
 from titan_loop.models.attention import LoopAttention
@@ -44,19 +46,19 @@ class HrmTextOptions(ModelOptions):
     exit_gate: bool = False
     """Whether there is an exit gate; every export of this family refuses one."""
 
-    low_cycles: int = 3
+    low_cycles: Annotated[int, Ge(1)] = 3
     """Passes of the low stack in every high cycle."""
 
     prefix_lm: bool = True
     """Whether a prompt's tokens see each other both ways; dataloader.prefix marks them."""
 
-    embedding_scale: float | None = None
+    embedding_scale: Annotated[float | None, Gt(0), FINITE] = None
     """Factor s on embeddings; None takes the factor of the starting weights, else √D."""
 
-    rope_theta: float | None = None
+    rope_theta: Annotated[float | None, Gt(0), FINITE] = None
     """Base of the rotary embedding; None takes the base of the starting weights, else 10,000."""
 
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, Gt(0), FINITE] = 1e-6
     """Added to the mean square in every norm."""
 
     def canonical(self) -> dict[str, Any]:
@@ -74,18 +76,12 @@ class HrmTextOptions(ModelOptions):
 
 
 def _check(options: HrmTextOptions, shape: ModelSize) -> None:
-    if options.low_cycles < 1:
-        raise UserError(f"model.low_cycles={options.low_cycles} must be at least 1")
     if shape.n_layers % 2:
         raise UserError(f"model.n_layers={shape.n_layers} must be even: half are the low stack")
     if shape.n_kv_heads not in (None, shape.n_heads):
         raise UserError(f"model.n_kv_heads={shape.n_kv_heads} must be n_heads={shape.n_heads}")
     if options.prefix_lm and options.attention == "varlen":
         raise UserError("model.attention=varlen cannot do model.prefix_lm=True; use flex or sdpa")
-    for name in ("embedding_scale", "rope_theta", "norm_eps"):
-        value = getattr(options, name)
-        if not 0 < value < float("inf"):
-            raise UserError(f"model.{name}={value} must be a number above 0")
 
 
 def decoder_config(

@@ -38,14 +38,15 @@ and the scale of attention scores that the authors have.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torchtitan.models.common.embedding import Embedding
 
-from titan_loop.errors import UserError, require_known
+from titan_loop.errors import UserError
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.context import AttentionMask, LoopContext
 from titan_loop.models.decoder import LoopDecoder
@@ -63,8 +64,6 @@ from titan_loop.models.recurrence import Carry
 State = Literal["discrete", "continuous"]
 Corrupted = Literal["told", "due"]
 InitialWeights = Literal["ouro", "torch"]
-
-_CHOICES = {"state": State, "corrupted": Corrupted, "initial_weights": InitialWeights}
 
 _ABSENT = (
     "exit_gate",
@@ -98,11 +97,11 @@ class LatentOptions(LoopOptions):
     factors: tuple[int, int, int] | None = None
     """Numbers of syntax symbols, variables and operations; None takes the data's."""
 
-    corruption: float = 0.0
+    corruption: Annotated[float, Ge(0), Le(1)] = 0.0
     """Probability, in training, that some values of a graph are corrupted before a step of a
     discrete model; the paper's self-correction has 0.05."""
 
-    corrupted_share: float = 0.5
+    corrupted_share: Annotated[float, Ge(0), Le(1)] = 0.5
     """Probability that each value that `corrupted` chooses is then replaced."""
 
     corrupted: Corrupted = "told"
@@ -331,8 +330,6 @@ def decoder_config(
     options: LatentOptions, shape: ModelSize, max_seq_len: int
 ) -> LatentDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
-    for name, kinds in _CHOICES.items():
-        require_known(f"model.{name}", getattr(options, name), get_args(kinds))
     defaults = LatentOptions()
     for name in _ABSENT:
         value, absent = getattr(options, name), getattr(defaults, name)
@@ -340,9 +337,6 @@ def decoder_config(
             raise UserError(
                 f"model.{name}={value} does not work with model.family=latent; leave it at {absent}"
             )
-    for name in ("corruption", "corrupted_share"):
-        if not 0 <= getattr(options, name) <= 1:
-            raise UserError(f"model.{name}={getattr(options, name)} must be from 0 to 1")
     if options.corruption and options.state == "continuous":
         raise UserError(
             f"model.corruption={options.corruption} needs the discrete values of "

@@ -14,14 +14,16 @@ Right", arXiv 2610.06833, and its released code.
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.bounds import FINITE, Hint
+from titan_loop.errors import UserError
 from titan_loop.families.moe.attention import StepAttention
 from titan_loop.families.moe.decoder import MoEBlock, MoEDecoder
 from titan_loop.families.moe.feed_forward import ALIGNED, Experts, LoopMoE, RouterGate
@@ -43,16 +45,16 @@ SIZES = {
 class ExpertOptions:
     """The experts of a sparse layer; options of a family are this and the options of its loop."""
 
-    experts: int = 8
+    experts: Annotated[int, Ge(2), Hint("a dense model is nanbeige")] = 8
     """Experts of a sparse layer, E."""
 
-    top_k: int = 2
+    top_k: Annotated[int, Ge(1)] = 2
     """Experts that a token visits in a sparse layer, k."""
 
-    expert_hidden_dim: int | None = None
+    expert_hidden_dim: Annotated[int | None, Ge(1)] = None
     """Feed-forward width of an expert; None takes hidden_dim."""
 
-    shared_experts: int = 0
+    shared_experts: Annotated[int, Ge(0)] = 0
     """Experts of a sparse layer that every token visits, beside the k."""
 
     router: Literal["sigmoid", "softmax"] = "sigmoid"
@@ -61,10 +63,10 @@ class ExpertOptions:
     normalise_scores: bool = True
     """Whether the scores of a token's k experts are divided by their sum."""
 
-    score_scale: float = 1.0
+    score_scale: Annotated[float, Gt(0), FINITE] = 1.0
     """Factor on the scores of the chosen experts."""
 
-    bias_rate: float = 1e-3
+    bias_rate: Annotated[float, Ge(0), FINITE] = 1e-3
     """Change of an expert's bias in a training step, against unequal loads; 0 turns it off."""
 
     def experts_canonical(self, hidden_dim: int | None) -> dict[str, Any]:
@@ -79,11 +81,11 @@ class MoEOptions(ExpertOptions, LlamaOptions):
 
     family: FamilyName = field(default="moe", init=False)
 
-    routers: int = 1
+    routers: Annotated[int, Ge(1)] = 1
     """Number of routers of a looped layer: one for all steps, or one for each of the first steps;
     the last router serves all further steps."""
 
-    attentions: int = 1
+    attentions: Annotated[int, Ge(1)] = 1
     """Number of attentions of a looped layer: one for all steps, or one for each of the first
     steps; the last attention serves all further steps."""
 
@@ -133,9 +135,6 @@ def decoder_config(options: MoEOptions, shape: ModelSize, max_seq_len: int) -> M
 
 def _check(options: MoEOptions, shape: ModelSize) -> None:
     check_experts(options, shape)
-    for name in ("routers", "attentions"):
-        if getattr(options, name) < 1:
-            raise UserError(f"model.{name}={getattr(options, name)} must be at least 1")
     layers = range(1, shape.n_layers + 1)
     unknown = [layer for layer in options.dense_layers if layer not in layers]
     if unknown or len({*options.dense_layers}) == len(layers):
@@ -148,23 +147,11 @@ def _check(options: MoEOptions, shape: ModelSize) -> None:
 def check_experts(options: ExpertOptions, shape: ModelSize) -> None:
     """Raise `UserError` where experts, widths and router do not fit together."""
     experts, top_k = options.experts, options.top_k
-    if experts < 2:
-        raise UserError(f"model.experts={experts} must be at least 2; a dense model is nanbeige")
-    if not 1 <= top_k <= experts:
-        raise UserError(f"model.top_k={top_k} must be from 1 to model.experts={experts}")
+    if top_k > experts:
+        raise UserError(f"model.top_k={top_k} must be at most model.experts={experts}")
     for name, value in {"dim": shape.dim, "expert_hidden_dim": options.expert_hidden_dim}.items():
-        if value is None or value < 1 or value % ALIGNED:
+        if value is None or value % ALIGNED:
             raise UserError(f"model.{name}={value} must be a multiple of {ALIGNED} with experts")
-    if options.router not in get_args(Literal["sigmoid", "softmax"]):
-        known = ("sigmoid", "softmax")
-        raise UserError(f"model.router={options.router} is unknown{nearest(options.router, known)}")
-    if options.shared_experts < 0:
-        raise UserError(f"model.shared_experts={options.shared_experts} must be at least 0")
-    for name in ("score_scale", "bias_rate"):
-        value = getattr(options, name)
-        if not 0 <= value < math.inf or (name == "score_scale" and not value):
-            least = "above 0" if name == "score_scale" else "of 0 or more"
-            raise UserError(f"model.{name}={value} must be a number {least}")
 
 
 def mixture_config(

@@ -11,15 +11,15 @@ Deviation: the mean over visits instead of the sum over layers, so that α and �
 every R.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import Ge
 from torch import Tensor
 from torchtitan.config import CompileConfig
 
-from titan_loop.errors import Refusal
-from titan_loop.models.exit_gate import Trainable
+from titan_loop.bounds import FINITE
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
@@ -36,10 +36,10 @@ class MoELoss(ExpectedExitLoss):
     class Config(ExpectedExitLoss.Config):
         """α and ζ of the routers, and the options of the cross entropy."""
 
-        balance_weight: float = 0.0
+        balance_weight: Annotated[float, Ge(0), FINITE] = 0.0
         """α, the weight of unequal loads within a window; DeepSeek-V3 has 1e-4 beside the bias."""
 
-        router_z_weight: float = 0.0
+        router_z_weight: Annotated[float, Ge(0), FINITE] = 0.0
         """ζ, the weight of large router logits; ST-MoE has 1e-3."""
 
         def aux(self) -> Mapping[str, str]:
@@ -48,20 +48,6 @@ class MoELoss(ExpectedExitLoss):
                 "balance": f"loss.balance_weight={self.balance_weight}",
                 "router_z": f"loss.router_z_weight={self.router_z_weight}",
             }
-
-        def refusals(
-            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
-        ) -> Iterator[Refusal]:
-            """Refuse weights out of range, after the refusals of the base class."""
-            yield from ExpectedExitLoss.Config.refusals(
-                self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
-            )
-            for name in ("balance_weight", "router_z_weight"):
-                value = getattr(self, name)
-                if not 0 <= value < math.inf:
-                    yield Refusal.of(
-                        f"loss.{name}", value, "must be finite and at least 0", "0 turns it off"
-                    )
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)

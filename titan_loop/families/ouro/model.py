@@ -10,11 +10,12 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 2, Appendix D; released 
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import get_args
+from typing import Annotated
 
+from annotated_types import Ge
 from torch import nn
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError
 from titan_loop.families.ouro.step_readout import EarlyStates, OuroDecoder, StepReadout
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
 from titan_loop.models.initialisation import normal_matrix
@@ -39,7 +40,7 @@ class OuroOptions(LoopOptions):
 
     family: FamilyName = field(default="ouro", init=False)
 
-    readout_rank: int | None = None
+    readout_rank: Annotated[int | None, Ge(0)] = None
     """Rank of the map that each step has in front of head and gate; 0 for a scale per dimension
     only, None for no map."""
 
@@ -50,16 +51,11 @@ class OuroOptions(LoopOptions):
 
 def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> OuroDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
-    if options.early_states not in get_args(EarlyStates):
-        hint = nearest(options.early_states, get_args(EarlyStates))
-        raise UserError(f"model.early_states={options.early_states} is unknown{hint}")
     readout = None
     if options.readout_rank is not None:
-        if not 0 <= options.readout_rank < shape.dim:
-            raise UserError(
-                f"model.readout_rank={options.readout_rank} must be at least 0 and below "
-                f"model.dim={shape.dim}"
-            )
+        if options.readout_rank >= shape.dim:
+            rank = f"model.readout_rank={options.readout_rank}"
+            raise UserError(f"{rank} must be below model.dim={shape.dim}")
         readout = StepReadout.Config(
             dim=shape.dim,
             steps=shape.recurrent_steps,

@@ -7,16 +7,17 @@ gate's logits carry a gradient: cross entropies and targets are detached.
 Shape suffixes: R recurrent steps, P = R − 1 pairs of neighbouring steps, B batch, L sequence.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Gt
 from torch import Tensor
 from torchtitan.config import CompileConfig
 
+from titan_loop.bounds import FINITE, Hint
 from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import LoopOutput
@@ -151,10 +152,10 @@ class AdaptiveGateLoss(StreamedLoss):
     class Config(StreamedLoss.Config):
         """Constants of the gate's target, and the step whose improvement sets it."""
 
-        slope: float = 50.0
+        slope: Annotated[float, Gt(0), FINITE, Hint("the paper uses 50")] = 50.0
         """k, the sharpness of the target's turn from exit to continue, per nat."""
 
-        threshold: float = 0.005
+        threshold: Annotated[float, Ge(0), FINITE, Hint("the paper uses 0.005")] = 0.005
         """γ, the improvement in nats at which exit and continue are equally good."""
 
         look_ahead: bool = False
@@ -164,16 +165,6 @@ class AdaptiveGateLoss(StreamedLoss):
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
             """Refuse constants that make no target, and runs in which no gate could learn."""
-            if not 0 < self.slope < math.inf:
-                yield Refusal(
-                    "loss.slope", f"loss.slope={self.slope} must be positive", "the paper uses 50"
-                )
-            if not 0 <= self.threshold < math.inf:
-                yield Refusal(
-                    "loss.threshold",
-                    f"loss.threshold={self.threshold} must not be negative",
-                    "the paper uses 0.005",
-                )
             if trainable == "all":
                 yield Refusal(
                     "trainable",

@@ -21,11 +21,12 @@ run or level, because their exams leave the model in evaluation mode.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Lt
 from torchtitan.models.common.embedding import Embedding
 
-from titan_loop.errors import UserError, require_known
+from titan_loop.errors import UserError
 from titan_loop.models.family import (
     RUNTIME_OPTIONS,
     Family,
@@ -80,7 +81,7 @@ class RecurrentDepthOptions(ModelOptions):
     """Kind of positions: learned adds a vector to the embedding, none leaves order to the causal
     mask."""
 
-    learned_positions: int | None = None
+    learned_positions: Annotated[int | None, Ge(1)] = None
     """Rows of the table of learned positions, at least the tokens of a window."""
 
     initial_tables: InitialTables = "matrix"
@@ -91,20 +92,13 @@ class RecurrentDepthOptions(ModelOptions):
     """Initial output projections: zero, so that a step is the identity; matrix draws them like the
     other matrices."""
 
-    dropout: float = 0.0
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of the outputs of attention and feed-forward that is zeroed in training, before they
     are added to the state."""
 
     def implied(self) -> Mapping[str, Any]:
         """Return the record of a plain loop."""
         return PLAIN_LOOP
-
-
-_CHOICES = {
-    "positions": AbsolutePositions,
-    "initial_tables": InitialTables,
-    "initial_outputs": InitialOutputs,
-}
 
 
 def _table(options: RecurrentDepthOptions, shape: ModelSize) -> dict[str, Callable]:
@@ -122,8 +116,8 @@ def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Co
                 "out"
             )
         return Positions.Config()
-    if rows is None or rows < 1:
-        raise UserError("model.positions=learned needs model.learned_positions of at least 1")
+    if rows is None:
+        raise UserError("model.positions=learned needs model.learned_positions")
     table = PositionTable.Config(
         num_embeddings=rows, embedding_dim=shape.dim, param_init=_table(options, shape)
     )
@@ -136,8 +130,6 @@ def decoder_config(
     """Return the architecture; arguments as in `Family.decoder_config`."""
     if options.exit_gate:
         raise UserError("model.exit_gate=True: family recurrent_depth has no exit gate")
-    for name, kinds in _CHOICES.items():
-        require_known(f"model.{name}", getattr(options, name), get_args(kinds))
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
     head_dim, table = shape.dim // shape.n_heads, _table(options, shape)

@@ -12,16 +12,17 @@ systematic generalisation; the paper does not mention it.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Lt
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import CompileConfig
 from torchtitan.config.configs import ParallelismConfig
 
 from titan_loop.errors import Refusal
-from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.streamed_loss import LossBatch, StreamedLoss
@@ -34,23 +35,12 @@ class SmoothedLoss(StreamedLoss):
     class Config(StreamedLoss.Config):
         """The degree of smoothing."""
 
-        label_smoothing: float = 0.1
+        label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.1
         """ε, the share of the target that is spread evenly over all tokens."""
 
         def collect(self, *, exit_gate: bool) -> Collect:
             """Ask for the last state only."""
             return "last"
-
-        def refusals(
-            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
-        ) -> Iterator[Refusal]:
-            """Refuse an ε out of range, after the refusals of `StreamedLoss`."""
-            yield from StreamedLoss.Config.refusals(
-                self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
-            )
-            if not 0 <= self.label_smoothing < 1:
-                problem = "must be at least 0 and below 1"
-                yield Refusal.of("loss.label_smoothing", self.label_smoothing, problem)
 
         def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
             """Refuse to split the vocabulary, or a window's labels, over ranks."""

@@ -19,9 +19,10 @@ Source: Bae et al. 2024, arXiv 2410.20672, §2.5 (for tied layers).
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 from torchtitan.config import CompileConfig
 from torchtitan.config.configs import ParallelismConfig
@@ -53,7 +54,7 @@ class DistillationLoss(StreamedLoss):
         """A run or checkpoint with the same vocabulary, used at its own R; empty for the model
         itself at R = 1."""
 
-        share: float = 1.0
+        share: Annotated[float, Ge(0), Le(1)] = 1.0
         """α, the weight of the KL divergence from the teacher; the cross entropy has 1 − α."""
 
         def collect(self, *, exit_gate: bool) -> Collect:
@@ -63,12 +64,10 @@ class DistillationLoss(StreamedLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Refuse a share out of range, a gate, and a teacher that cannot be opened."""
+            """Refuse a gate, and a teacher that cannot be opened."""
             yield from StreamedLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )
-            if not 0 <= self.share <= 1:
-                yield Refusal.of("loss.share", self.share, "must be from 0 to 1")
             if exit_gate:
                 problem = "has no effect on an exit gate: the last step alone is distilled"
                 yield Refusal.of("loss", "DistillationLoss", problem, "set model.exit_gate=False")

@@ -21,12 +21,14 @@ model).
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
+from annotated_types import Ge, Gt
 from torch import Tensor
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.bounds import FINITE
+from titan_loop.errors import UserError
 from titan_loop.families.retrofit.adapters import (
     ADAPTERS,
     AdaptedBlock,
@@ -69,26 +71,26 @@ class RetrofitOptions(LlamaOptions):
     mixer: bool = False
     """Whether every step reads state and prelude's output side by side, through a linear map."""
 
-    start_noise: float = 0.0
+    start_noise: Annotated[float, Ge(0), FINITE] = 0.0
     """σ of the noise in which the mixer's state starts; 0 starts at the prelude's output."""
 
-    damping: int = 1
+    damping: Annotated[int, Ge(1)] = 1
     """K, the number of steps that make one pass through the looped layers: each moves the state
     1/K of the way."""
 
-    adapter_rank: int = 0
+    adapter_rank: Annotated[int, Ge(0)] = 0
     """Rank of the adapters beside every matrix of the looped layers; 0 for none."""
 
-    adapter_sets: int = 1
+    adapter_sets: Annotated[int, Ge(1)] = 1
     """Number of sets of adapters, each for one step; later steps use the last."""
 
-    adapter_first_step: int = 1
+    adapter_first_step: Annotated[int, Ge(1)] = 1
     """The first step with adapters; earlier ones run the layers as they are."""
 
     trained: Trained = "all"
     """Parameters that train: all, core (looped layers and new parameters), or new (those alone)."""
 
-    new_rate_factor: float = 1.0
+    new_rate_factor: Annotated[float, Gt(0), FINITE] = 1.0
     """Factor on the scheduled learning rate for parameters that the dense model does not have."""
 
 
@@ -230,28 +232,21 @@ def decoder_config(
     options: RetrofitOptions, shape: ModelSize, max_seq_len: int
 ) -> RetrofitDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
-    if options.damping < 1:
-        raise UserError(f"model.damping={options.damping} must be at least 1")
     if options.injection != "none":
         raise UserError(
             f"model.injection={options.injection}: a retrofitted loop reads its prelude through "
             "model.bridge; leave it at none"
         )
-    if options.new_rate_factor <= 0:
-        raise UserError(f"model.new_rate_factor={options.new_rate_factor} must be above 0")
-    if options.trained not in get_args(Trained):
-        close = nearest(options.trained, get_args(Trained))
-        raise UserError(f"model.trained={options.trained} is unknown{close}")
     adapters = _adapters(options, shape)
     if options.mixer and (options.bridge or options.damping > 1):
         raise UserError(
             "model.mixer=True reads the prelude at every step; leave out model.bridge and "
             "model.damping"
         )
-    if options.start_noise < 0 or (options.start_noise and not options.mixer):
+    if options.start_noise and not options.mixer:
         raise UserError(
-            f"model.start_noise={options.start_noise} must be at least 0, and is the start of a "
-            "mixer's state; leave it at 0 without model.mixer"
+            f"model.start_noise={options.start_noise} is the start of a mixer's state; leave it at "
+            "0 without model.mixer"
         )
     parts = (adapters is not None, options.bridge, options.mixer)
     if options.trained == "new" and not any(parts):
@@ -282,13 +277,8 @@ def decoder_config(
 
 def _adapters(options: RetrofitOptions, shape: ModelSize) -> AdapterSets | None:
     adapters = AdapterSets(options.adapter_rank, options.adapter_sets, options.adapter_first_step)
-    if not 0 <= adapters.rank <= shape.dim:
-        raise UserError(
-            f"model.adapter_rank={adapters.rank} must be from 0 to the width, {shape.dim}"
-        )
-    for name in ("adapter_sets", "adapter_first_step"):
-        if getattr(options, name) < 1:
-            raise UserError(f"model.{name}={getattr(options, name)} must be at least 1")
+    if adapters.rank > shape.dim:
+        raise UserError(f"model.adapter_rank={adapters.rank} is more than the width, {shape.dim}")
     if adapters.rank:
         return adapters
     if adapters != _NO_ADAPTERS:

@@ -14,12 +14,13 @@ import math
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
+from annotated_types import Ge, Gt, Lt
 from torch import nn
 from torchtitan.models.common.nn_modules import RMSNorm
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError
 from titan_loop.families.xllm.decoder import States, XllmDecoder
 from titan_loop.families.xllm.injection import Injection, injection_config
 from titan_loop.families.xllm.start_state import Start, StartState
@@ -39,9 +40,6 @@ SIZES = {
     "l": ModelSize(6144, 4, 96, 17_408, vocab_size=64_256, recurrent_steps=5, n_kv_heads=24),
     "730m": ModelSize(1536, 28, 24, 4352, vocab_size=250_624, recurrent_steps=8, n_kv_heads=6),
 }
-
-_CHOICES = {"injection": Injection, "start_state": Start, "states": States}
-
 
 DecoderConfig = TypeVar("DecoderConfig", bound=XllmDecoder.Config)
 
@@ -68,7 +66,7 @@ class XllmOptions(LlamaOptions):
     injection: Injection = "diagonal"  # type: ignore[assignment]  other kinds than the generic loop
     """Injection of the prelude's output into every update: none, diagonal, linear, orthogonal."""
 
-    injection_step: float = 1.0
+    injection_step: Annotated[float, Gt(0), Lt(100)] = 1.0
     """Δ of the diagonal and the orthogonal injection before training."""
 
     start_state: Start = "normal"
@@ -78,13 +76,13 @@ class XllmOptions(LlamaOptions):
     """Recurrent states: one; or two, high and low, which are updated by the same looped layers
     (shared) or by one half of them each (split). A recurrent step is then a high cycle."""
 
-    low_cycles: int = 3
+    low_cycles: Annotated[int, Ge(1)] = 3
     """Updates of the low state in every high cycle; with one state it has no effect."""
 
-    core_passes: int = 1
+    core_passes: Annotated[int, Ge(1)] = 1
     """Passes through an update's layers; the injection runs before the first pass only."""
 
-    untied_steps: int = 1
+    untied_steps: Annotated[int, Ge(1)] = 1
     """Number of equal parts of the looped layers, each preceded by an injection: with R = 1, an
     unrolled loop whose steps do not share weights."""
 
@@ -94,31 +92,18 @@ class XllmOptions(LlamaOptions):
     state_norm: bool = False
     """Whether every update ends with an RMSNorm that has no learned gain."""
 
-    student: int = 0
+    student: Annotated[int, Ge(0)] = 0
     """Number of blocks in the student, which predicts the state of prompts; 0 for no student. In a
     model with a student only the student trains."""
 
 
 def _check(options: XllmOptions, shape: ModelSize) -> None:
-    for name, kinds in _CHOICES.items():
-        value = getattr(options, name)
-        if value not in get_args(kinds):
-            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
-    for name in ("low_cycles", "core_passes", "untied_steps"):
-        if getattr(options, name) < 1:
-            raise UserError(f"model.{name}={getattr(options, name)} must be at least 1")
-    if not 0 < options.injection_step < 100:
-        raise UserError(
-            f"model.injection_step={options.injection_step} must be above 0 and below 100"
-        )
     if options.injection == "none" and (options.start_state != "input" or options.prelude_norm):
         raise UserError(
             f"model.injection=none with model.start_state={options.start_state} and "
             f"model.prelude_norm={options.prelude_norm}: the core would not read its input; set "
             "start_state to input and prelude_norm to False, or choose an injection"
         )
-    if options.student < 0:
-        raise UserError(f"model.student={options.student} must be 0 or more")
     if options.student and (options.injection == "none" or options.states != "one"):
         raise UserError(
             f"model.student={options.student} predicts the one state that an injection adds to: "

@@ -1,0 +1,1 @@
+"""Optimisers: a file each, and the container of those that a run uses."""
