@@ -27,8 +27,8 @@ Part: TypeAlias = Callable[..., Any]
 class Recurrence:
     """The loop over recurrent steps, with truncated gradients and recomputation.
 
-    R and k, `backward_steps`, are those of the latest pass, for families whose step or readout
-    depends on them. `wrap(step)` runs in place of every step, for example to recompute it.
+    `recurrent_steps` and `backward_steps` are R and k of the latest pass, for families whose step
+    or readout depends on them. `wrap(step)` runs in place of every step, for example to recompute it.
     """
 
     def __init__(self) -> None:

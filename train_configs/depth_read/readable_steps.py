@@ -82,7 +82,9 @@ class ReadableStepsLoss(ExpectedExitLoss):
         """δ in [0, 1], the weight of the KL divergence from the last step's distribution in an
         early step's loss; its cross entropy has 1 − δ."""
 
-        state_distance: Schedule = field(default_factory=lambda: Schedule.constant(0.0))
+        state_distance: Annotated[Schedule, Ge(0)] = field(
+            default_factory=lambda: Schedule.constant(0.0)
+        )
         """μ against global tokens, the weight of the squared distance of early states to the last,
         divided by its squared norm. It needs no logits."""
 

@@ -1,12 +1,9 @@
 """The smoothed loss against its formula in float64, token by token."""
 
-import math
-
 import pytest
 import torch
 from torchtitan.config.configs import ParallelismConfig
 
-from titan_loop.errors import UserError, raise_first
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
 from titan_loop.families.recurrent_depth.objective import SmoothedLoss
 from titan_loop.models.family import build_decoder
@@ -45,15 +42,6 @@ def test_it_is_the_formula_over_labelled_tokens_with_its_gradient(rows: list[int
         got, torch.autograd.grad(wanted / VALID, [*model.parameters()]), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=EXACT, rtol=0)
-
-
-@pytest.mark.parametrize("smoothing", [-0.1, 1.0, math.nan])
-def test_shares_that_are_none_are_refused(smoothing: float):
-    config = SmoothedLoss.Config(label_smoothing=smoothing)
-    with pytest.raises(
-        UserError, match=r"loss\.label_smoothing=\S+ must be at least 0 and below 1"
-    ):
-        raise_first(config.refusals(trainable="all", exit_gate=False, fewest_steps=1))
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel_degree", "context_parallel_degree"])
