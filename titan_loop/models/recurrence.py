@@ -28,7 +28,7 @@ class Recurrence:
     """The loop over recurrent steps, with truncated gradients and recomputation.
 
     `recurrent_steps` and `backward_steps` are R and k of the latest pass, for families whose step
-    or readout depends on them. `wrap(step)` runs in place of every step, for example to recompute it.
+    or readout depends on them. `wrap(step)` runs in place of every step, such as to recompute it.
     """
 
     def __init__(self) -> None:
