@@ -34,7 +34,7 @@ PROMPTS = (
     "Water boils at one hundred degrees because",
 )
 GREEDY_TOKENS = 48
-DRIVER = Path("tests/families/nanbeige/llama_cpp.py")
+DRIVER = Path("tests/support/llama_cpp_driver.py")
 
 
 def _opened(run: str) -> tuple[SavedRun, LoopDecoder]:

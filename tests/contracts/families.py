@@ -102,10 +102,12 @@ class Contract:
 
 @cache
 def contracts() -> dict[str, Contract]:
-    """Return folder of `titan_loop/families/` → its contract, which may import this module."""
+    """Return folder of a family, or llama → its contract, which may import this module."""
+    folders = [folder.name for folder in pkgutil.iter_modules(titan_loop.families.__path__)]
+    places = {"llama": "tests.models", **{name: f"tests.families.{name}" for name in folders}}
     return {
-        folder.name: importlib.import_module(f"tests.families.{folder.name}.contract").CONTRACT
-        for folder in pkgutil.iter_modules(titan_loop.families.__path__)
+        name: importlib.import_module(f"{place}.contract").CONTRACT
+        for name, place in places.items()
     }
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from titan_loop.families.moe.model import MoEOptions
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.models.llama import DenseOptions
 from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.optimizers.muon import MuonConfig
 
@@ -33,7 +33,7 @@ def make(kind: Any, **options: Any) -> LoopDecoder:
 @pytest.mark.parametrize(
     ("kind", "outputs"),
     [
-        (NanbeigeOptions, ("attention.wo.weight", "feed_forward.w2.weight")),
+        (DenseOptions, ("attention.wo.weight", "feed_forward.w2.weight")),
         (OuroOptions, ("attention_post_norm.weight", "ffn_post_norm.weight")),
         (MoEOptions, ("attention.wo.weight", "inner_experts.w2_EDF")),
     ],
@@ -56,7 +56,7 @@ def test_looped_layers_add_the_factor_times_as_much(kind, outputs):
 
 def test_a_checkpoint_keeps_its_factor():
     configs = [
-        decoder_config(NanbeigeOptions(branch_scale=LAMBDA, recurrent_steps=steps), max_seq_len=8)
+        decoder_config(DenseOptions(branch_scale=LAMBDA, recurrent_steps=steps), max_seq_len=8)
         for steps in (2, 4)
     ]
     factors = [config.architecture["branch_factor"] for config in configs]
@@ -110,7 +110,7 @@ def test_the_matrices_of_more_layers_learn_more_slowly(optimizer):
         assert len(matrices) == 8 * 4 + 3 + 7 * 4  # one layer is dense; a router is a matrix, too
 
 
-@pytest.mark.parametrize("kind", [OuroOptions, NanbeigeOptions, MoEOptions])
+@pytest.mark.parametrize("kind", [OuroOptions, DenseOptions, MoEOptions])
 def test_matrices_start_smaller_and_tables_do_not(kind):
     def deviations(**options: Any) -> dict[str, float]:
         torch.manual_seed(0)

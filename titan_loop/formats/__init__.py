@@ -11,4 +11,13 @@ from titan_loop.plugins import Plugin, register
 
 _FILE = "titan_loop.formats.gguf_file"
 
-register(Plugin(formats={"gguf": f"{_FILE}:GGUF", "gguf-unrolled": f"{_FILE}:GGUF_UNROLLED"}))
+register(
+    Plugin(
+        families={"nanbeige": "titan_loop.models.llama:DENSE"},
+        formats={
+            "gguf": f"{_FILE}:GGUF",
+            "gguf-unrolled": f"{_FILE}:GGUF_UNROLLED",
+            "llama-unrolled": "titan_loop.formats.llama:LLAMA_FOLDER",
+        },
+    )
+)

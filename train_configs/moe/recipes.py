@@ -29,8 +29,7 @@ from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
-from titan_loop.families.nanbeige.model import NanbeigeOptions
-from titan_loop.models.llama import LlamaOptions
+from titan_loop.models.llama import DenseOptions, LlamaOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -51,9 +50,9 @@ def _flat_experts(layers: int, width: int = EXPERT_WIDTH) -> int:
     return layers * EXPERTS * EXPERT_WIDTH // width + attentions // (3 * DIM * width)
 
 
-def _dense(steps: int, experts: int = TOP_K) -> NanbeigeOptions:
+def _dense(steps: int, experts: int = TOP_K) -> DenseOptions:
     """Return a dense model whose feed-forwards are as wide as so many experts."""
-    return NanbeigeOptions(n_layers=VISITS // steps, hidden_dim=experts * EXPERT_WIDTH, **SHAPE)
+    return DenseOptions(n_layers=VISITS // steps, hidden_dim=experts * EXPERT_WIDTH, **SHAPE)
 
 
 def _sparse(steps: int, top_k: int = TOP_K, **changes: Any) -> MoEOptions:

@@ -5,7 +5,7 @@ titan-loop convert export runs/nanbeige --to gguf --output nanbeige.gguf
 bash tools/chat.sh nanbeige.gguf
 """
 
-from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.models.llama import DenseOptions
 from titan_loop.training.trainer import LoopTrainer
 
 from ..quickstart.recipes import quickstart
@@ -19,7 +19,7 @@ def nanbeige_quickstart() -> LoopTrainer.Config:
     """
     config = quickstart()
     config.dump_folder = "runs/nanbeige"
-    config.model = NanbeigeOptions(
+    config.model = DenseOptions(
         size="quickstart",
         n_layers=1,
         dim=96,

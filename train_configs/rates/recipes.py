@@ -18,7 +18,7 @@ from typing import Any
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.evaluation.offline_tasks import HELD_OUT
-from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.models.llama import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -154,7 +154,7 @@ def _arm(
 ) -> LoopTrainer.Config:
     config = LoopTrainer.Config(
         total_tokens=tokens,
-        model=NanbeigeOptions(
+        model=DenseOptions(
             size="quickstart",
             dim=width,
             n_heads=width // HEAD,

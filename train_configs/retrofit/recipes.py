@@ -25,10 +25,9 @@ from typing import Any
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.evaluation.offline_tasks import HELD_OUT
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.retrofit.distillation import DistillationLoss
 from titan_loop.families.retrofit.surgery import Surgery
-from titan_loop.models.llama import LlamaOptions
+from titan_loop.models.llama import DenseOptions, LlamaOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -48,9 +47,7 @@ LLAMA_TOKENS = 52_000_000_000
 LLAMA_START = "runs/retrofit_llama_1b/start"
 """Run of `titan-loop retrofit TINYLLAMA --mode dropped --prelude 4 --core 8 --coda 4`."""
 
-DENSE = NanbeigeOptions(
-    size="smollm2-135m", tie_weights=True, rope_theta=100_000.0, recurrent_steps=1
-)
+DENSE = DenseOptions(size="smollm2-135m", tie_weights=True, rope_theta=100_000.0, recurrent_steps=1)
 SPAN: dict[str, Any] = {"prelude": 6, "core": 6, "coda": 18}
 """The span of six layers whose second pass costs least untrained, by a scan of two windows."""
 
@@ -168,7 +165,7 @@ def retrofit_smollm2() -> Recipe:
 def retrofit_llama_1b() -> Recipe:
     """TinyLlama with layers left out, looped 32 times, as published (arXiv 2511.07384)."""
     surgery = Surgery(mode="dropped", prelude=4, core=8, coda=4, recurrent_steps=32)
-    dense = NanbeigeOptions(size="tinyllama-1.1b", recurrent_steps=1)
+    dense = DenseOptions(size="tinyllama-1.1b", recurrent_steps=1)
     config = LoopTrainer.Config(
         total_tokens=LLAMA_TOKENS,
         model=surgery.options(dense),

@@ -30,12 +30,12 @@ import numpy as np
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.evaluation.offline_tasks import HELD_OUT
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.prior import LearnedDepth, PriorSettings
 from titan_loop.families.xllm.student_loss import StudentLoss, TeacherStart
 from titan_loop.models.family import ModelOptions
+from titan_loop.models.llama import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.callback import Callback
@@ -73,10 +73,10 @@ _PLAIN: dict[str, Any] = {
 }
 _CYCLES: dict[str, Any] = {"recurrent_steps": 2, "low_cycles": 3}
 PART_ONE: dict[str, ModelOptions] = {
-    "dense_d28": NanbeigeOptions(**_PLAIN, n_layers=28, recurrent_steps=1),
-    "dense_d112": NanbeigeOptions(**_PLAIN, n_layers=112, recurrent_steps=1),
-    "dense_ouro": NanbeigeOptions(**_PLAIN, n_layers=28, recurrent_steps=4),
-    "dense_middle": NanbeigeOptions(
+    "dense_d28": DenseOptions(**_PLAIN, n_layers=28, recurrent_steps=1),
+    "dense_d112": DenseOptions(**_PLAIN, n_layers=112, recurrent_steps=1),
+    "dense_ouro": DenseOptions(**_PLAIN, n_layers=28, recurrent_steps=4),
+    "dense_middle": DenseOptions(
         **_PLAIN, n_layers=28, recurrent_steps=8, prelude_layers=8, coda_layers=8
     ),
     "dense_ouro_raw_injection": XllmOptions(
@@ -129,7 +129,7 @@ PART_TWO: dict[str, Row] = {
     "s_parcae": Row(options=_s(injection_step=PARCAE_STEP, prelude_norm=True), rate=1.5e-3),
     "s_orthoinj": Row(options=_s(injection="orthogonal", injection_step=PARCAE_STEP), rate=2e-3),
     "s_d4": Row(
-        options=NanbeigeOptions(**{**_PLAIN, "vocab_size": 64_256}, n_layers=4, recurrent_steps=1),
+        options=DenseOptions(**{**_PLAIN, "vocab_size": 64_256}, n_layers=4, recurrent_steps=1),
         rate=2e-3,
         depth="fixed",
     ),

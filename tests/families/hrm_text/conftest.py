@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.families.nanbeige.conftest import Make, ascii_tokenizer, maker  # noqa: F401
+from tests.support.llama_runs import Make, ascii_tokenizer, maker  # noqa: F401
 from titan_loop.families.hrm_text.model import HrmTextOptions
 
 

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.families.hrm_text.contract import OTHER
-from tests.families.nanbeige.conftest import VOCABULARY
-from tests.families.nanbeige.test_formats import convert
-from tests.families.nanbeige.test_llama_cpp import (
+from tests.families.ouro.hugging_face.conftest import convert
+from tests.families.ouro.hugging_face.test_export import error_of
+from tests.support.llama_cpp import (
     CLOSE,
     PROMPT,
     TOKENS,
@@ -17,7 +17,7 @@ from tests.families.nanbeige.test_llama_cpp import (
     ask,
     log_probs,
 )
-from tests.families.ouro.hugging_face.test_export import error_of
+from tests.support.llama_runs import VOCABULARY
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.families.hrm_text.formats import HrmTextShape
 from titan_loop.runs.saved_run import SavedRun

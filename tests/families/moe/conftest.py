@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.families.nanbeige.conftest import VOCABULARY, Made, ascii_tokenizer, make_run  # noqa: F401
 from tests.families.ouro.hugging_face.conftest import randomise, write_run
+from tests.support.llama_runs import VOCABULARY, Made, ascii_tokenizer, make_run  # noqa: F401
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.models.family import build_decoder
 

@@ -1,4 +1,4 @@
-"""Cases of mixtures of experts, with Llama's loop and with xLLM's."""
+"""Cases of mixtures of experts."""
 
 from pathlib import Path
 
@@ -6,8 +6,6 @@ from tests.contracts.families import Compiled, Contract, Folder, Generated, Run
 from tests.contracts.runs import BATCH, small_run
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
-from titan_loop.families.moe.xllm import XllmMoEOptions
-from titan_loop.inference.exit_policy import Confidence
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -34,11 +32,6 @@ def rehearsed(config: LoopTrainer.Config) -> None:
     config.loss, config.recurrence.steps = MoELoss.Config(), Schedule.constant(2)
 
 
-def xllm(**options) -> Generated:
-    """Return a model of xLLM's loop."""
-    return Generated(XllmMoEOptions(experts=4, dim=32, **options), Confidence(0.08))
-
-
 CONTRACT = Contract(
     compiled={
         "attentions": Compiled(MoEOptions(n_layers=1, attentions=3), graphs=6),
@@ -47,9 +40,6 @@ CONTRACT = Contract(
         "own routers": Generated(
             MoEOptions(routers=2, attentions=2, exit_gate=True, coda_layers=1, dim=32)
         ),
-        "xllm": xllm(),
-        "xllm split": xllm(states="split"),
-        "xllm linear": xllm(injection="linear"),
     },
     rehearsed={"experts": rehearsed},
     runs={

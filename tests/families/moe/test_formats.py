@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.families.moe.conftest import MakeMoE
-from tests.families.nanbeige.conftest import VOCABULARY
-from tests.families.nanbeige.test_formats import convert
+from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.ouro.hugging_face.test_export import error_of
+from tests.support.llama_runs import VOCABULARY
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.models.family import build_decoder

@@ -16,8 +16,8 @@ from titan_loop.errors import UserError
 from titan_loop.families.moe.decoder import MoEDecoder
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.models.family import ModelOptions, build_decoder, decoder_config
+from titan_loop.models.llama import DenseOptions
 
 L = 16
 ALONE = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
@@ -153,7 +153,7 @@ def spread(family_options: ModelOptions, world: int, **parallelism: object) -> N
         ),
         (MoEOptions(experts=6), 4, {"expert_parallel_degree": 4}, "must divide model.experts=6"),
         (MoEOptions(), 2, {"context_parallel_degree": 2}, "context_parallel_degree=2 does not"),
-        (NanbeigeOptions(), 2, {"expert_parallel_degree": 2}, "family=nanbeige has no experts"),
+        (DenseOptions(), 2, {"expert_parallel_degree": 2}, "family=nanbeige has no experts"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused_in_a_line(options, world, parallelism, message):

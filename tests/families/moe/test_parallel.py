@@ -22,7 +22,7 @@ from titan_loop.distributed.muon import Muon
 from titan_loop.families.moe.decoder import SparseConfig
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
-from titan_loop.families.moe.xllm import XllmMoEOptions
+from titan_loop.families.xllm_moe.model import XllmMoEOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.models.initialisation import local_part
 

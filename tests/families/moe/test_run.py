@@ -10,7 +10,7 @@ from tests.families.moe.contract import run
 from tests.support.tiny import train_run
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
-from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.models.llama import DenseOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.runs.saved_run import SavedRun
 
@@ -44,7 +44,7 @@ def test_a_checkpoint_without_experts_is_refused_in_a_line(tmp_path: Path):
     dense = run(tmp_path / "dense", 1)
     dense.training.steps = 2
     dense.loss = ExpectedExitLoss.Config()
-    dense.model = NanbeigeOptions()
+    dense.model = DenseOptions()
     train_run(dense)
     resumed, started = run(tmp_path / "dense", 1), run(tmp_path / "new", 1)
     started.checkpoint.carry.parent = str(tmp_path / "dense")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.families.moe.conftest import MakeMoE
-from tests.families.nanbeige.test_formats import convert
-from tests.families.nanbeige.test_remote_code import CLOSE, TOKENS, ours
+from tests.families.ouro.hugging_face.conftest import convert
+from tests.support.llama_runs import CLOSE, TOKENS, ours
 
 SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1, "recurrent_steps": 3}
 SOFTMAX = {"router": "softmax", "rope_theta": 500.0}

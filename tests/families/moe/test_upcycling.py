@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.contracts.folders import opened
 from tests.families.moe.conftest import MakeMoE
-from tests.families.nanbeige.conftest import VOCABULARY, Make
+from tests.support.llama_runs import VOCABULARY, Make
 from titan_loop.cli import main as cli
 from titan_loop.models.decoder import LoopDecoder
 

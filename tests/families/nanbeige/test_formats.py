@@ -8,9 +8,9 @@ import torch
 
 from tests.contracts.folders import opened
 from tests.data.shapes.tokenizers import sentencepiece
-from tests.families.nanbeige.conftest import VOCABULARY, maker
 from tests.families.ouro.hugging_face.conftest import convert, convert_killed
 from tests.families.ouro.hugging_face.test_export import error_of
+from tests.support.llama_runs import VOCABULARY, maker
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.formats import gguf_file
 from titan_loop.formats.gguf_file import neighbours

@@ -1,22 +1,19 @@
 """Exported models in llama.cpp: logits, greedy tokens, tokenizers, quantised weights."""
 
-import json
 import math
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.contracts.folders import opened
-from tests.families.nanbeige.conftest import VOCABULARY, maker, train_tokenizer
+from tests.support.llama_cpp import CLOSE, PROMPT, TOKENS, as_matrix, ask, export, log_probs
+from tests.support.llama_runs import VOCABULARY, maker, train_tokenizer
 from tests.support.tiny import standard_library_texts, tiny_config
-from titan_loop.cli import main as cli
 from titan_loop.data.shards import TokenShards
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.llama import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.saved_run import SavedRun
@@ -24,45 +21,11 @@ from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.conversation import Conversation, parse_messages
 from titan_loop.text.tokenizer import load_tokenizer
 
-DRIVER = Path(__file__).with_name("llama_cpp.py")
 CHAT = Path(__file__).parents[3] / "tools" / "chat.py"
-PROMPT = [5, 9, 100, 33, 270, 12]
-TOKENS = 64
-CLOSE = 5e-3  # in nats, of logits whose standard deviation is 1; fp32 sums in another order
 Q8_SHARE = 0.01
 STEPS, WINDOW = 150, 64
 
 pytestmark = pytest.mark.engines
-
-
-def ask(python: str, model: Path, *requests: dict[str, Any]) -> list[Any]:
-    """Return llama.cpp's answers."""
-    asked = json.dumps({"model": str(model), "requests": requests})
-    answers = subprocess.run(
-        [python, str(DRIVER)], input=asked, capture_output=True, text=True, check=False
-    )
-    assert answers.returncode == 0, answers.stderr
-    return json.loads(answers.stdout)
-
-
-def export(run: Path, output: Path, *flags: object) -> Path:
-    """Export a run."""
-    arguments = ["convert", "export", run, "--output", output, *flags]
-    assert cli.main([*map(str, arguments)]) == 0
-    return output
-
-
-def log_probs(model: LoopDecoder, ids: list[int], steps: int) -> torch.Tensor:
-    """Return (L, V) log-probabilities in float64."""
-    with torch.no_grad():
-        output = model.double()(torch.tensor([ids]), recurrent_steps=steps)
-        return model.readout(output.hidden_RBLD[-1])[0].log_softmax(-1)
-
-
-def as_matrix(answer: dict[str, Any]) -> torch.Tensor:
-    """Return (tokens, V) log-probabilities of llama.cpp."""
-    rows = [[by_id[str(index)] for index in range(VOCABULARY)] for by_id in answer["log_probs"]]
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 LOOPS = {
@@ -146,7 +109,7 @@ def test_chats_are_written_as_in_training(python, make_run, tmp_path):
 
 def test_a_trained_model_quantised_to_eight_bits_reads_as_well(python, source, tmp_path, alone):
     config = tiny_config(source, tmp_path / "run", steps=STEPS)
-    config.model = NanbeigeOptions(initializer_range=0.1)
+    config.model = DenseOptions(initializer_range=0.1)
     config.training.seq_len = WINDOW
     run_recipe(
         Recipe(name="one", stages=[Stage(name="one", config=config)]), folder=tmp_path / "run"

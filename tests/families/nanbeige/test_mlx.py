@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.families.nanbeige.test_llama_cpp import LOOPS, PROMPT, SPLIT, TOKENS, export, log_probs
+from tests.families.nanbeige.test_llama_cpp import LOOPS, SPLIT
+from tests.support.llama_cpp import PROMPT, TOKENS, export, log_probs
 
 DRIVER = Path(__file__).with_name("mlx_lm_driver.py")
 CLOSE = 1e-4  # in nats, of logits whose standard deviation is 1; fp32 sums in another order

@@ -15,9 +15,9 @@ import spacy.lang
 from tokenizers import Tokenizer
 
 from tests.data.shapes.test_real_tokenizers import REAL, Real, find_tokenizer
-from tests.families.nanbeige.conftest import Make
-from tests.families.nanbeige.test_llama_cpp import ask, export
 from tests.families.ouro.hugging_face.test_export import error_of
+from tests.support.llama_cpp import ask, export
+from tests.support.llama_runs import Make
 from tests.support.tiny import standard_library_texts
 
 pytestmark = pytest.mark.tokenizers

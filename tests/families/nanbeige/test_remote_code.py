@@ -4,17 +4,8 @@ import pytest
 import torch
 
 from tests.contracts.folders import opened
-from tests.families.nanbeige.conftest import VOCABULARY
-from tests.families.nanbeige.test_formats import convert
-
-CLOSE = 1e-5
-# 48, as torch 2.13's FlexAttention on a CPU without AVX-512 is wrong at lengths of 8 modulo 32.
-TOKENS = torch.arange(48)[None] * 7 % VOCABULARY
-
-
-def ours(model, tokens=TOKENS, **settings):
-    with torch.no_grad():
-        return model.readout(model(tokens, **settings).hidden_RBLD[-1])
+from tests.families.ouro.hugging_face.conftest import convert
+from tests.support.llama_runs import CLOSE, TOKENS, VOCABULARY, ours
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.contracts.folders import opened
-from tests.families.nanbeige.conftest import Made, Make, ascii_tokenizer, make_run  # noqa: F401
+from tests.support.llama_runs import Made, Make, ascii_tokenizer, make_run  # noqa: F401
 from titan_loop.cli import main as cli
 from titan_loop.models.decoder import LoopDecoder
 

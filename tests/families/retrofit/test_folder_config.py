@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.contracts.folders import write_folder
-from tests.families.nanbeige.test_formats import convert
+from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.ouro.hugging_face.test_export import error_of
 
 

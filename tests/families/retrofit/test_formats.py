@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.families.nanbeige.test_formats import convert
+from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.ouro.hugging_face.test_export import error_of
 from tests.families.retrofit.conftest import Retrofit, logits, opened
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.families.nanbeige.test_formats import convert
+from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.retrofit.conftest import opened
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.cli import main as cli
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.retrofit.distillation import DistillationLoss
+from titan_loop.models.llama import DenseOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -27,7 +27,7 @@ def dense(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run that trained four layers without loops."""
     folder = tmp_path_factory.mktemp("runs") / "dense"
     config = tiny_config(source, folder, steps=2)
-    config.model = NanbeigeOptions(size="quickstart")
+    config.model = DenseOptions(size="quickstart")
     config.recurrence = RecurrenceConfig(steps=Schedule.constant(1))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

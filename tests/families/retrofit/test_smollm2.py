@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from tests.families.nanbeige.conftest import VOCABULARY
-from tests.families.nanbeige.test_formats import convert
+from tests.families.ouro.hugging_face.conftest import convert
+from tests.support.llama_runs import VOCABULARY
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 
 pytest.importorskip("gguf")

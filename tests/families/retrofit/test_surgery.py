@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.families.nanbeige.test_formats import convert
+from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.retrofit.conftest import TOKENS, Made, Retrofit, logits
 from titan_loop.cli import main as cli
 from titan_loop.runs.saved_run import SavedRun

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.contracts.folders import opened
-from tests.families.nanbeige.test_formats import convert
+from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.xllm.reference import fields, logits, random_weights
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.formats import XllmShape

@@ -6,13 +6,12 @@ _HERE = "titan_loop.families.moe"
 
 register(
     Plugin(
-        families={"moe": f"{_HERE}.model:MOE", "xllm_moe": f"{_HERE}.xllm:XLLM_MOE"},
+        families={"moe": f"{_HERE}.model:MOE"},
         charts={"experts": f"{_HERE}.load_plot:LOADS"},
         formats={
             "mixtral-unrolled": f"{_HERE}.formats:MIXTRAL_FOLDER",
             "glm4_moe-unrolled": f"{_HERE}.formats:GLM_FOLDER",
             "ernie4_5_moe-unrolled": f"{_HERE}.formats:ERNIE_FOLDER",
-            "xllm-moe": f"{_HERE}.xllm_formats:XLLM_MOE_FOLDER",
         },
         objectives={"MoELoss": f"{_HERE}.objective:MoELoss"},
         verbs={

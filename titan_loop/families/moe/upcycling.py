@@ -28,9 +28,8 @@ from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.families.moe.model import SIZES, MoEOptions
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.models.family import build_decoder, decoder_config, resolved_shape
-from titan_loop.models.llama import LlamaOptions
+from titan_loop.models.llama import DenseOptions, LlamaOptions
 from titan_loop.runs.conversion import written_run
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -79,7 +78,7 @@ class MoEUpcycling:
         parent = run.model_options
         if isinstance(parent, MoEOptions):
             new = self._of_mixture(run, parent)
-        elif isinstance(parent, NanbeigeOptions):
+        elif isinstance(parent, DenseOptions):
             new = self._of_dense(run, parent)
         else:
             raise UserError(

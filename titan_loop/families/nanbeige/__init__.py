@@ -1,13 +1,9 @@
-"""Nanbeige: looped Llama blocks, the loop that inference engines run; dense Llama at R = 1."""
+"""Nanbeige: the format in which inference engines run a loop of Llama's blocks."""
 
 from titan_loop.plugins import Plugin, register
 
 register(
     Plugin(
-        families={"nanbeige": "titan_loop.families.nanbeige.model:NANBEIGE"},
-        formats={
-            "nanbeige": "titan_loop.families.nanbeige.formats:NANBEIGE_FOLDER",
-            "llama-unrolled": "titan_loop.families.nanbeige.formats:LLAMA_FOLDER",
-        },
+        formats={"nanbeige": "titan_loop.families.nanbeige.formats:NANBEIGE_FOLDER"},
     )
 )

@@ -33,13 +33,12 @@ from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
 from titan_loop.checkpoint.manifest import reference, untrained
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError, nearest, seen_from
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.retrofit.bridge import read_one
 from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.families.retrofit.tying import Tie, TiedSpan, Tying
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
 from titan_loop.models.family import build_decoder, completed_architecture, decoder_config
-from titan_loop.models.llama import LlamaOptions
+from titan_loop.models.llama import DenseOptions, LlamaOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.staged_folder import staged_folder
@@ -171,7 +170,7 @@ class Dense:
         self.checkpoint = run.checkpoint()
         architecture = completed_architecture(self.checkpoint.manifest["trainer"]["architecture"])
         options = run.model_options
-        if not isinstance(options, NanbeigeOptions):
+        if not isinstance(options, DenseOptions):
             raise UserError(
                 f"{run.path} is of family {options.family}; retrofit starts from Llama's blocks, "
                 "family nanbeige or a LlamaForCausalLM folder"

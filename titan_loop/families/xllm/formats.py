@@ -26,7 +26,6 @@ from torch import Tensor
 from titan_loop.checkpoint.safetensors_files import INDEX, write_folder
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.xllm.decoder import States
 from titan_loop.families.xllm.injection import PROJECTION_EPS, Injection
 from titan_loop.families.xllm.model import SIZES, XllmOptions
@@ -36,7 +35,7 @@ from titan_loop.formats.gguf_file import neighbours
 from titan_loop.formats.importing import CONFIG
 from titan_loop.formats.llama_shape import LlamaShape, integer, positive, unsupported
 from titan_loop.models.family import ModelOptions
-from titan_loop.models.llama import LLAMA_SIZES
+from titan_loop.models.llama import LLAMA_SIZES, DenseOptions
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.staged_folder import staged_folder
 
@@ -150,8 +149,8 @@ class XllmShape(LlamaShape):
         """As in the base class."""
         if not self.is_plain:
             return XllmOptions(**self.loop_options())
-        return NanbeigeOptions(
-            **self.shared_options(LLAMA_SIZES, NanbeigeOptions().size),
+        return DenseOptions(
+            **self.shared_options(LLAMA_SIZES, DenseOptions().size),
             prelude_layers=self.prelude_layers,
             coda_layers=self.coda_layers,
             norm_eps=self.norm_eps,

@@ -11,9 +11,9 @@ from tests.contracts.families import random_model
 from tests.contracts.folders import opened
 from tests.families.ouro.hugging_face.conftest import write_run
 from titan_loop.checkpoint.upcycling import Upcycling
-from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
+from titan_loop.models.llama import DenseOptions
 from titan_loop.runs.conversion import upcycle_run
 
 CLOSE = 2e-6  # float64, but the model's table of rotations is fp32
@@ -98,7 +98,7 @@ def test_logits_are_those_of_the_equations(make_run, options):
 
 
 def test_branches_start_small_in_their_matrices():
-    model = build_decoder(NanbeigeOptions(n_layers=8), max_seq_len=8)
+    model = build_decoder(DenseOptions(n_layers=8), max_seq_len=8)
     layer = model.layers["0"]
     weights = (layer.attention.wo.weight, layer.feed_forward.w1.weight)
     out, inside = (float(weight.detach().std()) for weight in weights)
@@ -108,7 +108,7 @@ def test_branches_start_small_in_their_matrices():
 @torch.no_grad()
 def test_twice_the_layers_are_twice_the_steps(tmp_path: Path):
     """Nothing stands between two steps, not even a norm."""
-    options = NanbeigeOptions(recurrent_steps=4)
+    options = DenseOptions(recurrent_steps=4)
     made = random_model(options, 64).float()
     write_run(tmp_path / "run", options, made)  # type: ignore[arg-type]
     upcycle_run(tmp_path / "run", tmp_path / "deep", Upcycling(2 * len(made.layers)), ["test"])

@@ -21,8 +21,8 @@ from torch import Tensor
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.moe.model import SIZES, MoEOptions
-from titan_loop.families.moe.xllm import XllmMoEOptions
 from titan_loop.families.xllm.formats import XllmShape, write_released
+from titan_loop.families.xllm_moe.model import XllmMoEOptions
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.llama_shape import LlamaShape, integer, positive, unsupported
 from titan_loop.models.family import ModelOptions

@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from tests.families.nanbeige.test_formats import convert
+from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.xllm.conftest import write_released
 from tests.families.xllm.reference import fields, logits, random_weights
 from tests.families.xllm.test_formats import CLOSE, TOKENS, imported
 from tests.families.xllm.test_formats import MODELS as DENSE
 from titan_loop.errors import UserError
-from titan_loop.families.moe.xllm import XllmMoEDecoder, XllmMoEOptions
-from titan_loop.families.moe.xllm_formats import XllmMoEShape
 from titan_loop.families.xllm.start_state import fixed_noise
+from titan_loop.families.xllm_moe.formats import XllmMoEShape
+from titan_loop.families.xllm_moe.model import XllmMoEDecoder, XllmMoEOptions
 from titan_loop.models.family import build_decoder, decoder_config
 
 __all__ = ["write_released"]  # a fixture

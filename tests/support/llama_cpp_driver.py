@@ -13,7 +13,7 @@ import sys
 import urllib.request
 from typing import Any
 
-import xllamacpp
+import xllamacpp  # pyright: ignore[reportMissingImports]
 
 
 def serve(model: str) -> xllamacpp.Server:
