@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Static checks and tests without a family: its folders and recipes are deleted in a worktree.
 #
-#   bash tools/without_family.sh NAME [PYTEST ARGUMENTS]     latent, adaptive, discoloop or recurrent_depth
+#   bash tools/without_family.sh NAME [PYTEST ARGUMENTS]     any folder of titan_loop/families but ouro
+#
+# What is made of it goes along: family folders whose name has it as a part (xllm_moe), studies that
+# import it, with their tests, and single files of tools/ and tests/ that do.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +21,13 @@ trap 'git worktree remove --force "$tree"' EXIT
 git worktree add --quiet --detach "$tree"
 cd "$tree"
 git rm -rq "titan_loop/families/$name" "tests/families/$name"
-git rm -rq --ignore-unmatch "train_configs/$name" "tests/train_configs/$name"
+git rm -rq --ignore-unmatch "titan_loop/families/*_$name/*" "titan_loop/families/${name}_*/*" \
+    "tests/families/*_$name/*" "tests/families/${name}_*/*" "train_configs/$name" "tests/train_configs/$name"
+uses() { git grep -lE "(titan_loop|tests)\.families\.(\w+_)?$name(_\w+)?\b" -- "$@" || true; }
+for study in $(uses 'train_configs/*.py' | cut -d/ -f2 | sort -u); do
+    git rm -rq --ignore-unmatch "train_configs/$study" "tests/train_configs/$study"
+done
+uses 'tools/*.py' 'tests/*.py' | xargs -r git rm -q
 # The environment imports titan_loop from the checkout unless another stands before it.
 export PYTHONPATH=$tree
 # Pages that list its recipes: tests try every command that they name.

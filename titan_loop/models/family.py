@@ -20,9 +20,6 @@ from titan_loop.models.attention import AttentionBackend
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.plugins import find, names
 
-FIRST_FAMILY = "ouro"
-"""The family of a run or checkpoint that names none: older versions had no other."""
-
 FamilyName = Annotated[str, tyro.conf.Suppress]
 """Type of the field `family` of model options, which is recorded but is not a flag."""
 
@@ -156,15 +153,10 @@ def get_family(name: str) -> Family:
     return family
 
 
-def default_options() -> ModelOptions:
-    """Return the options of a run that names no model."""
-    return get_family(FIRST_FAMILY).options()
-
-
 def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
     """Return the options that `config.json` recorded; all must be known to this version."""
     values = dict(recorded)
-    family = get_family(str(values.pop("family", FIRST_FAMILY)))
+    family = get_family(str(values.pop("family", "")))
     known = {option.name for option in fields(family.options)}
     if unknown := [f"model.{name}={value}" for name, value in values.items() if name not in known]:
         problem = f"{', '.join(unknown)}: family {family.name} has no such option in this version"
@@ -222,7 +214,7 @@ def _record(family: Family, options: ModelOptions) -> dict[str, Any]:
 
 def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's architecture record, with defaults for keys it was saved without."""
-    family = get_family(str(recorded.get("family", FIRST_FAMILY)))
+    family = get_family(str(recorded.get("family", "")))
     default = family.options(size=next(iter(family.sizes)), attention="sdpa")
     written_always = {size_field.name for size_field in fields(ModelSize)}
     known = decoder_config(default, max_seq_len=1).architecture

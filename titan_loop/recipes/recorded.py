@@ -21,7 +21,7 @@ import tyro
 
 from titan_loop.data.tasks.recorded_task import find_task
 from titan_loop.errors import UserError, nearest
-from titan_loop.models.family import FIRST_FAMILY, get_family
+from titan_loop.models.family import get_family
 from titan_loop.plugins import PLUGINS, find
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.saved_run import SavedRun
@@ -87,7 +87,7 @@ class _Reading:
             if name is not None:
                 found = find_task(str(name)) if field == TASK_FIELD else _chosen(field, str(name))
                 self._classes[field] = found
-        family = str(nested(record, "model.family") or FIRST_FAMILY)
+        family = str(nested(record, "model.family"))
         self._classes["model"] = get_family(family).options
         config = self._built(RunConfig, record, "")
         if self._absent:

@@ -38,7 +38,8 @@ from titan_loop.distributed.activation_checkpointing import ActivationCheckpoint
 from titan_loop.distributed.float8 import Float8
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.family import ModelOptions, default_options
+from titan_loop.models.family import ModelOptions
+from titan_loop.models.llama import DenseOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.training.batch_schedule import (
@@ -145,7 +146,7 @@ class RunConfig(Trainer.Config):
     """Budget in model FLOPs, all ranks together; the run trains on as many tokens as it pays for.
     total_tokens is then the length that schedules are written for: they are stretched to fit."""
 
-    model: ModelOptions = field(default_factory=default_options)
+    model: ModelOptions = field(default_factory=DenseOptions)
     trainable: Trainable = "all"
     """"exit_gate" freezes the language model (Ouro's Stage II); needs `AdaptiveGateLoss`."""
 
