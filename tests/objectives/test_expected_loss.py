@@ -225,13 +225,6 @@ def test_collapse_warning(pmf: list[float], entropy: float | None, found: str | 
         assert "\n" not in warning
 
 
-@pytest.mark.parametrize("eta", [0.0, 1.0, math.nan])
-def test_the_ends_of_the_range_define_no_geometric_prior(eta: float):
-    config = ExpectedExitLoss.Config(prior="geometric", geometric_eta=eta)
-    (refusal,) = config.refusals(trainable="all", exit_gate=True, fewest_steps=1)
-    assert refusal.field == "loss.geometric_eta"
-
-
 def test_the_console_shows_first_and_last_step_and_the_mean_exit():
     metrics = {"ce/step_1": 5.4, "ce/step_2": float("nan"), "exit/mean_step": 1.5}
     loss_fn = ExpectedExitLoss.Config().build()

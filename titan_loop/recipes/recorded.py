@@ -131,7 +131,8 @@ class _Reading:
         if _names_schedule(hint) and isinstance(recorded, dict):
             return _schedule(name, recorded)
         if not _fits(recorded, hint):
-            expected = getattr(hint, "__name__", str(hint).replace("typing.", ""))
+            bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+            expected = getattr(bare, "__name__", str(bare).replace("typing.", ""))
             raise UserError(f"{name}={recorded!r:.40} must be of type {expected}")
         return recorded
 
