@@ -14,7 +14,7 @@ from titan_loop.training.schedule import Schedule
 @dataclass(kw_only=True)
 class Inner:
     share: Annotated[float, Ge(0), Lt(1), Hint("0.9 is usual")] = 0.0
-    depths: list[Annotated[int, Ge(1)]] = field(default_factory=list)
+    depths: Annotated[list[int], Ge(1)] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,7 @@ class HeldOutConfig:
     sources: list[str] = field(default_factory=list)
     """Tokenised sources whose held-out split is read; empty for the mixture's."""
 
-    depths: list[Annotated[int, Ge(1)]] = field(default_factory=lambda: [1, 2, 4])
+    depths: Annotated[list[int], Ge(1)] = field(default_factory=lambda: [1, 2, 4])
     """Recurrent steps to score; may exceed the trained R."""
 
     windows: Annotated[int, Ge(1)] = 32
@@ -91,7 +91,7 @@ class SuiteConfig:
     tasks: list[str] = field(default_factory=lambda: ["held_out"])
     """held_out, and the generated task of the training data."""
 
-    depths: list[Annotated[int, Ge(1)]] = field(default_factory=lambda: [1, 4])
+    depths: Annotated[list[int], Ge(1)] = field(default_factory=lambda: [1, 4])
     """Recurrent steps to score; may exceed the trained R."""
 
     windows: Annotated[int, Ge(1)] = 16
