@@ -19,7 +19,6 @@ from titan_loop.data.source_card import (
     index_paths,
 )
 from titan_loop.errors import require_at_least
-from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
 
@@ -133,9 +132,6 @@ def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
     found_bytes = path.stat().st_size
     if expected_bytes is not None and found_bytes != expected_bytes:
         yield f"{path}: {found_bytes} bytes, the card says {expected_bytes}"
-        return
-    if expected_bytes is None and found_bytes > MOST_BYTES:
-        yield f"{path}: {found_bytes} bytes, more than a tokenizer's limit of {MOST_BYTES}"
         return
     if (found := file_sha256(path)) != sha256:
         yield f"{path}: SHA-256 {found[:12]}…, the card says {sha256[:12]}…"

@@ -29,15 +29,6 @@ def test_every_prefix_is_within_the_stated_bound(shares):
             assert abs(count - Fraction(step * share, order.period)) <= bound
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(0, 200))
-def test_counters_count_and_counts_are_prefix_sums(shares, windows):
-    order = MixtureOrder(shares)
-    source, counter = order.locate(np.arange(windows))
-    for index in range(len(shares)):
-        assert counter[source == index].tolist() == list(range(int((source == index).sum())))
-    assert order.counts(windows).tolist() == np.bincount(source, minlength=len(shares)).tolist()
-
-
 @pytest.mark.parametrize(
     ("weights", "shares"),
     [([0.5, 0.3, 0.2], [5, 3, 2]), ([1], [1]), ([2, 0], [1, 0]), ([1, 1, 1], [3334, 3333, 3333])],

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import torch
 
 from tests.data.tasks.toy_task import Backwards
 from titan_loop.data.columns import Column
@@ -102,15 +101,6 @@ def test_columns_and_depth_of_a_task_follow_its_examples():
     assert deepest == max(lengths) > min(lengths)
 
 
-def test_windows_do_not_depend_on_the_split():
-    whole, parts = build(), [build(2, rank, 2) for rank in range(2)]
-    windows = [inputs["input"][0] for inputs, _ in whole.read_step(16)]
-    batches = [part.read_step(16) for part in parts]
-    merged = [row for m in range(4) for rank in range(2) for row in batches[rank][m][0]["input"]]
-    assert all(torch.equal(a, b) for a, b in zip(windows, merged, strict=True))
-    assert {whole.data_hash} == {part.data_hash for part in parts}
-
-
 def test_another_task_is_other_data():
     state = build().state_dict()
     assert state["data"] == {
@@ -142,6 +132,8 @@ def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name):
             {"task": Backwards(longest=40)},
             r"seq_len 16 is too short for Backwards\(letters=4, longest=40\): set it to at least",
         ),
+        # The longest example has 7 tokens: 6 inputs, and the last token as their last label.
+        ({"seq_len": 5}, r"seq_len 5 is too short for .*: set it to at least 6$"),
         ({"dataset": "c4"}, "dataset_path have no effect: leave them out"),
         ({"task": OneDepth()}, "window=packed: backwards has one depth for a whole example"),
     ],
@@ -149,11 +141,4 @@ def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name):
 def test_mistakes(options, message):
     with pytest.raises(UserError, match=message):
         build(**options)
-
-
-def test_a_window_may_be_as_long_as_the_longest_example():
-    """An example of 7 tokens has 6 inputs, and the last token as their last label."""
-    assert TASK.longest_example == 7
     build(seq_len=6)
-    with pytest.raises(UserError, match=r"seq_len 5 is too short for .*: set it to at least 6$"):
-        build(seq_len=5)

@@ -29,9 +29,8 @@ class HeldOutWindows(NamedTuple):
     Attributes:
         label_bytes: Bytes of text behind each label, (n, L) int64; 0 where ignored and for special
             tokens. Summed cross entropy divided by their sum is nats per byte.
-        columns: Further columns for the model; the ones in `whole` have one value per window.
-        documents: Number of the document that each window begins in; empty if every window counts
-            as a document.
+        columns: Further columns for the model; `whole` names those with one value per window.
+        documents: Number of the document that each window begins in; empty if each is one.
     """
 
     input: torch.Tensor

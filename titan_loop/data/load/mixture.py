@@ -94,8 +94,9 @@ def _parse_entry(text: str) -> MixtureEntry:
     return MixtureEntry(path=path, weight=weight, packed=packed, max_epochs=max_epochs)
 
 
-def weight_shares(mixture: Sequence[MixtureEntry], period: int = PERIOD_WINDOWS) -> list[int]:
+def weight_shares(mixture: Sequence[MixtureEntry]) -> list[int]:
     """Round the weights to integer shares of one period (largest remainder) in lowest terms."""
+    period = PERIOD_WINDOWS
     total = math.fsum(source.weight for source in mixture)
     exact = [source.weight / total * period for source in mixture]
     if small := [source for source, share in zip(mixture, exact, strict=True) if 0 < share < 1]:

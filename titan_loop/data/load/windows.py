@@ -86,9 +86,7 @@ class SourceWindows(ABC):
     """The endless sequence of windows of one source, addressed by the source's own counter.
 
     Every epoch has the same number of windows n, so that a division of the counter gives epoch and
-    number; within an epoch the order is a keyed permutation of 0..n-1.
-
-    `seq_len` is L, the number of predicted tokens of a window; `key` chooses order and offsets.
+    number; within an epoch the order is a permutation of 0..n-1, which `key` chooses.
     """
 
     fill = 1.0

@@ -91,12 +91,6 @@ class HeldOutReader(JsonlReader):
         if self.data_folder.exists(path):
             yield from self.read_file(path)
 
-    def get_document_from_dict(
-        self, data: dict[str, Any], source_file: str, id_in_file: int | str
-    ) -> Document:
-        """Return the document as it was; given ids may be without text, which is left out."""
-        return Document(data.get("text", ""), id=data["id"], metadata=data["metadata"])
-
 
 class ShortTextSignature(MinhashDedupSignature):
     """Signs a text of fewer words than `n_grams` by its hash; datatrove would keep all copies."""
