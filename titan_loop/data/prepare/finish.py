@@ -152,7 +152,7 @@ def _round_trip(preparation: Preparation, counts: Sequence[Counter[str]]) -> dic
     record: dict[str, Any] = {"decoded": decoded, "changed": changed}
     if changed:
         examples = (name for count in counts for name in count if name.startswith(CHANGED))
-        record["first"] = next(examples).removeprefix(CHANGED)
+        record["first"] = next(examples, "").removeprefix(CHANGED)
         logger.warning(
             f"{preparation.output}: {changed} of {decoded} documents, a sample, do not come back "
             f"from their tokens; first {record['first']}"
