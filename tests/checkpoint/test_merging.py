@@ -24,7 +24,7 @@ from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
 
-ARCHITECTURE = {"dim": 5, "n_layers": 1}
+ARCHITECTURE = {"family": "ouro", "dim": 5, "n_layers": 1}
 WEIGHTS = (1.0, 2.5, 0.0, 4.0)
 """Some of these means lie exactly between two float32 numbers, which shares of 1/7.5 would miss."""
 

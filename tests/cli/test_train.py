@@ -55,9 +55,9 @@ def shutdowns() -> list[int]:
 
 
 def test_every_stage_of_a_recipe_is_trained_in_order(trained, shutdowns):
-    flags = ["--total-tokens", "7", "--model.size", "53m", "activation-checkpoint:full"]
+    flags = ["--total-tokens", "7", "--model.size", "quickstart", "activation-checkpoint:full"]
     assert main.main(["train", "pair", *flags]) == EXIT_OK
-    assert {config.model.size for config in trained} == {"53m"}
+    assert {config.model.size for config in trained} == {"quickstart"}
     assert type(trained[0].activation_checkpoint).__qualname__ == "FullAC.Config"
     assert [config.dump_folder for config in trained] == ["runs/pair/a", "runs/pair/b"]
     assert [config.stage for config in trained] == ["a", "b"]

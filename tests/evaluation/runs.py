@@ -21,7 +21,11 @@ def write_run_of(source: Path, path: Path, *others: Path) -> Path:
     RunDirectory(path).create_or_open(
         ["test"],
         config={
-            "model": {"size": "debugmodel", "vocab_size": SourceCard.read(source).vocab_size},
+            "model": {
+                "family": "ouro",
+                "size": "debugmodel",
+                "vocab_size": SourceCard.read(source).vocab_size,
+            },
             "training": {"seq_len": SEQ_LEN},
             "dataloader": {
                 "mixture": [f"{path}=1" for path in (source, *others)],

@@ -63,7 +63,7 @@ def damaged(content: bytes, changes: list[tuple[str, float, float, int]]) -> byt
 
 
 def architecture_of(step: int) -> dict[str, Any]:
-    return {"dim": 4, "n_layers": step}
+    return {"family": "ouro", "dim": 4, "n_layers": step}
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -76,7 +76,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two checkpoints, a configuration and logs."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     directory = RunDirectory(folder)
-    config = {"model": {"n_layers": 2}, "training": {"seq_len": 32}, "total_tokens": 64}
+    model = {"family": "ouro", "n_layers": 2}
+    config = {"model": model, "training": {"seq_len": 32}, "total_tokens": 64}
     directory.create_or_open(["test"], config=config)
     for step in (1, 2):
         append_jsonl(directory.metrics_jsonl, {"step": step, "tokens": 32 * step, "loss": 1.0})

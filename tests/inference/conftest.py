@@ -71,7 +71,7 @@ def write_run(folder: Path) -> Path:
     run.create_or_open(
         ["test"],
         config={
-            "model": {"size": "debugmodel", "vocab_size": VOCABULARY},
+            "model": {"family": "ouro", "size": "debugmodel", "vocab_size": VOCABULARY},
             "training": {"seq_len": CONTEXT},
             "dataloader": {"mixture": [f"{source}=1"]},
             "checkpoint": {"folder": "checkpoints"},
