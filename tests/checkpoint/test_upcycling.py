@@ -33,7 +33,7 @@ def content(n_layers: int) -> dict[str, Any]:
             "step": 7,
             "tokens": 70,
             "recurrent_steps": 4,
-            "architecture": {"family": "ouro", "dim": 64, "n_layers": n_layers},
+            "architecture": {"dim": 64, "n_layers": n_layers},
         },
         "data": {"windows_consumed": 5},
         "lineage": {"parent": None, "stage": "1a"},
