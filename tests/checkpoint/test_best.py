@@ -52,7 +52,7 @@ def test_the_best_one_stays_here_and_in_the_object_store(tmp_path: Path):
     folder = tmp_path / "run" / "checkpoints"
     for step in (2, 4, 6, 8):
         with_best(committed(folder, step), min(step, 4))
-    delete_stale(folder, KeepPolicy(latest=1), newest=8, in_use=lambda path: False)
+    delete_stale(folder, KeepPolicy(keep_latest_k=1), newest=8, in_use=lambda path: False)
     assert committed_steps(folder) == [4, 8]
     assert [listed.kept for listed in list_checkpoints(folder)] == [["best"], []]
     assert why_not_delete(folder / "step-4") == ["best"]
@@ -61,7 +61,7 @@ def test_the_best_one_stays_here_and_in_the_object_store(tmp_path: Path):
         copies.upload(folder / f"step-{step}")
     with_best(committed(folder, 10), 4)
     copies.upload(folder / "step-10")
-    copies.delete_stale(KeepPolicy(latest=1))
+    copies.delete_stale(KeepPolicy(keep_latest_k=1))
     assert copies.steps() == [4, 10]
 
 

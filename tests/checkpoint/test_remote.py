@@ -42,7 +42,7 @@ def remote(
 
 
 def uploader(run: Path, attempts: int = 3) -> Uploader:
-    return Uploader(remote(run), KeepPolicy(latest=2), RetryPolicy(attempts, 0.0))
+    return Uploader(remote(run), KeepPolicy(keep_latest_k=2), RetryPolicy(attempts, 0.0))
 
 
 def upload_all(run: Path, steps: list[int], attempts: int = 3) -> RemoteCheckpoints:
@@ -217,7 +217,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_pa
 def test_over_the_protocol_of_s3(s3, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, logger="titan_loop")
     store = remote(tmp_path / "one", f"{s3}/runs")
-    copies = Uploader(store, KeepPolicy(latest=2), RetryPolicy(2, 0.0))
+    copies = Uploader(store, KeepPolicy(keep_latest_k=2), RetryPolicy(2, 0.0))
     for step in (2, 4, 6):
         copies.submit(committed(tmp_path / "one" / "checkpoints", step))
     copies.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 
+from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.recipes.recorded import recorded_recipe
 from titan_loop.recipes.start import run_recipe
@@ -33,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_its_records_are_read(run):
     saved = SavedRun.open(run)
     assert (saved.steps(), saved.seq_len, saved.total_tokens) == ([2], 32, 1024)
-    assert (saved.optimizer, saved.trainable, saved.keep_every) == ("adamw", "all", 0)
+    assert (saved.optimizer, saved.trainable, saved.keep_policy) == ("adamw", "all", KeepPolicy())
     assert saved.reads(saved.tokenizer().path)
     assert [ancestor.run for ancestor in saved.lineage()] == [run]
     checkpoint = saved.checkpoint()

@@ -24,13 +24,15 @@ logger = logging.getLogger(__name__)
 class KeepPolicy:
     """The newest checkpoints stay, and so do others that have a reason to stay for ever.
 
+    Its fields are options of the checkpoint manager by the same names.
+
     Attributes:
-        latest: Number of newest checkpoints; 0 keeps all.
-        every: Steps that are multiples of this stay for ever; 0 turns this off.
+        keep_latest_k: Number of newest checkpoints; 0 keeps all.
+        keep_every: Steps that are multiples of this stay for ever; 0 turns this off.
     """
 
-    latest: int
-    every: int = 0
+    keep_latest_k: int = 0
+    keep_every: int = 0
 
     def reasons(
         self,
@@ -41,7 +43,9 @@ class KeepPolicy:
         tags: Collection[str] = (),
     ) -> list[str]:
         """Return the reasons why a checkpoint stays for ever, a phrase each; empty if it may go."""
-        reasons = [f"every {self.every}"] if self.every and step % self.every == 0 else []
+        reasons = (
+            [f"every {self.keep_every}"] if self.keep_every and step % self.keep_every == 0 else []
+        )
         reasons += ["stage end"] if manifest.get("stage_end") else []
         reasons += [BEST] if step == best else []
         return [*reasons, *(f"tag {tag}" for tag in tags)]
@@ -51,7 +55,7 @@ class KeepPolicy:
     ) -> list[int]:
         """Return the steps to delete, in increasing order, given all manifests and tags by step."""
         best = best_step(manifests[max(manifests)]) if manifests else None
-        oldest = sorted(manifests)[: -self.latest] if self.latest else []
+        oldest = sorted(manifests)[: -self.keep_latest_k] if self.keep_latest_k else []
         return [
             step
             for step in oldest

@@ -12,7 +12,7 @@ from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.manifest import MANIFEST, TABLE, find_damage, read_manifest
 from titan_loop.errors import RunFailedError, UserError
 
-KEEP_ALL = KeepPolicy(latest=0)
+KEEP_ALL = KeepPolicy()
 
 _NAME = re.compile(rf"(damaged-|rewound-)?{STEP_NAME}")
 

@@ -7,7 +7,7 @@ the manifest: integers that mean the same on any number of ranks.
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -124,7 +124,9 @@ class LoopCheckpointManager(BaseCheckpointManager):
         @property
         def keep_policy(self) -> KeepPolicy:
             """The checkpoints that stay, here and in the object store."""
-            return KeepPolicy(self.keep_latest_k, self.keep_every)
+            return KeepPolicy(
+                **{each.name: getattr(self, each.name) for each in fields(KeepPolicy)}
+            )
 
         @property
         def retry(self) -> RetryPolicy:

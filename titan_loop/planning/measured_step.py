@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import titan_loop
+from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.errors import UserError
 from titan_loop.planning.stage_needs import StageNeeds
 from titan_loop.planning.step_meter import Moved, plus
@@ -37,7 +38,7 @@ _ONLY_VALUES = (
     "debug.seed",
     "checkpoint.carry",
     "checkpoint.interval",
-    "checkpoint.keep_every",
+    *(f"checkpoint.{each.name}" for each in fields(KeepPolicy)),
     "held_out.interval",
     "held_out.sources",
     "suite",

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from titan_loop.checkpoint.best import named_checkpoint
@@ -67,5 +68,6 @@ def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[
 
 
 def _keep_policy(run: Path) -> KeepPolicy:
-    every = SavedRun(run).keep_every if RunDirectory(run).config_json.exists() else 0
-    return KeepPolicy(latest=0, every=every)
+    if not RunDirectory(run).config_json.exists():
+        return KeepPolicy()
+    return replace(SavedRun(run).keep_policy, keep_latest_k=0)

@@ -8,12 +8,14 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from titan_loop.checkpoint.best import named_checkpoint
 from titan_loop.checkpoint.choosing import LookAt, newest_good
 from titan_loop.checkpoint.folders import committed_steps
+from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.data.source_card import (
     CARD_NAME,
@@ -158,9 +160,13 @@ class SavedRun:
         return self._option("optimizer.name", str, "")
 
     @property
-    def keep_every(self) -> int:
-        """The option `checkpoint.keep_every`."""
-        return self._option("checkpoint.keep_every", int, 0)
+    def keep_policy(self) -> KeepPolicy:
+        """The options of `checkpoint` that say which checkpoints stay."""
+        options = {
+            each.name: self._option(f"checkpoint.{each.name}", int, 0)
+            for each in fields(KeepPolicy)
+        }
+        return KeepPolicy(**options)
 
     @property
     def parent(self) -> Path | None:
