@@ -122,6 +122,7 @@ def rewritten(run: RunDirectory, change: Callable[[dict[str, Any]], object]) -> 
         (lambda c: c.update(learning_rate={"knots": []}), "learning_rate: schedule has no knots"),
         (lambda c: c["override"].update(imports=["os.system"]), "was set by a recipe and cannot"),
         (lambda c: c.update(callbacks=[{"class": "mine.Mine"}]), "was set by a recipe and cannot"),
+        (lambda c: c["dataloader"].update(curriculum={"enabled": True}), "curriculum.enabled=True"),
     ],
 )
 def test_what_a_file_says_wrongly_is_one_line(
@@ -142,6 +143,12 @@ def test_fields_of_a_later_version_have_their_defaults(
     assert "not in config.json, so at their defaults: ema, adamw.eps" in caplog.text.replace(
         "adamw.eps, ema", "ema, adamw.eps"
     )
+
+
+def test_a_retired_field_that_was_off_is_passed_over(run: RunDirectory):
+    off = {"enabled": False, "interval": 0}
+    path = rewritten(run, lambda config: config["dataloader"].update(curriculum=off))
+    assert len(recorded_recipe(path).stages) == 1
 
 
 @dataclass(kw_only=True, slots=True)

@@ -100,10 +100,14 @@ class _Reading:
         hints = get_type_hints(kind, include_extras=True)
         known = {field.name: field for field in fields(kind)}
         values: dict[str, Any] = {}
-        for key in record:
-            if key not in known and _dotted(name, key) not in RETIRED:
+        for key, recorded in record.items():
+            dotted = _dotted(name, key)
+            if key not in known and dotted not in RETIRED:
+                raise UserError(f"{dotted} is unknown to this version{nearest(key, known)}")
+            if dotted in RETIRED and isinstance(recorded, dict) and recorded.get("enabled"):
                 raise UserError(
-                    f"{_dotted(name, key)} is unknown to this version{nearest(key, known)}"
+                    f"{dotted}.enabled=True is a recipe's own in this version; train the recipe "
+                    "that run.json names"
                 )
         for key, field in known.items():
             dotted = _dotted(name, key)

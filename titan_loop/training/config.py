@@ -81,8 +81,9 @@ CHOSEN: Mapping[str, tuple[type[Configurable], str | None]] = {
 DERIVED = ("model_spec", "lr_scheduler", "optimizer.chosen", "optimizer.rest", "optimizer.ema")
 """Fields that `resolve` fills in from others."""
 
-RETIRED = ("optimizer.adamw", "optimizer.muon")
-"""Derived fields of earlier versions, which their `config.json` still has."""
+RETIRED = ("optimizer.adamw", "optimizer.muon", "dataloader.curriculum")
+"""Fields of earlier versions, which their `config.json` still has; nothing is lost where they are
+derived or not enabled."""
 
 # tyro would look for flags in the constructors of callbacks.
 _NO_FLAGS = PrimitiveConstructorSpec(
