@@ -1,10 +1,13 @@
 """Families: found by name, with options that are read, written and refused."""
 
+import math
 from dataclasses import asdict, dataclass, field, fields
+from typing import get_type_hints
 
 import pytest
 
 from titan_loop import plugins
+from titan_loop.bounds import refused
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OURO, OuroOptions
@@ -42,6 +45,18 @@ def test_recorded_options_are_read_back_and_name_their_family():
 def test_what_this_version_does_not_know_is_refused(recorded, message):
     with pytest.raises(UserError, match=message):
         read_options(recorded)
+
+
+@pytest.mark.parametrize("name", plugins.names("families"))
+def test_a_family_with_a_default_of_its_own_keeps_the_bounds_of_the_field(name):
+    options = get_family(name).options
+    kinds = [get_type_hints(kind, include_extras=True) for kind in options.__mro__[:-1]]
+    bounded = {field for hints in kinds for field, hint in hints.items() if _refuses(hint)}
+    assert [field for field in bounded if not _refuses(kinds[0][field])] == []
+
+
+def _refuses(hint) -> bool:
+    return any(list(refused("field", number, hint)) for number in (-1, math.nan))
 
 
 @dataclass(kw_only=True, slots=True)

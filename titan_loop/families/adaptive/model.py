@@ -19,6 +19,7 @@ Deviations, and choices that the paper leaves open: the last iteration takes the
 once, after the loop (`memory_read`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,7 +72,7 @@ class AdaptiveOptions(ModelOptions):
 
     family: FamilyName = field(default="adaptive", init=False)
 
-    recurrent_steps: int | None = 1
+    recurrent_steps: Annotated[int | None, Ge(1)] = 1
     """Must be 1: the layers loop, not the stack."""
 
     exit_gate: bool = False
@@ -84,7 +85,7 @@ class AdaptiveOptions(ModelOptions):
     """Weight of the last iteration: remainder, so that all weights add up to 1; or literal, its
     halting probability as the paper prints it."""
 
-    scale_init: float = -7.0
+    scale_init: Annotated[float, Gt(-math.inf), FINITE] = -7.0
     """Initial α of the loop scales softplus(α)."""
 
     scale_rate: Annotated[float, Gt(0), FINITE] = 1.0
@@ -103,7 +104,7 @@ class AdaptiveOptions(ModelOptions):
     """Gate that lets memory in: scalar, a number for each token and bank, or vector, one for each
     dimension."""
 
-    gate_bias: float = 3.0
+    gate_bias: Annotated[float, Gt(-math.inf), FINITE] = 3.0
     """Initial b_g: −3 closes the gates, 3 opens them."""
 
     memory_read: MemoryRead = "after"

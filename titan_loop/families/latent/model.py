@@ -123,7 +123,7 @@ class LatentOptions(LoopOptions):
     """Kind of positions: deberta adds two terms to a score, the query and the key each times a
     vector of their distance; or any other kind that Ouro has."""
 
-    relative_window: int | None = 64
+    relative_window: Annotated[int | None, Ge(1)] = 64
     """Largest relative distance between positions; larger ones count as this one."""
 
     def canonical(self) -> dict[str, Any]:

@@ -50,13 +50,13 @@ class XllmOptions(LlamaOptions):
 
     family: FamilyName = field(default="xllm", init=False)
 
-    prelude_layers: int = 1
+    prelude_layers: Annotated[int, Ge(0)] = 1
     """Number of first layers, which run once before the loop."""
 
-    coda_layers: int = 1
+    coda_layers: Annotated[int, Ge(0)] = 1
     """Number of last layers, which run after the loop on every state that is read."""
 
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, Gt(0), Lt(1)] = 1e-6
     """Added to the mean square in every norm."""
 
     residual_scale: ResidualScale = "none"
