@@ -93,7 +93,6 @@ class Case:
 def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     config = decoder_config(case.model, max_seq_len=SEQ_LEN)
-    config.recurrence.backward_steps = case.backward_steps
     checkpointing = CHECKPOINTING[case.checkpointing]
     return parallel_model(
         config,
@@ -138,7 +137,8 @@ def losses_and_gradients(layout: Layout, case: Case) -> tuple[list[float], dict[
         with context():
             torch.manual_seed(steps)  # for dropout; the ranks of a state draw the same masks
             collect = case.loss.collect(exit_gate=case.exit_gate)
-            output = model(tokens, positions, masks, recurrent_steps=steps, collect=collect)
+            depth = {"recurrent_steps": steps, "backward_steps": case.backward_steps}
+            output = model(tokens, positions, masks, **depth, collect=collect)
             loss, _ = loss_fn(output, labels, valid)
             loss.backward()
         losses.append(global_loss(loss, dims))

@@ -14,6 +14,7 @@ import torch
 from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, SEQ_LEN, tiny_config, train_run
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import transient
 from titan_loop.training.callback import Callback
@@ -73,17 +74,18 @@ def test_a_run_writes_what_its_schedules_say(source, tmp_path):
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2, 4, 6]
 
 
-def test_the_backward_pass_reaches_further_as_it_grows(source, tmp_path):
+def test_the_backward_pass_reaches_further_as_it_grows(source, tmp_path, monkeypatch):
     reached = []
+    forward = LoopDecoder.forward
 
-    class Watch(Callback):
-        def on_step_end(self, trainer, record):
-            reached.append(trainer.model.recurrence.backward_steps)
+    def watched(model, *args, **named):
+        reached.append(named["backward_steps"])
+        return forward(model, *args, **named)
 
+    monkeypatch.setattr(LoopDecoder, "forward", watched)
     config = whole_batches(source, tmp_path / "run", steps=4)
     config.model.tie_weights = True
     config.recurrence.backward_growth = Schedule.steps([(0, 1), (2 * BATCH_TOKENS, 3)])
-    config.callbacks = (Watch(),)
     train_run(config)
     assert reached == [1, 1, 3, 3]
 
