@@ -37,7 +37,10 @@ class Outer:
         (Outer(scale=0.0), "run.scale=0.0 must be above 0 and finite"),
         (Outer(scale=math.inf), "run.scale=inf must be above 0 and finite"),
         (Outer(scale=math.nan), "run.scale=nan must be above 0 and finite"),
-        (Outer(kind="thre"), "run.kind=thre must be one or two or three or four; nearest: three"),  # type: ignore[arg-type]
+        (
+            Outer(kind="threee"),
+            "run.kind=threee must be one or two or three or four; nearest: three",
+        ),  # type: ignore[arg-type]
         (Outer(fixed=False), "run.fixed=False must be True; it is needed"),  # type: ignore[arg-type]
         (Outer(rate=Schedule.parse("0:1 linear 8:-1")), "run.rate=0:1 linear 8:-1 must be at lea"),
         (Outer(inner=Inner(share=1.0)), "run.inner.share=1.0 must be at least 0 and below 1; 0.9"),

@@ -1,4 +1,4 @@
-"""What the launcher's variables say of this process: its job, and the rank that it is."""
+"""This process by the launcher's variables: its job, and the rank that it is."""
 
 import os
 from collections.abc import Mapping

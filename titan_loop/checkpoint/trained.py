@@ -1,4 +1,4 @@
-"""What a checkpoint needs of a trainer, its data and its optimisers, which stand above it."""
+"""Protocols of a trainer, its data and its optimisers, which stand above a checkpoint."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a scheduler of jobs must do here; everything else about jobs is the same for all of them.
+"""Protocol of a scheduler of jobs; everything else about jobs is the same for all of them.
 
 `TITAN_LOOP_SCHEDULER` names one, SLURM without it: NAME is the class `SCHEDULER` of the module
 `titan_loop.launch.NAME`, or MODULE:CLASS for one of your own.

@@ -1,4 +1,4 @@
-"""Which rate a sweep's shapes share, and which is best for each: the cells that claims compare.
+"""The rate that a sweep's shapes share, and the best of each: the cells that claims compare.
 
 The shared rate has the lowest loss on average over all shapes. Losses are means over the seeds that
 have every run of a table; the others are left out. All is on the grid of rates.

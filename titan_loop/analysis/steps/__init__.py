@@ -1,4 +1,4 @@
-"""What analyses of recurrent steps share; families and studies register their own.
+"""Shared parts of analyses of recurrent steps; families and studies register their own.
 
     titan-loop analyse VERB RUN ─► a function of a plugin ─► Findings ─┬─► lines on the terminal
                                                                        ├─► evals/VERB-step-N.json

@@ -1,4 +1,4 @@
-"""What an optimiser tells the run: its settings, the parameters it takes, its moments.
+"""An optimiser as the run sees it: its settings, the parameters it takes, its moments.
 
 A new optimiser is a file beside this one and a field of `RunConfig`, whose name `optimizer.name`
 then chooses.
