@@ -38,8 +38,8 @@ class Outer:
         (Outer(scale=math.inf), "run.scale=inf must be above 0 and finite"),
         (Outer(scale=math.nan), "run.scale=nan must be above 0 and finite"),
         (
-            Outer(kind="threee"),
-            "run.kind=threee must be one or two or three or four; nearest: three",
+            Outer(kind="three4"),
+            "run.kind=three4 must be one or two or three or four; nearest: three",
         ),  # type: ignore[arg-type]
         (Outer(fixed=False), "run.fixed=False must be True; it is needed"),  # type: ignore[arg-type]
         (Outer(rate=Schedule.parse("0:1 linear 8:-1")), "run.rate=0:1 linear 8:-1 must be at lea"),
