@@ -9,7 +9,7 @@ from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.dropout import seed_dropout
-from titan_loop.models.family import build_decoder, decoder_config, read_options
+from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.training.layout_preflight import layout_refusals
 
 SEQ_LEN = 16
@@ -102,7 +102,7 @@ def test_the_key_alone_decides_the_masks():
 @pytest.mark.parametrize("option", ["dropout", "embedding_dropout"])
 def test_settings_that_would_give_wrong_masks_are_refused(tmp_path, option):
     config = tiny_config(tmp_path / "source", tmp_path / "run")
-    model = decoder_config(read_options({option: 0.1}), max_seq_len=SEQ_LEN)
+    model = decoder_config(OuroOptions(**{option: 0.1}), max_seq_len=SEQ_LEN)
     assert not list(layout_refusals(config, model, 1))
     config.activation_checkpoint = FullAC.Config(preserve_rng_state=False)
     (masks,) = (str(refusal) for refusal in layout_refusals(config, model, 1))
