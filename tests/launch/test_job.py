@@ -106,7 +106,7 @@ class Check:
 
 
 class Standing:
-    """A scheduler that notes what it is asked."""
+    """A scheduler that records its calls."""
 
     def __init__(self) -> None:
         self.where, self.now = ALLOCATION, "RUNNING"

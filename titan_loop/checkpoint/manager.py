@@ -376,7 +376,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self._noted(future.result())
 
     def close(self, *, together: bool = False) -> None:
-        """Finish what is being written; ranks that close `together` leave at the same time.
+        """Finish all writes; with `together`, wait until every rank has done so.
 
         A launcher may kill ranks that live much longer than the first one.
         """

@@ -4,6 +4,6 @@
     the job: titan-loop slurm run ─► node check ─► a rank a GPU: titan-loop train    job, health
         time limit ─► SIGUSR1 ─► ranks ─► save, exit 75 ─► Scheduler.start_again            job
 
-`scheduler.py` says what a scheduler does, `slurm.py` does it with SLURM, `local.py` with processes
+`scheduler.py` is the protocol, `slurm.py` implements it for SLURM, `local.py` with processes
 of this machine. Only `submit` and the node check import torch. `slurm/README.md` is the manual.
 """

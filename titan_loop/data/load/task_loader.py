@@ -72,7 +72,7 @@ class TaskLoader(GlobalBatchLoader):
         super().__init__(config, self.describe(config, seq_len), seq_len=seq_len, **split)
 
     def describe(self, config: Config, seq_len: int) -> dict[str, Any]:
-        """Return what the examples depend on, as in `GlobalBatchLoader`."""
+        """Return the settings that decide the examples, as in `GlobalBatchLoader`."""
         parameters = asdict(config.task)
         description: dict[str, Any] = {
             TASK: config.task.name,

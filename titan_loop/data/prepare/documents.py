@@ -143,7 +143,7 @@ def _expand(
     else:
         raise UserError(
             f"input {path} does not exist: build or download the documents first (hf download "
-            "NAME --repo-type dataset gets those of the Hugging Face Hub)"
+            "NAME --repo-type dataset downloads data sets from the Hugging Face Hub)"
         )
     if found[0][1] == OTHER:
         raise UserError(
@@ -267,7 +267,7 @@ def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
 
 
 def _role_of(path: Path) -> str:
-    """Return "train", "held_out", "test" or "": what the last part with such a name says."""
+    """Return "train", "held_out", "test" or "", by the last part of the path with such a name."""
     for part in reversed(path.parts):
         for role, pattern in _PATTERNS.items():
             if pattern.search(part.lower()):
