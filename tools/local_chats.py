@@ -34,7 +34,7 @@ from titan_loop.data.demo.local_python import (
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError, exit_code
-from titan_loop.storage.local_path import require_local
+from titan_loop.storage.file_names import require_local
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.pipeline import read_state
+from titan_loop.data.load.pipeline_loader import read_state
 from titan_loop.errors import DataEndedError, UserError, exit_code
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.resolved_run import resolve

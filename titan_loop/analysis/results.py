@@ -22,8 +22,14 @@ from titan_loop.evaluation.intervals import Interval, of_seeds
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.run_directory import RunDirectory, is_clean
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.storage.json_files import count, number, read_json_object, read_jsonl, write_json
-from titan_loop.storage.regular_file import DamagedFileError
+from titan_loop.storage.json_files import (
+    DamagedFileError,
+    count,
+    number,
+    read_json_object,
+    read_jsonl,
+    write_json,
+)
 
 FORMAT_VERSION = 1
 _MOST_LOSSES = 40

@@ -27,8 +27,13 @@ from typing import Any, TypedDict
 
 from titan_loop.errors import UserError
 from titan_loop.storage.file_names import is_file_name
-from titan_loop.storage.json_files import finite_or_null, nested, read_json_object, write_json
-from titan_loop.storage.regular_file import DamagedFileError
+from titan_loop.storage.json_files import (
+    DamagedFileError,
+    finite_or_null,
+    nested,
+    read_json_object,
+    write_json,
+)
 from titan_loop.storage.transient import ShortReadError, retried, unreadable
 
 MANIFEST = "manifest.json"

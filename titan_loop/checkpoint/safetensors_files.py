@@ -20,8 +20,7 @@ from torch import Tensor
 
 from titan_loop.errors import UserError
 from titan_loop.storage.file_names import require_file_name
-from titan_loop.storage.json_files import read_json_object, write_json
-from titan_loop.storage.regular_file import DamagedFileError
+from titan_loop.storage.json_files import DamagedFileError, read_json_object, write_json
 
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNMENT_BYTES = 8

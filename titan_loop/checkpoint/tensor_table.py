@@ -23,8 +23,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titan_loop.checkpoint.manifest import TABLE, DamagedCheckpointError
 from titan_loop.errors import UserError, first_line
 from titan_loop.storage.file_names import require_file_name
-from titan_loop.storage.json_files import count, json_sha256, write_text
-from titan_loop.storage.regular_file import DamagedFileError, read_regular
+from titan_loop.storage.json_files import (
+    DamagedFileError,
+    count,
+    json_sha256,
+    read_small,
+    write_text,
+)
 from titan_loop.storage.transient import unreadable
 
 _MOST_BYTES = 1 << 30  # about 60 bytes per tensor and rank are usual
@@ -48,7 +53,7 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
     """
     path = checkpoint / TABLE
     try:
-        table = json.loads(read_regular(path, fix="use another checkpoint", most_bytes=_MOST_BYTES))
+        table = json.loads(read_small(path, fix="use another checkpoint", most_bytes=_MOST_BYTES))
         if table["sha256"] != json_sha256(table["entries"]):
             raise ValueError("it has a different SHA-256 than when it was written")
         return _parsed(table["entries"], path)

@@ -12,6 +12,7 @@ from titan_loop.data.packed_index import PIECE, WINDOW_END
 from titan_loop.data.shards import TokenShards, file_chunks, index_path, misplaced_eos
 from titan_loop.data.source_card import (
     BYTES_SUFFIX,
+    INDEX_SUFFIX,
     LOSS_SUFFIX,
     ShardCard,
     SourceCard,
@@ -110,19 +111,19 @@ def verify_source(source: str | Path) -> Iterator[str]:
 def _shard(
     path: Path, shard: ShardCard, card: SourceCard, sizes: Mapping[str, int]
 ) -> Iterator[str]:
-    mask = path.with_name(path.name + LOSS_SUFFIX)
-    hashes = {path: shard.sha256, index_path(path): shard.index_sha256}
+    beside = {"": shard.sha256, INDEX_SUFFIX: shard.index_sha256}
     if card.has_loss_mask:
-        hashes[mask] = shard.loss_sha256
+        beside[LOSS_SUFFIX] = shard.loss_sha256
     if shard.bytes_sha256:
-        hashes[path.with_name(path.name + BYTES_SUFFIX)] = shard.bytes_sha256
+        beside[BYTES_SUFFIX] = shard.bytes_sha256
     sound = True
-    for file, sha256 in hashes.items():
+    for suffix, sha256 in beside.items():
+        file = path.with_name(path.name + suffix)
         for fault in _file(file, sizes[f"{path.parent.name}/{file.name}"], sha256):
             sound = sound and "SHA-256" in fault  # a wrong checksum leaves the contents readable
             yield fault
     if sound:
-        yield from _contents(path, mask, shard, card)
+        yield from _contents(path, path.with_name(path.name + LOSS_SUFFIX), shard, card)
 
 
 def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
@@ -142,12 +143,11 @@ def _contents(path: Path, mask: Path, shard: ShardCard, card: SourceCard) -> Ite
     if int(ends[-1:].sum()) != shard.tokens or (np.diff(ends, prepend=0) < 1).any():
         yield f"{index_path(path)}: document ends do not ascend to token {shard.tokens}"
         return
-    outside = unended = start = 0
+    outside = unended = start = not_binary = 0
     for chunk in file_chunks(path, f"<u{card.token_bytes}"):
         outside += int((chunk >= card.vocab_size).sum())
         unended += misplaced_eos(chunk, start, ends, card.eos_id)
         start += len(chunk)
-    not_binary = 0
     if card.has_loss_mask:
         not_binary = sum(int((chunk > 1).sum()) for chunk in file_chunks(mask, "u1"))
     if outside:

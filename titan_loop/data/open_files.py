@@ -8,6 +8,7 @@ import os
 import resource
 import weakref
 from collections import OrderedDict
+from contextlib import suppress
 
 import numpy as np
 
@@ -23,12 +24,12 @@ def open_file_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else hard
     wanted = min(allowed, _OPEN_FILES_WANTED)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError):  # some containers forbid it
-            return soft
-    return wanted
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    with suppress(OSError, ValueError):  # some containers forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft
 
 
 class OpenFiles:
@@ -72,13 +73,9 @@ class OpenFiles:
 
         try:
             return np.frombuffer(retried(read), dtype=dtype)
-        except ShortReadError:
-            raise UserError(
-                f"file {path} ends before its value {first + count}: it was truncated while it "
-                "was in use; restore it"
-            ) from None
-        except FileNotFoundError:
-            raise UserError(f"file {path} disappeared while it was in use: restore it") from None
+        except (ShortReadError, FileNotFoundError) as error:
+            problem = f"file {path} was removed or truncated while it was in use"
+            raise UserError(f"{problem} ({error.strerror}): restore it") from None
         except OSError as error:
             raise unreadable(path, error, "check its disk and permissions") from error
 

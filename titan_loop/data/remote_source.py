@@ -10,8 +10,7 @@ import fcntl
 import hashlib
 import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import TypeVar
 
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.file_names import path_below, require_file_name
-from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.storage.remote_folder import RemoteFolder, check_address
 from titan_loop.storage.transient import ATTEMPTS, retried
 
@@ -29,7 +27,6 @@ FIELD = "dataloader.mixture"
 CACHE_VARIABLE = "TITAN_LOOP_SOURCE_CACHE"
 _PARALLEL_COPIES = 8
 _ARRIVING = ".arriving-"
-_PROGRESS_SECONDS = 30.0
 
 T = TypeVar("T")
 
@@ -66,11 +63,15 @@ def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iter
         return
     remote = RemoteFolder(address, FIELD)
     sizes = _tried(remote.files)
-    if sizes.get(card_name, MOST_BYTES + 1) > MOST_BYTES:
-        raise UserError(
-            f"{FIELD}: {address} has no {card_name}: it is not a prepared source, or its copying "
-            "was interrupted"
-        )
+
+    def require(name: str, problem: str) -> None:
+        if name not in sizes:
+            raise UserError(
+                f"{FIELD}: {address} has no {name}{problem}: it is not a prepared source, or its "
+                "copying was interrupted"
+            )
+
+    require(card_name, "")
     folder.mkdir(parents=True, exist_ok=True)
     with _one_at_a_time(folder.parent / "lock"):
         here, card = folder / card_name, _arriving(folder / card_name)
@@ -81,41 +82,30 @@ def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iter
                 "give the new source an address of its own"
             )
         places = {name: path_below(folder, name, here) for name in files_of(card)}
-        if missing := sorted(places.keys() - sizes.keys()):
-            raise UserError(
-                f"{FIELD}: {address} has no {missing[0]}, which its {card_name} names: its copying "
-                "was interrupted; copy it there again"
-            )
-        if left := [name for name, place in places.items() if _size(place) != sizes[name]]:
-            _copy_all(remote, {name: sizes[name] for name in left}, folder)
+        for name in places:
+            require(name, f", which its {card_name} names")
+        missing = [name for name, place in places.items() if _size(place) != sizes[name]]
+        size_gib = sum(sizes[name] for name in missing) / 2**30
+        logger.info(
+            "Copying %d files (%.1f GiB) of %s to %s", len(missing), size_gib, address, folder
+        )
+
+        def copy(name: str) -> None:
+            place = places[name]
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _tried(lambda: _download(remote, name, _arriving(place), sizes[name]))
+            _arriving(place).replace(place)
+
+        with ThreadPoolExecutor(_PARALLEL_COPIES, thread_name_prefix="source") as copies:
+            list(copies.map(copy, missing))
         card.replace(here)
     _complete.add(address)
 
 
-def _copy_all(remote: RemoteFolder, sizes: Mapping[str, int], folder: Path) -> None:
-    total = sum(sizes.values()) / 2**30
-    logger.info("Copying %d files (%.1f GiB) of %s to %s", len(sizes), total, remote.url, folder)
-    done, said = 0, time.monotonic()
-    with ThreadPoolExecutor(_PARALLEL_COPIES, thread_name_prefix="source") as copies:
-        for size in copies.map(lambda name: _copy(remote, name, folder / name, sizes[name]), sizes):
-            done += size
-            if time.monotonic() - said >= _PROGRESS_SECONDS:
-                said = time.monotonic()
-                logger.info("Copied %.1f of %.1f GiB of %s", done / 2**30, total, remote.url)
-
-
-def _copy(remote: RemoteFolder, name: str, place: Path, size: int) -> int:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    arriving = _arriving(place)
-
-    def copy() -> None:
-        remote.download(name, arriving)
-        if _size(arriving) != size:
-            raise OSError(f"{_size(arriving)} of {size} bytes of {remote.url}/{name} arrived")
-
-    _tried(copy)
-    arriving.replace(place)
-    return size
+def _download(remote: RemoteFolder, name: str, place: Path, size: int) -> None:
+    remote.download(name, place)
+    if _size(place) != size:
+        raise OSError(f"{_size(place)} of {size} bytes of {remote.url}/{name} arrived")
 
 
 def _arriving(place: Path) -> Path:

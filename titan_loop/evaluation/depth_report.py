@@ -16,8 +16,13 @@ from titan_loop.evaluation.bits_per_byte import (
 )
 from titan_loop.evaluation.intervals import Interval
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import count, number, read_json_object, write_json
-from titan_loop.storage.regular_file import DamagedFileError
+from titan_loop.storage.json_files import (
+    DamagedFileError,
+    count,
+    number,
+    read_json_object,
+    write_json,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import write_json
-from titan_loop.storage.regular_file import read_regular
+from titan_loop.storage.json_files import read_small, write_json
 from titan_loop.text.chatml import CHAT_TEMPLATE
 from titan_loop.text.template_files import TEMPLATE, TOKENIZER_CONFIG
 from titan_loop.text.text_format import TextFormat
@@ -99,7 +98,7 @@ class TokenizerExport:
                 single=[begin, "$0"], special_tokens=added
             )  # type: ignore[assignment]
             template = json.loads(tokenizer.to_str())["post_processor"]
-        record = json.loads(read_regular(self.path, fix="give another"))
+        record = json.loads(read_small(self.path, fix="give another"))
         write_json(path, {**record, "post_processor": template})
 
 

@@ -1,10 +1,12 @@
-"""Turns file names from manifests, source cards and object stores into paths inside a folder."""
+"""Names that others wrote, as paths inside a folder; local paths as opposed to addresses."""
 
+import re
 from pathlib import Path
 
 from titan_loop.errors import UserError
 
 _MOST_BYTES = 255  # on Linux
+_URL = re.compile(r"[A-Za-z][\w.+-]+:/")  # `Path` makes "s3:/" of "s3://"
 
 
 def is_file_name(name: object) -> bool:
@@ -39,3 +41,12 @@ def path_below(folder: Path, name: str, named_in: str | Path) -> Path:
     if not path.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{path} is a link out of {folder}; delete the link")
     return path
+
+
+def require_local(path: str | Path, name: str) -> None:
+    """Raise `UserError` if `path`, the value of `name`, is an address in an object store."""
+    if _URL.match(str(path)):
+        raise UserError(
+            f"{name} {path} is in an object store or on a server, which is neither read nor "
+            "written here: use a local or mounted folder, and copy between them"
+        )

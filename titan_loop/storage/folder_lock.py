@@ -13,7 +13,6 @@ import re
 import socket
 import struct
 import sys
-import time
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,9 +22,6 @@ from titan_loop.launcher import slurm_job
 from titan_loop.storage.transient import retried, unwritable
 
 logger = logging.getLogger(__name__)
-
-LEASE_SECONDS = 120.0
-"""Time after which servers of network file systems forget the locks of a host that is gone."""
 
 _FLOCK = "hhqqi"  # Linux' struct flock: type, whence, start, length, process
 
@@ -52,7 +48,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
     """
 
     def __init__(self, folder: Path, name: str, *, called: str, user: str) -> None:
-        path = self._path = folder.absolute() / name
+        path = folder.absolute() / name
         try:
             retried(lambda: folder.mkdir(parents=True, exist_ok=True))
             self._file = retried(lambda: path.open("a+", encoding="utf-8"))
@@ -69,17 +65,19 @@ class FolderLock(AbstractContextManager["FolderLock"]):
                 return
             self._file.seek(0)
             owner = self._file.read().strip() or "unknown"
+            self._file.close()
             if not _is_this_job_elsewhere(owner):
-                self._file.close()
                 raise UserError(
                     f"{called} is in use by another {user} ({owner}); wait for it, stop it, or "
                     f"choose another folder (if its host is gone for good, delete {path})"
                 ) from error
-            logger.warning(
-                f"{path} is still locked by an earlier start of this job ({owner}); waiting "
-                f"{LEASE_SECONDS:g} s for its host's lock to expire"
-            )
-            self._take_over(path)
+            # SLURM starts a job again only after its end, but a server of network file systems
+            # may remember the locks of a host that is gone for hours.
+            logger.warning(f"{path} was left by an earlier start of this job ({owner}): replaced")
+            fresh = path.with_name(f".{path.name}.{os.getpid()}")
+            self._file = fresh.open("a+", encoding="utf-8")
+            self._lock()
+            os.replace(fresh, path)
 
     def __exit__(self, *exception: object) -> None:
         self.release()
@@ -88,22 +86,6 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         """Let another process have the folder."""
         with suppress(OSError):  # closing writes the owner's name, which a full disk may refuse
             self._file.close()
-
-    def _take_over(self, path: Path) -> None:
-        """Take the lock that an earlier start of this SLURM job left on a host that is gone."""
-        deadline = time.monotonic() + LEASE_SECONDS
-        while time.monotonic() < deadline:
-            time.sleep(min(5.0, LEASE_SECONDS))
-            with suppress(OSError):
-                return self._lock()
-        # The server of a network file system may remember the lock for hours.
-        logger.warning("%s: its host did not give the lock back; it is replaced", path)
-        self._file.close()
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        self._file = fresh.open("a+", encoding="utf-8")
-        self._lock()
-        os.replace(fresh, path)
-        return None
 
     def _lock(self) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,7 @@
 """Small files that survive the death of their writer: atomic JSON and text, append-only lines."""
 
 import codecs
+import errno
 import hashlib
 import json
 import logging
@@ -8,16 +9,59 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from titan_loop.errors import UserError
-from titan_loop.storage.regular_file import DamagedFileError, read_regular
-from titan_loop.storage.transient import retried
+from titan_loop.storage.transient import ShortReadError, retried
 
 logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 26
+"""Largest size of a small file; a manifest of 4,096 ranks has half a megabyte."""
+
+_NOT_THE_FILE = {errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG}
+
+
+class DamagedFileError(UserError):
+    """A file does not have the content that its name promises; `fix` ends the message."""
+
+    def __init__(self, path: Path, reason: str, fix: str) -> None:
+        super().__init__(path, reason, fix)  # all three, so that ranks can pickle it
+        self.path = path
+        self.reason = reason
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged ({self.reason}); {self.fix}"
+
+
+def read_small(path: Path, *, fix: str, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the content of a small file, tried again after a transient error or a short read.
+
+    Raises `FileNotFoundError` if it does not exist, `DamagedFileError` if it is not a file of at
+    most `most_bytes`, `UserError` if it may not be read, and `OSError` if the disk fails.
+    """
+
+    def read() -> bytes:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most_bytes:
+                raise DamagedFileError(path, f"more than {most_bytes} bytes", fix)
+            content = file.read(most_bytes)
+            if len(content) < size:
+                raise ShortReadError(path, f"only {len(content)} bytes were read")
+            return content
+
+    try:
+        return retried(read)
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); change its mode") from error
+    except OSError as error:
+        if error.errno not in _NOT_THE_FILE:
+            raise
+        raise DamagedFileError(path, str(error.strerror), fix) from error
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
@@ -60,8 +104,8 @@ def sync_to_disk(paths: Iterable[Path]) -> None:
 
 
 def read_json(path: Path, *, fix: str) -> Any:
-    """Return the JSON value in a file; raises as `read_regular` does."""
-    content = read_regular(path, fix=fix)
+    """Return the JSON value in a file; raises as `read_small` does."""
+    content = read_small(path, fix=fix)
     try:
         return _parse(content)
     except ValueError as error:
@@ -115,31 +159,25 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
     is skipped; any other line that is not such a record raises `UserError`.
     """
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(_lines(path), start=1):
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
         try:
             record = _parse(line)
             if not isinstance(record, dict):
                 raise ValueError("not a JSON object")
+            for name, kind in (fields or {}).items():
+                if type(value := record.get(name)) is not kind:
+                    raise ValueError(f"{name}={value!r} instead of {kind.__name__}")
         except ValueError as error:
             if not line.endswith(b"\n"):
                 logger.warning("%s: skipped an incomplete last line (%d bytes)", path, len(line))
                 break
-            raise _wrong_line(path, number, f"is not JSON ({error})") from error
-        for name, kind in (fields or {}).items():
-            if type(value := record.get(name)) is not kind:
-                instead = f"has {name}={value!r} instead of {kind.__name__}"
-                raise _wrong_line(path, number, instead)
+            raise UserError(
+                f"{str(path)!r} line {number} cannot be read ({error}); remove that line to read "
+                "the rest"
+            ) from error
         records.append(record)
     return records
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        yield from file
-
-
-def _wrong_line(path: Path, number: int, problem: str) -> UserError:
-    return UserError(f"{str(path)!r} line {number} {problem}; remove that line to read the rest")
 
 
 def nested(record: Mapping[str, Any], name: str) -> Any:

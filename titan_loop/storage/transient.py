@@ -55,16 +55,14 @@ def retried(act: Callable[[], T], is_transient: Callable[[Exception], bool] = _i
 
     `act` must open its file itself, since a stale handle stays stale.
     """
-    for attempt in range(1, ATTEMPTS):
+    for attempt in range(ATTEMPTS - 1):
         try:
             return act()
         except Exception as error:
             if not is_transient(error):
                 raise
-            wait = WAIT_SECONDS * 2 ** (attempt - 1)
-            logger.warning(
-                "%s (attempt %d of %d); trying again in %g s", error, attempt, ATTEMPTS, wait
-            )
+            wait = WAIT_SECONDS * 2**attempt
+            logger.warning("%s; trying again in %g s", error, wait)
         count_retry()
         time.sleep(wait)
     return act()

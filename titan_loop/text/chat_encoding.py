@@ -30,7 +30,15 @@ class Prompt(NamedTuple):
     question_tokens: int
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """A part of a document: its text, empty for control tokens, and its ids."""
+
+    text: str
+    ids: "Sequence[int] | np.ndarray"
+    is_target: bool = False
+
+
+class _Part(NamedTuple):
     """A control token, or text with what stands before it."""
 
     control: int | None
@@ -63,32 +71,31 @@ class ChatEncoder:
         self._control = re.compile("|".join(whole) or "(?!)")
         self._needs_context = self._places_that_matter()
 
-    def encode(
-        self, conversations: Sequence[Conversation], end_of_text: str
-    ) -> "list[tuple[np.ndarray, np.ndarray]]":
-        """Return int64 ids, each conversation ended by `end_of_text`, and bool target masks.
+    def pieces(self, conversations: Sequence[Conversation], end_of_text: str) -> list[list[Piece]]:
+        """Return the pieces of conversations, each ended by `end_of_text`.
 
         A template may end a conversation with that token itself.
         """
+        end = require_token(self.tokenizer, end_of_text, "control token")
+        chats = self._encoded([[*self._parts(each)] for each in conversations])
+        return [
+            pieces if pieces and [*pieces[-1].ids[-1:]] == [end] else [*pieces, Piece("", [end])]
+            for pieces in chats
+        ]
+
+    def encode(
+        self, conversations: Sequence[Conversation], end_of_text: str
+    ) -> "list[tuple[np.ndarray, np.ndarray]]":
+        """Return int64 ids and bool target masks of conversations, as `pieces` does."""
         import numpy as np
 
-        end = require_token(self.tokenizer, end_of_text, "control token")
-        results: list[tuple[np.ndarray, np.ndarray]] = []
-        for pieces in self._encoded([[*self._pieces(each)] for each in conversations]):
-            ids = [number for numbers, _ in pieces for number in numbers]
-            is_target = [target for numbers, target in pieces for _ in numbers]
-            if ids[-1:] != [end]:
-                ids, is_target = [*ids, end], [*is_target, False]
-            results.append((np.asarray(ids, dtype=np.int64), np.asarray(is_target)))
-        return results
-
-    def texts(self, conversation: Conversation) -> list[tuple[str, Sequence[int]]]:
-        """Return text and ids of every piece of a conversation; control tokens have no text."""
-        pieces = [*self._pieces(conversation)]
-        (encoded,) = self._encoded([pieces])
+        chats = self.pieces(conversations, end_of_text)
         return [
-            (piece.text if piece.control is None else "", ids)
-            for piece, (ids, _) in zip(pieces, encoded, strict=True)
+            (
+                np.concatenate([np.asarray(piece.ids, dtype=np.int64) for piece in pieces]),
+                np.concatenate([np.full(len(piece.ids), piece.is_target) for piece in pieces]),
+            )
+            for pieces in chats
         ]
 
     def prompt(self, conversation: Conversation) -> Prompt:
@@ -97,15 +104,15 @@ class ChatEncoder:
         Raises `UserError` if the template refuses the conversation.
         """
         try:
-            (pieces,) = self._encoded([[*self._pieces(conversation, answer_next=True)]])
+            (pieces,) = self._encoded([[*self._parts(conversation, answer_next=True)]])
         except TypeError as error:
             raise UserError(f"{error}: use a conversation that it can write") from error
         ids: list[int] = []
         question_tokens = None
-        for numbers, is_target in pieces:
-            if is_target and question_tokens is None:
+        for piece in pieces:
+            if piece.is_target and question_tokens is None:
                 question_tokens = len(ids)
-            ids += numbers
+            ids += [*piece.ids]
         return Prompt(ids, len(ids) if question_tokens is None else question_tokens)
 
     def turn_end(self) -> str | None:
@@ -115,7 +122,7 @@ class ChatEncoder:
         after = self._control.findall(text, answer.end)
         return next((token.strip() for token in [*inside[::-1], *after]), None)
 
-    def _pieces(self, conversation: Conversation, *, answer_next: bool = False) -> Iterator[_Piece]:
+    def _parts(self, conversation: Conversation, *, answer_next: bool = False) -> Iterator[_Part]:
         broken = conversation.mapped(
             lambda text: self._spelt.sub(lambda found: found[0][0] + _SPELT + found[0][1:], text)
         )
@@ -130,10 +137,10 @@ class ChatEncoder:
         for answer in [*answers, Answer(len(text), len(text), False)]:
             end = answer.end if self.template.has_marks else self._turn_end(text, answer)
             for control, part in self._split(text, begin, answer.start):
-                yield _Piece(control, part, after, False)
+                yield _Part(control, part, after, False)
                 after = "text" if control is None else "control"
             for control, part in self._split(text, answer.start, end):
-                yield _Piece(control, part, after, answer.is_target)
+                yield _Part(control, part, after, answer.is_target)
                 after = "text" if control is None else "control"
             begin = end
 
@@ -153,8 +160,8 @@ class ChatEncoder:
         if end > begin:
             yield None, text[begin:end].replace(_SPELT, "")
 
-    def _encoded(self, chats: Sequence[Sequence[_Piece]]) -> list[list[tuple[Sequence[int], bool]]]:
-        texts = {(p.text, p.after): [] for pieces in chats for p in pieces if p.control is None}
+    def _encoded(self, chats: Sequence[Sequence[_Part]]) -> list[list[Piece]]:
+        texts = {(p.text, p.after): [] for parts in chats for p in parts if p.control is None}
         contexts = ["\n" if after in self._needs_context else "" for _, after in texts]
         given = [context + text for (text, _), context in zip(texts, contexts, strict=True)]
         newline, *encoded = _encode_as_text(self.tokenizer, ["\n", *given])
@@ -165,10 +172,12 @@ class ChatEncoder:
             texts[key] = ids[cut:]
         return [
             [
-                (texts[p.text, p.after] if p.control is None else [p.control], p.is_target)
-                for p in pieces
+                Piece(part.text, texts[part.text, part.after], part.is_target)
+                if part.control is None
+                else Piece("", [part.control], part.is_target)
+                for part in parts
             ]
-            for pieces in chats
+            for parts in chats
         ]
 
     def _places_that_matter(self) -> frozenset[_After]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan_loop.errors import UserError, first_line
 from titan_loop.text.chatml import CHAT_TEMPLATE
-from titan_loop.text.conversation import ASSISTANT, SYSTEM, USER, Conversation, Turn
+from titan_loop.text.conversation import ASSISTANT, USER, Conversation, Turn
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -108,17 +108,6 @@ class ChatTemplate:
                 # What is left would teach an empty answer.
                 raise TypeError("the chat template leaves out a tool call")
         return text, [Answer(*span, turn.is_target) for span, turn in spans]
-
-    @staticmethod
-    def left_out(conversation: Conversation, text: str) -> list[str]:
-        """Return which kinds of parts of a conversation do not stand in its text."""
-        functions = [tool["function"] for tool in conversation.tools]
-        parts = {
-            "system": [turn.content for turn in conversation.turns if turn.role == SYSTEM],
-            "reasoning": [turn.reasoning for turn in conversation.turns],
-            "tools": [str(each.get("name", "")) for each in functions if isinstance(each, dict)],
-        }
-        return [kind for kind, said in parts.items() if any(p.strip() not in text for p in said)]
 
     def _differences(self, conversation: Conversation, whole: str) -> Iterator[tuple[int, int]]:
         for index, turn in enumerate(conversation.turns):

@@ -52,10 +52,6 @@ CONVERSATION_FIELDS = (
 )
 """Every field of a record that `parse_conversation` may read."""
 
-_OF_MESSAGES = (
-    *("role", "from", "content", "value", "reasoning_content", "reasoning", "thinking"),
-    *("tool_calls", "function_call", "tool_call_id", "name", "refusal", *_WEIGHTS),
-)
 _MOST_LEVELS = 100  # templates write what they are given by recursion
 _OPENED, _CLOSED = "<tool_response>", "</tool_response>"
 
@@ -165,9 +161,9 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
         if turns and turns[-1].role != ASSISTANT and record.get("chosen") is not None:
             turns += _answer(record["chosen"], "chosen")
     elif messages_key is not None:
-        raise KeyError(_without(record, repr(messages_key)))
+        raise KeyError(f"no {messages_key!r} (fields: {_names(record)})")
     else:
-        turns = _pair(record)
+        turns = _asked(record)
     if (name := _present(record, _SYSTEM_PROMPTS)) is not None:
         system = Turn(SYSTEM, _string(record[name], name))
         if system.content and system not in turns[:1]:
@@ -182,44 +178,21 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
     return Conversation(tuple(turns), tools).mapped(_encodable)
 
 
-def unused_fields(record: Mapping[str, Any], messages_key: str | None = None) -> list[str]:
-    """Return the fields of a record that its conversation leaves out; of messages, `LIST.FIELD`."""
-    name = _present(record, _LISTS if messages_key is None else (messages_key,))
-    used = {*_SYSTEM_PROMPTS, *_TOOLS, *_NOT_TEXT}
-    used |= {name for name in _LABELS if _says(record, name, "true")}
-    if name is None:
-        used |= {*(_pair_of(record) or ["chosen"]), *_ADDITIONS, "history"}
-        return [field for field in _filled(record) if field not in used]
-    used |= {name, "chosen"}
-    messages = record[name] if isinstance(record[name], list) else ()
-    of_messages = dict.fromkeys(field for message in messages for field in _filled(message))
-    return [
-        *(field for field in _filled(record) if field not in used),
-        *(f"{name}.{field}" for field in of_messages if field not in _OF_MESSAGES),
-    ]
-
-
 def parse_messages(messages: Iterable[Mapping[str, Any]]) -> list[Turn]:
     """Return the turns of a list of messages; `TypeError` names what cannot be read."""
     return [_turn(message) for message in messages]
 
 
-def _pair(record: Mapping[str, Any]) -> list[Turn]:
-    if (pair := _pair_of(record)) is not None:
-        return _asked(record, *pair)
-    if isinstance(record.get("chosen"), list):
-        return _turns(record["chosen"], "chosen")
-    raise KeyError(
-        _without(record, "messages, or a question and its answer")
-        + "; --messages-key names a field that holds messages"
-    )
-
-
-def _pair_of(record: Mapping[str, Any]) -> tuple[str, str] | None:
-    return next((pair for pair in _PAIRS if all(record.get(n) is not None for n in pair)), None)
-
-
-def _asked(record: Mapping[str, Any], question: str, answer: str) -> list[Turn]:
+def _asked(record: Mapping[str, Any]) -> list[Turn]:
+    pairs = (pair for pair in _PAIRS if all(record.get(name) is not None for name in pair))
+    if (pair := next(pairs, None)) is None:
+        if isinstance(record.get("chosen"), list):
+            return _turns(record["chosen"], "chosen")
+        raise KeyError(
+            f"no messages, or a question and its answer (fields: {_names(record)}); "
+            "--messages-key names a field that holds messages"
+        )
+    question, answer = pair
     answers = _answer(record[answer], answer)
     if any(turn.role == USER for turn in answers):
         return answers  # the whole conversation, as in many sets of preferences
@@ -371,14 +344,6 @@ def _present(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
 def _says(record: Mapping[str, Any], name: str, word: str) -> bool:
     """Return whether a field is true or false, which CSV writes as a word."""
     return str(record.get(name)).lower() == word
-
-
-def _filled(record: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in record.items() if value is not None]
-
-
-def _without(record: Mapping[str, Any], wanted: str) -> str:
-    return f"no {wanted} (fields: {_names(record)})"
 
 
 def _names(record: Mapping[str, Any]) -> str:

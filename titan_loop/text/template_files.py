@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import read_json_object
-from titan_loop.storage.local_path import require_local
-from titan_loop.storage.regular_file import DamagedFileError, read_regular
+from titan_loop.storage.file_names import require_local
+from titan_loop.storage.json_files import DamagedFileError, read_json_object, read_small
 from titan_loop.text.chat_template import ChatTemplate
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -69,6 +68,6 @@ def chosen_template(chosen: str | Path, tokenizer: Path) -> ChatTemplate:
 
 def _text(path: Path, fix: str) -> str:
     try:
-        return read_regular(path, fix=fix).decode()
+        return read_small(path, fix=fix).decode()
     except UnicodeDecodeError as error:
         raise DamagedFileError(path, "not UTF-8", fix) from error

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError, nearest
-from titan_loop.storage.local_path import require_local
-from titan_loop.storage.regular_file import read_regular
+from titan_loop.storage.file_names import require_local
+from titan_loop.storage.json_files import read_small
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     path = Path(path)
     if not path.is_file():
         raise UserError(f"tokenizer {path} is not a file: train one or give a tokenizer.json")
-    content = read_regular(path, fix="train one or give a tokenizer.json")
+    content = read_small(path, fix="train one or give a tokenizer.json")
     try:
         tokenizer = Tokenizer.from_buffer(content)
         ids = vocab_size(tokenizer)

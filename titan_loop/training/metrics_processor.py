@@ -27,9 +27,8 @@ from titan_loop.bounds import FINITE
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import finite_or_null, write_text
+from titan_loop.storage.json_files import finite_or_null, read_small, write_text
 from titan_loop.storage.kept_records import append_or_keep
-from titan_loop.storage.regular_file import read_regular
 from titan_loop.tables import format_duration, short
 
 _A100_PEAK_FLOPS = 312e12
@@ -208,7 +207,7 @@ def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
     if not path.exists():
         write_text(path, secrets.token_hex(8) + "\n")
     resume = os.environ.get("WANDB_RESUME")
-    os.environ["WANDB_RUN_ID"] = read_regular(path, fix="delete it").decode().strip()
+    os.environ["WANDB_RUN_ID"] = read_small(path, fix="delete it").decode().strip()
     os.environ["WANDB_RESUME"] = resume or "allow"
     try:
         yield

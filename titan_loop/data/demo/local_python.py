@@ -24,8 +24,8 @@ from typing import NamedTuple
 from titan_loop.data.keyed import keyed_integer, keyed_uniform
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
+from titan_loop.storage.file_names import require_local
 from titan_loop.storage.json_files import write_json
-from titan_loop.storage.local_path import require_local
 
 logger = logging.getLogger(__name__)
 

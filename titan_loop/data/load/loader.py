@@ -215,21 +215,14 @@ class WindowLoader(GlobalBatchLoader):
         ]
 
     def log_sources(self, windows: int) -> None:
-        """Log the sources' shares, the sources read more than once, and the exhausted ones."""
-        stretches, end = self.order.stretches, self.order.end
+        """Log the sources' shares, and warn of the sources that are read more than once."""
+        first = self.order.stretches[0].order if self.order.stretches else None
         for index, (name, source) in enumerate(zip(self._names, self.sources, strict=True)):
-            first = stretches[0].order if stretches else None
             share = 0.0 if first is None else first.shares[index] / first.period
             logger.info(
                 f"source {name}: {100 * share:.2f} % of windows, {source.shards.tokens} tokens, "
                 f"{source.describe_epoch()}"
             )
-        starts = [stretch.first_window for stretch in stretches[1:]]
-        if end is not None:
-            starts.append(end)
-        for number, start in enumerate(starts, start=1):
-            if start < windows:
-                logger.info("%s", self._exhaustion(number))
         for demand in self.demand(windows):
             if demand.epochs > 1:
                 warn_together(
@@ -313,25 +306,11 @@ class WindowLoader(GlobalBatchLoader):
         sources = [{**source, "path": ""} for source in self._description[SOURCES]]
         return {**self._description, SOURCES: sources}
 
-    def _exhaustion(self, number: int) -> str:
-        """Describe the start of stretch `number` of the mixture, or the end after the last."""
-        exhausted = self.order.exhausted[number - 1]
-        names = ", ".join(f"{self._names[i]} (max_epochs={self._max_epochs[i]})" for i in exhausted)
-        if number >= len(self.order.stretches):
-            return f"{names} exhausted: the mixture ends at window {self.order.end}"
-        first_window, _, order = self.order.stretches[number]
-        rest = ", ".join(
-            f"{name} {share / order.period:.2%}"
-            for name, share in zip(self._names, order.shares.tolist(), strict=True)
-            if share
-        )
-        return f"{names} exhausted: from window {first_window} on the mixture is {rest}"
-
     def _why_it_ends(self) -> str:
-        exhausted = self.order.exhausted[-1] if self.order.exhausted else range(len(self.sources))
         names = " and ".join(
-            f"{self.mixture[i].path} may be read max_epochs={self._max_epochs[i]} times"
-            for i in exhausted
+            f"{entry.path} may be read max_epochs={epochs} times"
+            for entry, epochs in zip(self.mixture, self._max_epochs, strict=True)
+            if epochs is not None
         )
         others = sum(entry.weight > 0 for entry in self.mixture) > 1
         go_on = others and self._when_exhausted == "stop"

@@ -201,7 +201,6 @@ class CappedMixture:
 
     Attributes:
         end: First window after the mixture's last; None if it never ends.
-        exhausted: Sources that have reached their caps at the end of each stretch.
     """
 
     def __init__(
@@ -218,7 +217,6 @@ class CappedMixture:
         self._repeat_after = repeat_after
         self.stretches: list[Stretch] = []
         self.end: int | None = None
-        self.exhausted: list[list[int]] = []
         start = first_window
         self._first_counts = counts = np.asarray(first_counts or [0] * len(mixture), dtype=np.int64)
         renormalise = when_exhausted == "renormalise"
@@ -243,8 +241,6 @@ class CappedMixture:
             if not ends:
                 break
             start, counts = start + min(ends), counts + order.counts(min(ends))
-            used_up = [i for i, cap in capped.items() if rest[i].weight and counts[i] >= cap]
-            self.exhausted.append(used_up)
             if not renormalise:
                 self.end = start
                 break
@@ -273,7 +269,8 @@ class CappedMixture:
             once = self.repeated()
             assert once is not None
             return self.counts(self._first_window + rest) + passes * once
-        first, before, order = self.stretches[self.stretch_at(windows)]
+        number = int(np.searchsorted(self._starts, windows, side="right")) - 1
+        first, before, order = self.stretches[max(0, number)]
         return before + order.counts(windows - first)
 
     def repeated(self) -> np.ndarray | None:
@@ -281,7 +278,3 @@ class CappedMixture:
         if not self._repeat_after:
             return None
         return self.counts(self._first_window + self._repeat_after) - self._first_counts
-
-    def stretch_at(self, window: int) -> int:
-        """Return the number of the stretch of `window`, or of the last one."""
-        return max(0, int(np.searchsorted(self._starts, window, side="right")) - 1)

@@ -12,7 +12,6 @@ from titan_loop.text.conversation import (
     CONVERSATION_FIELDS,
     Conversation,
     parse_conversation,
-    unused_fields,
 )
 
 if TYPE_CHECKING:
@@ -39,18 +38,14 @@ class ChatRecords:
         own = () if self.messages_key is None else (self.messages_key,)
         return (*own, *CONVERSATION_FIELDS)
 
-    def read(self, record: Mapping[str, Any]) -> tuple[str, dict[str, str], list[str]]:
-        """Return a conversation's text, its document's metadata, and what the text leaves out.
+    def read(self, record: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        """Return a conversation's text, and its document's metadata.
 
         Raises as `parse_conversation` and `ChatTemplate.render` do.
         """
         conversation = parse_conversation(record, self.messages_key)
         text, _ = self.template.render(conversation)
-        unused = unused_fields(record, self.messages_key)
-        if not self._is_chatml:  # which writes everything
-            left_out = self.template.left_out(conversation, text)
-            unused += [f"{kind} without a place in the template" for kind in left_out]
-        return text, {_CONVERSATION: conversation.as_json()}, unused
+        return text, {_CONVERSATION: conversation.as_json()}
 
     @staticmethod
     def conversation(metadata: Mapping[str, Any]) -> Conversation:

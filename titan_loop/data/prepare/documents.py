@@ -1,4 +1,4 @@
-"""The documents to prepare: an explicit list of files with their kinds, or a pipeline.
+"""The documents to prepare: an explicit list of files with their kinds.
 
 With the list, every step, task and restart reads the same files in the same order. `file_kinds.py`
 says what one file holds; this module says which files of a folder are read, and which of them are
@@ -8,10 +8,9 @@ held out. `SHAPES.md` lists examples.
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -27,7 +26,7 @@ from titan_loop.data.prepare.file_kinds import (
     kind_of,
 )
 from titan_loop.errors import UserError, listed, require_known
-from titan_loop.storage.local_path import require_local
+from titan_loop.storage.file_names import require_local
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +57,11 @@ _PATTERNS = {
 _SHOWN = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Documents:
-    """Files to read, or a pipeline.
+class Documents(NamedTuple):
+    """Files to read; without `held_out_files`, a hash of each document decides its split."""
 
-    Attributes:
-        held_out_files: Files of the held-out split; without any, a hash of each document decides.
-        pipeline: Function that makes a torchdata pipeline.
-    """
-
-    files: tuple[InputFile, ...] = ()
+    files: tuple[InputFile, ...]
     held_out_files: tuple[InputFile, ...] = ()
-    pipeline: str = ""
 
     def all_files(self) -> tuple[InputFile, ...]:
         """Return the files of both splits."""
@@ -93,17 +85,18 @@ def find_documents(
     Raises `UserError` for inputs that are missing, mixed or ambiguous.
     """
     require_known("format", format, get_args(Format))
-    given = [
-        file for path in _as_list(held_out_inputs) for file in _expand(path, format, pattern, ours)
-    ]
-    names = {_real(file) for file in given}
+
+    def found_in(path: Path) -> list[InputFile]:
+        return _expand(path, format, pattern, ours)
+
+    held_out = [file for path in _as_list(held_out_inputs) for file in found_in(path)]
+    given = {_real(file) for file in held_out}
     files: list[InputFile] = []
     singles: list[InputFile] = []
-    held_out = [*given]
     for path in _as_list(inputs):
-        found = _expand(path, format, pattern, ours)
+        found = found_in(path)
         if path.is_dir():
-            found = [file for file in found if _real(file) not in names]
+            found = [file for file in found if _real(file) not in given]
             found, by_name = _split_by_name(path, found, held_out_given=bool(given))
             held_out += by_name
         else:
@@ -114,12 +107,21 @@ def find_documents(
         _warn_of_tests(tests)
     if not files:
         raise UserError("no input: give at least one file or folder")
-    for listed_files in (files, held_out):
-        _require_distinct(listed_files)
-        _require_listable(listed_files)
-    if shared := {*map(_real, files)} & {*map(_real, held_out)}:
-        raise UserError(f"input {min(shared)} is given for training and held out: choose one")
-    return Documents(files=tuple(files), held_out_files=tuple(held_out))
+    for path, _ in [*files, *held_out]:
+        # A name that is not UTF-8 has halves of surrogate pairs, which encode to "?".
+        not_utf8 = path.encode(errors="replace").decode() != path
+        if path != path.strip() or set(path) & {"\n", "\r"} or not_utf8:
+            raise UserError(
+                f"input {path!r} has a name that a list of files cannot hold (a line break, a "
+                "space at its end, or not UTF-8): rename it"
+            )
+    counts = Counter(map(_real, files)) + Counter(map(_real, held_out))
+    if twice := [path for path, count in counts.items() if count > 1]:
+        raise UserError(
+            f"input {twice[0]} is given twice: its documents would be stored twice, or be both "
+            "trained on and held out"
+        )
+    return Documents(tuple(files), tuple(held_out))
 
 
 def _as_list(inputs: Inputs) -> list[Path]:
@@ -152,24 +154,6 @@ def _expand(
         )
     # A link keeps its own name, which gives the format: download caches link to nameless files.
     return [InputFile(str(each.parent.resolve() / each.name), kind) for each, kind in found]
-
-
-def _require_distinct(files: Iterable[InputFile]) -> None:
-    counts = Counter(map(_real, files))
-    if counts and max(counts.values()) > 1:
-        twice = max(counts, key=counts.__getitem__)
-        raise UserError(f"input {twice} is given twice: its documents would be stored twice")
-
-
-def _require_listable(files: Iterable[InputFile]) -> None:
-    for path, _ in files:
-        broken = path != path.strip() or set(path) & {"\n", "\r"}
-        # A name that is not UTF-8 has halves of surrogate pairs, which encode to "?".
-        if broken or path.encode(errors="replace").decode() != path:
-            raise UserError(
-                f"input {path!r} has a name that a list of files cannot hold (a line break, a "
-                "space at its end, or not UTF-8): rename it"
-            )
 
 
 # The files of a folder that hold its documents; the others are left out and counted.
@@ -242,20 +226,13 @@ def _records_or_texts(folder: Path, kinds: Sequence[tuple[Path, str]]) -> list[t
 
 def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
     root, written = folder.resolve(), {path.resolve() for path in ours}
-    files: set[Path] = set()
-    shown: list[Path] = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if not written.isdisjoint((root / name, *(root / name).parents)):
-            continue
-        if path.is_file():
-            files.add(path)
-        if not any(part.startswith(".") for part in name.parts):
-            shown.append(path)
-    visible = [path for path in shown if path in files]
-    if len(visible) < len(files):
-        logger.warning("%s: left out %d hidden files", folder, len(files) - len(visible))
-    if links := sum(path not in files and path.is_symlink() for path in shown):
+    names = [path.relative_to(folder) for path in sorted(folder.rglob("*"))]
+    names = [name for name in names if written.isdisjoint((root / name, *(root / name).parents))]
+    shown = [folder / n for n in names if not any(part.startswith(".") for part in n.parts)]
+    visible = [path for path in shown if path.is_file()]
+    if hidden := sum((folder / name).is_file() for name in names) - len(visible):
+        logger.warning("%s: left out %d hidden files", folder, hidden)
+    if links := sum(path.is_symlink() and not path.is_file() for path in shown):
         logger.warning(
             f"{folder}: left out {links} links to folders or to nothing; give folders as inputs "
             "of their own"

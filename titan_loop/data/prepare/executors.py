@@ -26,7 +26,7 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.local import LocalPipelineExecutor
 from tqdm import tqdm
 
-import titan_loop.data.prepare.quiet  # noqa: F401
+import titan_loop.data.prepare.readers  # noqa: F401  (it switches off datatrove's log)
 from titan_loop.data.prepare.config import Executor
 from titan_loop.errors import UserError, require_known
 from titan_loop.storage.json_files import read_json
@@ -44,6 +44,11 @@ class Pipeline:
     steps: Mapping[str, Any]
     tasks: int
     logs: Path
+
+    def of_executor(self) -> dict[str, Any]:
+        """Return the arguments of datatrove's executors."""
+        steps = [*self.steps.values()]
+        return {"pipeline": steps, "tasks": self.tasks, "logging_dir": str(self.logs)}
 
     def unfinished(self) -> list[int]:
         """Return the tasks without datatrove's mark of completion."""
@@ -85,14 +90,24 @@ def run_pipelines(
 
 
 def _run_locally(pipeline: Pipeline, workers: int) -> None:
-    executor = dill.dumps(_build(LocalPipelineExecutor, pipeline, {}))
+    executor = dill.dumps(LocalPipelineExecutor(**pipeline.of_executor()))
     tasks = pipeline.unfinished()
     if min(workers, pipeline.tasks) == 1:
         for task in tasks:
             _run_task(executor, task)
         return
+    # datatrove's own pool waits for ever for the task of a worker that was killed.
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _end_with_parent, (receiver,))
     try:
-        _run_in_processes(executor, tasks, workers)
+        with receiver, sender, pool:
+            try:
+                for future in as_completed([pool.submit(_run_task, executor, t) for t in tasks]):
+                    future.result()
+            except BaseException:
+                sender.close()  # ends the workers, for which the pool waits
+                raise
     except BrokenProcessPool as error:
         logs = pipeline.logs / "logs"
         begun = [task for task in pipeline.unfinished() if (logs / f"task_{task:05d}.log").exists()]
@@ -101,24 +116,6 @@ def _run_locally(pipeline: Pipeline, workers: int) -> None:
             f"finished: {', '.join(map(str, begun)) or 'none'} of {pipeline.tasks} tasks; give "
             "fewer --workers or smaller files; the same command continues"
         ) from error
-
-
-def _run_in_processes(executor: bytes, tasks: Sequence[int], workers: int) -> None:
-    """Run tasks in worker processes; the first error ends them all.
-
-    datatrove's own pool waits for ever for the task of a worker that was killed.
-    """
-    context = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    workers = min(workers, len(tasks))
-    pool = ProcessPoolExecutor(workers, context, _end_with_parent, (receiver,))
-    with receiver, sender, pool:
-        try:
-            for future in as_completed([pool.submit(_run_task, executor, t) for t in tasks]):
-                future.result()
-        except BaseException:
-            sender.close()  # ends the workers, for which the pool waits
-            raise
 
 
 def _end_with_parent(receiver: Any) -> None:
@@ -148,12 +145,18 @@ def slurm_chain(
     """
     from datatrove.executor.slurm import SlurmPipelineExecutor
 
+    known = {*inspect.signature(SlurmPipelineExecutor.__init__).parameters}
+    known -= {"self", "pipeline", "tasks", "logging_dir"}
+    for name in options:
+        require_known("an option of slurm in the config file", name, known)
     for name in ("partition", "time"):
         if name not in options:
             raise UserError(f"executor 'slurm' needs slurm.{name} in the config file")
-    environment: dict[str, Any] = {}
-    if sys.prefix != sys.base_prefix and not {"env_command", "condaenv"} & set(options):
-        environment["venv_path"] = f"{sys.prefix}/bin/activate"
+    given: dict[str, Any] = {**options}
+    if sys.prefix != sys.base_prefix and not {"env_command", "condaenv"} & options.keys():
+        given = {"venv_path": f"{sys.prefix}/bin/activate", **options}
+    # Jobs behind one that failed would wait for ever, and keep a restart out.
+    given["sbatch_args"] = {"kill-on-invalid-dep": "yes", **options.get("sbatch_args", {})}
     chain: list[Any] = []
     for pipeline in pipelines:
         jobs = pipeline.logs.parent / _JOBS_NAME
@@ -163,12 +166,9 @@ def slurm_chain(
             "qos": None,
             "depends": chain[-1] if chain else None,
             "job_id_retriever": partial(_note_job, jobs, options.get("job_id_position", -1)),
-            **environment,
-            **options,
-            # Jobs behind one that failed would wait for ever, and keep a restart out.
-            "sbatch_args": {"kill-on-invalid-dep": "yes", **options.get("sbatch_args", {})},
+            **given,
         }
-        chain.append(_build(SlurmPipelineExecutor, pipeline, settings))
+        chain.append(SlurmPipelineExecutor(**pipeline.of_executor(), **settings))
     return chain
 
 
@@ -206,21 +206,6 @@ def refuse_submitted(logs: Path) -> None:
         fix = f"wait for them, or end them with scancel {names}"
         raise UserError(f"output {logs.parent} is being prepared by SLURM jobs {names}: {fix}")
     jobs.unlink()
-
-
-def _build(
-    cls: type[PipelineExecutor], pipeline: Pipeline, options: Mapping[str, Any]
-) -> PipelineExecutor:
-    known = set(inspect.signature(cls.__init__).parameters)
-    known -= {"self", "pipeline", "tasks", "logging_dir"}
-    for key in options:
-        require_known("an option of slurm in the config file", key, known)
-    return cls(
-        pipeline=list(pipeline.steps.values()),
-        tasks=pipeline.tasks,  # pyright: ignore[reportCallIssue]
-        logging_dir=str(pipeline.logs),
-        **options,
-    )
 
 
 def statistics(logs: Path, steps: Sequence[str]) -> dict[str, Counter[str]]:

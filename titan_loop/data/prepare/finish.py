@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_loop.data.prepare.document_tokenizer import CHANGED
 from titan_loop.data.prepare.executors import Pipeline, statistics
-from titan_loop.data.prepare.pipeline_steps import TextHashes
 from titan_loop.data.prepare.pipelines import HASH_TEXTS, HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.prepare.readers import (
     DROPPED_BY_READERS,
     REPAIRED_BY_READERS,
     SPELT_CHATML,
-    UNUSED,
     report_dropped,
 )
+from titan_loop.data.prepare.steps import CHANGED, TextHashes
 from titan_loop.data.shards import file_chunks, index_path, misplaced_eos
 from titan_loop.data.source_card import (
     BYTES_SUFFIX,
+    INDEX_SUFFIX,
     LOSS_SUFFIX,
     ShardCard,
     SourceCard,
@@ -75,7 +74,6 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
             f"{split.text_bytes} bytes of text"
         )
         splits[name] = split
-    _say_unused(output, read)
     if spelt := read[SPELT_CHATML]:
         logger.warning(
             f"{output}: {spelt} documents spell {TURN_START}, which stays text, and all of their "
@@ -93,7 +91,12 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
             effect = f"{held_out} tokens, which score only runs with a smaller training.seq_len"
         fix = "raise --held-out-fraction, or give --held-out-inputs"
         logger.warning("%s holds out %s: %s", output, effect, fix)
-    _warn_of_shared_texts(preparation)
+    shared, texts = TextHashes.count_shared(preparation.work / HASH_TEXTS)
+    if shared:
+        logger.warning(
+            f"{output}: {shared} of {texts} different held-out texts are trained on, too, so that "
+            "scores on them say little: remove them from one side"
+        )
     card = SourceCard(
         name=output.name,
         tokenizer_sha256=file_sha256(output / TOKENIZER_NAME),
@@ -118,22 +121,6 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
     card.write(output)
     shutil.rmtree(preparation.work, ignore_errors=True)
     return card
-
-
-def _warn_of_shared_texts(preparation: Preparation) -> None:
-    shared, texts = TextHashes.count_shared(preparation.work / HASH_TEXTS)
-    if shared:
-        logger.warning(
-            f"{preparation.output}: {shared} of {texts} different held-out texts are trained on, "
-            "too, so that scores on them say little: remove them from one side"
-        )
-
-
-def _say_unused(output: Path, counts: Counter[str]) -> None:
-    unused = {key.removeprefix(UNUSED): n for key, n in counts.items() if key.startswith(UNUSED)}
-    if unused:
-        names = ", ".join(f"{name} ({count} records)" for name, count in unused.items())
-        logger.info("%s: fields that conversations leave out: %s", output, names)
 
 
 def _repaired(output: Path, counts: Counter[str]) -> dict[str, int]:
@@ -192,12 +179,12 @@ def _split_card(
             max_token_id = max(max_token_id, int(chunk.max()))
             misplaced += misplaced_eos(chunk, first, ends, eos_id)
             first += len(chunk)
-        beside = {
-            suffix: path.with_name(path.name + suffix) for suffix in (LOSS_SUFFIX, BYTES_SUFFIX)
-        }
-        hashes = {suffix: file_sha256(file) for suffix, file in beside.items() if file.exists()}
-        if LOSS_SUFFIX in hashes:
-            chunks = file_chunks(beside[LOSS_SUFFIX], "u1")
+        hashes: dict[str, str] = {}
+        for suffix in (INDEX_SUFFIX, LOSS_SUFFIX, BYTES_SUFFIX):
+            file = path.with_name(path.name + suffix)
+            hashes[suffix] = file_sha256(file) if file.exists() else ""
+        if hashes[LOSS_SUFFIX]:
+            chunks = file_chunks(path.with_name(path.name + LOSS_SUFFIX), "u1")
             loss_tokens += sum(int(chunk.sum(dtype=np.int64)) for chunk in chunks)
         shard = ShardCard(
             file=path.name,
@@ -205,9 +192,9 @@ def _split_card(
             tokens=tokens,
             bytes=path.stat().st_size,
             sha256=file_sha256(path),
-            index_sha256=file_sha256(index_path(path)),
-            loss_sha256=hashes.get(LOSS_SUFFIX, ""),
-            bytes_sha256=hashes.get(BYTES_SUFFIX, ""),
+            index_sha256=hashes[INDEX_SUFFIX],
+            loss_sha256=hashes[LOSS_SUFFIX],
+            bytes_sha256=hashes[BYTES_SUFFIX],
         )
         shards.append(shard)
     card = SplitCard(

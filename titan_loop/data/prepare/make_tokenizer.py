@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from titan_loop.data.prepare.documents import Format, Inputs, find_documents
 from titan_loop.data.prepare.training_texts import training_texts
 from titan_loop.errors import UserError
-from titan_loop.storage.local_path import require_local
+from titan_loop.storage.file_names import require_local
 from titan_loop.text.tokenizer import BYTE_VALUES, SPECIAL_TOKENS, TOKENIZER_NAME
 
 
@@ -46,7 +45,7 @@ def train_tokenizer(
         )
     if not 0 <= max_malformed <= 1:
         raise UserError(f"max_malformed {max_malformed} must lie in [0, 1]")
-    documents = replace(find_documents(inputs, format=format, pattern=pattern), held_out_files=())
+    documents = find_documents(inputs, format=format, pattern=pattern)
     require_local(output, "output")
     output = Path(output)
     output = output / TOKENIZER_NAME if output.is_dir() else output

@@ -16,19 +16,18 @@ from datatrove.pipeline.dedup.minhash import (
     MinhashDedupFilter,
 )
 
-from titan_loop.data.prepare.config import Minhash, PrepareConfig, hash_config, quality_filter
+from titan_loop.data.prepare.config import hash_config, quality_filter
 from titan_loop.data.prepare.decontamination import build_ngram_index, ngram_filter
-from titan_loop.data.prepare.document_tokenizer import PlainTextTokenizer
 from titan_loop.data.prepare.executors import Pipeline
-from titan_loop.data.prepare.pipeline_steps import (
-    ChatTokenizer,
+from titan_loop.data.prepare.preparation import Preparation
+from titan_loop.data.prepare.readers import document_reader
+from titan_loop.data.prepare.steps import (
     HeldOutFilter,
     HeldOutReader,
     ShortTextSignature,
+    SourceTokenizer,
     TextHashes,
 )
-from titan_loop.data.prepare.preparation import Preparation
-from titan_loop.data.prepare.readers import document_reader
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 READ, HASH_TEXTS, HOLD_OUT, TOKENIZE = "read", "hash_texts", "hold_out", "tokenize"
@@ -43,15 +42,22 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
         return Pipeline(name=name, steps=steps, tasks=tasks, logs=preparation.logs(name))
 
     pipelines: list[Pipeline] = []
-    steps = {READ: _reader(preparation), **_quality(config)}
+    steps = _read_and_filter(preparation)
     if config.minhash is not None:
         signatures, pairs, duplicates = (
             str(work / name) for name in ("signatures", "pairs", "duplicates")
         )
-        settings = _minhash_config(config.minhash)
+        settings = MinhashConfig(
+            n_grams=config.minhash.n_grams,
+            num_buckets=config.minhash.num_buckets,
+            hashes_per_bucket=config.minhash.hashes_per_bucket,
+            seed=config.minhash.seed,
+            norm_config=config.minhash.text_norm(),
+            hash_config=hash_config(),
+        )
         sign = ShortTextSignature(signatures, settings, language=config.language)
         # A reader and filters of their own, for the statistics of steps are the steps'.
-        own = {READ: _reader(preparation), **_quality(config), "signatures": sign}
+        own = {**_read_and_filter(preparation), "signatures": sign}
         match = {"buckets": MinhashDedupBuckets(signatures, pairs, config=settings)}
         cluster = {"clusters": MinhashDedupCluster(pairs, duplicates, config=settings)}
         pipelines.append(pipeline("signatures", own))
@@ -78,43 +84,28 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
     return pipelines
 
 
-def _reader(preparation: Preparation) -> Any:
-    return document_reader(
-        preparation.documents,
+def _read_and_filter(preparation: Preparation) -> dict[str, Any]:
+    config = preparation.config
+    reader = document_reader(
+        preparation.documents.all_files(),
         paths_file=preparation.logs("inputs.txt"),
         text_key=preparation.text_key,
         chat=preparation.chat,
     )
-
-
-def _quality(config: PrepareConfig) -> dict[str, Any]:
-    return {
+    filters = {
         name: quality_filter(name)(language=config.language, **options)
         for name, options in config.quality.items()
     }
+    return {READ: reader, **filters}
 
 
-def _minhash_config(minhash: Minhash) -> MinhashConfig:
-    return MinhashConfig(
-        n_grams=minhash.n_grams,
-        num_buckets=minhash.num_buckets,
-        hashes_per_bucket=minhash.hashes_per_bucket,
-        seed=minhash.seed,
-        norm_config=minhash.text_norm(),
-        hash_config=hash_config(),
+def _tokenizer(preparation: Preparation, split: str) -> SourceTokenizer:
+    return SourceTokenizer(
+        str(preparation.output / split),
+        tokenizer_name_or_path=str(preparation.output / TOKENIZER_NAME),
+        eos_token=preparation.eos_token,
+        bos_token=preparation.bos_token,
+        template=None if preparation.chat is None else preparation.chat.template,
+        keep_bytes=split == "held_out",
+        seed=0,
     )
-
-
-def _tokenizer(preparation: Preparation, split: str) -> PlainTextTokenizer:
-    options: dict[str, Any] = {
-        "tokenizer_name_or_path": str(preparation.output / TOKENIZER_NAME),
-        "eos_token": preparation.eos_token,
-        "bos_token": preparation.bos_token,
-        "keep_bytes": split == "held_out",
-        "seed": 0,
-    }
-    folder = str(preparation.output / split)
-    if preparation.chat is None:
-        return PlainTextTokenizer(folder, **options)
-    template = preparation.chat.template
-    return ChatTokenizer(folder, template=template, save_loss_metadata=True, **options)

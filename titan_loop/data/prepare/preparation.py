@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
     files = [Path(file.path).stat() for file in preparation.documents.all_files()]
     names = ("held_out_fraction", "eos_token", "bos_token", "text_key", "tasks")
     settings = {
-        "documents": asdict(preparation.documents),
+        "documents": preparation.documents._asdict(),
         "bytes": [file.st_size for file in files],
         _MODIFIED: [file.st_mtime_ns for file in files],
         "tokenizer": file_sha256(tokenizer_path),

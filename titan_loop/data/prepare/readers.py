@@ -1,27 +1,25 @@
-"""Readers of documents for datatrove, which count every record that does not become one.
+"""The reader of documents for datatrove, which counts every record that does not become one.
 
 datatrove's own readers drop records without text without a count and abandon a file at its first
-invalid byte.
+invalid byte. Importing this module switches off datatrove's log, in processes of tasks, too.
 """
 
 import codecs
 import csv
 import logging
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import orjson
+import loguru
 from datatrove.data import Document
-from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
+from datatrove.pipeline.readers.base import BaseDiskReader
 
-import titan_loop.data.prepare.quiet  # noqa: F401
-from titan_loop.data.pipeline import Pipeline
 from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.compression import BROKEN, file_lines, unreadable
-from titan_loop.data.prepare.documents import Documents
+from titan_loop.data.prepare.file_kinds import InputFile
 from titan_loop.data.prepare.json_records import (
     HALF_SURROGATE,
     LENIENT,
@@ -35,15 +33,15 @@ from titan_loop.text.conversation import RejectedError
 from titan_loop.text.tokenizer import TURN_START
 
 logger = logging.getLogger(__name__)
+loguru.logger.disable("datatrove")  # it has a banner and a drawing per task
 
 _SHOWN_EXAMPLES = 3
 _SHOWN_FIELDS = 8
-_MOST_UNUSED = 20  # records may be keyed by names of their own
 DROPPED_BY_READERS = ("malformed", "missing_text", "empty", "rejected")
 """Lines that are not records, records without the field, without text, and with a bad answer."""
 REPAIRED_BY_READERS = (LENIENT, HALF_SURROGATE)
-UNUSED, _EXAMPLE = "unused ", "example: "
-"""Beginnings of statistics' names: a field that conversations leave out; a dropped record."""
+_EXAMPLE = "example: "
+"""Beginning of the name of a statistic that tells of a dropped record."""
 SPELT_CHATML = "spelt_chatml"
 """Statistic of documents whose text spells the token that begins a turn."""
 
@@ -53,31 +51,39 @@ Records = Iterator[tuple[int, dict[str, Any] | str]]
 _PLACES = {"jsonl": "line", "json": "record", "text": "document"}
 
 
-class CountingReader(BaseReader):
-    """Base of all readers: a record becomes a document or is counted as dropped.
+class FileReader(BaseDiskReader):
+    """Reads files of one kind, and `others` of other kinds; a bad line costs that record only.
 
-    Its statistics are `records`, the reasons in `DROPPED_BY_READERS`, the repairs in
-    `REPAIRED_BY_READERS`, and the first few dropped records of a task, in words. With `chat`,
-    records are conversations.
+    A record becomes a document or is counted as dropped. Its statistics are `records`, the reasons
+    in `DROPPED_BY_READERS`, the repairs in `REPAIRED_BY_READERS`, and the first few dropped records
+    of a task, in words. With `chat`, records are conversations.
     """
 
-    def __init__(self, *args: Any, chat: ChatRecords | None, **kwargs: Any) -> None:
+    name = "📄 Files"
+
+    def __init__(
+        self,
+        *args: Any,
+        chat: ChatRecords | None,
+        kind: str,
+        others: Mapping[str, str],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.chat = chat
+        self.kind = kind
+        self.others = others
         self.shown = 0
-        self.unused: set[str] = set()
 
     def get_document_from_dict(
         self, data: Mapping[str, Any], source_file: str, id_in_file: int | str
     ) -> Document | None:
         """Return the record's document; if there is none, count the reason."""
-        self.stat_update("records")
         metadata: dict[str, Any] = {"file_path": source_file}
         try:
             if self.chat is not None:
-                text, conversation, unused = self.chat.read(data)
+                text, conversation = self.chat.read(data)
                 metadata |= conversation
-                self._note_unused(unused)
             else:
                 text = _text(data, self.text_key)
                 if TURN_START in text:
@@ -92,23 +98,88 @@ class CountingReader(BaseReader):
             return self.drop("empty", source_file, id_in_file, str(error))
         return Document(text=text, id=f"{source_file}/{id_in_file}", metadata=metadata)
 
-    def place(self, source_file: str, id_in_file: int | str) -> str:
-        """Return where a record stands in its file, in words."""
-        return f"row {id_in_file}"
-
     def drop(self, kind: str, source_file: str, id_in_file: int | str, reason: str) -> None:
         """Count a dropped record; keep the task's first few as examples."""
         self.stat_update(kind)
         if self.shown < _SHOWN_EXAMPLES:
             self.shown += 1
-            place = self.place(source_file, id_in_file)
-            self.stat_update(f"{_EXAMPLE}{source_file}, {place}: {reason}")
+            place = _PLACES.get(self.kind_of(source_file.removeprefix("/")), "row")
+            self.stat_update(f"{_EXAMPLE}{source_file}, {place} {id_in_file}: {reason}")
 
-    def _note_unused(self, names: Iterable[str]) -> None:
-        for name in names:
-            if name in self.unused or len(self.unused) < _MOST_UNUSED:
-                self.unused.add(name)
-                self.stat_update(f"{UNUSED}{name}")
+    def kind_of(self, path: str) -> str:
+        """Return the kind of a file."""
+        return self.others.get(path, self.kind)
+
+    def read_file(self, filepath: str) -> Generator[Document, None, None]:
+        """Yield the documents of one file."""
+        path = f"/{filepath}"
+        for number, record in self.read_records(filepath):
+            self.stat_update("records")
+            if isinstance(record, str):
+                self.drop("malformed", path, number, record)
+            elif document := self.get_document_from_dict(record, path, number):
+                yield document
+
+    def read_records(self, filepath: str) -> Records:
+        """Return the records of one file; lines and rows are numbered from 1."""
+        path = f"/{filepath}"
+        match self.kind_of(filepath):
+            case "jsonl":
+                return self._json_lines(path)
+            case "json":
+                return self._json_values(path)
+            case "text":
+                return self._text_file(path)
+            case kind:
+                return self._table(path, kind)
+
+    def _json_lines(self, path: str) -> Records:
+        for number, line in enumerate(file_lines(path), start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip():
+                continue
+            try:
+                yield number, _object(self._repaired(parse_json(line.rstrip())))
+            except ValueError as error:
+                yield number, str(error)
+
+    def _json_values(self, path: str) -> Records:
+        content = b"".join(file_lines(path))
+        try:
+            for number, parsed in enumerate(parse_values(content), start=1):
+                yield number, _object(self._repaired(parsed))
+        except ValueError as error:
+            raise UserError(
+                f"input {path} cannot be read ({error}): correct it, or give --format text to "
+                "train on its letters"
+            ) from error
+
+    def _text_file(self, path: str) -> Records:
+        content = b"".join(file_lines(path)).removeprefix(codecs.BOM_UTF8)
+        try:
+            yield 1, {self.text_key: content.decode()}
+        except UnicodeDecodeError as error:
+            yield 1, f"invalid UTF-8 ({error.reason})"
+
+    def _table(self, path: str, kind: str) -> Records:
+        import pyarrow
+
+        wanted = (self.text_key,) if self.chat is None else self.chat.fields
+        try:
+            rows = table_rows(path, kind, wanted)
+            if self.chat is not None:
+                rows = map(self.chat.of_row, rows)
+            yield from enumerate(rows, start=1)
+        except UserError:
+            raise
+        except (pyarrow.ArrowException, csv.Error, ValueError, MemoryError, *BROKEN) as error:
+            raise unreadable(path, error) from error
+
+    def _repaired(self, parsed: Parsed) -> Any:
+        for repair in parsed.repairs:
+            self.stat_update(repair)
+        return parsed.value
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
@@ -151,140 +222,17 @@ def report_dropped(
             logger.warning("dropped %s", example)
 
 
-class FileReader(CountingReader, BaseDiskReader):
-    """Reads files of one kind, and `others` of other kinds; a bad line costs that record only."""
-
-    name = "📄 Files"
-
-    def __init__(self, *args: Any, kind: str, others: Mapping[str, str], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kind = kind
-        self.others = others
-
-    def kind_of(self, path: str) -> str:
-        """Return the kind of a file."""
-        return self.others.get(path, self.kind)
-
-    def place(self, source_file: str, id_in_file: int | str) -> str:
-        """Return the line of JSON lines, else the record's number."""
-        kind = self.kind_of(source_file.removeprefix("/"))
-        return f"{_PLACES.get(kind, 'row')} {id_in_file}"
-
-    def read_file(self, filepath: str) -> Generator[Document, None, None]:
-        """Yield the documents of one file."""
-        path = f"/{filepath}"
-        for number, record in self.read_records(filepath):
-            if isinstance(record, str):
-                self.stat_update("records")
-                self.drop("malformed", path, number, record)
-            elif document := self.get_document_from_dict(record, path, number):
-                yield document
-
-    def read_records(self, filepath: str) -> Records:
-        """Return the records of one file; lines and rows are numbered from 1."""
-        path = f"/{filepath}"
-        match self.kind_of(filepath):
-            case "jsonl":
-                return self._json_lines(path)
-            case "json":
-                return self._json_values(path)
-            case "text":
-                return self._text_file(path)
-            case kind:
-                return self._table(path, kind)
-
-    def _json_lines(self, path: str) -> Records:
-        for number, line in enumerate(file_lines(path), start=1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
-            try:
-                record = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                try:
-                    record = self._repaired(parse_json(line.rstrip()))
-                except ValueError as error:
-                    yield number, str(error)
-                    continue
-            yield number, _object(record)
-
-    def _json_values(self, path: str) -> Records:
-        content = b"".join(file_lines(path))
-        try:
-            for number, parsed in enumerate(parse_values(content), start=1):
-                yield number, _object(self._repaired(parsed))
-        except ValueError as error:
-            raise UserError(
-                f"input {path} cannot be read ({error}): correct it, or give --format text to "
-                "train on its letters"
-            ) from error
-
-    def _text_file(self, path: str) -> Records:
-        content = b"".join(file_lines(path)).removeprefix(codecs.BOM_UTF8)
-        try:
-            yield 1, {self.text_key: content.decode()}
-        except UnicodeDecodeError as error:
-            yield 1, f"invalid UTF-8 ({error.reason})"
-
-    def _table(self, path: str, kind: str) -> Records:
-        import pyarrow
-
-        wanted = (self.text_key,) if self.chat is None else self.chat.fields
-        try:
-            rows = table_rows(path, kind, wanted)
-            if self.chat is not None:
-                rows = map(self.chat.of_row, rows)
-            yield from enumerate(rows, start=1)
-        except UserError:
-            raise
-        except (pyarrow.ArrowException, csv.Error, ValueError, MemoryError, *BROKEN) as error:
-            raise unreadable(path, error) from error
-
-    def _repaired(self, parsed: Parsed) -> Any:
-        for repair in parsed.repairs:
-            self.stat_update(repair)
-        return parsed.value
-
-
-class PipelineReader(CountingReader):
-    """Reads the texts of a torchdata pipeline: task r of n is its rank r of n."""
-
-    def __init__(self, pipeline: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.pipeline = pipeline
-
-    def run(
-        self, data: Any = None, rank: int = 0, world_size: int = 1
-    ) -> Generator[Document, None, None]:
-        """Read this task's documents."""
-        pipeline = Pipeline(self.pipeline, rank, world_size, field="pipeline")
-        for number, item in enumerate(chain.from_iterable(pipeline), start=1):
-            if not isinstance(item, str):
-                fix = "yield texts, or train on them with dataloader.pipeline"
-                raise pipeline.bad(f"ids or a window, which a source cannot take: {fix}")
-            record = {self.text_key: item}
-            if document := self.get_document_from_dict(record, self.pipeline, number):
-                yield document
-
-
 def document_reader(
-    documents: Documents,
-    *,
-    paths_file: Path,
-    text_key: str,
-    chat: ChatRecords | None,
-) -> CountingReader:
-    """Return the reader for `documents`."""
-    options: dict[str, Any] = {"text_key": text_key, "chat": chat}
-    if documents.pipeline:
-        return PipelineReader(documents.pipeline, **options)
-    kinds = {file.path.lstrip("/"): file.kind for file in documents.all_files()}
+    files: Sequence[InputFile], *, paths_file: Path, text_key: str, chat: ChatRecords | None
+) -> FileReader:
+    """Return the reader for these files."""
+    kinds = {file.path.lstrip("/"): file.kind for file in files}
     paths_file.parent.mkdir(parents=True, exist_ok=True)
     paths_file.write_text("".join(f"{path}\n" for path in kinds))
     # Every task gets a copy of the reader, and there may be a million files.
     usual = Counter(kinds.values()).most_common(1)[0][0]
     others = {path: kind for path, kind in kinds.items() if kind != usual}
+    options: dict[str, Any] = {"text_key": text_key, "chat": chat}
     return FileReader("/", paths_file=str(paths_file), kind=usual, others=others, **options)
 
 

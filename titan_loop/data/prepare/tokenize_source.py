@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, get_args
 
 from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.config import Executor, read_prepare_config
-from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
+from titan_loop.data.prepare.documents import Format, Inputs, find_documents
 from titan_loop.data.prepare.preparation import Preparation, refuse_output, start, written_by_us
 from titan_loop.data.source_card import CARD_NAME, SourceCard, lock_source
 from titan_loop.errors import UserError, require_at_least, require_known
-from titan_loop.storage.local_path import require_local
+from titan_loop.storage.file_names import require_local
 from titan_loop.storage.remote_folder import PATTERN_CHARACTERS
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.template_files import chosen_template
@@ -51,7 +51,6 @@ def tokenize_source(
     chat_template: str | None = None,
     held_out_inputs: Inputs = (),
     held_out_fraction: float = 0.01,
-    pipeline: str | None = None,
     eos_token: str = END_OF_TEXT,
     no_bos: bool = False,
     config: str | Path | None = None,
@@ -85,8 +84,6 @@ def tokenize_source(
             or validation of a folder with files called train.
         held_out_fraction: Share of documents held out, chosen by a hash of their text, in [0, 1);
             has no effect beside held-out inputs.
-        pipeline: A torchdata pipeline of texts instead of inputs, read to its end:
-            PACKAGE.MODULE:FUNCTION, called with the number of a task and the number of tasks.
         eos_token: Token that ends every document.
         no_bos: Put no token in front of documents, though the tokenizer's template has one.
         config: TOML file that sets quality filters, deduplication, decontamination and the cluster.
@@ -100,7 +97,6 @@ def tokenize_source(
     Returns:
         The card that was written; None if jobs were submitted, the last of which writes it.
     """
-    from titan_loop.data.pipeline import find_pipeline
     from titan_loop.data.prepare.executors import Pipeline, refuse_submitted, run_pipelines
     from titan_loop.data.prepare.finish import write_card
     from titan_loop.data.prepare.pipelines import build_pipelines
@@ -127,17 +123,9 @@ def tokenize_source(
     for name, value in {"messages_key": messages_key, "chat_template": chat_template}.items():
         if value is not None and not chat:
             raise UserError(f"{name} {value!r} has no effect without --chat: add it, or drop this")
-    if pipeline is not None:
-        find_pipeline(pipeline, "pipeline")
-        if inputs or held_out_inputs or chat:
-            fix = "leave out inputs, held_out_inputs and chat"
-            raise UserError(f"pipeline {pipeline} yields the documents itself: {fix}")
-        documents = Documents(pipeline=pipeline)
-    else:
-        ours = written_by_us(output)
-        documents = find_documents(
-            inputs, held_out_inputs, format=format, pattern=pattern, ours=ours
-        )
+    documents = find_documents(
+        inputs, held_out_inputs, format=format, pattern=pattern, ours=written_by_us(output)
+    )
     loaded = load_tokenizer(tokenizer)
     require_token(loaded, eos_token, "eos_token")
     token_bytes(loaded)  # refuses ids that do not fit
@@ -161,7 +149,7 @@ def tokenize_source(
         bos_token=None if bos is None else loaded.id_to_token(bos),
         text_key=text_key,
         chat=chats,
-        tasks=min(tasks, len(documents.all_files()) or tasks),
+        tasks=min(tasks, len(documents.all_files())),
         max_malformed=max_malformed,
         licence=licence,
         command=shlex.join(sys.argv),

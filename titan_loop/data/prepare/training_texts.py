@@ -48,7 +48,7 @@ def training_texts(
     began = said = time.monotonic()
     with TemporaryDirectory() as folder:
         paths = Path(folder) / "inputs.txt"
-        reader = document_reader(documents, paths_file=paths, text_key=text_key, chat=None)
+        reader = document_reader(documents.files, paths_file=paths, text_key=text_key, chat=None)
         for number, document in enumerate(reader.run(), start=1):
             cut = without_long_words(document.text, words)
             yield from cut.parts
