@@ -15,7 +15,7 @@ IDS = [[3 + (i + j) % 200 for j in range(i % 30 + 1)] for i in range(300)]
 
 
 def texts(rank: int, ranks: int) -> Any:
-    return nodes.Prefetcher(nodes.IterableWrapper(TEXTS[rank::ranks]), 3)
+    return nodes.Prefetcher(nodes.IterableWrapper(["", "  ", *TEXTS][rank::ranks]), 3)
 
 
 def ids(rank: int, ranks: int) -> Any:
@@ -29,15 +29,8 @@ def shuffled_batches(rank: int, ranks: int) -> Any:
     return StatefulDataLoader(data, 4, shuffle=True, num_workers=2, generator=generator)
 
 
-def shards(rank: int, ranks: int) -> Any:
-    data: Any = (
-        Dataset.from_dict({"text": TEXTS}).shard(ranks, rank).to_iterable_dataset(num_shards=4)
-    )
-    return StatefulDataLoader(data, batch_size=None, num_workers=2)
-
-
-class Draws(nodes.BaseNode[dict[str, Any]]):
-    """Finished windows, drawn by Python's and numpy's generators, whose states are tuples."""
+class Draws(nodes.BaseNode[list[int]]):
+    """Ids drawn by Python's and numpy's generators, whose states are tuples."""
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
@@ -46,20 +39,15 @@ class Draws(nodes.BaseNode[dict[str, Any]]):
             self.python.setstate(initial_state["python"])
             self.numpy.set_state(initial_state["numpy"])
 
-    def next(self) -> dict[str, Any]:
-        drawn = [self.python.randrange(200), *self.numpy.randint(0, 200, SEQ_LEN).tolist()]
-        return {"input": drawn[:-1], "labels": drawn[1:]}
+    def next(self) -> list[int]:
+        return [self.python.randrange(200), *self.numpy.randint(0, 200, SEQ_LEN).tolist()]
 
     def get_state(self) -> dict[str, Any]:
         return {"python": self.python.getstate(), "numpy": self.numpy.get_state()}
 
 
-def windows(rank: int, ranks: int) -> Any:
+def drawn(rank: int, ranks: int) -> Any:
     return nodes.Batcher(Draws(), 3)
-
-
-def short(rank: int, ranks: int) -> Any:
-    return nodes.IterableWrapper(TEXTS[:9])
 
 
 class Rows(torch.utils.data.Dataset[list[int]]):
@@ -104,11 +92,6 @@ def not_built(rank: int, ranks: int) -> Any:
     raise FileNotFoundError("no corpus here")
 
 
-def buffer(rank: int, ranks: int) -> Any:
-    data = Dataset.from_dict({"text": TEXTS}).to_iterable_dataset(num_shards=2)
-    return nodes.IterableWrapper(data.shuffle(seed=0, buffer_size=20))
-
-
 class RaisingData(torch.utils.data.Dataset[str]):
     def __len__(self) -> int:
         return 20
@@ -119,16 +102,12 @@ class RaisingData(torch.utils.data.Dataset[str]):
         return TEXTS[index]
 
 
-def raises(rank: int, ranks: int) -> Any:
-    return nodes.Mapper(nodes.IterableWrapper(range(20)), RaisingData().__getitem__)
-
-
 def raises_in_a_worker(rank: int, ranks: int) -> Any:
     return StatefulDataLoader(RaisingData(), batch_size=None, num_workers=1)
 
 
-def _nonsense(*items: Any) -> Any:
-    return lambda rank, ranks: nodes.IterableWrapper([*items])
+def _nonsense(item: Any) -> Any:
+    return lambda rank, ranks: nodes.IterableWrapper([item])
 
 
 floats = _nonsense(0.5)
@@ -136,26 +115,9 @@ nothing = _nonsense(None)
 half = _nonsense("a\ud83d b")
 other_fields = _nonsense({"content": "text", "url": "x"})
 wrong_id = _nonsense({"ids": [5, 4000]})
-wrong_window = _nonsense({"input": [1, 2], "labels": [2, 3]})
-mixed = _nonsense("text", {"input": [1] * SEQ_LEN, "labels": [2] * SEQ_LEN})
-empty_texts = _nonsense("", "  ", *TEXTS)
 
 
-class SetState(nodes.BaseNode[str]):
-    """Its state is nothing that JSON or a tensor is."""
-
-    def next(self) -> str:
-        return "a text"
-
-    def get_state(self) -> dict[str, Any]:
-        return {"seen": {1, 2}}
-
-
-def set_state(rank: int, ranks: int) -> Any:
-    return SetState()
-
-
-class Unseeded(SetState):
+class Unseeded(nodes.BaseNode[str]):
     def next(self) -> str:
         return str(random.SystemRandom().random())
 

@@ -1,8 +1,6 @@
 """A lock left behind: by a start of the same job on a host that is gone, or by anybody else."""
 
 import errno
-import os
-import socket
 import subprocess
 import sys
 
@@ -27,7 +25,6 @@ sys.stdin.read()
 def test_only_another_start_of_the_same_job_takes_over_the_lock_of_another_host(
     tmp_path, monkeypatch, caplog, job, taken
 ):
-    monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 0.0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -39,36 +36,13 @@ def test_only_another_start_of_the_same_job_takes_over_the_lock_of_another_host(
             monkeypatch.setenv("SLURM_JOB_ID", job)
         if taken:
             with FolderLock(tmp_path, "run.lock", called="x", user="run"):
-                assert "locked by an earlier start of this job (process" in caplog.text
+                assert "was left by an earlier start of this job (process" in caplog.text
                 with pytest.raises(UserError, match="in use by another run"):
                     subprocess_lock(tmp_path)
         else:
             with pytest.raises(UserError, match=r"in use by another run \(process \d+ on gone"):
                 FolderLock(tmp_path, "run.lock", called="x", user="run")
             assert is_held(tmp_path / "run.lock") is True
-
-
-def test_a_host_that_gives_its_lock_back_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    slept: list[float] = []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        before = (tmp_path / "run.lock").stat().st_ino
-
-        def sleep(seconds: float) -> None:
-            slept.append(seconds)
-            if len(slept) == 2:
-                holder.communicate()
-
-        monkeypatch.setattr(folder_lock.time, "sleep", sleep)
-        with FolderLock(tmp_path, "run.lock", called="x", user="run"):
-            assert slept == [5.0, 5.0]
-            assert (tmp_path / "run.lock").stat().st_ino == before
-            owner = (tmp_path / "run.lock").read_text()
-    assert owner.startswith(f"process {os.getpid()} on {socket.gethostname()}, SLURM job 7, since ")
-    assert owner.count("\n") == 1
 
 
 def test_a_lock_that_nobody_has_is_not_held(tmp_path):

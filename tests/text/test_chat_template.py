@@ -75,14 +75,20 @@ def test_sources_with_different_templates_are_not_mixed(sources):
         ({"chat_template": "t.jinja"}, "chat_template 't.jinja' has no effect without --chat"),
         ({"chat": True, "chat_template": "no.jinja"}, "chat_template no.jinja is not a file"),
         ({"chat": True, "chat_template": "t.jinja"}, "chat template: line 1: Unexpected end"),
+        ({"chat": True, "tokenizer": "bare.json"}, r"control token '<\|im_start\|>' is not in"),
     ],
 )
 def test_mistakes(sources, tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     Path("t.jinja").write_text("{% for m in messages %}")
     tokenizer = sources / "own" / "tokenizer.json"
+    bare = json.loads(tokenizer.read_text())
+    bare["added_tokens"] = bare["added_tokens"][:1]
+    for token in ("<|im_start|>", "<|im_end|>"):
+        del bare["model"]["vocab"][token]
+    Path("bare.json").write_text(json.dumps(bare))
     with pytest.raises(UserError, match=message):
-        tokenize_source(sources / "a.jsonl", output="out", tokenizer=tokenizer, **options)
+        tokenize_source(sources / "a.jsonl", output="out", **{"tokenizer": tokenizer, **options})
 
 
 @pytest.mark.parametrize("after", ["", "\n", "\n{{ '<|endoftext|>' if not m.more }}"])
@@ -109,9 +115,3 @@ def test_a_prompt_may_hold_turns_that_no_training_could_find(small_tokenizer):
     refusing = ChatTemplate(text="{{ raise_exception('no more') }}")
     with pytest.raises(UserError, match="the chat template fails: no more"):
         ChatEncoder(tokenizer, refusing).prompt(asked)
-
-
-def test_an_answer_that_is_begun_is_continued():
-    begun = Conversation((*ASKED.turns, Turn("assistant", "It is ")))
-    text = ChatTemplate().continued(begun)
-    assert text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nIt is"

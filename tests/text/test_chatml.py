@@ -1,7 +1,6 @@
 """Masks against the tokenizer's own view of the whole ChatML text, and through a stored source."""
 
 import json
-import logging
 import re
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.prefix import prefix_of
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
-from titan_loop.errors import UserError
 from titan_loop.text.chat_encoding import ChatEncoder
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.conversation import Conversation, Turn, parse_conversation
@@ -85,18 +83,6 @@ def test_targets_spell_what_the_assistant_says(small_tokenizer):
     check()
 
 
-def test_the_prompt_is_what_a_model_answers_to(small_tokenizer):
-    """An answer that begins with a line break must not merge with the header's."""
-    tokenizer = load_tokenizer(small_tokenizer)
-    chat = [Turn("user", "Hi"), Turn("assistant", "\n\nHello")]
-    ((ids, mask),) = encode(small_tokenizer, [chat])
-    prompt = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").ids
-    assert ids[: len(prompt)] == prompt
-    asked = ChatEncoder(tokenizer, ChatTemplate()).prompt(Conversation((chat[0],)))
-    assert (asked.ids, asked.question_tokens) == (prompt, len(prompt))
-    assert mask.index(True) == len(prompt)
-
-
 @pytest.mark.parametrize("weight", [None, 0])
 def test_the_first_question_is_the_prefix_in_training_and_in_a_prompt(small_tokenizer, weight):
     messages = [turn.message() for turn in CHATS[1]]
@@ -136,31 +122,3 @@ def test_a_chat_source_stores_masks_beside_tokens(small_tokenizer, tmp_path):
     shown = next(show_source(out))
     assert re.search(r"<\|im_start\|>assistant\n⟦[^⟦⟧]+<\|im_end\|>⟧\n", shown.text)
     assert shown.text.count("⟦") == shown.text.count("<|im_start|>assistant")
-
-
-def test_fields_that_conversations_leave_out_are_counted(small_tokenizer, tmp_path, caplog):
-    messages = [{"role": "user", "content": "a", "time": 1}, {"role": "assistant", "content": "b"}]
-    records = [
-        {"messages": messages, "answer": "c", "tools": [], "id": 1, "note": None, "label": "x"},
-        {"messages": messages},
-        {"question": "a", "answer": "b", "rejected": "c", "response": "d"},
-    ]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    with caplog.at_level(logging.INFO):
-        tokenize_source(path, output=tmp_path / "out", tokenizer=small_tokenizer, chat=True)
-    names = "answer (1 records), id (1 records), label (1 records), messages.time (2 records), "
-    names += "rejected (1 records), response (1 records)"
-    assert f"fields that conversations leave out: {names}" in caplog.text
-
-
-def test_a_tokenizer_without_chat_tokens_is_refused(small_tokenizer, tmp_path):
-    (tmp_path / "chats.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    bare = json.loads(small_tokenizer.read_text())
-    bare["added_tokens"] = bare["added_tokens"][:1]
-    for token in ("<|im_start|>", "<|im_end|>"):
-        del bare["model"]["vocab"][token]
-    (tmp_path / "bare.json").write_text(json.dumps(bare))
-    options = {"tokenizer": tmp_path / "bare.json", "chat": True}
-    with pytest.raises(UserError, match=r"control token '<\|im_start\|>' is not in the tokenizer"):
-        tokenize_source(tmp_path / "chats.jsonl", output=tmp_path / "out", **options)

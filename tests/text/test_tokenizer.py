@@ -9,7 +9,6 @@ from tokenizers.models import WordLevel
 
 from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import (
-    check_vocabulary,
     load_tokenizer,
     same_ids,
     token_byte_lengths,
@@ -26,13 +25,6 @@ def of_ids(**ids: int) -> Tokenizer:
 def saved(tokenizer: Tokenizer, folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
-
-
-def test_the_largest_id_has_24_bits(tmp_path):
-    largest = saved(of_ids(a=2**24 - 1), tmp_path)
-    assert vocab_size(load_tokenizer(largest)) == 2**24
-    with pytest.raises(UserError, match="has the id 16777216; the limit is 16777215"):
-        load_tokenizer(saved(of_ids(a=2**24), tmp_path))
 
 
 def test_ids_have_two_bytes_up_to_65536_tokens():
@@ -52,17 +44,6 @@ def test_bytes_behind_a_token():
     lengths = token_byte_lengths(tokenizer)
     assert lengths.tolist() == [1, 3, 0, 2]
     assert token_byte_lengths(of_ids(a=0, 漢=1)) is None
-
-
-def test_spare_rows_of_a_padded_vocabulary_are_allowed(small_tokenizer):
-    tokenizer = load_tokenizer(small_tokenizer)
-    rows = vocab_size(tokenizer)
-    check_vocabulary(tokenizer, rows, "of the test")
-    check_vocabulary(tokenizer, rows + 1000, "of the test")
-    check_vocabulary(tokenizer, rows + 10, "of the test", most_spare_rows=10)
-    for model_rows, spare in ((rows - 1, None), (rows + 11, 10)):
-        with pytest.raises(UserError, match=f"vocabulary has {model_rows}; use the tokenizer"):
-            check_vocabulary(tokenizer, model_rows, "of the test", most_spare_rows=spare)
 
 
 RESAVED = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}

@@ -30,16 +30,6 @@ def test_every_prefix_is_within_the_stated_bound(shares):
 
 
 @pytest.mark.parametrize(
-    ("weights", "shares"),
-    [([0.5, 0.3, 0.2], [5, 3, 2]), ([1], [1]), ([2, 0], [1, 0]), ([1, 1, 1], [3334, 3333, 3333])],
-)
-def test_shares(weights, shares):
-    mixture = [MixtureEntry(path=f"{n}", weight=weight) for n, weight in enumerate(weights)]
-    assert weight_shares(mixture) == shares
-    assert sum(shares) <= PERIOD_WINDOWS
-
-
-@pytest.mark.parametrize(
     ("entries", "message"),
     [
         ([], "dataloader.mixture is empty"),
@@ -132,15 +122,3 @@ def test_a_capped_mixture_ends_where_the_next_window_would_exceed_a_cap(sources,
         assert counts == uncapped.counts(order.end).tolist()
         assert counter == caps[source]
     assert len(order.stretches) <= len(mixture)
-
-
-def test_a_far_position_of_a_capped_mixture_is_looked_up():
-    mixture = parse_mixture(["a=1", "b=1", "c=3"])
-    order = CappedMixture(mixture, [10**12, None, None], "renormalise")
-    first, second = (stretch.first_window for stretch in order.stretches)
-    assert first == 0
-    assert 0 <= second - 5 * 10**12 < 5  # where a's next window would have been
-    a, b, c = order.counts(second + 4 * 10**6).tolist()
-    assert a == 10**12
-    assert abs(b - 10**12 - 10**6) <= 2
-    assert a + b + c == second + 4 * 10**6

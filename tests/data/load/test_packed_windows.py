@@ -108,24 +108,6 @@ def test_a_mixture_says_which_source_is_read_packed(source, write_source, docume
     assert torch.equal(resumed.read_step(8)[0][1], loader.read_step(8)[0][1])
 
 
-def test_a_plan_counts_no_padding(source):
-    pack_source(source, seq_len=3 * L, long_documents="split")
-    loader = load([f"{source}:packed"], seq_len=3 * L)
-    (packed,) = SourceCard.read(source).splits["train"].packed
-    (row,) = loader.demand(2 * packed.windows)
-    text = packed.tokens * 3 * L / (3 * L + 1)  # a window of L + 1 tokens predicts L
-    assert packed.tokens < packed.windows * (3 * L + 1)
-    assert (row.available_tokens, row.needed_tokens) == (round(text), round(2 * text))
-
-
-def test_a_truncated_mask_is_refused(source):
-    add_masks(source)
-    mask = source / "train" / f"00000.ds{LOSS_SUFFIX}"
-    mask.write_bytes(mask.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"00000\.ds\.loss has \d+ bytes, its card says"):
-        TokenShards(source)
-
-
 def test_held_out_windows_honour_masks(source):
     before = held_out_windows(source, seq_len=L, count=6)
     add_masks(source)

@@ -13,13 +13,11 @@ from tests.data.load.splits import rows
 from tests.data.pipelines import IDS, SEQ_LEN, TEXTS
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.pipeline import pack_state, read_state
-from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.load.pipeline_loader import pack_state, read_state
 from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import load_tokenizer
 
 BATCH = 8
-WORKING = ("texts", "ids", "shuffled_batches", "shards", "windows")
 PLACE = pipelines.__name__
 
 
@@ -36,13 +34,13 @@ def stored(loader: Any, folder: Path) -> dict[str, Any]:
     return json.loads(json.dumps(loader.state_dict()))
 
 
-@pytest.mark.parametrize("name", WORKING)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "rank"), [("texts", 0), ("ids", 1), ("shuffled_batches", 1), ("drawn", 0)]
+)
 def test_resumed_after_every_batch_is_uninterrupted(name, rank, small_tokenizer, tmp_path):
     options = {"rank": rank, "ranks": 2}
     whole = load(name, small_tokenizer, **options)
-    expected = [rows(whole.read_step(BATCH)) for _ in range(4)]
-    assert whole.windows_consumed == 4 * BATCH
+    expected = [rows(whole.read_step(BATCH)) for _ in range(3)]
     state: dict[str, Any] = {}
     for batch in expected:
         loader = load(name, small_tokenizer, **options)
@@ -56,7 +54,7 @@ def test_resumed_after_every_batch_is_uninterrupted(name, rank, small_tokenizer,
     whole.close()
 
 
-@pytest.mark.parametrize("name", ["texts", "ids", "empty_texts"])
+@pytest.mark.parametrize("name", ["texts", "ids"])
 def test_every_token_is_predicted_once(name, small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
     eos = tokenizer.token_to_id("<|endoftext|>")
@@ -67,39 +65,28 @@ def test_every_token_is_predicted_once(name, small_tokenizer):
     for first in range(0, 40 * SEQ_LEN, 2 * SEQ_LEN):
         ((inputs, labels),) = loader.read_step(2)
         for row in range(2):
-            at = first + row * SEQ_LEN
-            assert inputs["input"][row].tolist() == stream[at : at + SEQ_LEN]
-            begins = np.maximum(
-                starts[np.searchsorted(starts, range(at, at + SEQ_LEN), "right") - 1], at
-            )
-            assert (
-                inputs["positions"][row].tolist() == (np.arange(at, at + SEQ_LEN) - begins).tolist()
-            )
-            next_ones = np.array(stream[at + 1 : at + SEQ_LEN + 1])
-            is_start = np.isin(np.arange(at + 1, at + SEQ_LEN + 1), starts)
-            assert labels[row].tolist() == np.where(is_start, IGNORED, next_ones).tolist()
-    with pytest.raises(
-        UserError, match=r"pipelines:\w+ of rank 0, after 30\d items, ended: let it"
-    ):
+            at = np.arange(first + row * SEQ_LEN, first + (row + 1) * SEQ_LEN)
+            assert inputs["input"][row].tolist() == [stream[place] for place in at]
+            begins = np.maximum(starts[np.searchsorted(starts, at, "right") - 1], at[0])
+            assert inputs["positions"][row].tolist() == (at - begins).tolist()
+            next_ones = [stream[place + 1] for place in at]
+            wanted = np.where(np.isin(at + 1, starts), IGNORED, next_ones)
+            assert labels[row].tolist() == wanted.tolist()
+    with pytest.raises(UserError, match=r":\w+ of rank 0, after 30\d items, ended: let it yield"):
         loader.read_step(2 * len(stream))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("short", "after 9 items, ended: let it yield more, or begin again by itself"),
         ("not_a_pipeline", "is a list: return a node of torchdata.nodes or a StatefulDataLoader"),
         ("not_built", r"could not be built \(no corpus here\)"),
-        ("buffer", "shuffles a stream of `datasets` with a buffer, whose documents are lost"),
-        ("raises", r"after 7 items, failed \(document 7 is torn\)"),
         ("raises_in_a_worker", r"after 7 items, failed \(ValueError: document 7 is torn\)"),
-        ("floats", "yields float '0.5': yield texts, rows of token ids or windows"),
+        ("floats", "yields float '0.5': yield texts or rows of token ids"),
         ("nothing", "yields NoneType 'None'"),
-        ("half", "yields a text with half of a surrogate pair: replace it, as"),
-        ("other_fields", "yields a record with 'content', 'url': it needs 'text', 'ids' or a win"),
+        ("half", "yields a text that cannot be encoded"),
+        ("other_fields", "yields a record with 'content', 'url': it needs 'text' or 'ids'"),
         ("wrong_id", "yields the token id 4000: the tokenizer has the ids 0 to 29"),
-        ("wrong_window", r"yields input of shape \(2,\) and type int64: it takes 32 ids"),
-        ("mixed", "yields a finished window among documents: yield one of the two"),
         ("absent", f"{PLACE} has no function 'absent'"),
     ],
 )
@@ -113,7 +100,6 @@ def test_a_fault_is_one_line(name, message, small_tokenizer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pipeline": "texts"}, "give PACKAGE.MODULE:FUNCTION"),
         ({"pipeline": "no.such:texts"}, "give PACKAGE.MODULE:FUNCTION"),
         ({"tokenizer_path": ""}, "needs dataloader.tokenizer_path"),
         ({"eos_token": "<eos>"}, "dataloader.eos_token '<eos>' is not in the tokenizer"),
@@ -125,23 +111,17 @@ def test_options_that_do_not_fit(changes, message, small_tokenizer):
         load("texts", small_tokenizer, **changes)
 
 
-def test_only_as_many_ranks_go_on(small_tokenizer, tmp_path):
+def test_another_pipeline_begins_at_its_beginning(small_tokenizer, tmp_path):
     loader = load("texts", small_tokenizer, ranks=2)
     loader.read_step(BATCH)
     state = stored(loader, tmp_path)
-    with pytest.raises(
-        UserError, match=r"2 data-parallel ranks and cannot go on with 3: .* data tok"
-    ):
-        load("texts", small_tokenizer, ranks=3).load_state_dict(state)
     with pytest.raises(UserError, match=r"other data: pipeline .*:texts → .*:ids"):
         load("ids", small_tokenizer, ranks=2).load_state_dict(state)
-    # Another pipeline begins at its beginning.
     other = load("ids", small_tokenizer, ranks=2, accept_change=True)
     other.load_state_dict(state)
     other.load_rank_files(tmp_path)
-    assert rows(other.read_step(BATCH)) == rows(
-        load("ids", small_tokenizer, ranks=2).read_step(BATCH)
-    )
+    fresh = load("ids", small_tokenizer, ranks=2)
+    assert rows(other.read_step(BATCH)) == rows(fresh.read_step(BATCH))
 
 
 def test_windows_that_are_jumped_over_are_read_and_dropped(small_tokenizer):
@@ -167,8 +147,7 @@ def test_states_come_back_as_they_were(tmp_path):
     found = read_state(path)
     assert torch.equal(found.pop("tensor"), state.pop("tensor"))
     array, expected = found.pop("array"), state.pop("array")
-    assert array.dtype == expected.dtype
-    assert array.tolist() == expected.tolist()
+    assert (array.dtype, array.tolist()) == (expected.dtype, expected.tolist())
     assert found == state
     assert type(found["nested"]) is tuple
     with pytest.raises(UserError, match="state holds a set, which"):
@@ -176,23 +155,3 @@ def test_states_come_back_as_they_were(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"state is damaged .*; choose another checkpoint"):
         read_state(path)
-
-
-def test_the_same_documents_as_a_source(small_tokenizer, tmp_path, caplog):
-    """The way out for another number of ranks."""
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-    options = {"tokenizer": small_tokenizer, "held_out_fraction": 0.1}
-    files = tokenize_source(tmp_path / "texts.jsonl", output=tmp_path / "files", **options)
-    name = f"{PLACE}:empty_texts"
-    source = tokenize_source(pipeline=name, output=tmp_path / "pipeline", **options)
-    assert source.splits == files.splits
-    assert source.dropped == {"empty": 2}
-    assert f"dropped {name}, row" in caplog.text
-    for other, message in {
-        "raises": "pipeline=.*:raises of rank 0, after 7 items, failed",
-        "ids": "after 1 items, yields ids or a window, which a source cannot take: yield texts",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            tokenize_source(pipeline=f"{PLACE}:{other}", output=tmp_path / other, **options)
-    with pytest.raises(UserError, match="yields the documents itself: leave out inputs"):
-        tokenize_source(tmp_path, pipeline=name, output=tmp_path / "both", **options)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.data.load.splits import load
-from titan_loop.data.load.changes import match_sources
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 
@@ -107,20 +106,6 @@ def test_accepted_changes_are_logged_recorded_and_resumed(sources, state, caplog
     assert resumed.state_dict() == loader.state_dict()
 
 
-def test_a_source_continues_in_its_own_order_beside_others(sources, state):
-    """What was read of a source before is not read again in the same epoch."""
-    a, b, c = sources
-    loader = load([f"{c}=0.5", f"{b}=0.5"], accept_change=True)
-    loader.load_state_dict(state)
-    before = load([f"{a}=0.75", f"{b}=0.25"])
-    read_before = before.locate(range(READ))  # pyright: ignore
-    read_after = loader.locate(range(READ, READ + 20))  # pyright: ignore
-    numbers_before = {int(n) for source, _, n in read_before if source == 1}
-    numbers_after = {int(n) for source, _, n in read_after if source == 1}
-    assert len(numbers_before) == len(numbers_after) == 10
-    assert not numbers_before & numbers_after
-
-
 def test_a_damaged_state_is_refused(sources, state):
     a, b, _ = sources
     loader = load([f"{a}=0.75", f"{b}=0.25"])
@@ -128,10 +113,3 @@ def test_a_damaged_state_is_refused(sources, state):
     state["read"]["windows"] = [29, 11]
     with pytest.raises(UserError, match=r"is damaged: 40 windows are \[30, 10\]"):
         loader.load_state_dict(state)
-
-
-def test_sources_are_matched_by_path_then_by_contents():
-    saved = [{"path": "a", "contents": "1"}, {"path": "b", "contents": "2"}]
-    assert match_sources(saved, [{"path": "b", "contents": "1"}]) == [1]
-    here = [{"path": "x", "contents": "1"}, {"path": "y", "contents": "1"}]
-    assert match_sources(saved, here) == [0, None]

@@ -5,8 +5,6 @@ The files are sparse: their sizes and indices are valid, their tokens are holes.
 
 import os
 import resource
-import subprocess
-import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -111,20 +109,3 @@ def test_a_process_keeps_few_files_open(sources):
         assert len(os.listdir("/proc/self/fd")) - descriptors <= 8
         del files, shards
         assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-_LIMITS = """
-import resource, sys
-soft, hard = int(sys.argv[1]), int(sys.argv[2])
-resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from titan_loop.data.open_files import OpenFiles, open_file_limit
-print(open_file_limit(), OpenFiles()._most, *resource.getrlimit(resource.RLIMIT_NOFILE))
-"""
-
-
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
-    for hard, kept_open in (("1000", "500"), ("4000", "2976")):
-        program = subprocess.run(
-            [sys.executable, "-c", _LIMITS, "256", hard], capture_output=True, text=True, check=True
-        )
-        assert program.stdout.split() == [hard, kept_open, hard, hard]

@@ -1,5 +1,4 @@
 import itertools
-import json
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,9 +9,7 @@ from tests.data.tasks.toy_task import Backwards
 from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.recorded_task import find_task
 from titan_loop.errors import UserError
-from titan_loop.plugins import names
 
 TASK, L = Backwards(), 16
 END = TASK.letters
@@ -99,30 +96,6 @@ def test_columns_and_depth_of_a_task_follow_its_examples():
     for row, length in zip(inputs["length"].tolist(), lengths, strict=True):
         assert row == [length] * (2 * length + 1) + [0] * (L - 2 * length - 1)
     assert deepest == max(lengths) > min(lengths)
-
-
-def test_another_task_is_other_data():
-    state = build().state_dict()
-    assert state["data"] == {
-        "task": "backwards", "seed": 0, "letters": 4, "longest": 3, "all_targets": False,
-        "seq_len": L, "columns": [column.description() for column in TASK.columns],
-    }  # fmt: skip
-    for other in ({"seed": 1}, {"all_targets": True}, {"window": "example"}):
-        with pytest.raises(UserError, match="other data"):
-            build(**other).load_state_dict(state)
-
-
-@pytest.mark.parametrize("name", names("tasks"))
-def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name):
-    task = find_task(name)()
-    window = "example" if any(not column.per_token for column in task.columns) else "packed"
-
-    options = {"task": task, "window": window, "seq_len": task.longest_example}
-    loader, resumed = build(**options), build(**options)
-    loader.read_step(1)
-    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert resumed.windows_consumed == 1
-    assert resumed.data_hash == loader.data_hash
 
 
 @pytest.mark.parametrize(

@@ -64,22 +64,6 @@ def test_an_epoch_predicts_every_token_between_the_cuts_once(write_source, docum
     assert windows.unread_tokens_per_epoch < 2 * seq_len
 
 
-def test_epochs_differ_in_order_and_offset(write_source, documents):
-    windows = open_cuts(write_source("s", [documents(1, 200, 20)]), 32, key=0)
-    per_epoch = windows.windows_per_epoch
-    _, cuts = windows.locate(np.arange(3 * per_epoch))
-    orders = {tuple(order) for order in cuts.reshape(3, per_epoch).tolist()}
-    assert len(orders) == 3
-    assert len({windows.offset(epoch) for epoch in range(20)}) > 10
-
-
-def test_a_source_of_exactly_one_window(write_source):
-    windows = open_cuts(write_source("s", [[[1, 2, 3, 4, 0]]]), 4, key=0)
-    assert windows.windows_per_epoch == 1
-    assert read_window(windows, 3, 0).input.tolist() == [1, 2, 3, 4]
-    assert windows.unread_tokens_per_epoch == 0
-
-
 def test_a_source_shorter_than_a_window(write_source):
     with pytest.raises(UserError, match=r"has 5 tokens in 'train', .* training.seq_len \+ 1 = 6"):
         open_cuts(write_source("s", [[[1, 2, 3, 4, 0]]]), 5, key=0)

@@ -14,36 +14,12 @@ from typing import Any
 
 import pytest
 
-from titan_loop.data.prepare.document_tokenizer import PlainTextTokenizer
-from titan_loop.data.prepare.executors import Pipeline, run_pipelines, slurm_chain
+from titan_loop.data.prepare.executors import Pipeline, run_pipelines
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError
 
 TEXTS = [f"document number {n}" for n in range(12)]
-
-
-def test_slurm_scripts(tmp_path):
-    step = PlainTextTokenizer(str(tmp_path / "x"), "tokenizer.json", eos_token="<|endoftext|>")
-    pipelines = [
-        Pipeline(name=name, steps={"tokenize": step}, tasks=tasks, logs=tmp_path / name)
-        for name, tasks in {"train": 7, "held_out": 3}.items()
-    ]
-    options = {"partition": "cpu", "time": "02:00:00", "mem_per_cpu_gb": 4, "qos": "low"}
-    options["env_command"] = "source /opt/activate"
-    chain: list[Any] = slurm_chain(pipelines, 2, options)
-    assert [each.depends for each in chain] == [None, chain[0]]
-    flags = chain[0].get_sbatch_args(7)
-    script = chain[0].get_launch_file_contents(flags, "launch_pickled_pipeline x")
-    wanted = (
-        "partition=cpu time=02:00:00 array=0-6%2 mem-per-cpu=4G qos=low kill-on-invalid-dep=yes"
-    )
-    assert {f"#SBATCH --{flag}" for flag in wanted.split()} <= {*script.splitlines()}
-    assert "source /opt/activate" in script.splitlines()
-    with pytest.raises(UserError, match=r"needs slurm\.time in the config"):
-        slurm_chain(pipelines, 1, {"partition": "cpu"})
-    with pytest.raises(UserError, match=r"slurm .*=partitio is unknown; nearest: partition"):
-        slurm_chain(pipelines, 1, options | {"partitio": "cpu"})
 
 
 def test_slurm_submits_a_chain_that_ends_in_the_card(small_tokenizer, tmp_path, monkeypatch):

@@ -137,19 +137,12 @@ def test_packing_again_may_be_interrupted_anywhere(write_source, documents, monk
 
 
 @pytest.mark.parametrize(
-    ("file", "at", "value"),
-    [
-        ("windows", 0, 0),  # no piece
-        ("windows", 0, 4),  # beyond the pieces
-        ("pieces", 8, 0),  # an empty piece
-        ("pieces", 8, 8),  # more tokens than a window has
-        ("pieces", 0, 200),  # a first token beyond the stream
-    ],
+    ("file", "at", "value"),  # beyond the pieces; more tokens than a window has; beyond the stream
+    [("windows", 0, 4), ("pieces", 8, 8), ("pieces", 0, 200)],
 )
 def test_a_damaged_window_is_named(write_source, file, at, value):
     source = write_source("s", [[[0], [5, 0], [5, 6, 7, 0]]])  # a document of one token, too
     pack_source(source, seq_len=8)
-    assert sorted(open_index(source, "train", 8).documents(0)) == [(0, 1), (1, 2), (3, 4)]
     path = source / "train" / f"packed_8.{file}"
     content = bytearray(path.read_bytes())
     content[at] = value

@@ -148,9 +148,3 @@ def test_one_process_at_a_time_prepares_a_source(files, small_tokenizer, tmp_pat
         third.kill()
     assert pack_source(out, seq_len=256)
     assert list(verify_source(out)) == []
-
-
-def test_a_line_without_end_is_refused_before_it_fills_the_memory(files, small_tokenizer, tmp_path):
-    os.truncate(files[0], 1 << 40)
-    with pytest.raises(UserError, match="has a line of more than 268,435,456 bytes"):
-        tokenize_source(files[0], output=tmp_path / "out", tokenizer=small_tokenizer)

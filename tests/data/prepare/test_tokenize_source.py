@@ -1,10 +1,8 @@
 import gzip
-import hashlib
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +10,8 @@ import pytest
 from titan_loop.data.inspect_source import show_source, verify_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
-from titan_loop.data.source_card import CARD_NAME, SourceCard, text_format
+from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError
-from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import load_tokenizer
 
 
@@ -157,23 +154,6 @@ def test_a_complete_source_is_replaced_only_when_told(texts, small_tokenizer, tm
     assert not (out / "train" / "leftover.ds").exists()
 
 
-def test_a_missing_shard_is_no_card(texts, small_tokenizer, tmp_path):
-    files = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::3]) for n in range(3)]
-    out, options = tmp_path / "out", {"tokenizer": small_tokenizer, "tasks": 3}
-    tokenize_source(files, output=out, held_out_fraction=0, **options)
-    (out / CARD_NAME).unlink()
-    first, *_ = sorted((out / "train").glob("*.ds"))
-    index = first.with_name(f"{first.name}.index")
-    whole = index.read_bytes()
-    index.write_bytes(whole[:-8])
-    with pytest.raises(UserError, match="does not agree with its index: prepare it again"):
-        tokenize_source(files, output=out, held_out_fraction=0, **options)
-    first.unlink()
-    index.unlink()
-    with pytest.raises(UserError, match=r"tokens, .* were written: a shard is missing"):
-        tokenize_source(files, output=out, held_out_fraction=0, **options)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -198,59 +178,6 @@ def test_mistakes(texts, small_tokenizer, tmp_path, monkeypatch, options, messag
         tokenize_source(path, **{"output": "out", "tokenizer": small_tokenizer, **options})
     assert other.exists()
     assert not Path("out", CARD_NAME).exists()
-
-
-def test_large_vocabularies_take_four_bytes(small_tokenizer, tmp_path):
-    record = json.loads(small_tokenizer.read_text())
-    path = write_jsonl(tmp_path / "a.jsonl", ["the last one"])
-    vocabulary = record["model"]["vocab"]
-    vocabulary |= {f"#{number}": number for number in range(len(vocabulary), (1 << 16) - 1)}
-    for token_bytes, name in ((2, "last"), (4, "one")):
-        last = len(vocabulary) + len(record["added_tokens"]) - 3
-        record["added_tokens"] += [{**record["added_tokens"][0], "id": last, "content": name}]
-        record["added_tokens"][-1]["special"] = False
-        (tmp_path / "tokenizer.json").write_text(json.dumps(record))
-        out, options = tmp_path / name, {"held_out_fraction": 0}
-        tokenizer = tmp_path / "tokenizer.json"
-        card = tokenize_source(path, output=out, tokenizer=tokenizer, **options)
-        assert (card.vocab_size, card.token_bytes) == (last + 1, token_bytes)
-        assert stored(out, "train") == ["the last one"]
-        assert TokenShards(out).read_ids(0, card.splits["train"].tokens).max() == last
-        assert list(verify_source(out)) == []
-
-
-def test_a_card_says_what_was_done(texts, small_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["tokenize", "it"])
-    path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
-    tokenize_source(path, output=out, tokenizer=small_tokenizer, licence="CC0")
-    card = json.loads((out / CARD_NAME).read_text())
-    assert card["tokenizer_sha256"] == hashlib.sha256(small_tokenizer.read_bytes()).hexdigest()
-    assert (card["licence"], card["command"]) == ("CC0", "tokenize it")
-    assert card["versions"].keys() == {"titan_loop", "datatrove", "tokenizers", "numpy"}
-    (shard,) = card["splits"]["train"]["shards"]
-    for suffix, key in {"": "sha256", ".index": "index_sha256"}.items():
-        content = (out / "train" / (shard["file"] + suffix)).read_bytes()
-        assert shard[key] == hashlib.sha256(content).hexdigest()
-    assert shard["bytes"] == 2 * shard["tokens"]
-
-
-def test_a_card_tells_what_ends_a_text(tmp_path, small_tokenizer):
-    tokenizer = load_tokenizer(small_tokenizer)
-    tokenizer.add_special_tokens(["</s>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some text"}) + "\n")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"question": "1?", "answer": "2"}) + "\n")
-    options: dict[str, Any] = {
-        "tokenizer": tmp_path / "tokenizer.json",
-        "held_out_fraction": 0,
-        "eos_token": "</s>",
-    }
-    text = tokenize_source(tmp_path / "a.jsonl", output=tmp_path / "a", **options)
-    chat = tokenize_source(tmp_path / "b.jsonl", output=tmp_path / "b", chat=True, **options)
-    assert text_format([text], tokenizer) == TextFormat(end_of_text="</s>")
-    assert text_format([text, chat], tokenizer) == TextFormat(end_of_text="</s>").with_chatml()
-    with pytest.raises(UserError, match="its EOS id 9999 is not in its tokenizer"):
-        text_format([replace(text, eos_id=9999)], tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,57 @@ _FORGETFUL = (
 )
 _REFUSING = "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + _BRACKETS
 
+FAULTY: list[tuple[dict[str, Any], str]] = [
+    ({"body": "1+1?", "reply": "2"}, r"no messages, .* \(fields: body, reply\); --messages-key"),
+    (*_messages(_user("Once.", "narrator"), _says()), r"the role 'narrator' \(fields: role, con"),
+    (*_messages(_user(), _says(), images=["a.png"]), "'images' is not empty, and only text"),
+    (*_messages(_user([{"type": "image_url"}]), _says()), "a part of type 'image_url', which is"),
+    (*_messages(*_calling(tool_calls=[_called("{")])), "'arguments' is a string, but not of JSON"),
+    (*_messages(*_calling(tool_calls=[_called("[" * 200 + "]" * 200)])), "more than 100 levels"),
+    (*_messages(_SYSTEM, _user(), _says(), system="Add."), "'system' and .* two system prompts"),
+    ({"messages": json.dumps([_user(), _says("\ud83d")])}, "half of a surrogate pair"),
+]
+"""Records that are no conversation, and the reason."""
+
 ROWS: Rows = {
     # Chats, with `--chat`: records
-    "messages": _chat(_messages(_user(), _says())),
-    "messages as a string": _chat([{"messages": json.dumps([_user(), _says()])}]),
+    "a question and its answer": _chat(
+        [
+            *_messages(_user(), _says()),
+            {"messages": json.dumps([_user(), _says()])},
+            _sharegpt(("human", "1+1?"), ("gpt", "2")),
+            {"question": "1+1?", "answer": "2"},
+            {"instruction": "1+1?", "input": "", "output": "2"},
+            {"instruction": "1+1?", "response": "2", "category": "math"},
+            {"prompt": "1+1?", "completion": "2"},
+            {"prompt": [_user()], "completion": [_says()]},
+            {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
+            {"prompt": "1+1?", "chosen": [_user(), _says()], "rejected": [_user()]},
+            {"conversations": [_user()], "chosen": {"from": "gpt", "value": "2"}},
+            *_messages(_user("1+1?", "human"), _user("2", "Assistant")),
+            *_messages(_user("1+1?", "User"), _user("2", "bot")),
+            *_messages(_user([{"type": "text", "text": "1+"}, "1?"]), _says(["2"])),
+            *_messages(_user(), _says(None, refusal="2")),
+        ],
+        *[_asked()] * 15,
+    ),
+    "more than a question": _chat(
+        [
+            {"question": "Add.", "context": "1 1", "answer": "2"},
+            {"instruction": "Add.", "input": "1 1", "output": "2"},
+            {"instruction": "2+1?", "output": "3", "history": [["1+1?", "2"]]},
+            {"question": "1+1?", "answer": "2", "system": "Count."},
+            *_messages(_user("Count.", "developer"), _user(), _says()),
+        ],
+        *[_asked(question="Add.\n\n1 1")] * 2,
+        _asked("2", *_AGAIN),
+        *[_COUNTED] * 2,
+    ),
+    "faulty chats": _chat(
+        [*_messages(_user(), _says()), *(record for record, _ in FAULTY)],
+        dropped={"malformed": len(FAULTY) - 1, "missing_text": 1},
+        options={"max_malformed": 1},
+    ),
     "messages-key": _chat([{"dialog": [_user(), _says()]}], options={"messages_key": "dialog"}),
     "messages in Parquet": _chat(
         {
@@ -139,28 +186,6 @@ ROWS: Rows = {
         _WITH_CALL,
         inputs=("a.parquet",),
     ),
-    "ShareGPT": _chat([_sharegpt(("human", "1+1?"), ("gpt", "2"))]),
-    "question and answer": _chat(
-        [{"question": "1+1?", "context": "In Z.", "answer": "2", "system": "Count."}],
-        _COUNTED.replace("1+1?", "1+1?\n\nIn Z."),
-    ),
-    "Alpaca": _chat(
-        [
-            {"instruction": "Add.", "input": "1 1", "output": "2"},
-            {"instruction": "1+1?", "input": "", "output": "2"},
-        ],
-        _asked(question="Add.\n\n1 1"),
-        _asked(),
-    ),
-    "Alpaca with history": _chat(
-        [{"instruction": "2+1?", "output": "3", "history": [["1+1?", "2"]]}], _asked("2", *_AGAIN)
-    ),
-    "Dolly": _chat(
-        [{"instruction": "Add.", "context": "1 1", "response": "2", "category": "math"}],
-        _asked(question="Add.\n\n1 1"),
-    ),
-    "completion": _chat([{"prompt": "1+1?", "completion": "2"}]),
-    "completion of messages": _chat([{"prompt": [_user()], "completion": [_says()]}]),
     "rejected labels": _chat(
         [
             {"prompt": "1+1?", "completion": "3", "label": False},
@@ -171,36 +196,7 @@ ROWS: Rows = {
         ],
         dropped={"rejected": 4},
     ),
-    "chosen": _chat([{"prompt": "1+1?", "chosen": "2", "rejected": "3"}]),
-    "chosen conversation": _chat(
-        [{"prompt": "1+1?", "chosen": [_user(), _says()], "rejected": [_user()]}]
-    ),
-    "chosen message": _chat(
-        [{"conversations": [_user()], "chosen": {"from": "gpt", "value": "2"}}]
-    ),
-    "no chat": _chat(
-        [{"body": "1+1?", "reply": "2"}],
-        refused=r"no messages, .* answer \(fields: body, reply\); --messages-key names",
-    ),
     # Chats: messages and targets
-    "roles": _chat(
-        [
-            {"messages": [_user("1+1?", a), _user("2", b)]}
-            for a, b in (("human", "Assistant"), ("user", "model"), ("User", "bot"))
-        ]
-        + _messages(_user("Count.", "developer"), _user(), _says()),
-        *[_asked()] * 3,
-        _COUNTED,
-    ),
-    "unknown role": _chat(
-        _messages(_user("Once.", "narrator"), _says()),
-        refused=r"a message has the role 'narrator' \(fields: role, content\)",
-    ),
-    "parts of text": _chat(
-        _messages(
-            _user([{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]), _says(["2"])
-        )
-    ),
     "parts of calls": _chat(
         [
             {
@@ -218,14 +214,6 @@ ROWS: Rows = {
         ],
         _asked(_THOUGHT + _CALL),
     ),
-    "images": _chat(
-        _messages(_user("<image>What is it?"), _says(), images=["a.png"]),
-        refused="'images' is not empty, and only text can be trained on",
-    ),
-    "parts of images": _chat(
-        _messages(_user([{"type": "image_url", "image_url": {}}]), _says()),
-        refused="a part of type 'image_url', which is not text",
-    ),
     "tool_calls": _chat(
         _messages(
             _SYSTEM,
@@ -234,17 +222,14 @@ ROWS: Rows = {
         ),
         _chatml(("system", f"Count.\n\n{_TOOLS}")) + _WITH_CALL,
     ),
-    "tool_calls as strings": _chat(
-        _messages(*_calling(content=None, tool_calls=[_called('{"a": 1}')]), functions=[_FUNCTION]),
-        _chatml(("system", _TOOLS)) + _WITH_CALL,
+    "calls as strings": _chat(
+        _messages(*_calling(content=None, tool_calls=[_called('{"a": 1}')]))
+        + _messages(*_calling(function_call={"name": "add", "arguments": '{"a": 1}'})),
+        *[_WITH_CALL] * 2,
     ),
     "calls and words": _chat(
         _messages(_user(), _says(tool_calls=[_called({"a": 1})] * 2)),
         _asked(f"2\n{_CALL}\n{_CALL}"),
-    ),
-    "function_call": _chat(
-        _messages(*_calling(content=None, function_call={"name": "add", "arguments": '{"a": 1}'})),
-        _WITH_CALL,
     ),
     "ShareGPT's calls": _chat(
         [
@@ -285,22 +270,6 @@ ROWS: Rows = {
         targets=(f"3{_END}",),
         dropped={"empty": 2},
     ),
-    "refusal": _chat(_messages(_user(), _says(None, refusal="No.")), _asked("No.")),
-    "half a pair in a chat": _chat(
-        [{"messages": json.dumps([_user(), _says("\ud83d")])}],
-        refused="a message holds half of a surrogate pair",
-    ),
-    "bad arguments": _chat(
-        [
-            *_messages(*_calling(tool_calls=[_called("{")])),
-            *_messages(*_calling(tool_calls=[_called("[" * 200 + "]" * 200)])),
-        ],
-        refused="'arguments' is a string, but not of JSON .* nested more than 100 levels deep",
-    ),
-    "two system prompts": _chat(
-        _messages(_SYSTEM, _user(), _says(), system="Add."),
-        refused="'system' and the first message are two system prompts",
-    ),
     "spelt control tokens": _chat(
         _messages(_user(f"1{_END}\n<|im_start|>assistant\n3"), _says()),
         _asked(question=f"1{_END}\n<|im_start|>assistant\n3"),
@@ -326,7 +295,6 @@ ROWS: Rows = {
     "template that rewrites": _template(
         _FORGETFUL, refused="the chat template rewrites a turn once others follow"
     ),
-    "template that refuses": _template(_REFUSING, refused="the chat template fails: too long"),
     "template without calls": _chat(
         [
             *_messages(_user(), _says("", tool_calls=[_FUNCTION])),

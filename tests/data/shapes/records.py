@@ -9,22 +9,16 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.data.shapes.shape import TEXTS, Rows, Shape, jsonl, parquet
+from tests.data.shapes.shape import Rows, Shape, jsonl, parquet
 
 _CHAT = [{"role": b"user", "content": b"a"}, {"role": b"assistant", "content": b"b"}]
 _MESSAGES = pa.list_(pa.struct({"role": pa.binary(), "content": pa.binary()}))
-_BYTES = [text.encode() for text in TEXTS]
-_SAME_LENGTH = [b"seven 1", b"seven 2"]
 
 
 def _json(line: str | bytes, **more: Any) -> Shape:
     """Return a row of one line after another record, "one"."""
     line = line.encode() if isinstance(line, str) else line
     return Shape({"a.jsonl": jsonl(["one"]) + line + b"\n"}, **more)
-
-
-def _read(line: str, text: str, **repaired: int) -> Shape:
-    return _json(line, train=("one", text), repaired=repaired)
 
 
 def _dropped(line: str | bytes, kind: str) -> Shape:
@@ -49,21 +43,39 @@ def _copy(package: str, name: str) -> Callable[[Path], None]:
     return copy
 
 
+_READ = (
+    '{"text": "NaN", "score": NaN}',
+    '{"score": -Infinity, "text": "-Infinity"}',
+    '{"text": "nested", "tree": ' + "[" * 1500 + "]" * 1500 + "}",
+    f'{{"text": "digits", "id": {"1" * 5000}}}',
+    r'{"text": "half \ud83d."}',
+    r'{"text": "title", "title": "\udc00"}',
+    r'{"text": "whole \ud83d\ude00"}',
+    '{"text": "64 bits", "id": 123456789012345678901234567890}',
+    '{"text": "a <|endoftext|> b"}',
+)
+_TYPES = {
+    "string": pa.array(["string"], pa.string()),
+    "large_string": pa.array(["large_string"], pa.large_string()),
+    "string_view": pa.array(["string_view"], pa.string_view()),
+    "binary": pa.array([b"binary"], pa.binary()),
+    "large_binary": pa.array([b"large_binary"], pa.large_binary()),
+    "binary_view": pa.array([b"binary_view"], pa.binary_view()),
+    "dictionary": pa.array(["dictionary"]).dictionary_encode(),
+    "binary dictionary": pa.array([b"binary dictionary"], pa.binary()).dictionary_encode(),
+    "fixed_size_binary": pa.array([b"fixed_size_binary"], pa.binary(17)),
+}
+
 ROWS: Rows = {
     # Records of JSON
-    "NaN": _read('{"text": "two", "score": NaN}', "two", python_json=1),
-    "-Infinity": _read('{"score": -Infinity, "text": "two"}', "two", python_json=1),
-    "nested 1,500 deep": _read(
-        '{"text": "two", "tree": ' + "[" * 1500 + "]" * 1500 + "}", "two", python_json=1
+    "Python's JSON": Shape(
+        {"a.jsonl": "\n".join(_READ)},
+        train=(
+            *("NaN", "-Infinity", "nested", "digits", "half �.", "title", "whole 😀", "64 bits"),
+            "a <|endoftext|> b",
+        ),
+        repaired={"python_json": 6, "half_surrogate": 2},
     ),
-    "half a pair": _read(r'{"text": "two \ud83d."}', "two �.", python_json=1, half_surrogate=1),
-    "half a pair in a title": _read(
-        r'{"text": "two", "title": "\udc00"}', "two", python_json=1, half_surrogate=1
-    ),
-    "whole pair": _read(r'{"text": "two \ud83d\ude00"}', "two 😀"),
-    "beyond 64 bits": _read('{"text": "two", "id": 123456789012345678901234567890}', "two"),
-    "5,000 digits": _read(f'{{"text": "two", "id": {"1" * 5000}}}', "two", python_json=1),
-    "EOS spelt out": _read('{"text": "a <|endoftext|> b"}', "a <|endoftext|> b"),
     "text-key": _json(
         '{"text": 5, "body": "two"}',
         options={"text_key": "body"},
@@ -74,7 +86,6 @@ ROWS: Rows = {
     "a number": _dropped('{"text": 5}', "malformed"),
     "not an object": _dropped("[1, 2]", "malformed"),
     "not UTF-8": _dropped(b'{"text": "\xff"}', "malformed"),
-    "a string": _json('"two"', refused="line 2: not a JSON object"),
     "cut-off line": _json(
         '{"text": "tw',
         refused=r"a\.jsonl, line 2: not JSON: Unterminated string starting at, column 10",
@@ -90,15 +101,10 @@ ROWS: Rows = {
         repaired={"python_json": 1},
     ),
     # Records of tables
-    "string": _table(pa.array(TEXTS, pa.string())),
-    "large_string": _table(pa.array(TEXTS, pa.large_string())),
-    "string_view": _table(pa.array(TEXTS, pa.string_view())),
-    "binary": _table(pa.array(_BYTES, pa.binary())),
-    "large_binary": _table(pa.array(_BYTES, pa.large_binary())),
-    "binary_view": _table(pa.array(_BYTES, pa.binary_view())),
-    "dictionary": _table(pa.array(TEXTS).dictionary_encode()),
-    "binary dictionary": _table(pa.array(_BYTES, pa.binary()).dictionary_encode()),
-    "fixed_size_binary": _table(pa.array(_SAME_LENGTH, pa.binary(7)), train=("seven 1", "seven 2")),
+    "types of text": Shape(
+        {f"{name}.parquet": parquet({"text": text}) for name, text in _TYPES.items()},
+        train=tuple(_TYPES),
+    ),
     "binary, not UTF-8": _table(
         pa.array([b"one", b"\xff"], pa.binary()), train=("one",), dropped={"malformed": 1}
     ),
@@ -143,19 +149,9 @@ ROWS: Rows = {
         options={"text_key": "cut"},
         train=("Ideal", *["Premium"] * 2, *["Good"] * 2, *["Very Good"] * 4, "Fair"),
     ),
-    "ORC's JSON": Shape(
-        _copy("pyarrow", "tests/data/orc/TestOrcFile.test1.jsn.gz"),
-        options={"text_key": "string1"},
-        train=("hi", "bye"),
-        warned=("1 file (TestOrcFile.test1.jsn.gz) will be trained on; if they are tests",),
-    ),
     "ORC": Shape(
         _copy("pyarrow", "tests/data/orc/TestOrcFile.test1.orc"),
         inputs=("TestOrcFile.test1.orc",),
         refused=r"test1\.orc is neither text nor in a format",
-    ),
-    "lm-eval's JSON": Shape(
-        _copy("lm_eval", "tasks/mmlu/flan_cot_fewshot/_cot_prompts.json"),
-        refused="1 of 1 records .* no field 'text', only '.* and 49 more",
     ),
 }

@@ -94,34 +94,6 @@ def test_what_is_taught(folder, small_tokenizer, tmp_path, name):
     assert found == Counter(filter(None, texts))
 
 
-def test_calls_are_taught(folder, small_tokenizer, tmp_path):
-    found = records(folder / "glaive_toolcall_en_demo.json")
-    calls = [
-        json.loads(message["value"])
-        for record in found
-        for message in record["conversations"]
-        if message["from"] == "function_call"
-    ]
-    options = {"tokenizer": small_tokenizer, "chat": True, "held_out_fraction": 0}
-    path = folder / "glaive_toolcall_en_demo.json"
-    card = tokenize_source(path, output=tmp_path / "out", **options)
-    assert (card.dropped, card.splits["train"].documents) == ({}, len(found))
-    tokenizer = load_tokenizer(small_tokenizer)
-    taught = "".join(
-        tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False)
-        for ids, mask in stored(tmp_path / "out")
-    )
-    parts = [part.partition("\n</tool_call>")[0] for part in taught.split("<tool_call>\n")[1:]]
-    key = json.dumps
-    assert Counter(key(json.loads(part)) for part in parts) == Counter(map(key, calls))
-
-
-def test_pictures_are_refused(folder, small_tokenizer, tmp_path):
-    options = {"tokenizer": small_tokenizer, "chat": True}
-    with pytest.raises(Exception, match="'images' is not empty"):
-        tokenize_source(folder / "mllm_demo.json", output=tmp_path / "out", **options)
-
-
 def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 

