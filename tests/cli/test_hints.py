@@ -63,9 +63,6 @@ PARSED = {
     "cli/main.py: train quickstart --total-tokens 200000": "train quickstart --total-tokens 200000",
     "cli/slurm.py: slurm status {}": "slurm status runs/my",
     "cli/views.py: scaling {}": "scaling runs/a runs/b",
-    "data/load/pipeline_loader.py: data tokenize --pipeline {} --output FOLDER --tokenizer FILE": (
-        "data tokenize --pipeline my:documents --output sources/my --tokenizer tokenizer.json"
-    ),
     # Tokenises all of Python's installation; the quick start in CI runs it.
     "data/source_card.py: data demo": "data demo",
     "evaluation/harness_tasks.py: eval": "eval runs/my --tasks offline",

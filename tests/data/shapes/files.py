@@ -116,7 +116,7 @@ ROWS: Rows = {
     "JSON values": _each(
         {
             "array.json": _array,
-            "indented.json": lambda text: _array(text).replace(", ", ",\n "),
+            "indented.json": lambda text: json.dumps([{"text": text}], indent=1),
             "object.json": lambda text: json.dumps({"text": text, "id": 1}, indent=1),
         }
     ),

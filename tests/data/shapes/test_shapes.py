@@ -83,7 +83,7 @@ def test_shape(row, small_tokenizer, tmp_path, monkeypatch, caplog):
     tokenizer = small_tokenizer if row.tokenizer is None else row.tokenizer(tmp_path)
     options = {"tokenizer": tokenizer, "held_out_fraction": 0, **row.options}
     if {"malformed", "missing_text"} & {*row.dropped}:
-        options["max_malformed"] = 0.5
+        options.setdefault("max_malformed", 0.5)
     monkeypatch.chdir(folder)
     if row.refused:
         with pytest.raises(UserError, match=row.refused) as refusal:
