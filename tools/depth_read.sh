@@ -5,7 +5,7 @@
 #
 # Every stage leaves train_configs/depth_read/results/depth_read/STAGE-seedS.json. What is there is skipped,
 # unless --again asks for it, and a stage that was interrupted goes on from its newest checkpoint. A
-# stage ARM_gate, _long or _ahead starts from ARM of the same seed, which has to be there or before it.
+# stage ARM_gate or _long starts from ARM of the same seed, which has to be there or before it.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
@@ -18,7 +18,7 @@ full_corpus
 flags_of() {
     flags=()
     case $1 in
-        *_gate | *_long | *_ahead) ;; # has a seed of its own for the data
+        *_gate | *_long) ;; # has a seed of its own for the data
         mano_* | hops_*) flags=(--dataloader.seed "$2") ;;
     esac
 }
@@ -34,7 +34,7 @@ examine() {
         *) titan_loop eval "$2" --frontier --windows 128 "${task[@]}" ;;
     esac
     case $1 in # Stage II leaves these as they were
-        *_gate | *_long | *_ahead | r[0-9] | mano_* | hops_*) ;;
+        *_gate | *_long | r[0-9] | mano_* | hops_*) ;;
         *) titan_loop analyse prefill "$2" ;;
     esac
 }

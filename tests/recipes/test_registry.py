@@ -73,7 +73,7 @@ def test_studies_are_ours_whatever_the_current_folder_holds(tmp_path: Path):
 import sys; sys.path.append({str(Path(__file__).parents[2])!r})
 from titan_loop.plugins import find, names
 from titan_loop.recipes.registry import load_recipe
-load_recipe("adaptive_short"); print(len(names("tasks")), find("tasks", "mano_capo").__module__)
+load_recipe("adaptive_small"); print(len(names("tasks")), find("tasks", "mano_capo").__module__)
 """
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True

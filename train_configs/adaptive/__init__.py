@@ -12,10 +12,6 @@ register(
                 f"{__name__}.loops:analyse_loops",
                 "draw the iterations of layers against the loss, over training",
             ),
-            "survival": Verb(
-                f"{__name__}.survival:survival",
-                "halt tokens one by one in layers that loop; show the cost",
-            ),
         },
     )
 )

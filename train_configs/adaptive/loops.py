@@ -1,6 +1,6 @@
 """Expected iterations of layers that loop against cross entropy, over training.
 
-    metrics.jsonl ─ E[n_ℓ], CE ─► running means ─┬─ one line a layer, or a run with others beside it
+    metrics.jsonl ─ E[n_ℓ], CE ─► running means ─┬─ one line a layer
                                                 └─ onset: the CE at which the mean E[n] is smallest
 
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers", Figures 2 (right) and 3: E[n]
@@ -9,19 +9,18 @@ the cross entropy of training. The paper's is of validation; on text that is rea
 agree, while Capo repeats its people.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from titan_loop.analysis.drawing import (
+    Axes,
     Records,
     depth_colors,
     draw_axes,
     series,
-    series_colors,
     smoothed,
     steps_with,
 )
@@ -29,10 +28,6 @@ from titan_loop.analysis.steps.findings import Figure, Findings
 from titan_loop.errors import UserError
 from titan_loop.families.adaptive.layer_plots import LOOPS
 from titan_loop.inference.loading import load_checkpoint
-from titan_loop.runs.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 class Loops(NamedTuple):
@@ -62,27 +57,22 @@ def loops_of(records: Records) -> Loops:
     )
 
 
-def analyse_loops(run: Path, *, beside: tuple[Path, ...] = ()) -> Findings:
+def analyse_loops(run: Path) -> Findings:
     """Draw the expected iterations of layers that loop against cross entropy, over training.
 
     Writes evals/loops-step-N.json and a plot that `report` shows.
 
     Args:
         run: Run of the family adaptive.
-        beside: Other such runs: each run is then one line, the mean of its layers.
     """
     loaded = load_checkpoint(run, use="generate")
-    found: dict[str, Loops] = {}
-    for directory in (loaded.run.directory, *map(RunDirectory, beside)):
-        records = directory.read_metrics()
-        if not steps_with(records, LOOPS):
-            raise UserError(
-                f"{directory.path} is no run that recorded iterations; give runs of family "
-                "adaptive with model.max_iterations"
-            )
-        name = directory.path.name
-        found[str(directory.path) if name in found else name] = loops_of(records)
-    own, *_ = found.values()
+    records = loaded.run.directory.read_metrics()
+    if not steps_with(records, LOOPS):
+        raise UserError(
+            f"{run} is no run that recorded iterations; give a run of family adaptive with "
+            "model.max_iterations"
+        )
+    own = loops_of(records)
     onset = float(own.nats[own.lowest])
     results = {"loops/onset_nats/lowest": round(onset, 5)}
     rows = [["expected iterations", "at first", "lowest", "at the end"]]
@@ -95,7 +85,7 @@ def analyse_loops(run: Path, *, beside: tuple[Path, ...] = ()) -> Findings:
         "Iterations against the loss",
         "Training goes from left to right. Running means of the expected iterations and of the "
         "cross entropy.",
-        partial(_draw, found if beside else own),
+        partial(_draw, own),
     )
     return Findings(
         name="loops",
@@ -108,21 +98,12 @@ def analyse_loops(run: Path, *, beside: tuple[Path, ...] = ()) -> Findings:
     )
 
 
-def _draw(found: Mapping[str, Loops] | Loops, path: Path) -> Path:
-    if isinstance(found, Loops):
-        names = [f"layer {layer}" for layer in range(1, len(found.iterations) + 1)]
-        lines = {
-            name: (found.nats, values) for name, values in zip(names, found.iterations, strict=True)
-        }
-        colors = dict(zip(names, depth_colors(len(names)), strict=True))
-        loops = found
-    else:
-        lines = {name: (run.nats, run.iterations.mean(axis=0)) for name, run in found.items()}
-        colors, (loops, *_) = series_colors([*found]), found.values()
-
-    def draw(axes: "Axes") -> None:
-        for name, (nats, iterations) in lines.items():
-            axes.plot(nats, iterations, color=colors[name], label=name, marker="o", markersize=3)
+def _draw(loops: Loops, path: Path) -> Path:
+    def draw(axes: Axes) -> None:
+        colors = depth_colors(len(loops.iterations))
+        for layer, (values, color) in enumerate(zip(loops.iterations, colors, strict=True)):
+            style = {"color": color, "marker": "o", "markersize": 3}
+            axes.plot(loops.nats, values, label=f"layer {layer + 1}", **style)
         axes.invert_xaxis()
         axes.set_xlabel("training cross entropy (nats per label), falling")
         axes.set_ylabel("expected iterations E[n]")

@@ -2,7 +2,6 @@
 
     adaptive_200m    language models on 13.9B tokens, as published: loops, memory, baselines
     adaptive_small   arithmetic and biographies in miniature, for one core
-    adaptive_short   a minute of it: shows that the arms run, not that they learn
 
 Published: sizes, N_max, slots, gate biases, α = −7, λ = 0, peak rate, cosine, tokens and steps. Not
 published, hence ours: the window (2,048 tokens), warm-up, final rate and weight decay, and the
@@ -30,8 +29,6 @@ from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.families.adaptive.model import AdaptiveOptions
 from titan_loop.families.adaptive.objective import PonderCostLoss
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.optimizers.container import LoopOptimizers
@@ -39,6 +36,7 @@ from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 from ..physics.capo import Capo
+from ..runs import run
 from .task import ManoCapo
 
 CORPUS = "corpora/adaptive/fineweb-edu"
@@ -103,59 +101,47 @@ def adaptive_small() -> Recipe:
     )
 
 
-def adaptive_short() -> Recipe:
-    """The arms of adaptive_small for a few steps: shows that they run, not that they learn."""
-    stages = adaptive_small().stages
-    for stage in stages:
-        stage.config.total_tokens = 12 * SMALL_BATCH
-        stage.config.checkpoint.interval = 12
-        stage.config.metrics.log_freq = 4
-        stage.config.suite.interval, stage.config.suite.questions = 12, 16
-    return Recipe(name="adaptive_short", stages=stages)
-
-
 def _language(options: dict[str, Any]) -> LoopTrainer.Config:
-    config = LoopTrainer.Config(
-        total_tokens=TOKENS_200M,
-        model=AdaptiveOptions(size="published", vocab_size=50_304, **options),
-        dataloader=WindowLoader.Config(mixture=[f"{CORPUS}=1"]),
-        learning_rate=Schedule.warmup_cosine(
+    config = run(
+        AdaptiveOptions(size="published", vocab_size=50_304, **options),
+        WindowLoader.Config(mixture=[f"{CORPUS}=1"]),
+        tokens=TOKENS_200M,
+        window=WINDOW_200M,
+        windows=BATCH_200M // WINDOW_200M,
+        at_once=2,
+        rate=Schedule.warmup_cosine(
             3e-3, warmup_tokens=1_000 * BATCH_200M, total_tokens=TOKENS_200M, final=3e-4
         ),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(1)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_200M)),
+        steps=1,
         adamw=AdamWConfig(weight_decay=0.1),
         loss=PonderCostLoss.Config(),
         held_out=HeldOutConfig(depths=[1]),
+        activation_checkpoint=SelectiveAC.Config(),
+        save_every=1_000,
     )
-    config.training.seq_len = WINDOW_200M
-    config.training.local_batch_size = 2
     config.training.max_norm = 1.0
-    config.activation_checkpoint = SelectiveAC.Config()
-    config.checkpoint.interval = 1_000
     return config
 
 
 def _small(options: dict[str, Any]) -> LoopTrainer.Config:
-    config = LoopTrainer.Config(
-        total_tokens=SMALL_TOKENS,
-        model=AdaptiveOptions(size="debugmodel", **{"n_layers": 1, **options}),
-        dataloader=TaskLoader.Config(task=SMALL_TASK),
-        learning_rate=Schedule.warmup_cosine(
+    config = run(
+        AdaptiveOptions(size="debugmodel", **{"n_layers": 1, **options}),
+        TaskLoader.Config(task=SMALL_TASK),
+        tokens=SMALL_TOKENS,
+        window=SMALL_WINDOW,
+        windows=SMALL_BATCH // SMALL_WINDOW,
+        rate=Schedule.warmup_cosine(
             1e-2, warmup_tokens=200 * SMALL_BATCH, total_tokens=SMALL_TOKENS, final=1e-3
         ),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(1)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH)),
+        steps=1,
         adamw=AdamWConfig(beta2=0.98, weight_decay=0.1),
         optimizer=LoopOptimizers.Config(name="muon"),
         loss=PonderCostLoss.Config(),
         suite=SuiteConfig(interval=500, tasks=[SMALL_TASK.name], depths=[1], questions=400),
+        save_every=2_000,
+        log_every=100,
     )
-    config.training.seq_len = SMALL_WINDOW
-    config.training.local_batch_size = SMALL_BATCH // SMALL_WINDOW
-    config.checkpoint.interval = 2_000
     config.checkpoint.keep_latest_k = 2
-    config.metrics.log_freq = 100
     return config
 
 

@@ -12,18 +12,13 @@ from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-MODULUS = 5
-MAX_OPERATIONS = 3
-RECURRENT_STEPS = 4
-WINDOW_TOKENS = 64
-BATCH_TOKENS = 16 * WINDOW_TOKENS
+from ..runs import by_steps, run
+
 TOTAL_TOKENS = 4_000_000
 
 TABLES = {
@@ -32,7 +27,7 @@ TABLES = {
             name="accuracy",
             title="% right",
             rows={"looped": {"stage": "looped"}, "not looped": {"stage": "not_looped"}},
-            columns={f"R = {r}": {"reading": f"static:{r}"} for r in (1, 2, 4, 6)},
+            columns=by_steps((1, 2, 4, 6)),
             everywhere={"task": "mano", "metric": "acc,none"},
         )
     ]
@@ -43,37 +38,27 @@ def depth_demo() -> Recipe:
     """Why loop: modular arithmetic by the same layer four times, and once."""
     return Recipe(
         name="depth_demo",
-        stages=[
-            Stage(name="looped", config=_run(RECURRENT_STEPS)),
-            Stage(name="not_looped", config=_run(1)),
-        ],
+        stages=[Stage(name="looped", config=_run(4)), Stage(name="not_looped", config=_run(1))],
     )
 
 
-def _run(recurrent_steps: int) -> LoopTrainer.Config:
-    looped = recurrent_steps > 1
-    config = LoopTrainer.Config(
-        total_tokens=TOTAL_TOKENS,
-        model=OuroOptions(
-            size="debugmodel", n_layers=1, recurrent_steps=recurrent_steps, exit_gate=looped
-        ),
-        dataloader=TaskLoader.Config(task=Mano(MODULUS, MAX_OPERATIONS)),
-        learning_rate=Schedule.warmup_cosine(
+def _run(steps: int) -> LoopTrainer.Config:
+    looped = steps > 1
+    return run(
+        OuroOptions(size="debugmodel", n_layers=1, recurrent_steps=steps, exit_gate=looped),
+        TaskLoader.Config(task=Mano(modulus=5, max_operations=3)),
+        tokens=TOTAL_TOKENS,
+        window=64,
+        windows=16,
+        rate=Schedule.warmup_cosine(
             4e-3, start=4e-4, warmup_tokens=200_000, total_tokens=TOTAL_TOKENS, final=4e-4
         ),
+        steps=steps,
         entropy_weight=Schedule.constant(0.05),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(recurrent_steps)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         adamw=AdamWConfig(beta2=0.98, eps=1e-6),
         suite=SuiteConfig(
-            interval=500,
-            tasks=["mano"],
-            depths=[1, 2, 4, 6] if looped else [1],
-            questions=512,
+            interval=500, tasks=["mano"], depths=[1, 2, 4, 6] if looped else [1], questions=512
         ),
+        save_every=1000,
+        log_every=100,
     )
-    config.training.seq_len = WINDOW_TOKENS
-    config.training.local_batch_size = 16
-    config.checkpoint.interval = 1000
-    config.metrics.log_freq = 100
-    return config

@@ -24,24 +24,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_loop.analysis.results import ResultTable
-from titan_loop.data.load.loader import WindowLoader
-from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..quickstart.recipes import CORPUS
+from ..runs import SOURCES, at, bits_table, by_source, run, text
 
 TOTAL_TOKENS = 3_000_000
 TOTAL_FLOPS = 1.327e13
 """What TOTAL_TOKENS cost at R = 4 with the loss of the last step."""
 
-WINDOW_TOKENS = 256
-BATCH_TOKENS = 4 * WINDOW_TOKENS
+BATCH_TOKENS = 4 * 256
 STEPS = 4
 GROWTH = Schedule.steps([(0, 1), (TOTAL_TOKENS // 4, 2), (TOTAL_TOKENS // 2, STEPS)])
 """R by tokens: a quarter of them at R = 1, another at 2, half at 4."""
@@ -132,20 +128,8 @@ def _rows(arms: Mapping[str, str]) -> dict[str, dict[str, str]]:
 def _bits(
     name: str, title: str, *, rows: Mapping[str, dict[str, str]], less: str, message: str = ""
 ) -> ResultTable:
-    return ResultTable(
-        name=name,
-        title=title,
-        rows=rows,
-        columns={
-            source: {"task": f"{HELD_OUT}/{source}", "metric": "bits_per_byte"}
-            for source in ("code", "prose", "math", "all")
-        },
-        factor=1.0,
-        digits=3,
-        less=less,
-        against_flops="all",
-        message=message,
-    )
+    columns = by_source((*SOURCES, "all"))
+    return bits_table(name, title, rows, columns, less=less, against_flops="all", message=message)
 
 
 TUNED: dict[str, dict[str, Any]] = {
@@ -179,22 +163,17 @@ Four layers have five seeds at 1e-2, too: the first seeds, on an H200, had left 
 SCALES: dict[str, dict[str, Any]] = {"": {}, "_scaled": {"residual_scale": "visits"}}
 TABLES = {
     "depth_pays_rates": [
-        ResultTable(
-            name="bits_per_byte",
-            title="held-out bits per byte at the trained R",
-            rows={
-                f"R = {steps}{', residual scale' * bool(scale)}": {
-                    "stage": f"r{steps}{scale}",
-                    "reading": f"static:{steps}",
-                }
+        bits_table(
+            "bits_per_byte",
+            "held-out bits per byte at the trained R",
+            {
+                f"R = {steps}{', residual scale' * bool(scale)}": at(f"r{steps}{scale}", steps)
                 for scale in SCALES
                 for steps in (1, 2, 4, 8)
             },
-            columns={str(rate): {"stage": name} for name, rate in RATES.items()},
-            everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+            {str(rate): {"stage": name} for name, rate in RATES.items()},
+            source="all",
             columns_are="largest learning rate",
-            factor=1.0,
-            digits=3,
         )
     ],
     "depth_pays_tuned": [
@@ -202,7 +181,7 @@ TABLES = {
             "best",
             "held-out bits per byte, Muon, best rates",
             rows={
-                row: {"stage": f"{name}_{BEST[name]}", "reading": f"static:{TUNED[name]['steps']}"}
+                row: at(f"{name}_{BEST[name]}", TUNED[name]["steps"])
                 for name, row in {
                     "not_looped": "R = 1",
                     "same_text": "R = 1, same text again",
@@ -218,18 +197,13 @@ TABLES = {
             "visited once on 2.9 times the text {R = 1, more text|all}, four layers "
             "(twice the parameters) {four layers|all}",
         ),
-        ResultTable(
-            name="rates",
-            title="held-out bits per byte at the trained R",
-            rows={
-                name: {"stage": name, "reading": f"static:{arm['steps']}"}
-                for name, arm in TUNED.items()
-            },
-            columns={str(rate): {"stage": name} for name, rate in TUNED_RATES.items()},
-            everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+        bits_table(
+            "rates",
+            "held-out bits per byte at the trained R",
+            {name: at(name, arm["steps"]) for name, arm in TUNED.items()},
+            {str(rate): {"stage": name} for name, rate in TUNED_RATES.items()},
+            source="all",
             columns_are="largest learning rate",
-            factor=1.0,
-            digits=3,
             message="R = 4 reads {looped|0.02} bits per byte at 0.02 and {looped|0.01} at "
             "0.01, R = 1 on more text {more_text|0.01} at best",
         ),
@@ -329,9 +303,8 @@ def _arm(
         recurrence = RecurrenceConfig(steps=Schedule.steps([(0, STEPS), *later]))
     else:
         recurrence = RecurrenceConfig(steps=growth if steps is None else Schedule.constant(steps))
-    config = LoopTrainer.Config(
-        total_tokens=tokens,
-        model=OuroOptions(
+    config = run(
+        OuroOptions(
             size="quickstart",
             n_layers=n_layers,
             dim=96,
@@ -340,27 +313,24 @@ def _arm(
             exit_gate=exit_gate,
             **model,
         ),
-        dataloader=WindowLoader.Config(
-            mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"],
-            unique_tokens=unique_tokens,
-        ),
-        learning_rate=Schedule.warmup_cosine(
+        text(unique_tokens=unique_tokens),
+        tokens=tokens,
+        window=256,
+        windows=4,
+        rate=Schedule.warmup_cosine(
             rate,
             start=rate / 10,
             warmup_tokens=tokens // 20,
             total_tokens=tokens,
             final=rate / 10,
         ),
+        steps=recurrence,
         entropy_weight=Schedule.constant(0.1),
-        recurrence=recurrence,
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         held_out=HeldOutConfig(interval=0, depths=sorted({1, 2, most, 2 * most})),
+        save_every=10_000,
+        log_every=20,
     )
     config.optimizer.name = optimizer
     config.ema.decay = average
     config.total_flops = TOTAL_FLOPS if same_flops else None
-    config.training.seq_len = WINDOW_TOKENS
-    config.training.local_batch_size = 4
-    config.checkpoint.interval = 10_000
-    config.metrics.log_freq = 20
     return config

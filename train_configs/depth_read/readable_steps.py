@@ -1,16 +1,16 @@
 """Stage I in which early steps become readable at little cost to the last one.
 
-    L = (1 − s) CE_R + s [ Σ_r p_r C_r − β H(p) ] + μ/(R−1) Σ_{r<R} ‖h_r − h_R‖² / ‖h_R‖²
+    L = (1 − s) CE_R + s [ Σ_r p_r C_r − β H(p) ]
     C_r = (1 − δ) CE_r + δ KL(P_R ‖ P_r) for r < R,   C_R = CE_R
 
 | symbol | code |
 |---|---|
-| s, μ | `every_step`, `state_distance`: schedules over training |
+| s | `every_step`: a schedule over training |
 | p_r | `weights`: the gate's, or constants, which train no gate |
 | δ | `distillation` |
 | P_r | the distribution of the next token after step r |
 
-P_R and h_R are constants where an early step learns from them. The gate learns from CE_r in place
+P_R is a constant where an early step learns from it. The gate learns from CE_r in place
 of C_r: a KL is usually smaller than a CE, so a gate that saw it would exit early. With the defaults
 this is Ouro's Stage I, bit for bit. While s is 0, only the last step is read out.
 
@@ -28,7 +28,6 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 from torchtitan.config import CompileConfig
-from torchtitan.config.configs import ParallelismConfig
 
 from titan_loop.bounds import Hint
 from titan_loop.errors import Refusal
@@ -60,14 +59,13 @@ class ReadableStepsLoss(ExpectedExitLoss):
     | key | meaning |
     |---|---|
     | `kl/step_1` … `kl/step_{R−1}` | KL(P_R ‖ P_r) in nats, with distillation |
-    | `distance/step_1` … `distance/step_{R−1}` | ‖h_r − h_R‖² / ‖h_R‖², while μ > 0 |
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ExpectedExitLoss.Config):
         """Weight and source of the early steps' losses."""
 
-        schedules: ClassVar[tuple[str, ...]] = ("entropy_weight", "every_step", "state_distance")
+        schedules: ClassVar[tuple[str, ...]] = ("entropy_weight", "every_step")
 
         every_step: Annotated[Schedule, Ge(0), Le(1), Hint("1 is Stage I")] = field(
             default_factory=lambda: Schedule.constant(1.0)
@@ -81,12 +79,6 @@ class ReadableStepsLoss(ExpectedExitLoss):
         distillation: Annotated[float, Ge(0), Le(1)] = 0.0
         """δ in [0, 1], the weight of the KL divergence from the last step's distribution in an
         early step's loss; its cross entropy has 1 − δ."""
-
-        state_distance: Annotated[Schedule, Ge(0)] = field(
-            default_factory=lambda: Schedule.constant(0.0)
-        )
-        """μ against global tokens, the weight of the squared distance of early states to the last,
-        divided by its squared norm. It needs no logits."""
 
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
@@ -105,24 +97,16 @@ class ReadableStepsLoss(ExpectedExitLoss):
                     "loss.distillation", self.distillation, problem, "raise every_step"
                 )
 
-        def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
-            """Refuse tensor parallelism with distances between states."""
-            degree = parallelism.tensor_parallel_degree
-            if degree > 1 and self.state_distance.largest:
-                name = "parallelism.tensor_parallel_degree"
-                problem = "is not supported with loss.state_distance"
-                yield Refusal.of(name, degree, problem, "leave it at 1, or use loss.distillation")
-
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)
         self.weights: StepWeights = config.weights
         self.distillation = config.distillation
-        self.every_step, self.state_distance = 1.0, 0.0
+        self.every_step = 1.0
 
     def set_schedules(self, values: Mapping[str, float]) -> None:
-        """Take β, s and μ of this training step."""
+        """Take β and s of this training step."""
         super().set_schedules(values)
-        self.every_step, self.state_distance = values["every_step"], values["state_distance"]
+        self.every_step = values["every_step"]
 
     def compute(
         self, readout: LMHead, output: LoopOutput, batch: LossBatch
@@ -136,13 +120,7 @@ class ReadableStepsLoss(ExpectedExitLoss):
         penalty = exit_penalty(
             exit_logit_RBL, labels_BL, valid_tokens=valid_tokens, geometric_eta=self.geometric_eta
         )
-        loss = loss + gate_learns * self.entropy_weight * penalty
-        if self.state_distance and len(output.hidden_RBLD) > 1:
-            distance_PBL = relative_square_distance(output.hidden_RBLD)
-            distance_P = token_mean(distance_PBL, labels_BL, valid_tokens)
-            loss = loss + self.state_distance * distance_P.mean()
-            metrics |= _by_step("distance", distance_P.detach())
-        return loss, metrics
+        return loss + gate_learns * self.entropy_weight * penalty, metrics
 
     def _read_out(
         self,
@@ -186,7 +164,8 @@ class ReadableStepsLoss(ExpectedExitLoss):
             ce_RBL = torch.cat([early.ce_SBL, ce_RBL])
             kl_P = token_mean(early.kl_SBL, labels_BL, valid_tokens)
         metrics = exit_metrics(ce_RBL, exit_logit_RBL.detach(), labels_BL, valid_tokens)
-        return loss, metrics | _by_step("kl", kl_P)
+        by_step = {f"kl/step_{r}": value for r, value in enumerate(kl_P, start=1)}
+        return loss, metrics | by_step
 
 
 def constant_weights(kind: StepWeights, steps: int) -> Tensor:
@@ -197,18 +176,3 @@ def constant_weights(kind: StepWeights, steps: int) -> Tensor:
     weight_R[:-1] *= (1 - 1 / steps) / weight_R[:-1].sum()
     weight_R[-1] = 1 / steps
     return weight_R
-
-
-def relative_square_distance(hidden_RBLD: Sequence[Tensor]) -> Tensor:
-    """Return ‖h_r − h_R‖² / ‖h_R‖² of the early steps, (P, B, L), at least fp32; h_R a constant."""
-    last_BLD = hidden_RBLD[-1].detach()
-    wide = torch.promote_types(last_BLD.dtype, torch.float32)
-    last_BLD = last_BLD.to(wide)
-    square_BL = last_BLD.square().sum(-1)
-    return torch.stack(
-        [(h_BLD.to(wide) - last_BLD).square().sum(-1) / square_BL for h_BLD in hidden_RBLD[:-1]]
-    )
-
-
-def _by_step(name: str, value_P: Tensor) -> dict[str, Tensor]:
-    return {f"{name}/step_{r}": value for r, value in enumerate(value_P, start=1)}

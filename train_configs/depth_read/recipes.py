@@ -7,12 +7,10 @@ Model, text and optimiser are as in `last_step_muon` of `depth_pays`.
 | the names in TEXT | ways to make steps 1 … 4 readable; the last step's loss; Stage I |
 | `r1`, `r2`, `r3` | the same layer trained for that R alone |
 | `ARM_gate`, `ARM_long` | Stage II after it, in 200 and in 1,000 updates |
-| `ARM_ahead` | the same with the next step's improvement, in 200 |
 | `mano_ARM`, `hops_ARM` | arithmetic and three hops of `physics_exams`, and their Stage II |
 
     titan-loop train depth_read --stage even_late --debug.seed 1
     bash tools/depth_read.sh            all stages and seeds, and their tables
-
 """
 
 from collections.abc import Mapping
@@ -32,12 +30,12 @@ from ..depth_pays.recipes import BATCH_TOKENS, LATE_FROM, STEPS, TOTAL_TOKENS, d
 from ..physics.commuted_mano import CommutedMano
 from ..physics.exams import REPORTED, physics_exams
 from ..physics.layered_paths import LayeredPaths
+from ..runs import bits_table, by_source, by_steps
 from .readable_steps import ReadableStepsLoss
 from .step_gains import StepGains
 
-GATES = {"gate": (False, 200), "ahead": (True, 200), "long": (False, 1000)}
-"""Name of a Stage II → whether gate r learns the improvement of step r + 1 instead of its own, and
-number of updates."""
+GATES = {"gate": 200, "long": 1000}
+"""Name of a Stage II → number of updates."""
 
 
 def _late(value: float, start: int = LATE_FROM) -> Schedule:
@@ -56,27 +54,17 @@ TEXT: dict[str, dict[str, Any]] = {
     "stage_one": {},
     "late": {"every_step": _late(1.0)},
     "even_late": {**EVEN, "every_step": _late(0.5)},
-    "even_tenth": {**EVEN, "every_step": Schedule.constant(0.1)},
     "even_tenth_late": {**EVEN, "every_step": _late(0.1)},
-    "even_ramp": {**EVEN, "every_step": RAMP},
-    "distilled_tenth": {**EVEN, "every_step": Schedule.constant(0.1), "distillation": 1.0},
     "distilled_late": {**EVEN, "every_step": _late(0.5), "distillation": 1.0},
-    "half_distilled_ramp": {**EVEN, "every_step": RAMP, "distillation": 0.5},
-    "near": {"every_step": Schedule.constant(0), "state_distance": Schedule.constant(0.03)},
-    "near_late": {"every_step": Schedule.constant(0), "state_distance": _late(0.3)},
-    "rank8_late": {**EVEN, "every_step": _late(0.5), "readout_rank": 8},
     "rank8_distilled_late": {
         **EVEN,
         "every_step": _late(0.5),
         "distillation": 1.0,
         "readout_rank": 8,
     },
-    "rank32_distilled_late": {**RANK_32, "every_step": _late(0.5)},
     "rank32_distilled_half": {**RANK_32, "every_step": _late(0.5, HALF)},
-    "rank32_half": {**RANK_32, "distillation": 0.0, "every_step": _late(0.5, HALF)},
     "rank64_distilled_half": {**RANK_64, "every_step": _late(0.5, HALF)},
     "rank32_distilled_ramp": {**RANK_32, "every_step": RAMP},
-    "rank32_distilled_tenth": {**RANK_32, "every_step": Schedule.constant(0.1)},
     "rank32_distilled": {**RANK_32, "every_step": Schedule.constant(0.5)},
     "rank64_distilled": {**RANK_64, "every_step": Schedule.constant(0.5)},
     "rank64_distilled_quarter": {**RANK_64, "every_step": Schedule.constant(0.25)},
@@ -91,23 +79,6 @@ TEXT: dict[str, dict[str, Any]] = {
         "distillation": 0.5,
         "every_step": Schedule.constant(0.5),
     },
-    "scales_detached": {
-        **EVEN,
-        "every_step": Schedule.constant(0.5),
-        "readout_rank": 0,
-        "early_states": "detached",
-    },
-    "rank32_detached": {
-        **EVEN,
-        "every_step": Schedule.constant(0.5),
-        "readout_rank": 32,
-        "early_states": "detached",
-    },
-    "rank32_distilled_detached": {
-        **RANK_32,
-        "every_step": Schedule.constant(0.5),
-        "early_states": "detached",
-    },
     "norm_at_readout_late": {**EVEN, "every_step": _late(0.5), "norm_placement": "readout"},
 }
 """Name → options of loss and model."""
@@ -119,8 +90,8 @@ TASKS = {
 }
 """Name → stage of `physics_exams`, and the result of its exam."""
 
-TASK_ARMS = ("last_step", "stage_one", "rank8_late", "rank32_distilled_first")
-MODEL_OPTIONS = ("readout_rank", "early_states", "norm_placement")
+TASK_ARMS = ("rank32_distilled_first",)
+MODEL_OPTIONS = ("readout_rank", "norm_placement")
 DEPTHS = (*range(1, STEPS + 1), 2 * STEPS)
 READABLE = "rank32_distilled_first_quarter"
 
@@ -128,7 +99,7 @@ READABLE = "rank32_distilled_first_quarter"
 def _changes() -> list[ResultTable]:
     """Return changes over the step before by kind of text and of question, and gaps to step 4."""
     steps: dict[str, Any] = {
-        "columns": {f"step {step}": {"reading": f"static:{step}"} for step in DEPTHS[:-1]},
+        "columns": by_steps(DEPTHS[:-1], "step {}"),
         "columns_are": "step that is read",
     }
     text: dict[str, Any] = {**steps, "factor": 1.0, "digits": 3}
@@ -136,7 +107,7 @@ def _changes() -> list[ResultTable]:
         StepGains(
             name="gains",
             title="change of held-out bits per byte over the step before",
-            rows={source: {"task": f"{HELD_OUT}/{source}"} for source in ("code", "prose", "math")},
+            rows=by_source(),
             everywhere={"stage": READABLE, "metric": "bits_per_byte"},
             message="Over the step before, step 2 changes math by {math|step 2} and prose by "
             "{prose|step 2} bits per byte, step 4 by {math|step 4} and {prose|step 4}",
@@ -182,15 +153,13 @@ def _changes() -> list[ResultTable]:
 
 TABLES = {
     "depth_read": [
-        ResultTable(
-            name="bits_per_byte",
-            title="held-out bits per byte of all sources",
-            rows={name: {"stage": name} for name in (*TEXT, *(f"r{steps}" for steps in ALONE))},
-            columns={f"R = {steps}": {"reading": f"static:{steps}"} for steps in DEPTHS},
-            everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+        bits_table(
+            "bits_per_byte",
+            "held-out bits per byte of all sources",
+            {name: {"stage": name} for name in (*TEXT, *(f"r{steps}" for steps in ALONE))},
+            by_steps(DEPTHS),
+            source="all",
             columns_are="step that is read",
-            factor=1.0,
-            digits=3,
             less="last_step",
         ),
         *(
@@ -198,7 +167,7 @@ TABLES = {
                 name=name,
                 title=f"% of {name} right",
                 rows={kind: {"stage": f"{name}_{kind}"} for kind in TASK_ARMS},
-                columns={f"R = {steps}": {"reading": f"static:{steps}"} for steps in DEPTHS[:-1]},
+                columns=by_steps(DEPTHS[:-1]),
                 everywhere={"task": result, "metric": "acc,none"},
                 columns_are="step that is read",
             )
@@ -233,8 +202,10 @@ def _with_gates(arms: Mapping[str, Mapping[str, Any]], known: str) -> list[Stage
         for stage in (
             Stage(name=name, config=_arm(known, options)),
             *(
-                Stage(name=f"{name}_{kind}", parent=name, config=_gate(_arm(known, options), *gate))
-                for kind, gate in GATES.items()
+                Stage(
+                    name=f"{name}_{kind}", parent=name, config=_gate(_arm(known, options), updates)
+                )
+                for kind, updates in GATES.items()
             ),
         )
     ]
@@ -267,12 +238,12 @@ def _alone(steps: int) -> LoopTrainer.Config:
     return config
 
 
-def _gate(config: LoopTrainer.Config, look_ahead: bool, updates: int) -> LoopTrainer.Config:
+def _gate(config: LoopTrainer.Config, updates: int) -> LoopTrainer.Config:
     """Return Stage II after a run: its model is frozen, and its gate learns on other text."""
     config.total_tokens = updates * BATCH_TOKENS
     config.learning_rate = Schedule.constant(1e-2)
     config.trainable, config.optimizer.name = "exit_gate", "adamw"
-    config.loss = AdaptiveGateLoss.Config(look_ahead=look_ahead)
+    config.loss = AdaptiveGateLoss.Config()
     config.dataloader = replace(config.dataloader, seed=5)
     config.checkpoint.carry.optimizer = False
     return config

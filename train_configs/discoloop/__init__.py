@@ -13,7 +13,7 @@ register(
                 "measure how clearly states say a question's bridge, and in which form",
             ),
             "intervention": Verb(
-                f"{__name__}.intervention:analyse_intervention",
+                f"{__name__}.bridge:analyse_intervention",
                 "replace a state by the embedding of the token that it decodes to",
             ),
         },

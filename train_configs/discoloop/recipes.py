@@ -7,7 +7,6 @@
     two_hop_small         two hops in miniature, for one core
     two_hop_strengths     its DiscoLoop with other α, and with other τ
     three_hop_small       three hops in miniature, likewise
-    two_hop_short         a minute of it: shows that the arms run, not that they learn
 
 For the tasks splits, R, gate, τ and epochs are published. Not published, hence ours: size,
 optimiser, rate, batch and template of tokens, here two layers of D 768, AdamW at 1e-4 with a decay
@@ -41,8 +40,6 @@ from titan_loop.families.discoloop.ponder import PonderOptions
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.loop_options import LoopOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.optimizers.container import LoopOptimizers
@@ -50,6 +47,7 @@ from titan_loop.training.optimizers.muon import MuonConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
+from ..runs import at, by_steps, run
 from .task import Form, TwoGraph
 
 CORPUS = "corpora/discoloop"
@@ -159,15 +157,6 @@ def three_hop_small() -> Recipe:
     return Recipe(name="three_hop_small", stages=[*stages, copies])
 
 
-def two_hop_short() -> Recipe:
-    """The arms of two_hop_small for a few steps: shows that they run, not that they learn."""
-    stages = _small(SMALL, 24)
-    for stage in stages:
-        stage.config.checkpoint.interval = 12
-        stage.config.suite.interval, stage.config.suite.questions = 12, 16
-    return Recipe(name="two_hop_short", stages=stages)
-
-
 def _models(
     steps: int, size: dict[str, Any], channel_gate: ChannelGate
 ) -> dict[str, tuple[LoopOptions, int]]:
@@ -196,8 +185,9 @@ def _published(task: TwoGraph, *, epochs: int, channel_gate: ChannelGate = "fixe
         config.learning_rate = Schedule.warmup_constant(
             1e-4, warmup_tokens=2_000 * 512 * config.training.seq_len
         )
-        config.suite = SuiteConfig(interval=5_000, depths=_depths(steps), questions=2_000)
-        config.suite.tasks = [task.name]
+        config.suite = SuiteConfig(
+            interval=5_000, tasks=[task.name], depths=sorted({1, steps}), questions=2_000
+        )
         config.checkpoint.interval = 5_000
         stages.append(Stage(name=arm, config=config))
     return stages
@@ -214,8 +204,9 @@ def _small(task: TwoGraph, training_steps: int) -> list[Stage]:
         config.optimizer.name = "muon"
         config.adamw.beta2, config.adamw.weight_decay = 0.98, 0.2
         longer = [2 * steps] if steps == 3 else []  # three hops out of distribution take more
-        config.suite = SuiteConfig(interval=500, depths=[*_depths(steps), *longer], questions=500)
-        config.suite.tasks = [task.name]
+        config.suite = SuiteConfig(
+            interval=500, tasks=[task.name], depths=[*sorted({1, steps}), *longer], questions=500
+        )
         config.checkpoint.interval = 2_000
         config.checkpoint.keep_latest_k = 2
         config.metrics.log_freq = 100
@@ -223,57 +214,50 @@ def _small(task: TwoGraph, training_steps: int) -> list[Stage]:
     return stages
 
 
-def _depths(steps: int) -> list[int]:
-    """Return the steps whose answers the exam reads: stage 1 and the last, where they differ."""
-    return sorted({1, steps})
-
-
 def _two_graph(
     task: TwoGraph, model: LoopOptions, steps: int, *, batch: int, examples: int
 ) -> LoopTrainer.Config:
     """Return a run on `examples` questions, each in a window of its own, `batch` at a time."""
     window = task.longest_example - 1
-    config = LoopTrainer.Config(
-        total_tokens=examples * window,
-        model=model,
-        dataloader=TaskLoader.Config(task=task, window="example"),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch * window)),
+    return run(
+        model,
+        TaskLoader.Config(task=task, window="example"),
+        tokens=examples * window,
+        window=window,
+        windows=batch,
+        rate=Schedule.constant(0.0),  # a recipe sets its own
+        steps=steps,
         adamw=AdamWConfig(weight_decay=0.1),
+        save_every=0,
     )
-    config.training.seq_len = window
-    config.training.local_batch_size = batch
-    return config
 
 
 def _language(model: LoopOptions, steps: int) -> LoopTrainer.Config:
     warmup = 1_000 * BATCH_440M
-    config = LoopTrainer.Config(
-        total_tokens=TOKENS_440M,
-        model=model,
-        dataloader=WindowLoader.Config(
-            mixture=[f"{CORPUS}/fineweb-edu=60", f"{CORPUS}/finemath-4plus=40"]
-        ),
-        learning_rate=Schedule.parse(f"0:0 linear {warmup}:3e-3 linear {TOKENS_440M}:1e-5"),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_440M)),
+    config = run(
+        model,
+        WindowLoader.Config(mixture=[f"{CORPUS}/fineweb-edu=60", f"{CORPUS}/finemath-4plus=40"]),
+        tokens=TOKENS_440M,
+        window=WINDOW_440M,
+        windows=BATCH_440M // WINDOW_440M,
+        at_once=1,
+        rate=Schedule.parse(f"0:0 linear {warmup}:3e-3 linear {TOKENS_440M}:1e-5"),
+        steps=steps,
         optimizer=LoopOptimizers.Config(name="muon"),
         adamw=AdamWConfig(eps=1e-15),
         muon=MuonConfig(momentum=0.95),
+        activation_checkpoint=SelectiveAC.Config(),
+        save_every=1_000,
     )
     config.model.vocab_size = 129_280
-    config.training.seq_len = WINDOW_440M
-    config.training.local_batch_size = 1
     config.training.max_norm = 1.0
-    config.activation_checkpoint = SelectiveAC.Config()
-    config.checkpoint.interval = 1_000
     return config
 
 
 _ARMS = {
-    "plain loop": {"stage": "plain", "reading": "static:2"},
-    "DiscoLoop": {"stage": "discoloop", "reading": "static:2"},
-    "untied copies": {"stage": "untied", "reading": "static:1"},
+    "plain loop": at("plain", 2),
+    "DiscoLoop": at("discoloop", 2),
+    "untied copies": at("untied", 1),
 }
 _SPLITS = {
     "facts": {"task": "two_graph/atomic"},
@@ -409,7 +393,7 @@ TABLES = {
                 for arm in ("plain loop", "DiscoLoop")
                 for hops, words in ((2, "two"), (3, "three"))
             },
-            columns={f"R = {steps}": {"reading": f"static:{steps}"} for steps in (3, 6)},
+            columns=by_steps((3, 6)),
             everywhere={"metric": "acc,none"},
             over_training=("R = 3", "R = 6"),
         ),

@@ -2,7 +2,6 @@
 
     hrm_text_1b     the released model: pretraining on prompts and answers, then fine-tuning
     hrm_small       HRM-Text beside a plain decoder and a loop at equal parameters and FLOPs
-    hrm_short       a minute of its generated tasks: shows that the arms run, not that they learn
 
 `hrm_text_1b` reads two sources, tokenised with a tokenizer of at most 65,536 tokens as prompts and
 answers (`titan-loop data tokenize --chat`) and packed into windows (`titan-loop data pack`):
@@ -40,7 +39,6 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import ModelOptions
 from titan_loop.plugins import find
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
@@ -48,7 +46,8 @@ from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.weight_average import WeightAverageConfig
 
-from ..quickstart.recipes import CORPUS as TEXT
+from ..runs import at, bits_table, by_source, run
+from ..runs import text as text_data
 
 CORPUS = "corpora/hrm_text"
 WINDOW, BATCH = 4_096, 196_608
@@ -76,7 +75,7 @@ ARMS: dict[str, dict[str, Any]] = {
 BATCH_TOKENS = 1_024
 TASKS: dict[str, tuple[GlobalBatchLoader.Config, int, int, int]] = {
     "text": (
-        WindowLoader.Config(mixture=[f"{TEXT}/code=0.4", f"{TEXT}/prose=0.4", f"{TEXT}/math=0.2"]),
+        text_data(),
         256,
         BATCH_TOKENS,
         1_500_000,
@@ -99,23 +98,14 @@ if TwoGraph := find("tasks", "two_graph"):  # family discoloop, which may be del
 FLOPS = {"text": 9.60e12, "two_hop": 1.006e13, "mano": 1.639e13}
 """Training FLOPs of HRM-Text's arms; `titan-loop plan hrm_small` prints those of a token."""
 
-_ROWS = {
-    arm: {"stage": arm, "reading": f"static:{options.get('loops', HIGH)}"}
-    for arm, options in ARMS.items()
-}
+_ROWS = {arm: at(arm, options.get("loops", HIGH)) for arm, options in ARMS.items()}
 TABLES = {
     "hrm_small": [
-        ResultTable(
-            name="text",
-            title="held-out bits per byte",
-            rows={arm: where for arm, where in _ROWS.items() if arm != "hrm"},
-            columns={
-                source: {"stage": "text", "task": f"held_out/{source}"}
-                for source in ("code", "prose", "math")
-            },
-            everywhere={"metric": "bits_per_byte"},
-            factor=1.0,
-            digits=3,
+        bits_table(
+            "text",
+            "held-out bits per byte",
+            {arm: where for arm, where in _ROWS.items() if arm != "hrm"},
+            {source: {"stage": "text", **where} for source, where in by_source().items()},
         ),
         ResultTable(
             name="tasks",
@@ -170,17 +160,6 @@ def hrm_small() -> Recipe:
     return Recipe(name="hrm_small", stages=stages)
 
 
-def hrm_short() -> Recipe:
-    """HRM-Text on the generated tasks for a few steps: shows that they run."""
-    stages = [stage for stage in hrm_small().stages if stage.name in ("hrm_two_hop", "hrm_mano")]
-    for stage in stages:
-        config = stage.config
-        config.total_tokens = 12 * round(config.batch.global_batch_tokens(0))
-        config.checkpoint.interval, config.metrics.log_freq = 6, 4
-        config.suite.interval, config.suite.questions = 12, 16
-    return Recipe(name="hrm_short", stages=stages)
-
-
 def _growth(tokens: int) -> Schedule:
     """Return the reach of the backward pass, which grows over the first fifth of `tokens`."""
     reaches = range(LEAST_REACH, MOST_REACH + 1)
@@ -193,23 +172,24 @@ def _growth(tokens: int) -> Schedule:
 def _published(
     source: str, tokens: int, window: int, batch: int, *, epochs: int
 ) -> LoopTrainer.Config:
-    config = LoopTrainer.Config(
-        total_tokens=tokens,
-        model=HrmTextOptions(size="1b"),
-        dataloader=WindowLoader.Config(
+    config = run(
+        HrmTextOptions(size="1b"),
+        WindowLoader.Config(
             mixture=[f"{CORPUS}/{source}=1:packed:max_epochs={epochs}"], prefix=True
         ),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(HIGH)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch)),
+        tokens=tokens,
+        window=window,
+        windows=batch // window,
+        at_once=1,
+        rate=Schedule.constant(0.0),  # a stage sets its own
+        steps=HIGH,
         adamw=AdamWConfig(weight_decay=0.1, beta2=0.95, eps=1e-15),
         held_out=HeldOutConfig(depths=[1, HIGH]),
+        activation_checkpoint=SelectiveAC.Config(),
+        save_every=2_000,
     )
-    config.training.seq_len = window
-    config.training.local_batch_size = 1
     config.training.max_norm = 1.0
     config.parallelism.tensor_parallel_degree = 4
-    config.activation_checkpoint = SelectiveAC.Config()
-    config.checkpoint.interval = 2_000
     return config
 
 
@@ -226,17 +206,20 @@ def _small(
         model = OuroOptions(**SHAPE, hidden_dim=WIDER, recurrent_steps=loops, exit_gate=False)
         recurrence = RecurrenceConfig(steps=Schedule.constant(loops))
     steps = loops or HIGH
-    config = LoopTrainer.Config(
-        total_tokens=tokens,
-        total_flops=FLOPS[task] if same_flops else None,
-        model=model,
-        dataloader=replace(data, prefix=prefix_lm),
-        learning_rate=Schedule.warmup_cosine(
+    config = run(
+        model,
+        replace(data, prefix=prefix_lm),
+        tokens=tokens,
+        window=window,
+        windows=batch // window,
+        rate=Schedule.warmup_cosine(
             1e-2, warmup_tokens=tokens // 20, total_tokens=tokens, final=1e-3
         ),
-        recurrence=recurrence,
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch)),
+        steps=recurrence,
+        total_flops=FLOPS[task] if same_flops else None,
         held_out=HeldOutConfig(depths=[steps], windows=128),
+        save_every=10_000,
+        log_every=50,
     )
     if task != "text":
         assert isinstance(data, TaskLoader.Config)
@@ -245,9 +228,5 @@ def _small(
         )
         config.adamw.beta2 = 0.98
     config.optimizer.name = "muon"
-    config.training.seq_len = window
-    config.training.local_batch_size = batch // window
-    config.checkpoint.interval = 10_000
     config.checkpoint.keep_latest_k = 2
-    config.metrics.log_freq = 50
     return config

@@ -10,15 +10,15 @@ register(
         },
         analyses={
             "circuits": Verb(
-                f"{__name__}.analysis:circuits",
-                "find the heads that copy names and values, the form of sums, sources of errors",
+                f"{__name__}.circuits:circuits",
+                "find the heads that copy names and values, and the form of sums",
             ),
             "repair": Verb(
-                f"{__name__}.analysis:repair",
+                f"{__name__}.solved:repair",
                 "corrupt values of the previous step; count the graphs that one step repairs",
             ),
             "solved": Verb(
-                f"{__name__}.analysis:solved",
+                f"{__name__}.solved:solved",
                 "count graphs whose every factor at every position is right, as in the paper",
             ),
         },

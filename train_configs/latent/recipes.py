@@ -35,13 +35,13 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import ModelOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
+from ..runs import by_steps, run
 from .task import DagArithmetic, DagChainOfThought
 
 PAPER = DagArithmetic(most_depth=7, by_depth=True)  # theirs: 6, with leaves at 0
@@ -146,7 +146,7 @@ TABLES = {
             name="steps",
             title="% of graphs of 64 nodes fully solved",
             rows={name: {"stage": METHODS[name]} for name in [*METHODS][:3]},
-            columns={str(r): {"reading": f"static:{r}"} for r in (8, 12, 16, 24)},
+            columns=by_steps((8, 12, 16, 24), "{}"),
             everywhere={"task": SMALL.name, "stratum": "64_nodes", "metric": "acc,none"},
             columns_are="recurrent steps",
         ),
@@ -253,16 +253,20 @@ def _paper(
     window: int = PAPER_WINDOW,
     end_to_end: int | None = None,
 ) -> LoopTrainer.Config:
-    config = _run(model, task, window=window, end_to_end=end_to_end)
-    config.total_tokens = PAPER_STEPS * PAPER_WINDOWS * window
-    config.batch = BatchConfig(global_batch_tokens=Schedule.constant(PAPER_WINDOWS * window))
-    config.learning_rate = Schedule.constant(1e-3)
-    config.adamw = AdamWConfig(beta2=0.999, weight_decay=0.01)
+    config = _run(
+        model,
+        task,
+        tokens=PAPER_STEPS * PAPER_WINDOWS * window,
+        window=window,
+        windows=PAPER_WINDOWS,
+        rate=Schedule.constant(1e-3),
+        end_to_end=end_to_end,
+        adamw=AdamWConfig(beta2=0.999, weight_decay=0.01),
+        save_every=5000,
+    )
     config.training.max_norm = math.inf
-    config.training.local_batch_size = PAPER_WINDOWS
     if isinstance(config.loss, LatentSupervision.Config) and isinstance(model, LatentOptions):
         config.loss.mean_over_steps = model.state == "discrete"
-    config.checkpoint.interval = 5000
     return config
 
 
@@ -271,42 +275,38 @@ def _small(
 ) -> LoopTrainer.Config:
     is_first = task.most_depth == FIRST.most_depth
     window = task.longest_example if isinstance(task, DagChainOfThought) else SMALL_WINDOW
-    config = _run(model, task, window=window, end_to_end=end_to_end)
     windows, tokens = (FIRST_WINDOWS, FIRST_TOKENS) if is_first else (SMALL_WINDOWS, SMALL_TOKENS)
-    config.total_tokens = tokens * window // SMALL_WINDOW
-    config.batch = BatchConfig(global_batch_tokens=Schedule.constant(windows * window))
-    config.learning_rate = Schedule.warmup_cosine(
-        1e-2,
-        start=1e-3,
-        warmup_tokens=config.total_tokens // 50,
-        total_tokens=config.total_tokens,
-        final=1e-3,
-    )
-    config.optimizer.name = "muon"
-    config.adamw = AdamWConfig(beta2=0.98, weight_decay=0.01)
-    config.training.local_batch_size = windows
-    config.checkpoint.interval = 1000
-    config.metrics.log_freq = 100
-    config.suite = SuiteConfig(
+    tokens = tokens * window // SMALL_WINDOW
+    suite = SuiteConfig(
         interval=0 if is_first else 1000, tasks=[task.name], depths=[end_to_end or 8], questions=64
     )
+    config = _run(
+        model,
+        task,
+        tokens=tokens,
+        window=window,
+        windows=windows,
+        rate=Schedule.warmup_cosine(
+            1e-2, start=1e-3, warmup_tokens=tokens // 50, total_tokens=tokens, final=1e-3
+        ),
+        end_to_end=end_to_end,
+        adamw=AdamWConfig(beta2=0.98, weight_decay=0.01),
+        suite=suite,
+        save_every=1000,
+        log_every=100,
+    )
+    config.optimizer.name = "muon"
     return config
 
 
 def _run(
-    model: ModelOptions, task: DagArithmetic, *, window: int, end_to_end: int | None
+    model: ModelOptions, task: DagArithmetic, *, end_to_end: int | None, **settings: Any
 ) -> LoopTrainer.Config:
     """Return the settings that all runs share; `end_to_end` supervises only the last step."""
+    data = TaskLoader.Config(task=task, all_targets=end_to_end is None)
+    if end_to_end is not None:
+        loss = ExpectedExitLoss.Config()
+        return run(model, data, steps=end_to_end, loss=loss, **settings)
     deepest = task.most_steps
-    config = LoopTrainer.Config(
-        model=model,
-        dataloader=TaskLoader.Config(task=task, all_targets=end_to_end is None),
-        loss=LatentSupervision.Config() if end_to_end is None else ExpectedExitLoss.Config(),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(deepest), from_data=True)
-        if end_to_end is None
-        else RecurrenceConfig(steps=Schedule.constant(end_to_end)),
-    )
-    if end_to_end is None:
-        config.recurrence.max_steps = deepest
-    config.training.seq_len = window
-    return config
+    steps = RecurrenceConfig(steps=Schedule.constant(deepest), from_data=True, max_steps=deepest)
+    return run(model, data, steps=steps, loss=LatentSupervision.Config(), **settings)

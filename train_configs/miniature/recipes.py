@@ -24,6 +24,7 @@ from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 from ..depth_read.readable_steps import ReadableStepsLoss
+from ..runs import run
 
 BATCH_TOKENS = 1024
 WINDOW, ANNEALING_WINDOW, LONG_WINDOW = 256, 512, 1024
@@ -190,24 +191,23 @@ def _config(
 
     Every stage has its own seed; otherwise it would repeat its parent's windows in the same order.
     """
-    config = LoopTrainer.Config(
-        total_tokens=scale.tokens(tokens),
-        model=OuroOptions(size="quickstart", n_layers=LAYERS, rope_theta=rope_theta),
-        dataloader=WindowLoader.Config(mixture=scale.mixture(mixture), seed=seed, max_epochs=4),
-        learning_rate=learning_rate,
+    config = run(
+        OuroOptions(size="quickstart", n_layers=LAYERS, rope_theta=rope_theta),
+        WindowLoader.Config(mixture=scale.mixture(mixture), seed=seed, max_epochs=4),
+        tokens=scale.tokens(tokens),
+        window=window,
+        windows=BATCH_TOKENS // window,
+        rate=learning_rate,
+        steps=4,
         entropy_weight=Schedule.constant(0.05),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(4)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         held_out=HeldOutConfig(
             interval=LAST_STEP_ONLY,
             sources=[f"{scale.corpus}/{name}" for name in MID_TRAINING],
             depths=[1, 2, 3, 4],
             windows=max(1, round(scale.share * HELD_OUT_TOKENS / window)),
         ),
+        save_every=100,
+        log_every=5,
     )
-    config.training.seq_len = window
-    config.training.local_batch_size = BATCH_TOKENS // window
-    config.checkpoint.interval = 100
     config.checkpoint.keep_latest_k = 2
-    config.metrics.log_freq = 5
     return config

@@ -31,12 +31,12 @@ from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
 from titan_loop.models.llama import DenseOptions, LlamaOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 from ..quickstart.recipes import QUICK_TOKENS, quickstart
+from ..runs import SOURCES, at, bits_table, by_source, run
 
 DIM, EXPERT_WIDTH = 96, 128
 SHAPE: dict[str, Any] = {"size": "quickstart", "dim": DIM, "n_heads": 4, "n_kv_heads": 4}
@@ -112,16 +112,11 @@ SETTINGS: dict[str, tuple[LlamaOptions, int, float]] = {
 
 
 def _table(name: str, arms: Mapping[str, tuple[Any, ...]], less: str) -> ResultTable:
-    return ResultTable(
-        name=name,
-        title="held-out bits per byte at the trained R",
-        rows={arm: {"stage": arm, "reading": f"static:{own[1]}"} for arm, own in arms.items()},
-        columns={
-            source: {"task": f"held_out/{source}", "metric": "bits_per_byte"}
-            for source in ("code", "prose", "math", "all")
-        },
-        factor=1.0,
-        digits=3,
+    return bits_table(
+        name,
+        "held-out bits per byte at the trained R",
+        {arm: at(arm, own[1]) for arm, own in arms.items()},
+        by_source((*SOURCES, "all")),
         less=less,
         against_flops="all",
     )
@@ -136,8 +131,7 @@ TABLES = {
     ]
 }
 
-XLLM_TOKENS_PER_STEP = 512 * 8192
-XLLM_STEPS = 119_210
+XLLM_BATCH = 512 * 8192
 
 
 def looped_moe_small() -> Recipe:
@@ -168,10 +162,9 @@ def _arm(model: LlamaOptions, steps: int, rate: float) -> LoopTrainer.Config:
 
 def xllm_moe_ouro() -> Recipe:
     """The looped mixture of xLLM, 8B parameters of which 0.8B are active (arXiv 2610.06833)."""
-    total = XLLM_STEPS * XLLM_TOKENS_PER_STEP
-    config = LoopTrainer.Config(
-        total_tokens=total,
-        model=MoEOptions(
+    total = 119_210 * XLLM_BATCH
+    config = run(
+        MoEOptions(
             size="xllm",
             experts=25,
             top_k=2,
@@ -180,20 +173,18 @@ def xllm_moe_ouro() -> Recipe:
             rope_theta=1e6,
             norm_eps=1e-6,
         ),
-        loss=MoELoss.Config(balance_weight=1e-3),
-        dataloader=WindowLoader.Config(mixture=["fineweb-edu=1"]),
-        learning_rate=Schedule.warmup_cosine(
-            6e-4,
-            start=6e-8,
-            warmup_tokens=200 * XLLM_TOKENS_PER_STEP,
-            total_tokens=total,
-            final=6e-6,
+        WindowLoader.Config(mixture=["fineweb-edu=1"]),
+        tokens=total,
+        window=8192,
+        windows=512,
+        at_once=1,
+        rate=Schedule.warmup_cosine(
+            6e-4, start=6e-8, warmup_tokens=200 * XLLM_BATCH, total_tokens=total, final=6e-6
         ),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(4)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(XLLM_TOKENS_PER_STEP)),
+        steps=4,
+        loss=MoELoss.Config(balance_weight=1e-3),
+        activation_checkpoint=FullAC.Config(),
+        save_every=500,
     )
     config.adamw.beta2 = 0.98
-    config.training.seq_len = 8192
-    config.training.local_batch_size = 1
-    config.activation_checkpoint = FullAC.Config()
     return Recipe(name="xllm_moe_ouro", stages=[Stage(name="xllm_moe_ouro", config=config)])

@@ -5,9 +5,8 @@ items ─► prompt + choice ─► one pass to the deepest step ─► nats of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +22,10 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.text.tokenizer import encode_prompt
 
-ITEMS = "mmlu_dev"
-"""Default items of the analyses."""
+_BATCH_ROWS = 8
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One question.
 
     Attributes:
@@ -43,33 +40,24 @@ class Item:
 
 
 def read_items(name: str, limit: int | None = None) -> list[Item]:
-    """Return the items of an offline task, or of a JSONL file.
+    """Return the first items of an offline task, or of a JSONL file with text, choices, answer.
 
-    Args:
-        name: `mmlu_dev`, `multi_hop`, `mano`, or a file whose lines are objects with `text`,
-            `choices` (a list of strings) and, optionally, `answer` (an index).
-        limit: Number of items to use, from the first; None for all.
-
-    Raises:
-        UserError: There is no such task or file, it has no items, a line is not an item, or items
-            differ in their number of choices.
+    Raises `UserError` if there is no such task or file, it has no items, a line is not an item, or
+    items differ in their number of choices.
     """
-    path = Path(name)
+    require_at_least(1, limit=limit)
     if name in OFFLINE_TASKS:
-        items = [_item(record, name) for record in OFFLINE_TASKS[name]()]
-    elif path.is_file():
-        records = read_jsonl(path, {"text": str, "choices": list})
-        items = [_item(record, f"{path} line {n}") for n, record in enumerate(records, start=1)]
+        records = [dict(record) for record in OFFLINE_TASKS[name]()]
+    elif Path(name).is_file():
+        records = [*read_jsonl(Path(name), {"text": str, "choices": list})]
     else:
         raise UserError(
             f"items={name} is neither a file nor a task{nearest(name, OFFLINE_TASKS)}; give a "
             "JSONL file with text and choices"
         )
-    items = items[:limit]
-    if not items:
-        raise UserError(f"items={name} has no items")
-    if len({len(item.choices) for item in items}) > 1:
-        raise UserError(f"items={name} mixes numbers of choices; give all items the same number")
+    items = [_item(record, f"{name} line {n}") for n, record in enumerate(records[:limit], start=1)]
+    if len({len(item.choices) for item in items}) != 1:
+        raise UserError(f"items={name} needs items, all with the same number of choices")
     return items
 
 
@@ -82,13 +70,41 @@ def _item(record: dict[str, Any], where: str) -> Item:
     return Item(record["text"], choices, answer)
 
 
+class Asked(NamedTuple):
+    """A checkpoint, the tokenizer that it was trained with, and the items that it is asked."""
+
+    loaded: Loaded
+    tokenizer: Tokenizer
+    begin: int | None
+    items: list[Item]
+
+    @classmethod
+    def of(cls, run: Path, items: str, limit: int | None) -> "Asked":
+        """Return a run's checkpoint and the items to ask; raises `UserError` as `read_items`."""
+        chosen = read_items(items, limit)
+        loaded = load_checkpoint(run, use="analyse")
+        tokenizer = load_matching_tokenizer(loaded)
+        return cls(loaded, tokenizer, text_ends(loaded, tokenizer).begin_of_text, chosen)
+
+    def answers(self, depths: Sequence[int]) -> np.ndarray:
+        """Return the index of every item's likeliest choice after every depth, (items, depths)."""
+        found = nats_of_choices(
+            self.loaded.model, self.tokenizer, self.items, depths, begin=self.begin
+        )
+        return found.argmin(axis=-1)
+
+    def states(self, steps: int) -> np.ndarray:
+        """Return `last_token_states` of the items' prompts."""
+        prompts = [encode_prompt(self.tokenizer, item.text, self.begin) for item in self.items]
+        return last_token_states(self.loaded.model, prompts, steps)
+
+
 def nats_of_choices(
     model: LoopDecoder,
     tokenizer: Tokenizer,
     items: Sequence[Item],
     depths: Sequence[int],
     *,
-    batch_rows: int = 8,
     begin: int | None = None,
 ) -> np.ndarray:
     """Return the negative log likelihood of every choice after every depth.
@@ -108,70 +124,26 @@ def nats_of_choices(
             room = model.config.max_seq_len + 1 - len(continuation)
             context = encode_prompt(tokenizer, item.text, begin)[-room:]
             requests.append(TokenRequest(tuple(context), tuple(continuation)))
-    scorer = TokenScorer(model, depth_readings(depths), batch_rows=batch_rows)
+    scorer = TokenScorer(model, depth_readings(depths), batch_rows=_BATCH_ROWS)
     nats = np.array([score.nats for score in scorer.score(requests)])
     return nats.reshape(len(items), len(items[0].choices), len(depths)).transpose(0, 2, 1)
 
 
 @torch.no_grad()
 def last_token_states(
-    model: LoopDecoder, prompts: Sequence[Sequence[int]], steps: int, *, batch_rows: int = 8
+    model: LoopDecoder, prompts: Sequence[Sequence[int]], steps: int
 ) -> np.ndarray:
     """Return the last token's state after every looped layer of every step.
-
-    Args:
-        prompts: Token ids, at least one each.
-        steps: R.
 
     Returns:
         float32, shape (prompts, R, layers, D): every layer's output, before any norm between steps.
     """
     device = model.tok_embeddings.weight.device
-    room = model.config.max_seq_len
-    collected: list[np.ndarray] = []
-    for start in range(0, len(prompts), batch_rows):
-        batch = [list(prompt)[-room:] for prompt in prompts[start : start + batch_rows]]
-        longest = max(map(len, batch))
-        padded = [prompt + [0] * (longest - len(prompt)) for prompt in batch]
-        last = torch.tensor([len(prompt) - 1 for prompt in batch], device=device)
-        states = _states_at(model, torch.tensor(padded, device=device), last, steps)
-        shape = (len(batch), steps, len(model.looped_layers()), states.shape[-1])
-        collected.append(states.view(shape).cpu().numpy())
-    return np.concatenate(collected)
-
-
-def _states_at(
-    model: LoopDecoder, tokens: torch.Tensor, position: torch.Tensor, steps: int
-) -> torch.Tensor:
-    """Return one position's state at every visit, in the order of steps, then layers."""
-    rows = torch.arange(len(tokens), device=tokens.device)
-    visits: list[torch.Tensor] = []
-
-    def keep(step: int, layer: int, state: torch.Tensor) -> None:
-        visits.append(state[rows, position].float())
-
-    with at_layer_visits(model, keep):
-        model(tokens, recurrent_steps=steps, collect="last")
-    return torch.stack(visits, dim=1)
-
-
-def open_items(run: Path, items: str, limit: int | None) -> tuple[Loaded, list[Item]]:
-    """Return a run's checkpoint and the items to ask; raises `UserError` as `read_items`."""
-    require_at_least(1, limit=limit)
-    chosen = read_items(items, limit)
-    return load_checkpoint(run, use="analyse"), chosen
-
-
-def item_nats(loaded: Loaded, items: Sequence[Item], depths: Sequence[int]) -> np.ndarray:
-    """Return `nats_of_choices` with the tokenizer of the checkpoint."""
-    tokenizer = load_matching_tokenizer(loaded)
-    begin = text_ends(loaded, tokenizer).begin_of_text
-    return nats_of_choices(loaded.model, tokenizer, items, depths, begin=begin)
-
-
-def item_states(loaded: Loaded, items: Sequence[Item], steps: int) -> np.ndarray:
-    """Return `last_token_states` of the items' prompts."""
-    tokenizer = load_matching_tokenizer(loaded)
-    begin = text_ends(loaded, tokenizer).begin_of_text
-    prompts = [encode_prompt(tokenizer, item.text, begin) for item in items]
-    return last_token_states(loaded.model, prompts, steps)
+    collected: list[torch.Tensor] = []
+    for prompt in prompts:
+        tokens = torch.tensor([list(prompt)[-model.config.max_seq_len :]], device=device)
+        visits: list[torch.Tensor] = []
+        with at_layer_visits(model, lambda step, layer, x, to=visits: to.append(x[0, -1].float())):
+            model(tokens, recurrent_steps=steps, collect="last")
+        collected.append(torch.stack(visits).unflatten(0, (steps, -1)).cpu())
+    return torch.stack(collected).numpy()

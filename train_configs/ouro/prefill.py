@@ -1,4 +1,4 @@
-"""Prompts at fewer recurrent steps than their continuations: loss, and time to the first token.
+"""Prompts at fewer recurrent steps than their continuations: the loss of the continuations.
 
     window = prompt ─ P steps, deeper steps see the keys of step P ─► cache
              continuation, from the prompt's last token on ─ R steps ─► nats
@@ -6,16 +6,14 @@
 Every window is read as one text from position 0, as an engine reads a prompt.
 """
 
-import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from titan_loop.analysis.drawing import COLORS, draw_panels
+from titan_loop.analysis.drawing import COLORS, Axes, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import require_at_least
@@ -26,11 +24,7 @@ from titan_loop.inference.cache import LoopCache, cache_strategy
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.inference.stack import Stack
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _BATCH = 8
-_REPEATS = 3
 
 
 def analyse_prefill(
@@ -49,7 +43,7 @@ def analyse_prefill(
     loaded = load_checkpoint(run, use="generate")
     steps = chosen_steps(recurrent_steps, loaded)
     stack = Stack(loaded.model)
-    rows = [["source", "prefill steps", "bits per byte", "above all steps", "first token, ms"]]
+    rows = [["source", "prefill steps", "bits per byte", "above all steps"]]
     results: dict[str, float] = {}
     curves: dict[str, list[Interval]] = {}
     for source, found in open_run(loaded.run, count=windows).items():
@@ -62,12 +56,10 @@ def analyse_prefill(
         for prefill, nats_W in nats.items():
             bits = bits_per_byte(nats_W, n_bytes)
             more = paired_difference(nats_W, nats[steps], n_bytes)
-            seconds = seconds_to_first_token(stack, found.input[:1, :half], prefill, steps)
             curves.setdefault(source, []).append(more)
             spread = f"{more.value:+.4f} [{more.low:+.4f}, {more.high:+.4f}]"
-            rows.append([source, str(prefill), f"{bits:.4f}", spread, f"{1e3 * seconds:.2f}"])
+            rows.append([source, str(prefill), f"{bits:.4f}", spread])
             results[f"prefill/{source}/bits_per_byte/steps:{prefill}"] = bits
-            results[f"prefill/{source}/seconds_to_first_token/steps:{prefill}"] = seconds
     figure = Figure(
         "Prompts at fewer steps",
         "Increase in continuations' bits per byte over prompts at all steps, with 95 % intervals.",
@@ -112,20 +104,6 @@ def continuation_nats(
     return np.concatenate(nats)
 
 
-@torch.inference_mode()
-def seconds_to_first_token(stack: Stack, prompt_1L: Tensor, prefill: int, steps: int) -> float:
-    """Return the shortest of three times from a prompt to its first token, for a single row."""
-    prompt_1L = prompt_1L.to(stack.device)
-    length, times = prompt_1L.shape[1], []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        cache = _prefilled(stack, prompt_1L, length, prefill, steps)
-        logits = _read(stack, prompt_1L[:, -1:], length - 1, cache, steps)
-        logits.argmax(-1).tolist()  # waits for a device
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def _prefilled(
     stack: Stack, prompt_BL: Tensor, capacity: int, prefill: int, steps: int
 ) -> LoopCache:
@@ -154,7 +132,7 @@ def _read(stack: Stack, tokens_BL: Tensor, first: int, cache: LoopCache, steps: 
 
 
 def _draw(curves: dict[str, list[Interval]], path: Path) -> Path:
-    def draw(axes: "Axes", source: str) -> None:
+    def draw(axes: Axes, source: str) -> None:
         value, low, high = np.array(curves[source]).T
         steps = np.arange(1, len(value) + 1)
         axes.errorbar(steps, value, yerr=[value - low, high - value], fmt="o-", color=COLORS[0])

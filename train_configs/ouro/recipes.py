@@ -49,6 +49,8 @@ from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
+from ..runs import run
+
 CORPUS = "corpora/ouro"
 
 # The paper's "4M" and "8M" are taken as powers of two, so that every window length divides them.
@@ -263,29 +265,29 @@ def _config(
     Every stage has its own seed; otherwise it would repeat its parent's windows in the same order.
     With `epochs`, a source leaves the mixture after that many and the others continue.
     """
-    config = LoopTrainer.Config(
-        total_tokens=tokens,
-        model=OuroOptions(size=size, rope_theta=rope_theta),
-        dataloader=WindowLoader.Config(
+    config = run(
+        OuroOptions(size=size, rope_theta=rope_theta),
+        WindowLoader.Config(
             mixture=mixture,
             seed=seed,
             max_epochs=epochs,
             when_exhausted="stop" if epochs is None else "renormalise",
         ),
-        learning_rate=learning_rate,
+        tokens=tokens,
+        window=window,
+        windows=BATCH_8M // window,
+        at_once=1,
+        rate=learning_rate,
+        steps=4,
         entropy_weight=Schedule.constant(0.05),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(4)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_8M)),
         adamw=AdamWConfig(weight_decay=0.1, beta1=0.9, beta2=0.95),
         held_out=HeldOutConfig(interval=1000, depths=[1, 2, 4, 8], windows=64),
+        save_every=1000,
     )
-    config.training.seq_len = window
-    config.training.local_batch_size = 1
     config.training.max_norm = 1.0
     config.parallelism.context_parallel_degree = context_parallel
     if window > 4096:
         config.activation_checkpoint = FullAC.Config()
-    config.checkpoint.interval = 1000
     config.checkpoint.keep_latest_k = 3
     config.checkpoint.keep_every = 25_000
     config.checkpoint.async_mode = "async_with_pinned_mem"

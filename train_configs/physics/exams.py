@@ -33,6 +33,7 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
+from ..runs import at
 from .commuted_mano import CommutedMano
 from .layered_paths import LayeredPaths
 from .recipes import MANO_PAPER, grid_name
@@ -64,14 +65,8 @@ TABLES = {
             name="mano",
             title="% right of three operations (paper: 2⊗1, 2⊗6, 12⊗1, 10 operations)",
             rows={
-                **{
-                    grid_name(k, loops): {
-                        "stage": f"mano_{k}x{loops}",
-                        "reading": f"static:{loops}",
-                    }
-                    for k, loops in MANO_ROWS
-                },
-                TUNED["1x1_more"][0]: {"stage": "mano_1x1_more", "reading": "static:1"},
+                **{grid_name(k, loops): at(f"mano_{k}x{loops}", loops) for k, loops in MANO_ROWS},
+                TUNED["1x1_more"][0]: at("mano_1x1_more", 1),
             },
             columns={"mano": {"stratum": REPORTED}},
             everywhere={"task": MANO.name, "metric": "acc,none"},
@@ -84,10 +79,7 @@ TABLES = {
         ResultTable(
             name="rates",
             title="% right of the questions for tuning",
-            rows={
-                row: {"stage": f"mano_{arm}", "reading": f"static:{visits}"}
-                for arm, (row, visits) in TUNED.items()
-            },
+            rows={row: at(f"mano_{arm}", visits) for arm, (row, visits) in TUNED.items()},
             columns={
                 str(rate): {} if rate == RATE else {"stage": name} for name, rate in RATES.items()
             },
@@ -97,7 +89,7 @@ TABLES = {
         ResultTable(
             name="hops",
             title="% of the held-out questions right",
-            rows={f"2⊗{r}": {"stage": f"hops_r{r}", "reading": f"static:{r}"} for r in HOPS_LOOPS},
+            rows={f"2⊗{r}": at(f"hops_r{r}", r) for r in HOPS_LOOPS},
             columns={f"{share} %": {"stage": f"{share}"} for share in HOPS_SHARES},
             everywhere={
                 "task": LayeredPaths.name,

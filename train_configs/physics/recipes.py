@@ -26,13 +26,12 @@ from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.task import Task
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
+from ..runs import at, run
 from .capo import Capo
 from .commuted_mano import CommutedMano
 from .layered_qa import LayeredQA
@@ -73,10 +72,7 @@ TABLES = {
             name="bits",
             title="bits a parameter",
             rows={
-                f"{heads}-{layers}-l{loops}": {
-                    "stage": f"{heads}-{layers}-l{loops}",
-                    "reading": f"static:{loops}",
-                }
+                f"{heads}-{layers}-l{loops}": at(f"{heads}-{layers}-l{loops}", loops)
                 for heads, layers in CAPO_SHAPES
                 for loops in CAPO_LOOPS
             },
@@ -90,10 +86,7 @@ TABLES = {
         ResultTable(
             name="accuracy",
             title="% right at the largest length",
-            rows={
-                grid_name(k, loops): {"stage": f"{k}x{loops}", "reading": f"static:{loops}"}
-                for k, loops in MANO_GRID
-            },
+            rows={grid_name(k, loops): at(f"{k}x{loops}", loops) for k, loops in MANO_GRID},
             columns={
                 f"L = {length}": {"stage": f"l{length}", "stratum": f"{length}_operations"}
                 for length in MANO_STEPS
@@ -111,10 +104,7 @@ TABLES = {
         ResultTable(
             name="samples",
             title="% of the held-out questions right",
-            rows={
-                grid_name(k, loops): {"stage": f"{k}x{loops}", "reading": f"static:{loops}"}
-                for k, loops in HOPS_GRID
-            },
+            rows={grid_name(k, loops): at(f"{k}x{loops}", loops) for k, loops in HOPS_GRID},
             columns={f"{count}K": {"stage": f"{count}"} for count in HOPS_THOUSANDS},
             everywhere={"task": "layered_qa/held_out_3_hops", "metric": "acc,none"},
             columns_are="different questions trained on",
@@ -195,22 +185,22 @@ def _published(
     task: Task, model: OuroOptions, *, rate: float, batch: int, tokens: int, window: int = WINDOW
 ) -> LoopTrainer.Config:
     """Return a run of batches of `batch` windows: 1,000 steps of warm-up, cosine to a tenth."""
-    batch_tokens, loops = batch * window, model.recurrent_steps
+    loops = model.recurrent_steps
     assert loops is not None
-    config = LoopTrainer.Config(
-        total_tokens=tokens,
-        model=model,
-        dataloader=TaskLoader.Config(task=task),
-        learning_rate=Schedule.warmup_cosine(
-            rate, warmup_tokens=1_000 * batch_tokens, total_tokens=tokens, final=0.1 * rate
+    config = run(
+        model,
+        TaskLoader.Config(task=task),
+        tokens=tokens,
+        window=window,
+        windows=batch,
+        at_once=8,
+        rate=Schedule.warmup_cosine(
+            rate, warmup_tokens=1_000 * batch * window, total_tokens=tokens, final=0.1 * rate
         ),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(loops)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch_tokens)),
+        steps=loops,
         adamw=AdamWConfig(weight_decay=0.1, beta2=0.98, eps=1e-6),
         suite=SuiteConfig(interval=5_000, tasks=[task.name], depths=[loops], questions=3_000),
+        save_every=5_000,
     )
-    config.training.seq_len = window
-    config.training.local_batch_size = 8
     config.training.max_norm = 1.0
-    config.checkpoint.interval = 5_000
     return config

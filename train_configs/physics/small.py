@@ -1,7 +1,6 @@
 """The gain of loops in miniature: Ouro's section 6 and its two studies of text, for one core.
 
     physics_small    every stage at most half an hour on one core
-    physics_short    a minute of the generated tasks: shows that they run, not that they learn
 
 | stages | comparison |
 |---|---|
@@ -23,21 +22,18 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendices A, B and D,
 from typing import Any
 
 from titan_loop.analysis.results import ResultTable
-from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.task import Task
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..quickstart.recipes import CORPUS
+from ..runs import at, bits_table, by_source, run, text
 from .capo import Capo
 from .layered_qa import LayeredQA
 from .recipes import MANO_PAPER, grid_name
@@ -75,17 +71,12 @@ SCALING_DIMS, SCALING_STEPS = (48, 72, 96), (1, 2, 4)
 PRIORS = ("uniform", 0.1, 0.3, 0.5, 0.7)
 TEXT_TOKENS = 1_500_000
 
-BATCH_TOKENS = 1_024
-
 TABLES = {
     "physics_small": [
         ResultTable(
             name="mano",
             title="% right of three operations (paper: 2⊗1, 2⊗6, 12⊗1, 10 operations)",
-            rows={
-                grid_name(*row): {"stage": f"mano_{row[0]}x{row[1]}", "reading": f"static:{row[1]}"}
-                for row in MANO_ROWS
-            },
+            rows={grid_name(k, loops): at(f"mano_{k}x{loops}", loops) for k, loops in MANO_ROWS},
             columns={"mano": {"task": "mano", "metric": "acc,none"}},
             paper={
                 grid_name(*row): {"mano": MANO_PAPER[theirs][0]}
@@ -99,7 +90,7 @@ TABLES = {
         ResultTable(
             name="capo",
             title="bits of knowledge (paper: about 2 a parameter)",
-            rows={f"1⊗{r}": {"stage": f"capo_l{r}", "reading": f"static:{r}"} for r in CAPO_LOOPS},
+            rows={f"1⊗{r}": at(f"capo_l{r}", r) for r in CAPO_LOOPS},
             columns={
                 "a person": {"metric": "bits"},
                 "a parameter": {"metric": "bits_per_parameter"},
@@ -114,20 +105,17 @@ TABLES = {
         ResultTable(
             name="hops",
             title="% of the held-out questions right",
-            rows={f"2⊗{r}": {"stage": f"hops_r{r}", "reading": f"static:{r}"} for r in HOPS_LOOPS},
+            rows={f"2⊗{r}": at(f"hops_r{r}", r) for r in HOPS_LOOPS},
             columns={f"{share} %": {"stage": f"{share}"} for share in HOPS_SHARES},
             everywhere={"task": "layered_qa/held_out_3_hops", "metric": "acc,none"},
             columns_are="of the questions trained on",
             headline="50 %",
         ),
-        ResultTable(
-            name="priors",
-            title="held-out bits per byte at R = 4",
-            rows={f"{prior}": {"stage": f"prior_{prior}"} for prior in PRIORS},
-            columns={name: {"task": f"held_out/{name}"} for name in ("code", "prose", "math")},
-            everywhere={"metric": "bits_per_byte", "reading": "static:4"},
-            factor=1.0,
-            digits=3,
+        bits_table(
+            "priors",
+            "held-out bits per byte at R = 4",
+            {f"{prior}": at(f"prior_{prior}", 4) for prior in PRIORS},
+            by_source(),
         ),
     ]
 }
@@ -143,16 +131,6 @@ def physics_small() -> Recipe:
         *(_prior(prior) for prior in PRIORS),
     ]
     return Recipe(name="physics_small", stages=stages)
-
-
-def physics_short() -> Recipe:
-    """A looped stage of each generated task for a few steps: shows that they run."""
-    stages = [_mano(1, 4), _capo(4), _hops(2, 25)]
-    for stage in stages:
-        config = stage.config
-        config.total_tokens = 16 * BATCH_TOKENS
-        config.suite.interval, config.suite.questions = 16, 16
-    return Recipe(name="physics_short", stages=stages)
 
 
 def _mano(layers: int, loops: int) -> Stage:
@@ -194,32 +172,29 @@ def _generated(
     task: Task, layers: int, loops: int, *, rate: float, tokens: int, **model: Any
 ) -> LoopTrainer.Config:
     """Return a run at width 64 that minimises the loss of the last step."""
-    config = LoopTrainer.Config(
-        total_tokens=tokens,
-        model=OuroOptions(
+    return run(
+        OuroOptions(
             size="debugmodel", n_layers=layers, recurrent_steps=loops, exit_gate=False, **model
         ),
-        dataloader=TaskLoader.Config(task=task),
-        learning_rate=Schedule.warmup_cosine(
+        TaskLoader.Config(task=task),
+        tokens=tokens,
+        window=64,
+        windows=16,
+        rate=Schedule.warmup_cosine(
             rate, warmup_tokens=200_000, total_tokens=tokens, final=0.1 * rate
         ),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(loops)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
+        steps=loops,
         adamw=AdamWConfig(beta2=0.98, eps=1e-6),
         suite=SuiteConfig(interval=1_000, tasks=[task.name], depths=[loops], questions=1_000),
+        save_every=4_000,
+        log_every=100,
     )
-    config.training.seq_len = 64
-    config.training.local_batch_size = 16
-    config.checkpoint.interval = 4_000
-    config.metrics.log_freq = 100
-    return config
 
 
 def _text(dim: int, steps: int) -> LoopTrainer.Config:
     """Return a run of the quick start's layer, with an exit gate if it loops."""
-    config = LoopTrainer.Config(
-        total_tokens=TEXT_TOKENS,
-        model=OuroOptions(
+    return run(
+        OuroOptions(
             size="quickstart",
             n_layers=1,
             dim=dim,
@@ -227,19 +202,15 @@ def _text(dim: int, steps: int) -> LoopTrainer.Config:
             recurrent_steps=steps,
             exit_gate=steps > 1,
         ),
-        dataloader=WindowLoader.Config(
-            mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
-        ),
-        learning_rate=Schedule.warmup_cosine(
+        text(),
+        tokens=TEXT_TOKENS,
+        window=256,
+        windows=4,
+        rate=Schedule.warmup_cosine(
             1e-2, warmup_tokens=75_000, total_tokens=TEXT_TOKENS, final=1e-3
         ),
+        steps=steps,
         entropy_weight=Schedule.constant(0.1),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         held_out=HeldOutConfig(interval=10_000, depths=sorted({1, steps}), windows=64),
+        save_every=10_000,
     )
-    config.training.seq_len = 256
-    config.training.local_batch_size = 4
-    config.checkpoint.interval = 10_000
-    config.metrics.log_freq = 10
-    return config

@@ -16,20 +16,16 @@ import math
 from typing import Any
 
 from titan_loop.analysis.results import ResultTable
-from titan_loop.data.load.loader import WindowLoader
-from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.models.llama import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..quickstart.recipes import CORPUS
+from ..runs import at, bits_table, run, text
 
-TOKENS, WINDOW, BATCH = 500_000, 256, 1_024
+TOKENS = 500_000
 HEAD, BASE, STEPS = 32, 128, 2
 DEPTHS, WIDTHS = (1, 2, 4, 8), (64, 128, 256)
 SHAPES = {
@@ -50,23 +46,18 @@ def _table(rule: str, optimizer: str) -> ResultTable:
     rows = {f"R = {steps}, D = {width}": shape for shape, (steps, width) in SHAPES.items()}
     how = f"{optimizer}, {'with' if rule == 'ruled' else 'without'} the rules"
     ends = [row for row, shape in rows.items() if shape in ("r1", "r8")]
-    at = "; ".join(
+    ends_at = "; ".join(
         f"at {rate} " + ", ".join(f"{row}: {{{row}|{rate}}}" for row in ends)
         for rate in ("2.8e-3", "4.0e-3")
     )
-    return ResultTable(
-        name=rule,
-        title=f"bits per byte, {how}",
-        rows={
-            row: {"stage": f"{rule}_{shape}", "reading": f"static:{SHAPES[shape][0]}"}
-            for row, shape in rows.items()
-        },
-        columns={rate: {"stage": rate} for rate in RATES},
-        everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+    return bits_table(
+        rule,
+        f"bits per byte, {how}",
+        {row: at(f"{rule}_{shape}", SHAPES[shape][0]) for row, shape in rows.items()},
+        {rate: {"stage": rate} for rate in RATES},
+        source="all",
         columns_are="largest learning rate",
-        factor=1.0,
-        digits=3,
-        message=f"Held-out bits per byte, {how}: {at}",
+        message=f"Held-out bits per byte, {how}: {ends_at}",
     )
 
 
@@ -81,19 +72,13 @@ TABLES = {
     "rates": [_table(rule, "AdamW") for rule in RULES],
     "rates_muon": [_table(rule, "Muon") for rule in RULES],
     "boundary": [
-        ResultTable(
-            name="bits_per_byte",
-            title="held-out bits per byte at R = 4, by learning rate",
-            rows={name: {"stage": name} for name in BOUNDARIES},
-            columns={label: {"stage": label} for label in BOUNDARY_RATES},
-            everywhere={
-                "task": f"{HELD_OUT}/all",
-                "metric": "bits_per_byte",
-                "reading": f"static:{BOUNDARY_STEPS}",
-            },
+        bits_table(
+            "bits_per_byte",
+            "held-out bits per byte at R = 4, by learning rate",
+            {name: at(name, BOUNDARY_STEPS) for name in BOUNDARIES},
+            {label: {"stage": label} for label in BOUNDARY_RATES},
+            source="all",
             columns_are="largest learning rate",
-            factor=1.0,
-            digits=3,
             less="plain",
             message="Bits per byte of the boundary operator and of the plain loop: "
             + "; ".join(
@@ -152,9 +137,8 @@ def _arm(
     *,
     tokens: int = TOKENS,
 ) -> LoopTrainer.Config:
-    config = LoopTrainer.Config(
-        total_tokens=tokens,
-        model=DenseOptions(
+    return run(
+        DenseOptions(
             size="quickstart",
             dim=width,
             n_heads=width // HEAD,
@@ -165,19 +149,16 @@ def _arm(
             recurrent_steps=steps,
             **options,
         ),
-        dataloader=WindowLoader.Config(
-            mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
-        ),
-        learning_rate=Schedule.warmup_cosine(
+        text(),
+        tokens=tokens,
+        window=256,
+        windows=4,
+        rate=Schedule.warmup_cosine(
             rate, warmup_tokens=tokens // 10, total_tokens=tokens, final=rate / 10
         ),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
+        steps=steps,
         optimizer=LoopOptimizers.Config(name=optimizer),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH)),
         held_out=HeldOutConfig(interval=0, depths=[steps]),
+        save_every=1_000,
+        log_every=50,
     )
-    config.training.seq_len = WINDOW
-    config.training.local_batch_size = BATCH // WINDOW
-    config.checkpoint.interval = 1_000
-    config.metrics.log_freq = 50
-    return config

@@ -5,8 +5,6 @@ from titan_loop.plugins import Plugin, Verb, register
 register(
     Plugin(
         tasks={
-            "padded_hops": f"{__name__}.permutation_hops:PaddedHops",
-            "padded_two_hop": f"{__name__}.two_hop_systematic:PaddedTwoHop",
             "permutation_hops": f"{__name__}.permutation_hops:PermutationHops",
             "two_hop_systematic": f"{__name__}.two_hop_systematic:TwoHopSystematic",
         },
@@ -17,7 +15,7 @@ register(
             ),
             "steps": Verb(
                 f"{__name__}.step_exam:analyse_steps",
-                "ask the exam after every step: accuracy, margin, where exit policies halt",
+                "ask the exam after every step: accuracy, first right answers, halting",
             ),
         },
     )

@@ -189,34 +189,3 @@ class PermutationHops(Task):
         """Return the entity after every hop, at its relation; the last is the target."""
         *bridges, target = enumerate(self.reached(question), start=1)
         return {f"hop_{hop}": (hop, entity) for hop, entity in bridges} | {"target": target}
-
-
-@dataclass(frozen=True)
-class PaddedHops(PermutationHops):
-    """The task as the authors' code reads it: the answer follows a token of padding.
-
-    They pad questions to 50 tokens and read the answer at the last. Their padding tokens attend to
-    the question only, and there are no positions, so all of them have the same state: one is enough
-    here. Deviation: it also attends to itself.
-    """
-
-    name: ClassVar[str] = "padded_hops"
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; the last is padding."""
-        return super().vocab_size + 1
-
-    @property
-    def longest_example(self) -> int:
-        """Tokens of a question of `asked_hops` hops, padding and answer."""
-        return super().longest_example + 1
-
-    def encode(self, question: Path) -> Example:
-        """Return entity, relations and padding; the answer is the entity they lead to."""
-        *prompt, answer = super().encode(question).tokens.tolist()
-        return Example.of_sequence([*prompt, self.vocab_size - 1], [answer])
-
-    def waypoints(self, question: Path) -> Mapping[str, tuple[int, int]]:
-        """Return the entity after every hop, at its relation, and the target at the padding."""
-        return {**super().waypoints(question), **Task.waypoints(self, question)}

@@ -2,10 +2,8 @@
 
     recurrent_depth_systematic      two hops, R = 1, 2, 4 and 8, as published
     recurrent_depth_extrapolation   up to 40 hops by a curriculum, as published: R = 1 … 8, dynamic
-    …_systematic_code, …_extrapolation_code     as the authors' code where it contradicts the paper
     recurrent_depth_small           both in miniature, for one core and half an hour a stage
     recurrent_depth_ood             its two hops on a graph with 170 OOD questions instead of 39
-    recurrent_depth_short           a minute of it: shows that the stages run, not that they learn
     recurrent_depth_effect          a minute in which one layer learns to take two hops in two steps
 
 The small one's `systematic_…` answer 39 OOD questions of one graph, on
@@ -18,14 +16,10 @@ Source: recurrent-depth transformers, arXiv 2604.07822, §5.1, §6.1, Appendices
 no clipping, an exam of 750 questions after every epoch of a level, promotion above 95 %, halting in
 the exam of a dynamic R, a new optimiser and warm-up for each level.
 
-| the paper says | the code does | option |
-|---|---|---|
-| batch 512, decay 0.01 (systematic) | 128, 0.1 | `recurrent_depth_systematic_code` |
-| cross entropy (systematic) | labels smoothed by 0.1 | `SmoothedLoss`, as above |
-| output projections start at zero | N(0, 0.02) (systematic) | `model.initial_outputs`, as above |
-| the answer is read at the last relation | at padding behind it | tasks `Padded…`, both `…_code` |
-| next level when 95 % are reached | above 95 % | `dataloader.curriculum.strict` |
-| halting at KL < 0.01, H < 3 | KL < 0.5, H < 3.24 in exams | `dataloader.curriculum.exit` |
+Where the code contradicts the paper, the paper is followed: batches of 512 and a decay of 0.01 (the
+code: 128, 0.1), cross entropy without smoothing (0.1; `SmoothedLoss`), output projections that
+start at zero (N(0, 0.02); `model.initial_outputs`), answers read at the last relation (at padding
+behind it).
 
 Deviations: the rate stays constant after its warm-up (the code: falls linearly to 0 after 100,001
 or 150,001 epochs, more than any run has); decay is on matrices alone; normal draws are truncated at
@@ -41,18 +35,17 @@ from titan_loop.analysis.results import ResultTable, Where
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.task import Task
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
-from titan_loop.families.recurrent_depth.objective import SmoothedLoss
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
+from ..runs import at, by_steps, run
 from .curriculum import Curriculum, CurriculumLoader
-from .permutation_hops import PaddedHops, PermutationHops
-from .two_hop_systematic import PaddedTwoHop, TwoHopSystematic
+from .permutation_hops import PermutationHops
+from .two_hop_systematic import TwoHopSystematic
 
 DYNAMIC = RecurrenceConfig(steps=Schedule.constant(4), poisson=True, min_steps=2, max_steps=8)
 """R ~ clip(Poisson(4), 2, 8)."""
@@ -60,7 +53,6 @@ DYNAMIC = RecurrenceConfig(steps=Schedule.constant(4), poisson=True, min_steps=2
 CODE_HALTING = "kl:0.5,3.24"
 """Rule of the authors' code in the exams of a curriculum: H < 3 + 12/window, with windows of 50."""
 
-SYSTEMATIC_WINDOW = 3
 EPOCHS = {1: 7_000, 2: 7_000, 4: 2_000, 8: 2_000}
 
 SMALL_SYSTEMATIC = TwoHopSystematic(
@@ -93,35 +85,14 @@ def recurrent_depth_systematic() -> Recipe:
     )
 
 
-def recurrent_depth_systematic_code() -> Recipe:
-    """The same with the values of the authors' code where the paper has others."""
-    return Recipe(
-        name="recurrent_depth_systematic_code",
-        stages=[
-            Stage(name=f"r{steps}", config=_systematic_code(steps, epochs))
-            for steps, epochs in EPOCHS.items()
-        ],
-    )
-
-
 def recurrent_depth_extrapolation() -> Recipe:
     """More hops than were trained, as published: R from 1 to 8, and dynamic."""
-    return _each_recurrence("recurrent_depth_extrapolation", PermutationHops())
-
-
-def recurrent_depth_extrapolation_code() -> Recipe:
-    """The same with answers read at padding behind the question, as in the authors' code."""
-    return _each_recurrence("recurrent_depth_extrapolation_code", PaddedHops())
-
-
-def _each_recurrence(name: str, task: PermutationHops) -> Recipe:
     recurrence = {f"r{r}": RecurrenceConfig(steps=Schedule.constant(r)) for r in range(1, 9)}
     recurrence["dynamic"] = DYNAMIC
     return Recipe(
-        name=name,
+        name="recurrent_depth_extrapolation",
         stages=[
-            Stage(name=stage, config=_extrapolation(task, chosen))
-            for stage, chosen in recurrence.items()
+            Stage(name=stage, config=_extrapolation(chosen)) for stage, chosen in recurrence.items()
         ],
     )
 
@@ -158,23 +129,6 @@ def recurrent_depth_ood() -> Recipe:
     return Recipe(name="recurrent_depth_ood", stages=stages)
 
 
-def recurrent_depth_short() -> Recipe:
-    """A stage of each kind for a few steps: shows that they run, not that they learn."""
-    every_exam_passes = Curriculum(interval=8, accuracy=0.0, questions=16)
-    systematic, depth = _small_systematic(2), _small_depth(DYNAMIC, every_exam_passes)
-    for config in (systematic, depth):
-        config.total_tokens = 16 * SMALL_BATCH_TOKENS
-        config.checkpoint.interval = 8
-        config.suite.interval, config.suite.depths, config.suite.questions = 16, [2, 12], 8
-    return Recipe(
-        name="recurrent_depth_short",
-        stages=[
-            Stage(name="systematic", config=systematic),
-            Stage(name="depth", config=depth),
-        ],
-    )
-
-
 def recurrent_depth_effect() -> LoopTrainer.Config:
     """One layer that learns questions of two hops: it needs two recurrent steps for them."""
     config = _small(
@@ -191,49 +145,32 @@ def recurrent_depth_effect() -> LoopTrainer.Config:
     return config
 
 
-def _systematic(
-    steps: int, epochs: int, task: TwoHopSystematic | None = None, windows: int = 512
-) -> LoopTrainer.Config:
-    task = task or TwoHopSystematic()
-    batch = windows * SYSTEMATIC_WINDOW
-    config = LoopTrainer.Config(
-        total_tokens=epochs * task.level_examples(0) * SYSTEMATIC_WINDOW,
-        model=RecurrentDepthOptions(
-            size="published",
-            positions="learned",
-            learned_positions=SYSTEMATIC_WINDOW,
-            initial_tables="unit",
+def _systematic(steps: int, epochs: int) -> LoopTrainer.Config:
+    task, window, windows = TwoHopSystematic(), 3, 512
+    config = run(
+        RecurrentDepthOptions(
+            size="published", positions="learned", learned_positions=window, initial_tables="unit"
         ),
-        dataloader=TaskLoader.Config(task=task, window="example"),
-        learning_rate=Schedule.warmup_constant(1e-4, warmup_tokens=2_000 * batch),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch)),
+        TaskLoader.Config(task=task, window="example"),
+        tokens=epochs * task.level_examples(0) * window,
+        window=window,
+        windows=windows,
+        rate=Schedule.warmup_constant(1e-4, warmup_tokens=2_000 * windows * window),
+        steps=steps,
         adamw=AdamWConfig(beta2=0.999, weight_decay=0.01),
         suite=SuiteConfig(interval=10_000, tasks=[task.name], depths=[1, 2, 4, 8], questions=2_000),
+        save_every=50_000,
     )
-    config.training.seq_len = SYSTEMATIC_WINDOW
-    config.training.local_batch_size = windows
     config.training.max_norm = math.inf
-    config.checkpoint.interval = 50_000
     return config
 
 
-def _systematic_code(steps: int, epochs: int) -> LoopTrainer.Config:
-    config = _systematic(steps, epochs, PaddedTwoHop(), windows=128)
-    config.loss = SmoothedLoss.Config(label_smoothing=0.1)
-    config.adamw.weight_decay = 0.1
-    assert isinstance(config.model, RecurrentDepthOptions)
-    config.model.initial_outputs = "matrix"
-    return config
-
-
-def _extrapolation(task: PermutationHops, recurrence: RecurrenceConfig) -> LoopTrainer.Config:
-    window = task.longest_example - 1
-    batch = 128 * window
-    config = LoopTrainer.Config(
-        total_tokens=3_000_000 * batch,
-        model=RecurrentDepthOptions(size="published", initial_tables="unit"),
-        dataloader=CurriculumLoader.Config(
+def _extrapolation(recurrence: RecurrenceConfig) -> LoopTrainer.Config:
+    task, windows = PermutationHops(), 128
+    batch = windows * (window := task.longest_example - 1)
+    config = run(
+        RecurrentDepthOptions(size="published", initial_tables="unit"),
+        CurriculumLoader.Config(
             task=task,
             window="example",
             curriculum=Curriculum(
@@ -247,18 +184,18 @@ def _extrapolation(task: PermutationHops, recurrence: RecurrenceConfig) -> LoopT
                 restart_learning_rate=True,
             ),
         ),
-        learning_rate=Schedule.warmup_constant(1e-4, warmup_tokens=2_000 * batch),
-        recurrence=recurrence,
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch)),
+        tokens=3_000_000 * batch,
+        window=window,
+        windows=windows,
+        rate=Schedule.warmup_constant(1e-4, warmup_tokens=2_000 * batch),
+        steps=recurrence,
         adamw=AdamWConfig(beta2=0.999, weight_decay=0.01),
         suite=SuiteConfig(
             interval=100_000, tasks=[task.name], depths=[2, 4, 8, 12, 16, 24, 40], questions=750
         ),
+        save_every=50_000,
     )
-    config.training.seq_len = window
-    config.training.local_batch_size = 128
     config.training.max_norm = math.inf
-    config.checkpoint.interval = 50_000
     return config
 
 
@@ -292,9 +229,7 @@ def _small_systematic(
     return config
 
 
-def _small_depth(
-    recurrence: RecurrenceConfig, curriculum: Curriculum | None = None
-) -> LoopTrainer.Config:
+def _small_depth(recurrence: RecurrenceConfig) -> LoopTrainer.Config:
     steps = 6 if recurrence.poisson else round(recurrence.steps.largest)
     return _small(
         SMALL_DEPTH,
@@ -303,7 +238,7 @@ def _small_depth(
         rate=2e-3,
         weight_decay=0.3,
         suite=SuiteConfig(interval=2_000, depths=SMALL_DEPTHS, questions=128),
-        curriculum=curriculum or Curriculum(interval=100, questions=256, recurrent_steps=steps),
+        curriculum=Curriculum(interval=100, questions=256, recurrent_steps=steps),
     )
 
 
@@ -317,24 +252,23 @@ def _small(
     suite: SuiteConfig,
     curriculum: Curriculum | None = None,
 ) -> LoopTrainer.Config:
-    config = LoopTrainer.Config(
-        total_tokens=SMALL_TOKENS,
-        model=model,
-        dataloader=TaskLoader.Config(task=task)
+    suite.tasks = [task.name]
+    config = run(
+        model,
+        TaskLoader.Config(task=task)
         if curriculum is None
         else CurriculumLoader.Config(task=task, curriculum=curriculum),
-        learning_rate=Schedule.warmup_constant(rate, warmup_tokens=SMALL_WARMUP_TOKENS),
-        recurrence=recurrence,
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH_TOKENS)),
+        tokens=SMALL_TOKENS,
+        window=SMALL_WINDOW,
+        windows=SMALL_BATCH_TOKENS // SMALL_WINDOW,
+        rate=Schedule.warmup_constant(rate, warmup_tokens=SMALL_WARMUP_TOKENS),
+        steps=recurrence,
         adamw=AdamWConfig(beta2=0.98, weight_decay=weight_decay),
         suite=suite,
+        save_every=2_000,
+        log_every=100,
     )
-    suite.tasks = [task.name]
-    config.training.seq_len = SMALL_WINDOW
-    config.training.local_batch_size = SMALL_BATCH_TOKENS // SMALL_WINDOW
-    config.checkpoint.interval = 2_000
     config.checkpoint.keep_latest_k = 2
-    config.metrics.log_freq = 100
     return config
 
 
@@ -402,11 +336,8 @@ TABLES = {
     "recurrent_depth_ood": [
         _two_hops(
             {
-                **{
-                    f"R = {steps}": {"stage": f"r{steps}", "reading": f"static:{steps}"}
-                    for steps in (1, 2, 4)
-                },
-                "eight layers": {"stage": "layers8", "reading": "static:1"},
+                **{f"R = {steps}": at(f"r{steps}", steps) for steps in (1, 2, 4)},
+                "eight layers": at("layers8", 1),
             }
         ),
         *(
@@ -415,17 +346,12 @@ TABLES = {
         ),
     ],
     "recurrent_depth_small": [
-        _two_hops(
-            {
-                f"R = {steps}": {"stage": f"systematic_r{steps}", "reading": f"static:{steps}"}
-                for steps in (1, 2, 4)
-            }
-        ),
+        _two_hops({f"R = {steps}": at(f"systematic_r{steps}", steps) for steps in (1, 2, 4)}),
         *(
             ResultTable(
                 name=stage,
                 title=f"% right ({stage})",
-                rows={f"r = {steps}": {"reading": f"static:{steps}"} for steps in SMALL_DEPTHS},
+                rows=by_steps(SMALL_DEPTHS, "r = {}"),
                 columns={
                     str(hops): {"task": f"permutation_hops/{hops}_hops"}
                     for hops in range(1, SMALL_DEPTH.asked_hops + 1)

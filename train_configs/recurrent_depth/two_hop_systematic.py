@@ -191,25 +191,3 @@ class TwoHopSystematic(Task):
         if len(question) == 1:
             return target
         return {"bridge": (1, int(self.edges[1][question[0]])), **target}
-
-
-@dataclass(frozen=True)
-class PaddedTwoHop(TwoHopSystematic):
-    """The task as the authors' code reads it: a fact is padded to the length of a question.
-
-    The model thus predicts every answer at the third token. Deviation: padding also attends to
-    itself.
-    """
-
-    name: ClassVar[str] = "padded_two_hop"
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; the last is padding."""
-        return super().vocab_size + 1
-
-    def encode(self, question: Facts) -> Example:
-        """Return the example, in which a fact has as many tokens as a question of two hops."""
-        *prompt, answer = super().encode(question).tokens.tolist()
-        padding = [self.vocab_size - 1] * (3 - len(prompt))
-        return Example.of_sequence([*prompt, *padding], [answer])

@@ -7,7 +7,6 @@ trained on the same text, with which the others are compared. `identity` and `pl
 mean that grows from 1 to 2 over half of the tokens; `damped` runs its two half passes. The `tied`
 arms have half of the layers, each for two, and adapters of a rank.
 
-
 `retrofit_llama_1b` is McLeish et al. 2025, arXiv 2511.07384: TinyLlama-1.1B (22 layers) as 4/8/4, R
 drawn with a mean that grows over three quarters of 52B tokens, eight steps of the backward pass,
 Muon at 1e-3 and AdamW at 5e-5. Chosen here: the source fineweb-edu, window, batch, the shares of
@@ -24,24 +23,22 @@ from typing import Any
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.families.retrofit.distillation import DistillationLoss
 from titan_loop.families.retrofit.surgery import Surgery
 from titan_loop.models.llama import DenseOptions, LlamaOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
+
+from ..runs import bits_table, by_steps, run, text
 
 CORPUS = "corpora/smollm2"
 FOLDER = "runs/retrofit"
 """Folder of the dense run, `dense`, and of the arms' first checkpoints, `start/NAME`."""
 
 SMOLLM2_TOKENS, SMOLLM2_ROWS = 65_536, 49_152
-WINDOW_TOKENS = 256
-BATCH_TOKENS = 2 * WINDOW_TOKENS
 
 LLAMA_TOKENS = 52_000_000_000
 LLAMA_START = "runs/retrofit_llama_1b/start"
@@ -123,22 +120,23 @@ def _smollm2(
 ) -> LoopTrainer.Config:
     """Return an arm; R is `steps` without a `recurrence`."""
     model: LlamaOptions = DENSE if start is None else STARTS[start].options(DENSE)
-    config = LoopTrainer.Config(
-        total_tokens=SMOLLM2_TOKENS,
-        model=replace(model, recurrent_steps=steps, **options),
-        dataloader=WindowLoader.Config(
-            mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
-        ),
-        learning_rate=Schedule.warmup_cosine(
+    config = run(
+        replace(model, recurrent_steps=steps, **options),
+        text(CORPUS),
+        tokens=SMOLLM2_TOKENS,
+        window=256,
+        windows=2,
+        rate=Schedule.warmup_cosine(
             rate,
             start=rate / 10,
             warmup_tokens=SMOLLM2_TOKENS // 20,
             total_tokens=SMOLLM2_TOKENS,
             final=rate / 10,
         ),
-        recurrence=recurrence or RecurrenceConfig(steps=Schedule.constant(steps)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
+        steps=recurrence or steps,
         held_out=HeldOutConfig(interval=0),
+        save_every=64,
+        log_every=8,
     )
     if distilled:
         teacher = "" if taught_by_itself else f"{FOLDER}/dense"
@@ -146,11 +144,7 @@ def _smollm2(
     config.adamw.weight_decay = 0.0
     config.checkpoint.carry.parent = f"{FOLDER}/{'dense' if start is None else f'start/{start}'}"
     config.checkpoint.carry.optimizer = False
-    config.checkpoint.interval = 64
     config.checkpoint.keep_latest_k = 2
-    config.training.seq_len = WINDOW_TOKENS
-    config.training.local_batch_size = 2
-    config.metrics.log_freq = 8
     return config
 
 
@@ -166,42 +160,42 @@ def retrofit_llama_1b() -> Recipe:
     """TinyLlama with layers left out, looped 32 times, as published (arXiv 2511.07384)."""
     surgery = Surgery(mode="dropped", prelude=4, core=8, coda=4, recurrent_steps=32)
     dense = DenseOptions(size="tinyllama-1.1b", recurrent_steps=1)
-    config = LoopTrainer.Config(
-        total_tokens=LLAMA_TOKENS,
-        model=surgery.options(dense),
-        dataloader=WindowLoader.Config(mixture=["fineweb-edu=1"], max_epochs=1),
-        learning_rate=Schedule.parse(
+    config = run(
+        surgery.options(dense),
+        WindowLoader.Config(mixture=["fineweb-edu=1"], max_epochs=1),
+        tokens=LLAMA_TOKENS,
+        window=1024,
+        windows=1024,
+        at_once=8,
+        rate=Schedule.parse(
             f"0:0 linear {LLAMA_TOKENS // 100}:5e-5 constant {LLAMA_TOKENS * 9 // 10}:5e-5 "
             f"linear {LLAMA_TOKENS}:0"
         ),
-        recurrence=RecurrenceConfig(
+        steps=RecurrenceConfig(
             steps=Schedule.parse(f"0:1 linear {LLAMA_TOKENS * 3 // 4}:32"),
             poisson=True,
             lognormal_sigma=0.5,
             backward_steps=8,
             max_steps=128,
         ),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(1_048_576)),
+        save_every=500,
     )
     config.optimizer.name = "muon"
     config.muon.rate_factor = 20.0  # 1e-3 for matrices of the body, 5e-5 for the rest
     config.checkpoint.carry.parent = LLAMA_START
     config.checkpoint.carry.optimizer = False
-    config.training.seq_len = 1024
-    config.training.local_batch_size = 8
     return Recipe(name="retrofit_llama_1b", stages=[Stage(name="retrofit_llama_1b", config=config)])
 
 
 def _bits(name: str, title: str, arms: Iterable[str], message: str) -> ResultTable:
-    return ResultTable(
-        name=name,
-        title=title,
-        rows={arm: {"stage": arm} for arm in arms},
-        columns={f"R = {steps}": {"reading": f"static:{steps}"} for steps in (1, 2, 4)},
-        everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+    rows = {arm: {"stage": arm} for arm in arms}
+    return bits_table(
+        name,
+        title,
+        rows,
+        by_steps((1, 2, 4)),
+        source="all",
         columns_are="recurrent steps",
-        factor=1.0,
-        digits=3,
         message=message,
     )
 

@@ -20,6 +20,7 @@ from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
+from ..runs import at
 from .english_hops import EnglishHops, ToldHops
 from .recipes import FOLDER, SMOLLM2_ROWS, _smollm2
 
@@ -38,9 +39,9 @@ def _table(task: EnglishHops | ToldHops, taught: str) -> ResultTable:
         name="rules",
         title=f"% of questions right; {taught} hops were taught",
         rows={
-            "source": {"stage": "source", "reading": "static:1"},
+            "source": at("source", 1),
             **{
-                f"{arm}, R = {steps}": {"stage": arm, "reading": f"static:{steps}"}
+                f"{arm}, R = {steps}": at(arm, steps)
                 for arm in ("identity", "plain")
                 for steps in DEPTHS
             },

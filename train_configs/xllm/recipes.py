@@ -29,7 +29,6 @@ import numpy as np
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.prior import LearnedDepth, PriorSettings
@@ -37,7 +36,6 @@ from titan_loop.families.xllm.student_loss import StudentLoss, TeacherStart
 from titan_loop.models.family import ModelOptions
 from titan_loop.models.llama import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
@@ -46,7 +44,7 @@ from titan_loop.training.schedule import Knot, Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 from ..physics.small import physics_small
-from ..quickstart.recipes import CORPUS as TEXT
+from ..runs import at, bits_table, by_source, by_steps, run, text
 
 CORPUS = "corpora/xllm/text"
 WINDOW, BATCH = 8_192, 512 * 8_192
@@ -136,7 +134,7 @@ PART_TWO: dict[str, Row] = {
 }
 """Their names of the 0.30B models of Part II, on 5,120 updates each."""
 
-SMALL_TOKENS, SMALL_WINDOW, SMALL_BATCH = 1_500_000, 256, 1_024
+SMALL_TOKENS, SMALL_BATCH = 1_500_000, 1_024
 SMALL_RATE = 4e-3
 PRIOR_RATE = 3e-3
 """Rate of a learned distribution: it has 1,465 updates here, 5,120 in the paper, at 1e-3 there."""
@@ -218,29 +216,19 @@ TEACHER, STUDENT_TOKENS = "learned_entropy", 1_000_000
 
 TABLES = {
     "xllm_small": [
-        ResultTable(
-            name="bits_per_byte",
-            title="held-out bits per byte (R = 5; d4: 1)",
-            rows={
-                arm: {"stage": arm, "reading": f"static:{1 if arm == 'd4' else MEAN}"}
-                for arm in SMALL
-            },
-            columns={
-                source: {"task": f"{HELD_OUT}/{source}", "metric": "bits_per_byte"}
-                for source in ("code", "prose", "math")
-            },
-            factor=1.0,
-            digits=3,
+        bits_table(
+            "bits_per_byte",
+            "held-out bits per byte (R = 5; d4: 1)",
+            {arm: at(arm, 1 if arm == "d4" else MEAN) for arm in SMALL},
+            by_source(),
             less="fixed_r5",
         ),
-        ResultTable(
-            name="one_layer",
-            title="held-out bits per byte of prose, one layer",
-            rows={arm: {"stage": arm} for arm in THIN},
-            columns={str(r): {"reading": f"static:{r}"} for r in (1, 2, MEAN, 2 * MEAN)},
-            everywhere={"task": f"{HELD_OUT}/prose", "metric": "bits_per_byte"},
-            factor=1.0,
-            digits=3,
+        bits_table(
+            "one_layer",
+            "held-out bits per byte of prose, one layer",
+            {arm: {"stage": arm} for arm in THIN},
+            by_steps((1, 2, MEAN, 2 * MEAN), "{}"),
+            source="prose",
             less="thin_fixed_r5",
             headline=str(MEAN),
             columns_are="recurrent steps",
@@ -249,7 +237,7 @@ TABLES = {
             name="mano",
             title="arithmetic by one layer: % right, R =",
             rows={arm: {"stage": arm} for arm in MANO},
-            columns={str(r): {"reading": f"static:{r}"} for r in MANO_DEPTHS},
+            columns=by_steps(MANO_DEPTHS, "{}"),
             everywhere={"task": "mano", "metric": "acc,none"},
             headline=str(MEAN),
             less="mano_fixed_r5",
@@ -344,27 +332,25 @@ def xllm_small() -> Recipe:
 
 
 def _arm(row: Row, prior_rate: float) -> LoopTrainer.Config:
-    config = LoopTrainer.Config(
-        total_tokens=SMALL_TOKENS,
-        model=row.options,
-        dataloader=WindowLoader.Config(
-            mixture=[f"{TEXT}/code=0.4", f"{TEXT}/prose=0.4", f"{TEXT}/math=0.2"]
-        ),
-        learning_rate=Schedule.warmup_cosine(
+    config = run(
+        row.options,
+        text(),
+        tokens=SMALL_TOKENS,
+        window=256,
+        windows=SMALL_BATCH // 256,
+        rate=Schedule.warmup_cosine(
             row.rate,
             warmup_tokens=SMALL_TOKENS // 20,
             total_tokens=SMALL_TOKENS,
             final=row.rate / 10,
         ),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH)),
+        steps=MEAN,
         adamw=AdamWConfig(beta2=0.98),
         held_out=HeldOutConfig(depths=[1, 2, MEAN, 2 * MEAN], windows=128),
+        save_every=2_000,
+        log_every=50,
     )
     _set_depth(config, row, prior_rate=prior_rate)
-    config.training.seq_len = SMALL_WINDOW
-    config.training.local_batch_size = SMALL_BATCH // SMALL_WINDOW
-    config.checkpoint.interval = 2_000
-    config.metrics.log_freq = 50
     return config
 
 
@@ -418,15 +404,17 @@ def _set_depth(config: LoopTrainer.Config, row: Row, *, prior_rate: float = 1e-3
 
 
 def _published(options: ModelOptions, tokens: int) -> LoopTrainer.Config:
-    config = LoopTrainer.Config(
-        total_tokens=tokens,
-        model=options,
-        dataloader=WindowLoader.Config(mixture=[CORPUS]),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH)),
+    config = run(
+        options,
+        WindowLoader.Config(mixture=[CORPUS]),
+        tokens=tokens,
+        window=WINDOW,
+        windows=512,
+        at_once=1,
+        rate=Schedule.constant(0.0),  # a part sets its own
+        steps=MEAN,
         adamw=AdamWConfig(weight_decay=0.1, beta2=0.98, eps=1e-8),
+        save_every=1_000,
     )
-    config.training.seq_len = WINDOW
-    config.training.local_batch_size = 1
     config.training.max_norm = 1.0
-    config.checkpoint.interval = 1_000
     return config

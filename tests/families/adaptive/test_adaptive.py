@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.families.adaptive.exit_policy import Survival
 from titan_loop.families.adaptive.model import AdaptiveOptions
 from titan_loop.families.adaptive.objective import PonderCostLoss
@@ -18,7 +17,6 @@ from titan_loop.inference.exit_policy import ExitPolicy, StaticStep
 from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
-from train_configs.adaptive.survival import survival_errors
 
 EXACT = 1e-10  # both sides compute in float64
 SEQ_LEN, VOCABULARY = 16, 128
@@ -172,35 +170,3 @@ def test_generation_equals_the_full_forward(when: str, policy: ExitPolicy):
         assert {*torch.cat(seen).tolist()} == {1.0, 2.0, 3.0}
         Engine(model).complete(requests[:1])
     assert not isinstance(model.exit_policy, Survival)
-
-
-def windows(model: LoopDecoder, count: int = 20) -> HeldOutWindows:
-    tokens = torch.randint(VOCABULARY, (count, 10), generator=torch.Generator().manual_seed(3))
-    labels = tokens[:, 1:].clone()
-    labels[::2, :5] = IGNORE_INDEX
-    positions = torch.arange(9).expand(count, 9)
-    return HeldOutWindows(tokens[:, :-1], positions, labels, torch.zeros_like(labels))
-
-
-@torch.no_grad()
-def test_what_survival_costs_is_measured_against_the_mixture():
-    model = make()
-    asked = windows(model)
-    mixture, first, last = survival_errors(model, asked, [1.0, 1e-30])
-    assert first.iterations == [1.0, 1.0]
-    assert last.iterations == [3.0, 3.0]
-    assert all(1 < ran < 3 for ran in mixture.iterations)
-    assert (mixture.divergence_nats, mixture.same_token) == (0.0, 1.0)
-    assert min(first.divergence_nats, last.divergence_nats) > 1e-3
-    valid = asked.labels != IGNORE_INDEX
-    log_prob = []
-    for model.exit_policy in (None, Survival(1.0)):
-        state = model(asked.input, asked.positions).hidden_RBLD[0]
-        log_prob.append(model.readout(state)[valid].log_softmax(-1))
-    expected = F.kl_div(log_prob[1], log_prob[0], log_target=True, reduction="batchmean")
-    assert first.divergence_nats == pytest.approx(float(expected), abs=1e-9)
-    assert first.nats == pytest.approx(float(F.nll_loss(log_prob[1], asked.labels[valid])))
-    for layer in model.layers.values():
-        layer.control.bias.fill_(800.0)  # the mixture is the first iteration alone
-    _, certain = survival_errors(model, asked, [0.5])
-    assert certain.divergence_nats == pytest.approx(0.0, abs=1e-12)

@@ -16,12 +16,13 @@ from titan_loop.training.trainer import LoopTrainer
 
 def run(folder: Path, world: int) -> LoopTrainer.Config:
     """Return six steps of drawn R, promoted after the third."""
-    config = load_recipe("recurrent_depth_short").stage("depth").config
+    config = load_recipe("recurrent_depth_small").stage("depth_dynamic").config
     batch = int(config.batch.global_batch_tokens(0))
     config.dump_folder, config.total_tokens = str(folder), 6 * batch
     config.training.local_batch_size //= 2
     config.learning_rate = Schedule.constant(1e-3)
-    config.dataloader.curriculum.interval = 3  # type: ignore[attr-defined]
+    curriculum = config.dataloader.curriculum  # type: ignore[attr-defined]
+    curriculum.interval, curriculum.accuracy, curriculum.questions = 3, 0.0, 16
     config.suite.interval, config.metrics.log_freq = 0, 1
     config.checkpoint.interval = 2
     return config

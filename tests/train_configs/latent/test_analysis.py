@@ -9,8 +9,8 @@ from tests.families.latent.contract import run
 from tests.support.tiny import act_as_launched, train_run
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
-from train_configs.latent import analysis
-from train_configs.latent.analysis import repair, solved
+from train_configs.latent import solved as analysis
+from train_configs.latent.solved import repair, solved
 
 
 @pytest.mark.usefixtures("alone")

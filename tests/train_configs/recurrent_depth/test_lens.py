@@ -10,7 +10,6 @@ import torch
 from tests.evaluation.task_run import MODELS, TASK, random_model, walk, write_task_run
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
-from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.inference.measures import logit_margin
 from train_configs.recurrent_depth.lens import logit_lens
 
@@ -69,16 +68,6 @@ def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
     ):
         assert main([*words[:3], *wrong]) == EXIT_USER_ERROR
         assert message in capsys.readouterr().err
-
-
-def test_layers_of_a_model_without_loops_are_read_one_by_one(tmp_path: Path, capsys):
-    run = write_task_run(tmp_path / "run", OuroOptions(n_layers=8))
-    words = ["analyse", "lens", str(run), "--questions", "8", "--strata", "2_hops"]
-    assert main([*words, "--recurrent-steps", "1"]) == 0
-    head = capsys.readouterr().out.splitlines()[0]
-    assert head.split()[2:] == [f"1.{layer}" for layer in range(1, 9)]
-    record = json.loads((run / "evals" / "lens-step-3.json").read_text())
-    assert len([name for name in record["results"] if "lens_target" in name]) == 8
 
 
 def test_a_run_on_text_has_no_exam(own_run, capsys):

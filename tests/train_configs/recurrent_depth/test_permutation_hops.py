@@ -7,7 +7,7 @@ import pytest
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
-from train_configs.recurrent_depth.permutation_hops import PaddedHops, PermutationHops
+from train_configs.recurrent_depth.permutation_hops import PermutationHops
 
 SMALL = PermutationHops(entities=12, relations=6, hops=4, asked_hops=6, trained_questions=300)
 
@@ -77,24 +77,7 @@ def test_a_level_has_one_hop_more_and_all_before_as_often_as_there_are_questions
     assert hops.count(1) / 4000 == pytest.approx(360 / 660, abs=0.04)
     assert [SMALL.level_strata(level) for level in range(3)] == [["2_hops"], ["3_hops"], ["4_hops"]]
     assert list(SMALL.strata) == [f"{hops}_hops" for hops in range(1, 7)]
-
-
-def test_padding_stands_between_a_question_and_its_answer():
-    padded = PaddedHops(entities=12, relations=6, hops=4, asked_hops=6, trained_questions=300)
-    assert (padded.vocab_size, padded.longest_example) == (19, 9)
-    asked = [q for at in padded.strata.values() for q in padded.held_out_questions(20, at)]
-    for question in asked:
-        entity, (*relations, padding), answer = told(padded, question)
-        assert (entity, padding) == (question.entity, 18)
-        assert ([entity, *relations], answer) == told_in_one(SMALL, question)
-        assert padded.waypoints(question)["target"] == (len(relations) + 1, answer)
-    assert [padded.level_examples(level) for level in range(2)] == [372, 672]
-    assert replace(SMALL, fact_weight=5).level_examples(0) == 660
-
-
-def told_in_one(task: PermutationHops, question) -> tuple[list[int], int]:
-    entity, relations, answer = told(task, question)
-    return [entity, *relations], answer
+    assert often.level_examples(0) == 660
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
-from train_configs.recurrent_depth.two_hop_systematic import PaddedTwoHop, TwoHopSystematic
+from train_configs.recurrent_depth.two_hop_systematic import TwoHopSystematic
 
 SMALL = TwoHopSystematic(entities=30, relations=9, degree=5, ood_share=0.2, inferred_ratio=2.0)
 
@@ -87,14 +87,3 @@ def test_the_papers_sizes():
 def test_parameters_that_leave_no_task_are_refused(change: dict, message: str):
     with pytest.raises(UserError, match=message):
         TwoHopSystematic(**change)
-
-
-def test_padding_lets_every_answer_be_read_at_the_third_token():
-    padded = PaddedTwoHop(entities=30, relations=9, degree=5, ood_share=0.2, inferred_ratio=2.0)
-    assert padded.vocab_size == SMALL.vocab_size + 1 == 40
-    for stratum, split in padded.strata.items():
-        for question in padded.held_out_questions(20, split):
-            (prompt, answer), plain = told(padded, question), told(SMALL, question)
-            assert answer == plain[1]
-            assert prompt == (plain[0] if stratum != "atomic" else [*plain[0], 39])
-    assert padded.level_examples(0) == 150 + 2 * 120

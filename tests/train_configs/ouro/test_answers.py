@@ -1,7 +1,6 @@
 """How answers form over steps: the definitions, planted signals, and the verb on a run."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,30 +10,21 @@ import torch
 from tests.inference.conftest import byte_level_tokenizer
 from tests.inference.reference import make_model
 from titan_loop.cli.main import main
-from titan_loop.errors import EXIT_USER_ERROR, UserError
-from train_configs.ouro.agreement import agreement
-from train_configs.ouro.items import (
-    Item,
-    last_token_states,
-    nats_of_choices,
-    read_items,
-)
-from train_configs.ouro.probes import probe
+from titan_loop.errors import UserError
+from train_configs.ouro.answers import agreement, probe
+from train_configs.ouro.items import Item, last_token_states, nats_of_choices, read_items
 
 ITEMS = [Item(f"{a} and {b} make", ("one", "two", "six"), (a + b) % 3) for a in "12" for b in "34"
          for a, b in [(int(a), int(b))]]  # fmt: skip
 
 
 def test_agreement_counts_items_answered_alike():
-    nats = np.array([[[1, 2], [1, 2], [2, 1]], [[2, 1], [1, 2], [1, 2]]], dtype=float)
-    answers, matrix = agreement(nats)
-    assert answers.tolist() == [[0, 0, 1], [1, 0, 0]]
-    assert matrix.tolist() == [[2, 1, 0], [1, 2, 1], [0, 1, 2]]
+    assert agreement(np.array([[0, 0, 1], [1, 0, 0]])).tolist() == [[2, 1, 0], [1, 2, 1], [0, 1, 2]]
 
 
 def test_choices_are_scored_as_separate_passes_score_them():
     model, tokenizer = make_model(vocab_size=300).double(), byte_level_tokenizer()
-    nats = nats_of_choices(model, tokenizer, ITEMS, [1, 3], batch_rows=3)
+    nats = nats_of_choices(model, tokenizer, ITEMS, [1, 3])
     assert nats.shape == (len(ITEMS), 2, 3)
     for at, depth in enumerate((1, 3)):
         for index, item in enumerate(ITEMS):
@@ -47,9 +37,9 @@ def test_choices_are_scored_as_separate_passes_score_them():
                 assert nats[index, at, number] == pytest.approx(-picked.sum().item(), rel=1e-9)
 
 
-def test_states_are_those_of_a_pass_without_padding():
+def test_states_are_those_of_a_whole_pass():
     model, prompts = make_model(vocab_size=300), [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
-    states = last_token_states(model, prompts, 3, batch_rows=2)
+    states = last_token_states(model, prompts, 3)
     assert states.shape == (3, 3, len(model.layers), model.config.dim)
     for prompt, state in zip(prompts, states, strict=True):
         hidden = model.norm(torch.from_numpy(state[:, -1]))
@@ -63,14 +53,14 @@ def test_a_probe_finds_the_step_whose_states_hold_the_answer():
     answers = random.integers(3, size=(150, 2))
     states = random.normal(size=(150, 2, 1, 8)).astype(np.float32)
     states[np.arange(150), 1, 0, answers[:, 1]] += 4  # step 2 holds its own answer, step 1 nothing
-    scores = {(s.state_step, s.answer_step): s for s in probe(states, answers, [1, 2])}
+    scores = {(s.state_step, s.answer_step): s for s in probe(states, answers)}
     assert scores[2, 2].auc > 0.95
     assert scores[2, 2].low > 0.9
     for pair in ((1, 1), (1, 2), (2, 1)):  # chance: 0.5 with a standard error below 0.04
         assert abs(scores[pair].auc - 0.5) < 0.15
         assert scores[pair].low < 0.55
     with pytest.raises(UserError, match="nothing to predict"):
-        probe(states, np.zeros((150, 2), dtype=int), [1, 2])
+        probe(states, np.zeros((150, 2), dtype=int))
 
 
 def write_items(path: Path) -> Path:
@@ -79,37 +69,13 @@ def write_items(path: Path) -> Path:
     return path
 
 
-def test_the_verbs_leave_records_and_plots_that_the_report_shows(own_run, tmp_path: Path, capsys):
+def test_the_verb_leaves_a_record(own_run, tmp_path: Path, capsys):
     items = str(write_items(tmp_path / "items.jsonl"))
     assert main(["analyse", "agreement", str(own_run), "--items", items, "--depths", "1", "3"]) == 0
     assert "step 3" in capsys.readouterr().out
     record = json.loads((own_run / "evals" / "agreement-step-5.json").read_text())
     assert np.shape(record["answers"]) == (len(ITEMS), 2)
     assert np.diag(record["agreement"]).tolist() == [len(ITEMS)] * 2
-    assert main(["analyse", "pca", str(own_run), "--items", items]) == 0
-    assert {"agreement.png", "pca.png"} <= {p.name for p in (own_run / "plots").iterdir()}
-
-
-JUDGE = "import sys, json; [print(5 if 'a' in json.loads(l)['prompt'] else 2) for l in sys.stdin]"
-
-
-def test_a_judge_scores_the_completions_of_every_depth(own_run, tmp_path: Path, capsys):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"text": "say a"}\n{"text": "be"}\n{"text": "bo"}\n')
-    words = ["analyse", "safety", str(own_run), "--prompts", str(prompts), "--max-new-tokens", "3"]
-    judge = f'{sys.executable} -c "{JUDGE}"'
-    assert main([*words, "--judge", judge, "--depths", "1", "2"]) == 0
-    (record,) = (own_run / "evals").glob("safety-*.json")
-    depths = json.loads(record.read_text())["depths"]
-    assert [depth["scores"] for depth in depths] == [[5, 2, 2]] * 2
-    capsys.readouterr()
-    for judge, message in (
-        ("no-such-judge", "is not a command that can be found"),
-        (f'{sys.executable} -c "exit(3)"', "failed with code 3"),
-        (f'{sys.executable} -c "print(7)"', "must print a score from 1 to 5 for each"),
-    ):
-        assert main([*words, "--judge", judge, "--depths", "1"]) == EXIT_USER_ERROR
-        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -118,9 +84,9 @@ def test_a_judge_scores_the_completions_of_every_depth(own_run, tmp_path: Path, 
         ('{"text": "a", "choices": ["b", "c"], "answer": 2}\n', "answer=2 must be an index below"),
         (
             '{"text": "a", "choices": ["b", "c"]}\n{"text": "a", "choices": ["b", "c", "d"]}\n',
-            "mixes numbers of choices",
+            "all with the same number",
         ),
-        ("", "has no items"),
+        ("", "needs items"),
     ],
 )
 def test_items_that_cannot_be_asked_are_refused(tmp_path: Path, text: str, message: str):
