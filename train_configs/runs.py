@@ -1,6 +1,6 @@
 """Settings that the runs of several studies share, and the rows and columns of their tables."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from titan_loop.analysis.results import ResultTable, Where
@@ -84,8 +84,8 @@ def by_source(sources: Iterable[str] = SOURCES) -> dict[str, Where]:
 def bits_table(
     name: str,
     title: str,
-    rows: dict[str, Where],
-    columns: dict[str, Where],
+    rows: Mapping[str, Where],
+    columns: Mapping[str, Where],
     *,
     source: str = "",
     everywhere: Where | None = None,

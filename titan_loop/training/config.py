@@ -81,7 +81,10 @@ CHOSEN: Mapping[str, tuple[type[Configurable], str | None]] = {
 DERIVED = ("model_spec", "lr_scheduler", "optimizer.chosen", "optimizer.rest", "optimizer.ema")
 """Fields that `resolve` fills in from others."""
 
-RETIRED = (*("optimizer.adamw", "optimizer.muon", "dataloader.curriculum", "loss.state_distance"),)
+RETIRED = (
+    *("optimizer.adamw", "optimizer.muon"),
+    *("dataloader.curriculum", "loss.state_distance"),
+)
 """Fields of earlier versions, which their `config.json` still has; nothing is lost where they are
 derived or not enabled."""
 
