@@ -23,7 +23,7 @@ draw the weights and the order of the data. `same_text` reads the tokens of the 
 from collections.abc import Mapping
 from typing import Any
 
-from titan_loop.analysis.results import ResultTable
+from titan_loop.analysis.results import ResultTable, Where
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -114,7 +114,7 @@ MUON = {
 """Arm with Muon → its row."""
 
 
-def _rows(arms: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _rows(arms: Mapping[str, str]) -> dict[str, Where]:
     return {
         row: {
             "stage": name,
@@ -126,7 +126,7 @@ def _rows(arms: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def _bits(
-    name: str, title: str, *, rows: Mapping[str, dict[str, str]], less: str, message: str = ""
+    name: str, title: str, *, rows: Mapping[str, Where], less: str, message: str = ""
 ) -> ResultTable:
     columns = by_source((*SOURCES, "all"))
     return bits_table(name, title, rows, columns, less=less, against_flops="all", message=message)

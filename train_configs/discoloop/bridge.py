@@ -153,7 +153,8 @@ def _batches(
     at = torch.tensor(first, device=device.weight.device)
     for start in range(0, len(questions), _BATCH_ROWS):
         rows = range(start, min(start + _BATCH_ROWS, len(questions)))
-        yield windows.rows(rows, at.device), *at[start : rows.stop].unbind(-1)
+        position_B, token_B = at[start : rows.stop].unbind(-1)
+        yield windows.rows(rows, at.device), position_B, token_B
 
 
 def _open(run: Path, strata: tuple[str, ...], questions: int) -> tuple[Loaded, Task, list[str]]:
