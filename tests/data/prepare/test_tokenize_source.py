@@ -183,7 +183,7 @@ def test_mistakes(texts, small_tokenizer, tmp_path, monkeypatch, options, messag
 @pytest.mark.parametrize(
     ("fraction", "warned"),
     [
-        (1e-9, "holds out no document, so that no run can be scored on it"),
+        (1e-9, "holds out 0 tokens, which score only runs"),
         (0.1, "tokens, which score only runs with a smaller training.seq_len"),
     ],
 )

@@ -8,26 +8,17 @@ from titan_loop.errors import UserError
 from titan_loop.text.chat_encoding import ChatEncoder
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.chatml import CHAT_TEMPLATE, require_chatml
-from titan_loop.text.conversation import (
-    CONVERSATION_FIELDS,
-    Conversation,
-    parse_conversation,
-)
+from titan_loop.text.conversation import CONVERSATION_FIELDS, Conversation, parse_conversation
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-NO_CHATS: dict[str, Any] = {"chat": False, "chat_template": None, "messages_key": None}
 _CONVERSATION = "conversation"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRecords:
-    """The template of conversations, and where a record holds its messages.
-
-    Attributes:
-        messages_key: Field of the messages; None for the usual ones.
-    """
+    """The template of conversations, and the field of their messages; None for the usual ones."""
 
     template: ChatTemplate
     messages_key: str | None = None
@@ -47,31 +38,13 @@ class ChatRecords:
         text, _ = self.template.render(conversation)
         return text, {_CONVERSATION: conversation.as_json()}
 
-    @staticmethod
-    def conversation(metadata: Mapping[str, Any]) -> Conversation:
-        """Return the conversation that `read` put into a document's metadata."""
-        return Conversation.from_json(metadata[_CONVERSATION])
-
-    @staticmethod
-    def of_row(row: Any) -> Any:
-        """Return a table's row without nulls.
-
-        A column of objects has the fields of all of them: a null is the field of another's tool.
-        """
-        if isinstance(row, dict):
-            return {
-                name: ChatRecords.of_row(value) for name, value in row.items() if value is not None
-            }
-        return [ChatRecords.of_row(value) for value in row] if isinstance(row, list) else row
-
     def settings(self) -> dict[str, Any]:
         """Return what a restart must repeat."""
-        template = None if self._is_chatml else asdict(self.template)
-        return {"chat": True, "chat_template": template, "messages_key": self.messages_key}
+        return {"chat_template": asdict(self.template), "messages_key": self.messages_key}
 
     def on_card(self, tokenizer: "Tokenizer") -> dict[str, Any]:
         """Return the fields of a source's card; `UserError` for a tokenizer that does not fit."""
-        if self._is_chatml:
+        if self.template.text == CHAT_TEMPLATE:
             require_chatml(tokenizer)
             return {}
         self.template.check()
@@ -87,6 +60,17 @@ class ChatRecords:
             "turn_end": turn_end,
         }
 
-    @property
-    def _is_chatml(self) -> bool:
-        return self.template.text == CHAT_TEMPLATE
+
+def conversation_of(metadata: Mapping[str, Any]) -> Conversation:
+    """Return the conversation that `ChatRecords.read` put into a document's metadata."""
+    return Conversation.from_json(metadata[_CONVERSATION])
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a table's row without nulls.
+
+    A column of objects has the fields of all of them: a null is the field of another's tool.
+    """
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [*map(without_nulls, value)] if isinstance(value, list) else value

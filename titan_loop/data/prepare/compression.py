@@ -21,8 +21,6 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-_LONGEST_LINE = 1 << 28  # a sparse file would be one endless line
-
 BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError, zipfile.BadZipFile)
 """Exceptions of files that cannot be read to their end."""
 
@@ -60,12 +58,7 @@ def file_lines(path: str) -> Iterator[bytes]:
     """Yield the lines of a file; raise `UserError` for one that cannot be read to its end."""
     try:
         with open_file(path) as file:
-            while line := file.readline(_LONGEST_LINE + 1):
-                if len(line) > _LONGEST_LINE:
-                    raise UserError(
-                        f"input {path} has a line of more than {_LONGEST_LINE:,} bytes: split or "
-                        "remove it"
-                    )
+            while line := file.readline():
                 yield line
     except BROKEN as error:
         raise unreadable(path, error) from error

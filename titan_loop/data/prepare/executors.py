@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -29,7 +28,6 @@ from tqdm import tqdm
 import titan_loop.data.prepare.readers  # noqa: F401  (it switches off datatrove's log)
 from titan_loop.data.prepare.config import Executor
 from titan_loop.errors import UserError, require_known
-from titan_loop.storage.json_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -188,33 +186,18 @@ def refuse_submitted(logs: Path) -> None:
     jobs = logs / _JOBS_NAME
     if not jobs.exists():
         return
-    noted = dict.fromkeys(jobs.read_text(encoding="utf-8").split())
+    noted = {*jobs.read_text(encoding="utf-8").split()}
     try:
         # Not `--jobs`: it fails on the number of a job that SLURM has forgotten.
-        asked = subprocess.run(
-            ["squeue", "--noheader", "--format=%F"], capture_output=True, text=True, check=True
-        )
+        command = ["squeue", "--noheader", "--format=%F"]
+        asked = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = " ".join(str(getattr(error, "stderr", None) or error).split())
         raise UserError(
-            f"output {logs.parent} was submitted to SLURM as jobs {', '.join(noted)}, which may "
-            f"still run, and squeue failed ({reason}): try where it works, or delete {jobs} if "
-            "they are gone"
+            f"output {logs.parent} was submitted to SLURM, whose jobs may still run, and squeue "
+            f"failed ({reason}): try where it works, or delete {jobs} if they are gone"
         ) from error
-    if left := noted.keys() & {*asked.stdout.split()}:
-        names = " ".join(sorted(left))
-        fix = f"wait for them, or end them with scancel {names}"
-        raise UserError(f"output {logs.parent} is being prepared by SLURM jobs {names}: {fix}")
+    if left := " ".join(sorted(noted & {*asked.stdout.split()})):
+        fix = f"wait for them, or end them with scancel {left}"
+        raise UserError(f"output {logs.parent} is being prepared by SLURM jobs {left}: {fix}")
     jobs.unlink()
-
-
-def statistics(logs: Path, steps: Sequence[str]) -> dict[str, Counter[str]]:
-    """Return the counts of each step of a pipeline, summed over its finished tasks."""
-    totals: dict[str, Counter[str]] = {name: Counter() for name in steps}
-    for path in sorted((logs / "stats").glob("*.json")):
-        counted = read_json(path, fix="pass --overwrite to start over")
-        for name, step in zip(steps, counted, strict=True):
-            for statistic, value in step["stats"].items():
-                total = value["total"] if isinstance(value, dict) else value
-                totals[name][statistic] += int(total)
-    return totals

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_loop.data.prepare.executors import Pipeline, statistics
+from titan_loop.data.prepare.executors import Pipeline
 from titan_loop.data.prepare.pipelines import HASH_TEXTS, HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.prepare.readers import (
@@ -30,6 +30,7 @@ from titan_loop.data.source_card import (
     file_sha256,
 )
 from titan_loop.errors import UserError
+from titan_loop.storage.json_files import read_json
 from titan_loop.text.tokenizer import (
     TOKENIZER_NAME,
     TURN_START,
@@ -51,19 +52,21 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
     for pipeline in pipelines:
         pipeline.require_finished()
     output = preparation.output
-    names = SPLITS if preparation.holds_out else SPLITS[:1]
-    steps = {pipeline.name: [*pipeline.steps] for pipeline in pipelines}
-    counted = {name: statistics(preparation.logs(name), steps[name]) for name in names}
+    # MinHash's pipelines come first; the last ones write the splits.
+    counted = {each.name: _statistics(each) for each in pipelines if each.name in SPLITS}
     read = counted["train"][READ]
     dropped = _dropped(preparation, counted["train"])
+    repaired = {kind: read[kind] for kind in REPAIRED_BY_READERS if read[kind]}
+    if repaired:
+        logger.info("%s: repaired %s of %d records", output, repaired, read["records"])
     tokenizer = load_tokenizer(output / TOKENIZER_NAME)
     eos_id = tokenizer.token_to_id(preparation.eos_token)
     assert eos_id is not None
     bos = preparation.bos_token
     bos_id = None if bos is None else tokenizer.token_to_id(bos)
     splits: dict[str, SplitCard] = {}
-    for name in names:
-        split = _split_card(output / name, tokenizer, eos_id, counted[name][TOKENIZE])
+    for name, steps in counted.items():
+        split = splits[name] = _split_card(output / name, tokenizer, eos_id, steps[TOKENIZE])
         if not split.eos_only_at_ends and eos_id != bos_id:  # else one token is in both places
             logger.warning(
                 f"{output / name}: not every document ends in EOS id {eos_id} and has none before: "
@@ -73,7 +76,6 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
             f"{output}/{name}: {split.documents} documents, {split.tokens} tokens, "
             f"{split.text_bytes} bytes of text"
         )
-        splits[name] = split
     if spelt := read[SPELT_CHATML]:
         logger.warning(
             f"{output}: {spelt} documents spell {TURN_START}, which stays text, and all of their "
@@ -84,13 +86,11 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
             f"source {output}: no document is left to train on (records read: {read['records']}, "
             f"dropped: {dropped})"
         )
-    held_out = splits["held_out"].tokens if preparation.holds_out else _SHORT_WINDOW
-    if held_out < _SHORT_WINDOW:
-        effect = "no document, so that no run can be scored on it"
-        if held_out:
-            effect = f"{held_out} tokens, which score only runs with a smaller training.seq_len"
-        fix = "raise --held-out-fraction, or give --held-out-inputs"
-        logger.warning("%s holds out %s: %s", output, effect, fix)
+    if "held_out" in splits and (held_out := splits["held_out"].tokens) < _SHORT_WINDOW:
+        logger.warning(
+            f"{output} holds out {held_out} tokens, which score only runs with a smaller "
+            "training.seq_len: raise --held-out-fraction, or give --held-out-inputs"
+        )
     shared, texts = TextHashes.count_shared(preparation.work / HASH_TEXTS)
     if shared:
         logger.warning(
@@ -109,42 +109,43 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
         command=preparation.command,
         has_loss_mask=preparation.chat is not None,
         dropped=dropped,
-        repaired=_repaired(output, read),
+        repaired=repaired,
         cleaning=preparation.config.cleaning(),
         bos_id=bos_id,
-        round_trip=_round_trip(preparation, [counted[name][TOKENIZE] for name in names]),
+        round_trip=_round_trip(output, [steps[TOKENIZE] for steps in counted.values()]),
         **({} if preparation.chat is None else preparation.chat.on_card(tokenizer)),
     )
-    for name in names:
-        for note in (output / name).glob("*.ds.metadata"):
-            note.unlink()  # datatrove's, with a path of this machine; nothing reads it
+    for note in output.glob("*/*.ds.metadata"):
+        note.unlink()  # datatrove's, with a path of this machine; nothing reads it
     card.write(output)
     shutil.rmtree(preparation.work, ignore_errors=True)
     return card
 
 
-def _repaired(output: Path, counts: Counter[str]) -> dict[str, int]:
-    repaired = {kind: counts[kind] for kind in REPAIRED_BY_READERS if counts[kind]}
-    if repaired:
-        shown = ", ".join(f"{count} {kind}" for kind, count in repaired.items())
-        logger.info("%s: repaired %s of %d records", output, shown, counts["records"])
-    return repaired
+def _statistics(pipeline: Pipeline) -> dict[str, Counter[str]]:
+    """Return the counts of each step, summed over the tasks."""
+    totals: dict[str, Counter[str]] = {name: Counter() for name in pipeline.steps}
+    for path in sorted((pipeline.logs / "stats").glob("*.json")):
+        counted = read_json(path, fix="pass --overwrite to start over")
+        for name, step in zip(pipeline.steps, counted, strict=True):
+            for statistic, value in step["stats"].items():
+                total = value["total"] if isinstance(value, dict) else value
+                totals[name][statistic] += int(total)
+    return totals
 
 
-def _round_trip(preparation: Preparation, counts: Sequence[Counter[str]]) -> dict[str, Any]:
+def _round_trip(output: Path, counts: Sequence[Counter[str]]) -> dict[str, Any]:
     """Return the card's record of the documents that were decoded; warn about changed ones."""
     decoded, changed = (sum(count[key] for count in counts) for key in ("decoded", "changed"))
-    if not decoded:
-        return {}
     record: dict[str, Any] = {"decoded": decoded, "changed": changed}
     if changed:
-        examples = (name for count in counts for name in count if name.startswith(CHANGED))
-        record["first"] = next(examples, "").removeprefix(CHANGED)
+        examples = sorted(name for count in counts for name in count if name.startswith(CHANGED))
+        record["first"] = examples[0].removeprefix(CHANGED)
         logger.warning(
-            f"{preparation.output}: {changed} of {decoded} documents, a sample, do not come back "
-            f"from their tokens; first {record['first']}"
+            f"{output}: {changed} of {decoded} documents, a sample, do not come back from their "
+            f"tokens; first {record['first']}"
         )
-    return record
+    return record if decoded else {}
 
 
 def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> dict[str, int]:

@@ -1,14 +1,38 @@
-"""Make a `tokenizer.json`: train a byte-level BPE."""
+"""Make a `tokenizer.json`: train a byte-level BPE.
 
+Training takes time in proportion to the square of its longest word, which may be megabytes of
+letters without a space, such as a genome, or of Chinese without punctuation. Such words are cut.
+"""
+
+import logging
+import re
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from titan_loop.data.prepare.documents import Format, Inputs, find_documents
-from titan_loop.data.prepare.training_texts import training_texts
+from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
 from titan_loop.errors import UserError
 from titan_loop.storage.file_names import require_local
 from titan_loop.text.tokenizer import BYTE_VALUES, SPECIAL_TOKENS, TOKENIZER_NAME
+
+if TYPE_CHECKING:
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+logger = logging.getLogger(__name__)
+
+LONGEST_WORD = 4096
+"""Characters of the longest word that is learnt from whole."""
+LEARNT = 1 << 16
+"""Characters of a longer word that are learnt from, in pieces; even so they cost as much as ten
+times their number of ordinary text."""
+_CUT_LENGTH = 64  # longer than any useful token
+_RUNS = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
+_PROGRESS_SECONDS = 20.0
 
 
 def train_tokenizer(
@@ -66,8 +90,7 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = training_texts(documents, words, text_key=text_key, max_malformed=max_malformed)
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_texts(documents, words, text_key, max_malformed), trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise UserError(
             f"vocab_size {vocab_size} cannot be filled from this text, only "
@@ -84,3 +107,54 @@ def _writing(output: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"output {output} cannot be written ({error.strerror})") from error
+
+
+def _texts(
+    documents: Documents, words: "PreTokenizer", text_key: str, max_malformed: float
+) -> Iterator[str]:
+    """Yield the texts of documents without long words; count at the end what was dropped."""
+    from titan_loop.data.prepare.readers import (
+        DROPPED_BY_READERS,
+        document_reader,
+        report_dropped,
+    )
+
+    characters = left_out = 0
+    said = time.monotonic()
+    with TemporaryDirectory() as folder:
+        paths = Path(folder) / "inputs.txt"
+        reader = document_reader(documents.files, paths_file=paths, text_key=text_key, chat=None)
+        for number, document in enumerate(reader.run(), start=1):
+            parts = without_long_words(document.text, words)
+            yield from parts
+            characters += len(document.text)
+            left_out += len(document.text) - sum(map(len, parts))
+            if time.monotonic() - said >= _PROGRESS_SECONDS:
+                said = time.monotonic()
+                logger.info("%d documents, %.1f M characters read", number, characters / 1e6)
+    counts = Counter({name: int(value.total) for name, value in reader.stats.stats.items()})
+    reasons = {kind: counts[kind] for kind in DROPPED_BY_READERS if counts[kind]}
+    report_dropped("tokenizer inputs", counts, max_malformed, reasons)
+    if left_out:
+        logger.warning(
+            f"tokenizer inputs: {left_out} characters were left out, of words of more than {LEARNT}"
+        )
+    logger.info("%.1f M characters read; merging", characters / 1e6)
+
+
+def without_long_words(text: str, words: "PreTokenizer") -> list[str]:
+    """Cut a text inside its long words, as `words` splits it; `LEARNT` characters are kept."""
+    long_words = [
+        (run.start() + first, run.start() + last)
+        for run in _RUNS.finditer(text)
+        for _, (first, last) in words.pre_tokenize_str(run[0])
+        if last - first > LONGEST_WORD
+    ]
+    parts: list[str] = []
+    done = 0
+    for first, last in long_words:
+        kept = min(last, first + LEARNT)
+        places = [done, *range(first + _CUT_LENGTH, kept, _CUT_LENGTH), kept]
+        parts += [text[a:b] for a, b in pairwise(places)]
+        done = last
+    return [*parts, text[done:]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop import __version__
-from titan_loop.data.prepare.chat_records import NO_CHATS, ChatRecords
+from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.config import PrepareConfig
 from titan_loop.data.prepare.documents import Documents
 from titan_loop.data.source_card import CARD_NAME, LOCK_NAME, file_sha256
@@ -136,7 +136,7 @@ def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
         "tokenizer": file_sha256(tokenizer_path),
         "cleaning": preparation.config.cleaning(),
         **{name: getattr(preparation, name) for name in names},
-        **(NO_CHATS if preparation.chat is None else preparation.chat.settings()),
+        "chat": None if preparation.chat is None else preparation.chat.settings(),
         "versions": preparation.versions(),
     }
     return json.loads(json.dumps(settings))  # as the file gives them back: without tuples

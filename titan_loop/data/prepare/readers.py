@@ -7,7 +7,6 @@ invalid byte. Importing this module switches off datatrove's log, in processes o
 import codecs
 import csv
 import logging
-from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,7 @@ import loguru
 from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader
 
-from titan_loop.data.prepare.chat_records import ChatRecords
+from titan_loop.data.prepare.chat_records import ChatRecords, without_nulls
 from titan_loop.data.prepare.compression import BROKEN, file_lines, unreadable
 from titan_loop.data.prepare.file_kinds import InputFile
 from titan_loop.data.prepare.json_records import (
@@ -52,7 +51,7 @@ _PLACES = {"jsonl": "line", "json": "record", "text": "document"}
 
 
 class FileReader(BaseDiskReader):
-    """Reads files of one kind, and `others` of other kinds; a bad line costs that record only.
+    """Reads files, of which `kinds` gives the kinds; a bad line costs that record only.
 
     A record becomes a document or is counted as dropped. Its statistics are `records`, the reasons
     in `DROPPED_BY_READERS`, the repairs in `REPAIRED_BY_READERS`, and the first few dropped records
@@ -65,14 +64,12 @@ class FileReader(BaseDiskReader):
         self,
         *args: Any,
         chat: ChatRecords | None,
-        kind: str,
-        others: Mapping[str, str],
+        kinds: Mapping[str, str],
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.chat = chat
-        self.kind = kind
-        self.others = others
+        self.kinds = kinds
         self.shown = 0
 
     def get_document_from_dict(
@@ -103,12 +100,8 @@ class FileReader(BaseDiskReader):
         self.stat_update(kind)
         if self.shown < _SHOWN_EXAMPLES:
             self.shown += 1
-            place = _PLACES.get(self.kind_of(source_file.removeprefix("/")), "row")
+            place = _PLACES.get(self.kinds[source_file.removeprefix("/")], "row")
             self.stat_update(f"{_EXAMPLE}{source_file}, {place} {id_in_file}: {reason}")
-
-    def kind_of(self, path: str) -> str:
-        """Return the kind of a file."""
-        return self.others.get(path, self.kind)
 
     def read_file(self, filepath: str) -> Generator[Document, None, None]:
         """Yield the documents of one file."""
@@ -123,7 +116,7 @@ class FileReader(BaseDiskReader):
     def read_records(self, filepath: str) -> Records:
         """Return the records of one file; lines and rows are numbered from 1."""
         path = f"/{filepath}"
-        match self.kind_of(filepath):
+        match self.kinds[filepath]:
             case "jsonl":
                 return self._json_lines(path)
             case "json":
@@ -169,7 +162,7 @@ class FileReader(BaseDiskReader):
         try:
             rows = table_rows(path, kind, wanted)
             if self.chat is not None:
-                rows = map(self.chat.of_row, rows)
+                rows = map(without_nulls, rows)
             yield from enumerate(rows, start=1)
         except UserError:
             raise
@@ -229,11 +222,8 @@ def document_reader(
     kinds = {file.path.lstrip("/"): file.kind for file in files}
     paths_file.parent.mkdir(parents=True, exist_ok=True)
     paths_file.write_text("".join(f"{path}\n" for path in kinds))
-    # Every task gets a copy of the reader, and there may be a million files.
-    usual = Counter(kinds.values()).most_common(1)[0][0]
-    others = {path: kind for path, kind in kinds.items() if kind != usual}
-    options: dict[str, Any] = {"text_key": text_key, "chat": chat}
-    return FileReader("/", paths_file=str(paths_file), kind=usual, others=others, **options)
+    options: dict[str, Any] = {"text_key": text_key, "chat": chat, "kinds": kinds}
+    return FileReader("/", paths_file=str(paths_file), **options)
 
 
 def _object(record: Any) -> dict[str, Any] | str:

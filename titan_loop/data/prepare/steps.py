@@ -16,7 +16,7 @@ from datatrove.pipeline.writers.jsonl import JsonlWriter
 from tokenizers import Tokenizer
 
 from titan_loop.data.keyed import keyed_integer, keyed_uniform
-from titan_loop.data.prepare.chat_records import ChatRecords
+from titan_loop.data.prepare.chat_records import conversation_of
 from titan_loop.data.shards import file_chunks
 from titan_loop.data.source_card import BYTES_SUFFIX, TOKEN_BYTES
 from titan_loop.text.chat_encoding import ChatEncoder, Piece
@@ -191,7 +191,7 @@ class SourceTokenizer(DocumentTokenizer):
         if self.template is not None:
             encoder = ChatEncoder(self.tokenizer, self.template)
             for batch in _batches(documents):
-                chats = [ChatRecords.conversation(document.metadata) for document in batch]
+                chats = [conversation_of(document.metadata) for document in batch]
                 yield from zip(batch, encoder.pieces(chats, self.eos_token), strict=True)
             return
         begin = Piece("", [])
