@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,16 +35,9 @@ def split_card(
         ids = np.asarray([token for document in documents for token in document], dtype="<u2")
         ids.tofile(path)
         np.cumsum([len(document) for document in documents]).astype("<u8").tofile(index_path(path))
+        counts = {"documents": len(documents), "tokens": len(ids), "bytes": ids.nbytes}
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        cards.append(
-            ShardCard(
-                file=path.name,
-                documents=len(documents),
-                tokens=len(ids),
-                bytes=path.stat().st_size,
-                sha256=sha256,
-            )
-        )
+        cards.append(ShardCard(file=path.name, sha256=sha256, **counts))
     return SplitCard(
         documents=sum(card.documents for card in cards),
         tokens=sum(card.tokens for card in cards),
@@ -57,6 +51,13 @@ def split_card(
             for document in documents
         ),
     )
+
+
+def write_card(folder: Path, splits: dict[str, SplitCard], **changes: Any) -> None:
+    """Write the card of a source with these splits."""
+    fields = {"vocab_size": VOCAB_SIZE, "eos_id": EOS, "token_bytes": 2, "versions": {}}
+    fields |= {"name": folder.name, "tokenizer_sha256": "same", "splits": splits}
+    SourceCard(**fields | {"licence": "test", "command": "test"} | changes).write(folder)
 
 
 SourceWriter = Callable[..., Path]
@@ -81,17 +82,7 @@ def write_source(tmp_path, small_tokenizer) -> SourceWriter:
         if held_out is not None:
             splits["held_out"] = split_card(folder / "held_out", held_out, by_index)
         shutil.copyfile(small_tokenizer, folder / "tokenizer.json")
-        SourceCard(
-            name=name,
-            tokenizer_sha256=tokenizer_sha256,
-            vocab_size=VOCAB_SIZE,
-            eos_id=EOS,
-            token_bytes=2,
-            splits=splits,
-            licence="test",
-            versions={},
-            command="test",
-        ).write(folder)
+        write_card(folder, splits, tokenizer_sha256=tokenizer_sha256)
         return folder
 
     return write

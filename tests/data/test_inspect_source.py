@@ -81,17 +81,6 @@ def test_ids_document_ends_and_masks_are_looked_at(source):
     assert any("document ends do not ascend" in fault for fault in verify_source(source))
 
 
-def test_large_files_are_read_in_pieces(write_source, monkeypatch):
-    """Document ends on both sides of a chunk's border, and exactly on it."""
-    monkeypatch.setattr("titan_loop.data.shards._CHUNK_BYTES", 8)  # four tokens
-    source = write_source("s", [[[5, 6, 7, 0], [8, 0], [9, 0], [5, 0], [0]]])
-    assert [fault for fault in verify_source(source) if "SHA-256" not in fault] == []
-    np.asarray([5, 6, 7, 8, 8, 0, 9, 0, 5, 0, 0], "<u2").tofile(source / "train" / "00000.ds")
-    faults = [fault for fault in verify_source(source) if "SHA-256" not in fault]
-    assert len(faults) == 1
-    assert "1 places" in faults[0]
-
-
 def test_the_verbs(source, capsys):
     assert main(["data", "verify", str(source)]) == EXIT_OK
     assert capsys.readouterr().out == f"{source}: sound\n"

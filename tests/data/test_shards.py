@@ -1,4 +1,3 @@
-import errno
 import json
 import os
 from collections.abc import Callable
@@ -10,7 +9,6 @@ import pytest
 from titan_loop.data.shards import TokenShards, index_path
 from titan_loop.data.source_card import CARD_NAME
 from titan_loop.errors import UserError
-from titan_loop.storage import transient
 from titan_loop.storage.json_files import json_sha256
 
 SHARDS = [[[5, 6, 0], [7, 0]], [[8, 9, 10, 0]], [[11, 0], [0]]]
@@ -163,29 +161,3 @@ def test_a_damaged_index_never_gives_wrong_ends(write_source, damage, number):
             expected = ends[(ends > start) & (ends <= start + count)] - start
             assert found.tolist() == expected.tolist()
     assert refused
-
-
-def test_a_read_that_fails_or_falls_short_for_a_moment_is_repeated_with_a_reopened_file(
-    source, monkeypatch
-):
-    shards = TokenShards(source)
-    shards.read(0, 12)
-    pread, opened, before = os.pread, os.open, transient.retries()
-    faults = [errno.EIO, errno.ESTALE, None]
-    reopened: list[str] = []
-
-    def flaky(descriptor: int, size: int, offset: int) -> bytes:
-        if not faults:
-            return pread(descriptor, size, offset)
-        fault = faults.pop()
-        if fault is None:
-            return pread(descriptor, size - 1, offset)
-        raise OSError(fault, os.strerror(fault))
-
-    monkeypatch.setattr(os, "pread", flaky)
-    monkeypatch.setattr(
-        os, "open", lambda path, flags: reopened.append(path) or opened(path, flags)
-    )
-    assert shards.read(0, 12)[0].tolist() == STREAM
-    assert len(reopened) == 3
-    assert transient.retries() == before + 3

@@ -9,7 +9,6 @@ from tokenizers.models import WordLevel
 
 from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import (
-    load_tokenizer,
     same_ids,
     token_byte_lengths,
     token_bytes,
@@ -69,19 +68,3 @@ def test_what_decides_the_ids(tmp_path, changes, is_same):
     second.write_text(json.dumps(record | changes))
     assert same_ids(first, second) is is_same
     assert not same_ids(first, tmp_path / "none.json")
-
-
-class PanicException(BaseException):
-    """Named as the panics of the Rust library, which cannot be imported."""
-
-
-@pytest.mark.parametrize(
-    ("raised", "seen"), [(PanicException, UserError), (KeyboardInterrupt, KeyboardInterrupt)]
-)
-def test_a_panic_is_a_damaged_file_and_an_interrupt_is_not(raised, seen, tmp_path, monkeypatch):
-    def fail(tokenizer):
-        raise raised
-
-    monkeypatch.setattr("titan_loop.text.tokenizer.vocab_size", fail)
-    with pytest.raises(seen):
-        load_tokenizer(saved(of_ids(a=0), tmp_path))

@@ -11,7 +11,6 @@ import torch
 from tests.data.load.splits import load
 from tests.data.load.splits import read as read_window
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.data.load.windows import CutWindows, PackedWindows
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.shards import TokenShards
@@ -106,17 +105,3 @@ def test_a_mixture_says_which_source_is_read_packed(source, write_source, docume
         loader.load_state_dict(plain.state_dict())
     resumed.load_state_dict(loader.state_dict())
     assert torch.equal(resumed.read_step(8)[0][1], loader.read_step(8)[0][1])
-
-
-def test_held_out_windows_honour_masks(source):
-    before = held_out_windows(source, seq_len=L, count=6)
-    add_masks(source)
-    after = held_out_windows(source, seq_len=L, count=6)
-    assert torch.equal(before.input, after.input)
-    fewer = after.labels == IGNORED
-    assert fewer.sum() > (before.labels == IGNORED).sum()
-    assert not after.label_bytes[fewer].any()
-    for mask in (source / "held_out").glob(f"*{LOSS_SUFFIX}"):
-        mask.write_bytes(bytes(mask.stat().st_size))
-    with pytest.raises(UserError, match=r"/chat: none of its 6 held-out windows has a label"):
-        held_out_windows(source, seq_len=L, count=6)

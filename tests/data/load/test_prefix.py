@@ -10,11 +10,7 @@ import torch
 from tests.data.load.splits import load as load_mixture
 from tests.data.load.test_packed_windows import EOS, add_masks
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.held_out_windows import HeldOutWindows
-from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.prefix import prefix_of
 from titan_loop.data.prepare.packing import pack_source
-from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.models.context import PREFIX
 
@@ -59,21 +55,6 @@ def test_prefixes_end_before_the_first_label_of_each_document(source):
             ]
     assert max(lengths) > 3
     assert loader.data_hash != plain.data_hash
-
-
-def test_a_tasks_question_is_its_prefix():
-    task = Mano(5, 3)
-    loader = TaskLoader.Config(task=task, prefix=True).build(
-        dp_world_size=1, dp_rank=0, local_batch_size=4, seq_len=64
-    )
-    ((inputs, labels),) = loader.read_step(4)
-    evaluated = HeldOutWindows(inputs["input"], inputs["positions"], labels, labels)
-    assert evaluated.columns_for(()) is None
-    column = evaluated.columns_for((PREFIX,))
-    assert torch.equal(column[PREFIX], inputs[PREFIX])
-    last = inputs[PREFIX] & (labels != IGNORED)
-    assert last.sum() == (labels != IGNORED).sum()  # every label is that of a prefix's last token
-    assert torch.equal(column[PREFIX], prefix_of(inputs["positions"], labels))
 
 
 def test_windows_that_cut_prompts_are_refused(source, write_source, documents):

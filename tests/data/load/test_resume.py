@@ -104,12 +104,3 @@ def test_accepted_changes_are_logged_recorded_and_resumed(sources, state, caplog
     resumed.load_state_dict(middle)
     resumed.read_step(8)
     assert resumed.state_dict() == loader.state_dict()
-
-
-def test_a_damaged_state_is_refused(sources, state):
-    a, b, _ = sources
-    loader = load([f"{a}=0.75", f"{b}=0.25"])
-    loader.check_state({})
-    state["read"]["windows"] = [29, 11]
-    with pytest.raises(UserError, match=r"is damaged: 40 windows are \[30, 10\]"):
-        loader.load_state_dict(state)

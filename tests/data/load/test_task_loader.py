@@ -1,6 +1,5 @@
 import itertools
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,38 +63,6 @@ def test_a_window_of_one_example_is_padded_with_documents_of_their_own():
         assert not tokens[length:].any()
         assert not positions[length:].any()
         assert (labels[length:] == IGNORED).all()
-
-
-@dataclass(frozen=True)
-class Deep(Backwards):
-    """Says how long a word is, for every token, for the word and as its depth."""
-
-    knows_depth: ClassVar[bool] = True
-    columns: ClassVar[tuple[Column, ...]] = (
-        Column(name="length", reader="model"),
-        Column(name="word", reader="loss", per_token=False),
-    )
-
-    def depth(self, question: tuple[int, ...]) -> int:
-        return len(question)
-
-    def encode(self, question: tuple[int, ...]) -> Any:
-        example = super().encode(question)
-        length = np.asarray(len(question))
-        return replace(
-            example, columns={"length": length.repeat(len(example.tokens)), "word": length}
-        )
-
-
-def test_columns_and_depth_of_a_task_follow_its_examples():
-    loader = build(local_batch=8, window="example", task=Deep())
-    deepest = loader.deepest(8)
-    ((inputs, _),) = loader.read_step(8)
-    lengths = [tokens.index(END) for tokens in inputs["input"].tolist()]
-    assert inputs["word"].tolist() == lengths
-    for row, length in zip(inputs["length"].tolist(), lengths, strict=True):
-        assert row == [length] * (2 * length + 1) + [0] * (L - 2 * length - 1)
-    assert deepest == max(lengths) > min(lengths)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.data.prepare.executors import Pipeline, run_pipelines
+from titan_loop.data.prepare.pipelines import Pipeline, run_pipelines
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError

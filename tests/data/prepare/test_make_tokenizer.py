@@ -3,30 +3,10 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from titan_loop.data.prepare.make_tokenizer import LEARNT, train_tokenizer, without_long_words
 from titan_loop.errors import UserError
-from titan_loop.text.tokenizer import load_tokenizer, token_byte_lengths
-
-
-def test_byte_lengths_of_every_token_sum_to_the_text(small_tokenizer):
-    tokenizer = load_tokenizer(small_tokenizer)
-    lengths = token_byte_lengths(tokenizer)
-    assert len(lengths) == 300
-    assert lengths[:3].tolist() == [0, 0, 0]
-    assert (lengths[3:] >= 1).all()
-
-    @given(st.text())
-    def check(text: str) -> None:
-        tokenizer.encode_special_tokens = True
-        ids = tokenizer.encode(text).ids
-        assert lengths[ids].sum() == len(text.encode())
-        assert tokenizer.decode(ids) == text
-
-    check()
 
 
 def test_training_reads_every_format(jsonl, tmp_path):

@@ -15,10 +15,7 @@ from pathlib import Path
 import pytest
 
 from titan_loop.data.inspect_source import verify_source
-from titan_loop.data.prepare.executors import Pipeline
 from titan_loop.data.prepare.packing import pack_source
-from titan_loop.data.prepare.pipelines import build_pipelines
-from titan_loop.data.prepare.preparation import Preparation
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import CARD_NAME, LOCK_NAME
 from titan_loop.errors import EXIT_USER_ERROR, UserError
@@ -106,7 +103,7 @@ def test_a_killed_preparation_goes_on(files, small_tokenizer, tmp_path):
         os.killpg(process.pid, signal.SIGKILL)  # what the killed one left waiting
 
 
-def test_one_process_at_a_time_prepares_a_source(files, small_tokenizer, tmp_path, monkeypatch):
+def test_one_process_at_a_time_prepares_a_source(files, small_tokenizer, tmp_path):
     out = tmp_path / "out"
     holder = (
         "import sys; from pathlib import Path\n"
@@ -115,36 +112,24 @@ def test_one_process_at_a_time_prepares_a_source(files, small_tokenizer, tmp_pat
         "sys.stdin.read()"
     )
 
-    def hold() -> subprocess.Popen[str]:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen([sys.executable, "-c", holder, str(out)], text=True, **pipes)
-
-    with hold() as first:
-        assert first.stdout.readline() == "held\n"
-        held = rf"out is in use by another preparation \(process {first.pid} on .*; wait for it"
-        with pytest.raises(UserError, match=f"output .*{held}"):
-            tokenize_source(files, output=out, tokenizer=small_tokenizer)
-        assert [path.name for path in out.iterdir()] == [LOCK_NAME]
-        first.kill()
-    refused: list[str] = []
-
-    def build_pipelines_and_compete(preparation: Preparation) -> list[Pipeline]:
-        with hold() as second:
-            refused.append(second.communicate()[1])
-        return build_pipelines(preparation)
+    @contextmanager
+    def held() -> Iterator[int]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", holder, str(out)], **pipes) as process:
+            assert process.stdout.readline() == b"held\n"
+            yield process.pid
+            process.kill()
 
     # What the killed process left means nothing, nor is it read where outputs lie among inputs.
-    monkeypatch.setattr(
-        "titan_loop.data.prepare.pipelines.build_pipelines", build_pipelines_and_compete
-    )
     options = {"tokenizer": small_tokenizer, "pattern": ["*"], "format": "jsonl"}
+    with held() as holder_pid:
+        said = rf"out is in use by another preparation \(process {holder_pid} on .*; wait for it"
+        with pytest.raises(UserError, match=f"output .*{said}"):
+            tokenize_source(tmp_path, output=out, **options)
+        assert [path.name for path in out.iterdir()] == [LOCK_NAME]
     card = tokenize_source(tmp_path, output=out, **options)
     assert sum(split.documents for split in card.splits.values()) == 805
-    assert f"in use by another preparation (process {os.getpid()} on" in refused[0]
-    with hold() as third:
-        assert third.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=r"source .*out is in use by another preparation"):
-            pack_source(out, seq_len=256)
-        third.kill()
+    with held(), pytest.raises(UserError, match=r"source .*out is in use by another prepara"):
+        pack_source(out, seq_len=256)
     assert pack_source(out, seq_len=256)
     assert list(verify_source(out)) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.data.shapes.shape import TEXTS, Rows, Shape, jsonl, parquet
-from titan_loop.data.prepare.compression import zstd
+from titan_loop.data.prepare.file_kinds import zstd
 
 A, B, C = TEXTS
 _LINES = jsonl(TEXTS)

@@ -17,7 +17,8 @@ import logging
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,15 +54,15 @@ class TextFile(NamedTuple):
     path: Path
 
 
+@dataclass
 class _Domain:
     """The lines of a domain's two files."""
 
-    def __init__(self, megabytes: float, held_out_fraction: float) -> None:
-        self.lines: dict[str, list[bytes]] = {"train": [], "held_out": []}
-        self.limit_bytes = int(megabytes * _MEGABYTE)
-        self.text_bytes = 0
-        self.dropped: Counter[str] = Counter()
-        self._held_out_fraction = held_out_fraction
+    limit_bytes: int
+    held_out_fraction: float
+    lines: dict[str, list[bytes]] = field(default_factory=lambda: {"train": [], "held_out": []})
+    text_bytes: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_full(self) -> bool:
@@ -71,17 +72,15 @@ class _Domain:
         """Add a document to the split its identity hashes to, or count why not."""
         encoded = text.encode(errors="ignore")
         digest = hashlib.sha256(encoded).digest()
-        if len(encoded) < _SMALLEST_DOCUMENT_BYTES:
-            self.dropped["too short"] += 1
-        elif len(encoded) > _LARGEST_DOCUMENT_BYTES:
-            self.dropped["too long"] += 1
+        if not _SMALLEST_DOCUMENT_BYTES <= len(encoded) <= _LARGEST_DOCUMENT_BYTES:
+            self.dropped["too short or too long"] += 1
         elif digest in seen:
             self.dropped["duplicate"] += 1
         else:
             seen.add(digest)
             record = {"text": encoded.decode(), "id": identity, "source": package}
             line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-            self.lines[split_of(identity, self._held_out_fraction)].append(line)
+            self.lines[split_of(identity, self.held_out_fraction)].append(line)
             self.text_bytes += len(encoded)
 
 
@@ -103,23 +102,21 @@ def build_local_python_corpus(
         held_out_fraction: Share of documents in `held_out.jsonl`, in [0, 1).
     """
     require_local(output, "output")
-    sizes = dict(zip(DOMAINS, (code_megabytes, prose_megabytes, math_megabytes), strict=True))
-    for name, size in sizes.items():
-        if not size > 0:
-            raise UserError(f"{name}_megabytes {size} must be positive")
     if not 0 <= held_out_fraction < 1:
         raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")
-    domains = {name: _Domain(size, held_out_fraction) for name, size in sizes.items()}
+    domains: dict[str, _Domain] = {}
+    sizes = (code_megabytes, prose_megabytes, math_megabytes)
+    for name, size in zip(DOMAINS, sizes, strict=True):
+        if not size > 0:
+            raise UserError(f"{name}_megabytes {size} must be positive")
+        domains[name] = _Domain(int(size * _MEGABYTE), held_out_fraction)
     _fill(domains)
-    counts = {
-        name: {split: len(lines) for split, lines in domain.lines.items()}
-        for name, domain in domains.items()
-    }
+    counts: dict[str, dict[str, int]] = {}
     for name, domain in domains.items():
+        counts[name] = {split: len(lines) for split, lines in domain.lines.items()}
         write_splits(Path(output, name), domain.lines)
-        level = logging.INFO if domain.is_full else logging.WARNING
         logger.log(
-            level,
+            logging.INFO if domain.is_full else logging.WARNING,
             f"{name}: {counts[name]} documents, {domain.text_bytes} of the {domain.limit_bytes} "
             f"bytes asked for; dropped {dict(domain.dropped)}",
         )
@@ -138,7 +135,11 @@ def write_splits(folder: Path, lines: Mapping[str, Sequence[bytes]]) -> None:
 
 def _fill(domains: Mapping[str, _Domain]) -> None:
     seen: set[bytes] = set()
-    _add_mano(domains["math"], seen)
+    math, number = domains["math"], 0
+    while math.text_bytes < _MANO_SHARE * math.limit_bytes:
+        text = mano_text(keyed_integer("mano document", number), _QUESTIONS_PER_DOCUMENT)
+        math.add(seen, "mano", f"mano/{number:06d}", text)
+        number += 1
     distributions = installed_distributions()
     for package, distribution in distributions.items():
         text = distribution.metadata.json.get("description")
@@ -158,14 +159,6 @@ def _fill(domains: Mapping[str, _Domain]) -> None:
         domain.add(seen, file.package, document_identity(file), text)
 
 
-def _add_mano(domain: _Domain, seen: set[bytes]) -> None:
-    number = 0
-    while domain.text_bytes < _MANO_SHARE * domain.limit_bytes:
-        text = mano_text(keyed_integer("mano document", number), _QUESTIONS_PER_DOCUMENT)
-        domain.add(seen, "mano", f"mano/{number:06d}", text)
-        number += 1
-
-
 def mano_text(key: int, questions: int, *, max_operations: int = 10, modulus: int = 23) -> str:
     """Return a document of solved questions, one a line, with "=" in place of `<ans>`."""
     drawn = Mano(modulus, max_operations).questions(key)
@@ -178,7 +171,19 @@ def mano_text(key: int, questions: int, *, max_operations: int = 10, modulus: in
 
 def python_files(distributions: Distributions) -> list[TextFile]:
     """Return the candidates of the standard library and the packages, in the corpus' order."""
-    files = [*_standard_library(), *_package_files(distributions)]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = [path.relative_to(root) for path in root.rglob("*.py")]
+    files = [
+        TextFile("python", name.as_posix(), root / name)
+        for name in names
+        if _SKIPPED_FOLDERS.isdisjoint(name.parts)
+    ]
+    for package, distribution in distributions.items():
+        for name in distribution.files or ():
+            is_text = name.suffix == ".py" or name.name.lower() in ("readme.md", "readme.rst")
+            if is_text and ".." not in name.parts:
+                path = Path(str(distribution.locate_file(name)))
+                files.append(TextFile(package, name.as_posix(), path))
     return sorted(files, key=lambda file: keyed_integer("order", file.package, file.name))
 
 
@@ -220,22 +225,6 @@ def docstrings(source: str) -> str:
 
     visit(tree, "")
     return "\n\n\n".join(parts)
-
-
-def _standard_library() -> Iterator[TextFile]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in root.rglob("*.py"):
-        name = path.relative_to(root)
-        if _SKIPPED_FOLDERS.isdisjoint(name.parts):
-            yield TextFile("python", name.as_posix(), path)
-
-
-def _package_files(distributions: Distributions) -> Iterator[TextFile]:
-    for package, distribution in distributions.items():
-        for name in distribution.files or ():
-            is_text = name.suffix == ".py" or name.name.lower() in ("readme.md", "readme.rst")
-            if is_text and ".." not in name.parts:
-                yield TextFile(package, name.as_posix(), Path(str(distribution.locate_file(name))))
 
 
 def installed_distributions() -> dict[str, importlib.metadata.Distribution]:

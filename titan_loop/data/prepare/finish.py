@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_loop.data.prepare.executors import Pipeline
-from titan_loop.data.prepare.pipelines import HASH_TEXTS, HOLD_OUT, READ, TOKENIZE
+from titan_loop.data.prepare.pipelines import HASH_TEXTS, HOLD_OUT, READ, TOKENIZE, Pipeline
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.prepare.readers import (
     DROPPED_BY_READERS,

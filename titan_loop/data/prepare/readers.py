@@ -17,8 +17,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader
 
 from titan_loop.data.prepare.chat_records import ChatRecords, without_nulls
-from titan_loop.data.prepare.compression import BROKEN, file_lines, unreadable
-from titan_loop.data.prepare.file_kinds import InputFile
+from titan_loop.data.prepare.file_kinds import BROKEN, InputFile, file_lines, unreadable
 from titan_loop.data.prepare.json_records import (
     HALF_SURROGATE,
     LENIENT,

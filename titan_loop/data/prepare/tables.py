@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from titan_loop.data.prepare.compression import file_lines, open_file
+from titan_loop.data.prepare.file_kinds import file_lines, open_file
 from titan_loop.data.prepare.json_records import parse_json
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from titan_loop.text.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    from titan_loop.data.prepare.executors import Pipeline
+    from titan_loop.data.prepare.pipelines import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +97,13 @@ def tokenize_source(
     Returns:
         The card that was written; None if jobs were submitted, the last of which writes it.
     """
-    from titan_loop.data.prepare.executors import Pipeline, refuse_submitted, run_pipelines
     from titan_loop.data.prepare.finish import write_card
-    from titan_loop.data.prepare.pipelines import build_pipelines
+    from titan_loop.data.prepare.pipelines import (
+        Pipeline,
+        build_pipelines,
+        refuse_submitted,
+        run_pipelines,
+    )
 
     require_local(output, "output")
     output = Path(output).absolute()
