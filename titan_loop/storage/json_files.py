@@ -68,22 +68,27 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write a JSON file; a reader sees the old content or the new, never a part."""
     text = json.dumps(finite_or_null(record), indent=2, ensure_ascii=False, allow_nan=False)
     # Half a surrogate pair, from a name that is not UTF-8, becomes its JSON escape.
-    write_text(path, (text + "\n").encode(errors="backslashreplace").decode())
+    write_bytes(path, (text + "\n").encode(errors="backslashreplace"))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file as `write_json` does: a reader sees the old content or the new."""
-    retried(lambda: _write_text(path, text))
+    write_bytes(path, text.encode())
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file as `write_text` does."""
+    retried(lambda: _write_bytes(path, content))
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     temporary.unlink(missing_ok=True)  # of a killed process with the same number, as in containers
     try:
         # Not mkstemp, whose files are private to the user: these follow the umask.
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

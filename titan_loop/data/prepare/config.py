@@ -36,13 +36,18 @@ class Comparison:
     norm_numbers: bool = False
     remove_punctuation: bool = False
 
-    def text_norm(self) -> Any:
-        """Return datatrove's configuration."""
+    def for_datatrove(self) -> dict[str, Any]:
+        """Return datatrove's settings of this comparison."""
+        from datatrove.utils.hashing import HashConfig
         from datatrove.utils.text import TextNormConfig
 
-        return TextNormConfig(
-            norm_numbers=self.norm_numbers, remove_punctuation=self.remove_punctuation
-        )
+        return {
+            "norm_config": TextNormConfig(
+                norm_numbers=self.norm_numbers, remove_punctuation=self.remove_punctuation
+            ),
+            # datatrove's default hands strings to xxhash, whose version 4 takes only bytes.
+            "hash_config": HashConfig(precision=64, hash_fc="sha1"),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,14 +130,6 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
                 f"splits into words{nearest(config.language, languages)}"
             )
     return config
-
-
-def hash_config() -> Any:
-    """Return the n-gram hash of deduplication and decontamination."""
-    from datatrove.utils.hashing import HashConfig
-
-    # datatrove's default hands strings to xxhash, whose version 4 takes only bytes.
-    return HashConfig(precision=64, hash_fc="sha1")
 
 
 def quality_filter(name: str) -> type:

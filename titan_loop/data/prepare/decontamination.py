@@ -18,7 +18,7 @@ from datatrove.pipeline.decont.n_grams import (
 )
 from datatrove.utils.word_tokenizers import load_word_tokenizer
 
-from titan_loop.data.prepare.config import Decontamination, hash_config
+from titan_loop.data.prepare.config import Decontamination
 from titan_loop.errors import UserError, first_line, require_known
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,7 @@ def _ngram_config(settings: Decontamination) -> NGramsDecontConfig:
         n_grams=settings.n_grams,
         find_query_ngrams=settings.query_ngrams,
         find_overlap_ngrams=True,
-        norm_config=settings.text_norm(),
-        hash_config=hash_config(),
+        **settings.for_datatrove(),
     )
 
 

@@ -8,7 +8,6 @@ two files.
 
 import hashlib
 import logging
-import os
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +20,7 @@ from titan_loop.data.packed_index import PIECE, WINDOW_END
 from titan_loop.data.shards import TokenShards, index_path
 from titan_loop.data.source_card import PackedCard, SourceCard, SplitCard, index_paths, lock_source
 from titan_loop.errors import UserError
+from titan_loop.storage.json_files import write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -50,41 +50,24 @@ def pack_source(
     if not 1 <= seq_len <= _LARGEST_WINDOW:
         raise UserError(f"seq_len {seq_len} must be from 1 to {_LARGEST_WINDOW}")
     SourceCard.read(source)  # before a lock file is left in a folder that is not a source
-    with lock_source(source, "source"):
-        return _pack(source, seq_len, long_documents)
+    try:
+        with lock_source(source, "source"):
+            return _pack(source, seq_len, long_documents)
+    except OSError as error:
+        raise UserError(f"source {source} cannot be written ({error.strerror})") from error
 
 
 def _pack(source: Path, seq_len: int, long_documents: LongDocuments) -> dict[str, PackedCard]:
     card = SourceCard.read(source)
     splits = [name for name, split in card.splits.items() if split.tokens]
-    files = [path for name in splits for path in index_paths(source / name, seq_len)]
-    packed: dict[str, PackedCard] = {}
-    try:
-        for name in splits:
-            pieces, split_documents = _pieces(source, name, seq_len, long_documents)
-            window_of_piece = best_fit_decreasing(pieces["length"].astype(np.int64), seq_len + 1)
-            packed[name] = _write(source / name, seq_len, pieces, window_of_piece, split_documents)
-            _log(source / name, packed[name])
-        _commit(source, card, seq_len, packed)
-    finally:
-        for path in files:
-            _beside(path).unlink(missing_ok=True)
+    pieces = {name: _pieces(source, name, seq_len, long_documents) for name in splits}
+    if any(split.packed_for(seq_len) for split in card.splits.values()):
+        # Until all files are written they belong to two packings, so the card names neither.
+        card = _with_packed(card, seq_len, {})
+        card.write(source)
+    packed = {name: _write(source / name, seq_len, *of_split) for name, of_split in pieces.items()}
+    _with_packed(card, seq_len, packed).write(source)
     return packed
-
-
-def _commit(source: Path, card: SourceCard, seq_len: int, packed: Mapping[str, PackedCard]) -> None:
-    """Rename the files of a new index into place, then write the card that names them."""
-    known = {name: split.packed_for(seq_len) for name, split in card.splits.items()}
-    try:
-        if any(old not in (None, packed.get(name)) for name, old in known.items()):
-            # Until all are renamed the files belong to two packings, so the card names neither.
-            _with_packed(card, seq_len, {}).write(source)
-        for name in packed:
-            for path in index_paths(source / name, seq_len):
-                os.replace(_beside(path), path)
-        _with_packed(card, seq_len, packed).write(source)
-    except OSError as error:
-        raise UserError(f"source {source} cannot be written ({error.strerror})") from error
 
 
 def _with_packed(card: SourceCard, seq_len: int, packed: Mapping[str, PackedCard]) -> SourceCard:
@@ -94,10 +77,6 @@ def _with_packed(card: SourceCard, seq_len: int, packed: Mapping[str, PackedCard
         new = [packed[name]] if name in packed else []
         splits[name] = replace(split, packed=(*others, *new))
     return replace(card, splits=splits)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}")
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -200,38 +179,27 @@ def _pieces(
     return pieces, split_documents
 
 
-def _write(
-    folder: Path, seq_len: int, pieces: np.ndarray, window_of: np.ndarray, split_documents: int
-) -> PackedCard:
+def _write(folder: Path, seq_len: int, pieces: np.ndarray, split_documents: int) -> PackedCard:
+    window_of = best_fit_decreasing(pieces["length"].astype(np.int64), seq_len + 1)
     ends = np.cumsum(np.bincount(window_of)).astype(WINDOW_END)
     stored = pieces[np.argsort(window_of, kind="stable")]
-    for path, content in zip(index_paths(folder, seq_len), (ends, stored), strict=True):
-        try:
-            with _beside(path).open("wb") as file:
-                file.write(content.tobytes())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(
-                f"packed index {path} cannot be written ({error.strerror}): free space or "
-                "correct the folder's permissions"
-            ) from error
+    contents = [ends.tobytes(), stored.tobytes()]
+    for path, content in zip(index_paths(folder, seq_len), contents, strict=True):
+        write_bytes(path, content)
+    windows_sha256, pieces_sha256 = (hashlib.sha256(content).hexdigest() for content in contents)
+    tokens = int(stored["length"].sum(dtype=np.int64))
+    logger.info(
+        f"{folder}: {len(stored)} pieces in {len(ends)} windows of {seq_len + 1} tokens, "
+        f"{100 * tokens / (len(ends) * (seq_len + 1)):.2f} % filled"
+    )
+    if split_documents:
+        logger.warning("%s: split %d documents longer than a window", folder, split_documents)
     return PackedCard(
         seq_len=seq_len,
         windows=len(ends),
         pieces=len(stored),
-        tokens=int(stored["length"].sum(dtype=np.int64)),
+        tokens=tokens,
         split_documents=split_documents,
-        windows_sha256=hashlib.sha256(ends.tobytes()).hexdigest(),
-        pieces_sha256=hashlib.sha256(stored.tobytes()).hexdigest(),
+        windows_sha256=windows_sha256,
+        pieces_sha256=pieces_sha256,
     )
-
-
-def _log(folder: Path, card: PackedCard) -> None:
-    fill = card.tokens / (card.windows * (card.seq_len + 1))
-    logger.info(
-        f"{folder}: {card.pieces} pieces in {card.windows} windows of {card.seq_len + 1} tokens, "
-        f"{100 * fill:.2f} % filled"
-    )
-    if card.split_documents:
-        logger.warning("%s: split %d documents longer than a window", folder, card.split_documents)

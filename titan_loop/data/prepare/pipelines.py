@@ -36,7 +36,7 @@ from datatrove.pipeline.dedup.minhash import (
 )
 from tqdm import tqdm
 
-from titan_loop.data.prepare.config import Executor, hash_config, quality_filter
+from titan_loop.data.prepare.config import Executor, quality_filter
 from titan_loop.data.prepare.decontamination import build_ngram_index, ngram_filter
 from titan_loop.data.prepare.preparation import Preparation
 from titan_loop.data.prepare.readers import document_reader
@@ -103,8 +103,7 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
             num_buckets=config.minhash.num_buckets,
             hashes_per_bucket=config.minhash.hashes_per_bucket,
             seed=config.minhash.seed,
-            norm_config=config.minhash.text_norm(),
-            hash_config=hash_config(),
+            **config.minhash.for_datatrove(),
         )
         sign = ShortTextSignature(signatures, settings, language=config.language)
         # A reader and filters of their own, for the statistics of steps are the steps'.

@@ -4,7 +4,7 @@ pyarrow's CSV reader ends a file at a row that has too many columns and is not U
 """
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -39,39 +39,45 @@ def table_rows(path: str, kind: str, wanted: Sequence[str]) -> Iterator[dict[str
         yield from _csv_rows(path, wanted, tabs=kind == "tsv")
         return
     with open_file(path) as file:
-        yield from (_parquet_rows if kind == "parquet" else _arrow_rows)(file, wanted)
+        names, batches = (_parquet if kind == "parquet" else _arrow)(file)
+        read = _columns(names, wanted)
+        for batch in batches(read or names[:1]):
+            if not read:
+                yield from (dict.fromkeys(names) for _ in range(batch.num_rows))
+                continue
+            columns = [_cells(column) for column in batch.columns]
+            for cells in zip(*columns, strict=True):
+                yield dict(zip(batch.schema.names, cells, strict=True))
 
 
-def _parquet_rows(file: Any, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+Batches = tuple[list[str], "Callable[[list[str]], Iterator[pyarrow.RecordBatch]]"]
+"""Names of all columns, and what returns some of them, some rows at a time."""
+
+
+def _parquet(file: Any) -> Batches:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(file) as table:
-        names = table.schema_arrow.names
-        if (read := _columns(names, wanted)) is None:
-            yield from _without_columns(names, table.metadata.num_rows)
-            return
-        for batch in table.iter_batches(_BATCH_ROWS, columns=read):
-            yield from _rows(batch)
+    table = pyarrow.parquet.ParquetFile(file)
+    return table.schema_arrow.names, lambda read: table.iter_batches(_BATCH_ROWS, columns=read)
 
 
-def _arrow_rows(file: Any, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _arrow(file: Any) -> Batches:
     import pyarrow
 
     try:
         reader = pyarrow.ipc.open_file(file)
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        every = (reader.get_batch(number) for number in range(reader.num_record_batches))
     except pyarrow.ArrowInvalid:  # `datasets` writes streams
         file.seek(0)
-        batches = reader = pyarrow.ipc.open_stream(file)
-    names = reader.schema.names
-    read = _columns(names, wanted)
-    for batch in batches:
-        if read is None:
-            yield from _without_columns(names, batch.num_rows)
-            continue
-        chosen = batch.select(read)
-        chosen.validate(full=True)  # a damaged file has offsets that lead out of its memory
-        yield from _rows(chosen)
+        every = reader = pyarrow.ipc.open_stream(file)
+
+    def batches(read: list[str]) -> "Iterator[pyarrow.RecordBatch]":
+        for batch in every:
+            chosen = batch.select(read)
+            chosen.validate(full=True)  # a damaged file has offsets that lead out of its memory
+            yield chosen
+
+    return reader.schema.names, batches
 
 
 def _csv_rows(path: str, wanted: Sequence[str], *, tabs: bool) -> Iterator[dict[str, Any] | str]:
@@ -90,11 +96,11 @@ def _csv_rows(path: str, wanted: Sequence[str], *, tabs: bool) -> Iterator[dict[
             yield cells
         elif cells and len(cells) != len(names):
             yield f"{len(cells)} columns instead of {len(names)}"
-        elif cells and read is None:
-            yield from _without_columns(names, 1)
+        elif cells and not read:
+            yield dict.fromkeys(names)
         elif cells:
             row = dict(zip(names, cells, strict=True))
-            yield {name: row[name] if _is_utf8(row[name]) else NOT_UTF8 for name in read or ()}
+            yield {name: row[name] if _is_utf8(row[name]) else NOT_UTF8 for name in read}
 
 
 def _each_row(rows: Iterator[list[str]]) -> Iterator[list[str] | str]:
@@ -111,22 +117,11 @@ def _is_utf8(text: str) -> bool:
     return text.isascii() or text.encode(errors="replace").decode() == text
 
 
-def _columns(names: list[str], wanted: Sequence[str]) -> list[str] | None:
-    """Return the columns to read; None if there is none."""
+def _columns(names: list[str], wanted: Sequence[str]) -> list[str]:
     read = [name for name in names if name in wanted]
     if twice := next((name for name in read if read.count(name) > 1), None):
         raise ValueError(f"several columns are called {twice!r}")
-    return read or None
-
-
-def _without_columns(names: list[str], rows: int) -> Iterator[dict[str, Any]]:
-    return (dict.fromkeys(names) for _ in range(rows))
-
-
-def _rows(batch: "pyarrow.RecordBatch") -> Iterator[dict[str, Any]]:
-    names = batch.schema.names
-    for cells in zip(*map(_cells, batch.columns), strict=True):
-        yield dict(zip(names, cells, strict=True))
+    return read
 
 
 def _cells(column: "pyarrow.Array") -> list[Any]:
