@@ -197,22 +197,23 @@ class WindowLoader(GlobalBatchLoader):
 
         If repetition caps end the mixture earlier, the demand follows the sources' shares.
         """
-        uncapped = CappedMixture(self.mixture, [None] * len(self.mixture))
-        fits = self.order.end is None or windows <= self.order.end
-        counts = (self.order if fits else uncapped).counts(windows).tolist()
-        once = self._different_windows()
-        return [
-            SourceDemand(
-                name,
-                round(count * self._seq_len * source.fill),
-                round(different * self._seq_len * source.fill),
-                epochs,
-                source.shards.disk_bytes,
+        order = self.order
+        if order.end is not None and windows > order.end:
+            order = CappedMixture(self.mixture, [None] * len(self.mixture))
+        counts, once = order.counts(windows).tolist(), self._different_windows()
+        demand: list[SourceDemand] = []
+        for index, source in enumerate(self.sources):
+            tokens = self._seq_len * source.fill  # of a window
+            demand.append(
+                SourceDemand(
+                    self._names[index],
+                    round(counts[index] * tokens),
+                    round(once[index] * tokens),
+                    self._max_epochs[index],
+                    source.shards.disk_bytes,
+                )
             )
-            for name, count, source, epochs, different in zip(
-                self._names, counts, self.sources, self._max_epochs, once, strict=True
-            )
-        ]
+        return demand
 
     def log_sources(self, windows: int) -> None:
         """Log the sources' shares, and warn of the sources that are read more than once."""
@@ -275,27 +276,22 @@ class WindowLoader(GlobalBatchLoader):
     def _describe(self, seed: int, seq_len: int, tokenizer_sha256: str) -> dict[str, Any]:
         shares = weight_shares(self.mixture)
         sources: list[dict[str, Any]] = []
-        for entry, share, source, epochs in zip(
-            self.mixture, shares, self.sources, self._max_epochs, strict=True
-        ):
+        for index, (entry, source) in enumerate(zip(self.mixture, self.sources, strict=True)):
             fields: dict[str, Any] = {
                 "path": entry.path,
-                "share": share / sum(shares),
+                "share": shares[index] / sum(shares),
                 "tokens": source.shards.tokens,
                 "contents": source.contents()[:SHORT_DIGEST],
             }
             if entry.packed:
                 fields["packed"] = True
-            if epochs is not None:
-                fields["max_epochs"] = epochs
+            if self._max_epochs[index] is not None:
+                fields["max_epochs"] = self._max_epochs[index]
             sources.append(fields)
-        description: dict[str, Any] = {
-            "seed": seed,
-            "seq_len": seq_len,
-            "tokenizer": tokenizer_sha256[:SHORT_DIGEST],
-            SOURCES: sources,
-        }
-        if any(epochs is not None for epochs in self._max_epochs):
+        tokenizer = tokenizer_sha256[:SHORT_DIGEST]
+        description: dict[str, Any] = {"seed": seed, "seq_len": seq_len, "tokenizer": tokenizer}
+        description[SOURCES] = sources
+        if any(self._max_epochs):
             description["when_exhausted"] = self._when_exhausted
         if self._repeat_after:
             description["repeat_after_windows"] = self._repeat_after
@@ -310,9 +306,9 @@ class WindowLoader(GlobalBatchLoader):
         names = " and ".join(
             f"{entry.path} may be read max_epochs={epochs} times"
             for entry, epochs in zip(self.mixture, self._max_epochs, strict=True)
-            if epochs is not None
+            if epochs
         )
         others = sum(entry.weight > 0 for entry in self.mixture) > 1
-        go_on = others and self._when_exhausted == "stop"
-        fix = ", set --dataloader.when-exhausted renormalise" * go_on
+        fix = ", set --dataloader.when-exhausted renormalise" * others
+        fix = "" if self._when_exhausted == "renormalise" else fix
         return f"{names} (when_exhausted={self._when_exhausted}); raise max_epochs{fix}"

@@ -222,10 +222,9 @@ class CappedMixture:
         renormalise = when_exhausted == "renormalise"
         capped = {index: cap for index, cap in enumerate(caps) if cap is not None}
         while True:
+            used_up = {i for i, cap in capped.items() if renormalise and counts[i] >= cap}
             rest = [
-                replace(entry, weight=0.0)
-                if renormalise and index in capped and counts[index] >= capped[index]
-                else entry
+                replace(entry, weight=0.0) if index in used_up else entry
                 for index, entry in enumerate(mixture)
             ]
             if not any(entry.weight for entry in rest):

@@ -1,15 +1,17 @@
 """Finish a preparation: check the pipelines' files, count dropped documents, commit the card."""
 
+import hashlib
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_loop.data.prepare.pipelines import HASH_TEXTS, HOLD_OUT, READ, TOKENIZE, Pipeline
+from titan_loop.data.prepare.pipelines import HOLD_OUT, READ, TOKENIZE, Pipeline
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.prepare.readers import (
     DROPPED_BY_READERS,
@@ -17,7 +19,7 @@ from titan_loop.data.prepare.readers import (
     SPELT_CHATML,
     report_dropped,
 )
-from titan_loop.data.prepare.steps import CHANGED, TextHashes
+from titan_loop.data.prepare.steps import CHANGED
 from titan_loop.data.shards import file_chunks, index_path, misplaced_eos
 from titan_loop.data.source_card import (
     BYTES_SUFFIX,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SHARDS = "*_doc_shuffled.ds"
 _SHORT_WINDOW = 256  # of the quick start; fewer held-out tokens are a warning
 
 
@@ -90,12 +93,14 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
             f"{output} holds out {held_out} tokens, which score only runs with a smaller "
             "training.seq_len: raise --held-out-fraction, or give --held-out-inputs"
         )
-    shared, texts = TextHashes.count_shared(preparation.work / HASH_TEXTS)
-    if shared:
-        logger.warning(
-            f"{output}: {shared} of {texts} different held-out texts are trained on, too, so that "
-            "scores on them say little: remove them from one side"
-        )
+    if preparation.documents.held_out_files:  # otherwise equal texts are on the same side
+        held_out_texts = {*_text_hashes(output / "held_out", tokenizer)}
+        shared = held_out_texts.intersection(_text_hashes(output / "train", tokenizer))
+        if shared:
+            logger.warning(
+                f"{output}: {len(shared)} of {len(held_out_texts)} different held-out texts are "
+                "trained on, too, so that scores on them say little: remove them from one side"
+            )
     card = SourceCard(
         name=output.name,
         tokenizer_sha256=file_sha256(output / TOKENIZER_NAME),
@@ -131,6 +136,15 @@ def _statistics(pipeline: Pipeline) -> dict[str, Counter[str]]:
                 total = value["total"] if isinstance(value, dict) else value
                 totals[name][statistic] += int(total)
     return totals
+
+
+def _text_hashes(folder: Path, tokenizer: "Tokenizer") -> Iterator[bytes]:
+    """Yield a hash of each document's ids."""
+    for path in folder.glob(_SHARDS):
+        ids = np.memmap(path, dtype=f"<u{token_bytes(tokenizer)}", mode="r")
+        ends = np.fromfile(index_path(path), dtype="<u8").astype(np.int64)
+        for start, end in pairwise([0, *ends.tolist()]):
+            yield hashlib.blake2b(ids[start:end].tobytes(), digest_size=8).digest()
 
 
 def _round_trip(output: Path, counts: Sequence[Counter[str]]) -> dict[str, Any]:
@@ -169,7 +183,7 @@ def _split_card(
     id_bytes = token_bytes(tokenizer)
     max_token_id = -1
     misplaced = loss_tokens = 0
-    for path in sorted(folder.glob("*_doc_shuffled.ds")):
+    for path in sorted(folder.glob(_SHARDS)):
         tokens = path.stat().st_size // id_bytes
         ends = np.fromfile(index_path(path), dtype="<u8").astype(np.int64)
         if not len(ends) or int(ends[-1]) != tokens:

@@ -45,14 +45,13 @@ from titan_loop.data.prepare.steps import (
     HeldOutReader,
     ShortTextSignature,
     SourceTokenizer,
-    TextHashes,
 )
 from titan_loop.errors import UserError, require_known
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 logger = logging.getLogger(__name__)
 
-READ, HASH_TEXTS, HOLD_OUT, TOKENIZE = "read", "hash_texts", "hold_out", "tokenize"
+READ, HOLD_OUT, TOKENIZE = "read", "hold_out", "tokenize"
 """Names of steps. A filter's name counts its drops on the card, unless it gives reasons itself."""
 _JOBS_NAME = "slurm_jobs.txt"
 
@@ -121,8 +120,6 @@ def build_pipelines(preparation: Preparation) -> list[Pipeline]:
         steps["contaminated"] = ngram_filter(config.decontaminate, index, config.language)
     if preparation.holds_out:
         files = [file.path for file in preparation.documents.held_out_files]
-        if files:  # otherwise equal texts are on the same side
-            steps[HASH_TEXTS] = TextHashes(files, work / HASH_TEXTS)
         steps[HOLD_OUT] = HeldOutFilter(files, preparation.held_out_fraction, work / "held_out")
     steps[TOKENIZE] = _tokenizer(preparation, "train")
     pipelines.append(pipeline("train", steps))

@@ -1,4 +1,4 @@
-"""The steps that we hand to datatrove: held-out documents, hashes of texts, token files."""
+"""The steps that we hand to datatrove: held-out documents, signatures, token files."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from datatrove.data import Document
-from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.minhash import MinhashDedupSignature
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.readers.jsonl import JsonlReader
@@ -15,9 +14,8 @@ from datatrove.pipeline.tokens.tokenizer import DocumentTokenizer, TokenizedFile
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 from tokenizers import Tokenizer
 
-from titan_loop.data.keyed import keyed_integer, keyed_uniform
+from titan_loop.data.keyed import keyed_uniform
 from titan_loop.data.prepare.chat_records import conversation_of
-from titan_loop.data.shards import file_chunks
 from titan_loop.data.source_card import BYTES_SUFFIX, TOKEN_BYTES
 from titan_loop.text.chat_encoding import ChatEncoder, Piece
 from titan_loop.text.chat_template import ChatTemplate
@@ -63,41 +61,6 @@ class HeldOutReader(JsonlReader):
         path = f"{rank:05d}.jsonl.gz"
         if self.data_folder.exists(path):
             yield from self.read_file(path)
-
-
-class TextHashes(PipelineStep):
-    """Writes a keyed hash of every text into a folder, held-out `files` into a list apart."""
-
-    name = "🔑 Hashes of texts"
-
-    def __init__(self, files: Iterable[str], folder: Path) -> None:
-        super().__init__()
-        self.files = frozenset(files)
-        self.folder = folder
-
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
-        """Pass on the documents of this task."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stem = self.folder / f"{rank:05d}"
-        with (
-            stem.with_suffix(".train").open("wb") as train,
-            stem.with_suffix(".held_out").open("wb") as held_out,
-        ):
-            for document in data:
-                file = held_out if document.metadata["file_path"] in self.files else train
-                file.write(keyed_integer("text", document.text).to_bytes(8, "little"))
-                yield document
-
-    @staticmethod
-    def count_shared(folder: Path) -> tuple[int, int]:
-        """Return how many different held-out texts are trained on, too, and how many there are."""
-        parts = [chunk for path in folder.glob("*.held_out") for chunk in file_chunks(path, "<u8")]
-        texts = np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
-        shared = np.zeros(len(texts), dtype=bool)
-        for path in folder.glob("*.train"):
-            for chunk in file_chunks(path, "<u8"):
-                shared |= np.isin(texts, chunk)
-        return int(shared.sum()), len(texts)
 
 
 class ShortTextSignature(MinhashDedupSignature):
