@@ -81,7 +81,6 @@ def text(value: str) -> Callable[[Path], object]:
         (lambda path: path.parent.rename(path.parent.with_name("step-40")), "belongs to step 4"),
         (content(step="4"), "step='4' is not an integer of at least 0"),
         (content(trainer={**TRAINER, "tokens": 1e9}), "trainer.tokens=1000000000.0 is not an"),
-        (content(trainer={**TRAINER, "architecture": []}), "it has no trainer.architecture"),
         (content(lineage={"origin": ["step-2"]}), "lineage.origin is not a path and a hash"),
         (content(best={"step": "2", "held_out_loss": 1.0}), "is not a step with its loss"),
         (content(files={"a": 5}), "a has no size and hash"),

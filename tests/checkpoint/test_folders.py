@@ -34,7 +34,7 @@ def test_only_what_the_newest_commit_is_older_than_is_deleted(tmp_path, caplog):
     assert unfinished_steps(tmp_path) == [7, 9]
     assert "step-3 is neither counted nor deleted" in caplog.text
     (tmp_path / "step-5" / MANIFEST).unlink()
-    delete_stale(tmp_path, KeepPolicy(keep_latest_k=2), newest=5)
+    delete_stale(tmp_path, KeepPolicy(keep_latest_k=2), newest=5, in_use=lambda path: False)
     assert unfinished_steps(tmp_path) == [5, 7, 9]
     assert committed_steps(tmp_path) == [1, 2, 3, 6, 8]
 

@@ -4,11 +4,9 @@ import hashlib
 import json
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import titan_loop.compat as compat
 import torch
 import torch.distributed as dist
 
@@ -16,9 +14,7 @@ from tests.support.holder import held
 from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config, train_run
 from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.folders import add_tag, committed_steps
-from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
-from titan_loop.checkpoint.trained import Trained
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.training.schedule import Schedule
@@ -185,19 +181,6 @@ def test_the_manifest_carries_lineage(source, tmp_path):
     assert third["data"]["windows_consumed"] == STEPS * BATCH_WINDOWS
 
 
-def test_the_writing_thread_uses_its_ranks_device(source, tmp_path, monkeypatch):
-    """On a GPU a thread begins with device 0, where each rank would take memory."""
-    used: list[tuple[int, str]] = []
-    monkeypatch.setattr(compat.CpuDevice, "current_device", staticmethod(lambda: 3))
-
-    def note(device: int) -> None:
-        used.append((device, threading.current_thread().name))
-
-    monkeypatch.setattr(compat.CpuDevice, "set_device", staticmethod(note))
-    train(source, tmp_path / "run", async_mode="async")
-    assert (3, "checkpoint_0") in used
-
-
 def test_a_second_run_in_one_directory_is_refused(source, tmp_path):
     run = tmp_path / "run"
     with held(run) as holder:
@@ -209,12 +192,3 @@ def test_a_second_run_in_one_directory_is_refused(source, tmp_path):
         holder.wait(60)
         # Its file is still there, and means nothing.
         assert committed_steps(train(source, run)) == [2, 4, 6]
-
-
-def test_a_trainer_may_hold_a_step_back():
-    manager = object.__new__(LoopCheckpointManager)
-    manager.config, manager.enable = LoopCheckpointManager.Config(interval=1), True
-    manager.best = manager.measured = None
-    manager.trainer = cast(Trained, SimpleNamespace(may_save=lambda: False))
-    assert manager.is_due(1, last_step=False)
-    assert manager.save(1) is False

@@ -14,10 +14,9 @@ import pytest
 from tests.checkpoint.test_choosing import committed
 from tests.support.holder import held
 from tests.support.tiny import tiny_config, train_run
-from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import add_tag, committed_steps, read_tags
 from titan_loop.checkpoint.keep_policy import KeepPolicy
-from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
+from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_needed
 from titan_loop.checkpoint.saving import RetryPolicy
 from titan_loop.errors import RunFailedError, UserError
@@ -66,20 +65,6 @@ def test_what_is_uploaded_is_fetched_bit_for_bit_and_old_ones_go(memory, tmp_pat
     assert committed_steps(other / "checkpoints") == [6]
 
 
-def test_the_manifest_is_uploaded_last(memory, tmp_path, monkeypatch):
-    names: list[str] = []
-    put = type(memory).put_file
-
-    def noted(self, local, path, *arguments, **keywords):
-        names.append(path.rpartition("/")[2])
-        return put(self, local, path, *arguments, **keywords)
-
-    monkeypatch.setattr(type(memory), "put_file", noted)
-    upload_all(tmp_path, [2])
-    assert names[-1] == MANIFEST
-    assert len(names) == 5
-
-
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 5])
 def test_an_interrupted_upload_never_counts(memory, tmp_path, monkeypatch, fails_at):
     upload_all(tmp_path, [2])
@@ -116,25 +101,13 @@ def test_a_damaged_remote_checkpoint_is_skipped(memory, tmp_path, caplog):
     assert not list((tmp_path / "third" / "checkpoints").iterdir())
 
 
-def test_a_damaged_local_checkpoint_is_replaced(memory, tmp_path):
-    upload_all(tmp_path, [2])
-    (tmp_path / "checkpoints" / "step-2" / "__0_0.distcp").unlink()
-    fetch_if_needed(remote(tmp_path), tmp_path)
-    assert newest_good(tmp_path / "checkpoints", look_at="hashes") is not None
-    assert (tmp_path / "checkpoints" / "damaged-step-2").is_dir()
-
-
-def test_the_remote_of_another_run_is_refused(memory, tmp_path):
-    upload_all(tmp_path / "one", [2])
-    committed(tmp_path / "two" / "checkpoints", 2)
-    with pytest.raises(UserError, match=r"checkpoint.remote=.* holds the checkpoints of another"):
-        remote(tmp_path / "two")
-
-
 def test_a_new_run_directory_goes_on_with_a_remote_run_only_if_told_to(memory, tmp_path):
     upload_all(tmp_path / "one", [2])
     with pytest.raises(UserError, match=r"go on with that run in .*: --checkpoint.adopt-remote"):
         remote(tmp_path / "two", adopt=False)
+    committed(tmp_path / "three" / "checkpoints", 2)
+    with pytest.raises(UserError, match=r"checkpoint.remote=.* holds the checkpoints of another"):
+        remote(tmp_path / "three")
     assert not (tmp_path / "two" / "remote.json").exists()
     remote(tmp_path / "two")
     remote(tmp_path / "two", adopt=False)  # it is its own from now on

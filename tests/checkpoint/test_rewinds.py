@@ -14,7 +14,6 @@ from titan_loop.checkpoint.manifest import read_manifest, write_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints, fetch_if_needed
 from titan_loop.checkpoint.rewinds import (
     REWINDS,
-    is_given_up,
     jumped_windows,
     read_rewinds,
     take_up_rewinds,
@@ -146,18 +145,6 @@ def test_a_second_rewind_prefers_a_checkpoint_that_none_went_to(tmp_path: Path):
     assert committed_steps(run / "checkpoints") == [4, 8]
 
 
-def test_only_checkpoints_from_before_a_rewind_are_given_up(tmp_path: Path):
-    rewinds = [{"to_step": 12, "windows": []}, {"to_step": 8, "windows": []}]
-
-    def given_up(step: int, known: int) -> bool:
-        return is_given_up({"step": step, "lineage": {"jumps": rewinds[:known]}}, rewinds)
-
-    assert [given_up(step, 0) for step in (8, 12, 16)] == [False, True, True]
-    assert [given_up(step, 1) for step in (8, 12, 16)] == [False, True, True]
-    assert not given_up(16, 2)
-    assert not is_given_up({"step": 16, "lineage": {}}, [])
-
-
 def test_a_checkpoint_saved_after_the_rewind_stays(tmp_path: Path):
     run = tmp_path / "run"
     saved(run, [12, 15], tmp_path)
@@ -176,12 +163,9 @@ def test_a_checkpoint_saved_after_the_rewind_stays(tmp_path: Path):
 @pytest.mark.parametrize(
     "record",
     [
-        {},
         {"rewinds": 3},
-        {"rewinds": [{"to_step": 3}]},
         {"rewinds": [{"to_step": "3", "windows": []}]},
         {"rewinds": [{"to_step": 3, "windows": [[5, 2]]}]},
-        {"rewinds": [{"to_step": 3, "windows": [[0, 1, 2]]}]},
     ],
 )
 def test_a_damaged_record_is_one_line(tmp_path: Path, record: dict[str, Any]):

@@ -21,7 +21,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 
 LENGTH = 12
-COPIES = [2, 3]
+COPIES = [3]
 
 
 def content(n_layers: int) -> dict[str, Any]:
@@ -87,8 +87,6 @@ def states_by_hand(
 def test_a_step_visits_the_old_layers_in_the_new_order_with_one_norm(
     tmp_path: Path, tokens: Tensor, mode: Mode, visits: list[int], copies: int
 ):
-    if copies == 2:
-        visits = [0, 1, 0, 1] if mode == "stacked" else [0, 0, 1, 1]
     parent = build(2)
     child = upcycled(parent, tmp_path, Upcycling(2 * copies, mode))
     output = child(tokens, recurrent_steps=3)
@@ -206,9 +204,4 @@ def test_bad_checkpoints_are_one_line(tmp_path: Path):
     write_checkpoint(source, optimiser_entries(2), content(4))  # as if two layers had been lost
     with pytest.raises(UserError, match=r"another architecture.*n_layers=4.*layers \[0, 1\]"):
         upcycle_checkpoint(source, tmp_path / "child", Upcycling(8))
-    entries = optimiser_entries(2)
-    entries["optimizer.state.layers.0.attention.wq.weight.max_exp_avg_sq"] = torch.zeros(2)
-    write_checkpoint(tmp_path / "amsgrad", entries, content(2))
-    with pytest.raises(UserError, match=r"not .*max_exp_avg_sq; use duplicate or reset"):
-        upcycle_checkpoint(tmp_path / "amsgrad", tmp_path / "child", Upcycling(4))
     assert not (tmp_path / "child").exists()

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_loop.checkpoint.best import newest_best_step
 from titan_loop.checkpoint.choosing import wrong_step
 from titan_loop.checkpoint.folders import STEP_NAME, is_committed, read_tags
-from titan_loop.checkpoint.keep_policy import KeepPolicy
+from titan_loop.checkpoint.keep_policy import KeepPolicy, newest_best_step
 from titan_loop.checkpoint.manifest import MANIFEST, TABLE, find_damage, read_manifest
 from titan_loop.errors import RunFailedError, UserError
 
@@ -38,11 +37,6 @@ class ListedCheckpoint:
     def committed(self) -> bool:
         """Whether its save finished, even if it was damaged since."""
         return is_committed(self.path)
-
-    @property
-    def good(self) -> bool:
-        """Whether a run may continue from it."""
-        return self.committed and not self.faults and self.path.name == f"step-{self.step}"
 
 
 def list_checkpoints(
@@ -89,13 +83,3 @@ def _find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) ->
         unknown = {info.relative_path for info in stored.values()} - manifest["files"].keys()
         faults += [f"{name} is in {TABLE}, but not in {MANIFEST}" for name in sorted(unknown)]
     return faults
-
-
-def why_not_delete(path: Path, policy: KeepPolicy = KEEP_ALL) -> list[str]:
-    """Return the reasons to keep a checkpoint; empty if it may go. Raises like `look_at`."""
-    checkpoint = look_at(path, policy=policy)
-    if not checkpoint.committed:
-        return []
-    good = [other.step for other in list_checkpoints(path.parent) if other.good]
-    newest = checkpoint.good and checkpoint.step == max(good)
-    return [*checkpoint.kept, *(["it is the newest good one"] if newest else [])]

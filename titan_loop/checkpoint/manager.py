@@ -7,15 +7,16 @@ the manifest: integers that mean the same on any number of ranks.
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.distributed as dist
+from annotated_types import Ge
 from torchtitan.components.checkpointer.base import (
     OPTIMIZER,
     TRAIN_STATE,
@@ -25,10 +26,9 @@ from torchtitan.components.checkpointer.base import (
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.best import BEST, Best, best_with
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
 from titan_loop.checkpoint.folders import CHECKPOINTS, discard, set_aside_newer, step_folder
-from titan_loop.checkpoint.keep_policy import KeepPolicy, delete_stale
+from titan_loop.checkpoint.keep_policy import BEST, Best, KeepPolicy, best_with, delete_stale
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX, EXACTLY, KeyPolicy, load_checkpoint
 from titan_loop.checkpoint.manifest import Reference, new_content, read_manifest, reference
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader
@@ -44,7 +44,7 @@ from titan_loop.checkpoint.saving import (
 from titan_loop.checkpoint.start_from import StartFrom
 from titan_loop.checkpoint.trained import Trained, TrainedData, TrainedMoments
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
-from titan_loop.errors import UserError, require_at_least, require_known
+from titan_loop.errors import UserError
 from titan_loop.ranks import from_rank_zero
 from titan_loop.storage.remote_folder import check_address
 
@@ -83,23 +83,20 @@ class LoopCheckpointManager(BaseCheckpointManager):
         enable: bool = True
         folder: str = field(init=False, default=CHECKPOINTS)
         async_mode: AsyncMode = "disabled"
-        keep_every: int = 0
+        keep_every: Annotated[int, Ge(0)] = 0
         verify_hashes: bool = True
-        save_attempts: int = 3
+        save_attempts: Annotated[int, Ge(1)] = 3
         remote: str = ""
         adopt_remote: bool = False
-        retry_seconds: float = 10.0
+        retry_seconds: Annotated[float, Ge(0)] = 10.0
         carry: StartFrom = field(default_factory=StartFrom)
         # With upstream's default, True, it would warn of settings without an effect.
         last_save_model_only: bool = False
         initial_load_model_only: bool = False
 
         def __post_init__(self) -> None:
+            """Raise `UserError` for unsupported fields of upstream's."""
             BaseCheckpointManager.Config.__post_init__(self)
-            self.check()
-
-        def check(self) -> None:
-            """Raise `UserError` for unusable values and for unsupported fields of upstream's."""
             unsupported = {
                 "create_seed_checkpoint": "ranks draw the same initial weights by themselves",
                 "initial_load_path": "checkpoint.carry.parent names the checkpoint to start from",
@@ -114,19 +111,13 @@ class LoopCheckpointManager(BaseCheckpointManager):
                     raise UserError(
                         f"checkpoint.{name}={value} is not supported: {reason}; leave it unset"
                     )
-            for name, least in (("keep_every", 0), ("save_attempts", 1), ("retry_seconds", 0)):
-                require_at_least(least, **{f"checkpoint.{name}": getattr(self, name)})
-            self.carry.check()
             if self.remote:
                 check_address(self.remote, "checkpoint.remote")
-            require_known("checkpoint.async_mode", self.async_mode, get_args(AsyncMode))
 
         @property
         def keep_policy(self) -> KeepPolicy:
             """The checkpoints that stay, here and in the object store."""
-            return KeepPolicy(
-                **{each.name: getattr(self, each.name) for each in fields(KeepPolicy)}
-            )
+            return KeepPolicy(self.keep_latest_k, self.keep_every)
 
         @property
         def retry(self) -> RetryPolicy:
@@ -259,11 +250,10 @@ class LoopCheckpointManager(BaseCheckpointManager):
     def _committed(self, checkpoint: Path, step: int) -> None:
         """Copy a checkpoint just committed, then apply the keep policy; on rank 0."""
         # In this order: the policy spares the checkpoints that wait to be copied.
-        in_use = None
         if self.uploader is not None:
             self.uploader.submit(checkpoint)
-            in_use = self.uploader.is_uploading
-        delete_stale(self.path, self.config.keep_policy, newest=step, in_use=in_use)
+        waits = (lambda path: False) if self.uploader is None else self.uploader.is_uploading
+        delete_stale(self.path, self.config.keep_policy, newest=step, in_use=waits)
 
     # Loading
 

@@ -25,8 +25,6 @@ from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 
-_OBJECT = "an object"
-
 
 def merge_checkpoints(
     sources: Sequence[Path], target: Path, *, weights: Sequence[float] = ()
@@ -44,17 +42,14 @@ def merge_checkpoints(
         otherwise = "merge checkpoints of one architecture"
         check_architecture(other, architecture, holder=str(source), otherwise=otherwise)
     readers = [CheckpointReader(source) for source in sources]
-    first, *others = readers
-    forms = _forms(first)
-    for other in others:
-        _check_forms(first, other, forms)
     entries: dict[str, Any] = {}
-    for name, form in forms.items():
-        if form != _OBJECT and first.dtype(name).is_floating_point:
-            produce = partial(_mean, readers, factors, name)
-            entries[name] = LazyTensor(first.shape(name), first.dtype(name), produce)
-        else:
-            entries[name] = _shared(readers, name, is_object=form == _OBJECT)
+    for name in _model_keys(readers):
+        shape, dtype = readers[0].shape(name), readers[0].dtype(name)
+        entries[name] = LazyTensor(shape, dtype, partial(_mean, readers, factors, name))
+        if not dtype.is_floating_point:
+            entries[name], *others = (reader.read(name) for reader in readers)
+            if not all(torch.equal(entries[name], other) for other in others):
+                raise UserError(f"{name} has no mean; merge checkpoints that agree in it")
     merged = [
         {**reference(source), "weight": factor / sum(factors)}
         for source, factor in zip(sources, factors, strict=True)
@@ -89,36 +84,25 @@ def scaled_weights(weights: Sequence[float], count: int) -> list[float]:
     return [math.ldexp(weight, -exponent) for weight in weights]
 
 
-def _forms(reader: CheckpointReader) -> dict[str, str]:
-    """Return dtype and shape, as a phrase, of every entry that is not the optimiser's."""
-    keys, tensors = reader.keys(), set(reader.tensor_keys())
-    return {
-        key: f"{reader.dtype(key)} {[*reader.shape(key)]}" if key in tensors else _OBJECT
-        for key in keys
-        if not key.startswith(OPTIMIZER_PREFIX)
-    }
-
-
-def _check_forms(first: CheckpointReader, other: CheckpointReader, forms: dict[str, str]) -> None:
-    others = _forms(other)
-    for name in sorted({*forms, *others}):
-        here, there = forms.get(name, "missing"), others.get(name, "missing")
-        if here != there:
-            raise UserError(
-                f"{name} is {there} in {other.checkpoint}, but {here} in {first.checkpoint}; merge "
-                "checkpoints with the same tensors"
-            )
-
-
-def _shared(readers: Sequence[CheckpointReader], name: str, *, is_object: bool) -> Any:
-    values = [each.read_object(name) if is_object else each.read(name) for each in readers]
-    for reader, value in zip(readers, values, strict=True):
-        if not (value == values[0] if is_object else torch.equal(value, values[0])):
-            raise UserError(
-                f"{name} has no mean and differs between {readers[0].checkpoint} and "
-                f"{reader.checkpoint}; merge checkpoints that agree in it"
-            )
-    return values[0]
+def _model_keys(readers: Sequence[CheckpointReader]) -> list[str]:
+    """Return the keys of the model's tensors, which all checkpoints must have alike."""
+    forms = [
+        {
+            key: f"{reader.dtype(key)} {[*reader.shape(key)]}"
+            for key in reader.tensor_keys()
+            if not key.startswith(OPTIMIZER_PREFIX)
+        }
+        for reader in readers
+    ]
+    for reader, other in zip(readers, forms, strict=True):
+        for name in sorted({*forms[0], *other}):
+            here, there = (form.get(name, "missing") for form in (forms[0], other))
+            if here != there:
+                raise UserError(
+                    f"{name} is {there} in {reader.checkpoint}, but {here} in "
+                    f"{readers[0].checkpoint}; merge checkpoints with the same tensors"
+                )
+    return list(forms[0])
 
 
 def _mean(readers: Sequence[CheckpointReader], factors: Sequence[float], name: str) -> Tensor:

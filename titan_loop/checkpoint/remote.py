@@ -90,7 +90,7 @@ class RemoteCheckpoints:
     def read(self, name: str) -> dict[str, Any]:
         """Return the record with this name beside the checkpoints; empty if there is none."""
         with suppress(FileNotFoundError):
-            return self._object(name)
+            return self._parsed(name, self._folder.read(name))
         return {}
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
@@ -148,11 +148,10 @@ class RemoteCheckpoints:
         except FileNotFoundError:
             own = None
         fresh = own is None and not committed_steps(self._checkpoints)
-        claim = own or secrets.token_hex(8)
-        try:
-            owner = self._object(OWNER).get("run")
-        except FileNotFoundError:
+        owner = self.read(OWNER).get("run")
+        if owner is None:
             # The local record first: a start that is killed in between must know its own claim.
+            claim = own or secrets.token_hex(8)
             write_json(record, {"run": claim})
             there = self._folder.create(OWNER, json.dumps({"run": claim}).encode())
             owner = self._parsed(OWNER, there).get("run")
@@ -160,14 +159,15 @@ class RemoteCheckpoints:
                 return
             if own is None:
                 record.unlink()
-        if owner != own and not (fresh and adopt):
+        if owner == own:
+            return
+        if not (fresh and adopt):
             fix = f", or go on with that run in {run}: --checkpoint.adopt-remote" if fresh else ""
             raise UserError(
                 f"{FIELD}={self._folder.url} holds the checkpoints of another run; choose another "
                 f"folder{fix}"
             )
-        if owner != own:
-            write_json(record, {"run": owner})
+        write_json(record, {"run": owner})
 
     def _all_steps(self) -> list[int]:
         matches = (re.fullmatch(STEP_NAME, name) for name in self._folder.names())
@@ -181,10 +181,7 @@ class RemoteCheckpoints:
         return self._folder.names(f"step-{step}")
 
     def _manifest(self, step: int) -> dict[str, Any]:
-        return self._object(f"step-{step}/{MANIFEST}")
-
-    def _object(self, name: str) -> dict[str, Any]:
-        return self._parsed(name, self._folder.read(name))
+        return self._parsed(name := f"step-{step}/{MANIFEST}", self._folder.read(name))
 
     def _parsed(self, name: str, content: bytes) -> dict[str, Any]:
         try:

@@ -165,12 +165,10 @@ def _write_file(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT_BYTES)
     with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, shape in shapes.items():
             tensor = read(name)
-            if tensor.shape != shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
+            assert tensor.shape == shape, (name, tensor.shape, shape)
             # The format is little-endian, and so is every machine that torch runs on.
             flat = tensor.to(dtype).contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)

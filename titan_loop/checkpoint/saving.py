@@ -99,6 +99,15 @@ def _attempt(
     """
     rank = dist.get_rank(group)
     tensors: dict[str, Any] = {}
+    results: list[Any] = []  # of the stage before, by rank
+
+    def clear() -> None:
+        # A killed save, or an older attempt at this step, may have left files of another world.
+        if rank == 0:
+            discard(checkpoint)
+
+    def copy() -> None:
+        tensors.update(state_dict())
 
     def write() -> dict[str, FileRecord]:
         try:
@@ -113,31 +122,25 @@ def _attempt(
                 os.fsync(file.fileno())
         return file_records(checkpoint, rank, [*rank_files])
 
-    def commit(records: list[dict[str, FileRecord]]) -> Reference | None:
+    def commit() -> Reference | None:
         if rank != 0:
             return None
-        files = {name: record for part in records for name, record in part.items()}
+        files = {name: record for part in results for name, record in part.items()}
         return write_manifest(checkpoint, {**content, "files": files})
 
-    committed: list[Reference | None] = []
-    # A killed save, or an older attempt at this step, may have left files of another world size.
-    _, failure = try_on_all(group, lambda: discard(checkpoint) if rank == 0 else None)
-    if failure is None:
-        # Before DCP's own collectives: a rank that fails here must not leave the others in them.
-        _, failure = try_on_all(group, lambda: tensors.update(state_dict()))
-    if failure is None:
-        records, failure = try_on_all(group, write)
-        if failure is None:
-            # Last: the manifest is the commit, and every file that it lists is on the disk by now.
-            committed, failure = try_on_all(group, lambda: commit(records))
-    if failure is None:
-        return committed[rank], None
+    # `copy` before DCP's own collectives in `write`: a rank that fails there must not leave the
+    # others in them. `commit` last: every file that the manifest lists is on the disk by then.
+    for stage in (clear, copy, write, commit):
+        results, failure = try_on_all(group, stage)
+        if failure is not None:
+            break
+    else:
+        return results[rank], None
     logger.debug("Saving failed", exc_info=failure.error)
-    if rank == 0:
-        try:
-            discard(checkpoint)  # half a checkpoint only takes up the space the next one needs
-        except OSError as error:
-            logger.warning("%s could not be cleaned up: %s", checkpoint, error)
+    try:
+        clear()  # half a checkpoint only takes up the space the next one needs
+    except OSError as error:
+        logger.warning("%s could not be cleaned up: %s", checkpoint, error)
     cause = f"{type(failure.error).__name__}: {failure.error} (rank {failure.rank})"
     return None, cause.replace("\n", " ")
 

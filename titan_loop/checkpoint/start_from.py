@@ -8,16 +8,16 @@ and entries that keep their initial values.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from titan_loop.checkpoint.best import named_checkpoint
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import CHECKPOINTS, is_committed, step_folder
+from titan_loop.checkpoint.keep_policy import named_checkpoint
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.model import check_architecture, different_options
 from titan_loop.checkpoint.tensor_table import read_table
 from titan_loop.checkpoint.upcycling import Moments, Upcycling, looped_layers
-from titan_loop.errors import UserError, require_known, seen_from
+from titan_loop.errors import UserError, seen_from
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,11 +41,6 @@ class StartFrom:
     keep_initial: list[str] = field(default_factory=list)
     upcycle: Literal["no", "stacked", "interleaved"] = "no"
     moments: Moments = "scale"
-
-    def check(self) -> None:
-        """Raise `UserError` for unknown values."""
-        require_known("checkpoint.carry.upcycle", self.upcycle, ("no", "stacked", "interleaved"))
-        require_known("checkpoint.carry.moments", self.moments, get_args(Moments))
 
     def upcycling(self, n_layers: int) -> Upcycling | None:
         """Return the upcycling that gives the parent `n_layers` layers; None if there is none."""

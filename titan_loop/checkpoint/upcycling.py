@@ -9,18 +9,18 @@ UPCYCLING.md explains the effect on the model's outputs and the treatment of the
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from titan_loop.checkpoint.manifest import new_content, reference
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
-from titan_loop.errors import UserError, require_known
+from titan_loop.errors import UserError
 
 Mode = Literal["stacked", "interleaved"]
 Moments = Literal["duplicate", "scale", "reset"]
@@ -36,17 +36,13 @@ class Upcycling:
     Attributes:
         n_layers: Layers of the new model. The looped ones are a multiple of the old model's.
         mode: Repeat the whole stack, or put every layer next to its copies.
-        moments: AdamW's and Muon's moments of the copies: as they are, divided by the number of
+        moments: The optimiser's moments of the copies: as they are, divided by the number of
             copies, or zero with a new bias correction. Parameters outside the layers keep theirs.
     """
 
     n_layers: int
     mode: Mode = "stacked"
     moments: Moments = "scale"
-
-    def __post_init__(self) -> None:
-        require_known("upcycling mode", self.mode, get_args(Mode))
-        require_known("upcycling moments", self.moments, get_args(Moments))
 
     def sources(self, architecture: Mapping[str, Any]) -> list[int]:
         """Return each new layer's old one; raise `UserError` unless the loop grows k ≥ 2 times."""
@@ -94,12 +90,18 @@ def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None
     entries: dict[str, Any] = {}
     for key in keys:
         copies = _copies(key, layers)
-        if key in tensors:
-            change = _change(key, upcycling.moments, len(copies))
-            produce = partial(_produce, reader, key, change)
-            entry = LazyTensor(reader.shape(key), reader.dtype(key), produce)
-        else:
-            entry = reader.read_object(key)
+        if key not in tensors:
+            entries.update(dict.fromkeys(copies, reader.read_object(key)))
+            continue
+        shape, produce = reader.shape(key), partial(reader.read, key)
+        # A state that is not a single number, such as a count of steps, averages gradients; a layer
+        # of k copies had the sum of theirs.
+        if len(copies) > 1 and key.startswith(_STATE):
+            if upcycling.moments == "reset":
+                produce = partial(torch.zeros, shape, dtype=reader.dtype(key))
+            elif upcycling.moments == "scale" and len(shape):
+                produce = partial(_shared_out, reader, key, len(copies))
+        entry = LazyTensor(shape, reader.dtype(key), produce)
         entries.update(dict.fromkeys(copies, entry))
     has_moments = any(key.startswith(_STATE) for key in keys)
     upcycled = {
@@ -143,25 +145,5 @@ def _copies(key: str, layers: Sequence[int]) -> list[str]:
     ]
 
 
-def _change(key: str, moments: Moments, copies: int) -> Callable[[Tensor], Tensor] | None:
-    """Return the in-place change of a copied layer's moment; None if the entry stays as it is."""
-    if copies == 1 or not key.startswith(_STATE) or moments == "duplicate":
-        return None
-    if moments == "reset":
-        return torch.zero_
-    field = key.rpartition(".")[2]
-    if field in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-        return partial(Tensor.div_, other=copies)
-    if field != "step":
-        raise UserError(
-            f"upcycling moments=scale knows the moments of AdamW and Muon, not {key}; use "
-            "duplicate or reset"
-        )
-    return None
-
-
-def _produce(
-    reader: CheckpointReader, key: str, change: Callable[[Tensor], Tensor] | None
-) -> Tensor:
-    tensor = reader.read(key)
-    return change(tensor) if change else tensor
+def _shared_out(reader: CheckpointReader, key: str, copies: int) -> Tensor:
+    return reader.read(key).div_(copies)

@@ -1,4 +1,4 @@
-"""`titan-loop checkpoint VERB`: list, check, compare, name, delete and merge checkpoints."""
+"""`titan-loop checkpoint VERB`: list, check, compare, name and merge checkpoints."""
 
 import sys
 from pathlib import Path
@@ -79,22 +79,6 @@ def diff(a: Path, b: Path, *, skip_hashes: bool = False) -> int:
     return EXIT_FOUND if count else EXIT_OK
 
 
-def rm(checkpoints: tuple[Path, ...], *, force: bool = False) -> None:
-    """Delete checkpoints, the commit record of each first.
-
-    Without --force, nothing is deleted if any of them is kept for ever or is the run's newest good
-    checkpoint.
-
-    Args:
-        checkpoints: Folders step-N.
-        force: Also delete kept checkpoints and the newest good one.
-    """
-    from titan_loop.runs.run_checkpoints import delete_checkpoints
-
-    for path in delete_checkpoints(checkpoints, force=force):
-        print(f"Deleted {path}")
-
-
 def tag(checkpoint: Path, name: str, *, remove: bool = False) -> None:
     """Name a checkpoint; it is kept as long as it has a name.
 
@@ -146,6 +130,6 @@ def _size(size_bytes: float) -> str:
     return f"{size_bytes:.4g} TB"
 
 
-VERBS = (ls, verify, diff, rm, tag, merge)
+VERBS = (ls, verify, diff, tag, merge)
 
 run = group("checkpoint", {verb.__name__: verb for verb in VERBS})

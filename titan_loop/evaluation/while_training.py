@@ -15,7 +15,7 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.best import Best
+from titan_loop.checkpoint.keep_policy import Best
 from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.errors import raise_first
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation

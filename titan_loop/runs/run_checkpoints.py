@@ -1,21 +1,13 @@
-"""Finds, verifies and deletes checkpoints by the paths that a user gives."""
+"""Finds and verifies checkpoints by the paths that a user gives."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titan_loop.checkpoint.best import named_checkpoint
-from titan_loop.checkpoint.folders import discard, is_committed
-from titan_loop.checkpoint.keep_policy import KeepPolicy
-from titan_loop.checkpoint.listing import (
-    ListedCheckpoint,
-    list_checkpoints,
-    look_at,
-    why_not_delete,
-)
+from titan_loop.checkpoint.folders import is_committed
+from titan_loop.checkpoint.keep_policy import KeepPolicy, named_checkpoint
+from titan_loop.checkpoint.listing import ListedCheckpoint, list_checkpoints, look_at
 from titan_loop.errors import UserError
-from titan_loop.runs.run_directory import LOCK, RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 
 
@@ -42,29 +34,6 @@ def verified(path: Path) -> list[ListedCheckpoint]:
     if is_committed(path) or any(path.glob("*.distcp")):
         return [look_at(path, hashes=True)]
     return list_checkpoints(checkpoints_folder(path)[0], hashes=True)
-
-
-def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[Path]:
-    """Delete checkpoints, kept ones only with `force`, and yield each that is gone.
-
-    Raises `UserError`, before anything is deleted, if one is kept or a job may be writing it.
-    """
-    with contextlib.ExitStack() as locks:
-        runs = {path: path.absolute().parent.parent for path in checkpoints}
-        unfinished = {run for path, run in runs.items() if not look_at(path).committed}
-        for run in unfinished:
-            if (run / LOCK).exists():
-                # Fails if a job may be writing there now, and keeps new jobs from starting.
-                locks.enter_context(RunDirectory(run).lock())
-        for path, run in runs.items() if not force else ():
-            if reasons := why_not_delete(path, _keep_policy(run)):
-                raise UserError(
-                    f"{path} is kept ({', '.join(reasons)}); nothing was deleted, --force deletes "
-                    "it"
-                )
-        for path in checkpoints:
-            discard(path)
-            yield path
 
 
 def _keep_policy(run: Path) -> KeepPolicy:

@@ -12,10 +12,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from titan_loop.checkpoint.best import named_checkpoint
 from titan_loop.checkpoint.choosing import LookAt, newest_good
 from titan_loop.checkpoint.folders import committed_steps
-from titan_loop.checkpoint.keep_policy import KeepPolicy
+from titan_loop.checkpoint.keep_policy import KeepPolicy, named_checkpoint
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.data.source_card import (
     CARD_NAME,
