@@ -87,6 +87,14 @@ def test_the_commit_record_goes_first(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_a_link_only_the_link_is_deleted(tmp_path):
+    archived = committed(tmp_path / "archive", 2)
+    (tmp_path / "step-2").symlink_to(archived)
+    discard(tmp_path / "step-2")
+    assert not (tmp_path / "step-2").is_symlink()
+    assert committed_steps(archived.parent) == [2]
+
+
 def test_only_folders_named_after_a_step_count(tmp_path):
     names = ("step-3", "damaged-step-4", "step-5-copy", "step-x", "step-006", "step-٩", "step-00")
     for name in names:

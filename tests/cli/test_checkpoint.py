@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import read_tags
-from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.cli import main as cli
@@ -134,42 +131,13 @@ def test_diff(checkpoints, call):
         "manifest step: 2 | 4",
         "manifest trainer.step: 2 | 4",
         "manifest trainer.tokens: 2000 | 4000",
-        "layers.0.b: largest difference 2, relative 0.5",
+        "layers.0.b: largest difference 2",
         "optimizer.param_groups.layers.0.w.lr: 0.25 | 0.125",
-        "optimizer.state.layers.0.w.exp_avg: largest difference 2, relative 0.5",
+        "optimizer.state.layers.0.w.exp_avg: largest difference 2",
         "8 differences, 5 entries in both",
     ]
     same = call("diff", checkpoints.parent, checkpoints / "step-6")
     assert (same.code, same.out) == (0, "0 differences, 5 entries in both\n")
-
-
-def test_rm_refuses_what_is_kept_and_then_deletes_nothing(checkpoints, call):
-    assert [c.step for c in list_checkpoints(checkpoints)] == [2, 4, 6, 8]
-    write_checkpoint(checkpoints / "step-1", entries(1), content(1, stage_end=True))
-    call("tag", checkpoints / "step-2", "paper")
-    for step, reason in (
-        (1, "stage end"),
-        (2, "tag paper"),
-        (4, "every 4"),
-        (6, "it is the newest good one"),
-    ):
-        error = call("rm", checkpoints / "step-8", checkpoints / f"step-{step}").error
-        assert f"step-{step} is kept ({reason}); nothing was deleted" in error
-    assert len(list_checkpoints(checkpoints)) == 5
-    assert call("rm", "--force", checkpoints / "step-6").code == 0
-    # A damaged one is not the newest good one: that is step 4 now.
-    flip = checkpoints / "step-4" / "__0_0.distcp"
-    flip.write_bytes(flip.read_bytes()[:-1])
-    assert "step-2 is kept (tag paper, it is the newest good one)" in (
-        call("rm", checkpoints / "step-2").error
-    )
-
-
-def test_rm_deletes_nothing_but_checkpoints(checkpoints, call, tmp_path):
-    assert "is not a checkpoint" in call("rm", checkpoints).error
-    assert "is not a checkpoint" in call("rm", tmp_path / "step-3").error
-    assert "is not a checkpoint" in call("rm", tmp_path).error
-    assert checkpoints.is_dir()
 
 
 def test_a_copied_or_renamed_folder_is_not_good(checkpoints, call):
@@ -181,40 +149,9 @@ def test_a_copied_or_renamed_folder_is_not_good(checkpoints, call):
         states = [line for line in lines if "manifest.json belongs to step" in line]
         assert ["damaged" in state for state in states] == [True, True]
     assert call("verify", checkpoints / "step-10").code == 1
-    assert "it is the newest good one" in call("rm", checkpoints / "step-6").error
-    assert call("rm", checkpoints / "step-10").code == 0
     found = newest_good(checkpoints)
     assert found is not None
     assert found[0] == 6
-
-
-def test_rm_of_a_link_leaves_its_target_whole(checkpoints, call, tmp_path):
-    archived = tmp_path / "archive" / "step-2"
-    archived.parent.mkdir()
-    (checkpoints / "step-2").rename(archived)
-    (checkpoints / "step-2").symlink_to(archived)
-    assert "step-2: good" in call("verify", checkpoints.parent).out
-    assert call("rm", checkpoints / "step-2").code == 0
-    assert not (checkpoints / "step-2").is_symlink()
-    assert "step-2: good" in call("verify", archived).out
-
-
-def test_rm_leaves_the_save_of_a_live_run_alone(checkpoints, call):
-    program = (
-        "import sys; from titan_loop.runs.run_directory import RunDirectory\n"
-        "lock = RunDirectory(sys.argv[1]).lock(); print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(checkpoints.parent)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        assert "in use by another run" in call("rm", checkpoints / "step-8").error
-        assert call("rm", checkpoints / "step-2").code == 0
-        holder.communicate()
-    assert call("rm", checkpoints / "step-8").code == 0
 
 
 def test_tag(checkpoints, call):

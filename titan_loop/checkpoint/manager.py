@@ -95,8 +95,11 @@ class LoopCheckpointManager(BaseCheckpointManager):
         initial_load_model_only: bool = False
 
         def __post_init__(self) -> None:
-            """Raise `UserError` for unsupported fields of upstream's."""
             BaseCheckpointManager.Config.__post_init__(self)
+            self.check()
+
+        def check(self) -> None:
+            """Raise `UserError` for unsupported fields of upstream's, and a wrong address."""
             unsupported = {
                 "create_seed_checkpoint": "ranks draw the same initial weights by themselves",
                 "initial_load_path": "checkpoint.carry.parent names the checkpoint to start from",
