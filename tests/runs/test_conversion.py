@@ -106,7 +106,8 @@ def test_an_upcycling_that_is_killed_leaves_no_run_and_the_next_one_works(
     assert main(command) == EXIT_OK
     assert {path.name for path in tmp_path.iterdir()} == {"new"}
     (checkpoint,) = list_checkpoints(tmp_path / "new" / "checkpoints", hashes=True)
-    assert checkpoint.committed and not checkpoint.faults
+    assert checkpoint.committed
+    assert not checkpoint.faults
 
 
 def test_mistakes_are_one_line_and_leave_nothing(
