@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.load.splits import load
-from tests.support.tiny import tiny_config
 from titan_loop.cli.main import main
-from titan_loop.data.load.loader import WindowLoader
-from titan_loop.recipes.recipe import Recipe, Stage
 
 
 @pytest.fixture
@@ -38,26 +35,3 @@ def test_a_plan_compares_needed_and_available(mixture, capsys):
     assert loader.demand(32)[0].disk_bytes == size
     assert main(["data", "plan", "depth_demo"]) == 0
     assert capsys.readouterr().out.count("nothing to compare with") == 2
-
-
-def test_every_stage_is_planned_and_the_short_ones_are_named(
-    mixture, tmp_path, monkeypatch, capsys
-):
-    source, *_ = mixture.split("=")
-    stages = []
-    for name, epochs in {"first": 1, "second": None, "third": 2}.items():
-        config = tiny_config(Path(source), tmp_path / name, steps=100)
-        assert isinstance(config.dataloader, WindowLoader.Config)
-        config.dataloader.max_epochs = epochs
-        stages.append(Stage(name=name, config=config))
-    recipe = Recipe(name="three", stages=stages)
-    monkeypatch.setattr("titan_loop.cli.stage_flags.load_recipe", lambda name: recipe)
-    assert main(["data", "plan", "three"]) == 2
-    printed = capsys.readouterr()
-    for name in ("first", "second", "third"):
-        assert f"{name}: 25,600 tokens in 800 windows of 32" in printed.out
-    (line,) = printed.err.splitlines()
-    assert "first: total_tokens needs 800 windows of 32, the mixture has" in line
-    assert "max_epochs=1 times (when_exhausted=stop); raise max_epochs, add" in line
-    assert "; third: total_tokens needs 800 windows" in line
-    assert "second" not in line

@@ -1,7 +1,5 @@
 """Masks against the tokenizer's own view of the whole ChatML text, and through a stored source."""
 
-import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_loop.data.inspect_source import show_source, verify_source
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.prefix import prefix_of
-from titan_loop.data.prepare.tokenize_source import tokenize_source
-from titan_loop.data.shards import TokenShards
 from titan_loop.text.chat_encoding import ChatEncoder
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.conversation import Conversation, Turn, parse_conversation
@@ -32,20 +27,6 @@ CHATS = [
     ],
     [Turn("user", "Do you wait?"), Turn("assistant", "Yes."), Turn("user", "Good.")],
 ]
-
-
-def reference(text: str, path: Path) -> tuple[list[int], list[bool]]:
-    """Tokenise the whole text, control tokens recognised in it, and mark by character offsets."""
-    tokenizer = load_tokenizer(path)
-    encoding = tokenizer.encode(text + EOS)
-    spans = [
-        (match.start(1), match.end(1))
-        for match in re.finditer(
-            r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, flags=re.DOTALL
-        )
-    ]
-    is_target = [any(start <= first < end for start, end in spans) for first, _ in encoding.offsets]
-    return encoding.ids, is_target
 
 
 def encode(path: Path, chats: list[list[Turn]]) -> list[tuple[list[int], list[bool]]]:
@@ -83,6 +64,18 @@ def test_targets_spell_what_the_assistant_says(small_tokenizer):
     check()
 
 
+def test_the_prompt_is_what_a_model_answers_to(small_tokenizer):
+    """An answer that begins with a line break must not merge with the header's."""
+    tokenizer = load_tokenizer(small_tokenizer)
+    chat = [Turn("user", "Hi"), Turn("assistant", "\n\nHello")]
+    ((ids, mask),) = encode(small_tokenizer, [chat])
+    prompt = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").ids
+    assert ids[: len(prompt)] == prompt
+    asked = ChatEncoder(tokenizer, ChatTemplate()).prompt(Conversation((chat[0],)))
+    assert (asked.ids, asked.question_tokens) == (prompt, len(prompt))
+    assert mask.index(True) == len(prompt)
+
+
 @pytest.mark.parametrize("weight", [None, 0])
 def test_the_first_question_is_the_prefix_in_training_and_in_a_prompt(small_tokenizer, weight):
     messages = [turn.message() for turn in CHATS[1]]
@@ -95,30 +88,3 @@ def test_the_first_question_is_the_prefix_in_training_and_in_a_prompt(small_toke
     asked = encoder.prompt(conversation._replace(turns=conversation.turns[:-1]))
     assert int(column.sum()) == asked.question_tokens
     assert (asked.question_tokens == len(asked.ids)) == (weight == 0)  # then it is no answer
-
-
-def test_a_chat_source_stores_masks_beside_tokens(small_tokenizer, tmp_path):
-    records = [{"messages": [turn._asdict() for turn in chat]} for chat in CHATS * 10]
-    for number, record in enumerate(records):
-        record["messages"][0]["content"] += f" {number}"
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    out, options = tmp_path / "out", {"tokenizer": small_tokenizer, "chat": True}
-    card = tokenize_source(path, output=out, held_out_fraction=0.3, **options)
-    assert card.has_loss_mask
-    texts = [render([*parse_conversation(record).turns]) for record in records]
-    expected = {text: reference(text, small_tokenizer) for text in texts}
-    for split in ("train", "held_out"):
-        shards = TokenShards(out, split)
-        ids, ends = shards.read(0, shards.tokens)
-        mask = shards.read_mask(0, shards.tokens)
-        assert card.splits[split].loss_tokens == mask.sum()
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            text = load_tokenizer(small_tokenizer).decode(ids[start : end - 1], False)
-            targets = mask[start:end].astype(bool).tolist()
-            assert expected.pop(text) == (ids[start:end].tolist(), targets)
-    assert not expected
-    assert list(verify_source(out)) == []
-    shown = next(show_source(out))
-    assert re.search(r"<\|im_start\|>assistant\n⟦[^⟦⟧]+<\|im_end\|>⟧\n", shown.text)
-    assert shown.text.count("⟦") == shown.text.count("<|im_start|>assistant")

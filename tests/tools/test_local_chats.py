@@ -8,7 +8,6 @@ import pytest
 from titan_loop.data.demo import local_python
 from titan_loop.data.demo.local_python import document_identity
 from titan_loop.data.demo.local_python import split_of as split_of_document
-from titan_loop.errors import UserError
 from titan_loop.text.conversation import parse_conversation
 from tools.local_chats import LARGEST_CHAT_BYTES, build_local_chats, function_chats
 
@@ -82,8 +81,3 @@ def test_what_the_corpus_holds_out_is_held_out_here(chats: Path):
                 assert split_of[f"{record['source']}/{module}"] == split
                 counts[split] += 1
     assert min(counts.values()) > 5
-
-
-def test_mistakes(tmp_path: Path):
-    with pytest.raises(UserError, match=r"megabytes 0 must be positive"):
-        build_local_chats(tmp_path, megabytes=0)

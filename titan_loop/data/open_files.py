@@ -7,7 +7,6 @@ device's whole read-ahead, and a fault past the end of a truncated file kills th
 import os
 import resource
 import weakref
-from collections import OrderedDict
 from contextlib import suppress
 
 import numpy as np
@@ -22,9 +21,9 @@ _OTHER_FILES = 1024  # left to the rest of the process; as many as most programs
 def open_file_limit() -> int:
     """Raise this process's limit of open files as far as allowed, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = _OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else hard
-    wanted = min(allowed, _OPEN_FILES_WANTED)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    no_limit = resource.RLIM_INFINITY
+    wanted = _OPEN_FILES_WANTED if hard == no_limit else min(hard, _OPEN_FILES_WANTED)
+    if soft == no_limit or soft >= wanted:
         return wanted
     with suppress(OSError, ValueError):  # some containers forbid it
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -41,11 +40,9 @@ class OpenFiles:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        if most is None:
-            allowed = open_file_limit()
-            most = max(allowed - _OTHER_FILES, allowed // 2)
-        self._most = most
-        self._descriptors: OrderedDict[str, int] = OrderedDict()
+        allowed = open_file_limit()
+        self._most = most or max(allowed - _OTHER_FILES, allowed // 2)
+        self._descriptors: dict[str, int] = {}
         # Not __del__: when the interpreter ends, `os` may be gone before this object is.
         weakref.finalize(self, _close_all, self._descriptors)
 
@@ -83,11 +80,11 @@ class OpenFiles:
         if path in self._descriptors:
             return self._descriptors[path]
         if len(self._descriptors) >= self._most:
-            os.close(self._descriptors.popitem(last=False)[1])
+            os.close(self._descriptors.pop(next(iter(self._descriptors))))
         self._descriptors[path] = os.open(path, os.O_RDONLY)
         return self._descriptors[path]
 
 
-def _close_all(descriptors: OrderedDict[str, int]) -> None:
+def _close_all(descriptors: dict[str, int]) -> None:
     while descriptors:
         os.close(descriptors.popitem()[1])

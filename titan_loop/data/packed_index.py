@@ -6,8 +6,6 @@ document, EOS included, unless the document is longer than a window. `prepare/pa
 both files beside the shards.
 """
 
-from pathlib import Path
-
 import numpy as np
 
 from titan_loop.data.shards import TokenShards
@@ -32,15 +30,20 @@ class PackedIndex:
             )
         self.card = packed
         self._shards = shards
-        windows_path, pieces_path = index_paths(shards.folder / shards.name, seq_len)
+        split_too = " --long-documents split" * (packed.split_documents > 0)
         self._fix = (
             f"pack the source again with titan-loop data pack {shards.folder} --seq-len {seq_len}"
+            f"{split_too}"
         )
-        if packed.split_documents:
-            self._fix += " --long-documents split"
-        _require_size(windows_path, packed.windows * WINDOW_END.itemsize, self._fix)
-        _require_size(pieces_path, packed.pieces * PIECE.itemsize, self._fix)
-        self._windows_path, self._pieces_path = str(windows_path), str(pieces_path)
+        paths = index_paths(shards.folder / shards.name, seq_len)
+        sizes = packed.windows * WINDOW_END.itemsize, packed.pieces * PIECE.itemsize
+        for path, expected in zip(paths, sizes, strict=True):
+            found = path.stat().st_size if path.is_file() else "no"
+            if found != expected:
+                raise UserError(
+                    f"packed index {path} has {found} bytes, its card says {expected}: {self._fix}"
+                )
+        self._windows_path, self._pieces_path = map(str, paths)
 
     @property
     def fill(self) -> float:
@@ -68,13 +71,4 @@ class PackedIndex:
     def _damaged(self, window: int) -> UserError:
         return UserError(
             f"packed index {self._pieces_path}: window {window} is damaged; {self._fix}"
-        )
-
-
-def _require_size(path: Path, expected_bytes: int, fix: str) -> None:
-    found_bytes = path.stat().st_size if path.is_file() else None
-    if found_bytes != expected_bytes:
-        raise UserError(
-            f"packed index {path} has {found_bytes or 'no'} bytes, its card says {expected_bytes}: "
-            f"{fix}"
         )

@@ -177,14 +177,8 @@ def test_mistakes(texts, small_tokenizer, tmp_path, monkeypatch, options, messag
     assert not Path("out", CARD_NAME).exists()
 
 
-@pytest.mark.parametrize(
-    ("fraction", "warned"),
-    [
-        (1e-9, "holds out 0 tokens, which score only runs"),
-        (0.1, "tokens, which score only runs with a smaller training.seq_len"),
-    ],
-)
-def test_few_held_out_tokens(texts, small_tokenizer, tmp_path, caplog, fraction, warned):
+@pytest.mark.parametrize("fraction", [1e-9, 0.1])
+def test_few_held_out_tokens(texts, small_tokenizer, tmp_path, caplog, fraction):
     path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
     tokenize_source(path, output=out, tokenizer=small_tokenizer, held_out_fraction=fraction)
-    assert warned in caplog.text
+    assert "tokens, too few to score runs with as large a training.seq_len" in caplog.text

@@ -117,7 +117,8 @@ _FORGETFUL = (
     "{% for m in messages %}[{{ m.role }}] {% if loop.last or m.role == 'user' %}{{ m.content }}"
     "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-_REFUSING = "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + _BRACKETS
+_GPT = ("gpt", "2")
+_PARTS = [{"type": "reasoning", "value": "Add."}, {"type": "tool_call", "value": _JSON_CALL}]
 
 FAULTY: list[tuple[dict[str, Any], str]] = [
     ({"body": "1+1?", "reply": "2"}, r"no messages, .* \(fields: body, reply\); --messages-key"),
@@ -197,23 +198,6 @@ ROWS: Rows = {
         dropped={"rejected": 4},
     ),
     # Chats: messages and targets
-    "parts of calls": _chat(
-        [
-            {
-                "chosen_messages": [
-                    _user([{"type": "text", "value": "1+1?"}]),
-                    _says(
-                        [
-                            {"type": "reasoning", "value": "Add."},
-                            {"type": "tool_call", "value": _JSON_CALL},
-                        ]
-                    ),
-                ],
-                "rejected_messages": [],
-            }
-        ],
-        _asked(_THOUGHT + _CALL),
-    ),
     "tool_calls": _chat(
         _messages(
             _SYSTEM,
@@ -222,26 +206,22 @@ ROWS: Rows = {
         ),
         _chatml(("system", f"Count.\n\n{_TOOLS}")) + _WITH_CALL,
     ),
-    "calls as strings": _chat(
-        _messages(*_calling(content=None, tool_calls=[_called('{"a": 1}')]))
-        + _messages(*_calling(function_call={"name": "add", "arguments": '{"a": 1}'})),
-        *[_WITH_CALL] * 2,
-    ),
-    "calls and words": _chat(
-        _messages(_user(), _says(tool_calls=[_called({"a": 1})] * 2)),
-        _asked(f"2\n{_CALL}\n{_CALL}"),
-    ),
-    "ShareGPT's calls": _chat(
+    "calls": _chat(
         [
-            _sharegpt(
-                ("human", "1+1?"),
-                ("function_call", _JSON_CALL),
-                ("observation", answer),
-                ("gpt", "2"),
-            )
-            for answer in ("2", "<tool_response>\n2\n</tool_response>")
+            *_messages(*_calling(content=None, tool_calls=[_called('{"a": 1}')])),
+            *_messages(*_calling(function_call={"name": "add", "arguments": '{"a": 1}'})),
+            *(
+                _sharegpt(
+                    ("human", "1+1?"), ("function_call", _JSON_CALL), ("observation", told), _GPT
+                )
+                for told in ("2", "<tool_response>\n2\n</tool_response>")
+            ),
+            *_messages(_user(), _says(tool_calls=[_called({"a": 1})] * 2)),
+            {"chosen_messages": [_user(), _says(_PARTS)], "rejected_messages": []},
         ],
-        *[_WITH_CALL] * 2,
+        *[_WITH_CALL] * 4,
+        _asked(f"2\n{_CALL}\n{_CALL}"),
+        _asked(_THOUGHT + _CALL),
     ),
     "reasoning": _chat(
         _messages(_user(), _says(reasoning_content="Add."))

@@ -28,7 +28,7 @@ from titan_loop.text.conversation import parse_conversation
 ROWS: Rows = {**files.ROWS, **records.ROWS, **chats.ROWS, **tokenizers.ROWS}
 PAGE = Path(titan_loop.data.__file__).with_name("SHAPES.md")
 END = "<|endoftext|>"
-SMALL = "score only runs with a smaller training.seq_len"  # of every held-out split here
+SMALL = "too few to score runs with as large a training.seq_len"  # of every held-out split here
 
 
 def documents_of(batch: dict[str, torch.Tensor], labels: torch.Tensor) -> list[tuple[Any, Any]]:

@@ -6,11 +6,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from titan_loop.errors import UserError, nearest
 
-T = TypeVar("T", bound="Comparison")
 Executor = Literal["local", "slurm"]
 
 QUALITY_FILTERS = {
@@ -103,31 +102,32 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
         raise UserError(f"config {path} cannot be read ({error.strerror})") from error
     except ValueError as error:  # also tomllib.TOMLDecodeError and UnicodeDecodeError
         raise UserError(f"config {path} is not TOML ({error})") from error
+    called = f"config {path}: "
     tables: dict[str, Any] = {"quality": {}, "minhash": {}, "decontaminate": {}, "slurm": {}}
-    _check(path, "", raw, {"language": "", **tables})
+    _check(called, raw, {"language": "", **tables})
     quality = raw.get("quality", {})
-    _check(path, "quality.", quality, {name: {} for name in QUALITY_FILTERS})
+    _check(f"{called}quality.", quality, {name: {} for name in QUALITY_FILTERS})
     for name, options in quality.items():
-        parameters = inspect.signature(quality_filter(name)).parameters.items()
+        parameters = inspect.signature(quality_filter(name)).parameters.values()
         ours = ("exclusion_writer", "language")
-        known = {option: each.default for option, each in parameters if option not in ours}
-        _check(path, f"quality.{name}.", options, known)
+        known = {each.name: each.default for each in parameters if each.name not in ours}
+        _check(f"{called}quality.{name}.", options, known)
     for name, kind in (("minhash", Minhash), ("decontaminate", Decontamination)):
         if name in raw:
-            raw[name] = _read_table(path, name, raw[name], kind)
+            _check(f"{called}{name}.", raw[name], asdict(kind()), least=1)
+            raw[name] = kind(**raw[name])
     config = PrepareConfig(**raw)
-    if (index := config.decontaminate) is not None and not (
-        index.tasks and all(isinstance(name, str) for name in index.tasks)
-    ):
-        raise UserError(f"config {path}: decontaminate.tasks={index.tasks} must be a list of names")
+    index = config.decontaminate
+    if index is not None and not (index.tasks and all(isinstance(n, str) for n in index.tasks)):
+        raise UserError(f"{called}decontaminate.tasks={index.tasks} must be a list of names")
     if config.cleaning():
         from datatrove.utils.word_tokenizers import load_tokenizer_assignments
 
         languages = load_tokenizer_assignments()
         if config.language not in languages:
             raise UserError(
-                f"config {path}: language = {config.language!r} is not a language that datatrove "
-                f"splits into words{nearest(config.language, languages)}"
+                f"{called}language = {config.language!r} is not a language that datatrove splits "
+                f"into words{nearest(config.language, languages)}"
             )
     return config
 
@@ -138,27 +138,22 @@ def quality_filter(name: str) -> type:
     return getattr(importlib.import_module(f"datatrove.pipeline.filters.{module}"), class_name)
 
 
-def _read_table(path: str | Path, name: str, table: Mapping[str, Any], kind: type[T]) -> T:
-    """Return a table as a dataclass, whose whole numbers must all be positive."""
-    defaults = asdict(kind())
-    _check(path, f"{name}.", table, defaults)
-    for key, value in table.items():
-        if type(defaults[key]) is int and (type(value) is not int or value < 1):
-            raise UserError(
-                f"config {path}: {name}.{key} = {value!r} must be a positive whole number"
-            )
-    return kind(**table)
+_KINDS: dict[type, str] = {
+    **{bool: "true or false", int: "a number", float: "a number", str: "a string"},
+    **{dict: "a table", list: "a list", tuple: "a list"},
+}
 
 
 def _check(
-    path: str | Path, prefix: str, table: Mapping[str, Any], defaults: Mapping[str, Any]
+    called: str, table: Mapping[str, Any], defaults: Mapping[str, Any], least: int | None = None
 ) -> None:
-    """Refuse unknown names, and values of another kind than the default; None allows any."""
-    kinds: dict[type, str] = {bool: "true or false", int: "a number", float: "a number"}
-    kinds |= {str: "a string", dict: "a table", list: "a list", tuple: "a list"}
+    """Refuse unknown names, values of another kind than the default, and small whole numbers."""
     for name, value in table.items():
         if name not in defaults:
-            raise UserError(f"config {path}: unknown name {prefix}{name}{nearest(name, defaults)}")
-        kind = kinds.get(type(defaults[name]))
-        if kind is not None and kinds.get(type(value)) != kind:
-            raise UserError(f"config {path}: {prefix}{name} = {value!r} must be {kind}")
+            prefix, own = called.rsplit(" ", 1)
+            raise UserError(f"{prefix} unknown name {own}{name}{nearest(name, defaults)}")
+        kind = _KINDS.get(type(defaults[name]))
+        if kind is not None and _KINDS.get(type(value)) != kind:
+            raise UserError(f"{called}{name} = {value!r} must be {kind}")
+        if least is not None and type(value) is int and value < least:
+            raise UserError(f"{called}{name} = {value!r} must be a positive whole number")

@@ -90,7 +90,7 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
         )
     if "held_out" in splits and (held_out := splits["held_out"].tokens) < _SHORT_WINDOW:
         logger.warning(
-            f"{output} holds out {held_out} tokens, which score only runs with a smaller "
+            f"{output} holds out {held_out} tokens, too few to score runs with as large a "
             "training.seq_len: raise --held-out-fraction, or give --held-out-inputs"
         )
     if preparation.documents.held_out_files:  # otherwise equal texts are on the same side
