@@ -2,17 +2,13 @@
 
 import os
 import socket
-import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-import titan_loop.ranks
 from tests.support.multiprocess import free_port, preloaded_context
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.ranks import (
@@ -22,7 +18,6 @@ from titan_loop.ranks import (
     from_rank_zero,
     meeting,
     on_rank_zero,
-    once_per_node,
     try_on_all,
 )
 from titan_loop.runs.run_directory import RunDirectory
@@ -148,34 +143,8 @@ def launched(call: Callable[..., None], arguments: list[tuple[Any, ...]]) -> lis
             rank.join()
 
 
-def work_per_node(queue: Any, rank: int, world: int, port: int, folder: Path) -> None:
-    meet(rank, world, port)
-    titan_loop.ranks._LONGEST_LOOK = timedelta(seconds=0.5)
-    titan_loop.ranks._LOOK_SECONDS = 0.01
-
-    def work() -> None:
-        if rank == 2:  # as long as it takes until the node of rank 0 is done
-            while not (folder / "0").exists():
-                pass
-            time.sleep(1.0)  # longer than any wait for rank 0's decision
-        (folder / str(rank)).touch()
-
-    once_per_node(work)
-    found = sorted(path.name for path in folder.iterdir())
-    found.append(said(lambda: once_per_node(refuse)))
-    queue.put((rank, found))
-    threading.Event().wait()  # nobody leaves before all have heard
-
-
 def refuse() -> None:
     raise UserError("x=1 is wrong")
-
-
-@pytest.mark.multiprocess
-def test_one_rank_of_every_node_works_and_all_wait_without_a_limit(tmp_path):
-    """Two nodes of two ranks; the second node takes longer than a wait for a decision may."""
-    found = launched(work_per_node, [(tmp_path,)] * 4)
-    assert found == [["0", "2", "UserError: x=1 is wrong"]] * 4
 
 
 def decide(queue: Any, rank: int, world: int, port: int, view: str) -> None:

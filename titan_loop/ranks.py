@@ -8,7 +8,6 @@ exception of the rank that failed. A group of None is this process alone.
 import logging
 import os
 import pickle
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -107,33 +106,6 @@ def decided_by_rank_zero(look: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return found
-
-
-def once_per_node(work: Callable[[], object]) -> None:
-    """Call `work` on one rank per node, without a timeout, while all other ranks wait.
-
-    Call it before the ranks have a group, whose collectives time out. Every rank raises the
-    exception of a rank that fails.
-    """
-    import torch.distributed as dist
-
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1 or dist.is_initialized():
-        if first:
-            work()
-        return
-    store, done, failed = _launchers_store(), _next_key("done"), _next_key("failed")
-    if first:
-        _, error = _outcome(work)
-        if error is not None:
-            store.set(failed, pickle.dumps(_portable(error, int(os.environ["RANK"]))))
-            raise error
-    store.add(done, 1)
-    while store.add(done, 0) < world_size:
-        if store.check([failed]):
-            raise pickle.loads(store.get(failed))
-        time.sleep(_LOOK_SECONDS)
 
 
 def on_rank_zero(group: "dist.ProcessGroup | None", act: Callable[[], T]) -> T | None:

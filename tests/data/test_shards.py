@@ -76,6 +76,7 @@ def test_an_edited_card_is_refused(source):
         ({"bos_id": 300}, "bos_id 300 is outside its vocabulary of 300"),
         ({"splits": ["train"]}, "is unreadable"),
         ({"max_token_id": "9"}, r"is unreadable \(max_token_id='9'\)"),
+        ({"file": "../../../x"}, r"source.json names the file .* do not use this data"),
         ({"vocab_size": 11}, "token id 11 is outside its vocabulary of 11"),
         (b"{", r"source\.json is damaged .*; prepare it again"),
         (b"[]", r"source\.json is damaged .*; prepare it again"),
@@ -84,8 +85,9 @@ def test_an_edited_card_is_refused(source):
 )
 def test_unreadable_or_newer_card(source, changes, message):
     def edit(card: dict) -> None:
-        of_split = isinstance(changes, dict) and "max_token_id" in changes
-        (card["splits"]["train"] if of_split else card).update(changes)
+        split = card["splits"]["train"]
+        place = {"max_token_id": split, "file": split["shards"][0]}.get(next(iter(changes)), card)
+        place.update(changes)
 
     if isinstance(changes, bytes):
         (source / CARD_NAME).write_bytes(changes)

@@ -10,14 +10,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titan_loop.data.remote_source import copy_if_remote
 from titan_loop.errors import UserError, seen_from
 from titan_loop.storage.file_names import require_file_name
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import json_sha256, read_json_object, write_json
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.text_format import TextFormat
-from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -162,21 +160,10 @@ class SourceCard:
                 sizes[name + BYTES_SUFFIX] = shard.tokens * _TOKEN_BYTES_SIZE
         return sizes
 
-    def files(self) -> list[str]:
-        """Return the names of the source's files without its card; `UserError` for unsafe names."""
-        names = [TOKENIZER_NAME]
-        for split, contents in self.splits.items():
-            require_file_name(split, CARD_NAME)
-            names += self.shard_files(split)
-            for packed in contents.packed:
-                names += map(str, index_paths(Path(split), packed.seq_len))
-        return names
-
     @classmethod
     def read(cls, folder: Path) -> "SourceCard":
         """Read the card of a prepared source; raise `UserError` if it is missing or damaged."""
         path = folder / CARD_NAME
-        copy_if_remote(folder, CARD_NAME, lambda card: cls._parse(card).files())
         if not folder.is_dir():
             raise UserError(
                 f"source {folder} is not a folder{seen_from(folder)}: prepare it with titan-loop "
@@ -217,7 +204,9 @@ class SourceCard:
                     f"source card {path}: {name} {value} is outside its vocabulary of "
                     f"{card.vocab_size}: {fix}"
                 )
-        card.files()  # refuses names that lead out of the folder
+        for split in card.splits:  # refuses names that lead out of the folder
+            require_file_name(split, CARD_NAME)
+            card.shard_files(split)
         return card
 
 

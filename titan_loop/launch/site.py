@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_loop.data.remote_source import CACHE_VARIABLE
 from titan_loop.errors import UserError, nearest
 
 DEFAULT_SITE = Path("slurm/site.sh")
@@ -25,7 +24,6 @@ _VARIABLES = {
     "TITAN_LOOP_SRUN_FLAGS",
     "TITAN_LOOP_NETWORK_INTERFACE",
     "TITAN_LOOP_RENDEZVOUS_HOST",
-    CACHE_VARIABLE,
 }
 
 

@@ -4,8 +4,6 @@ Rewinds and remote copies are taken up first, since they decide which checkpoint
 comes the question whether it can be resumed, and last the facts that only the log needs.
 """
 
-from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,11 +17,7 @@ from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.remote import fetch_if_needed
 from titan_loop.checkpoint.rewinds import read_rewinds, take_up_rewinds
 from titan_loop.checkpoint.start_from import check_moments, check_parent, has_moments
-from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.load.mixture import copy_remote_sources
-from titan_loop.data.remote_source import is_remote
 from titan_loop.errors import UserError, raise_first
-from titan_loop.ranks import once_per_node
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.room import wait_for_room
 from titan_loop.training.chosen_model import Newest
@@ -88,15 +82,6 @@ def copy_last_checkpoint(config: RunConfig) -> None:
         copies = config.checkpoint.uploader(remote)
         copies.catch_up(RunDirectory(config.dump_folder).checkpoints)
         copies.close()
-
-
-def copy_sources(configs: Sequence[RunConfig]) -> None:
-    """Copy sources in object stores to every node's cache; call on all ranks before they meet."""
-    loaders = [config.dataloader for config in configs]
-    mixtures = [load.mixture for load in loaders if isinstance(load, WindowLoader.Config)]
-    entries = dict.fromkeys(chain.from_iterable(mixtures))
-    if any(map(is_remote, entries)):
-        once_per_node(lambda: copy_remote_sources(entries))
 
 
 def _checkpoint_bytes(config: RunConfig, newest: Newest) -> int:

@@ -32,7 +32,6 @@ from titan_loop.ranks import all_ranks, decided_by_rank_zero, from_rank_zero, wa
 from titan_loop.recipes.on_disk import (
     Found,
     check_resumable,
-    copy_sources,
     fetch_checkpoints,
     find,
 )
@@ -86,8 +85,6 @@ def run_recipe(
     # On every rank, since a node may lack the mount, or have it read-only.
     for place in dict.fromkeys([root, *(Path(stage.config.dump_folder) for stage in stages)]):
         require_writable(place, f"dump_folder={place}")
-    # Before ranks meet: a download may take longer than any collective waits.
-    copy_sources([stage.config for stage in stages])
 
     def look() -> dict[str, tuple[int, Trainable]]:
         wait_for_room(root, 0)  # a checkpoint that is fetched needs some

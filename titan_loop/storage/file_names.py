@@ -30,19 +30,6 @@ def require_file_name(name: object, named_in: str | Path) -> str:
     return str(name)
 
 
-def path_below(folder: Path, name: str, named_in: str | Path) -> Path:
-    """Return the path of a file at or below a folder; `name` has parts separated by "/".
-
-    Raises `UserError` if a part is not the name of a file, or a link leads out of the folder.
-    """
-    for part in name.split("/"):
-        require_file_name(part, named_in)
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{path} is a link out of {folder}; delete the link")
-    return path
-
-
 def require_local(path: str | Path, name: str) -> None:
     """Raise `UserError` if `path`, the value of `name`, is an address in an object store."""
     if _URL.match(str(path)):

@@ -42,8 +42,7 @@ def test_every_prefix_is_within_the_stated_bound(shares):
         (["a=1:max_epochs=0"], "max_epochs=0 must be at least 1"),
         (["a=1:max_epochs=two"], "max_epochs=two must be at least 1"),
         (["a=1:pakced"], r"'a=1:pakced' is not PATH=WEIGHT\[:packed\]"),
-        (["s4://bucket/a=1"], "dataloader.mixture=s4://bucket/a is not a remote folder"),
-        (["memory://bucket/..=1"], "dataloader.mixture names the file '..'"),
+        (["s3://bucket/a=1"], "dataloader.mixture: s3://bucket/a is in an object store"),
     ],
 )
 def test_mistakes_name_field_and_value(entries, message):

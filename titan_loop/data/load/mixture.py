@@ -7,16 +7,14 @@ resuming at window 10**12 replays nothing.
 import heapq
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from titan_loop.data.remote_source import is_remote, local_folder
-from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
+from titan_loop.storage.file_names import require_local
 
 PERIOD_WINDOWS = 10_000  # four decimal places of a weight are exact
 
@@ -28,7 +26,7 @@ class MixtureEntry:
     """One source of a mixture.
 
     Attributes:
-        path: Folder of a prepared source, or of the local copy of one in an object store.
+        path: Folder of a prepared source.
         packed: Whether to read the packed index (whole documents, padded) instead of fixed cuts.
         max_epochs: Number of times it may be read; None leaves that to `dataloader.max_epochs`.
     """
@@ -60,13 +58,6 @@ def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
     return tuple(mixture)
 
 
-def copy_remote_sources(entries: Iterable[str]) -> None:
-    """Copy the sources of mixtures that are in object stores to this machine's cache."""
-    for entry in entries:
-        if is_remote(entry):
-            SourceCard.read(Path(_parse_entry(entry).path))
-
-
 def _parse_entry(text: str) -> MixtureEntry:
     rest, packed, max_epochs = text, False, None
     while True:  # options stand at the end; a path may contain their separators
@@ -90,7 +81,7 @@ def _parse_entry(text: str) -> MixtureEntry:
             f"dataloader.mixture: {text!r} is not PATH=WEIGHT[:packed][:max_epochs=N] with a "
             "finite weight >= 0"
         )
-    path = local_folder(path) if is_remote(path) else path
+    require_local(path, "dataloader.mixture:")
     return MixtureEntry(path=path, weight=weight, packed=packed, max_epochs=max_epochs)
 
 
