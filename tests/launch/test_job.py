@@ -1,26 +1,22 @@
-"""What follows the end of a job's step, and the clock of its steps; needs no scheduler."""
+"""What follows the end of a job's step, and the limits of its steps; needs no scheduler."""
 
-import math
 import os
 import signal
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from titan_loop.errors import EXIT_CRASH, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
 from titan_loop.launch import job
-from titan_loop.launch.health import NodeCheck
 from titan_loop.launch.job import final_code, lone_node
+from titan_loop.launch.node_check import NodeCheck
 from titan_loop.launch.record import Restarts, read_restarts, write_restarts
 from titan_loop.launch.scheduler import Allocation, JobStatus, Scheduler
 from titan_loop.launch.site import Site
 from titan_loop.runs.exit_reports import RankExit
-from titan_loop.training.stop_request import GRACE_VARIABLE
 
 ALLOCATION = Allocation(
     job="123", restarts=1, nodes=("n1", "n2"), ranks_per_node=2, gpus_per_node=0
@@ -64,56 +60,14 @@ def test_a_mistake_of_one_node_without_rank_zero_is_the_nodes(mistaken, lone):
     assert final_code(143, [*exits, RankExit(8, "n8", 3)]) == (3 if lone else 2)
 
 
-class Check:
-    """A process, and the clock of its job: it starts after 500 s and takes 100 s from then on."""
-
-    def __init__(self, starts: bool) -> None:
-        self.now, self.starts, self.killed = 0.0, starts, False
-
-    def __call__(self, *args: object, **options: object) -> "Check":  # as Popen
-        return self
-
-    def __enter__(self) -> "Check":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def there(self) -> bool:
-        return self.starts and self.now >= 500
-
-    def poll(self) -> int | None:
-        return 0 if self.starts and self.now >= 600 else None
-
-    def wait(self, limit: float | None = None) -> int:
-        if self.killed:
-            return -9
-        end = 600.0 if self.starts else math.inf
-        if limit is not None and self.now + limit < end:
-            self.now += limit
-            raise subprocess.TimeoutExpired("check", limit)
-        self.now = end
-        return 0
-
-    def kill(self) -> None:
-        self.killed = True
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 class Standing:
-    """A scheduler that records its calls."""
+    """A scheduler that records its calls; its steps end with `code`."""
 
     def __init__(self) -> None:
-        self.where, self.now = ALLOCATION, "RUNNING"
+        self.where, self.now, self.code = ALLOCATION, "RUNNING", 1
+        self.steps: list[str] = []
         self.excluded: list[Sequence[str]] = []
-        self.waits: list[int] = []
         self.killed: list[str] = []
-        self.handled: list[int] = []
 
     def allocation(self, environment: Mapping[str, str]) -> Allocation:
         return self.where
@@ -124,83 +78,69 @@ class Standing:
     def step(
         self, where: Allocation, site: Site, command: Sequence[str], *, wait: int
     ) -> list[str]:
-        self.waits.append(wait)
-        return [*command]
+        self.steps.append(command[0])
+        return ["sh", "-c", f"exit {self.code}"]
 
     def end_steps(self, job: str) -> None:
         self.killed.append(job)
 
     def start_again(self, job: str, *, exclude: Sequence[str]) -> str:
-        assert signal.SIGTERM in self.handled[2:], "SLURM's SIGTERM would end this process"
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # SLURM's comes at once
         self.excluded.append(exclude)
         return "requeued"
 
 
-@pytest.mark.parametrize(("starts", "code"), [(True, 0), (False, 137)])
-def test_the_clock_of_a_check_starts_with_its_last_rank(monkeypatch, tmp_path, starts, code):
-    """Importing torch on every node may take longer than the check itself."""
-    check, scheduler = Check(starts), Standing()
-    monkeypatch.setattr(job, "time", check)
-    monkeypatch.setattr(job.subprocess, "Popen", check)
-    monkeypatch.setattr(job.signal, "signal", lambda number, handler: None)  # of this process
-    what = job.Job(train=(), folder=tmp_path, stage=None, save_seconds=1, check=None)
-    with job._Steps(what, ALLOCATION, cast(Scheduler, scheduler)) as steps:
-        assert steps.run(["check"], os.environ, limit=400, started=check.there) == code
-    assert scheduler.killed == ([] if starts else ["123"])
-    assert check.now == pytest.approx(600 if starts else 900, abs=1)
-
-
-class Start:
-    """One start of a job on two nodes, whose step ends as a test says."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.check, self.scheduler = folder, False, Standing()
-        self.code, self.exits = 1, []
-        self.checkpoints: list[dict[str, int]] = [{}, {}]
-        self.bad: dict[str, str] = {}
-        self.others: list[str] = []
-        self.warned = False
-        self.steps: list[Sequence[str]] = []
-        self.settings: list[dict[str, Any]] = []
-
-        def run(steps, command, environment, limit=None, started=None):
-            steps.warned = self.warned
-            self.steps.append(command)
-            self.settings.append({**environment, "limit": limit, "started": started})
-            return self.code
-
-        seen = iter(range(2))
-        monkeypatch.setattr(job._Steps, "run", run)
-        monkeypatch.setattr(job, "read_exits", lambda reports: self.exits)
-        monkeypatch.setattr(job, "bad_nodes", lambda reports, where: (self.bad, self.others))
-        monkeypatch.setattr(
-            job, "newest_checkpoints", lambda folder, stage: self.checkpoints[next(seen)]
-        )
-        monkeypatch.setattr(
-            job.signal, "signal", lambda number, handler: self.scheduler.handled.append(number)
-        )
-
-    def run(self) -> int:
-        check = NodeCheck() if self.check else None
-        one = job.Job(
-            train=("ouro",), folder=self.folder, stage="1a", save_seconds=100, check=check
-        )
-        return job.run_job(one, cast(Scheduler, self.scheduler), {})
-
-
 @pytest.fixture
-def start(tmp_path, monkeypatch) -> Start:
-    return Start(tmp_path, monkeypatch)
+def scheduler(monkeypatch) -> Iterator[Standing]:
+    """A scheduler; the signals of this process are its own again after the test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    monkeypatch.setattr(job, "_POLL_SECONDS", 0.01)
+    yield Standing()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def test_a_step_that_ends_well_is_the_end(start):
-    start.code = 0
-    assert start.run() == EXIT_OK
-    assert not start.scheduler.excluded
-    (command,), (settings,) = start.steps, start.settings
-    assert command == ["train", "ouro", "--stage", "1a", "--dump-folder", str(start.folder)]
-    assert float(settings[GRACE_VARIABLE]) == 80
-    assert start.scheduler.waits == [40]
+def one_job(folder: Path, check: NodeCheck | None = None, save_seconds: float = 100) -> job.Job:
+    return job.Job(
+        train=("ouro",), folder=folder, stage="1a", save_seconds=int(save_seconds), check=check
+    )
+
+
+@pytest.mark.parametrize(
+    ("starts", "seconds", "code"), [(False, 60, 137), (True, 60, 137), (True, 0, 0)]
+)
+def test_a_check_must_start_and_then_end_in_time(
+    scheduler, monkeypatch, tmp_path, starts, seconds, code
+):
+    """Importing torch on every node may take longer than the check itself."""
+    monkeypatch.setattr(job, "_START_SECONDS", 60 if starts else 0.2)
+    with job._Steps(one_job(tmp_path), ALLOCATION, cast(Scheduler, scheduler)) as steps:
+        command = ["sleep", str(seconds)]
+        limit = 0.2 if seconds else 60.0
+        assert steps.run(command, os.environ, limit=limit, started=lambda: starts) == code
+    assert scheduler.killed == ([] if code == 0 else ["123"])
+
+
+def test_a_warning_is_passed_on_and_then_the_ranks_are_killed(scheduler, monkeypatch, tmp_path):
+    monkeypatch.setattr(job, "STEP_SHARE", 0.2)
+    one = one_job(tmp_path, save_seconds=1)
+    with job._Steps(one, ALLOCATION, cast(Scheduler, scheduler)) as steps:
+
+        def warn() -> bool:
+            if (tmp_path / "deaf").exists() and not steps.warned:
+                signal.raise_signal(signal.SIGUSR1)
+            return steps.warned
+
+        deaf = ["sh", "-c", f"trap '' USR1; touch {tmp_path}/deaf; exec sleep 60"]
+        code = steps.run(deaf, os.environ, limit=60.0, started=warn)
+        assert code == 128 + signal.SIGKILL
+        # A step that begins after the warning is told, too.
+        assert steps.run(["sleep", "60"], os.environ) == 128 + signal.SIGUSR1
+    assert scheduler.killed == ["123"]
+
+
+def run(scheduler: Standing, folder: Path, check: NodeCheck | None = None) -> int:
+    return job.run_job(one_job(folder, check), cast(Scheduler, scheduler), {})
 
 
 @pytest.mark.parametrize(
@@ -212,81 +152,43 @@ def test_a_step_that_ends_well_is_the_end(start):
         ("RUNNING", 1, [RankExit(1, "n1", EXIT_USER_ERROR)], EXIT_USER_ERROR, []),
     ],
 )
-def test_any_other_end_starts_the_job_again_while_it_runs(
-    start, state, nodes, exits, code, excluded
+def test_a_job_starts_again_while_it_runs(
+    scheduler, tmp_path, monkeypatch, state, nodes, exits, code, excluded
 ):
-    start.scheduler.now, start.exits = state, exits
-    start.scheduler.where = replace(ALLOCATION, nodes=ALLOCATION.nodes[:nodes])
-    assert start.run() == code
-    assert start.scheduler.excluded == excluded
-    assert [*read_restarts(start.folder, "1a").bad_nodes] == [n for part in excluded for n in part]
+    monkeypatch.setattr(job, "read_exits", lambda reports: exits)
+    scheduler.now, scheduler.where = state, replace(ALLOCATION, nodes=ALLOCATION.nodes[:nodes])
+    assert run(scheduler, tmp_path) == code
+    assert scheduler.excluded == excluded
+    assert [*read_restarts(tmp_path, "1a").bad_nodes] == [n for part in excluded for n in part]
 
 
 @pytest.mark.parametrize(
-    ("before", "restarts", "checkpoints", "code", "steps"),
-    [
-        (0, 1, [{}, {}], EXIT_STOPPED, 1),
-        (1, 1, [{}, {}], EXIT_CRASH, 1),
-        (2, 1, [{}, {}], EXIT_CRASH, 0),
-        (1, 1, [{}, {"1a": 5}], EXIT_STOPPED, 1),
-        (2, 1, [{"1a": 5}, {"1a": 5}], EXIT_STOPPED, 1),
-        (2, 0, [{}, {}], EXIT_STOPPED, 1),  # submitted anew
-    ],
+    ("before", "restarts", "code", "steps"),
+    [(1, 1, EXIT_CRASH, 1), (2, 1, EXIT_CRASH, 0), (2, 0, EXIT_STOPPED, 1)],  # submitted anew
 )
 def test_three_starts_without_a_checkpoint_are_the_end(
-    start, before, restarts, checkpoints, code, steps
+    scheduler, tmp_path, before, restarts, code, steps
 ):
-    write_restarts(start.folder, "1a", Restarts(fruitless=before))
-    start.scheduler.where = replace(ALLOCATION, restarts=restarts)
-    start.checkpoints = checkpoints
-    assert start.run() == code
-    assert len(start.steps) == steps
+    write_restarts(tmp_path, "1a", Restarts(fruitless=before))
+    scheduler.where = replace(ALLOCATION, restarts=restarts)
+    assert run(scheduler, tmp_path) == code
+    assert len(scheduler.steps) == steps
 
 
 @pytest.mark.parametrize(
-    ("bad", "others", "warned", "code", "excluded", "steps"),
+    ("bad", "others", "code", "excluded"),
     [
-        ({}, [], False, EXIT_OK, [], 2),
-        ({"n2": "full"}, ["slow"], False, EXIT_STOPPED, [("n2",)], 1),
-        ({}, ["slow"], False, EXIT_CRASH, [], 1),
-        ({"n1": "full", "n2": "full"}, [], False, EXIT_CRASH, [], 1),
-        ({"n2": "full"}, [], True, EXIT_STOPPED, [()], 1),  # the time limit came first
+        ({}, [], EXIT_OK, []),
+        ({"n2": "full"}, ["slow"], EXIT_STOPPED, [("n2",)]),
+        ({}, ["slow"], EXIT_CRASH, []),
+        ({"n1": "full", "n2": "full"}, [], EXIT_CRASH, []),
     ],
 )
-def test_nodes_are_checked_before_training(start, bad, others, warned, code, excluded, steps):
-    start.check, start.code, start.warned = True, 0, warned
-    start.bad, start.others = bad, others
-    assert start.run() == code
-    assert start.scheduler.excluded == excluded
-    assert len(start.steps) == steps
-    settings = start.settings[0]
-    assert (settings["limit"], start.scheduler.waits[0]) == (300, 60)
-    reports = start.folder / "slurm" / "check-123-1"
-    reports.mkdir(parents=True)
-    for rank in range(4):
-        assert not settings["started"]()
-        (reports / f"rank-{rank}.json").touch()
-    assert settings["started"]()
-
-
-def test_a_warning_is_passed_on_once_and_then_the_ranks_are_killed(monkeypatch, tmp_path):
-    timers: list[Any] = []
-
-    def timer(seconds: float, kill: Any) -> Any:
-        timers.append(SimpleNamespace(seconds=seconds, kill=kill, cancelled=False))
-        timers[-1].start = lambda: None
-        timers[-1].cancel = lambda: setattr(timers[-1], "cancelled", True)
-        return timers[-1]
-
-    handlers: dict[int, Any] = {}
-    monkeypatch.setattr(job.threading, "Timer", timer)
-    monkeypatch.setattr(job.signal, "signal", handlers.__setitem__)
-    one = job.Job(train=(), folder=tmp_path, stage=None, save_seconds=100, check=None)
-    with job._Steps(one, ALLOCATION, cast(Scheduler, Standing())) as steps:
-        for _ in range(2):
-            handlers[signal.SIGUSR1](signal.SIGUSR1, None)
-        assert steps.warned
-        assert [each.seconds for each in timers] == [90]
-        # A step that begins after the warning is told, too.
-        assert steps.run(["sleep", "60"], os.environ) == 128 + signal.SIGUSR1
-    assert timers[0].cancelled
+def test_nodes_are_checked_before_training(
+    scheduler, tmp_path, monkeypatch, bad, others, code, excluded
+):
+    monkeypatch.setattr(job, "bad_nodes", lambda reports, where: (bad, others))
+    scheduler.code = 0
+    assert run(scheduler, tmp_path, NodeCheck()) == code
+    assert scheduler.excluded == excluded
+    assert scheduler.steps == (["slurm"] if bad or others else ["slurm", "train"])

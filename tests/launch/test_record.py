@@ -5,7 +5,6 @@ import pytest
 from titan_loop.errors import UserError
 from titan_loop.launch.record import (
     Restarts,
-    is_newer,
     newest_checkpoints,
     read_jobs,
     read_restarts,
@@ -19,7 +18,7 @@ def test_restarts_count_while_no_checkpoint_comes(tmp_path):
     restarts.begin({}, is_restart=True)
     restarts.begin({}, is_restart=True)
     assert restarts.fruitless == 2
-    restarts.begin({"1a": 5}, is_restart=True)
+    restarts.begin({"1a": 5}, is_restart=True)  # a first one is progress
     assert restarts.fruitless == 0
     restarts.begin({"1a": 5}, is_restart=True)
     write_restarts(tmp_path, "1a", restarts)
@@ -46,11 +45,3 @@ def test_jobs_of_another_version_are_refused(tmp_path):
     (tmp_path / "slurm" / "jobs.json").write_text('{"format_version": 99}')
     with pytest.raises(UserError, match="format version 99"):
         read_jobs(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("now", "newer"),
-    [({}, False), ({"1a": 5}, False), ({"1a": 4}, False), ({"1a": 6}, True), ({"1b": 0}, True)],
-)
-def test_a_newer_step_or_a_first_one_is_progress(now, newer):
-    assert is_newer(now, {"1a": 5}) == newer

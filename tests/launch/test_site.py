@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_loop.errors import UserError
-from titan_loop.launch.site import Site, find_site, source_site, split_words
+from titan_loop.launch.site import Site, find_site, source_site
 
 OUTSIDE = {"PATH": "/usr/bin:/bin"}
 
@@ -33,11 +33,6 @@ def test_settings_come_from_their_variables():
     assert Site.of(variables) == Site(
         container=("apptainer", "exec", "my image.sif"), partition="gpu"
     )
-
-
-def test_an_open_quote_names_the_variable():
-    with pytest.raises(UserError, match="NAME='\"half': No closing quotation; fix the quotes"):
-        split_words("NAME", '"half')
 
 
 def write(folder: Path, text: str) -> Path:

@@ -134,27 +134,18 @@ def test_a_controller_out_of_reach_is_asked_again_and_a_forgotten_job_is_not(sai
     assert len(given) == 1
 
 
-@pytest.mark.parametrize(
-    ("state", "active"),
-    [("PENDING", True), ("SPECIAL_EXIT", True), ("COMPLETED", False), ("NODE_FAIL", False)],
-)
-def test_every_state_that_is_not_an_end_is_active(said, state, active):
-    said[1]["show"] = f"JobState={state} RunTime=0 Reason=None NodeList=(null)"
-    assert Slurm().state("7").is_active is active
+def test_every_state_that_is_not_an_end_is_active(said):
+    for state, active in {"SPECIAL_EXIT": True, "COMPLETED": False, "NODE_FAIL": False}.items():
+        said[1]["show"] = f"JobState={state} RunTime=0 Reason=None NodeList=(null)"
+        assert Slurm().state("7").is_active is active
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 5400), ("1:30", 90), ("2:00:01", 7201), ("1-0", 86_400), ("1-02:30:05", 95_405)],
-)
-def test_time_limits_as_sbatch_reads_them(text, seconds):
-    assert parse_seconds(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "soon", "1:2:3:4", "-1", "1-", "1.5"])
-def test_other_texts_are_not_time_limits(text):
-    with pytest.raises(UserError, match="is not a time limit; write H:M:S or D-H:M:S"):
-        parse_seconds(text)
+def test_time_limits_as_sbatch_reads_them():
+    texts = {"90": 5400, "1:30": 90, "2:00:01": 7201, "1-0": 86_400, "1-02:30:05": 95_405}
+    assert {text: parse_seconds(text) for text in texts} == texts
+    for text in ("", "soon", "1:2:3:4", "-1", "1-", "1.5"):
+        with pytest.raises(UserError, match="is not a time limit; write H:M:S or D-H:M:S"):
+            parse_seconds(text)
 
 
 def test_a_new_job_is_not_told_it_is_this_one():

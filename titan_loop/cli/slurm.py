@@ -7,7 +7,8 @@ from pathlib import Path
 from titan_loop.cli.arguments import group
 from titan_loop.cli.stage_flags import flags_of_stage, resolve_recipe
 from titan_loop.errors import UserError, require_at_least
-from titan_loop.launch.health import NodeCheck
+from titan_loop.launch import node_check
+from titan_loop.launch.node_check import NodeCheck
 from titan_loop.launch.record import read_chain
 from titan_loop.launch.scheduler import JobStatus, Resources, find_scheduler
 from titan_loop.launch.site import Site, find_site, source_site, split_words
@@ -193,8 +194,6 @@ def check_node(needs: NodeCheck, *, reports: Path, folder: Path, gpus: int, node
     """
     if current_task() is None:
         raise UserError("slurm check-node is a task of a SLURM step: slurm run starts it")
-
-    from titan_loop.launch import node_check
 
     node_check.check_node(needs, reports=reports, folder=folder, gpus=gpus, node_port=node_port)
 

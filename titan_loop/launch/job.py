@@ -30,7 +30,7 @@ from titan_loop.errors import (
     EXIT_UNSTABLE,
     EXIT_USER_ERROR,
 )
-from titan_loop.launch.health import NodeCheck, bad_nodes
+from titan_loop.launch.node_check import NodeCheck, bad_nodes
 from titan_loop.launch.record import (
     Restarts,
     is_newer,
