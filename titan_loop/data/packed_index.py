@@ -30,11 +30,11 @@ class PackedIndex:
             )
         self.card = packed
         self._shards = shards
-        split_too = " --long-documents split" * (packed.split_documents > 0)
         self._fix = (
             f"pack the source again with titan-loop data pack {shards.folder} --seq-len {seq_len}"
-            f"{split_too}"
         )
+        if packed.split_documents:
+            self._fix += " --long-documents split"
         paths = index_paths(shards.folder / shards.name, seq_len)
         sizes = packed.windows * WINDOW_END.itemsize, packed.pieces * PIECE.itemsize
         for path, expected in zip(paths, sizes, strict=True):
