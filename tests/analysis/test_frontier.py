@@ -1,4 +1,4 @@
-"""Points of a frontier: intervals, times, and a dense model beside them."""
+"""Tables and plots of evaluations: a frontier's points, depths, readings."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,74 +7,25 @@ from typing import Any
 import pytest
 
 from titan_loop.analysis import frontier
-from titan_loop.analysis.frontier import (
-    dense_points,
-    frontier_points,
-    frontier_table,
-    write_frontier,
-)
-from titan_loop.errors import UserError
-from titan_loop.evaluation.task_report import SECONDS, ReadingResult, TaskReport
+from titan_loop.analysis.evaluation_tables import reading_table, task_table
+from titan_loop.analysis.frontier import frontier_points, frontier_table, write_frontier
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 
 
-def report_of(tasks: dict[str, dict[str, ReadingResult]], steps: int = 4) -> TaskReport:
+def report_of(tasks: dict[str, dict[str, ReadingResult]], **lacking: Any) -> TaskReport:
     return TaskReport(
-        step=7,
-        tokens=70,
-        trained_recurrent_steps=steps,
-        manifest_sha256=f"{steps}",
-        tasks=tasks,
+        step=7, tokens=70, trained_recurrent_steps=4, manifest_sha256="a", tasks=tasks, **lacking
     )
 
 
-def bits(value: float, seconds: float | None = None, steps: float = 4.0) -> ReadingResult:
+def bits(value: float, steps: float | None = 4.0) -> ReadingResult:
     metrics = {
         "bits_per_byte": value,
         "bits_per_byte_low": value - 0.1,
-        "bits_per_byte_high": value + 0.2,
+        "bits_per_byte_high": value + 0.1,
     }
-    if seconds is not None:
-        metrics[SECONDS] = seconds
-    return ReadingResult(metrics=metrics, mean_steps=steps, settings="windows=4")
-
-
-def text_report() -> TaskReport:
-    readings = {
-        "static:4": bits(2.0, 0.004),
-        "margin:0.1": bits(2.1, 0.003, 3.0),
-        "kl:1,0.5": bits(1.9, 0.005),
-    }
-    return report_of({"held_out/code": readings})
-
-
-def test_points_carry_intervals_and_measured_seconds(tmp_path: Path):
-    points = frontier_points(text_report())
-    assert [point.policy for point in points] == ["static", "margin", "kl"]
-    assert [point.seconds for point in points] == [0.004, 0.003, 0.005]
-    assert (points[1].low, points[1].high) == pytest.approx((2.0, 2.3))
-    lines = frontier_table(points).splitlines()
-    assert "3.00" in lines[-2]
-    assert "2.0000 to 2.3000" in lines[-2]
-    written = write_frontier(text_report(), RunDirectory(tmp_path))
-    assert written is not None
-    assert written.png.exists()
-
-
-def test_a_dense_run_is_read_at_its_own_r_where_it_was_asked_the_same(tmp_path: Path):
-    other = report_of({"held_out/code": {"static:1": bits(2.2), "static:2": bits(3.0)}}, steps=1)
-    other.save(RunDirectory(tmp_path / "dense"))
-    (point,) = dense_points(text_report(), tmp_path / "dense").values()
-    assert (point.reading, point.value) == ("static:1", 2.2)
-    drawn = write_frontier(text_report(), RunDirectory(tmp_path / "run"), tmp_path / "dense")
-    assert drawn is not None
-    asked = text_report()
-    for result in asked.tasks["held_out/code"].values():
-        result.settings = "windows=8"
-    with pytest.raises(UserError, match="evaluated on none of held_out/code with the same setting"):
-        dense_points(asked, tmp_path / "dense")
-    with pytest.raises(UserError, match="nowhere was not evaluated on tasks; run titan-loop"):
-        dense_points(asked, tmp_path / "nowhere")
+    return ReadingResult(metrics=metrics, mean_steps=steps)
 
 
 def test_points_are_ordered_by_task_policy_and_steps_and_lone_policies_left_out():
@@ -85,12 +36,14 @@ def test_points_are_ordered_by_task_policy_and_steps_and_lone_policies_left_out(
         "kl:0.1": bits(2.0, steps=1.5),
         "static:1": bits(3.0, steps=1.0),
         "margin:1": ReadingResult(metrics={}, mean_steps=1.0),
-        "margin:2": ReadingResult(metrics={"acc": 1.0}, mean_steps=None),
+        "unigram": bits(5.0, steps=None),
     }
-    alone = {"static:1": bits(1.0), "static:2": bits(1.0)}
+    alone = {"static:1": bits(1.0), "static:2": bits(1.0), "unigram": bits(5.0, steps=None)}
     points = frontier_points(report_of({"b": readings, "a": readings, "alone": alone}))
     order = ["static:1", "static:4", "kl:0.1", "kl:0.2", "own:1"]
     assert [(p.task, p.reading) for p in points] == [(task, r) for task in "ab" for r in order]
+    assert (points[1].low, points[1].high) == pytest.approx((1.9, 2.1))
+    assert "1.9000 to 2.1000" in frontier_table(points).splitlines()[3]
 
 
 @pytest.mark.parametrize(
@@ -109,12 +62,46 @@ def test_the_best_reading_is_the_title_and_of_equals_the_one_with_fewer_steps(
     monkeypatch.setattr(
         frontier, "plot_frontier", lambda points, path, **given: drawn.update(given) or path
     )
-    written = write_frontier(report_of({"t": readings, "u": other}), RunDirectory(tmp_path))
-    assert written is not None
-    assert drawn == {"title": f"t: {best} is best, with {steps} steps on average", "dense": None}
-    header, *rows = written.csv.read_text().splitlines()
-    assert header == "task,metric,policy,reading,mean_steps,value,low,high,seconds"
-    assert len(rows) == 8
-    assert rows[0] == f"t,{metric},static,static:4,4.0,2.0,2.0,2.0,"
+    assert write_frontier(report_of({"t": readings, "u": other}), RunDirectory(tmp_path))
+    assert drawn == {"title": f"t: {best} is best, with {steps} steps on average"}
     lone = report_of({"t": {"static:4": bits(1.0)}})
     assert write_frontier(lone, RunDirectory(tmp_path)) is None
+
+
+def test_held_out_text_has_a_row_for_each_reading_and_a_column_for_each_source():
+    unigram = ReadingResult(metrics={"bits_per_byte": 3.0})
+    sources = {
+        "held_out/code": {"static:1": bits(2.5), "static:4": bits(2.25), "unigram": unigram},
+        "held_out/math": {"static:4": bits(1.5)},
+    }
+    assert reading_table(report_of(sources)).splitlines() == [
+        "bits per byte    code            math",
+        "-----------------------------------------------",
+        "R = 1            2.5000 ±0.1000  -",
+        "R = 4 (trained)  2.2500 ±0.1000  1.5000 ±0.1000",
+        "unigram          3.0000          -",
+    ]
+
+
+def test_tasks_have_a_column_for_each_reading_and_a_reason_where_they_lack_a_result():
+    def result(**metrics: float) -> ReadingResult:
+        return ReadingResult(metrics={f"{name},none": value for name, value in metrics.items()})
+
+    report = report_of(
+        {
+            "arc": {"R=1": result(acc=0.25), "R=4": result(acc=0.5, acc_stderr=0.1, acc_norm=1)},
+            "own": {"R=4": result(acc=0.5, odd=1.0)},
+            "mixed": {"R=1": result(acc=0.5), "R=4": result(odd=1.0)},
+        },
+        skipped={"held": "no text"},
+        failures={"gone": "not found"},
+    )
+    lines = task_table(report, {"own": "odd,none"}).splitlines()
+    assert [line.split() for line in (lines[0], *lines[2:])] == [
+        ["task", "metric", "R=1", "R=4"],
+        ["arc", "acc,none", "0.2500", "0.5000", "±0.1960"],
+        ["own", "odd,none", "-", "1.0000"],
+        ["mixed", "acc,none", "0.5000", "-"],
+        ["skipped", "held:", "no", "text"],
+        ["FAILED", "gone:", "not", "found"],
+    ]

@@ -26,7 +26,8 @@ from titan_loop.checkpoint.start_from import StartFrom
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
-from titan_loop.evaluation.evaluate_run import evaluate_run
+from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
+from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.evaluation.while_training import HeldOutLoss
 from titan_loop.runs.run_directory import RunDirectory
@@ -136,7 +137,7 @@ def test_a_run_keeps_its_best_checkpoint_through_a_restart(
 
     named = run.checkpoints / "best"
     assert SavedRun.open(named).checkpoint().step == 2
-    assert evaluate_run(named, depths=[1], windows=2).step == 2
+    assert evaluate_tasks(named, TaskOptions(depths=(1,), windows=2)).step == 2
 
 
 @pytest.mark.usefixtures("alone")

@@ -20,7 +20,7 @@ from titan_loop.checkpoint.merging import merge_checkpoints, scaled_weights
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
-from titan_loop.evaluation.depth_report import DepthReport
+from titan_loop.evaluation.task_report import Results, TaskReport
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
 
@@ -216,9 +216,10 @@ def test_other_vocabularies_are_refused(
     assert (tmp_path / "mean" / "tokenizer.json").read_text() == "{}"
 
 
-def evaluated(run: Path, step: int) -> DepthReport:
+def evaluated(run: Path) -> Results:
     assert main(["eval", str(run), "--depths", "1", "2", "--windows", "4"]) == EXIT_OK
-    return DepthReport.load(RunDirectory(run).evaluations / f"depth-step-{step}.json")
+    (report,) = TaskReport.all_of(RunDirectory(run))
+    return report.tasks
 
 
 @pytest.mark.usefixtures("alone")
@@ -229,9 +230,9 @@ def test_a_merged_run_is_one_like_any_other(source: Path, tmp_path: Path):
     for output, weights in ((same, ("1", "0")), (mean, ("1", "1"))):
         command = ["checkpoint", "merge", *parents, "--output", str(output)]
         assert main([*command, "--weights", *weights]) == EXIT_OK
-    before = evaluated(trained, 6)
-    assert evaluated(same, 0).sources == before.sources
-    assert evaluated(mean, 0).sources != before.sources
+    before = {name: results["static:1"] for name, results in evaluated(trained).items()}
+    assert {name: results["static:1"] for name, results in evaluated(same).items()} == before
+    assert {name: results["static:1"] for name, results in evaluated(mean).items()} != before
     folder = tmp_path / "folder"
     assert main(["convert", "export", str(mean), "--output", str(folder)]) == EXIT_OK
     assert '"merged"' in (folder / "README.md").read_text(encoding="utf-8")

@@ -133,8 +133,7 @@ def test_a_chat_that_outgrows_the_context_loses_its_oldest_turns(capsys, monkeyp
         (("--temperature", "-1"), "temperature=-1.0 must be 0"),
         (("--max-new-tokens", "0"), "max_new_tokens=0 must be at least 1"),
         (("--seed", str(2**64)), f"seed={2**64} must be between 0 and {2**64 - 1}"),
-        (("--top-p", "0.5"), "top_p=0.5 has no effect without a --temperature above 0"),
-        (("--draft-tokens", "5"), "draft_tokens=5 has no effect without --draft-step"),
+        (("--top-p", "0.5"), "top_k and top_p have no effect without a --temperature above 0"),
         (("--prompt", "x" * 60), "prompt 0 has 60 tokens, the context of 48"),
         (
             ("--tempratur", "1"),

@@ -21,7 +21,6 @@ import titan_loop
 from tests.data.tasks.toy_task import Backwards
 from tests.support.command_lines import accept
 from tests.support.tiny import SEQ_LEN, standard_library_texts, tiny_config
-from titan_loop.analysis.frontier import dense_reports
 from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.errors import UserError
@@ -48,13 +47,9 @@ ELSEWHERE = {
 """Hint → the test that runs it as printed."""
 LIST = "convert export runs/my --list"
 PARSED = {
-    # Offline tasks take a minute; tests/evaluation asks them.
-    "analysis/report.py: eval {} --tasks {} --depths 1 2 3 4": "eval runs/my --tasks offline "
-    "--depths 1 2 3 4",
     # `results add` refuses uncommitted code; tests/analysis adds results.
     "analysis/results.py: results add RUN": "results add runs/my",
     "analysis/results.py: train RECIPE": "train quickstart",
-    "analysis/scaling/published.py: scaling": "scaling runs/a runs/b",
     "checkpoint/manager.py: convert export": "convert export runs/my --output mine",
     "checkpoint/manager.py: convert import": "convert import mine --output runs/my",
     "cli/flag_help.py: convert export": "convert export runs/my --output mine",
@@ -78,7 +73,6 @@ PARSED = {
 }
 """Hint → its command with values."""
 EXCUSED = {
-    "analysis/results.py: train {}": "names how a run was started",
     "cli/arguments.py: {} VERB": "usage of a group, above the list of its verbs",
     "training/evaluation_config.py: eval": "says that nothing can score a source",
 }
@@ -218,24 +212,15 @@ def test_a_stage_that_has_not_begun_is_trained_by_the_recipe_with_its_flags(
 @follows(
     "analysis/report.py: eval {}",
     "analysis/report.py: eval {} --tasks {} --frontier",
-    "analysis/frontier.py: eval {} --tasks …",
     "cli/eval.py: report {}",
 )
-def test_what_a_report_lacks_and_a_frontier_needs_is_made(
-    alone: None, trained: Path, tmp_path: Path, capfd: Captured
-):
+def test_what_a_report_lacks_is_made(alone: None, trained: Path, capfd: Captured):
     assert main(["report", str(trained)]) == 0
     text = (trained / "report.html").read_text()
-    dense = copytree(trained, tmp_path / "dense")
     assert main(told(text, "analysis/report.py: eval {} --tasks {} --frontier")) == 0
     assert main(told(text, "analysis/report.py: eval {}")) == 0
     assert main(told(capfd.readouterr().out, "cli/eval.py: report {}")) == 0
     assert "titan-loop eval" not in (trained / "report.html").read_text()
-    frontier = ["eval", str(trained), "--tasks", "held_out", "--frontier", "--dense", str(dense)]
-    assert main(frontier) == 2
-    first = told(capfd.readouterr().err, "analysis/frontier.py: eval {} --tasks …")
-    assert main([*first[:-1], "held_out"]) == 0
-    assert dense_reports(dense)
 
 
 @follows("data/packed_index.py: data pack {} --seq-len {}")

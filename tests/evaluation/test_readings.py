@@ -1,20 +1,17 @@
 """Readings: all depths from one pass equal separate passes, and policies end at static depths."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from tests.inference.reference import CONTEXT, VOCABULARY, make_model
 from titan_loop.errors import UserError
-from titan_loop.evaluation import readings as module
 from titan_loop.evaluation.readings import (
     depth_readings,
     frontier_readings,
     policy_reading,
     score_states,
-    seconds_per_token,
 )
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
 
@@ -93,26 +90,6 @@ def test_a_frontier_reads_every_policy_from_its_shallowest_to_its_deepest():
     gateless = make_model(exit_gate=False)
     assert not [r for r in frontier_readings(gateless, states, 4) if r.name.startswith("q:")]
     assert [r.name for r in frontier_readings(gateless, states[:1], 1)] == ["static:1"]
-
-
-def test_seconds_are_of_the_tokens_after_the_first_of_each_prompt(monkeypatch):
-    asked: list[Any] = []
-
-    class Generates:
-        def __init__(self, model, **settings):
-            pass
-
-        def stream(self, requests):
-            asked.append(requests)
-            return iter(range(len(requests) + 6))
-
-    clock = iter([10.0, 13.0, 20.0, 26.0])
-    monkeypatch.setattr(module, "Engine", Generates)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-    model: Any = None
-    seconds = seconds_per_token(model, depth_readings((1, 2)), [[1, 2], [3]])
-    assert seconds == {"static:1": 0.5, "static:2": 1.0}
-    assert [(each.prompt, each.max_new_tokens) for each in asked[0]] == [([1, 2], 16), ([3], 16)]
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -1,14 +1,11 @@
 """The README's example runs as it stands, and its commands are accepted."""
 
-import shlex
 from pathlib import Path
 
 import pytest
 
 import titan_loop.evaluation
 from tests.readme import readme_of, run_example
-from titan_loop.cli.arguments import bind
-from titan_loop.cli.eval import evaluate
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.task_options import TaskOptions
 
@@ -24,26 +21,9 @@ def test_the_example_runs():
         exit="q:0.9",
         kv_cache="last",
         limit=4,
-        cache=False,
     )
     expected = evaluate_tasks(Path("runs/my"), options).tasks["multi_hop"]["q:0.9"]
     found = names["results"]
     for metric in ("acc,none", "acc_norm,none"):
         assert found["results"]["multi_hop"][metric] == expected.metrics[metric]
     assert found["config"]["mean_steps"] == expected.mean_steps
-
-
-def eval_commands() -> list[list[str]]:
-    lines = README.read_text(encoding="utf-8").splitlines()
-    found = [line for line in lines if line.startswith("    titan-loop eval runs")]
-    return [shlex.split(line, comments=True)[2:] for line in found]
-
-
-@pytest.mark.parametrize("command", eval_commands(), ids=" ".join)
-def test_the_command_is_accepted(command: list[str]):
-    given = bind("eval", evaluate, command).keywords
-    given["evaluation"].check(frontier=given["frontier"])
-
-
-def test_commands_are_found():
-    assert len(eval_commands()) == 5

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.multiprocess
 def evaluate(run: str) -> TaskReport:
     from titan_loop.evaluation.harness_model import LoopLM
 
-    options = TaskOptions(
-        tasks=("held_out", "mmlu_dev"), windows=3, depths=(1, 3), limit=3, cache=False
-    )
+    options = TaskOptions(tasks=("held_out", "mmlu_dev"), windows=3, depths=(1, 3), limit=3)
     report = evaluate_tasks(run, options)
     lm = LoopLM(run, recurrent_steps=2, batch_size=2)
     asked = [SimpleNamespace(args=(p, {"max_gen_toks": 5})) for p in ("a", "def f(", "x", "import")]

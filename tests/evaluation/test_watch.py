@@ -1,6 +1,5 @@
 """The watcher: each checkpoint once, across restarts, deletions and other watchers."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import LOCKS
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.task_options import TaskOptions
-from titan_loop.evaluation.wandb_log import training_run_id
 from titan_loop.evaluation.watch import Watcher
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
@@ -147,57 +145,3 @@ def test_bad_input(run: Path, tmp_path: Path):
         Watcher(tmp_path / "nothing", OPTIONS).run(once=True)
     with pytest.raises(UserError, match="limit=0"):
         Watcher(run, TaskOptions(tasks=("held_out",), limit=0))
-
-
-def test_wandb_continues_the_trainings_run_on_an_axis_of_its_own(run: Path, monkeypatch):
-    """Read back from the file that offline mode leaves; no server was ever asked."""
-    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    directory = RunDirectory(run)
-    assert training_run_id(directory) is None
-    directory.wandb_run_id.parent.mkdir()
-    directory.wandb_run_id.write_text("trained1\n")
-    for step in (3, 6):
-        write_checkpoint_of(run, step)
-    assert Watcher(run, OPTIONS, wandb=True).run(once=True) == 2
-
-    (written,) = run.glob("wandb/offline-run-*/run-trained1.wandb")
-    shown = subprocess.run(
-        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(written)],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    found = [json.loads(line) for line in shown.stdout.splitlines() if line.startswith("{")]
-    (started,) = [record["run"] for record in found if record["type"] == "run"]
-    assert started["run_id"] == "trained1"
-    axes = [record["metric"] for record in found if record["type"] == "metric"]
-    assert axes[0]["name"] == "eval/step"
-    assert (axes[1]["glob_name"], axes[1]["step_metric"]) == ("eval/*", "eval/step")
-    points = [record["history"]["item"] for record in found if record["type"] == "history"]
-    assert [(point["eval/step"], point["eval/tokens"]) for point in points] == [(3, 300), (6, 600)]
-    expected = read_jsonl(directory.evals_jsonl)[1]["results"]
-    assert {name: points[1][f"eval/{name}"] for name in expected} == pytest.approx(expected)
-
-
-def test_what_failed_is_asked_again_when_told_to(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    write_checkpoint_of(run, 3)
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("the disk of that node")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("titan_loop.evaluation.evaluate_tasks.score_windows", fail)
-        watcher = Watcher(run, OPTIONS)
-        assert watcher.run(once=True) == 1
-        assert watcher.incomplete == [3]
-        assert Watcher(run, OPTIONS, retry=True).run(once=True) == 1  # once, not for ever
-    assert Watcher(run, OPTIONS).run(once=True) == 0
-    with caplog.at_level("INFO", logger="titan_loop"):
-        assert Watcher(run, OPTIONS, retry=True).run(once=True) == 1
-    last = read_jsonl(RunDirectory(run).evals_jsonl)[-1]
-    assert last["failures"] == {}
-    value = last["results"]["held_out/source/bits_per_byte/static:1"]
-    assert f"held_out/source bits_per_byte R=1 {value:.3f} R=2 " in caplog.text
-    assert Watcher(run, OPTIONS, retry=True).run(once=True) == 0

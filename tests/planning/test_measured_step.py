@@ -62,15 +62,6 @@ def test_a_step_is_read_as_it_was_written_or_not_at_all(folder: Path, content: s
         assert read_measured("key") is None
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(folder: Path, monkeypatch):
-    (folder / "file").touch()
-    monkeypatch.setenv(CACHE_VARIABLE, str(folder / "file"))
-    write_measured("key", STEP)
-    assert read_measured("key") is None
-    monkeypatch.delenv(CACHE_VARIABLE)
-    assert measured_step._file("key") == Path.home() / ".cache/titan_loop/rehearsals/key.json"
-
-
 @dataclass
 class Config:
     eps: float = 1e-8

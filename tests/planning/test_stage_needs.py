@@ -56,23 +56,6 @@ def test_flops_steps_and_gpu_days_of_ouro_1b():
     assert not needs.refusals
 
 
-def test_fp32_takes_as_long_as_its_own_peak_says(capsys):
-    flags = ["plan", "ouro_1_4b", "--stage", "1b", "--nodes", "64", "--no-memory"]
-    assert main([*flags, "--training.mixed-precision-param", "float32"]) == 0
-    assert "fp32 compute, fp32 masters and AdamW, 40% MFU of 67 TFLOP/s" in capsys.readouterr().out
-    config = config_of("1b")
-    config.training.mixed_precision_param = "float32"
-    days = stage_needs("1b", config, OURO).gpu_days
-    assert days == pytest.approx(needs_of("1b").gpu_days * 989 / 67)
-
-
-def test_r_doubles_what_is_visited_but_not_the_weights():
-    first, second = needs_of("1a"), needs_of("1b")  # R = 8 and 4
-    assert first.units == second.units
-    assert first.flops_per_token == tuple(2 * part for part in second.flops_per_token)
-    assert first.states == second.states
-
-
 def test_a_random_and_a_scheduled_r_count_with_their_mean():
     config = tiny_config(Path("nowhere"), Path("run"))
     total = config.total_tokens
@@ -96,13 +79,6 @@ def test_limits_of_r_and_steps_without_backward_count():
     model = decoder_config(config.model, max_seq_len=WINDOW)
     by_model = model.training_flops(WINDOW, 4, backward_steps=1)
     assert truncated == pytest.approx(by_model)
-
-
-def test_ranks_that_share_a_window_read_it_once_and_share_the_states():
-    needs = needs_of("longct")
-    assert needs.config.parallelism.context_parallel_degree == 4
-    assert needs.data_parallel_ranks == 128
-    assert needs.states == needs_of("ct_annealing").states
 
 
 @pytest.mark.parametrize(
@@ -183,11 +159,7 @@ def test_more_steps_than_a_gpu_can_hold_a_state_of_are_refused_without_a_rehears
     [
         (["--nodes", "3"], "windows does not divide by local_batch_size=1 × 24 data-parallel"),
         (["--stage", "1b", "--nodes", "3"], "use --batch.global-batch-tokens "),
-        (["--stage", "1b", "--parallelism.tensor-parallel-degree", "0"], "degree=0 must divide"),
         (["--stage", "1b", "--parallelism.context-parallel-degree", "0"], "must be at least 1"),
-        (["--stage", "1b", "--parallelism.data-parallel-replicate-degree", "0"], "do not factor"),
-        (["--stage", "1b", "--training.local-batch-size", "0"], "local_batch_size=0 must be at"),
-        (["--stage", "1b", "--total-tokens", "0"], "total_tokens=0 must be at least 1"),
         (
             ["--stage", "1b", "--gpus-per-node", "1", "--gpu", "a100-40gb", "--model.size", "2.6b"],
             "use more GPUs",
@@ -197,34 +169,19 @@ def test_more_steps_than_a_gpu_can_hold_a_state_of_are_refused_without_a_rehears
             ", or --parallelism.context-parallel-degree 4",
         ),
         (["--stage", "1a", "--recurrence.backward-steps", "2"], "1a: recurrence.backward_steps=2"),
-        (
-            ["--stage", "1a", "--training.no-disable-cuda-graphs"],
-            "1a: training.disable_cuda_graphs",
-        ),
         (["--stage", "gate", "--trainable", "all"], "gate: trainable=all with loss=AdaptiveGate"),
-        (["--stages.1b.model.n-layers", "36"], "1b: the parent"),
         (["--stages.1b.checkpoint.carry.upcycle", "stacked"], "1b: layers=24 does not repeat"),
         (
             ["--stages.gate.checkpoint.carry.optimizer"],
             "gate: checkpoint.carry.optimizer=True, but",
         ),
         (["--stage", "1b", "--suite.interval", "-1"], "1b: suite.interval=-1 must be at least 0"),
-        (["--stage", "1b", "--held-out.windows", "0"], "1b: held_out.windows=0 must be at least"),
-        (["--stage", "1b", "--suite.depths", "0", "--suite.interval", "9"], "1b: suite.depths=[0]"),
         (
             ["--stage", "1b", "--suite.tasks", "mnao", "--suite.interval", "9"],
             "1b: suite.tasks: mnao",
         ),
-        (
-            ["--stage", "1b", "--training.global-batch-size", "8"],
-            "--training.global-batch-size has no effect",
-        ),
-        (
-            ["--stage", "1b", "--parallelism.tensor-parallel-degree", "3"],
-            "must divide model.n_heads=16",
-        ),
         (["--stage", "1b", "--nodes", "0"], "--nodes=0 must be at least 1"),
-        (["--mfu", "2"], "--mfu 2.0 must be above 0"),
+        (["--mfu", "2"], "--mfu 2.0 must be above 0 and at most 1, such as 0.4"),
         (["--mfu", "most"], "--mfu=most is not a number; write it like 0.1 or 1e-4"),
         (["--gpu", "h100"], "--gpu h100 is unknown; nearest: h100-80gb"),
         (["--stage", "1c"], "has no stage '1c'"),

@@ -56,7 +56,7 @@ def test_the_same_run_once_more_from_anywhere(
     train_run(parent)  # the child started from an older checkpoint than this one
     monkeypatch.chdir(second)
     child = RunDirectory(first / "runs" / "child")
-    assert main(["train", "--config", str(child.config_json)]) == 0
+    assert main(["train", str(child.config_json)]) == 0
     again = RunDirectory(first / "runs" / "child-again")
     for before, now in zip(child.read_metrics(), again.read_metrics(), strict=True):
         for name in ("step", "tokens", "loss", "grad_norm", "data_hash", "ce/step_1", "ce/step_2"):
@@ -165,10 +165,3 @@ def test_a_class_of_the_user_is_found_once_it_is_imported(source: Path, tmp_path
     config.loss = OwnLoss.Config(z_loss=0.5)
     (stage,) = recorded_recipe(record(config).config_json).stages
     assert isinstance(stage.config.loss, Marker)
-
-
-def test_the_flag_wants_a_file(capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "--config"]) == 2
-    assert "train: --config needs the config.json of a run" in capsys.readouterr().err
-    assert main(["train", "--config=nowhere/config.json"]) == 2
-    assert "'nowhere' has no config.json" in capsys.readouterr().err

@@ -79,10 +79,7 @@ def _accept_harness(words: list[str]) -> None:
     def stop(*_: object) -> None:
         raise AcceptedError
 
-    with (
-        patch("titan_loop.evaluation.harness_tasks._hub_is_reachable", lambda: False),
-        patch("lm_eval._cli.HarnessCLI.execute", stop),
-    ):
+    with patch("lm_eval._cli.HarnessCLI.execute", stop):
         try:
             main._dispatch(words)
         except AcceptedError:

@@ -14,7 +14,7 @@ from tests.support.tiny import standard_library_texts
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_OK
-from titan_loop.evaluation.depth_report import DepthReport
+from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.recipes.registry import recipe_summaries
 from titan_loop.runs.run_directory import RunDirectory
 
@@ -105,11 +105,11 @@ def test_the_first_own_run_shows_what_the_page_says(
     assert "n_layers=1 instead of 2, vocab_size=512 instead of 128" in trained
     assert trained.count("evaluated, step ") == 2
     assert "WARNING" not in trained
-    report = DepthReport.latest(RunDirectory("runs/first"))
-    source = report.sources["my"]
-    assert source.depths[4].value < source.baselines["unigram"]
+    (report,) = TaskReport.all_of(RunDirectory("runs/first"))
+    bits = {n: each.metrics["bits_per_byte"] for n, each in report.tasks["held_out/my"].items()}
+    assert bits["static:4"] < bits["unigram"]
     charts = {Path(line).name for line in printed["plot"].split()}
-    assert {"loss_per_step.png", "held_out.png", "bits_per_byte.png"} <= charts
+    assert {"loss_per_step.png", "held_out.png", "depths.png"} <= charts
     assert Path("runs/first/report.html").is_file()
     assert "[40 tokens in" in printed["generate"]
     assert printed["status"].endswith("everything is trained\n")

@@ -134,13 +134,6 @@ def draw_curve(
     axes.plot(tokens, mean, color=color, linewidth=1.6, label=label, marker=marker)
 
 
-def mark_trained_depth(axes: Axes, depths: Sequence[int], recurrent_steps: int) -> None:
-    """Label the horizontal axis with recurrent steps; a grey bar marks the trained R."""
-    axes.axvline(recurrent_steps, color="0.8", linewidth=6, alpha=0.5, zorder=0)
-    axes.set_xticks(list(depths))
-    axes.set_xlabel("recurrent steps R")
-
-
 def only_marker(values: np.ndarray) -> str | None:
     """Return a marker for a single point, which is invisible without one; else None."""
     return "o" if len(values) == 1 else None

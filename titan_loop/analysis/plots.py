@@ -1,4 +1,4 @@
-"""PNG plots against tokens read: losses, exits, held-out text, mixture and throughput."""
+"""PNG plots against tokens read: losses, exits, held-out text and norms."""
 
 import math
 from collections import Counter
@@ -10,11 +10,8 @@ import numpy as np
 
 from titan_loop.analysis import drawing
 from titan_loop.analysis.drawing import COLORS, Axes, Chart, Records, last, series
-from titan_loop.data.load.mixture import parse_mixture
-from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.evaluation.evals_log import HeldOutRecord
 from titan_loop.plugins import find, names
-from titan_loop.tables import short
 
 
 def plot_step_losses(records: Records, path: Path) -> Path:
@@ -38,36 +35,45 @@ def plot_step_losses(records: Records, path: Path) -> Path:
     return drawing.draw_axes(draw, path, title=title)
 
 
-def plot_exit_pmf(records: Records, path: Path) -> Path:
-    """Draw the mean exit distribution as a stacked area, and the mean exit step below it."""
-    mean = series(records, "exit/mean_step")
+def plot_exits(records: Records, path: Path) -> Path:
+    """Draw the mean exit distribution as a stacked area, below it mean exit step and entropy."""
+    mean, entropy = series(records, "exit/mean_step"), series(records, "exit/entropy_nats")
+    steps = drawing.steps_with(records, "exit/pmf_")
 
     def draw(axes: Axes, panel: str) -> None:
-        steps = drawing.steps_with(records, "exit/pmf_")
-        shown = [*records, *records] if len(records) == 1 else records
-        tokens = series(shown, "tokens")
-        if len(records) == 1:
-            tokens = tokens * (0.98, 1.02)  # a bar, since one record has no area
+        tokens = series(records, "tokens")
         drawing.token_axis(axes, tokens)
         if panel == "mean exit step":
             axes.set_ylim(1, max(len(steps), 2))
-            axes.plot(tokens, series(shown, "exit/mean_step"), color=COLORS[1])
-            return
-        # R may grow by a schedule: steps that do not run yet have no mass.
-        shares = np.array([np.nan_to_num(series(shown, f"exit/pmf_{step}")) for step in steps])
-        colors = drawing.depth_colors(len(steps))
-        axes.stackplot(tokens, *shares, colors=colors, edgecolor="white")
-        axes.set_ylim(0, 1)
-        axes.grid(visible=False)
-        middles = shares[:, -1].cumsum() - shares[:, -1] / 2
-        for middle, step, color in zip(middles, steps, colors, strict=True):
-            # A point without a marker is invisible; it carries the name.
-            axes.plot(tokens[-1], middle, color=color, label=f"step {step}")
+            drawing.draw_curve(axes, tokens, mean, COLORS[1])
+        elif panel == "exit probability":
+            _stack(axes, tokens, steps, records)
+        else:
+            bound = np.log(series(records, "recurrent_steps"))
+            drawing.draw_curve(axes, tokens, entropy, COLORS[0], label="exits")
+            axes.plot(tokens, bound, color="0.4", linestyle="--", label="uniform exits")
+            axes.set_ylim(bottom=0)
 
+    panels = ["exit probability", "mean exit step"]
+    if not np.isnan(entropy).all():
+        panels.append("entropy (nats)")
     title = f"Tokens leave after {last(mean):.2f} steps at the end, averaged over the batch"
-    return drawing.draw_panels(
-        ["exit probability", "mean exit step"], draw, path, title=title, columns=1, inches=(8, 2.8)
-    )
+    return drawing.draw_panels(panels, draw, path, title=title, columns=1, inches=(8, 2.8))
+
+
+def _stack(axes: Axes, tokens: np.ndarray, steps: Sequence[int], records: Records) -> None:
+    # R may grow by a schedule: steps that do not run yet have no mass.
+    shares = np.array([np.nan_to_num(series(records, f"exit/pmf_{step}")) for step in steps])
+    if len(tokens) == 1:  # a bar, since one record has no area
+        tokens, shares = tokens * (0.98, 1.02), np.repeat(shares, 2, axis=1)
+    colors = drawing.depth_colors(len(steps))
+    axes.stackplot(tokens, *shares, colors=colors, edgecolor="white")
+    axes.set_ylim(0, 1)
+    axes.grid(visible=False)
+    middles = shares[:, -1].cumsum() - shares[:, -1] / 2
+    for middle, step, color in zip(middles, steps, colors, strict=True):
+        # A point without a marker is invisible; it carries the name.
+        axes.plot(tokens[-1], middle, color=color, label=f"step {step}")
 
 
 def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
@@ -92,82 +98,6 @@ def best_depth(best: Sequence[int]) -> str:
     """Return a title that names the most frequent of the panels' best R."""
     steps = Counter(best).most_common(1)[0][0]
     return f"R = {steps} is best in {best.count(steps)} of {len(best)} panels"
-
-
-def plot_entropy(records: Records, path: Path) -> Path:
-    """Draw the mean entropy of the exit distribution, and its bound ln R."""
-    entropy = series(records, "exit/entropy_nats")
-    bound = np.log(series(records, "recurrent_steps"))
-
-    def draw(axes: Axes) -> None:
-        tokens = series(records, "tokens")
-        drawing.draw_curve(axes, tokens, entropy, COLORS[0], label="exits")
-        axes.plot(tokens, bound, color="0.4", linestyle="--", label="uniform exits")
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("entropy (nats)")
-        drawing.token_axis(axes, tokens)
-
-    title = f"Exit entropy ends at {last(entropy):.2f} of at most {last(bound):.2f} nats"
-    return drawing.draw_axes(draw, path, title=title)
-
-
-def plot_mixture(records: Records, mixture: Sequence[str], path: Path) -> Path:
-    """Draw each source's share of the tokens read so far, and its share in the mixture, dashed."""
-    suffix = "/tokens"
-    keys = {key for record in records for key in record if key.startswith("data/")}
-    names = sorted(key[len("data/") : -len(suffix)] for key in keys if key.endswith(suffix))
-    asked = _asked_shares(mixture)
-    read = np.array([np.nan_to_num(series(records, f"data/{n}{suffix}")) for n in names])
-    shares = dict(zip(names, read / np.maximum(read.sum(axis=0), 1), strict=True))
-
-    def draw(axes: Axes) -> None:
-        tokens = series(records, "tokens")
-        for index, (name, color) in enumerate(drawing.series_colors(names).items()):
-            # matplotlib leaves out labels with an underscore in front.
-            label = f" {name}" if name.startswith("_") else name
-            # Each line is thinner than the last and dashes take turns: equal shares stay visible.
-            style = {"color": color, "label": label, "marker": drawing.only_marker(tokens)}
-            width = 1.5 + 1.5 * (len(names) - 1 - index)
-            axes.plot(tokens, shares[name], linewidth=width, **style)
-            if name in asked:
-                dashes = (6 * index, (6, 6 * max(len(names) - 1, 1)))
-                axes.axhline(asked[name], color=color, linestyle=dashes, linewidth=1.0)
-        axes.set_ylim(0, 1.02)
-        axes.set_ylabel("share of the tokens read so far (dashed: in the mixture)")
-        drawing.token_axis(axes, tokens)
-
-    off = {name: abs(shares[name][-1] - asked.get(name, shares[name][-1])) for name in names}
-    worst = max(names, key=off.__getitem__)
-    title = f"{worst} is furthest from its share in the mixture, by {100 * off[worst]:.1f} points"
-    return drawing.draw_axes(draw, path, title=title if asked else "Shares of the sources")
-
-
-def _asked_shares(mixture: Sequence[str]) -> dict[str, float]:
-    if not mixture:
-        return {}
-    entries = parse_mixture(mixture)
-    total = sum(entry.weight for entry in entries)
-    names = named_sources([entry.path for entry in entries])
-    return {name: e.weight / total for name, e in zip(names, entries, strict=True)}
-
-
-def plot_throughput(records: Records, path: Path) -> Path:
-    """Draw tokens per second, and below it the share of the time spent waiting for data."""
-    tokens, speed = series(records, "tokens"), series(records, "tokens_per_second")
-    waiting = series(records, "data_wait")
-
-    def draw(axes: Axes, panel: str) -> None:
-        if panel == "tokens per second":
-            drawing.draw_curve(axes, tokens, speed, COLORS[0])
-            axes.set_ylim(bottom=0)
-        else:
-            axes.plot(tokens, waiting, color=COLORS[1], marker=drawing.only_marker(tokens))
-            axes.set_ylim(0, 1)
-        drawing.token_axis(axes, tokens)
-
-    title = f"All ranks together read {short(last(speed))} tokens per second at the end"
-    panels = ["tokens per second", "share of the time waiting for data"]
-    return drawing.draw_panels(panels, draw, path, title=title, columns=1, inches=(8, 2.8))
 
 
 _STATES, _GRADIENTS = "RMS of states, newest record", "gradient at states, newest record"
@@ -237,22 +167,10 @@ _CHARTS = {
     ),
     "exit_pmf": Chart(
         "Where tokens exit",
-        "The exit gate's mean distribution over steps, and the mean exit step.",
+        "The exit gate's mean distribution over steps, its mean, and its entropy: near the dashed "
+        "line the gate prefers no step; at 0 it is certain of one for every token.",
         lambda keys: any(key.startswith("exit/pmf_") for key in keys),
-        plot_exit_pmf,
-    ),
-    "exit_entropy": Chart(
-        "Entropy of the exit distribution",
-        "Near the dashed line the gate prefers no step; at 0 it is certain of one for every token.",
-        lambda keys: "exit/entropy_nats" in keys,
-        plot_entropy,
-    ),
-    "throughput": Chart(
-        "Throughput",
-        "Tokens per second between two records, and the share of the time that training waited "
-        "for data.",
-        lambda keys: "tokens_per_second" in keys,
-        plot_throughput,
+        plot_exits,
     ),
 }
 

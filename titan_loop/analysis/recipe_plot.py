@@ -61,15 +61,12 @@ def _branches(folder: Path, stage: StageStatus, *, start_tokens: int) -> Iterato
         yield from _branches(folder, fork, start_tokens=start)
 
 
-def plot_recipe(
-    branches: Sequence[Sequence[StageCurve]], path: Path, *, boundaries: bool = False
-) -> Path:
+def plot_recipe(branches: Sequence[Sequence[StageCurve]], path: Path) -> Path:
     """Draw the last recurrent step's cross entropy over all stages of a recipe.
 
     Args:
         branches: For every branch the stages that no earlier branch has, each with at least one
             record. A branch has one colour; its stages are named where they begin.
-        boundaries: Whether a dashed line marks the beginning of each stage.
     """
     colors = drawing.series_colors([branch[-1].name for branch in branches])
 
@@ -83,8 +80,6 @@ def plot_recipe(
                 label = stage.name if stage is branch[-1] else None
                 losses = _losses(stage)
                 drawing.draw_curve(axes, tokens, losses, colors[branch[-1].name], label=label)
-                if boundaries and stage.start_tokens:
-                    axes.axvline(stage.start_tokens, color="0.5", linestyle="--", linewidth=1.0)
                 everything.append(losses)
                 begins.setdefault(stage.start_tokens, []).append(stage.name)
                 most = max(most, float(tokens[-1]))

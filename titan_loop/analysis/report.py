@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import titan_loop
-from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
-from titan_loop.analysis.evaluation_tables import depth_rows, task_rows
+from titan_loop.analysis.depth_plots import plot_depths, swept_tasks
+from titan_loop.analysis.evaluation_tables import task_rows
 from titan_loop.analysis.frontier import frontier_points, write_frontier
-from titan_loop.analysis.plots import charts, plot_held_out, plot_mixture, plot_norms
+from titan_loop.analysis.plots import charts, plot_held_out, plot_norms
 from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
 from titan_loop.analysis.results import total_flops
 from titan_loop.errors import UserError
-from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import held_out_while_training
 from titan_loop.evaluation.exam import model_sizes
+from titan_loop.evaluation.ngram_baselines import BASELINES
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.models.family import build_decoder
 from titan_loop.runs.decisions import decision_rows
@@ -45,6 +45,8 @@ class Section(NamedTuple):
 
 def write_report(run_directory: RunDirectory) -> Path:
     """Draw everything a run has data for and write `report.html`; return its path."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     run_directory.read_run()
     records = _records(run_directory)
     missing: list[str] = []
@@ -57,24 +59,21 @@ def write_report(run_directory: RunDirectory) -> Path:
         *_lineage(run_directory),
     ]
     path = run_directory.path / REPORT_NAME
+    loader = FileSystemLoader(Path(__file__).parent)
+    template = Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template(
+        f"{REPORT_NAME}.j2"
+    )
     name, version = run_directory.path.resolve().name, titan_loop.__version__
     write_text(
-        path, _template().render(name=name, sections=sections, missing=missing, version=version)
+        path, template.render(name=name, sections=sections, missing=missing, version=version)
     )
     return path
 
 
-def _template() -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    return environment.get_template(f"{REPORT_NAME}.j2")
-
-
 def plot_run(run_directory: RunDirectory) -> list[Path]:
-    """Draw the plots of training and of held-out text into `plots/` and return the paths."""
-    sections = [*_training(run_directory, _records(run_directory)), *_depths(run_directory)]
+    """Draw the plots of training and of depths into `plots/` and return the paths."""
+    sections = _training(run_directory, _records(run_directory))
+    sections += _depths(run_directory, TaskReport.all_of(run_directory))
     return [section.image for section in sections if section.image is not None]
 
 
@@ -126,10 +125,6 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
         text = "Bits per byte of every source, on the same windows each time."
         image = plot_held_out(held_out, plots / "held_out.png")
         sections.append(Section("Held-out text while training", text, image))
-    if any(key.startswith("data/") and key.endswith("/tokens") for r in records for key in r):
-        text = "Share of each source in the tokens read so far; dashed: its weight."
-        image = plot_mixture(records, SavedRun(run_directory.path).mixture, plots / "mixture.png")
-        sections.append(Section("Realised mixture", text, image))
     if norms := run_directory.read_norms():
         text = (
             "States and gradients that grow towards one corner show where a spike would begin; the "
@@ -148,47 +143,36 @@ def _decisions(run_directory: RunDirectory) -> list[Section]:
     return [Section("Spikes", text, rows=decision_rows(decisions))]
 
 
-def _depths(run_directory: RunDirectory) -> list[Section]:
-    if not any(run_directory.evaluations.glob("depth-step-*.json")):
+def _depths(run_directory: RunDirectory, reports: Sequence[TaskReport]) -> list[Section]:
+    swept = [report for report in reports if swept_tasks(report)]
+    if not swept:
         return []
-    depths = DepthReport.latest(run_directory)
     text = (
-        f"Bits per byte at step {depths.step:,}. Bars are 95 % intervals of the difference from "
-        "the first depth, paired over the same windows; grey marks the trained R; deeper readings "
-        "extrapolate. The table has the values, beside n-gram models."
+        f"At step {swept[-1].step:,}, every depth from the same pass. Bars are 95 % intervals, on "
+        "held-out text of the difference from the first depth, paired over the same documents; "
+        "grey marks the trained R; deeper readings extrapolate."
     )
-    image = plot_depths(depths, run_directory.plots / "bits_per_byte.png")
-    return [Section("Depth sweep on held-out text", text, image, depth_rows(depths))]
+    image = plot_depths(swept[-1], run_directory.plots / "depths.png")
+    return [Section("Depth sweep", text, image)]
 
 
 def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Section]:
-    plots, name = run_directory.plots, run_directory.path
-    saved = SavedRun(name)
-    own, tasks = "held_out", "offline"
-    if (generated := saved.generated_task()) is not None:
-        own = tasks = generated.name
-    sections = _depths(run_directory)
+    name, saved = run_directory.path, SavedRun(run_directory.path)
+    generated = saved.generated_task()
+    own = "held_out" if generated is None else generated.name
+    reports = TaskReport.all_of(run_directory)
+    sections = _depths(run_directory, reports)
     if saved.mixture and not sections:
         missing.append(f"a depth sweep: titan-loop eval {name}")
-    reports = TaskReport.all_of(run_directory)
-    if swept := [report for report in reports if _has_depths(report)]:
-        text = f"At step {swept[-1].step:,}, every depth from the same pass."
-        image = plot_task_depths(swept[-1], plots / "task_depths.png")
-        sections.append(Section("Tasks by depth", text, image))
     frontiers = [report for report in reports if frontier_points(report)]
-    written = write_frontier(frontiers[-1], run_directory) if frontiers else None
-    if written is not None:
-        text = (
-            "Every exit policy at many settings beside static depth, at step "
-            f"{frontiers[-1].step:,}; the table is {written.csv.name}."
-        )
-        sections.append(Section("Quality against compute", text, written.png))
+    if frontiers and (written := write_frontier(frontiers[-1], run_directory)):
+        text = "Every exit policy at many settings beside static depth, at step "
+        image = written.png
+        sections.append(Section("Quality against compute", f"{text}{frontiers[-1].step:,}.", image))
     else:
         missing.append(f"a frontier: titan-loop eval {name} --tasks {own} --frontier")
     if reports:
         sections.append(_task_table(reports[-1]))
-    else:
-        missing.append(f"tasks: titan-loop eval {name} --tasks {tasks} --depths 1 2 3 4")
     return sections
 
 
@@ -210,19 +194,12 @@ def _analyses(run_directory: RunDirectory) -> list[Section]:
     return sections
 
 
-def _has_depths(report: TaskReport) -> bool:
-    return any(
-        sum(reading.startswith("static:") for reading in readings) > 1
-        for readings in report.tasks.values()
-    )
-
-
 def _task_table(report: TaskReport) -> Section:
     readings = dict.fromkeys(
         name
         for results in report.tasks.values()
         for name in results
-        if name.startswith("static:") or len(results) == 1
+        if name.startswith("static:") or name in BASELINES or len(results) == 1
     )
     lacking = {**report.skipped, **report.failures}
     reasons = "; ".join(f"{task}: {reason}" for task, reason in lacking.items())
@@ -261,7 +238,7 @@ def _lineage(run_directory: RunDirectory) -> list[Section]:
     text = "The runs this one descends from, oldest first, each with the checkpoint that the next "
     sections = [Section("Lineage", f"{text}one started from.", rows=rows)]
     if len(curves) > 1:
-        text = "Cross entropy after the last recurrent step along the whole chain; a dashed line "
-        image = plot_recipe([curves], run_directory.plots / "stages.png", boundaries=True)
-        sections.append(Section("Stage boundaries", f"{text}marks the start of a stage.", image))
+        text = "Cross entropy after the last recurrent step along the whole chain."
+        image = plot_recipe([curves], run_directory.plots / "stages.png")
+        sections.append(Section("Stage boundaries", text, image))
     return sections

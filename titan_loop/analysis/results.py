@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from titan_loop.analysis.document_units import depth_reports, held_out_name, numbers, units_of
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import paired_difference
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING
 from titan_loop.evaluation.intervals import Interval, of_seeds
-from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.evaluation.task_report import TaskReport, unit_numbers
 from titan_loop.runs.run_directory import RunDirectory, is_clean
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import (
@@ -33,7 +32,6 @@ from titan_loop.storage.json_files import (
 
 FORMAT_VERSION = 1
 _MOST_LOSSES = 40
-_MOST_EVALUATIONS = 20
 _REPORTED_BY = ("task", "stratum", "metric", "reading")
 _PLACES = ("--stage", "--dump-folder")
 """Flags that select a stage and its folder; a result does not list them as overrides."""
@@ -59,12 +57,10 @@ class ResultTable:
         paper: Row → column → the paper's number.
         columns_are: Label of the plot's horizontal axis if the columns are ordered, otherwise "".
         factor: Multiplier of the shown numbers: 100 shows shares in per cent.
-        over_training: Columns that are also drawn against training steps.
         less: Baseline row, if any; a second table shows how far the other rows are from it.
         against_flops: Column that is also drawn against the training FLOPs of its runs, if any.
-        headline: Row or column whose best mean the plot's title states; default the last column.
-        message: Title to use instead, in which {ROW|COLUMN} is replaced by that cell's mean.
-        in_color: Rows drawn in colour, at most six, by default the first; the others are grey.
+        message: Title of the plots, in which {ROW|COLUMN} is replaced by that cell's mean; by
+            default the table's title.
     """
 
     name: str
@@ -76,12 +72,9 @@ class ResultTable:
     columns_are: str = ""
     factor: float = 100.0
     digits: int = 1
-    over_training: Sequence[str] = ()
     less: str = ""
     against_flops: str = ""
-    headline: str = ""
     message: str = ""
-    in_color: Sequence[str] = ()
 
     def values(self, results: Sequence["RunResult"], row: str, column: str) -> dict[int, float]:
         """Return seed → a cell's number times `factor`, for every run that has the number."""
@@ -102,23 +95,10 @@ class ResultTable:
             found = Interval(found.value, max(found.low, 0.0), min(found.high, self.factor))
         return found, len(values)
 
-    def costs(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
-        """Return the training FLOPs of the runs that have a cell's number, where recorded."""
-        return [run.flops for run in self.runs(results, row, column)[1] if run.flops]
-
     def has_any(self, results: Sequence["RunResult"]) -> bool:
         """Return whether any cell has a number."""
         cells = ((row, column) for row in self.rows for column in self.columns)
         return any(self.runs(results, *cell)[1] for cell in cells)
-
-    def curves(
-        self, results: Sequence["RunResult"], row: str, column: str
-    ) -> Iterator[list[tuple[int, float]]]:
-        """Yield the (step, number) pairs of a cell while training, for every run that has it."""
-        name, runs = self.runs(results, row, column)
-        for run in runs:
-            found = [(step, numbers[name]) for step, numbers in run.evaluations if name in numbers]
-            yield [(step, self.factor * number) for step, number in found]
 
     def difference(self, results: Sequence["RunResult"], row: str, column: str) -> Estimate | None:
         """Return a cell minus its column's in the row `less`, and the number of seeds with both.
@@ -134,7 +114,7 @@ class ResultTable:
         pairs = [(own[seed], other[seed]) for seed in sorted(own.keys() & other.keys())]
         if not pairs:
             return None
-        sums = [numbers(texts) for pair in pairs for _, texts in pair if texts]
+        sums = [unit_numbers(texts) for pair in pairs for _, texts in pair if texts]
         if not sums:
             found = of_seeds([first - second for (first, _), (second, _) in pairs])
         elif len(sums) < 2 * len(pairs) or any(n_bytes != sums[0][0] for n_bytes, _ in sums):
@@ -173,8 +153,7 @@ class RunResult:
         machine: Where the result was added, in words.
         seconds: Duration of training, without evaluation.
         flops: Model FLOPs of training on all ranks, without recomputation; None if not recorded.
-        losses: [step, loss] pairs, spread evenly, the last one included; so are `evaluations`,
-            [step, results] while training.
+        losses: [step, loss] pairs, spread evenly, the last one included.
         results: TASK/METRIC/READING → value at the newest evaluated step; ",ema" marks averaged
             weights.
         task: Parameters of the generated task that it was trained on; empty for text.
@@ -195,7 +174,7 @@ class RunResult:
     seconds: float
     losses: list[list[float]]
     results: dict[str, float]
-    evaluations: list[list[Any]] = field(default_factory=list)
+    evaluations: list[list[Any]] = field(default_factory=list)  # older files have some
     task: dict[str, Any] = field(default_factory=dict)
     units: dict[str, list[str]] = field(default_factory=dict)
     flops: float | None = None
@@ -230,14 +209,10 @@ class RunResult:
             tokens=last["tokens"],
             steps=last["step"],
             seconds=round(sum(n / (r.get("tokens_per_second") or math.inf) for n, r in spans), 1),
-            losses=[[r["step"], round(r["loss"], 5)] for r in _thinned(records, _MOST_LOSSES)],
+            losses=[[r["step"], round(r["loss"], 5)] for r in _thinned(records)],
             results=dict(sorted(_results(run, evaluated).items())),
-            evaluations=[
-                [record["step"], _metrics(record["results"])]
-                for record in _thinned(evaluated, _MOST_EVALUATIONS)
-            ],
             task=config.get("dataloader", {}).get("task", {}),
-            units=units_of(run),
+            units=_units(run),
             flops=total_flops(records),
             unclean=not is_clean(start.get("commit")),
         )
@@ -253,7 +228,7 @@ class RunResult:
                 for value in (*result.results.values(), result.flops or 0.0):
                     number(value)
                 for texts in result.units.values():
-                    numbers(texts)
+                    unit_numbers(texts)
                 found.append(result)
             except (TypeError, ValueError, AttributeError) as error:
                 raise DamagedFileError(path, str(error), fix) from error
@@ -275,11 +250,6 @@ def _recipe_of(command: Sequence[str]) -> tuple[str, list[str]]:
             "it that way"
         )
     recipe, *flags = command[list(command).index("train") + 1 :]
-    if recipe.startswith("-"):
-        raise UserError(
-            f"the run was started by titan-loop train {recipe}, which names no recipe; add the run "
-            "whose config it repeats, or train RECIPE"
-        )
     kept: list[str] = []
     words = iter(flags)
     for word in words:
@@ -313,9 +283,9 @@ def _intervals(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapp
         yield record["tokens"] - tokens, record
 
 
-def _thinned(records: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mapping[str, Any]]:
-    stride = max(1, -(-len(records) // most))
-    return records[(len(records) - 1) % stride :: stride] if records else []
+def _thinned(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    stride = max(1, -(-len(records) // _MOST_LOSSES))
+    return records[(len(records) - 1) % stride :: stride]
 
 
 def _evaluated(run: RunDirectory) -> list[dict[str, Any]]:
@@ -329,28 +299,32 @@ def _evaluated(run: RunDirectory) -> list[dict[str, Any]]:
     return [kept[step] for step in sorted(kept)]
 
 
-def _metrics(results: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(x, 5) for name, x in results.items() if "/mean_steps/" not in name}
-
-
 def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the results at the newest evaluated step; sources read later below win."""
     found = [(record["step"], record["results"]) for record in evaluated]
-    for report in depth_reports(run):
-        bits = {
-            held_out_name(report, source, depth, end): value
-            for source, depths in report.sources.items()
-            for depth, interval in depths.depths.items()
-            for end, value in zip(("", "_low", "_high"), interval, strict=True)
-        }
-        found.append((report.step, bits))
     found += [(report.step, report.flat()) for report in TaskReport.all_of(run)]
+    for report in TaskReport.all_of(run, ema=True):
+        averaged = {f"{name},ema": value for name, value in report.flat().items()}
+        found.append((report.step, averaged))
     for path in sorted(run.evaluations.glob("*-step-*.json")):
         found += _of_analysis(path)
     newest = max((step for step, _ in found), default=0)
     return {
         name: value for step, results in found if step == newest for name, value in results.items()
     }
+
+
+def _units(run: RunDirectory) -> dict[str, list[str]]:
+    """Return the documents' sums at the newest step that has them."""
+    found: dict[int, dict[str, list[str]]] = {}
+    for end, ema in (("", False), (",ema", True)):
+        for report in TaskReport.all_of(run, ema=ema):
+            for task, readings in report.tasks.items():
+                for reading, result in readings.items():
+                    if result.units:
+                        name = f"{task}/bits_per_byte/{reading}{end}"
+                        found.setdefault(report.step, {})[name] = result.units
+    return found[max(found)] if found else {}
 
 
 def _of_analysis(path: Path) -> list[tuple[int, dict[str, float]]]:

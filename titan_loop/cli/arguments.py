@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 # tyro checks list defaults with typeguard, which would read every installed package's entry points.
 os.environ.setdefault("TYPEGUARD_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -39,7 +39,6 @@ from titan_loop.errors import EXIT_OK, UserError, nearest
 from titan_loop.plugins import Verb, load
 from titan_loop.tables import columns
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Run = Callable[[Sequence[str]], int]
 """Takes the words after a verb and returns the exit code."""
 
@@ -53,22 +52,16 @@ _NO_NUMBER = {
     r"invalid literal for int\(\) with base 10": r"\1=\2 is not a whole number; write it like 2000",
 }
 
-_recipe_first: set[Callable[..., Any]] = set()
 _registry = ConstructorRegistry()
-
-
-def recipe_first(function: Function) -> Function:
-    """Mark a verb whose first word is a recipe; `--help` after it lists the recipe's fields."""
-    _recipe_first.add(function)
-    return function
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], Run]:
     """Return a decorator that turns a function into the `run(words)` of a verb.
 
     The function returns an exit code, or lines or paths to print. Its parameter `flags`, if it has
-    one, receives all flags that it does not declare: they belong to the recipe. `run` raises
-    `UserError` for a mistake in the words, and `SystemExit` with code 0 after printing `--help`.
+    one, receives all flags that it does not declare: they belong to the recipe, which is the first
+    word, and `--help` after it lists the recipe's fields. `run` raises `UserError` for a mistake in
+    the words, and `SystemExit` with code 0 after printing `--help`.
     """
 
     def decorated(function: Callable[..., Any]) -> Run:
@@ -127,8 +120,8 @@ def bind(name: str, function: Callable[..., Any], words: Sequence[str]) -> funct
     signature = inspect.signature(function)
     passes_on = _FLAGS in signature.parameters
     add_help = True
-    if function in _recipe_first:
-        words = _config_as_recipe(name, words) or ["--help"]
+    if passes_on:
+        words = words or ["--help"]
         add_help = words[0] in HELP
         if not add_help and words[0].startswith("-"):
             raise UserError(f"{name}: the recipe comes first, before {words[0]}")
@@ -155,17 +148,6 @@ def bind(name: str, function: Callable[..., Any], words: Sequence[str]) -> funct
             return tyro.cli(bound, **options)
         call, rest = tyro.cli(bound, return_unknown_args=True, **options)
         return functools.partial(call, **{_FLAGS: rest})
-
-
-def _config_as_recipe(name: str, words: Sequence[str]) -> Sequence[str]:
-    """Return the words with `--config FILE` replaced by FILE, which counts as a recipe."""
-    first, equals, file = words[0].partition("=") if words else ("", "", "")
-    if first != "--config":
-        return words
-    words = [file, *words[1:]] if equals else words[1:]
-    if not words or not words[0].endswith(".json"):
-        raise UserError(f"{name}: --config needs the config.json of a run")
-    return words
 
 
 def _with_free_text(words: Sequence[str]) -> Iterator[str]:

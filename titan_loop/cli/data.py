@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titan_loop.cli.arguments import group, recipe_first
+from titan_loop.cli.arguments import group
 from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import UserError, raise_first
 from titan_loop.plugins import Verb
@@ -34,7 +34,6 @@ def verify(source: str) -> None:
     print(f"{source}: sound")
 
 
-@recipe_first
 def plan(recipe: str, flags: Sequence[str]) -> None:
     """Compare the tokens a recipe needs with the tokens prepared.
 

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from titan_loop.text.conversation import Turn
 
 _LARGEST_SEED = 2**64 - 1  # of torch.Generator
+_DRAFT_TOKENS = 3  # before each verification
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
@@ -47,8 +48,7 @@ class Generation:
             titan_loop/inference lists them.
         kv_cache: Key-value cache: full, last, first or averaged.
         prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
-        draft_step: Decode speculatively: draft tokens at this recurrent step, verify them at R.
-        draft_tokens: Number of tokens drafted at a time.
+        draft_step: Decode speculatively: draft three tokens at this recurrent step, verify at R.
         show_steps: Print each token's exit step as its subscript.
         tokenizer: A tokenizer.json; by default the tokenizer of the run's data.
         context: Maximum tokens of prompt and completion; by default the trained window.
@@ -68,7 +68,6 @@ class Generation:
     kv_cache: str = "full"
     prefill_steps: int | None = None
     draft_step: int | None = None
-    draft_tokens: int = 3
     show_steps: bool = False
     tokenizer: str | None = None
     context: int | None = None
@@ -84,15 +83,8 @@ class Generation:
             _require_text(text)
         if self.chat and len(self.prompt) > 1:
             raise UserError("--chat takes one --prompt, or lines of standard input")
-        without = {"draft_tokens": "--draft-step"} if self.draft_step is None else {}
-        if self.temperature == 0:
-            without |= dict.fromkeys(("top_k", "top_p"), "a --temperature above 0")
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name in without and value != option.default:
-                raise UserError(
-                    f"{option.name}={value} has no effect without {without[option.name]}"
-                )
+        if self.temperature == 0 and (self.top_k is not None or self.top_p != 1.0):
+            raise UserError("top_k and top_p have no effect without a --temperature above 0")
 
 
 @command("generate")
@@ -150,7 +142,7 @@ def _open_session(checkpoint: Path, generation: Generation) -> "_Session":
     )
     speculation = None
     if generation.draft_step is not None:
-        speculation = SelfSpeculation(generation.draft_step, generation.draft_tokens)
+        speculation = SelfSpeculation(generation.draft_step, _DRAFT_TOKENS)
     engine = Engine(
         loaded.model,
         recurrent_steps=generation.recurrent_steps or loaded.recurrent_steps,

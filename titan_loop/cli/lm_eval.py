@@ -23,12 +23,12 @@ def run(arguments: Sequence[str]) -> int:
         from lm_eval.__main__ import cli_evaluate
 
         import titan_loop.evaluation.harness_model  # noqa: F401  (registers the model)
-        from titan_loop.evaluation.harness_tasks import hub_offline_if_unreachable
+        from titan_loop.evaluation.harness_tasks import one_line_without_data
     except ImportError as error:
         raise UserError(f"lm_eval is missing ({error}): pip install 'titan-loop[eval]'") from error
     argv = patch.object(sys, "argv", ["lm_eval", *arguments])
     try:
-        with argv, hub_offline_if_unreachable("lm_eval: a task"):
+        with argv, one_line_without_data("lm_eval: a task"):
             cli_evaluate()
     except ValueError as error:  # also a `UserError`, which passes through
         for beginning, hint in _MISTAKES.items():

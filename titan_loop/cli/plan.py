@@ -2,11 +2,9 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
-
-from titan_loop.cli.arguments import command, recipe_first
+from titan_loop.cli.arguments import command
 from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import UserError
 
@@ -16,23 +14,15 @@ if TYPE_CHECKING:
     from titan_loop.planning.stage_needs import StageNeeds
 
 
-def _known_gpus(default: str) -> str:
-    from titan_loop.distributed.devices import DEVICES
-
-    return f"(one of {', '.join(DEVICES)}; default: {default})"
-
-
-@recipe_first
 def plan(
     recipe: str,
     flags: Sequence[str],
     *,
     nodes: int = 1,
     gpus_per_node: int = 8,
-    gpu: Annotated[str, tyro.conf.arg(help_behavior_hint=_known_gpus)] = "h100-80gb",
+    gpu: str = "h100-80gb",
     mfu: float = 0.4,
     stage: str | None = None,
-    law: str | None = None,
     memory: bool = True,
     rehearse: bool = False,
 ) -> None:
@@ -52,35 +42,26 @@ def plan(
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
         nodes: Number of hosts.
         gpus_per_node: Number of GPUs per host.
-        gpu: GPU model.
+        gpu: GPU model; a wrong one is answered with the known ones.
         mfu: Assumed share of a GPU's peak FLOPs, for the GPU-days.
         stage: Plan this stage alone.
-        law: Published scaling law, or a scaling.json of titan-loop scaling; adds the gain of the
-            recurrent steps in nats and GPU-days over the same model without loops and over an
-            unrolled one.
         memory: Measure peak memory and communication; --no-memory prints the arithmetic alone.
-        rehearse: Assemble every stage anew, list the facts that only a GPU can show, and exit with
-            code 2 if a stage cannot be assembled.
+        rehearse: Assemble every stage anew, and exit with code 2 if one cannot be assembled.
     """
     import titan_loop.compat as compat
 
     with compat.assuming("cuda"):
         resolved = resolve_recipe(recipe, flags, verb="plan", only=stage)
 
-    from titan_loop.analysis.scaling.published import read_law
     from titan_loop.distributed.devices import get_device
     from titan_loop.planning.cluster import Cluster
-    from titan_loop.planning.loop_worth import worth_lines
     from titan_loop.planning.plan_table import plan_lines
     from titan_loop.planning.stage_needs import recipe_needs
 
     cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, gpu=get_device(gpu), mfu=mfu)
     cluster.check()
-    worth = None if law is None else read_law(law)
     needs = recipe_needs(resolved, cluster, only=stage)
     print("\n".join(plan_lines(recipe, gpu, cluster, needs)))
-    if worth is not None:
-        print("\n".join(worth_lines(worth, needs, cluster)))
     _refuse([(need.name, refusal) for need in needs for refusal in need.refusals], len(needs))
     if memory or rehearse:
         _rehearse(cluster, needs, anew=rehearse)
@@ -89,7 +70,7 @@ def plan(
 def _rehearse(cluster: "Cluster", planned: "Sequence[StageNeeds]", *, anew: bool) -> None:
     import titan_loop.compat as compat
 
-    from titan_loop.planning.plan_table import NOT_REHEARSED, rehearsal_lines
+    from titan_loop.planning.plan_table import rehearsal_lines
     from titan_loop.planning.rehearsal import gpu_peak_bytes, rehearse
     from titan_loop.planning.stage_needs import memory_refusal
 
@@ -97,12 +78,9 @@ def _rehearse(cluster: "Cluster", planned: "Sequence[StageNeeds]", *, anew: bool
     found: list[Rehearsed] = []
     for one in rehearse(planned, cluster, anew=anew):
         found.append(one)
-        if one.cpu_seconds:
-            said = one.fault or "assembled"
-            print(f"titan-loop: {one.needs.name}: {said}, {one.cpu_seconds:.0f} s", file=sys.stderr)
+        if not one.like:
+            print(f"titan-loop: {one.needs.name}: {one.fault or 'assembled'}", file=sys.stderr)
     print("\n" + "\n".join(rehearsal_lines(found, cluster)))
-    if anew:
-        print("\n".join(f"not rehearsed: {what}" for what in NOT_REHEARSED))
     peaks = [(one.needs, gpu_peak_bytes(one.needs, one.measured)) for one in found if one.measured]
     reasons = [(need.name, memory_refusal(need, peak, cluster.gpu)) for need, peak in peaks]
     _refuse([(name, reason) for name, reason in reasons if reason], len(planned))

@@ -67,8 +67,6 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
             continue
         stem = place.parent / "plots" / f"{name}-{table.name}"
         print(f"\n{results_plots.draw_table(table, found, Path(f'{stem}.png'))}")
-        if table.over_training:
-            print(results_plots.draw_curves(table, found, Path(f"{stem}-training.png")))
         if table.against_flops:
             print(results_plots.draw_against_flops(table, found, Path(f"{stem}-flops.png")))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from titan_loop.cli.arguments import command, recipe_first
+from titan_loop.cli.arguments import command
 from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import EXIT_INTERRUPTED, EXIT_OK, RunFailedError, StoppedError
 from titan_loop.training.stop_request import StopListener, grace_seconds
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 @command("train")
-@recipe_first
 def run(
     recipe: str,
     flags: Sequence[str],
@@ -41,13 +40,12 @@ def run(
       titan-loop train miniature --stages.1b.total-tokens 50000 --stages.gate.loss.slope 20
       titan-loop train quickstart --from exported --dataloader.mixture sources/my=1
       titan-loop train runs/quickstart                        # goes on with the run's own settings
-      titan-loop train --config runs/quickstart/config.json   # the same run, once more
+      titan-loop train runs/quickstart/config.json            # the same run, once more
       torchrun --nproc-per-node 2 -m titan_loop train quickstart --training.local-batch-size 2
 
     Args:
         recipe: Name that `titan-loop recipes` lists, PACKAGE.MODULE:FUNCTION, the folder of a run,
-            which goes on, or --config with the config.json of a run, which is trained again in a
-            folder beside it.
+            which goes on, or its config.json, which is trained again in a folder beside it.
         stage: Train this stage alone, from its parent in DUMP_FOLDER or from
             --checkpoint.carry.parent CHECKPOINT.
         dump_folder: Folder of the recipe or run; by default the recipe's own.

@@ -62,8 +62,8 @@ def plot(folders: tuple[Path, ...]) -> None:
     """Draw every plot a run has data for into its plots/ folder, and print the paths.
 
     For a recipe's folder: the loss over all stages, and the plots of each stage that has begun. Of
-    several runs: their losses in one plot and, if titan-loop eval scored them, their bits per byte
-    in another, both in the first one's plots/.
+    several runs: their losses in one plot and, if titan-loop eval scored them, their results by
+    depth in another, both in the first one's plots/.
 
     Args:
         folders: Run directories, or one recipe's folder.
@@ -84,7 +84,7 @@ def plot(folders: tuple[Path, ...]) -> None:
     elif len(runs) > 1:
         plots, directories = runs[0] / "plots", [RunDirectory(folder) for folder in runs]
         print(compare_losses(directories, plots / "compared_losses.png"))
-        if (path := compare_depths(directories, plots / "compared_bits_per_byte.png")) is not None:
+        if (path := compare_depths(directories, plots / "compared_depths.png")) is not None:
             print(path)
         return
     for run_directory in map(RunDirectory, runs):
@@ -138,14 +138,14 @@ def scaling(
 
     Fits three laws in which a recurrent step is worth some parameters: linear, power and bounded.
     The error on the largest sizes, token counts and R, each held out by itself, chooses one of the
-    three. Prints the coefficients and writes scaling.json, which `titan-loop plan --law` reads, two
-    plots of the chosen law, and losses.csv, the points of the runs as --csv reads them.
+    three. Prints the coefficients and writes scaling.json, a plot of the chosen law, and
+    losses.csv, the points of the runs as --csv reads them.
 
     Args:
         runs: Run directories and recipe folders, all trained on the same data.
         csv: Instead of runs, a file with the columns parameters and tokens (counts),
             recurrent_steps and loss (nats per token), or N, D, R, loss. Optional columns:
-            looped_parameters, experts with total_parameters, unique_tokens, width, run, seed.
+            looped_parameters, unique_tokens, width, run, seed.
         output: Folder for the results.
         skip: Share of every run's tokens, from its start, whose points are not fitted. Early in
             training the loss falls later the larger R is, which no law describes.

@@ -1,5 +1,5 @@
 """Evaluation: numbers a reader can compare, with their uncertainty.
 
-held-out windows ─► nats per window and depth ─► bits_per_byte (intervals) ─┐
-tokens the model has read ─► ngram_baselines (unigram, bigram) ─────────────┴─► depth_report
+checkpoint ─► readings (depths, exit policies) ─► text, exam, harness ─┐
+tokens the model has read ─► ngram_baselines (unigram, bigram) ────────┴─► task_report
 """

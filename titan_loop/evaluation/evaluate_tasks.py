@@ -19,26 +19,30 @@ from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import Exam, model_sizes
+from titan_loop.evaluation.ngram_baselines import baseline_bits, count_what_was_read
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.readings import (
     Reading,
     depth_readings,
     frontier_readings,
     policy_reading,
-    seconds_per_token,
 )
 from titan_loop.evaluation.share_work import join_ranks, rank_device
 from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
 from titan_loop.evaluation.task_options import TaskOptions
-from titan_loop.evaluation.task_report import SECONDS, Results, TaskReport
+from titan_loop.evaluation.task_report import ReadingResult, Results, TaskReport
 from titan_loop.evaluation.window_scores import (
+    Forward,
+    at_depths,
     at_readings,
+    name_of_total,
     open_run,
     score_windows,
     sum_windows,
     summarise,
+    with_total,
 )
-from titan_loop.inference.exit_policy import require_exit_policy
+from titan_loop.inference.exit_policy import StaticStep, require_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
 from titan_loop.models.family import get_family
 from titan_loop.runs.saved_run import SavedRun
@@ -49,22 +53,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CACHE_FOLDER = "requests"
 _EXAM_QUESTIONS = 512
 _SAMPLE_WINDOWS = 4
 _SAMPLE_QUESTIONS = 64
 
 
 def evaluate_tasks(
-    checkpoint: str | Path, options: TaskOptions, *, frontier: bool = False, ema: bool = False
+    checkpoint: str | Path,
+    options: TaskOptions,
+    *,
+    frontier: bool = False,
+    baselines: bool = False,
+    ema: bool = False,
 ) -> TaskReport:
     """Evaluate a checkpoint; collective.
 
     Rank 0 also writes the report, after each task, into the run's `evals/`. The report records the
-    failures of single tasks; mistakes in the options raise `UserError`.
+    failures of single tasks; mistakes in the options raise `UserError`, and so does held-out text
+    that cannot be scored if no task is named.
 
     Args:
         frontier: Whether to read every depth, and every exit policy at many settings.
+        baselines: Whether to score held-out text with n-gram models of the text the model read.
         ema: Whether to evaluate the average of the weights.
     """
     options.check(frontier=frontier)
@@ -81,18 +91,21 @@ def evaluate_tasks(
     )
     if options.tokenizer is not None:
         load_matching_tokenizer(loaded, options.tokenizer)  # fails before the first task
-    return _Evaluation(loaded, options, frontier=frontier).run()
+    return _Evaluation(loaded, options, frontier=frontier, baselines=baselines).run()
 
 
 class _Evaluation:
     """One call of `evaluate_tasks`; expensive parts are built once, when first needed."""
 
-    def __init__(self, loaded: Loaded, options: TaskOptions, *, frontier: bool) -> None:
+    def __init__(
+        self, loaded: Loaded, options: TaskOptions, *, frontier: bool, baselines: bool
+    ) -> None:
         self._loaded = loaded
         self._options = options
         self._run = loaded.run.directory
         self._model = loaded.model
         self._device = loaded.model.tok_embeddings.weight.device
+        self._baselines = baselines
         manifest = loaded.manifest
         self._generated = recorded_task(manifest["data"])
         self._report = TaskReport(
@@ -105,7 +118,6 @@ class _Evaluation:
         )
         self._harness: HarnessTasks | None = None
         self._lm: LoopLM | None = None
-        self._seconds: dict[str, float] = {}
         self._shots: dict[str, str] = {}
         self._readings = self._make_readings(frontier=frontier)
 
@@ -115,19 +127,17 @@ class _Evaluation:
             before = {*self._report.tasks}
             try:
                 for name, results in self._ask(task).items():
-                    for reading, result in results.items():
-                        if reading in self._seconds:
-                            result.metrics[SECONDS] = self._seconds[reading]
+                    for result in results.values():
                         result.settings = self._settings(task)
                     self._report.tasks[name] = results
                 logger.info("%s: done", task.name)
-            except NotAskedError as error:
-                kept = self._report.skipped if task.optional else self._report.failures
-                kept[task.name] = str(error)
-                logger.warning("%s: not asked: %s", task.name, error)
             except UserError as error:
-                self._report.failures[task.name] = str(error)
-                logger.error("%s failed: %s", task.name, error)
+                if not self._options.tasks:
+                    raise
+                skips = isinstance(error, NotAskedError) and task.optional
+                kept = self._report.skipped if skips else self._report.failures
+                kept[task.name] = str(error)
+                logger.warning("%s has no result: %s", task.name, error)
             except Exception as error:  # whatever it is, the other tasks' results are worth keeping
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
                 self._report.failures[task.name] = reason
@@ -160,22 +170,44 @@ class _Evaluation:
 
     def _ask(self, task: SuiteTask) -> Results:
         names = [reading.name for reading in self._readings]
-        nats = at_readings(self._model, self._readings)
         if task.name == HELD_OUT:
-            scores = {
-                name: score_windows(windows, nats, device=self._device)
-                for name, windows in self._windows.items()
-            }
-            return {f"{HELD_OUT}/{name}": summarise(part, names) for name, part in scores.items()}
+            return self._score_text(names)
         if self._generated is not None and self._generated.name == task.name:
             right = at_readings(self._model, self._readings, value="right_PT")
             return self._exam.grade(
                 names,
                 lambda windows: sum_windows(windows, right, device=self._device),
-                lambda windows: sum_windows(windows, nats, device=self._device),
+                lambda windows: sum_windows(windows, self._nats(), device=self._device),
                 model_sizes(self._model),
             )
         return self._ask_harness(task)
+
+    def _score_text(self, names: list[str]) -> Results:
+        get_family(self._model.config.family).require("held_out")
+        held_out, nats = self._windows, self._nats()
+        scores = with_total(
+            {
+                name: score_windows(part, nats, device=self._device)
+                for name, part in held_out.items()
+            }
+        )
+        results = {f"{HELD_OUT}/{name}": summarise(part, names) for name, part in scores.items()}
+        if self._baselines and self._loaded.run.mixture:  # otherwise, it has read no text
+            counts = count_what_was_read(
+                self._loaded.run, self._loaded.manifest["data"], self._model.config.vocab_size
+            )
+            found = baseline_bits(counts, held_out, name_of_total(held_out))
+            for name in scores:
+                results[f"{HELD_OUT}/{name}"] |= {
+                    baseline: ReadingResult(metrics={"bits_per_byte": value})
+                    for baseline, value in found[name].items()
+                }
+        return results
+
+    def _nats(self) -> Forward:
+        if all(isinstance(reading.policy, StaticStep) for reading in self._readings):
+            return at_depths(self._model, [each.deepest_step for each in self._readings])
+        return at_readings(self._model, self._readings)
 
     def _ask_harness(self, task: SuiteTask) -> Results:
         consent = self._options.confirm_run_unsafe_code
@@ -209,7 +241,6 @@ class _Evaluation:
                 prefill_steps=options.prefill_steps,
                 batch_size=options.batch_size,
                 tokenizer=options.tokenizer,
-                cache=self._run.evaluations / CACHE_FOLDER if options.cache else None,
             )
         return run_task(
             self._lm,
@@ -260,9 +291,4 @@ class _Evaluation:
                 columns=sample.columns_for(self._model.config.columns) or None,
             )
         states = [state_BLD[sample.labels != IGNORED] for state_BLD in output.hidden_RBLD]
-        readings = frontier_readings(self._model, states, steps)
-        if "generate" in get_family(self._model.config.family).uses:
-            half = max(1, sample.input.shape[1] // 2)
-            prompts = sample.input[:_SAMPLE_WINDOWS, :half].tolist()
-            self._seconds = seconds_per_token(self._model, readings, prompts)
-        return readings
+        return frontier_readings(self._model, states, steps)

@@ -62,10 +62,6 @@ class Generation:
         how = (self.sampling.temperature, self.sampling.top_p, self.sampling.top_k)
         return (self.prompt, self.until, self.max_new_tokens, how)
 
-    def is_sampled(self) -> bool:
-        """Whether the answer depends on the seed."""
-        return self.sampling.temperature > 0.0
-
 
 def row_seed(seed: int, row: int) -> int:
     """Return the seed of a row's sample, given the harness' own."""

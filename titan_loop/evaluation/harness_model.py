@@ -28,7 +28,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from titan_loop.errors import UserError, nearest, require_known
 from titan_loop.evaluation.harness_generation import Generation, row_seed
 from titan_loop.evaluation.readings import Reading, policy_reading
-from titan_loop.evaluation.request_cache import RequestCache, digest
 from titan_loop.evaluation.share_work import rank_device, share_work
 from titan_loop.evaluation.token_scorer import ContinuationScores, TokenRequest, TokenScorer
 from titan_loop.inference.cache import cache_strategy
@@ -36,6 +35,7 @@ from titan_loop.inference.engine import Engine, require_prefill_steps
 from titan_loop.inference.exit_policy import parse_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
+from titan_loop.storage.json_files import json_sha256
 from titan_loop.text.chat_encoding import ChatEncoder
 from titan_loop.text.conversation import SYSTEM, Conversation, Turn, parse_messages
 from titan_loop.text.tokenizer import encode_prompt
@@ -76,12 +76,10 @@ class LoopLM(TemplateLM):
     Args:
         checkpoint: A checkpoint, or a run (its newest whole checkpoint is taken).
         recurrent_steps: R; None takes the trained R.
-        exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
-        exit: An exit policy as in `titan-loop generate`; None for full depth.
+        exit: An exit policy as in `titan-loop generate`, with "/" for its commas.
         prefill_steps: Recurrent steps of prompts, at most the reading's own; None for as many.
         device: Name of the device; None or "cuda:0" takes this rank's.
         max_length: Context in tokens; None takes the trained window.
-        cache: Folder for the results of single requests; None keeps them in memory only.
         readings: Several readings at once, instead of `exit`.
 
     Attributes:
@@ -94,8 +92,7 @@ class LoopLM(TemplateLM):
         checkpoint: str | Path | None = None,
         *,
         recurrent_steps: int | None = None,
-        exit_threshold: float | None = None,
-        exit: str | None = None,
+        exit: str = "full",
         kv_cache: str = "full",
         prefill_steps: int | None = None,
         batch_size: int | str = 8,
@@ -104,7 +101,6 @@ class LoopLM(TemplateLM):
         dtype: str = "float32",
         max_length: int | None = None,
         tokenizer: str | None = None,
-        cache: str | Path | None = None,
         readings: Sequence[Reading] | None = None,
         loaded: Loaded | None = None,
         **unknown: Any,
@@ -121,10 +117,7 @@ class LoopLM(TemplateLM):
         max_length = _whole("max_length", max_length, least=2)
         cache_strategy(kv_cache)
         require_known("dtype", dtype, DTYPES)
-        if exit_threshold is not None and exit is not None:
-            raise UserError(f"exit_threshold={exit_threshold} and exit={exit}: give one of them")
-        text = exit or ("full" if exit_threshold is None else f"q:{exit_threshold}")
-        parse_exit_policy(text)  # refuses a wrong one before a checkpoint is read
+        parse_exit_policy(exit)  # refuses a wrong one before a checkpoint is read
         if loaded is None:
             if checkpoint is None:
                 raise UserError("checkpoint is missing; give --model_args checkpoint=RUN")
@@ -134,7 +127,7 @@ class LoopLM(TemplateLM):
         self.loaded = loaded
         if readings is None:
             steps = loaded.recurrent_steps if recurrent_steps is None else recurrent_steps
-            readings = [policy_reading(text, steps)]
+            readings = [policy_reading(exit, steps)]
         self.readings = list(readings)
         self.prefill_steps = _whole("prefill_steps", prefill_steps, least=1)
         for one in self.readings:
@@ -146,24 +139,11 @@ class LoopLM(TemplateLM):
         self._ends = text_ends(loaded, self._text_tokenizer)
         self._scorer = TokenScorer(loaded.model, self.readings, batch_rows=rows)
         self._rows = rows
-        # The digest is of the tokenizer's own text, so it takes a moment.
-        self._tokenizer_digest = digest(self._text_tokenizer.to_str())
         self._chats: dict[str, tuple[list[int], str]] = {}
-        self._cache = RequestCache(None if cache is None else Path(cache), self._identity())
+        # Every reading asks the same requests again.
+        self._known: dict[TokenRequest, ContinuationScores] = {}
         self._truncated = 0
         self._warnings: set[str] = set()
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "manifest": self.loaded.manifest["sha256"],
-            "readings": [[reading.name, reading.recurrent_steps] for reading in self.readings],
-            "kv_cache": self.kv_cache,
-            **({} if self.prefill_steps is None else {"prefill_steps": self.prefill_steps}),
-            "dtype": str(self.loaded.model.tok_embeddings.weight.dtype),
-            "context": self.max_length,
-            "tokenizer": self._tokenizer_digest,
-            **({"ema": True} if self.loaded.ema else {}),
-        }
 
     @property
     def max_length(self) -> int:
@@ -188,7 +168,7 @@ class LoopLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """Name of tokenizer and chat template in the harness' cache of request texts."""
-        return digest([self._tokenizer_digest, self.chat_template()])
+        return json_sha256([self._text_tokenizer.to_str(), self.chat_template()])
 
     @cached_property
     def _chat_encoder(self) -> ChatEncoder:
@@ -284,9 +264,7 @@ class LoopLM(TemplateLM):
             Generation.of(*instance.args, seed=row_seed(seed, row))
             for row, instance in enumerate(requests)
         ]
-        how = ["generate", reading.name, sorted(self._ends.stop_tokens)]
-        keys = [digest([*how, one.seed if one.is_sampled() else 0, *one.key()]) for one in asked]
-        answers = self._cache.results(keys, asked, lambda share: self._generate(share, reading))
+        answers = self._generate(asked, reading)
         for answer in answers:
             self.count.steps += answer["steps"]
             self.count.tokens += answer["tokens"]
@@ -377,10 +355,10 @@ class LoopLM(TemplateLM):
     def _scores(self, requests: Sequence[TokenRequest]) -> list[tuple[float, bool]]:
         """Return each log-likelihood, and whether greedy decoding would have given the tokens."""
         self._warn_of_truncation()
-        keys = [digest(["score", request.context, request.continuation]) for request in requests]
+        new = [request for request in dict.fromkeys(requests) if request not in self._known]
+        self._known.update(zip(new, self._scorer.score(new), strict=True))
         answers = []
-        for value in self._cache.results(keys, requests, self._scorer.score):
-            score = ContinuationScores(*value)
+        for score in map(self._known.__getitem__, requests):
             self.count.steps += score.steps[self.reading]
             self.count.tokens += score.tokens
             answers.append((-score.nats[self.reading], score.greedy[self.reading]))

@@ -1,14 +1,11 @@
 """Loads tasks of lm-evaluation-harness and runs them under every reading."""
 
 import math
-import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
-from urllib.parse import urlsplit
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.harness_model import LoopLM, StepCount
@@ -19,7 +16,6 @@ from titan_loop.evaluation.task_report import ReadingResult, Results
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-_PROBE_SECONDS = 3.0
 _BOOTSTRAPS = 100  # for metrics whose standard error has no formula
 
 
@@ -85,7 +81,7 @@ class HarnessTasks:
             loaded = self._manager(None).load([offline_config(task.name)])
         else:
             manager = self.find(task.name)
-            with hub_offline_if_unreachable(f"task {task.name}"):
+            with one_line_without_data(f"task {task.name}"):
                 loaded = manager.load([task.name])
         for loaded_task in loaded["tasks"].values():
             own = loaded_task.get_config("num_fewshot")
@@ -98,18 +94,12 @@ class HarnessTasks:
 
     def find(self, name: str) -> "TaskManager":
         """Return a manager that knows the task; raise `UserError` if no task has the name."""
-        for folder in (None, self._likely_folder(name), self._home):
+        for folder in (None, self._home):
             manager = self._manager(folder)
             if name in manager.all_tasks:
                 return manager
-        known = [*self._manager(self._home).all_tasks, *suite_names(), *OFFLINE_TASKS]
+        known = [*manager.all_tasks, *suite_names(), *OFFLINE_TASKS]
         raise UserError(f"task {name!r} is unknown{nearest(name, known)}")
-
-    def _likely_folder(self, name: str) -> Path | None:
-        """Return the harness' folder with the longest name that begins the task's name."""
-        words = name.rstrip("0123456789").split("_")  # minerva_math500 is in minerva_math
-        beginnings = ("_".join(words[:count]) for count in range(len(words), 0, -1))
-        return next((self._home / b for b in beginnings if (self._home / b).is_dir()), None)
 
     def _manager(self, folder: Path | None) -> "TaskManager":
         if folder not in self._managers:
@@ -184,57 +174,30 @@ def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]], task: Any) -> fl
     return sum(bits) / len(bits) if bits else None
 
 
+_WITHOUT_HUB = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "DatasetNotFoundError")
+
+
 @contextmanager
-def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
-    """Let the hub's clients use only their caches inside the block if there is no network.
+def one_line_without_data(reader: str) -> Iterator[None]:
+    """Raise `UserError` where the hub cannot be reached, or a file is missing, inside the block.
 
-    Raises:
-        UserError: Neither the hub nor the cache has the data; `reader` begins the message.
+    `reader` begins the message.
     """
-    from datasets import config
-    from huggingface_hub import constants
-
-    if not constants.HF_HUB_OFFLINE and _hub_is_reachable():
+    try:
         yield
-        return
-    try:
-        with (
-            patch.object(constants, "HF_HUB_OFFLINE", True),
-            patch.object(config, "HF_HUB_OFFLINE", True),
-        ):
-            yield
+    except UserError:
+        raise
     except Exception as error:  # every data library raises its own type without a network
-        if isinstance(error, UserError):
-            raise
-        if not _is_about_the_network(error):
-            if isinstance(error, FileNotFoundError):
-                raise UserError(f"{reader} names a file that does not exist ({error})") from error
-            raise
-        raise UserError(
-            f"{reader} reads its data from the Hugging Face hub, which cannot be reached, and the "
-            "local cache does not have it; run it once where there is a network, or use titan-loop "
-            "eval's suite 'offline'"
-        ) from error
-
-
-def _hub_is_reachable() -> bool:
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
-        return True  # only a real request could tell
-    parts = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    address = (parts.hostname or "", parts.port or 443)
-    try:
-        socket.create_connection(address, timeout=_PROBE_SECONDS).close()
-    except OSError:
-        return False
-    return True
-
-
-def _is_about_the_network(error: BaseException | None) -> bool:
-    names = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "DatasetNotFoundError"}
-    while error is not None:
-        if isinstance(error, ConnectionError) or type(error).__name__ in names:
-            return True
-        if isinstance(error, FileNotFoundError) and "://" in str(error):
-            return True  # an address, not a file of this machine
-        error = error.__cause__ or error.__context__
-    return False
+        cause: BaseException | None = error
+        while cause is not None:
+            absent = isinstance(cause, FileNotFoundError) and "://" in str(cause)  # an address
+            if absent or isinstance(cause, ConnectionError) or type(cause).__name__ in _WITHOUT_HUB:
+                raise UserError(
+                    f"{reader} reads its data from the Hugging Face hub, which cannot be reached, "
+                    "and the local cache does not have it; run it once where there is a network, "
+                    "or use titan-loop eval's suite 'offline'"
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(error, FileNotFoundError):
+            raise UserError(f"{reader} names a file that does not exist ({error})") from error
+        raise

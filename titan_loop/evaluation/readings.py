@@ -11,7 +11,6 @@ Shapes: P readings, R steps, T scored positions, C of one chunk.
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_loop.errors import UserError, require_at_least
-from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_decider import exit_steps
 from titan_loop.inference.exit_policy import (
     POLICIES,
@@ -33,12 +31,9 @@ from titan_loop.inference.exit_policy import (
     parse_exit_policy,
 )
 from titan_loop.inference.measures import at_least_fp32, log_probabilities
-from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
 
 _LOGITS_AT_A_TIME = 1 << 26  # R · C · V of one chunk: 256 MiB in fp32
-
-_TIMED_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -170,23 +165,3 @@ def _steps_to_read(readings: Sequence[Reading]) -> list[int]:
         static = isinstance(reading.policy, StaticStep)
         steps.update(range(reading.deepest_step if static else 1, reading.deepest_step + 1))
     return sorted(steps)
-
-
-def seconds_per_token(
-    model: LoopDecoder, readings: Sequence[Reading], prompts: Sequence[Sequence[int]]
-) -> dict[str, float]:
-    """Return the name of each reading → seconds per generated token in the engine.
-
-    The prompts run as one batch: the time after its first tokens, divided by all later ones.
-    """
-    requests = [Request(prompt=prompt, max_new_tokens=_TIMED_TOKENS) for prompt in prompts]
-    seconds: dict[str, float] = {}
-    for reading in readings:
-        engine = Engine(model, recurrent_steps=reading.recurrent_steps, exit_policy=reading.policy)
-        events = engine.stream(requests)
-        for _ in requests:  # the first tokens take the prompts' time
-            next(events)
-        start = time.perf_counter()
-        tokens = sum(1 for _ in events)
-        seconds[reading.name] = (time.perf_counter() - start) / max(tokens, 1)
-    return seconds

@@ -1,7 +1,7 @@
 """Tasks, depths and settings of an evaluation: the flags that `eval` and `eval watch` share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,10 +12,11 @@ from titan_loop.errors import UserError, require_at_least
 if TYPE_CHECKING:  # this imports numpy, which `--help` does without
     from titan_loop.evaluation.suites import SuiteTask
 
+_TEXT_STEPS = tuple(range(1, 7))
+"""R at which held-out text is scored if neither tasks nor readings are named."""
+
 _DEPTH_SUITE_STEPS = tuple(range(1, 9))
 """R of the suite `depth` by default; beyond the trained R it extrapolates."""
-
-_OF_HELD_OUT_TEXT = ("depths", "windows", "sources", "seq_len")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class TaskOptions:
     """Depths, tasks and settings of an evaluation.
 
     Attributes:
-        depths: Recurrent steps to score, all in one pass; by default 1 to 6 in eval without tasks.
+        depths: Recurrent steps to score, all in one pass; by default 1 to 6 without tasks.
         windows: Held-out windows per source, always the same ones.
         sources: Names of the run's sources, or folders of others; by default all of the run's.
         seq_len: Tokens of a held-out window; by default as in training.
@@ -46,7 +47,6 @@ class TaskOptions:
         include_path: Folder of your own harness tasks.
         confirm_run_unsafe_code: Run, without a sandbox, the programs that the model writes in code
             tasks.
-        cache: Keep the results of single requests; --no-cache scores every request again.
     """
 
     depths: tuple[int, ...] = ()
@@ -69,7 +69,6 @@ class TaskOptions:
     tokenizer: str | None = None
     include_path: Path | None = None
     confirm_run_unsafe_code: bool = False
-    cache: bool = True
 
     @property
     def _names(self) -> list[str]:
@@ -91,8 +90,11 @@ class TaskOptions:
 
     def static_depths(self) -> Sequence[int]:
         """Return the depths to read at; empty to read at R, or by the exit policy."""
-        sweeps = "depth" in self._names and self.exit == "full" and self.recurrent_steps is None
-        return self.depths or (_DEPTH_SUITE_STEPS if sweeps else ())
+        if self.depths or self.exit != "full" or self.recurrent_steps is not None:
+            return self.depths
+        if not self.tasks:
+            return _TEXT_STEPS
+        return _DEPTH_SUITE_STEPS if "depth" in self._names else ()
 
     def check(self, *, frontier: bool = False) -> None:
         """Raise `UserError` for values that cannot work, before anything is loaded."""
@@ -111,9 +113,12 @@ class TaskOptions:
         cache_strategy(self.kv_cache)
         if self.tokenizer is not None:
             load_tokenizer(self.tokenizer)
-        for name in ("system_instruction", "fewshot_as_multiturn"):
-            if getattr(self, name) and not self.apply_chat_template:
-                raise UserError(f"{name} has no effect without apply_chat_template; add it")
+        chats = self.system_instruction or self.fewshot_as_multiturn
+        if chats and not self.apply_chat_template:
+            raise UserError(
+                "system_instruction and fewshot_as_multiturn have no effect without "
+                "apply_chat_template; add it"
+            )
         if self.depths and frontier:
             raise UserError("depths and frontier exclude each other: a frontier has every depth")
         if (self.depths or frontier) and self.exit != "full":
@@ -127,16 +132,3 @@ class TaskOptions:
             )
         if self.include_path is not None and not self.include_path.is_dir():
             raise UserError(f"include_path={self.include_path} is not a folder")
-
-    def refuse_flags_of_tasks(self) -> None:
-        """Raise `UserError` for a flag that has no effect without --tasks."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in _OF_HELD_OUT_TEXT and value != field.default:
-                flag = f"--{field.name.replace('_', '-')} {value}"
-                if isinstance(value, bool):
-                    flag = flag.removesuffix(" True") if value else "--no-cache"
-                raise UserError(
-                    f"eval: {flag} needs --tasks; without them, held-out text is scored at the "
-                    "--depths"
-                )

@@ -19,18 +19,21 @@ replaced.
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_loop.errors import UserError, listed
+from titan_loop.errors import listed
 from titan_loop.evaluation.intervals import Interval, of_questions
+from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import count, number, read_json_object, write_json
+from titan_loop.storage.regular_file import DamagedFileError
 
 logger = logging.getLogger(__name__)
 
+_FIX = "evaluate again"
 _SHOWN = 3
 _SIZES = re.compile(r"(?:windows|limit)=(\d+|None)")
 
@@ -41,11 +44,14 @@ class ReadingResult:
 
     Attributes:
         settings: Settings that it was asked with; empty for a model in training.
+        units: Bytes and nats of every held-out document, as two texts of numbers, at a static
+            depth; with them, depths and runs are compared on the same documents.
     """
 
     metrics: dict[str, float]
     mean_steps: float | None = None
     settings: str = ""
+    units: list[str] = field(default_factory=list)
 
     def samples_less_than(self, other: "ReadingResult") -> bool:
         """Whether it read fewer windows or documents."""
@@ -64,9 +70,6 @@ class ReadingResult:
 
 Results = dict[str, dict[str, ReadingResult]]
 """Task → reading → result."""
-
-SECONDS = "seconds_per_token"
-"""Metric of a frontier's readings: time of a generated token, on the machine that evaluated."""
 
 HEADLINES = ("acc_norm,none", "acc,none", "bits_per_byte", "bits_per_byte,none")
 
@@ -89,6 +92,12 @@ def interval(metrics: Mapping[str, float], metric: str) -> Interval:
     return Interval(value, low, metrics.get(f"{metric}_high", value + 1.96 * error))
 
 
+def bits(found: Sequence[float]) -> dict[str, float]:
+    """Return bits per byte with the ends of its interval as metrics."""
+    names = ("bits_per_byte", "bits_per_byte_low", "bits_per_byte_high")
+    return dict(zip(names, found, strict=True))
+
+
 def graded(metric: str, share: float, questions: int) -> dict[str, float]:
     """Return a share of right answers as a metric with its 95 % interval."""
     value, low, high = of_questions(share, questions)
@@ -98,6 +107,19 @@ def graded(metric: str, share: float, questions: int) -> dict[str, float]:
 def lower_is_better(metric: str) -> bool:
     """Whether a smaller value of this metric is the better one."""
     return any(word in metric for word in ("bits_per_byte", "perplexity"))
+
+
+def unit_texts(n_bytes: Sequence[float], nats: Sequence[float]) -> list[str]:
+    """Return `ReadingResult.units`."""
+    return [" ".join(map(str, sums)) for sums in (n_bytes, nats)]
+
+
+def unit_numbers(texts: Sequence[str]) -> tuple[list[float], list[float]]:
+    """Return the bytes and the nats of `unit_texts`; raise `ValueError` for other texts."""
+    n_bytes, nats = ([float(word) for word in text.split()] for text in texts)
+    if len(n_bytes) != len(nats):
+        raise ValueError(f"{len(n_bytes)} documents have bytes and {len(nats)} nats")
+    return n_bytes, nats
 
 
 @dataclass(kw_only=True)
@@ -165,8 +187,8 @@ class TaskReport:
     @classmethod
     def load(cls, path: Path) -> "TaskReport":
         """Read a file that `save` wrote; raise `UserError` if it is damaged."""
+        record = read_json_object(path, fix=_FIX)
         try:
-            record = read_json_object(path, fix="evaluate again")
             of_tasks = record.pop("settings", {})  # where 0.1.0 wrote them
             record["tasks"] = {
                 name: {
@@ -178,14 +200,21 @@ class TaskReport:
             for name in ("step", "tokens", "trained_recurrent_steps"):
                 count(record[name])
             return cls(**record)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({error}); evaluate again") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedFileError(path, repr(error), _FIX) from error
 
     @classmethod
-    def all_of(cls, run_directory: RunDirectory) -> list["TaskReport"]:
-        """Return the reports of a run by increasing step."""
-        paths = run_directory.evaluations.glob("tasks-step-*.json")
-        return sorted(map(cls.load, paths), key=lambda report: report.step)
+    def all_of(cls, run_directory: RunDirectory, *, ema: bool = False) -> list["TaskReport"]:
+        """Return the reports of a run by increasing step, or those of the averaged weights."""
+        marks = "-ema" if ema else ""
+        found: dict[int, TaskReport] = {}
+        for kind, read in (("depth", _of_depths), ("tasks", cls.load)):
+            for path in run_directory.evaluations.glob(f"{kind}{marks}-step-*.json"):
+                report = read(path)
+                if report.step in found:
+                    report.tasks = {**found[report.step].tasks, **report.tasks}
+                found[report.step] = report
+        return [found[step] for step in sorted(found)]
 
     def summary(self) -> str:
         """Return one metric of every task at every reading, in one line."""
@@ -213,11 +242,39 @@ class TaskReport:
 
 
 def _result(
-    metrics: Mapping[str, Any], mean_steps: float | None = None, settings: str = ""
+    metrics: Mapping[str, Any],
+    mean_steps: float | None = None,
+    settings: str = "",
+    units: Sequence[str] = (),
 ) -> ReadingResult:
-    """Return a result that a file holds; raise `TypeError` for anything but numbers."""
+    """Return a result that a file holds; raise `TypeError` or `ValueError` if it is damaged."""
+    if units:
+        unit_numbers(units)
     return ReadingResult(
         settings=settings,
         metrics={name: number(value) for name, value in metrics.items()},
         mean_steps=None if mean_steps is None else number(mean_steps),
+        units=[*units],
     )
+
+
+def _of_depths(path: Path) -> TaskReport:
+    """Read a `depth-step-N.json`, where 0.1.0 wrote held-out text by depth."""
+    record = read_json_object(path, fix=_FIX)
+    try:
+        report = TaskReport(
+            manifest_sha256="",
+            ema=record["ema"],
+            **{name: count(record[name]) for name in ("step", "tokens", "trained_recurrent_steps")},
+        )
+        for name, source in record["sources"].items():
+            sums = source["units"]
+            readings = report.tasks[f"{HELD_OUT}/{name}"] = {}
+            for depth, found in source["depths"].items():
+                units = unit_texts(sums["n_bytes"], sums["nats"][depth])
+                readings[f"static:{depth}"] = _result(bits(found), float(depth), units=units)
+            for baseline, value in source["baselines"].items():
+                readings[baseline] = _result({"bits_per_byte": value})
+        return report
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFileError(path, repr(error), _FIX) from error

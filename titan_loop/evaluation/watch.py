@@ -1,10 +1,10 @@
 """Evaluates every checkpoint of a run once, while the run goes on or afterwards.
 
-    committed checkpoints − entries of evals.jsonl ─► claim ─► evaluate_tasks ─► evals.jsonl, W&B
+    committed checkpoints − entries of evals.jsonl ─► claim ─► evaluate_tasks ─► evals.jsonl
 
 - A checkpoint is known by its manifest's hash, so one that a restarted run wrote again is new.
 - `evals.jsonl` gets its line after the evaluation. A killed watcher repeats at most the checkpoint
-  it was at, and of the harness' requests only the ones that its cache lacks.
+  it was at.
 - The keep policy may delete a checkpoint at any time, the oldest first, so the oldest is evaluated
   first. One that disappears before it is read is skipped.
 - Several watchers (a SLURM array) share the work: each claims a checkpoint with a file lock that
@@ -14,24 +14,22 @@
 import fcntl
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, NamedTuple, TypeVar
 
 from titan_loop.checkpoint.folders import is_committed
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, append_evaluation, lock_file
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
-from titan_loop.evaluation.request_cache import digest
 from titan_loop.evaluation.share_work import join_ranks
 from titan_loop.evaluation.task_options import TaskOptions
-from titan_loop.evaluation.wandb_log import WandbLog
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.storage.json_files import read_jsonl
+from titan_loop.storage.json_files import json_sha256, read_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +42,14 @@ class _Waiting(NamedTuple):
 
 
 class Watcher:
-    """Evaluates new checkpoints of one run, with `retry` also those that lack a result."""
+    """Evaluates new checkpoints of one run."""
 
-    def __init__(
-        self, run: Path, options: TaskOptions, *, wandb: bool = False, retry: bool = False
-    ) -> None:
+    def __init__(self, run: Path, options: TaskOptions) -> None:
         options.check()
-        self._retry = retry
         self._run = RunDirectory(run)
         self._options = options
         self._asked = _digest_of(options)
         self._given_up: list[_Waiting] = []
-        self._wandb = WandbLog(self._run) if wandb and join_ranks()[0] == 0 else None
         self._claim: IO[str] | None = None
 
     @property
@@ -73,17 +67,13 @@ class Watcher:
         if once and self._agreed(lambda: not self._run.run_json.exists()):
             self._run.read_run()
         evaluated = 0
-        try:
-            while True:
-                if (chosen := self._agreed(self._choose)) is not None:
-                    evaluated += self._evaluate(chosen)
-                elif once or self._agreed(self._is_complete):
-                    break
-                else:
-                    time.sleep(interval_seconds)
-        finally:
-            if self._wandb is not None:
-                self._wandb.close()
+        while True:
+            if (chosen := self._agreed(self._choose)) is not None:
+                evaluated += self._evaluate(chosen)
+            elif once or self._agreed(self._is_complete):
+                break
+            else:
+                time.sleep(interval_seconds)
         logger.info("%s: nothing left to evaluate (%d now)", self._run.path, evaluated)
         return evaluated
 
@@ -116,8 +106,6 @@ class Watcher:
                 append_evaluation(self._run, report, asked=self._asked, seconds=seconds)
                 results = report.summary() or "no results"
                 logger.info("step %d: evaluated in %.1f s: %s", report.step, seconds, results)
-                if self._wandb is not None:
-                    self._wandb.log(report.step, report.tokens, report.flat())
             if report.failures:
                 self._given_up.append(waiting)
             return True
@@ -132,26 +120,36 @@ class Watcher:
             self._release()
 
     def _committed(self) -> list[_Waiting]:
+        """Return the checkpoints that can be read, by step; a damaged one is logged."""
+        found: list[_Waiting] = []
         if not self._run.config_json.exists():
-            return []  # the run has not begun
-        steps = SavedRun(self._run.path).steps()
-        manifests = {step: _manifest(self._run.checkpoint(step)) for step in steps}
-        return [_Waiting(step, found["sha256"]) for step, found in manifests.items() if found]
+            return found  # the run has not begun
+        for step in SavedRun(self._run.path).steps():
+            checkpoint = self._run.checkpoint(step)
+            try:
+                found.append(_Waiting(step, read_manifest(checkpoint)["sha256"]))
+            except UserError as error:
+                if is_committed(checkpoint):
+                    logger.warning("%s is passed over: %s", checkpoint, error)
+        return found
 
     def _done(self) -> set[str]:
         return {
             str(record.get("manifest_sha256"))
             for record in read_jsonl(self._run.evals_jsonl, EVALS_FIELDS)
-            if record["asked"] == self._asked and not (self._retry and record.get("failures"))
+            if record["asked"] == self._asked
         }
 
     def _is_complete(self) -> bool:
         """Whether the newest checkpoint is the run's last: by its tokens, or by its step limit."""
         committed = self._committed()
-        manifest = _manifest(self._run.checkpoint(committed[-1].step)) if committed else None
-        if manifest is None:
+        if not committed:
             return False
-        run, state = SavedRun(self._run.path), manifest["trainer"]
+        try:
+            state = read_manifest(self._run.checkpoint(committed[-1].step))["trainer"]
+        except UserError:
+            return False  # it was deleted meanwhile
+        run = SavedRun(self._run.path)
         return state["tokens"] >= run.total_tokens or 0 < run.step_limit <= state["step"]
 
     def _try_claim(self, waiting: _Waiting) -> bool:
@@ -170,25 +168,10 @@ class Watcher:
             self._claim = None
 
 
-def _manifest(checkpoint: Path) -> Mapping[str, Any] | None:
-    """Return a manifest; None if it is gone, or damaged, which is logged."""
-    try:
-        return read_manifest(checkpoint)
-    except UserError as error:
-        if is_committed(checkpoint):
-            logger.warning("%s is passed over: %s", checkpoint, error)
-        return None
-
-
 def _digest_of(options: TaskOptions) -> str:
-    """Return the hash that marks a line of `evals.jsonl`; lines of older versions still count."""
+    """Return the hash that marks a line of `evals.jsonl`."""
     asked = asdict(options) | {
         "tasks": [asdict(task) for task in options.suite_tasks()],
         "depths": options.static_depths(),
-        "frontier": False,
     }
-    del asked["num_fewshot"]  # the tasks have it
-    came_later = ("sources", "seq_len")
-    return digest(
-        {name: str(value) for name, value in asked.items() if value or name not in came_later}
-    )
+    return json_sha256({name: str(value) for name, value in asked.items()})[:32]

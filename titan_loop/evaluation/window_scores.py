@@ -26,7 +26,7 @@ from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.readings import Reading, score_states
 from titan_loop.evaluation.share_work import share_work
 from titan_loop.evaluation.suites import NotAskedError
-from titan_loop.evaluation.task_report import ReadingResult
+from titan_loop.evaluation.task_report import ReadingResult, bits, unit_texts
 from titan_loop.models.context import PREFIX, WindowShare
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.saved_run import SavedRun
@@ -239,19 +239,18 @@ def sum_windows(
 def summarise(scores: WindowScores, readings: Sequence[str]) -> dict[str, ReadingResult]:
     """Return reading → bits per byte with its 95 % bootstrap interval, and nats per token."""
     tokens = int(scores.tokens_W.sum())
-    intervals = bootstrap_bits_per_byte(*scores.by_unit())
+    nats_PU, bytes_U = scores.by_unit()
+    intervals = bootstrap_bits_per_byte(nats_PU, bytes_U)
     nats_P, steps_P = scores.nats_PW.sum(axis=1), scores.steps_PW.sum(axis=1)
     return {
         name: ReadingResult(
-            metrics={
-                "bits_per_byte": interval.value,
-                "bits_per_byte_low": interval.low,
-                "bits_per_byte_high": interval.high,
-                "nats_per_token": float(nats) / tokens,
-            },
-            mean_steps=float(steps) / tokens,
+            metrics={**bits(intervals[row]), "nats_per_token": float(nats_P[row]) / tokens},
+            mean_steps=float(steps_P[row]) / tokens,
+            units=unit_texts(bytes_U.tolist(), np.round(nats_PU[row], 2).tolist())
+            if name.startswith("static:")
+            else [],
         )
-        for name, interval, nats, steps in zip(readings, intervals, nats_P, steps_P, strict=True)
+        for row, name in enumerate(readings)
     }
 
 

@@ -7,7 +7,6 @@ share one result. A field counts as a difference unless it is known to be such a
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -92,7 +91,7 @@ def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
         "work": [ranks, needs.policy, needs.recurrent_steps, micro_batches],
         "reached": needs.config.recurrence.most_backward_steps,
     }
-    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=_named).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def read_measured(key: str) -> MeasuredStep | None:
@@ -132,17 +131,6 @@ def traits(value: Any, name: str = "") -> Any:
 def _file(key: str) -> Path:
     folder = os.environ.get(CACHE_VARIABLE) or "~/.cache/titan_loop/rehearsals"
     return Path(folder).expanduser() / f"{key}.json"
-
-
-def _named(value: Any) -> str:
-    """Return a text for a value that JSON lacks; the text of a user's class includes its code."""
-    if not isinstance(value, type):
-        return repr(value)
-    module = sys.modules.get(value.__module__)
-    path = getattr(module, "__file__", None)
-    own = value.__module__.partition(".")[0] in ("titan_loop", "torchtitan", "torch", "builtins")
-    code = "" if own or path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return f"{value.__module__}.{value.__qualname__} {code}"
 
 
 @cache

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from titan_loop.distributed.activation_checkpointing import SelectiveAC, checkpointing_of
+from titan_loop.distributed.activation_checkpointing import checkpointing_of
 from titan_loop.models.units import UnitSize
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.measured_step import MeasuredStep
@@ -11,18 +11,6 @@ from titan_loop.planning.rehearsal import Rehearsed, gpu_peak_bytes
 from titan_loop.planning.stage_needs import StageNeeds
 from titan_loop.planning.step_meter import Moved
 from titan_loop.tables import columns
-
-NOT_REHEARSED = (
-    "kernels: inductor and Triton, Flex's tuning, and the memory single kernels work in; graphs "
-    "are traced and run operation by operation (aot_eager)",
-    "NCCL: its memory, its time-outs, and whether collectives overlap with computation",
-    "streams, pinned memory (CPU offload, full-offload, async_with_pinned_mem) and CUDA graphs; "
-    "gradients and states on the host count as the GPU's",
-    "fragmentation of the allocator, and the building of attention masks",
-    "values: data, losses, the exit of a curriculum; reading and writing files",
-    "model.attention=varlen: its shapes depend on where documents end",
-)
-"""Aspects that only a GPU can show; `plan --rehearse` prints them."""
 
 _COLUMNS = 7  # stages beside each other
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -92,10 +80,11 @@ def _needs_table(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     row("window", lambda n: f"{n.config.training.seq_len:,}")
     row("global batch, windows", lambda n: _range(*n.batch_windows))
     row("data-parallel ranks", lambda n: f"{n.data_parallel_ranks:,}")
-    row("context × tensor parallel", _model_parallel)
+    row("context parallel", lambda n: str(n.config.parallelism.context_parallel_degree))
+    row("tensor parallel", lambda n: str(n.config.parallelism.tensor_parallel_degree))
     row("local batch, windows", lambda n: str(n.config.training.local_batch_size))
     row("accumulation", lambda n: _range(*n.accumulation))
-    row("checkpointing", _checkpointing)
+    row("checkpointing", lambda n: checkpointing_of(n.config.activation_checkpoint))
     row("FSDP policy", lambda n: n.policy)
     row("GiB of a rank, states", lambda n: _gib(n.states.total))
     row("  parameters, sharded", lambda n: _gib(n.states.parameters))
@@ -104,13 +93,6 @@ def _needs_table(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     row("GPU-days", lambda n: f"{n.gpu_days:,.1f}")
     row("days", lambda n: f"{n.gpu_days / cluster.ranks:,.2f}")
     return columns(rows)
-
-
-def _checkpointing(need: StageNeeds) -> str:
-    policy = need.config.activation_checkpoint
-    saved = policy.save if isinstance(policy, SelectiveAC.Config) else None
-    name = checkpointing_of(policy)
-    return name if saved is None else f"{name} ({', '.join(saved) or 'none'})"
 
 
 def _rehearsal_table(found: Sequence[Rehearsed]) -> list[str]:
@@ -133,8 +115,6 @@ def _rehearsal_table(found: Sequence[Rehearsed]) -> list[str]:
     row("GiB received in a step", lambda *s: _gib(sum(k.received_bytes for k in s[2].values())))
     for kind in sorted({kind for _, _, moved in stages for kind in moved}):
         row(f"  {kind}", lambda *s, kind=kind: _gib(s[2].get(kind, Moved()).received_bytes))
-    if any(one.cpu_seconds for one, *_ in stages):
-        row("CPU seconds", lambda one, *_: f"{one.cpu_seconds:.0f}")
     return columns(rows)
 
 
@@ -149,11 +129,6 @@ def _parameters(units: Sequence[UnitSize], name: str | None = None, less: int = 
 def _optimizer(need: StageNeeds) -> str:
     name = need.config.optimizers()[need.config.optimizer.name].title
     return f"{name} with an average" if need.config.ema.decay > 0 else name
-
-
-def _model_parallel(need: StageNeeds) -> str:
-    parallel = need.config.parallelism
-    return f"{parallel.context_parallel_degree} × {parallel.tensor_parallel_degree}"
 
 
 def _range(smallest: float, largest: float) -> str:

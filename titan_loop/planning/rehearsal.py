@@ -9,7 +9,6 @@ A failure here would be a failure on the cluster. `measured_step.py` keeps the r
 
 import gc
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from copy import copy, deepcopy
@@ -64,7 +63,6 @@ class Rehearsed:
     measured: MeasuredStep | None = None
     fault: str = ""
     like: str = ""
-    cpu_seconds: float = 0.0
 
 
 def rehearse(
@@ -80,7 +78,7 @@ def rehearse(
     for needs in planned:
         key = rehearsal_key(needs, cluster.ranks, _micro_batches(needs))
         if twin := done.get(key):
-            yield replace(twin, needs=needs, like=f"as {twin.needs.name}", cpu_seconds=0.0)
+            yield replace(twin, needs=needs, like=f"as {twin.needs.name}")
             continue
         measured = None if anew else read_measured(key)
         if measured is not None:
@@ -108,15 +106,11 @@ def gpu_peak_bytes(needs: StageNeeds, measured: MeasuredStep) -> float:
 
 
 def _rehearsed(needs: StageNeeds, cluster: Cluster) -> Rehearsed:
-    began = time.process_time()
-    measured, fault = None, ""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            measured = _rehearse(needs, cluster, folder)
+            return Rehearsed(needs=needs, measured=_rehearse(needs, cluster, folder))
     except Exception as error:  # a failure of any kind is a result
-        fault = _one_line(error)
-    seconds = time.process_time() - began
-    return Rehearsed(needs=needs, measured=measured, fault=fault, cpu_seconds=seconds)
+        return Rehearsed(needs=needs, fault=_one_line(error))
 
 
 def _micro_batches(needs: StageNeeds) -> int:
@@ -265,7 +259,5 @@ def _without_files(needs: StageNeeds, folder: str) -> LoopTrainer.Config:
 def _one_line(error: Exception) -> str:
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return f"{error.func} needs values, which fake tensors do not have"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else "no message"
     name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return f"{name}{text}"[:_LONGEST_FAULT]
+    return f"{name}{' '.join(str(error).split())}"[:_LONGEST_FAULT]

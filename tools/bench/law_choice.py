@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from tests.analysis.scaling.planted import BASE, GAINS, by_gain, losses
-from titan_loop.analysis.scaling.law import DENSE, Losses
+from titan_loop.analysis.scaling.law import LAWS, Losses
 from titan_loop.analysis.scaling.study import study
 
 TOKENS = np.geomspace(1e9, 20e9, 10)
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.005)
     parser.add_argument("--bootstrap", type=int, default=100)
     flags = parser.parse_args()
-    for form in DENSE:
+    for form in LAWS:
         right, inside = 0, []
         for seed in range(flags.seeds):
             points = independent(form, flags.noise, seed)

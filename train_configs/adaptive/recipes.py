@@ -158,8 +158,6 @@ TABLES = {
                 "values": {"stratum": "values"},
             },
             everywhere={"task": "mano_capo", "metric": "acc,none", "reading": "static:1"},
-            over_training=("Mano", "values"),
-            headline="Mano",
         ),
         ResultTable(
             name="capo",
@@ -175,8 +173,6 @@ TABLES = {
             everywhere={"task": "mano_capo", "stratum": "knowledge", "reading": "static:1"},
             factor=1.0,
             digits=2,
-            over_training=("of a person",),
-            headline="of a person",
         ),
         ResultTable(
             name="loops",

@@ -280,7 +280,6 @@ TABLES = {
                 "DiscoLoop": {"in distribution": 100, "OOD": 100},
                 "untied copies": {"in distribution": 20, "OOD": 0},
             },
-            over_training=("in distribution", "OOD"),
         ),
         ResultTable(
             name="stage_1",
@@ -291,8 +290,6 @@ TABLES = {
             paper={
                 "plain loop": {"facts": 100, "trained": 8.8, "in distribution": 0.9, "OOD": 0.0}
             },
-            over_training=("trained",),
-            headline="trained",
         ),
         ResultTable(
             name="intervention",
@@ -308,7 +305,6 @@ TABLES = {
                 "OOD": {"0": 8.3, "0.1": 25.9, "0.5": 100},
             },
             columns_are="share of the embedding",
-            headline="OOD",
         ),
         ResultTable(
             name="bridge",
@@ -349,7 +345,6 @@ TABLES = {
             },
             everywhere={"metric": "acc,none", "reading": "static:2"},
             columns_are=letter,
-            headline="OOD",
         )
         for (symbol, (_, values)), letter in zip(STRENGTHS.items(), "ατ", strict=True)
     ],
@@ -395,7 +390,6 @@ TABLES = {
             },
             columns=by_steps((3, 6)),
             everywhere={"metric": "acc,none"},
-            over_training=("R = 3", "R = 6"),
         ),
     ],
 }

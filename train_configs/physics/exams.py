@@ -97,7 +97,6 @@ TABLES = {
                 "metric": "acc,none",
             },
             columns_are="of the questions trained on",
-            headline="50 %",
         ),
     ]
 }

@@ -98,7 +98,6 @@ TABLES = {
             },
             everywhere={"task": "capo/knowledge"},
             paper={f"1⊗{r}": {"a parameter": 2.0} for r in CAPO_LOOPS},
-            headline="a person",
             factor=1.0,
             digits=2,
         ),
@@ -109,7 +108,6 @@ TABLES = {
             columns={f"{share} %": {"stage": f"{share}"} for share in HOPS_SHARES},
             everywhere={"task": "layered_qa/held_out_3_hops", "metric": "acc,none"},
             columns_are="of the questions trained on",
-            headline="50 %",
         ),
         bits_table(
             "priors",

@@ -68,7 +68,6 @@ TABLES = {
             by_steps(range(1, 7)),
             by_source((*SOURCES, "all")),
             everywhere={"stage": "quickstart"},
-            headline="R = 4",
         )
     ],
     "quickstart_search": [

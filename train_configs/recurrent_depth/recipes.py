@@ -284,7 +284,6 @@ def _two_hops(rows: Mapping[str, Where]) -> ResultTable:
         },
         everywhere={"metric": "acc,none"},
         paper={"R = 1": {"systematic (OOD)": 0.0}},
-        over_training=("in distribution", "systematic (OOD)"),
     )
 
 
@@ -360,7 +359,6 @@ TABLES = {
                 columns_are="hops",
                 message="10 hops are answered to {r = 4|10} % after 4 steps, {r = 6|10} % after 6, "
                 "{r = 8|10} % after 8 and {r = 12|10} % after 12",
-                in_color=[f"r = {steps}" for steps in (1, 2, 4, 6, 8, 12)],
             )
             for stage in ("depth_dynamic", "depth_r8", "depth_r4")
         ),

@@ -230,7 +230,6 @@ TABLES = {
             by_steps((1, 2, MEAN, 2 * MEAN), "{}"),
             source="prose",
             less="thin_fixed_r5",
-            headline=str(MEAN),
             columns_are="recurrent steps",
         ),
         ResultTable(
@@ -239,7 +238,6 @@ TABLES = {
             rows={arm: {"stage": arm} for arm in MANO},
             columns=by_steps(MANO_DEPTHS, "{}"),
             everywhere={"task": "mano", "metric": "acc,none"},
-            headline=str(MEAN),
             less="mano_fixed_r5",
             columns_are="recurrent steps",
         ),
@@ -258,7 +256,6 @@ TABLES = {
             columns_are="training",
             message="The mean of R goes from {thin_shallow|start} to {thin_shallow|end} in "
             "thin_shallow, from {thin_free|start} to {thin_free|end} in thin_free",
-            in_color=("thin_shallow", "thin_free", "thin_learned", "thin_free_from_2"),
         ),
         ResultTable(
             name="prefill",

@@ -38,8 +38,6 @@ def losses(law, steps=(1, 2, 4, 8), noise: float = 0.0, seed: int = 0, tokens=TO
     return Losses(
         parameters=grid[:, 0],
         looped=0.8 * grid[:, 0],
-        total=grid[:, 0],
-        experts=np.ones(len(grid)),
         tokens=grid[:, 1],
         unique=grid[:, 1],
         steps=grid[:, 2],

@@ -107,8 +107,8 @@ def test_a_scan_says_what_the_plain_loop_costs(
         retrofit(dense, "--output", looped, "--mode", mode, *SPANS)
         scores = ["eval", str(looped), "--windows", "4", "--depths", "2"]
         assert cli.main(scores) == 0
-        report = json.loads((looped / "evals" / "depth-step-0.json").read_text())
-        found = report["sources"]["source"]["depths"]["2"][0]
+        report = json.loads((looped / "evals" / "tasks-step-0.json").read_text())
+        found = report["tasks"]["held_out/source"]["static:2"]["metrics"]["bits_per_byte"]
         (cost,) = (s[column][0] for s in record["spans"] if (s["start"], s["length"]) == (1, 2))
         assert found == pytest.approx(record["dense"] + cost, abs=2e-4)
 

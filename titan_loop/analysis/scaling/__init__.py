@@ -1,1 +1,1 @@
-"""Scaling laws: runs, or a CSV file ─► data ─► law, fit ─► study (hold-outs, choice, plots)."""
+"""Scaling laws: runs, or a CSV file ─► data ─► law, fit ─► study (hold-outs, choice, plot)."""

@@ -25,19 +25,12 @@ logger = logging.getLogger(__name__)
 
 STRETCHES = 20
 REQUIRED = ("parameters", "tokens", "recurrent_steps", "loss")
-OPTIONAL = {
-    "looped_parameters": "parameters",
-    "total_parameters": "parameters",
-    "unique_tokens": "tokens",
-    "width": "parameters",
-    "experts": 1.0,
-}
-"""Optional CSV column → its value where it is empty, or the column that has it."""
+OPTIONAL = {"looped_parameters": "parameters", "unique_tokens": "tokens", "width": "parameters"}
+"""Optional CSV column → the column that has its value where it is empty, and its bound."""
 
 _FIELDS = {
     "recurrent_steps": "steps",
     "looped_parameters": "looped",
-    "total_parameters": "total",
     "unique_tokens": "unique",
 }
 """CSV column → field of `Losses`, where their names differ."""
@@ -47,22 +40,14 @@ ALIASES = {
     "d": "tokens",
     "r": "recurrent_steps",
     "l": "loss",
-    "e": "experts",
     "n_looped": "looped_parameters",
     "n_rec": "looped_parameters",
-    "n_total": "total_parameters",
     "u": "unique_tokens",
     "dim": "width",
 }
 """Other name of a CSV column, in lower case → its name here."""
 
-_AT_MOST = {
-    "unique_tokens": "tokens",
-    "looped_parameters": "parameters",
-    "parameters": "total_parameters",
-}
-_TOKENS_PER_PARAMETER = (1e-3, 1e6)
-"""Limits that every experiment keeps; outside of them, a column has another unit."""
+_LEAST_COUNT = 1000.0
 
 
 def read_csv(path: Path) -> Losses:
@@ -70,10 +55,10 @@ def read_csv(path: Path) -> Losses:
 
     Required: `parameters` (or `N`) and `tokens` (`D`), which are counts, `recurrent_steps` (`R`),
     `loss` (`L`, in nats per token). Optional: `looped_parameters` (`N_looped`; all if absent),
-    `experts` (`E`) with `total_parameters` (`N_total`), `unique_tokens` (`U`; all if absent),
-    `width` (`dim`; sizes are held out by it, or by N if absent), and `run` or `seed` (points of one
-    run share their noise; if both are absent, points of equal N, E and R). A row with a `step` is a
-    loss after that recurrent step, which no law describes; it is left out, as other columns are.
+    `unique_tokens` (`U`; all if absent), `width` (`dim`; sizes are held out by it, or by N if
+    absent), and `run` or `seed` (points of one run share their noise; if both are absent, points of
+    equal N and R). A row with a `step` is a loss after that recurrent step, which no law describes;
+    it is left out, as other columns are.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -82,10 +67,9 @@ def read_csv(path: Path) -> Losses:
             reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
             names = [name.strip().casefold() for name in reader.fieldnames or []]
             reader.fieldnames = known = [ALIASES.get(name, name) for name in names]
-            rows = [(reader.line_num, row) for row in reader]
+            rows = [(reader.line_num, row) for row in reader if not row.get("step")]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"csv={path} cannot be read ({reason}); give a CSV file") from error
+        raise UserError(f"csv={path} cannot be read ({error}); give a CSV file") from error
     if twice := sorted({name for name in known if known.count(name) > 1}):
         raise UserError(f"csv={path} has two columns for {', '.join(twice)}; keep one of each")
     if missing := [name for name in REQUIRED if name not in known]:
@@ -96,15 +80,14 @@ def read_csv(path: Path) -> Losses:
     used = (*REQUIRED, *OPTIONAL, "run", "seed", "step")
     if unknown := [name for name in known if name not in used]:
         logger.warning("csv=%s: columns that are not used: %s", path, ", ".join(unknown))
-    points = [
-        _row_point(f"csv={path} line {line}", row) for line, row in rows if not row.get("step")
-    ]
+    points = [_row_point(f"csv={path} line {line}", row) for line, row in rows]
     if not points:
         raise UserError(f"csv={path} has no rows below its header; add measured losses")
-    if (largest := max(point["parameters"] for point in points)) < 1000:
-        raise UserError(
-            f"csv={path}: parameters of {largest:g} at most are no counts; write N and D as counts"
-        )
+    for name in ("parameters", "tokens"):
+        if (largest := max(point[name] for point in points)) < _LEAST_COUNT:
+            raise UserError(
+                f"csv={path}: {name} of {largest:g} at most are no counts; write counts"
+            )
     return Losses.of(points)
 
 
@@ -114,28 +97,17 @@ def _row_point(where: str, row: Mapping[str, str | None]) -> dict[str, Any]:
         for name in (*REQUIRED, *OPTIONAL)
         if row.get(name) or name in REQUIRED
     }
-    if number.get("experts", 1) > 1 and "total_parameters" not in number:
+    if number["recurrent_steps"] < 1:
         raise UserError(
-            f"{where}: experts={number['experts']:g} needs total_parameters, which counts all "
-            "experts; parameters counts only the ones that act on a token"
+            f"{where}: recurrent_steps={number['recurrent_steps']:g} must be at least 1"
         )
-    for name in ("experts", "recurrent_steps"):
-        if number.get(name, 1) < 1:
-            raise UserError(f"{where}: {name}={number[name]:g} must be at least 1")
-    for part, whole in _AT_MOST.items():
-        if number.get(part, 0) > number.get(whole, math.inf):
+    for part, whole in OPTIONAL.items():
+        number.setdefault(part, number[whole])
+        if number[part] > number[whole]:
             raise UserError(
                 f"{where}: {part}={number[part]:g} must be at most {whole}={number[whole]:g}"
             )
-    low, high = _TOKENS_PER_PARAMETER
-    if not low <= number["tokens"] / number["parameters"] <= high:
-        raise UserError(
-            f"{where}: tokens={number['tokens']:g} do not fit parameters={number['parameters']:g}; "
-            "give both in one unit, and tokens rather than FLOPs"
-        )
-    for name, other in OPTIONAL.items():
-        number.setdefault(name, number[other] if isinstance(other, str) else other)
-    name = "-".join(f"{number[each]:g}" for each in ("parameters", "experts", "recurrent_steps"))
+    name = "-".join(f"{number[each]:g}" for each in ("parameters", "recurrent_steps"))
     number["run"] = row.get("run") or f"{name}-{row.get('seed') or ''}"
     return {_FIELDS.get(name, name): value for name, value in number.items()}
 

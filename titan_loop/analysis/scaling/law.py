@@ -1,14 +1,12 @@
-"""Forms of scaling laws of looped models: loss by parameters, tokens, recurrent steps and experts.
+"""Forms of scaling laws of looped models: loss by parameters, tokens and recurrent steps.
 
-    linear, power,
-    bounded     L = E + A/N_eff^alpha + B/D^beta
-    sparse      L = E + A·X^delta/N_eff^(alpha + gamma·ln X) + B·X^omega/D^(beta + zeta·ln X)
+    L = E + A/N_eff^alpha + B/D^beta,   N_eff = N + N_looped · gain(R)
 
-N_eff is the size of an equally good model without loops. It grows with R: linearly, as a power, or
-up to a bound. `Law.formula` has the equations; X is in `log_experts`.
+N_eff is the size of an equally good model without loops. Its gain grows with R: linearly, as a
+power, or up to a bound. `Law.formula` has the equations.
 
 Sources: Schwethelm et al. 2026, arXiv 2604.21106 (power). Chen et al. 2026, arXiv 2609.40316
-(bounded, sparse; their exponents of N_eff and D have the opposite sign).
+(bounded; their exponents of N_eff and D have the opposite sign).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +29,6 @@ class Losses:
         parameters: N, parameters that act on a token, without embedding and head; shared weights
             count once.
         looped: Part of N that runs at every recurrent step.
-        total: N and the idle experts.
-        experts: E, number of experts for each one that acts on a token; 1 for a dense model.
         tokens: D, tokens trained on.
         unique: Part of D that was read for the first time.
         steps: Trained R.
@@ -43,8 +39,6 @@ class Losses:
 
     parameters: np.ndarray
     looped: np.ndarray
-    total: np.ndarray
-    experts: np.ndarray
     tokens: np.ndarray
     unique: np.ndarray
     steps: np.ndarray
@@ -56,18 +50,6 @@ class Losses:
     def of(cls, points: Sequence[Mapping[str, Any]]) -> "Losses":
         """Return the columns of points, which map every field to its value."""
         return cls(**{f.name: np.array([p[f.name] for p in points]) for f in fields(cls)})
-
-    @classmethod
-    def unmeasured(cls, **columns: Any) -> "Losses":
-        """Return points to predict from all columns but the last three, at one length.
-
-        `total`, `experts` and `unique` may be left out: no experts, all tokens unique.
-        """
-        size, tokens = columns["parameters"], columns["tokens"]
-        given = {"total": size, "experts": 1.0, "unique": tokens, **columns}
-        found = np.broadcast_arrays(*map(np.atleast_1d, given.values()))
-        rest = dict.fromkeys(("loss", "run", "width"), np.full(found[0].shape, np.nan))
-        return cls(**dict(zip(given, found, strict=True)), **rest)
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -85,7 +67,7 @@ class Losses:
 
 
 def model_sizes(model: "LoopDecoder.Config") -> dict[str, float]:
-    """Return `parameters`, `looped`, `total` and `experts`, which `Losses` describes."""
+    """Return `parameters` and `looped`, which `Losses` describes."""
     from titan_loop.distributed.state_bytes import unit_sizes  # slow: imports torchtitan
 
     units = [unit for unit in unit_sizes(model) if unit.unit.name != TABLES]
@@ -94,8 +76,6 @@ def model_sizes(model: "LoopDecoder.Config") -> dict[str, float]:
     return {
         "parameters": total - model.idle_parameters(),
         "looped": looped - model.idle_parameters(looped=True),
-        "total": total,
-        "experts": model.experts_per_active,
     }
 
 
@@ -145,84 +125,22 @@ class Law:
         return values["E"] + values["A"] * by_size + values["B"] * by_tokens
 
 
-def _linear(values: Values, points: Losses) -> np.ndarray:
-    return values["kappa"] * (points.steps - 1)
-
-
-def _power(values: Values, points: Losses) -> np.ndarray:
-    return points.steps ** values["phi"] - 1
-
-
-def _bounded(values: Values, points: Losses) -> np.ndarray:
-    # m^−theta, m = N/total: for theta > 0, sparser models reach a higher bound, later.
-    gain = (points.parameters / points.total) ** -values.get("theta", 0.0)
-    passed = -np.expm1(-(points.steps - 1) / (values["kappa2"] * gain))
-    return values["kappa1"] * gain * passed
-
-
-_GAINS = {"linear": _linear, "power": _power, "bounded": _bounded}
-"""Form → gain of N_looped by R: N_eff = N + N_looped·gain; 0 at R = 1."""
-
-
-def _effective(form: str, values: Values, points: Losses) -> np.ndarray:
-    return points.parameters + points.looped * _GAINS[form](values, points)
-
-
-def log_experts(values: Values, experts: np.ndarray) -> np.ndarray:
-    """Return ln X, where 1/X = 1/(E − 1 + 1/(1/E_start − 1/E_max)) + 1/E_max.
-
-    Source: Clark et al. 2022, arXiv 2202.01169, Eq. 10: one expert counts as E_start, and many
-    count for at most E_max.
-    """
-    first = 1 / (1 / values["E_start"] - 1 / values["E_max"])
-    return -np.log(1 / (experts - 1 + first) + 1 / values["E_max"])
-
-
 _EXPONENT = Coefficient((0.05, 2.0), (1e-3, 5.0))
-_SIGNED = Coefficient((-0.1, 0.1), (-2.0, 2.0))
 _KAPPA = Coefficient((0.05, 2.0), (1e-4, 1e3))
 
 
-def _dense(form: str, effective: str, shape: Mapping[str, Coefficient]) -> Law:
+def _law(
+    name: str,
+    text: str,
+    gain: Callable[[Values, np.ndarray], np.ndarray],
+    shape: Mapping[str, Coefficient],
+) -> Law:
     def terms(values: Values, points: Losses) -> list[np.ndarray]:
-        by_size = _effective(form, values, points) ** -values["alpha"]
-        return [by_size, points.tokens ** -values["beta"]]
+        effective = points.parameters + points.looped * gain(values, points.steps)
+        return [effective ** -values["alpha"], points.tokens ** -values["beta"]]
 
-    formula = f"L = E + A/(N + N_looped·{effective})^alpha + B/D^beta"
-    return Law(form, formula, {"alpha": _EXPONENT, "beta": _EXPONENT, **shape}, terms)
-
-
-def _sparse(dense: Law) -> Law:
-    """Return a law with experts; A, B, delta and omega are for N and D in units of 1e9."""
-
-    def terms(values: Values, points: Losses) -> list[np.ndarray]:
-        log_x = log_experts(values, points.experts)
-        size = _effective(dense.name, values, points) / 1e9
-        by_size = np.exp(values["delta"] * log_x) * size ** -(
-            values["alpha"] + values["gamma"] * log_x
-        )
-        by_tokens = np.exp(values["omega"] * log_x) * (points.tokens / 1e9) ** -(
-            values["beta"] + values["zeta"] * log_x
-        )
-        return [by_size, by_tokens]
-
-    formula = dense.formula.replace("kappa1", "kappa1·m^−theta")
-    for old, new in (
-        ("kappa2", "(kappa2·m^−theta)"),
-        ("A/", "A·X^delta/"),
-        ("^alpha", "^(alpha + gamma·ln X)"),
-        ("B/D^beta", "B·X^omega/D^(beta + zeta·ln X)"),
-    ):
-        formula = formula.replace(old, new)
-    shape = {
-        **dense.shape,
-        **dict.fromkeys(("delta", "gamma", "omega", "zeta"), _SIGNED),
-        "E_start": Coefficient((1.0, 2.0), (0.5, 10.0)),
-        "E_max": Coefficient((20.0, 200.0), (11.0, 1e4)),
-    }
-    if dense.name == "bounded":
-        shape["theta"] = Coefficient((0.0, 0.5), (-1.0, 3.0))
-    return Law(f"{dense.name}_sparse", formula, shape, terms)
+    formula = f"L = E + A/(N + N_looped·{text})^alpha + B/D^beta"
+    return Law(name, formula, {"alpha": _EXPONENT, "beta": _EXPONENT, **shape}, terms)
 
 
 def with_repeats(law: Law) -> Law:
@@ -242,17 +160,19 @@ def with_repeats(law: Law) -> Law:
     return replace(law, formula=law.formula.replace("/D", "/D_eff"), shape=shape, terms=terms)
 
 
-DENSE = {
-    "linear": _dense("linear", "kappa·(R − 1)", {"kappa": _KAPPA}),
-    "power": _dense("power", "(R^phi − 1)", {"phi": Coefficient((0.0, 1.0), (-1.0, 3.0))}),
-    "bounded": _dense(
-        "bounded", "kappa1·(1 − exp(−(R − 1)/kappa2))", {"kappa1": _KAPPA, "kappa2": _KAPPA}
+LAWS = {
+    "linear": _law("linear", "kappa·(R − 1)", lambda v, r: v["kappa"] * (r - 1), {"kappa": _KAPPA}),
+    "power": _law(
+        "power",
+        "(R^phi − 1)",
+        lambda v, r: r ** v["phi"] - 1,
+        {"phi": Coefficient((0.0, 1.0), (-1.0, 3.0))},
+    ),
+    "bounded": _law(
+        "bounded",
+        "kappa1·(1 − exp(−(R − 1)/kappa2))",
+        lambda v, r: -v["kappa1"] * np.expm1(-(r - 1) / v["kappa2"]),
+        {"kappa1": _KAPPA, "kappa2": _KAPPA},
     ),
 }
-"""Form of N_eff → its law without experts."""
-
-SPARSE = {name: _sparse(law) for name, law in DENSE.items()}
-"""Form of N_eff → its law with experts."""
-
-LAWS = {law.name: law for law in (*DENSE.values(), *SPARSE.values())}
-"""Name of a form in files → its law."""
+"""Form of the gain → its law."""

@@ -1,7 +1,6 @@
 """The fits and hold-outs of a scaling study.
 
-    losses ─► fits in three forms; held-out error chooses one ─► scaling.json, measured.png,
-                                                                 iso_flop.png
+    losses ─► fits in three forms; held-out error chooses one ─► scaling.json, iso_flop.png
 
 A form is judged on points it was not fitted to: the largest width, the second half of the tokens
 and the largest R, each held out by itself.
@@ -17,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from titan_loop.analysis.drawing import Axes, depth_colors, draw_axes, draw_panels
+from titan_loop.analysis.drawing import Axes, depth_colors, draw_panels
 from titan_loop.analysis.scaling.fit import Fit, bootstrap, fit
-from titan_loop.analysis.scaling.law import DENSE, SPARSE, Law, Losses, with_repeats
+from titan_loop.analysis.scaling.law import LAWS, Law, Losses, with_repeats
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import write_json
 from titan_loop.tables import columns, short
@@ -63,7 +62,7 @@ class FittedLaw:
     def as_record(self, source: str) -> dict[str, Any]:
         """Return the law's record in `scaling.json`; `source` names the fitted runs or table."""
         named = {"parameters": self.points.parameters, "tokens": self.points.tokens}
-        named |= {"recurrent_steps": self.points.steps, "experts": self.points.experts}
+        named["recurrent_steps"] = self.points.steps
         return {
             "form": self.fit.law.name,
             "chosen": self.chosen,
@@ -108,16 +107,16 @@ def study(points: Losses, *, samples: int, seed: int = 0) -> list[FittedLaw]:
     Args:
         samples: Number of bootstrap resamplings behind each interval; 0 gives none.
     """
-    forms: Mapping[str, Law] = SPARSE if len(np.unique(points.experts)) > 1 else DENSE
+    forms = [*LAWS.values()]
     if np.any(points.unique < points.tokens):
-        forms = {name: with_repeats(law) for name, law in forms.items()}
-    _require(points, [*forms.values()])
+        forms = [*map(with_repeats, forms)]
+    _require(points, forms)
     # All forms are compared on the same parts: those that determine each form.
-    most = max(len(law.coefficients) for law in forms.values())
+    most = max(len(law.coefficients) for law in forms)
     parts = {kind: mask for kind, mask in _parts(points) if most <= mask.sum() < len(points)}
     remarks = _remarks(points, held_out=bool(parts))
     laws = []
-    for law in forms.values():
+    for law in forms:
         whole = bootstrap(fit(law, points, seed=seed), points, samples=samples, seed=seed)
         held = {
             kind: fit(law, points[mask], seed=seed, starts=2).error(points[~mask])
@@ -186,7 +185,7 @@ def _parts(points: Losses) -> list[tuple[str, np.ndarray]]:
 
 
 def write_study(laws: Sequence[FittedLaw], folder: Path, *, source: str) -> list[Path]:
-    """Write `scaling.json` and the plots of the chosen law; return the paths."""
+    """Write `scaling.json` and the plot of the chosen law; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "scaling.json"
     record = {"format_version": FORMAT_VERSION, "laws": [law.as_record(source) for law in laws]}
@@ -194,27 +193,8 @@ def write_study(laws: Sequence[FittedLaw], folder: Path, *, source: str) -> list
     paths = [path]
     for law in laws:
         if law.chosen:
-            paths.append(_draw_measured(law, folder / "measured.png"))
             paths.append(_draw_iso_flop(law, folder / "iso_flop.png"))
     return paths
-
-
-def _draw_measured(law: FittedLaw, path: Path) -> Path:
-    points, predicted = law.points, law.fit.predict(law.points)
-    steps = np.unique(points.steps)
-
-    def draw(axes: Axes) -> None:
-        for step, color in zip(steps, depth_colors(len(steps)), strict=True):
-            chosen = points.steps == step
-            style = {"color": color, "markersize": 3, "label": f"R = {step:g}"}
-            axes.plot(predicted[chosen], points.loss[chosen], "o", **style)
-        ends = [points.loss.min(), points.loss.max()]
-        axes.plot(ends, ends, color="0.5", linewidth=0.8)
-        axes.set_xlabel("predicted, nats per token")
-        axes.set_ylabel("measured, nats per token")
-
-    title = f"The {law.fit.law.name} form misses its points by {law.fit.rmse:.4f} nats per token"
-    return draw_axes(draw, path, title=title)
 
 
 def _draw_iso_flop(law: FittedLaw, path: Path) -> Path:
@@ -232,10 +212,9 @@ def _draw_iso_flop(law: FittedLaw, path: Path) -> Path:
     def draw(axes: Axes, name: str) -> None:
         for step, color in zip(steps, depth_colors(len(steps)), strict=True):
             tokens = budgets[name] / (6 * sizes * (1 + share * (step - 1)))
-            at = Losses.unmeasured(
-                parameters=sizes, looped=share * sizes, tokens=tokens, steps=step
-            )
-            axes.plot(sizes, law.fit.predict(at), color=color, label=f"R = {step:g}")
+            at = {"parameters": sizes, "looped": share * sizes, "tokens": tokens, "unique": tokens}
+            at |= dict.fromkeys(("steps", "loss", "run", "width"), np.full(len(sizes), step))
+            axes.plot(sizes, law.fit.predict(Losses(**at)), color=color, label=f"R = {step:g}")
             near = (points.steps == step) & (np.abs(np.log(spent / budgets[name])) < np.log(1.2))
             axes.plot(points.parameters[near], points.loss[near], "o", color=color, markersize=3)
         axes.set_xscale("log")
