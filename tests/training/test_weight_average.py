@@ -124,14 +124,12 @@ def test_eval_scores_the_average_and_keeps_its_report_apart(averaged, flags):
     windows = ["--windows", "4", *flags]
     for path, ema in ((run, ["--ema"]), (run, []), (copy, [])):
         assert main(["eval", str(path), *windows, *ema]) == 0
-    kind = "tasks" if flags else "depth"
-    key = "tasks" if flags else "sources"
     results = [
-        json.loads((path / "evals" / name).read_text())[key]
+        json.loads((path / "evals" / name).read_text())["tasks"]
         for path, name in (
-            (run, f"{kind}-ema-step-2.json"),
-            (copy, f"{kind}-step-2.json"),
-            (run, f"{kind}-step-2.json"),
+            (run, "tasks-ema-step-2.json"),
+            (copy, "tasks-step-2.json"),
+            (run, "tasks-step-2.json"),
         )
     ]
     assert results[0] == results[1] != results[2]

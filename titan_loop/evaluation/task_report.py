@@ -28,8 +28,13 @@ from titan_loop.errors import listed
 from titan_loop.evaluation.intervals import Interval, of_questions
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import count, number, read_json_object, write_json
-from titan_loop.storage.regular_file import DamagedFileError
+from titan_loop.storage.json_files import (
+    DamagedFileError,
+    count,
+    number,
+    read_json_object,
+    write_json,
+)
 
 logger = logging.getLogger(__name__)
 
