@@ -268,9 +268,11 @@ def _of_depths(path: Path) -> TaskReport:
     record = read_json_object(path, fix=_FIX)
     try:
         report = TaskReport(
+            step=count(record["step"]),
+            tokens=count(record["tokens"]),
+            trained_recurrent_steps=count(record["trained_recurrent_steps"]),
             manifest_sha256="",
             ema=record["ema"],
-            **{name: count(record[name]) for name in ("step", "tokens", "trained_recurrent_steps")},
         )
         for name, source in record["sources"].items():
             sums = source["units"]
