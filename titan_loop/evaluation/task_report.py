@@ -210,7 +210,7 @@ class TaskReport:
 
     @classmethod
     def all_of(cls, run_directory: RunDirectory, *, ema: bool = False) -> list["TaskReport"]:
-        """Return the reports of a run by increasing step, or those of the averaged weights."""
+        """Return the reports of a run by increasing step, or of its averaged weights."""
         marks = "-ema" if ema else ""
         found: dict[int, TaskReport] = {}
         for kind, read in (("depth", _of_depths), ("tasks", cls.load)):
