@@ -31,21 +31,6 @@ def test_every_further_micro_batch_moves_as_much_as_the_last(micro_batches, coun
     assert STEP.moved_in(micro_batches) == {"gather": Moved(count, 10.0 * count)}
 
 
-def test_every_further_recurrent_step_adds_the_difference():
-    longer = MeasuredStep(
-        micro_batches=2, moved={"gather": Moved(13, 130.0)},
-        moved_again={"gather": Moved(5, 50.0)}, peak_bytes=1100.0,
-    )  # fmt: skip
-    assert STEP.continued(longer, 1) == MeasuredStep(
-        micro_batches=2, moved=longer.moved, moved_again=longer.moved_again, peak_bytes=1100.0,
-        checkpoint_bytes=7,
-    )  # fmt: skip
-    more = STEP.continued(longer, 4)
-    assert more.moved == {"gather": Moved(22, 220.0)}
-    assert more.moved_again == {"gather": Moved(8, 80.0)}
-    assert more.peak_bytes == 1400
-
-
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))

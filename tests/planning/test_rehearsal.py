@@ -115,18 +115,6 @@ def test_collectives_of_a_step_are_those_that_gloo_counts(policy):
     assert once.received_bytes == 2 * again.received_bytes
 
 
-def test_steps_that_the_backward_pass_does_not_reach_are_measured_once(monkeypatch):
-    config = stage()
-    config.fsdp.policy, config.model.tie_weights, config.model.n_layers = "per_visit", True, 1
-    config.recurrence.steps, config.recurrence.backward_steps = Schedule.constant(6), 2
-    found = step_of(config)
-    monkeypatch.setattr(rehearsal, "_FEW_STEPS", 6)
-    whole = step_of(config)
-    assert found == replace(whole, peak_bytes=found.peak_bytes)
-    # Small tensors of every step, such as gates, are not held as evenly as its states.
-    assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=2e-3)
-
-
 def test_stages_that_differ_in_values_alone_are_rehearsed_once(monkeypatch):
     def measure(needs: StageNeeds, *_: object) -> MeasuredStep:
         moved = {"all-gather": Moved(3, 4.5)}

@@ -191,14 +191,10 @@ def show_the_bulk(axes: Axes, values: np.ndarray) -> None:
 
 
 def token_axis(axes: Axes, tokens: np.ndarray) -> None:
-    """Label the horizontal axis with tokens read, such as 1.5M."""
-    from matplotlib.ticker import FuncFormatter
+    """Label the horizontal axis with tokens read, such as 1.5 M."""
+    from matplotlib.ticker import EngFormatter
 
     axes.set_xlabel("tokens read")
     if tokens[0] < tokens[-1]:
         axes.set_xlim(tokens[0], tokens[-1] + 0.02 * (tokens[-1] - tokens[0]))
-    # As many digits as tell the ticks apart, in the unit of the last.
-    power = min(max(int(np.log10(max(tokens[-1], 1)) // 3), 0), 4)
-    unit, suffix = 1000.0**power, ("", "K", "M", "B", "T")[power]
-    label = FuncFormatter(lambda value, _: f"{value / unit:g}{suffix if value else ''}")
-    axes.xaxis.set_major_formatter(label)
+    axes.xaxis.set_major_formatter(EngFormatter())

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,19 +63,6 @@ class MeasuredStep:
     def moved_in(self, micro_batches: float) -> dict[str, Moved]:
         """Return the collectives of a step with at least as many micro-batches."""
         return plus(self.moved, self.moved_again, max(0, round(micro_batches) - self.micro_batches))
-
-    def continued(self, longer: "MeasuredStep", times: int) -> "MeasuredStep":
-        """Extrapolate to `times` more recurrent steps; `longer` was measured with one more."""
-
-        def further(one: Mapping[str, Moved], next_one: Mapping[str, Moved]) -> dict[str, Moved]:
-            return plus(one, plus(next_one, one, -1), times)
-
-        return replace(
-            self,
-            moved=further(self.moved, longer.moved),
-            moved_again=further(self.moved_again, longer.moved_again),
-            peak_bytes=self.peak_bytes + times * (longer.peak_bytes - self.peak_bytes),
-        )
 
 
 def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:

@@ -153,22 +153,12 @@ def _one_step(
     plan = replace(trainer.plan, windows=pass_windows, recurrent_steps=min(_FEW_STEPS, deepest))
     trainer.update(plan)
     reached = config.recurrence.most_backward_steps
-    # Beyond `reached` + 2 recurrent steps, every further one adds the same.
-    measured_steps = min(deepest, deepest if reached is None else reached + _FEW_STEPS)
-    further = deepest - measured_steps
-    if further:
+    if reached is not None and reached < deepest:
         trainer.update(replace(plan, backward_steps=1))  # compiles the layers without gradients
     micro_batches = _micro_batches(needs)
-    plan = replace(
-        plan,
-        windows=micro_batches * pass_windows,
-        recurrent_steps=measured_steps,
-        backward_steps=reached,
-    )
+    windows = micro_batches * pass_windows
+    plan = replace(plan, windows=windows, recurrent_steps=deepest, backward_steps=reached)
     measured = _measured(trainer, plan, meter, micro_batches)
-    if further:
-        plan = replace(plan, recurrent_steps=measured_steps + 1)
-        measured = measured.continued(_measured(trainer, plan, meter, micro_batches), further)
     meter.reset()
     _hold_out(trainer, run, deepest)
     saved = _checkpoint_bytes(trainer) if trainer.checkpointer.enable else 0

@@ -39,7 +39,6 @@ def losses(law, steps=(1, 2, 4, 8), noise: float = 0.0, seed: int = 0, tokens=TO
         parameters=grid[:, 0],
         looped=0.8 * grid[:, 0],
         tokens=grid[:, 1],
-        unique=grid[:, 1],
         steps=grid[:, 2],
         loss=exact + noise * np.random.default_rng(seed).normal(size=len(grid)),
         run=np.array([f"{n}-{r}" for n, _, r in grid]),

@@ -8,7 +8,7 @@ import csv
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,12 @@ logger = logging.getLogger(__name__)
 
 STRETCHES = 20
 REQUIRED = ("parameters", "tokens", "recurrent_steps", "loss")
-OPTIONAL = {"looped_parameters": "parameters", "unique_tokens": "tokens", "width": "parameters"}
+OPTIONAL = {"looped_parameters": "parameters", "width": "parameters"}
 """Optional CSV column → the column that has its value where it is empty, and its bound."""
 
 _FIELDS = {
     "recurrent_steps": "steps",
     "looped_parameters": "looped",
-    "unique_tokens": "unique",
 }
 """CSV column → field of `Losses`, where their names differ."""
 
@@ -42,7 +41,6 @@ ALIASES = {
     "l": "loss",
     "n_looped": "looped_parameters",
     "n_rec": "looped_parameters",
-    "u": "unique_tokens",
     "dim": "width",
 }
 """Other name of a CSV column, in lower case → its name here."""
@@ -55,10 +53,9 @@ def read_csv(path: Path) -> Losses:
 
     Required: `parameters` (or `N`) and `tokens` (`D`), which are counts, `recurrent_steps` (`R`),
     `loss` (`L`, in nats per token). Optional: `looped_parameters` (`N_looped`; all if absent),
-    `unique_tokens` (`U`; all if absent), `width` (`dim`; sizes are held out by it, or by N if
-    absent), and `run` or `seed` (points of one run share their noise; if both are absent, points of
-    equal N and R). A row with a `step` is a loss after that recurrent step, which no law describes;
-    it is left out, as other columns are.
+    `width` (`dim`; sizes are held out by it, or by N if absent), and `run` or `seed` (points of one
+    run share their noise; if both are absent, points of equal N and R). A row with a `step` is a
+    loss after that recurrent step, which no law describes; it is left out, as other columns are.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -187,7 +184,6 @@ def _points(folder: Path) -> Iterator[dict[str, Any]]:
     (steps,) = depths
     model = decoder_config(run.model_options, max_seq_len=run.seq_len)
     size: dict[str, Any] = {"run": str(folder), "width": model.dim, **model_sizes(model)}
-    read_once = _unique_tokens(run)
     tokens = np.array([record["tokens"] for record in records], dtype=np.float64)
     ends = np.linspace(0, tokens[-1], STRETCHES + 1)[1:-1]
     edges = np.searchsorted(tokens, ends, side="right")
@@ -196,25 +192,8 @@ def _points(folder: Path) -> Iterator[dict[str, Any]]:
         losses = [records[index]["loss"] for index in stretch]
         if None in losses:  # null stands for a loss that was not finite
             continue
-        mean = float(np.mean(tokens[stretch]))
-        trained = {"steps": steps, "tokens": mean, "unique": read_once(mean)}
+        trained = {"steps": steps, "tokens": float(np.mean(tokens[stretch]))}
         yield {**size, **trained, "loss": float(np.mean(losses))}
-
-
-def _unique_tokens(run: SavedRun) -> Callable[[float], float]:
-    """Return a function that maps tokens trained on to tokens read for the first time."""
-    data = {"data": {}, **run.checkpoint().manifest["data"]}
-    windows, epochs = (data.get("read", {}).get(name, []) for name in ("windows", "epochs"))
-    pairs = [(count, epoch) for count, epoch in zip(windows, epochs, strict=True) if count]
-    most = data["data"].get("repeat_after_windows", math.inf) * run.seq_len
-
-    def read_once(tokens: float) -> float:
-        # Windows of a source are new until its first epoch ends.
-        share = tokens / (run.seq_len * sum(count for count, _ in pairs)) if pairs else 0.0
-        found = sum(min(share * n, n / epoch) * run.seq_len for n, epoch in pairs) or tokens
-        return min(tokens if math.isclose(found, tokens) else found, most)
-
-    return read_once
 
 
 def _positive(where: str, name: str, text: str) -> float:

@@ -7,7 +7,7 @@ Source: Hoffmann et al. 2022, arXiv 2203.15556, Eq. 3 and §3.3 (Huber loss on l
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ HUBER_DELTA = 1e-3
 _CANDIDATES = 128
 """Random exponents per fit, of which the best few are refined."""
 
-_COMPLEX_STEP = 1e-30
 _TOLERANCE = 1e-12
 _EVALUATIONS = 300
 """Steps of a refinement; without noise and with open coefficients it would crawl along a valley."""
@@ -32,13 +31,11 @@ class Fit:
 
     Attributes:
         values: Coefficient → value, N in parameters and D in tokens.
-        rmse: Root mean square residual over the fitted points, in nats.
         intervals: Coefficient → (2.5 %, 97.5 %) of the bootstrap; empty without one.
     """
 
     law: Law
     values: Mapping[str, float]
-    rmse: float
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def predict(self, points: Losses) -> np.ndarray:
@@ -51,15 +48,14 @@ class Fit:
 
     def r_squared(self, points: Losses) -> float:
         """Return the coefficient of determination on `points`; at most 1."""
-        residual = points.loss - self.predict(points)
-        return float(1 - np.sum(residual**2) / np.sum((points.loss - points.loss.mean()) ** 2))
+        return 1 - self.error(points) ** 2 / float(points.loss.var())
 
 
 def fit(law: Law, points: Losses, *, seed: int = 0, starts: int = 6) -> Fit:
     """Fit a law to at least as many points as it has coefficients; refine the best starts."""
     problem = _Problem(law, points)
     found = [problem.refine(start) for start in problem.starts(seed, starts)]
-    return problem.as_fit(min(found, key=lambda solution: solution.cost).x)
+    return Fit(law, problem.values(min(found, key=lambda solution: solution.cost).x))
 
 
 def bootstrap(fitted: Fit, points: Losses, *, samples: int, seed: int = 0) -> Fit:
@@ -80,12 +76,12 @@ def bootstrap(fitted: Fit, points: Losses, *, samples: int, seed: int = 0) -> Fi
     for _ in range(samples):
         chosen = random.integers(len(members), size=len(members))
         problem = _Problem(fitted.law, points[np.concatenate([members[i] for i in chosen])])
-        drawn.append(problem.as_fit(problem.refine(start).x).values)
+        drawn.append(problem.values(problem.refine(start).x))
     intervals: dict[str, tuple[float, float]] = {}
     for name in fitted.law.coefficients:
         low, high = np.quantile([values[name] for values in drawn], (0.025, 0.975))
         intervals[name] = float(low), float(high)
-    return Fit(fitted.law, fitted.values, fitted.rmse, intervals)
+    return replace(fitted, intervals=intervals)
 
 
 class _Problem:
@@ -93,14 +89,9 @@ class _Problem:
 
     def __init__(self, law: Law, points: Losses) -> None:
         self._law, self._points = law, points
-        self._in_log = np.array(
-            [name not in law.shape or law.shape[name].is_positive for name in law.coefficients]
-        )
-        bounds = [
-            np.log(shape.bounds) if shape.is_positive else shape.bounds
-            for shape in law.shape.values()
-        ]
-        self._low, self._high = np.array([*[(-60.0, 60.0)] * 3, *bounds]).T
+        bounds = [(1e-26, 1e26)] * 3 + [shape.bounds for shape in law.shape.values()]
+        self._in_log = np.array([low > 0 for low, _ in bounds])
+        self._low, self._high = map(self._logs, np.array(bounds).T)
 
     def starts(self, seed: int, count: int) -> list[np.ndarray]:
         """Return the best random shapes, with their amplitudes solved linearly."""
@@ -113,7 +104,7 @@ class _Problem:
             shape = {
                 name: float(
                     np.exp(random.uniform(*np.log(kind.start)))
-                    if kind.is_positive
+                    if kind.start[0] > 0
                     else random.uniform(*kind.start)
                 )
                 for name, kind in law.shape.items()
@@ -131,19 +122,10 @@ class _Problem:
         from scipy.optimize import least_squares
 
         measured = np.log(self._points.loss)
-
-        def log_loss(vectors: np.ndarray) -> np.ndarray:
-            return np.log(self._law.predict(self._values(vectors), self._points))
-
-        def jacobian(vector: np.ndarray) -> Any:
-            # A complex step is as exact as a derivative, and takes all coefficients at once.
-            steps = vector + 1j * _COMPLEX_STEP * np.eye(len(vector))
-            return np.imag(log_loss(steps[:, None, :])).T / _COMPLEX_STEP
-
         return least_squares(
-            lambda vector: log_loss(vector) - measured,
+            lambda x: np.log(self._law.predict(self._plain(x), self._points)) - measured,
             np.clip(start, self._low + 1e-9, self._high - 1e-9),
-            jac=jacobian,  # type: ignore[arg-type]
+            jac="cs",  # a complex step is as exact as a derivative
             bounds=(self._low, self._high),
             loss="huber",
             f_scale=HUBER_DELTA,
@@ -156,15 +138,15 @@ class _Problem:
 
     def packed(self, values: Mapping[str, float]) -> np.ndarray:
         """Return coefficients as a vector."""
-        plain = np.array([values[name] for name in self._law.coefficients])
+        return self._logs(np.array([values[name] for name in self._law.coefficients]))
+
+    def values(self, vector: np.ndarray) -> dict[str, float]:
+        """Return the coefficients of a vector."""
+        return {name: float(value) for name, value in self._plain(vector).items()}
+
+    def _logs(self, plain: np.ndarray) -> np.ndarray:
         return np.where(self._in_log, np.log(np.where(self._in_log, plain, 1.0)), plain)
 
-    def as_fit(self, vector: np.ndarray) -> Fit:
-        """Return a vector as a fit."""
-        values = {name: float(value) for name, value in self._values(vector).items()}
-        return Fit(self._law, values, Fit(self._law, values, 0.0).error(self._points))
-
-    def _values(self, vectors: np.ndarray) -> dict[str, Any]:
-        """Return the coefficients of a vector, or columns for vectors (k, 1, c)."""
-        plain = np.where(self._in_log, np.exp(np.where(self._in_log, vectors, 0.0)), vectors)
-        return {name: plain[..., i] for i, name in enumerate(self._law.coefficients)}
+    def _plain(self, vector: np.ndarray) -> dict[str, Any]:
+        plain = np.where(self._in_log, np.exp(np.where(self._in_log, vector, 0.0)), vector)
+        return dict(zip(self._law.coefficients, plain, strict=True))

@@ -10,7 +10,7 @@ Sources: Schwethelm et al. 2026, arXiv 2604.21106 (power). Chen et al. 2026, arX
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,7 +30,6 @@ class Losses:
             count once.
         looped: Part of N that runs at every recurrent step.
         tokens: D, tokens trained on.
-        unique: Part of D that was read for the first time.
         steps: Trained R.
         loss: Nats per token.
         run: Name of the run; its points share their noise.
@@ -40,7 +39,6 @@ class Losses:
     parameters: np.ndarray
     looped: np.ndarray
     tokens: np.ndarray
-    unique: np.ndarray
     steps: np.ndarray
     loss: np.ndarray
     run: np.ndarray
@@ -80,24 +78,14 @@ def model_sizes(model: "LoopDecoder.Config") -> dict[str, float]:
 
 
 Values: TypeAlias = Mapping[str, Any]
-"""Coefficient → value: a number, or a column (k, 1) to predict with k fits at once."""
+"""Coefficient → value."""
 
 
 class Coefficient(NamedTuple):
-    """A coefficient inside a term of a law.
-
-    Attributes:
-        start: Range from which random starts are drawn.
-        bounds: Range that a fit may search.
-    """
+    """A coefficient inside a term: the ranges of random starts, and that a fit may search."""
 
     start: tuple[float, float]
     bounds: tuple[float, float]
-
-    @property
-    def is_positive(self) -> bool:
-        """Whether all allowed values are positive; then its logarithm is fitted."""
-        return self.bounds[0] > 0
 
 
 @dataclass(frozen=True)
@@ -106,73 +94,54 @@ class Law:
 
     Attributes:
         shape: Coefficients inside the terms, by name.
-        terms: Maps coefficients and points to both terms without factors, shaped as in `predict`.
+        gain: Maps coefficients and R to the gain of N_looped; 0 at R = 1.
     """
 
     name: str
     formula: str
+    gain: Callable[[Values, np.ndarray], np.ndarray]
     shape: Mapping[str, Coefficient]
-    terms: Callable[[Values, Losses], list[np.ndarray]]
 
     @property
     def coefficients(self) -> tuple[str, ...]:
         """Names of all coefficients."""
         return ("E", "A", "B", *self.shape)
 
+    def terms(self, values: Values, points: Losses) -> tuple[np.ndarray, np.ndarray]:
+        """Return both terms without their factors, (n,) each."""
+        effective = points.parameters + points.looped * self.gain(values, points.steps)
+        return effective ** -values["alpha"], points.tokens ** -values["beta"]
+
     def predict(self, values: Values, points: Losses) -> np.ndarray:
-        """Return the loss of every point in nats per token, (n,), or (k, n) for columns."""
+        """Return the loss of every point in nats per token, (n,)."""
         by_size, by_tokens = self.terms(values, points)
         return values["E"] + values["A"] * by_size + values["B"] * by_tokens
 
 
-_EXPONENT = Coefficient((0.05, 2.0), (1e-3, 5.0))
+def _law(name: str, text: str, gain: Any, **shape: Coefficient) -> Law:
+    exponent = Coefficient((0.05, 2.0), (1e-3, 5.0))
+    formula = f"L = E + A/(N + N_looped·{text})^alpha + B/D^beta"
+    return Law(name, formula, gain, {"alpha": exponent, "beta": exponent, **shape})
+
+
 _KAPPA = Coefficient((0.05, 2.0), (1e-4, 1e3))
 
-
-def _law(
-    name: str,
-    text: str,
-    gain: Callable[[Values, np.ndarray], np.ndarray],
-    shape: Mapping[str, Coefficient],
-) -> Law:
-    def terms(values: Values, points: Losses) -> list[np.ndarray]:
-        effective = points.parameters + points.looped * gain(values, points.steps)
-        return [effective ** -values["alpha"], points.tokens ** -values["beta"]]
-
-    formula = f"L = E + A/(N + N_looped·{text})^alpha + B/D^beta"
-    return Law(name, formula, {"alpha": _EXPONENT, "beta": _EXPONENT, **shape}, terms)
-
-
-def with_repeats(law: Law) -> Law:
-    """Return a law in which a repeated token counts for less than a new one.
-
-        D_eff = U + U·reuse·(1 − exp(−(D/U − 1)/reuse)),   U unique tokens
-
-    Source: Muennighoff et al. 2023, arXiv 2305.16264, Eq. 5 (R_D* is `reuse`; they find 15.4).
-    """
-
-    def terms(values: Values, points: Losses) -> list[np.ndarray]:
-        again = points.tokens / points.unique - 1
-        counted = 1 - values["reuse"] * np.expm1(-again / values["reuse"])
-        return law.terms(values, replace(points, tokens=points.unique * counted))
-
-    shape = {**law.shape, "reuse": Coefficient((1.0, 50.0), (1e-2, 1e4))}
-    return replace(law, formula=law.formula.replace("/D", "/D_eff"), shape=shape, terms=terms)
-
-
 LAWS = {
-    "linear": _law("linear", "kappa·(R − 1)", lambda v, r: v["kappa"] * (r - 1), {"kappa": _KAPPA}),
+    "linear": _law(
+        "linear", "kappa·(R − 1)", lambda v, steps: v["kappa"] * (steps - 1), kappa=_KAPPA
+    ),
     "power": _law(
         "power",
         "(R^phi − 1)",
-        lambda v, r: r ** v["phi"] - 1,
-        {"phi": Coefficient((0.0, 1.0), (-1.0, 3.0))},
+        lambda v, steps: steps ** v["phi"] - 1,
+        phi=Coefficient((0.0, 1.0), (-1.0, 3.0)),
     ),
     "bounded": _law(
         "bounded",
         "kappa1·(1 − exp(−(R − 1)/kappa2))",
-        lambda v, r: -v["kappa1"] * np.expm1(-(r - 1) / v["kappa2"]),
-        {"kappa1": _KAPPA, "kappa2": _KAPPA},
+        lambda v, steps: -v["kappa1"] * np.expm1(-(steps - 1) / v["kappa2"]),
+        kappa1=_KAPPA,
+        kappa2=_KAPPA,
     ),
 }
 """Form of the gain → its law."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from titan_loop.analysis.drawing import Axes, depth_colors, draw_panels
 from titan_loop.analysis.scaling.fit import Fit, bootstrap, fit
-from titan_loop.analysis.scaling.law import LAWS, Law, Losses, with_repeats
+from titan_loop.analysis.scaling.law import LAWS, Losses
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import write_json
 from titan_loop.tables import columns, short
@@ -43,39 +43,39 @@ class FittedLaw:
 
     Attributes:
         held_out: Fitted part → root mean square error on the others, in nats.
-        remarks: Caveats, such as coefficients that the points leave open.
+        remark: Caveat, such as a choice that the points leave open.
         chosen: Whether held-out error prefers this form.
     """
 
     fit: Fit
     points: Losses
     held_out: Mapping[str, float]
-    remarks: tuple[str, ...]
+    remark: str
     chosen: bool = False
 
     @property
     def held_out_error(self) -> float:
-        """Root mean square of the errors of all hold-outs, in nats; NaN without any."""
-        errors = [*self.held_out.values()]
-        return math.sqrt(np.mean(np.square(errors))) if errors else math.nan
+        """Root mean square of the errors of all hold-outs, in nats."""
+        return math.sqrt(np.mean(np.square([*self.held_out.values()])))
 
     def as_record(self, source: str) -> dict[str, Any]:
         """Return the law's record in `scaling.json`; `source` names the fitted runs or table."""
-        named = {"parameters": self.points.parameters, "tokens": self.points.tokens}
-        named["recurrent_steps"] = self.points.steps
+        points = self.points
+        named = {"parameters": points.parameters, "tokens": points.tokens}
+        named["recurrent_steps"] = points.steps
         return {
             "form": self.fit.law.name,
             "chosen": self.chosen,
             "source": source,
             "formula": self.fit.law.formula,
-            "points": len(self.points),
+            "points": len(points),
             "range": {name: [float(x.min()), float(x.max())] for name, x in named.items()},
             "coefficients": dict(self.fit.values),
             "intervals": {name: list(pair) for name, pair in self.fit.intervals.items()},
-            "rmse": self.fit.rmse,
-            "r_squared": self.fit.r_squared(self.points),
+            "rmse": self.fit.error(points),
+            "r_squared": self.fit.r_squared(points),
             "held_out_rmse": dict(self.held_out),
-            "remarks": list(self.remarks),
+            "remark": self.remark,
         }
 
     def lines(self) -> list[str]:
@@ -88,13 +88,13 @@ class FittedLaw:
         return [
             f"{self.fit.law.name}: {self.fit.law.formula}" + "  (chosen)" * self.chosen,
             f"  {len(self.points)} points, R2 {self.fit.r_squared(self.points):.4f}, "
-            f"residual {self.fit.rmse:.4f} nats",
+            f"residual {self.fit.error(self.points):.4f} nats",
             *columns(rows),
             *(
                 f"  fitted to {kind}: held-out error {e:.4f} nats"
                 for kind, e in self.held_out.items()
             ),
-            *(f"  note: {remark}" for remark in self.remarks),
+            *([f"  note: {self.remark}"] if self.remark else []),
             "",
         ]
 
@@ -107,23 +107,26 @@ def study(points: Losses, *, samples: int, seed: int = 0) -> list[FittedLaw]:
     Args:
         samples: Number of bootstrap resamplings behind each interval; 0 gives none.
     """
-    forms = [*LAWS.values()]
-    if np.any(points.unique < points.tokens):
-        forms = [*map(with_repeats, forms)]
-    _require(points, forms)
     # All forms are compared on the same parts: those that determine each form.
-    most = max(len(law.coefficients) for law in forms)
+    most = max(len(law.coefficients) for law in LAWS.values())
+    _require(points, most)
     parts = {kind: mask for kind, mask in _parts(points) if most <= mask.sum() < len(points)}
-    remarks = _remarks(points, held_out=bool(parts))
+    steps, remark = len(np.unique(points.steps)), ""
+    if not parts:
+        remark = "there are too few points to hold any out, so no form is chosen"
+    elif steps < _FORMS_DIFFER:
+        remark = f"{steps} values of R do not tell the forms apart, so none is chosen"
+    elif steps == _FORMS_DIFFER:
+        remark = "the largest R is not held out: the two others do not tell the forms apart"
     laws = []
-    for law in forms:
+    for law in LAWS.values():
         whole = bootstrap(fit(law, points, seed=seed), points, samples=samples, seed=seed)
         held = {
             kind: fit(law, points[mask], seed=seed, starts=2).error(points[~mask])
             for kind, mask in parts.items()
         }
-        laws.append(FittedLaw(whole, points, held, tuple(remarks)))
-    if len(np.unique(points.steps)) < _FORMS_DIFFER or not parts:
+        laws.append(FittedLaw(whole, points, held, remark))
+    if steps < _FORMS_DIFFER or not parts:
         return laws
     least = min(law.held_out_error for law in laws)
     close = [law for law in laws if law.held_out_error <= (1 + _TIE) * least]
@@ -131,11 +134,10 @@ def study(points: Losses, *, samples: int, seed: int = 0) -> list[FittedLaw]:
     return [replace(law, chosen=law is best) for law in laws]
 
 
-def _require(points: Losses, laws: Sequence[Law]) -> None:
-    law = max(laws, key=lambda law: len(law.coefficients))
-    if len(points) < (needed := len(law.coefficients)):
+def _require(points: Losses, coefficients: int) -> None:
+    if len(points) < coefficients:
         raise UserError(
-            f"{len(points)} losses are fewer than the {needed} coefficients of {law.formula}; give "
+            f"{len(points)} losses are fewer than the {coefficients} coefficients of a law; give "
             "more runs or more points of each"
         )
     for name, values, given in (
@@ -147,21 +149,6 @@ def _require(points: Losses, laws: Sequence[Law]) -> None:
             raise UserError(
                 f"a law needs at least two {name}, and all points have {given[0]:g}; add others"
             )
-
-
-def _remarks(points: Losses, *, held_out: bool) -> list[str]:
-    remarks = []
-    if not held_out:
-        remarks.append("there are too few points to hold any out, so no form is chosen")
-    count = len(np.unique(points.steps))
-    if count < _FORMS_DIFFER:
-        remarks.append(
-            f"{count} values of R do not tell the forms apart, so none is chosen; add runs at a "
-            "third R"
-        )
-    elif count == _FORMS_DIFFER:
-        remarks.append("the largest R is not held out: the two others do not tell the forms apart")
-    return remarks
 
 
 def sizes_of(points: Losses) -> np.ndarray:
@@ -186,15 +173,10 @@ def _parts(points: Losses) -> list[tuple[str, np.ndarray]]:
 
 def write_study(laws: Sequence[FittedLaw], folder: Path, *, source: str) -> list[Path]:
     """Write `scaling.json` and the plot of the chosen law; return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "scaling.json"
     record = {"format_version": FORMAT_VERSION, "laws": [law.as_record(source) for law in laws]}
     write_json(path, record)
-    paths = [path]
-    for law in laws:
-        if law.chosen:
-            paths.append(_draw_iso_flop(law, folder / "iso_flop.png"))
-    return paths
+    return [path, *(_draw_iso_flop(law, folder / "iso_flop.png") for law in laws if law.chosen)]
 
 
 def _draw_iso_flop(law: FittedLaw, path: Path) -> Path:
@@ -212,7 +194,7 @@ def _draw_iso_flop(law: FittedLaw, path: Path) -> Path:
     def draw(axes: Axes, name: str) -> None:
         for step, color in zip(steps, depth_colors(len(steps)), strict=True):
             tokens = budgets[name] / (6 * sizes * (1 + share * (step - 1)))
-            at = {"parameters": sizes, "looped": share * sizes, "tokens": tokens, "unique": tokens}
+            at = {"parameters": sizes, "looped": share * sizes, "tokens": tokens}
             at |= dict.fromkeys(("steps", "loss", "run", "width"), np.full(len(sizes), step))
             axes.plot(sizes, law.fit.predict(Losses(**at)), color=color, label=f"R = {step:g}")
             near = (points.steps == step) & (np.abs(np.log(spent / budgets[name])) < np.log(1.2))
