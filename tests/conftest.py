@@ -80,7 +80,6 @@ def gloo_pool() -> Iterator[Callable[[int], GlooPool]]:
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults are injected, so nothing gets better by waiting."""
     monkeypatch.setattr(transient, "WAIT_SECONDS", 0.001)
-    monkeypatch.setattr(transient, "_retries", 0)  # of tests before: a run records it
 
 
 @pytest.fixture(scope="session")

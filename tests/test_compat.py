@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 import logging
 import os
 import pickle
@@ -171,20 +170,6 @@ def test_a_peak_that_cannot_be_reset_is_the_peak_since_the_start(monkeypatch):
     device.reset_peak_memory_stats()
     device.reset_peak_memory_stats()
     assert device.memory_stats()["active_bytes.all.peak"] > with_block - 64 * 2**20
-
-
-def test_the_oldest_collective_that_has_not_ended_is_named(monkeypatch):
-    def entry(number: int, *, retired: bool) -> dict[str, object]:
-        group = {"process_group": ["0", "default_pg"], "collective_seq_id": 10 + number}
-        kind = {"profiling_name": "gloo:all_reduce", "state": "scheduled"}
-        return {"record_id": number, "retired": retired, **group, **kind}
-
-    entries = [entry(3, retired=False), entry(1, retired=True), entry(2, retired=False)]
-    dump = json.dumps({"entries": entries})
-    monkeypatch.setattr(compat, "_flight_recorder", lambda _: lambda **_: dump)
-    assert compat.oldest_collective() == "gloo:all_reduce 12 of default_pg (scheduled)"
-    monkeypatch.setattr(compat, "_flight_recorder", lambda _: lambda **_: "{}")
-    assert compat.oldest_collective() == ""
 
 
 def test_the_flight_recorder_leaves_what_torchs_analyser_reads(tmp_path):

@@ -1,7 +1,7 @@
 """Bounds and choices of settings, written on their fields and checked in one place.
 
     decay: Annotated[float, Ge(0), Lt(1), Hint("0.999 is usual")] = 0.0
-    scale: Literal["original", "sphere"] = "original"
+    scale: Literal["original", "match_rms_adamw"] = "original"
 
 The refusal reads FIELD=VALUE must be at least 0 and below 1; 0.999 is usual. Bounds apply to every
 number of a list, and to every value of a schedule. Only relations between settings need code.

@@ -6,18 +6,17 @@ condition for its removal.
 """
 
 import importlib
-import json
 import logging
 import os
 import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -134,19 +133,6 @@ _profile_outside_of_checkpointing()
 import_lightly(compiler=torch.cuda.is_available())
 
 
-def sum_gradients_as_declared(unit: nn.Module) -> None:
-    """Let autograd cast every contribution to a gradient of an FSDP unit to its `grad_dtype`.
-
-    torch 2.15's FSDP resets `grad_dtype` before each backward pass, to save a cast per parameter:
-    the contributions of all visits would be added up in the compute dtype. Delete when it does not.
-    """
-    if not isinstance(unit, FSDPModule):
-        return
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
-        if "_fsdp_params_with_wider_grad_dtype" in vars(group):  # absent before 2.15
-            vars(group)["_fsdp_params_with_wider_grad_dtype"] = []
-
-
 def gather_at_every_visit(modules: Sequence[nn.Module]) -> None:
     """Let FSDP treat every call of one of the modules of a `fully_shard` as a visit of the unit.
 
@@ -228,31 +214,12 @@ def _check_launch(environment: Mapping[str, str]) -> None:
         )
 
 
-def oldest_collective() -> str:
-    """Return the oldest collective operation of this process that has not ended, as a phrase.
-
-    Empty if there is none, or torch's flight recorder is off (`comm.trace_buf_size`).
-    """
-    dump = _flight_recorder("_json")
-    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
-    active = [entry for entry in entries if not entry["retired"]]  # gloo's stay among them
-    if not active:
-        return ""
-    oldest = min(active, key=lambda entry: entry["record_id"])
-    group, number = oldest["process_group"][-1], oldest["collective_seq_id"]
-    return f"{oldest['profiling_name']} {number} of {group} ({oldest['state']})"
-
-
 def dump_flight_recorder(path: Path) -> None:
     """Write the last collectives of this process as the pickle that `torchfrtrace` reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(_flight_recorder("")())
-
-
-def _flight_recorder(suffix: str) -> Callable[..., Any]:
-    """Return torch's dump of NCCL's collectives, or gloo's; delete when it has a public name."""
+    # torch's dump of NCCL's collectives, or gloo's; delete when it has a public name.
     name = "_dump_nccl_trace" if dist.is_nccl_available() else "_dump_fr_trace"
-    return vars(importlib.import_module("torch._C._distributed_c10d"))[name + suffix]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(vars(importlib.import_module("torch._C._distributed_c10d"))[name]())
 
 
 _UPSTREAM_NOISE = (

@@ -171,15 +171,11 @@ def test_an_evaluation_does_not_wait_for_the_save_of_the_best_checkpoint(
     assert read_manifest(run.checkpoint(6))["best"]["step"] == (1 if fails else 2)
 
 
-@pytest.mark.parametrize(
-    ("interval", "said"), [(0, "held_out.interval=0"), (None, "no held-out text can be scored")]
-)
-def test_without_held_out_text_it_is_refused(
-    source: Path, tmp_path: Path, interval: int | None, said: str
-):
+@pytest.mark.parametrize("interval", [0, None])
+def test_without_held_out_text_it_is_refused(source: Path, tmp_path: Path, interval: int | None):
     config = tiny_config(source, tmp_path / "run", steps=2)
     config.best, config.held_out.interval = True, interval
     if interval is None:
         config.dataloader = TaskLoader.Config(task=Mano(5, 3))
-    with pytest.raises(UserError, match=f"best=True, but {said}"):
+    with pytest.raises(UserError, match="best=True needs held-out text that is scored"):
         train_run(config)

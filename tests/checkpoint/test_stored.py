@@ -35,7 +35,7 @@ def test_its_records_are_read(run):
     saved = SavedRun.open(run)
     assert (saved.steps(), saved.seq_len, saved.total_tokens) == ([2], 32, 1024)
     assert (saved.optimizer, saved.trainable, saved.keep_policy) == ("adamw", "all", KeepPolicy())
-    assert saved.reads(saved.tokenizer().path)
+    assert saved.tokenizer(saved.tokenizer().path).is_known
     assert [ancestor.run for ancestor in saved.lineage()] == [run]
     checkpoint = saved.checkpoint()
     assert checkpoint.manifest["trainer"]["architecture"]["hidden_dim"] == 16

@@ -27,8 +27,6 @@ LAYERS, WINDOWS, SEQ_LEN, VOCABULARY = 4, 2, 16, 128
 CHECKPOINTING = {
     "none": None,
     "selective": SelectiveAC.Config(),
-    "selective, nothing": SelectiveAC.Config(save=[]),
-    "selective, communication": SelectiveAC.Config(save=["communication"]),
     "full": FullAC.Config(),
     "recurrent-step": RecurrentStepAC.Config(),
     "recurrent-step+full": RecurrentStepAC.Config(layers="full"),

@@ -11,7 +11,6 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
-    FullAC,
     MemoryBudgetAC,
     SelectiveAC,
 )
@@ -83,6 +82,9 @@ def test_ranks_of_several_nodes_do_not_share_compiled_code(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     keep_compiled_code(tmp_path)
     assert (os.environ.get("TORCHINDUCTOR_CACHE_DIR") == str(tmp_path)) == shared
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")  # by the user
+    keep_compiled_code(tmp_path)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"
 
 
 @pytest.mark.slow
@@ -116,7 +118,6 @@ def test_compiled_layers_give_the_same_numbers_and_are_compiled_once(tmp_path, m
 
 POLICIES = {
     "none": None,
-    "full": FullAC.Config(),
     "selective": SelectiveAC.Config(),
     "recurrent-step": RecurrentStepAC.Config(),
     "recurrent-step+full": RecurrentStepAC.Config(layers="full"),
@@ -124,7 +125,7 @@ POLICIES = {
 
 
 @DYNAMO_WARNS
-@pytest.mark.parametrize("policy", ["none", "selective", "recurrent-step"])
+@pytest.mark.parametrize("policy", ["none", "recurrent-step"])
 def test_layers_share_a_compilation_for_each_window_and_each_mode(policy):
     """R is outside: 1 to 8 steps of two layers, two windows and two modes take four graphs."""
     model = parallelized(model_of(), True, backend="eager", policy=POLICIES[policy])
@@ -141,15 +142,6 @@ def test_layers_share_a_compilation_for_each_window_and_each_mode(policy):
         model.train()
         model(tokens, positions, recurrent_steps=2).hidden_RBLD[-1].mean().backward()
     assert counters["stats"]["unique_graphs"] == 4
-
-
-@DYNAMO_WARNS
-def test_windows_may_vary_where_attention_needs_no_mask():
-    torch._dynamo.reset()
-    model = parallelized(model_of(), True, backend="eager")
-    for rows, window in ((2, 8), (2, 12), (1, SEQ_LEN)):
-        tokens = torch.randint(128, (rows, window))
-        model(tokens).hidden_RBLD[-1].mean().backward()
 
 
 def test_a_stage_leaves_the_next_no_option_of_the_compiler():
@@ -187,12 +179,6 @@ def test_compiled_layers_keep_no_more_for_the_backward_pass_than_eager_ones(poli
     assert compiled <= 1.05 * eager
 
 
-def test_a_folder_for_compiled_code_that_the_user_chose_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")
-    keep_compiled_code(tmp_path)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"
-
-
 def test_without_a_compiler_one_line_says_so_and_layers_run_eagerly(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     model = parallelized(model_of(), enable=True)
@@ -206,8 +192,6 @@ def test_without_a_compiler_one_line_says_so_and_layers_run_eagerly(monkeypatch,
     ("device", "present", "environment", "missing"),
     [
         ("cpu", ["g++"], {}, None),
-        ("cpu", ["clang++", "c++"], {}, "no C++ compiler (g++)"),  # inductor tries g++ only
-        ("cpu", ["mine++"], {"CXX": "mine++"}, None),
         ("cpu", ["g++"], {"CXX": "absent"}, "no C++ compiler (CXX=absent)"),
         ("cuda", ["clang"], {}, None),
         ("cuda", ["g++"], {}, "no C compiler (gcc or clang)"),

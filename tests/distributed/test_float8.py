@@ -1,7 +1,6 @@
 """Products of the layers in float8, emulated."""
 
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,11 @@ from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.distributed.float8 import float8_linears, in_float8
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import decoder_config, get_family
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.layout_preflight import layout_refusals
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.schedule import Schedule
 
 LENGTH = 32
 SMALLEST_SIGNAL, LARGEST_ERROR = 1e-3, 0.3
@@ -47,10 +43,11 @@ def test_layers_multiply_in_float8_and_everything_else_does_not(recipe, caplog):
     pytest.importorskip("torchao")
     from torchao.float8.float8_linear import Float8Linear
 
-    plain, expected = state_of(config_of())
+    (plain, expected), config = state_of(config_of()), config_of()
+    before = repr(config)
     caplog.set_level("INFO")
     with torch._inductor.config.patch(emulate_precision_casts=False):
-        low, state = state_of(in_float8(config_of(), recipe))
+        low, state = state_of(in_float8(config, recipe))
         assert torch._inductor.config.emulate_precision_casts == (recipe == "rowwise")
     assert caplog.text.count(f"Float8 training active with recipe {recipe}\n") == 1
     converted = {name for name, part in low.named_modules() if isinstance(part, Float8Linear)}
@@ -63,15 +60,7 @@ def test_layers_multiply_in_float8_and_everything_else_does_not(recipe, caplog):
     assert SMALLEST_SIGNAL < error < LARGEST_ERROR
     state.square().mean().backward()
     assert all(part.grad is not None for part in low.layers.parameters())
-
-
-@pytest.mark.float8
-def test_an_architecture_that_is_converted_stays_as_it_was():
-    pytest.importorskip("torchao")
-    config = config_of()
-    before = repr(config)
-    in_float8(config, "rowwise")
-    assert repr(config) == before
+    assert repr(config) == before  # a copy is converted
 
 
 def test_routers_keep_their_precision():
@@ -89,68 +78,12 @@ def test_a_run_trains_in_emulated_float8(source: Path, tmp_path: Path):
     for recipe in ("off", "rowwise"):
         config = tiny_config(source, tmp_path / recipe, steps=2)
         config.float8 = recipe
-        config.activation_checkpoint = SelectiveAC.Config(save=["mm"])
+        config.activation_checkpoint = SelectiveAC.Config()
         assert any("emulated" in line for line in remarks(config)) == (recipe != "off")
         train_run(config)
         losses.append([r["loss"] for r in RunDirectory(tmp_path / recipe).read_metrics()])
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.float8
-def test_a_start_warns_of_a_large_error_and_trains_as_without_the_measurement(
-    source: Path, tmp_path: Path
-):
-    pytest.importorskip("torchao")
-    losses, warnings = [], []
-    for most in (0, SMALLEST_SIGNAL, LARGEST_ERROR):
-        run = RunDirectory(tmp_path / str(most))
-        config = replace(tiny_config(source, run.path, steps=2), float8="rowwise")
-        config.model = replace(config.model, dropout=0.2)  # training's, not the measurement's
-        config.recurrence.steps = Schedule.parse("0:1 linear 1M:4")  # measured at the largest
-        train_run(replace(config, float8_error=most))
-        losses.append([record["loss"] for record in run.read_metrics()])
-        lines = run.log_txt.read_text().splitlines()
-        warnings.append([line for line in lines if "float8 changes the state" in line])
-    assert losses[0] == losses[1] == losses[2]
-    assert not warnings[0] + warnings[2]
-    (line,) = warnings[1]
-    assert line.endswith("above float8_error=0.001: use fewer recurrent steps, or --float8 off")
-    percent = float(line.partition("after step 4 by ")[2].partition(" %")[0])
-    assert 100 * SMALLEST_SIGNAL < percent < 100 * LARGEST_ERROR
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("model.hidden_dim", 200, "and the outputs of layers.0.feed_forward.w1 are 200; change"),
-        ("training.seq_len", 12, "needs multiples of 16, and the tokens of a rank's pass are 24;"),
-        ("parallelism.tensor_parallel_degree", 2, "_parallel_degree=2; leave it at 1"),
-        ("compile.enable", True, "which cannot be compiled; set --compile.no-enable"),
-    ],
-)
-def test_shapes_and_layouts_that_cannot_are_refused_in_one_line(tmp_path, field, value, message):
-    config = tiny_config(tmp_path, tmp_path)
-    section, _, name = field.rpartition(".")
-    setattr(attrgetter(section)(config), name, value)
-    model = decoder_config(config.model, max_seq_len=LENGTH)
-    assert not [r for r in layout_refusals(config, model, 2) if r.field == "float8"]
-    config.float8 = "rowwise"
-    (refusal,) = [r for r in layout_refusals(config, model, 2) if r.field == "float8"]
-    assert message in str(refusal)
-    assert str(refusal).startswith("float8=rowwise ")
-
-
-def test_a_loop_without_a_layer_to_convert_is_refused_in_one_line(tmp_path):
-    config = replace(tiny_config(tmp_path, tmp_path), float8="rowwise")
-    for rank, said in ((0, []), (2, ["float8=rowwise converts nothing that is looped: matrices"])):
-        config.model = RetrofitOptions(
-            size="debugmodel", n_layers=3, prelude_layers=1, adapter_rank=rank
-        )
-        model = decoder_config(config.model, max_seq_len=LENGTH)
-        found = [r for r in layout_refusals(config, model, 1) if r.field == "float8"]
-        assert [str(refusal).partition(" with")[0] for refusal in found] == said
 
 
 def test_a_machine_that_cannot_is_refused_in_one_line(source, tmp_path, monkeypatch):

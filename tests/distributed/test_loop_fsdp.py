@@ -4,7 +4,7 @@
 with each other, bit for bit, where things could go stale: accumulation, evaluation, saving.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.config import ParallelismConfig
 from torchtitan.tools import utils as titan_utils
 
 from tests.distributed.sharded_model import (
@@ -29,7 +28,6 @@ from tests.distributed.sharded_model import (
     micro_batch,
 )
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
-from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 
@@ -139,13 +137,13 @@ def test_a_state_taken_while_layers_are_held_is_sharded_and_right(gloo_pool):
     gloo_pool(2).run(states_while_held)
 
 
-def gathers_under_auto(total_memories: list[int], reshard: Literal["default", "always"]) -> int:
+def gathers_under_auto(total_memories: list[int]) -> int:
     module = titan_utils.device_module
     real = module.get_device_properties
     total_memory = total_memories[dist.get_rank()]
     module.get_device_properties = lambda device: type("P", (), {"total_memory": total_memory})
     try:
-        model = build(FSDPConfig(), reshard=reshard)
+        model = build(FSDPConfig())
     finally:
         module.get_device_properties = real
     with Collectives() as collectives:
@@ -163,20 +161,4 @@ def gathers_under_auto(total_memories: list[int], reshard: Literal["default", "a
 )
 def test_auto_holds_layers_where_the_estimate_fits(gloo_pool, memories, policy):
     want = expected_counts(policy, 2, 1, hsdp=False)[0]
-    assert gloo_pool(2).run(gathers_under_auto, memories, "default") == [want, want]
-
-
-def test_auto_frees_layers_where_that_is_asked_for(gloo_pool):
-    least = expected_counts("per_visit", 2, 1, hsdp=False)[0]  # always frees more units yet
-    counts = gloo_pool(2).run(gathers_under_auto, [2**40, 2**40], "always")
-    assert counts[0] == counts[1] >= least
-
-
-def test_contradicting_settings_are_refused():
-    always = ParallelismConfig(fsdp_reshard_after_forward="always")
-    with pytest.raises(UserError, match=r"always contradicts fsdp\.policy=per_step"):
-        PER_STEP.check(always)
-    PER_VISIT.check(always)
-    FSDPConfig().check(always)
-    with pytest.raises(UserError, match=r"fsdp\.policy=per_stop is unknown; nearest: per_step"):
-        FSDPConfig(policy="per_stop").check(ParallelismConfig())  # pyright: ignore
+    assert gloo_pool(2).run(gathers_under_auto, memories) == [want, want]

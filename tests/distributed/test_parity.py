@@ -28,7 +28,7 @@ from tests.distributed.parallel_model import (
     part_of_rank,
     whole_gradients,
 )
-from titan_loop.distributed.activation_checkpointing import FullOffloadAC, RecurrentStepAC
+from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
@@ -48,7 +48,6 @@ CHECKPOINTING = {
     "none": None,
     "selective": SelectiveAC.Config,
     "full": FullAC.Config,
-    "full-offload": FullOffloadAC.Config,
     "recurrent-step": RecurrentStepAC.Config,
     "recurrent-step+full": functools.partial(RecurrentStepAC.Config, layers="full"),
 }
@@ -188,7 +187,6 @@ MORE_CASES = {
     "by-step-and-layer": falling(checkpointing="recurrent-step+full"),
     "held-by-step": falling(fsdp=HELD, checkpointing="recurrent-step"),
     "held-by-step-and-layer": falling(fsdp=HELD, checkpointing="recurrent-step+full"),
-    "held-offloaded": falling(fsdp=HELD, checkpointing="full-offload"),
     "truncated": Case(backward_steps=2),
     "held-truncated": Case(fsdp=HELD, backward_steps=2),
     "varied": falling(

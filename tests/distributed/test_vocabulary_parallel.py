@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
 from titan_loop.distributed.vocabulary_parallel import SlicedVocabulary, share_vocabulary
 from titan_loop.errors import UserError
@@ -40,7 +39,7 @@ def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_sliced_vocabulary() -> None:
-    """On every rank of a gloo group: the sliced head equals the whole one under both backends."""
+    """On every rank of a gloo group: the sliced head equals the whole one."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     for vocab in (12, 11, 2 * world - 1):
@@ -50,7 +49,6 @@ def check_sliced_vocabulary() -> None:
         whole = head(hidden, labels_BL=labels, weight_RBL=weight, z_loss=0.2)
         want = gradients(whole[0], *hidden, head.weight, weight)
         _check_dtensor_head(head, hidden, labels, weight, whole, want, mesh)
-        _check_plain_head(head, hidden, labels, weight, whole, want, mesh)
 
 
 def _check_dtensor_head(
@@ -73,36 +71,6 @@ def _check_dtensor_head(
     for got, expected in zip((*got_hidden, got_head), want[:-1], strict=True):
         assert isinstance(got, DTensor)
         torch.testing.assert_close(got.full_tensor(), expected, **EXACT)
-    torch.testing.assert_close(got_weight, want[-1], **EXACT)
-
-
-def _check_plain_head(
-    head: LMHead,
-    hidden: tuple[Tensor, ...],
-    labels: Tensor,
-    weight: Tensor,
-    whole: tuple[Tensor, Tensor],
-    want: tuple[Tensor, ...],
-    mesh: Any,
-) -> None:
-    """`spmd_types`: tensors are plain, and the gradient of a replicated input is a partial sum."""
-    rows = -(-head.out_features // mesh.size())
-    start = rows * mesh.get_local_rank()
-    sliced = build_head(head.out_features)
-    sliced.weight = torch.nn.Parameter(head.weight.detach()[start : start + rows].clone())
-    share_over(sliced, mesh)
-    backend = get_spmd_backend()
-    set_spmd_backend("spmd_types")
-    try:
-        loss, ce = sliced(hidden, labels_BL=labels, weight_RBL=weight, z_loss=0.2)
-        *got_hidden, got_head, got_weight = gradients(loss, *hidden, sliced.weight, weight)
-    finally:
-        set_spmd_backend(backend)
-    _check_equal_on_all_ranks(loss, ce, whole)
-    for got, expected in zip(got_hidden, want[:-2], strict=True):
-        dist.all_reduce(got)
-        torch.testing.assert_close(got, expected, **EXACT)
-    torch.testing.assert_close(got_head, want[-2][start : start + rows], **EXACT)
     torch.testing.assert_close(got_weight, want[-1], **EXACT)
 
 

@@ -184,22 +184,6 @@ def test_model_without_a_gate_gets_the_last_states_cross_entropy():
         torch.testing.assert_close(one, other)
 
 
-def test_loss_of_a_bf16_model_stays_fp32():
-    head = build_head().bfloat16()
-    pred, labels = draw_batch()
-    pred = LoopOutput(
-        tuple(h.bfloat16() for h in pred.hidden_RBLD), tuple(g.float() for g in pred.exit_logit_RBL)
-    )
-    loss, metrics = build_loss(head)(pred, labels, valid_tokens(labels))
-    assert loss.dtype == torch.float32
-    assert all(value.dtype == torch.float32 for value in metrics.values())
-
-
-def test_an_option_of_another_loss_is_refused():
-    with pytest.raises(TypeError, match="num_chunks"):
-        ExpectedExitLoss.Config(num_chunks=4)  # pyright: ignore[reportCallIssue]
-
-
 @pytest.mark.parametrize(
     ("pmf", "entropy", "found"),
     [
@@ -223,10 +207,3 @@ def test_collapse_warning(pmf: list[float], entropy: float | None, found: str | 
         assert warning is not None
         assert found in warning
         assert "\n" not in warning
-
-
-def test_the_console_shows_first_and_last_step_and_the_mean_exit():
-    metrics = {"ce/step_1": 5.4, "ce/step_2": float("nan"), "exit/mean_step": 1.5}
-    loss_fn = ExpectedExitLoss.Config().build()
-    assert loss_fn.summary(metrics) == ["CE 5.400→nan", "exit 1.50"]
-    assert loss_fn.summary({"ce/step_4": 5.4}) == []

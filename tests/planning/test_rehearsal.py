@@ -85,19 +85,6 @@ def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     assert counters["stats"]["unique_graphs"] >= 1
 
 
-def test_a_plan_s_peak_follows_the_operations_that_are_saved():
-    """Each visit saves its products: q, k, v, o and w2 of width D, w1 and w3 of width F."""
-    peaks, steps = [], 4  # enough for both peaks to be where the backward pass begins
-    for save in ([], ["mm"]):
-        config = stage()
-        config.model.n_layers, config.recurrence.steps = 1, Schedule.constant(steps)
-        config.activation_checkpoint = SelectiveAC.Config(save=save)
-        (needs,) = recipe_needs(recipe_of(config), EIGHT)
-        peaks.append(step_of(config).peak_bytes)
-    kept = steps * SEQ_LEN * (5 * needs.model.dim + 2 * needs.model.hidden_dim) * 2
-    assert peaks[1] - peaks[0] == pytest.approx(kept, rel=0.1)
-
-
 @pytest.mark.parametrize("policy", ["per_visit", "per_step"])
 def test_collectives_of_a_step_are_those_that_gloo_counts(policy):
     """The formula is that of `tests/distributed/test_collectives.py`."""

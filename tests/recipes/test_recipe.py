@@ -29,13 +29,6 @@ def test_stages_that_do_not_fit_are_refused(stages, message):
     assert str(caught.value).startswith("recipe mine")
 
 
-def test_two_parents_are_one_too_many():
-    child = stage("b", "a")
-    child.config.checkpoint.carry.parent = "runs/other"
-    with pytest.raises(UserError, match=r"names the parent a and checkpoint\.carry\.parent"):
-        Recipe(name="mine", stages=[stage("a"), child]).check()
-
-
 def test_every_stage_has_a_folder_and_knows_its_parents():
     recipe = Recipe(name="mine", stages=[stage("a"), stage("b", "a"), stage("fork", "a")])
     recipe.check()
@@ -51,19 +44,3 @@ def test_every_stage_has_a_folder_and_knows_its_parents():
         "runs/mine/a",
     ]
     assert [s.config.stage for s in recipe.stages] == ["a", "b", "fork"]
-
-
-def test_a_recipe_of_one_run_trains_in_the_folder_of_its_config():
-    recipe = Recipe.of_one_run("one", LoopTrainer.Config(dump_folder="runs/here"))
-    recipe.place()
-    assert recipe.stages[0].config.dump_folder == "runs/here"
-    recipe.place("elsewhere")
-    assert recipe.stages[0].config.dump_folder == "elsewhere"
-
-
-def test_stages_are_chosen_by_name():
-    recipe = Recipe(name="mine", stages=[stage("a"), stage("b", "a")])
-    assert recipe.chosen(None) == recipe.stages
-    assert recipe.chosen("b") == [recipe.stages[1]]
-    with pytest.raises(UserError, match="recipe mine has no stage 'c'; known: a, b"):
-        recipe.chosen("c")

@@ -145,12 +145,6 @@ def test_fields_of_a_later_version_have_their_defaults(
     )
 
 
-def test_a_retired_field_that_was_off_is_passed_over(run: RunDirectory):
-    off = {"enabled": False, "interval": 0}
-    path = rewritten(run, lambda config: config["dataloader"].update(curriculum=off))
-    assert len(recorded_recipe(path).stages) == 1
-
-
 @dataclass(kw_only=True, slots=True)
 class Marker(ExpectedExitLoss.Config):
     """Config of an objective that no version of titan_loop has."""

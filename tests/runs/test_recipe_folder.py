@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.cli.main import main
 from titan_loop.runs.recipe_folder import chosen_run
 from titan_loop.runs.status import PlannedStage, write_plan
 
@@ -29,12 +28,3 @@ def test_the_stage_trained_last_or_the_one_named(recipe: Path, caplog: pytest.Lo
     assert chosen_run(recipe, "1b") == recipe / "1b"
     assert not caplog.text
     assert chosen_run(recipe / "1a", None) == recipe / "1a"
-
-
-@pytest.mark.parametrize(
-    "verb", [["eval"], ["eval", "--frontier"], ["report"], ["generate"]], ids=str
-)
-def test_the_verbs_that_take_one(recipe: Path, verb: list[str], capfd: pytest.CaptureFixture[str]):
-    """They look for the run in the stage, which has only an empty log here."""
-    assert main([verb[0], str(recipe), *verb[1:], "--stage", "1a"]) == 2
-    assert str(recipe / "1a") in capfd.readouterr().err

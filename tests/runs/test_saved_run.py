@@ -9,10 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from tests.checkpoint.test_stored import STORED
-from titan_loop.checkpoint.manager import LoopCheckpointManager
-from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
-from titan_loop.launch.record import newest_checkpoints
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.text_format import TextFormat
@@ -81,7 +78,7 @@ def test_a_run_with_a_pipeline_has_the_pipelines_tokenizer(old_run: Path, tmp_pa
         run.tokenizer()
 
 
-def test_run_and_checkpoint_open_the_same_run(old_run: Path):
+def test_run_and_checkpoint_open_the_same_run(old_run: Path, tmp_path: Path):
     by_checkpoint = SavedRun.open(old_run / "checkpoints" / "step-2")
     assert by_checkpoint.path == SavedRun.open(old_run).path == old_run
     # A checkpoint that was named is taken as it is; one that is chosen has to be whole.
@@ -89,9 +86,6 @@ def test_run_and_checkpoint_open_the_same_run(old_run: Path):
     (old_run / "checkpoints" / "step-2" / ".metadata").unlink()
     with pytest.raises(UserError, match=r"step-2: \.metadata is missing"):
         SavedRun.open(old_run).checkpoint()
-
-
-def test_a_checkpoint_may_be_a_link_to_an_archive(old_run: Path, tmp_path: Path):
     link = old_run / "checkpoints" / "step-2"
     link.symlink_to(link.rename(tmp_path / "archived"))
     assert SavedRun.open(link).path == old_run
@@ -104,26 +98,6 @@ def test_without_its_sources_a_run_has_no_known_tokenizer(old_run: Path):
     with pytest.raises(UserError, match="put it back, or give its tokenizer with --tokenizer"):
         run.tokenizer()
     assert run.tokenizer("other.json") == (Path("other.json"), False)
-
-
-def test_a_run_on_a_generated_task_has_no_tokenizer(old_run: Path, monkeypatch: pytest.MonkeyPatch):
-    edit_config(old_run, dataloader={"mixture": ["gone/source=1"]})
-    run = SavedRun(old_run)
-    monkeypatch.setattr(SavedRun, "generated_task", lambda _: Mano())
-    with pytest.raises(UserError, match=r"trained on examples of mano, not on text.* --tasks mano"):
-        run.tokenizer()
-
-
-def test_the_folder_of_checkpoints_has_one_name(old_run: Path):
-    """`checkpoint.folder` hid parents from `carry` and progress from SLURM."""
-    assert LoopCheckpointManager.Config().folder == RunDirectory(old_run).checkpoints.name
-    with pytest.raises(TypeError, match="folder"):
-        LoopCheckpointManager.Config(folder="elsewhere")  # pyright: ignore[reportCallIssue]
-    config = LoopCheckpointManager.Config()
-    config.folder = "elsewhere"
-    with pytest.raises(UserError, match=r"checkpoint\.folder=elsewhere is not supported"):
-        config.check()
-    assert newest_checkpoints(old_run.parent, None) == {"run": 2}
 
 
 def test_relative_paths_are_found_from_any_folder(

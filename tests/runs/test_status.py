@@ -12,7 +12,6 @@ from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import (
     PlannedStage,
-    StageStatus,
     read_status,
     status_lines,
     write_plan,
@@ -85,47 +84,6 @@ def test_a_stage_without_a_whole_checkpoint_says_so_on_its_line(recipe_folder):
     assert "is usable (step-1: " in damaged
     assert len(rest) == 3
     assert following == f"next: titan-loop train {recipe_folder}/1b"
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"saved_tokens": 1000}, "complete, 1,000 tokens, loss 2.0000"),
-        ({"saved_tokens": 1000, "loss": None}, "complete, 1,000 tokens"),
-        ({"saved_tokens": 999, "runs": False}, "40.0% of 1,000 tokens, loss 2.0000, not running"),
-        ({"runs": None}, "40.0% of 1,000 tokens, loss 2.0000"),
-        ({"loss": None, "parent": "1a"}, "not begun from 1a, 1,000 tokens"),
-        ({"loss": None}, "not begun, 1,000 tokens"),
-        (
-            {"decisions": "2 spikes skipped", "planned": False},
-            "40.0% of 1,000 tokens, loss 2.0000, 2 spikes skipped, not of the recipe",
-        ),
-        ({"damage": "torn", "planned": False, "saved_tokens": 1000}, "torn, not of the recipe"),
-    ],
-)
-def test_a_stage_in_words(fields, text):
-    line, _ = status_lines([StageStatus("a", 1000, **{"tokens": 400, "loss": 2.0, **fields})])
-    assert line == f"a  {text}"
-
-
-def test_what_is_next_is_the_first_open_stage_of_the_recipe():
-    done = StageStatus("done", 10, saved_tokens=10)
-    fork = StageStatus("fork", 10, planned=False)
-    later, first = StageStatus("later", 10, position=2), StageStatus("first", 10, position=1)
-    below = StageStatus("below", 10, position=3, troubles=["rank 3 is silent"])
-    done.children, first.children = [fork, first], [later, below]
-    lines = status_lines([done])
-    assert [line.partition("  ")[0].rstrip() for line in lines[:5]] == [
-        "done",
-        "├─ fork",
-        "└─ first",
-        "",
-        "",
-    ]
-    assert lines[3].startswith("   ├─ later")
-    assert lines[4].startswith("   └─ below")
-    assert lines[5:] == ["below: rank 3 is silent", "next: first"]
-    assert status_lines([StageStatus("a", 10, planned=False)])[-1] == "everything is trained"
 
 
 def test_what_is_neither_run_nor_recipe_is_refused(tmp_path, recipe_folder):

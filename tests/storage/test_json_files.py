@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from titan_loop.errors import UserError
-from titan_loop.storage import transient
 from titan_loop.storage.json_files import (
     append_jsonl,
     count,
@@ -109,9 +108,8 @@ def test_a_read_that_fails_or_is_short_is_tried_again(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Path, "open", flaky)
     monkeypatch.setattr(os, "fstat", longer)
-    before = transient.retries()
     assert read_json_object(tmp_path / "x.json", fix="") == {"a": 1}
-    assert transient.retries() == before + 3
+    assert not faults
 
 
 def test_a_failing_disk_is_not_damage(tmp_path: Path, monkeypatch):

@@ -22,10 +22,8 @@ def test_only_errors_of_the_machine_are_tried_again_each_time_later(monkeypatch)
 
         return transient.retried(once)
 
-    before = transient.retries()
     assert act(*[errno.EIO] * 4) == "read"
     assert waits == [0.5, 1.0, 2.0, 4.0]
-    assert transient.retries() == before + 4
     with pytest.raises(OSError, match="it says"):
         act(*[errno.ESTALE] * 5)
     assert len(waits) == 8

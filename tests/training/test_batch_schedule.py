@@ -20,11 +20,6 @@ def test_batch_grows_in_multiples():
     assert windows == [32, 80, 120, 128]
 
 
-def test_a_staircase_uses_every_value_exactly():
-    config = BatchConfig(global_batch_tokens=Schedule.steps([(0, 8 * 32), (1000, 12 * 32)]))
-    assert [global_batch_windows(config, t, seq_len=32) for t in (0, 999, 1000)] == [8, 8, 12]
-
-
 KNOTS = st.lists(
     st.tuples(
         st.integers(0, 4000), st.integers(1, 9), st.sampled_from(["constant", "linear", "cosine"])

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import BATCH_TOKENS, tiny_config, train_run
-from titan_loop.errors import UserError
 from titan_loop.recipes.start import shutdown
-from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.resolved_run import resolve
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -74,27 +71,3 @@ def test_one_line_a_field(
         record.getMessage() for record in caplog.records if "last start:" in record.getMessage()
     ]
     assert [line.split()[5] for line in lines] == ["total_tokens"]
-
-
-def test_other_moments_need_consent(config: LoopTrainer.Config):
-    config.adamw.weight_decay = 100.0
-    with pytest.raises(UserError, match=r"adamw\.weight_decay.*0\.1 → 100\.0; undo this"):
-        train_run(config)
-    config.adamw.beta2 = 0.99
-    message = r"adamw\.weight_decay 0\.1 → 100\.0; adamw\.beta2 0\.95 → 0\.99; .*--accept-change"
-    with pytest.raises(UserError, match=message):
-        train_run(config)
-    assert len(RunDirectory(config.dump_folder).read_run()["restarts"]) == 0
-    config.dataloader.seed = 3
-    with pytest.raises(UserError, match="reading other data"):
-        train_run(config)
-    config.accept_change = True  # both
-    train_run(config)
-    assert len(RunDirectory(config.dump_folder).read_run()["restarts"]) == 1
-
-
-def test_consent_is_no_part_of_a_recipe(config: LoopTrainer.Config):
-    without = resolve(config, 1).recipe_sha256()
-    config.accept_change = True
-    assert resolve(config, 1).recipe_sha256() == without
-    assert not config.dataloader.accept_change  # the user's config stays as it was

@@ -21,21 +21,6 @@ def test_scheduled_recurrence_rounds_and_clips():
     assert at == [1, 2, 3, 4]
 
 
-def test_the_reach_of_the_backward_pass_may_grow():
-    growing = RecurrenceConfig(backward_growth=Schedule.parse("0:1 linear 10:5"))
-    assert [growing.backward_steps_at(tokens) for tokens in (0, 3, 5, 10)] == [1, 2, 3, 5]
-    assert growing.most_backward_steps == 5
-    fixed = RecurrenceConfig(backward_steps=2)
-    assert fixed.backward_steps_at(7) == fixed.most_backward_steps == 2
-    assert RecurrenceConfig().most_backward_steps is None
-    (refusal,) = RecurrenceConfig(backward_growth=Schedule.constant(1), backward_steps=2).refusals()
-    assert refusal.field == "recurrence.backward_growth"
-    halves = RecurrenceConfig(
-        steps=Schedule.constant(4), backward_growth=Schedule.steps([(0, 1), (50, 3)])
-    )
-    assert depths_over(halves, 100) == {(4, 1): 2048, (4, 3): 2048}
-
-
 def test_poisson_recurrence_is_a_function_of_seed_and_step():
     config = RecurrenceConfig(steps=Schedule.constant(6), poisson=True, max_steps=12, min_steps=2)
 
@@ -61,18 +46,6 @@ def test_r_from_data_is_the_deepest_examples_within_limits():
     ]
     assert given == [2, 3, 5, 4]  # without data, the schedule's constant 4
     assert (fewest_recurrent_steps(config), most_recurrent_steps(config)) == (2, 5)
-
-
-def test_memory_is_provided_for_the_largest_r():
-    scheduled = RecurrenceConfig(steps=Schedule.parse("0:1 linear 10:4.5 constant 20:2"))
-    assert most_recurrent_steps(scheduled) == 5
-    for mean in (1, 4, 8, 16):
-        config = RecurrenceConfig(steps=Schedule.constant(mean), poisson=True)
-        largest = most_recurrent_steps(config)
-        within = sum(math.exp(-mean) * mean**k / math.factorial(k) for k in range(largest + 1))
-        assert within > 0.999
-    config.max_steps = 8
-    assert most_recurrent_steps(config) == 8
 
 
 @pytest.mark.parametrize(
@@ -110,17 +83,3 @@ def test_a_lognormal_rate_keeps_the_mean_and_widens_the_draw(mean: int):
     assert np.var(draws) == pytest.approx(variance, rel=0.15)
     assert min(draws) == 1 == fewest_recurrent_steps(config)
     assert np.mean(np.array(draws) > most_recurrent_steps(config)) < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("config", "fewest"),
-    [
-        (RecurrenceConfig(steps=Schedule.steps([(0, 4), (10, 2)])), 2),
-        (RecurrenceConfig(steps=Schedule.constant(4), max_steps=3), 3),
-        (RecurrenceConfig(steps=Schedule.constant(4), poisson=True), 1),
-        (RecurrenceConfig(steps=Schedule.constant(4), poisson=True, min_steps=2), 2),
-    ],
-)
-def test_the_fewest_steps_of_any_draw(config: RecurrenceConfig, fewest: int):
-    drawn = {recurrent_steps_at(config, tokens=t % 20, step=t, seed=0) for t in range(500)}
-    assert min(drawn) == fewest_recurrent_steps(config) == fewest

@@ -11,11 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from tests.support.tiny import (
-    act_as_launched,
-    tiny_config,
-    train_run,
-)
+from tests.support.tiny import act_as_launched, tiny_config, train_run
 from tests.training.records import assert_same_records
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
@@ -40,11 +36,6 @@ def gate_config(source: Path, run: Path, *, steps: int = STEPS, **loss: Any) -> 
     return config
 
 
-def build(config: LoopTrainer.Config) -> LoopTrainer:
-    compat.start_runtime()
-    return LoopTrainer(resolve(config, 1))
-
-
 def whole_parameters(trainer: LoopTrainer) -> dict[str, Tensor]:
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
@@ -57,17 +48,17 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("variant", ["fp32", "bf16", "checkpointing", "tied"])
+@pytest.mark.parametrize("variant", ["bf16", "checkpointing-tied"])
 def test_only_the_gate_trains(source, tmp_path, variant):
     """bf16 puts even one process under FSDP, where frozen and trained parameters share a unit."""
-    config = gate_config(source, tmp_path / "run", look_ahead=variant == "tied")
+    config = gate_config(source, tmp_path / "run", steps=2, look_ahead=variant != "bf16")
     config.checkpoint.enable = False
     if variant == "bf16":
         config.training.mixed_precision_param = "bfloat16"
-    if variant == "checkpointing":
-        config.activation_checkpoint = FullAC.Config()
-    config.model.tie_weights = variant == "tied"
-    trainer = build(config)
+    else:
+        config.activation_checkpoint, config.model.tie_weights = FullAC.Config(), True
+    compat.start_runtime()
+    trainer = LoopTrainer(resolve(config, 1))
     outputs = []
     trainer.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     before = whole_parameters(trainer)
@@ -76,26 +67,25 @@ def test_only_the_gate_trains(source, tmp_path, variant):
     assert changed(before, whole_parameters(trainer)) == GATE
     for output in outputs:
         assert not any(hidden.requires_grad for hidden in output.hidden_RBLD)
-        assert all(logit.requires_grad for logit in output.exit_logit_RBL)
         assert all(logit.dtype == torch.float32 for logit in output.exit_logit_RBL)
     (optimizer,) = trainer.optimizers
-    assert (
-        sum(len(group["params"]) for group in optimizer.param_groups) == len(optimizer.state) == 2
-    )
+    assert len(optimizer.state) == 2
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0}
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_stage_two_after_stage_one_keeps_every_bit_of_the_language_model(source, tmp_path):
-    first = tiny_config(source, tmp_path / "unused", steps=2)
-    second = gate_config(source, tmp_path / "unused")
-    second.checkpoint.carry.optimizer = False
-    recipe = Recipe(
-        name="two",
-        folder=str(tmp_path),
-        stages=[Stage(name="lm", config=first), Stage(name="gate", parent="lm", config=second)],
-    )
-    run_recipe(recipe)
+    def train(*, carries_moments: bool) -> None:
+        second = gate_config(source, tmp_path / "unused")
+        second.checkpoint.carry.optimizer = carries_moments
+        first = Stage(name="lm", config=tiny_config(source, tmp_path / "unused", steps=2))
+        stages = [first, Stage(name="gate", parent="lm", config=second)]
+        run_recipe(Recipe(name="two", folder=str(tmp_path), stages=stages))
+
+    with pytest.raises(UserError, match=r"stage gate: checkpoint\.carry\.optimizer=True, but lm"):
+        train(carries_moments=True)
+    assert not (tmp_path / "lm").exists()
+    train(carries_moments=False)
     parent = CheckpointReader(tmp_path / "lm" / "checkpoints" / "step-2")
     trained = CheckpointReader(tmp_path / "gate" / "checkpoints" / f"step-{STEPS}")
     model = [key for key in parent.tensor_keys() if not key.startswith("optimizer.")]
@@ -103,80 +93,48 @@ def test_a_stage_two_after_stage_one_keeps_every_bit_of_the_language_model(sourc
     differing = {key for key in model if not torch.equal(parent.read(key), trained.read(key))}
     assert differing == GATE
     # The checkpoint is complete, and all of its optimiser is the gate's.
-    saved = trained.keys()
-    states = {key for key in trained.tensor_keys() if key.startswith("optimizer.")}
+    states = {key for key in trained.keys() if key.startswith("optimizer.")}  # noqa: SIM118
     assert {f"optimizer.state.{name}.exp_avg" for name in GATE} <= states
-    assert all(".exit_gate." in key for key in saved if key.startswith("optimizer."))
-
-
-@pytest.mark.usefixtures("alone")
-def test_moments_of_other_parameters_are_refused_before_anything_starts(source, tmp_path):
-    first = tiny_config(source, tmp_path / "unused", steps=2)
-    second = gate_config(source, tmp_path / "unused")
-    recipe = Recipe(
-        name="two",
-        folder=str(tmp_path),
-        stages=[Stage(name="lm", config=first), Stage(name="gate", parent="lm", config=second)],
-    )
-    with pytest.raises(UserError, match=r"stage gate: checkpoint\.carry\.optimizer=True, but lm"):
-        run_recipe(recipe)
-    assert not (tmp_path / "lm").exists()
-    # Nor does a run turn into a gate stage halfway.
-    train_run(tiny_config(source, tmp_path / "run", steps=2))
-    with pytest.raises(UserError, match="entries are not wanted"):
-        train_run(gate_config(source, tmp_path / "run"))
-
-
-# Two ranks
+    assert all(".exit_gate." in key for key in states)
+    with pytest.raises(UserError, match="entries are not wanted"):  # nor halfway through a run
+        train_run(gate_config(source, tmp_path / "lm"))
 
 
 def train_gate(
     source: Path, run: Path, world: int, changes: dict[str, Any]
-) -> tuple[set[str], list[str], dict[str, Tensor]]:
-    """Train as a launcher's rank; return what changed, what got gradients, and the gate."""
+) -> tuple[set[str], dict[str, Tensor]]:
+    """Train as a launcher's rank; return what changed, and the gate."""
     act_as_launched(world)
-    config = gate_config(source, run, look_ahead=changes.get("look_ahead", False))
+    config = gate_config(source, run)
     config.parallelism.tensor_parallel_degree = changes.get("tp", 1)
     config.training.local_batch_size *= changes.get("tp", 1)
+    config.fsdp.policy = changes.get("policy", "auto")
     if world > 1:
         config.parallelism.spmd_backend = BACKEND
-    if changes.get("hold"):
-        config.fsdp.policy, config.fsdp.fp32_visit_sum = "per_step", True
     trainer = LoopTrainer(resolve(config, world))
     before = whole_parameters(trainer)
-    real_step = trainer.optimizers.step
-    with_gradient: list[str] = []
-
-    def step() -> None:
-        named = trainer.model.named_parameters()
-        with_gradient.extend(name for name, p in named if p.grad is not None)
-        real_step()
-
-    trainer.optimizers.step = step
     trainer.train()
     after = whole_parameters(trainer)
     trainer.close()
-    return changed(before, after), with_gradient, {name: after[name] for name in GATE}
+    return changed(before, after), {name: after[name] for name in GATE}
 
 
-LAYOUTS = {"dp2": {}, "dp2-hold": {"hold": True}, "tp2": {"tp": 2}}
+LAYOUTS = {"dp2": {"policy": "per_visit"}, "dp2-hold": {"policy": "per_step"}, "tp2": {"tp": 2}}
 
 
 @pytest.fixture(scope="module")
 def one_process(source, tmp_path_factory, gloo_pool) -> tuple[Path, dict[str, Tensor]]:
     """The run of one process, and its gate."""
     run = tmp_path_factory.mktemp("one")
-    ((_, _, gate),) = gloo_pool(1).run(train_gate, source, run, 1, {})
+    ((_, gate),) = gloo_pool(1).run(train_gate, source, run, 1, {})
     return run, gate
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_the_gate_of_one_process(gloo_pool, one_process, source, tmp_path, layout):
     one, expected = one_process
-    ranks = gloo_pool(2).run(train_gate, source, tmp_path, 2, LAYOUTS[layout])
-    for moved, with_gradient, gate in ranks:
+    for moved, gate in gloo_pool(2).run(train_gate, source, tmp_path, 2, LAYOUTS[layout]):
         assert moved == GATE
-        assert set(with_gradient) == GATE
         for name, value in gate.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=GATE_TOLERANCE)
     records, expected_records = (RunDirectory(run).read_metrics() for run in (tmp_path, one))

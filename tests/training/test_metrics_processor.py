@@ -1,6 +1,5 @@
 """Metrics: the keys of metrics.jsonl, rates from global tokens, and the console line."""
 
-import json
 import logging
 import os
 import sys
@@ -56,25 +55,12 @@ def build(folder: Path, **fields: Any) -> LoopMetricsProcessor:
     return config.build(parallel_dims=dims, dump_folder=str(folder), config_dict={"a": 1})
 
 
-def test_record_has_exactly_the_documented_keys(tmp_path: Path):
-    processor = build(tmp_path)
-    processor.start(step=0, tokens=0, total_steps=200)
-    returned = processor.log_step(RECORD)
-    (written,) = RunDirectory(tmp_path).read_metrics()
-    assert list(written) == [*RECORD, *RATES]
-    assert written == returned
-    assert written["mfu"] is None or titan_utils.device_type == "cuda"
-    assert isinstance(written["peak_memory_bytes"], int)
-    assert written["peak_memory_bytes"] > 2**20
-    assert written["tokens_per_second"] > 0
-    assert written["data_hash"] == "c0ffee"
-
-
 def test_rates_count_global_tokens_and_not_paused_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     clock = Clock(monkeypatch)
-    processor = build(tmp_path, device_peak_flops=1e10)
+    processor = build(tmp_path)
+    monkeypatch.setattr(metrics_processor, "known_peak_flops", lambda *_: 1e10)
     processor.start(step=5, tokens=10_000, total_steps=200)
     clock.now += 4
     for flops in (1e9, 2e9, 0.5e9, 0.5e9):  # R falls
@@ -82,40 +68,22 @@ def test_rates_count_global_tokens_and_not_paused_time(
     with processor.paused():
         clock.now += 50
     with caplog.at_level(logging.INFO):
-        written = processor.log_step(RECORD | {"step": 9, "tokens": 14_000})
+        given = RECORD | {"step": 9, "tokens": 14_000, "grad_norm": float("nan")}
+        written = processor.log_step(given, ["CE 5.400→5.200"])
+    assert [written] == RunDirectory(tmp_path).read_metrics()
+    assert list(written) == [*RECORD, *RATES]
     assert written["tokens_per_second"] == pytest.approx(1000)
     assert written["mfu"] == pytest.approx(4e9 / 4 / 1e10)
-    assert "ETA 3m11s" in caplog.text  # 191 steps at one second each
+    line = caplog.records[-1].message
+    assert line.startswith(
+        "step   9/200   4% | 14K tokens | loss 5.1234 | CE 5.400→5.200 | R 2 | "
+        "grad not finite | lr 3.00e-04 | "
+    )
+    assert line.endswith("ETA 3m11s")  # 191 steps at one second each
     clock.now += 2
     processor.count_flops(1e9)
     written = processor.log_step(RECORD | {"step": 10, "tokens": 15_000})
     assert (written["tokens_per_second"], written["mfu"]) == (500, 1e9 / 2 / 1e10)
-
-
-def test_console_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    processor = build(tmp_path)
-    with caplog.at_level(logging.INFO):
-        processor.start(step=0, tokens=0, total_steps=200)
-        numbers = {"step": 100, "tokens": 1_968_000, "grad_norm": float("nan")}
-        processor.log_step(RECORD | numbers, ["CE 5.400→5.200"])
-    announced, line = [record.message for record in caplog.records[-2:]]
-    assert announced == f"Writing metrics.jsonl, checkpoints/ to {tmp_path}"
-    assert line.startswith(
-        "step 100/200  50% | 1.97M tokens | loss 5.1234 | CE 5.400→5.200 | R 2 | "
-        "grad not finite | lr 3.00e-04 | "
-    )
-    assert "\n" not in line
-    assert " GiB | MFU " in line
-    assert " | ETA " in line
-
-
-def test_non_finite_numbers_are_null(tmp_path: Path):
-    build(tmp_path).log_step(RECORD | {"loss": float("nan"), "grad_norm": float("inf")})
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(text)["loss"] is None
-    assert json.loads(text)["grad_norm"] is None
-    assert "NaN" not in text
-    assert "Infinity" not in text
 
 
 def test_wandb_keeps_what_is_logged_after_a_fallback(tmp_path: Path, monkeypatch):
@@ -159,21 +127,10 @@ def test_every_start_of_a_run_continues_one_wandb_run(tmp_path: Path, monkeypatc
     assert list((tmp_path / "third" / "wandb").glob("offline-run-*-mine"))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda folder: folder.touch(),
-        lambda folder: (folder.mkdir(), (folder / "run_id").write_bytes(b"\xff\0/")),
-    ],
-    ids=["a file", "noise as id"],
-)
-def test_a_folder_that_wandb_cannot_write_does_not_stop_the_run(
-    tmp_path: Path, monkeypatch, caplog, spoil
-):
+def test_a_folder_that_wandb_cannot_write_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    spoil(tmp_path / "wandb")
+    (tmp_path / "wandb").touch()
     processor = build(tmp_path, enable_wandb=True)
     processor.log_step(RECORD)
     processor.close()

@@ -85,22 +85,3 @@ def test_all_ranks_end_alike_where_rank_zero_cannot_read(source, parent, gloo_po
     assert first == second
     assert first[0] == EXIT_CRASH
     assert "manifest.json cannot be read (Stale file handle)" in first[1]
-
-
-def other_config_on_rank_one(source: Path, run: Path) -> tuple[int, str]:
-    act_as_launched(2)
-    config = tiny_config(source, run, steps=STEPS)
-    config.model.rope_theta = BASE / (1 + dist.get_rank())
-    try:
-        train_run(config)
-    except Exception as error:
-        return exit_code(error), str(error)
-    return 0, ""
-
-
-def test_ranks_with_another_config_are_named(source, gloo_pool, tmp_path):
-    first, second = gloo_pool(2).run(other_config_on_rank_one, source, tmp_path / "run")
-    assert first == second
-    assert first[0] == EXIT_CRASH
-    assert "the resolved config of rank 1 differs from rank 0's" in first[1]
-    assert not (tmp_path / "run" / "run.json").exists()

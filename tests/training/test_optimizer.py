@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_loop import compat
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
@@ -56,32 +55,6 @@ def test_a_family_s_rate_factor_and_decay_reach_the_update():
     # AdamW's first step moves by the rate, after decay by the rate times 0.1.
     torch.testing.assert_close(moved["exit_gate.bias"], torch.tensor([1e-2 * 1.1]))
     torch.testing.assert_close(moved["norm.weight"], torch.full((64,), 1e-3), rtol=1e-4, atol=1e-7)
-
-
-def test_muon_iterates_in_bfloat16_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
-    assert MuonConfig().factory_arguments() == {"dtype": torch.bfloat16}
-    assert MuonConfig(dtype="float32").factory_arguments() == {"dtype": torch.float32}
-    monkeypatch.setattr(compat, "device_type", lambda: "cpu")
-    assert MuonConfig().factory_arguments() == {"dtype": torch.float32}
-
-
-def test_muon_updates_the_matrices_of_the_layers_alone():
-    model = build_decoder(OuroOptions(size="debugmodel"), max_seq_len=32)
-    optimizers = LoopOptimizers.Config(chosen=MuonConfig()).build(model_parts=[model])
-    updated = {
-        type(optimizer).__name__: {
-            name for group in optimizer.param_groups for name in group["param_names"]
-        }
-        for optimizer in optimizers
-    }
-    matrices = {
-        name
-        for name, parameter in model.named_parameters()
-        if name.startswith("layers.") and parameter.ndim == 2
-    }
-    assert updated["Muon"] == matrices
-    assert updated["AdamW"] == {name for name, _ in model.named_parameters()} - matrices
 
 
 def test_moments_restart_and_parameters_without_a_gradient_have_some():

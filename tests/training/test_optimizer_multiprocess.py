@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from tests.support.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX
-from titan_loop.checkpoint.merging import merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.resolved_run import resolve
@@ -32,16 +30,12 @@ LAYOUTS = {
 }
 
 
-def make_trainer(source: Path, run: Path, layout: str, **changes: Any) -> LoopTrainer:
+def make_trainer(source: Path, run: Path, layout: str) -> LoopTrainer:
     world, degrees = LAYOUTS[layout]
     act_as_launched(world)
     config = tiny_config(source, run, steps=STEPS)
     config.optimizer.name, config.recurrence.steps = "muon", Schedule.constant(2)
-    if changes.get("sphere"):
-        config.muon.scale, config.muon.rate_factor = "sphere", 20.0
     config.ema.decay = 0.9
-    config.checkpoint.carry.parent = changes.get("parent", "")
-    config.checkpoint.carry.optimizer = False
     config.checkpoint.interval = STEPS // 2
     config.held_out.interval = 0
     config.metrics.log_freq = STEPS
@@ -53,8 +47,8 @@ def make_trainer(source: Path, run: Path, layout: str, **changes: Any) -> LoopTr
     return LoopTrainer(resolve(config, world))
 
 
-def train(source: Path, run: Path, layout: str, sphere: bool = False) -> None:
-    trainer = make_trainer(source, run, layout, sphere=sphere)
+def train(source: Path, run: Path, layout: str) -> None:
+    trainer = make_trainer(source, run, layout)
     trainer.train()
     trainer.close()
 
@@ -76,15 +70,6 @@ def tensors(run: Path, step: int) -> dict[str, Tensor]:
 def test_every_layout_has_the_weights_moments_and_average_of_one_process(runs, layout):
     got, want = tensors(runs[layout], STEPS), tensors(runs["one"], STEPS)
     assert got.keys() == want.keys()
-    for key, tensor in want.items():
-        assert float((got[key] - tensor).abs().max()) <= TOLERANCE, key
-
-
-def test_the_sphere_of_a_sharded_matrix_is_that_of_the_whole_one(gloo_pool, source, tmp_path):
-    for layout in ("one", "hsdp2-tp2"):
-        world, _ = LAYOUTS[layout]
-        gloo_pool(world).run(train, source, tmp_path / layout, layout, True)
-    want, got = (tensors(tmp_path / layout, STEPS) for layout in ("one", "hsdp2-tp2"))
     for key, tensor in want.items():
         assert float((got[key] - tensor).abs().max()) <= TOLERANCE, key
 
@@ -119,26 +104,6 @@ def test_moments_and_average_survive_other_layouts_bit_for_bit(gloo_pool, source
     kinds = {key.rpartition(".")[2] for key in want if key.startswith("optimizer.state.")}
     assert kinds == {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
     assert AVERAGE_PREFIX + "layers.0.attention.wo.weight" in want
-
-
-def start_from(source: Path, parent: Path, run: Path, layout: str) -> None:
-    """Start from another checkpoint's weights, and save them."""
-    trainer = make_trainer(source, run, layout, parent=str(parent))
-    assert trainer.checkpointer.load()
-    trainer.checkpointer._last_saved = -1
-    trainer.checkpointer.save(trainer.step, last_step=True)
-    trainer.close()
-
-
-@pytest.mark.parametrize("layout", ["one", "dp2-tp2"])
-def test_merged_weights_reach_any_layout_bit_for_bit(gloo_pool, source, runs, tmp_path, layout):
-    """And the average starts with them."""
-    parents = [RunDirectory(runs["dp2"]).checkpoint(step) for step in (STEPS // 2, STEPS)]
-    merged = tmp_path / "merged" / "checkpoints" / "step-0"
-    merge_checkpoints(parents, merged)
-    run = tmp_path / "run"
-    gloo_pool(LAYOUTS[layout][0]).run(start_from, source, merged, run, layout)
-    want, got = tensors(tmp_path / "merged", 0), tensors(run, 0)
-    for key, tensor in want.items():
-        assert torch.equal(got[key], tensor), key
-        assert torch.equal(got[AVERAGE_PREFIX + key], tensor), key
+    muon = {key for key in want if key.endswith(".momentum_buffer")}
+    assert len(muon) == 2 * 7
+    assert all(key.startswith("optimizer.state.layers.") for key in muon)

@@ -67,7 +67,7 @@ def outcome(run: Path) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("world", "parallelism", "files"),
-    [(1, {}, 1), (2, {}, 2), (2, {"tensor": 2}, 1), (2, {"context": 2}, 1)],
+    [(2, {}, 2), (2, {"tensor": 2}, 1)],
 )
 def test_interrupted_and_resumed_is_uninterrupted(
     world: int, parallelism: dict[str, int], files: int, gloo_pool, source: Path, tmp_path: Path
@@ -105,7 +105,6 @@ def train_on_rows(broken_at: int, *arguments: Any) -> str | None:
 @pytest.mark.parametrize(
     ("world", "name", "problem"),
     [
-        (1, "ending", "after 58 items, ended: let it yield more, or begin again by itself"),
         (2, "ending", "after 29 items, ended: let it yield more, or begin again by itself"),
         (2, "failing", "after 29 items, failed (the disk is gone)"),
         (2, "faulty", "after 15 items, yields the token id 4000: the tokenizer has the ids 0 to"),

@@ -2,17 +2,13 @@
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.multiprocess import preloaded_context
 from tests.support.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.data.load.task_loader import TaskLoader
@@ -25,14 +21,9 @@ from titan_loop.recipes.on_disk import check_resumable
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.start import run_recipe
 from titan_loop.storage.json_files import json_sha256
-from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.chosen_model import newest_of
-from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.preflight import setting_refusals, value_refusals
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.schedule import Schedule
-from titan_loop.training.stability.config import StabilityConfig
-from titan_loop.training.trainer import LoopTrainer
 
 INF = math.inf
 ONE = Schedule.constant(1)
@@ -49,73 +40,61 @@ VALUES: list[tuple[str, Any, str]] = [
     ("model.attention", "flex", "attention=flex needs CUDA"),
     ("model.vocab_size", 200, r"model\.vocab_size=200 is too small: the data's largest token is"),
     ("model.n_heads", 3, r"model\.n_heads=3 must divide model\.dim=64"),
-    (
-        "model.initializer_range",
-        math.nan,
-        r"model\.initializer_range=nan must be above 0 and finite",
-    ),
-    ("model.positions", "learned", "=learned needs model.learned_positions"),
-    ("model.learned_positions", 64, "=64 has no effect with model.positions=rope"),
-    ("model.dropout", 1.0, r"model\.dropout=1\.0 must be at least 0 and below 1"),
-    ("model.coda_layers", 2, "prelude_layers=0 and model.coda_layers=2"),
     ("float8", "mxfp8", "float8=mxfp8 must be off or rowwise"),
     ("training.dtype", "bfloat16", r"training\.dtype=bfloat16 must be float32; others round"),
     ("training.steps", -1, r"training\.steps=-1 must be at least 0; 0 means no limit"),
     ("training.seq_len", 0, r"training\.seq_len=0 must be at least 1"),
-    ("training.max_norm", -1.0, r"training\.max_norm=-1\.0 must be above"),
     ("training.enable_cpu_offload", True, "=True moves weights off a GPU, and there is none"),
     ("training.global_batch_size", 64, "=64 must be -1; set --batch.global-batch-tokens"),
     ("training.local_batch_size", 3, r"8 windows does not divide by local_batch_size=3"),
-    ("total_tokens", 0, "total_tokens=0 must be at least 1"),
     ("profiler.enable_memory_snapshot", True, "snapshot=True records CUDA allocations"),
-    ("debug.seed", -1, r"debug\.seed=-1 must be at least 0"),
     ("comm.mode", "fake_backend", r"comm\.mode=fake_backend"),
     ("trainable", "gate", "trainable=gate must be all or exit_gate"),
-    ("learning_rate", Schedule.constant(-1.0), "learning_rate=-1 must be at least 0"),
     ("optimizer.name", "lion", r"optimizer\.name=lion is unknown.*or muon"),
     ("loss", ExpectedExitLoss.Config(prior="geometric", geometric_eta=1.5), "geometric_eta=1.5"),
     ("loss", AdaptiveGateLoss.Config(), r"trainable=all with loss=AdaptiveGateLoss"),
     ("parallelism.data_parallel_shard_degree", 3, "do not factor the world size 1"),
-    ("parallelism.data_parallel_replicate_degree", 3, "do not factor the world size 1"),
-    ("parallelism.pipeline_parallel_degree", 2, "pipeline_parallel_degree=2 is not supported"),
-    (BACKEND, "full_dtensor", "full_dtensor is not"),
+    ("checkpoint.load_step", 2, "load_step=2 must be -1; the newest is loaded; delete newer ones"),
+    ("metrics.save_for_all_ranks", True, "must be False; every metric is global"),
+    ("parallelism.pipeline_parallel_degree", 2, "pipeline_parallel_degree=2 must be 1"),
+    (BACKEND, "full_dtensor", "full_dtensor must be partial_dtensor or spmd_types; full_dten"),
     (BACKEND, "spmd_types", r"spmd_types needs torch 2\.15"),
-    ("recurrence.backward_steps", 0, r"recurrence\.backward_steps=0 must be at least 1"),
+    ("fsdp.policy", "per_stop", r"fsdp\.policy=per_stop must be per_visit or per_step or auto"),
     ("recurrence.backward_steps", 1, "=1 never reaches the embedding, .* R is 2 or more; set"),
     ("recurrence.steps", Schedule.constant(0), r"recurrence\.steps=0 must be at least 1"),
     ("recurrence.steps", Schedule.constant(2.5), "'2.5' is rounded to whole steps"),
-    ("recurrence.steps", Schedule.constant(10**8), r"='100M': .* R = 100000000.* at least .* GiB"),
     ("recurrence.from_data", True, r"needs recurrence\.max_steps"),
     ("recurrence.lognormal_sigma", 0.5, r"no effect without recurrence\.poisson"),
     (BATCH, Schedule.constant(31), "less than one window of seq_len=32"),
     (BATCH, Schedule.constant(1000), r"1000, not a multiple of .*=32; use 992 or 1024$"),
     (BATCH, Schedule.parse("0:64 constant 9:64.5"), r"the value 64.5, not .* use 64 or 96$"),
-    (BATCH, Schedule.parse("0:256 linear 9:384"), r"\[8, 12\] windows; set .* to 4 or a divisor"),
-    ("batch.multiple_of_windows", 0, r"batch\.multiple_of_windows=0 must be at least 1"),
+    (
+        BATCH,
+        Schedule.parse("0:256 linear 9:384"),
+        r"384, not a multiple of 8 windows .*=32; use 256 or 512, or set batch.mul",
+    ),
     ("dataloader.mixture", ["/nowhere/source=1"], "/nowhere/source"),
     ("dataloader.mixture", [], "mixture"),
     ("held_out.interval", -1, r"held_out\.interval=-1 must be at least 0; 0 turns it off"),
-    ("held_out.windows", 0, r"held_out\.windows=0 must be at least 1"),
-    ("suite.questions", 0, r"suite\.questions=0 must be at least 1"),
+    ("checkpoint.async_mode", "sometimes", r"checkpoint\.async_mode=sometimes"),
+    ("checkpoint.keep_every", -1, r"checkpoint\.keep_every=-1"),
+    ("checkpoint.folder", "elsewhere", r"checkpoint\.folder=elsewhere is not supported"),
     ("checkpoint.last_save_model_only", True, "last_save_model_only=True"),
     ("checkpoint.create_seed_checkpoint", True, "create_seed_checkpoint"),
     ("checkpoint.initial_load_path", "/somewhere", "initial_load_path=/somewhere is not supported"),
-    ("stability.threshold", 0.9, r"stability\.threshold=0\.9 must be at least 1; 8 is usual"),
-    ("stability.window", 3, r"stability\.window=3 must be at least 4"),
-    ("stability.skips", 0, r"stability\.skips=0 must be at least 1"),
-    ("stability.skips", 65, r"stability\.skips=65 do not fit into stability\.window=64"),
-    ("stability.rewinds", -1, r"stability\.rewinds=-1 must be at least 0"),
-    ("stability.straggler", 1.0, r"stability\.straggler=1\.0 must be above 1, or 0 for none"),
-    ("stability.heartbeat_seconds", -0.1, r"=-0\.1 must be 0 \(none\) or more; 30 is usual"),
-    ("stability.norms_interval", -1, r"stability\.norms_interval=-1 is negative; 0 measures"),
+    ("stability.threshold", 0.9, r"stability\.threshold=0\.9 must be at least 1 and finite; 8 is"),
 ]
 
 COMBINATIONS: list[tuple[Mapping[str, Any], int, str]] = [
     ({TP: 8}, 8, r"tensor_parallel_degree=8 must divide model\.n_heads=4"),
     ({TP: 2, "model.n_kv_heads": 1}, 2, "degree=2 must divide model.n_kv_heads=1"),
-    ({TP: 2, "training.seq_len": 31, BATCH: Schedule.constant(248)}, 2, "=31 must be divisible by"),
+    (
+        {TP: 2, "training.seq_len": 31, BATCH: Schedule.constant(248)},
+        2,
+        r"_degree=2 must divide training\.seq_len=31",
+    ),
     ({CP: 2}, 3, r"context_parallel=2 × tensor_parallel=1 do not factor the world size 3"),
-    ({CP: 3}, 3, r"seq_len=32 must be divisible by 2 × parallelism\.context_parallel_degree=3"),
+    ({CP: 3}, 3, r"_parallel_degree=3 times 2 must divide training\.seq_len=32"),
     (
         {"training.seq_len": 10**7, BATCH: Schedule.constant(10**7)},
         1,
@@ -125,22 +104,21 @@ COMBINATIONS: list[tuple[Mapping[str, Any], int, str]] = [
     (
         {"batch.multiple_of_windows": 4, BATCH: Schedule.parse("0:256 constant 9:320")},
         1,
-        "320, not .*multiple_of_windows=4 × .*; use 256 or 384$",
+        "320, not a multiple of 4 windows of .*=32; use 256 or 384$",
     ),
     (
         {"model.base_width": 8, "model.tie_weights": True},
         1,
         r"does not fit model\.tie_weights=True",
     ),
-    (
-        {"model.initial_keys": "queries", "model.n_kv_heads": 2},
-        1,
-        "many key heads .*n_kv_heads=2",
-    ),
-    ({"model.positions": "relative"}, 1, "positions=relative needs model.relative_window"),
     ({**MUON, BACKEND: "spmd_types"}, 1, "name=muon does not support parallelism.spmd_backend"),
     ({**GATE, **MUON}, 1, "name=muon has no matrix to update with trainable=exit_gate; use adamw"),
     ({**GATE, "model.exit_gate": False}, 1, r"needs a gate, and model\.exit_gate=False"),
+    (
+        {"fsdp.policy": "per_step", "parallelism.fsdp_reshard_after_forward": "always"},
+        1,
+        r"always contradicts fsdp\.policy=per_step",
+    ),
     ({"trainable": "exit_gate"}, 1, r"trainable=exit_gate with loss=ExpectedExitLoss\.Config"),
     ({**GATE, "recurrence.steps": Schedule.parse("0:4 constant 100:1")}, 1, "steps: R can be 1, "),
     ({**GATE, "recurrence.poisson": True}, 1, r"R can be 1, .*min_steps=2"),
@@ -160,11 +138,15 @@ COMBINATIONS: list[tuple[Mapping[str, Any], int, str]] = [
         r"recurrence\.backward_growth",
     ),
     ({**HELD_OUT, "held_out.sources": ["/nowhere"]}, 1, "/nowhere"),
-    ({**HELD_OUT, "dataloader": MANO}, 1, "held_out.interval=1: this data has no held-out text"),
+    (
+        {**HELD_OUT, "dataloader": MANO},
+        1,
+        "held_out.interval=1 is set, and this data has no held-out text",
+    ),
     ({**HELD_OUT, "held_out.depths": []}, 1, r"held_out\.depths=\[\] names none"),
-    ({"best": True}, 1, r"best=True, but held_out\.interval=0; set that above 0"),
+    ({"best": True}, 1, r"best=True needs held-out text that is scored: set held_out"),
+    ({**SPIKES, "stability.skips": 65}, 1, r"skips=65 do not fit into stability\.window=64"),
     ({**SPIKES, "checkpoint.enable": False}, 1, r"rewinds=2 needs checkpoints to go back to"),
-    ({**SPIKES, "checkpoint.load_only": True}, 1, r"rewinds=2 needs checkpoints to go back to"),
     (
         {**SPIKES, "checkpoint.keep_latest_k": 32},
         1,
@@ -190,43 +172,6 @@ def test_a_mistake_is_one_clear_line(source, tmp_path, changes, world_size, mess
     assert not (tmp_path / "run").exists()
 
 
-def test_the_ends_of_the_ranges_are_accepted():
-    wide = Schedule.parse("0:64 linear 9:128")
-    for config in (
-        StabilityConfig(threshold=1.0, window=4, skips=1, rewinds=0, straggler=1.1),
-        StabilityConfig(window=64, skips=64, heartbeat_seconds=0.1),
-        RecurrenceConfig(min_steps=3, max_steps=3, backward_steps=1),
-        RecurrenceConfig(steps=ONE, backward_growth=ONE),
-        RecurrenceConfig(steps=Schedule.constant(2.5), poisson=True, lognormal_sigma=0.5),
-        RecurrenceConfig(from_data=True, max_steps=4),
-    ):
-        assert not [*config.refusals()]
-    for batch in (
-        BatchConfig(global_batch_tokens=Schedule.constant(32)),
-        BatchConfig(global_batch_tokens=wide, multiple_of_windows=1),
-        BatchConfig(global_batch_tokens=wide),
-    ):
-        assert not [*batch.refusals(32)]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("async_mode", "sometimes"), ("keep_every", -1), ("save_attempts", 0), ("retry_seconds", -1)],
-)
-def test_checkpoint_settings_are_refused(field, value):
-    config = LoopTrainer.Config()
-    setattr(config.checkpoint, field, value)
-    (refusal,) = value_refusals(config)
-    assert f"checkpoint.{field}={value}" in str(refusal)
-
-
-def test_muon_s_weights_on_the_host_are_refused_with_a_gpu_too():
-    config = LoopTrainer.Config()
-    config.optimizer.name, config.training.enable_cpu_offload = "muon", True
-    (refusal,) = setting_refusals(config, starts_trained=False)
-    assert "optimizer.name=muon with training.enable_cpu_offload=True" in str(refusal)
-
-
 def test_a_source_that_holds_nothing_out(source, tmp_path):
     config = tiny_config(source, tmp_path / "run")
     config.held_out.interval = 1
@@ -248,7 +193,10 @@ def test_a_source_that_holds_nothing_out(source, tmp_path):
         resolve(config, 1)
     del card["splits"]["held_out"]
     write_card()
-    with pytest.raises(UserError, match=r"held_out\.interval=1: .*empty holds out no document"):
+    with pytest.raises(
+        UserError,
+        match=r"held_out\.interval=1 cannot score any text: .*empty holds out no document",
+    ):
         resolve(config, 1)
 
 
@@ -285,48 +233,8 @@ def test_a_checkpoint_of_another_architecture_is_refused_before_anything_starts(
     assert "model.exit_gate=False (checkpoint: True)" in message
     assert "\n" not in message
 
-    other = tiny_config(source, run)
-    other.checkpoint.load_step = 7
-    with pytest.raises(UserError, match=r"checkpoint\.load_step=7 does not exist"):
-        check_resumable(resolve(other, 1), newest_of(other))
-    newer = run / "checkpoints" / "step-4"
-    newer.mkdir()
-    (newer / "manifest.json").write_text("{ torn")
-    other.checkpoint.load_step = 2
-    with pytest.raises(UserError, match=r"would leave newer checkpoints \[4\]"):
-        check_resumable(resolve(other, 1), newest_of(other))
-
 
 def test_a_run_directory_below_a_file_is_refused(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         run_recipe(Recipe.of_one_run("run", tiny_config(source, tmp_path / "file" / "run")))
-
-
-def _train_as(user: int, source: Path, run: Path, answer: Connection) -> None:
-    os.setgroups([])
-    os.setgid(user)
-    os.setuid(user)
-    try:
-        run_recipe(Recipe.of_one_run("run", tiny_config(source, run)))
-    except UserError as error:
-        answer.send(str(error))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_a_run_directory_without_permission_is_refused(source, tmp_path):
-    """Root may write anywhere, so an unprivileged user tries."""
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o755)
-    for folder in (source, *source.parents):
-        if folder == Path("/tmp"):
-            break
-        folder.chmod(0o755)
-    context = preloaded_context()
-    said, answer = context.Pipe(duplex=False)
-    child = context.Process(target=_train_as, args=(65534, source, locked / "run", answer))
-    child.start()
-    child.join(120)
-    assert child.exitcode == 0
-    assert said.poll()
-    assert "cannot be written (Permission denied)" in said.recv()

@@ -24,9 +24,8 @@ from titan_loop.training.verdict import (
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize("loss", [1.0, INF, NAN])
-@pytest.mark.parametrize("grad_norm", [1.0, INF, NAN])
 @pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize(("loss", "grad_norm"), [(1.0, 1.0), (NAN, 1.0), (1.0, INF)])
 def test_verdict(loss: float, grad_norm: float, stop: bool):
     verdict = agree_on_step(torch.tensor([loss]), torch.tensor(grad_norm), stop=stop)
     finite = loss == 1.0 and grad_norm == 1.0
@@ -47,7 +46,7 @@ def counting(most: int, skipped: list[int]) -> UnreadSteps:
 
 
 def add(steps: UnreadSteps, step: int, *, finite: bool, stop: bool = False) -> None:
-    flags = torch.tensor([finite, not stop, 0], dtype=torch.int32)
+    flags = torch.tensor([finite, not stop], dtype=torch.int32)
     windows, loss = range(8 * step, 8 * step + 8), torch.tensor(NAN)
     steps.add(TrainedStep(step, windows, loss, {}, loss, StepVerdict(flags)))
 

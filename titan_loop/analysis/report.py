@@ -12,7 +12,7 @@ import titan_loop
 from titan_loop.analysis.depth_plots import plot_depths, swept_tasks
 from titan_loop.analysis.evaluation_tables import task_rows
 from titan_loop.analysis.frontier import frontier_points, write_frontier
-from titan_loop.analysis.plots import charts, plot_held_out, plot_norms
+from titan_loop.analysis.plots import charts, plot_held_out
 from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
 from titan_loop.analysis.results import total_flops
 from titan_loop.errors import UserError
@@ -125,13 +125,6 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
         text = "Bits per byte of every source, on the same windows each time."
         image = plot_held_out(held_out, plots / "held_out.png")
         sections.append(Section("Held-out text while training", text, image))
-    if norms := run_directory.read_norms():
-        text = (
-            "States and gradients that grow towards one corner show where a spike would begin; the "
-            "curves show every layer's weight gradient, and its update relative to its weights."
-        )
-        image = plot_norms(norms, plots / "norms.png")
-        sections.append(Section("Norms by layer and recurrent step", text, image))
     return sections
 
 

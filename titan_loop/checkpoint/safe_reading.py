@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from titan_loop.checkpoint.manifest import DamagedCheckpointError
 from titan_loop.errors import RunFailedError, UserError, first_line
-from titan_loop.storage.transient import count_retry, retried, unreadable
+from titan_loop.storage.transient import retried, unreadable
 
 _ARCHIVE = b"PK\x03\x04"  # the first bytes of everything that torch.save writes
 
@@ -51,7 +51,6 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
             try:
                 retried(partial(super().read_data, LoadPlan(items), planner))
             except Exception:  # garbled bytes, or too few of them, make torch fail in any way
-                count_retry()
                 self._read_one_by_one(items, planner)
         done: Future[None] = Future()
         done.set_result(None)

@@ -13,12 +13,12 @@ FIRST = {
         "dump-folder": "folder of the run; each of several stages has a folder inside it",
         "total-tokens": "tokens to train on, all ranks together",
         "training.steps": "stop at this step (0: after the last token); a later start continues",
-        "accept-change": "continue a run although data or optimiser settings changed",
         "debug.seed": "seed of the initial weights and of random draws in training",
     },
     "data": {
         "dataloader.mixture": "sources and their weights, such as sources/my=1",
         "dataloader.seed": "seed of the order of windows",
+        "dataloader.accept-change": "continue a run although its data changed",
         "training.seq-len": "tokens of a training window",
     },
     "model": {

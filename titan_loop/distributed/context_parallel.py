@@ -11,8 +11,9 @@ in the order of the ranks, and the backward pass reduces their gradients back.
 Source: Llama 3, arXiv 2407.21783, §3.3.2 (all-gathered keys and values).
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,33 +24,31 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 
-from titan_loop.errors import UserError
+from titan_loop.errors import Refusal
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
 
 
-def check_context_parallelism(
+def context_parallel_refusals(
     parallelism: ParallelismConfig, *, seq_len: int, attention: str
-) -> None:
+) -> Iterator[Refusal]:
     """Refuse settings that context parallelism does not support; degree 1 supports all."""
-    degree = parallelism.context_parallel_degree
-    asked = f"parallelism.context_parallel_degree={degree}"
-    if degree < 1:
-        raise UserError(f"{asked} must be at least 1")
+    degree, backend = parallelism.context_parallel_degree, parallelism.spmd_backend
+    refuse = partial(Refusal.of, "parallelism.context_parallel_degree", degree)
     if degree == 1:
         return
     tp = parallelism.tensor_parallel_degree if parallelism.enable_sequence_parallel else 1
     if seq_len % (2 * degree) or (seq_len // degree) % tp:
-        part = f" and a rank's part of it by tensor_parallel_degree={tp}" if tp > 1 else ""
-        problem = f"training.seq_len={seq_len} must be divisible by 2 × {asked}{part}"
-        raise UserError(f"{problem}; change the window or the degree")
+        part = f", and {tp} (tensor_parallel_degree) a rank's part of it" if tp > 1 else ""
+        problem = f"times 2 must divide training.seq_len={seq_len}{part}"
+        yield refuse(problem, "change the window or the degree")
     if attention == "varlen":
-        raise UserError(f"{asked} does not work with model.attention=varlen; use flex or sdpa")
-    if (backend := parallelism.spmd_backend) != "partial_dtensor":
-        raise UserError(f"{asked} needs parallelism.spmd_backend=partial_dtensor, not {backend}")
+        yield refuse("does not work with model.attention=varlen", "use flex or sdpa")
+    if backend != "partial_dtensor":
+        yield refuse(f"needs parallelism.spmd_backend=partial_dtensor, not {backend}")
     if (balancer := parallelism.context_parallel_load_balancer) != "headtail":
-        field = f"parallelism.context_parallel_load_balancer={balancer}"
-        raise UserError(f"{field} is not supported; leave it at headtail")
+        field = "parallelism.context_parallel_load_balancer"
+        yield Refusal.of(field, balancer, "is not supported", "leave it at headtail")
 
 
 def window_share(

@@ -8,24 +8,23 @@ from datetime import timedelta
 from typing import Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
-import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_pg_timeouts
 
-_kept: dict[tuple[Any, ...], tuple[Any, ParallelDims]] = {}
 
+class KeptLayouts:
+    """The meshes of one process group, by their degrees of parallelism."""
 
-def kept_layout(new: ParallelDims, timeout: timedelta) -> ParallelDims:
-    """Return an earlier stage's equal layout, or keep and return this one; collective.
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], ParallelDims] = {}
 
-    Sets `timeout` for the first step's collectives again, since the earlier stage has lowered it.
-    """
-    degrees = (new.dp_replicate, new.dp_shard, new.cp, new.tp, new.pp, new.ep)
-    key = (*degrees, new.world_size, new.spmd_backend)
-    world = dist.group.WORLD
-    group, layout = _kept.get(key, (None, new))
-    if group is not world:
-        _kept[key] = world, new
-        return new
-    set_pg_timeouts(timeout, layout)
-    return layout
+    def equal_to(self, new: ParallelDims, timeout: timedelta) -> ParallelDims:
+        """Return an earlier stage's equal layout, or keep and return this one; collective.
+
+        Sets `timeout` for the first step's collectives, since an earlier stage has lowered it.
+        """
+        degrees = (new.dp_replicate, new.dp_shard, new.cp, new.tp, new.pp, new.ep)
+        layout = self._kept.setdefault((*degrees, new.world_size, new.spmd_backend), new)
+        if layout is not new:
+            set_pg_timeouts(timeout, layout)
+        return layout

@@ -7,10 +7,10 @@ Either way gradients are reduced once per unit and micro-batch, since autograd a
 contributions first. README.md beside this file follows a layer's weights through a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
 from torchtitan.tools.logging import logger
 
 from titan_loop import compat
-from titan_loop.errors import UserError, require_known
+from titan_loop.errors import Refusal
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.units import Unit, UnitSize, innermost_first, sharded_axis
 
@@ -46,16 +46,12 @@ class FSDPConfig:
     where the gathered looped layers take at most a tenth of the smallest device's memory and
     nothing else asks for per_visit."""
 
-    fp32_visit_sum: bool = False
-    """Add up a layer's R gradient contributions in fp32, for 4 instead of 2 bytes per parameter."""
-
-    def check(self, parallelism: ParallelismConfig) -> None:
-        """Raise `UserError` for an unknown policy or settings that contradict each other."""
-        require_known("fsdp.policy", self.policy, get_args(FSDPPolicy))
+    def refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
+        """Refuse settings that contradict each other."""
         if self.policy == "per_step" and parallelism.fsdp_reshard_after_forward == "always":
-            problem = "contradicts fsdp.policy=per_step, which keeps layers gathered; leave it at "
-            problem += "default, or set fsdp.policy=per_visit"
-            raise UserError(f"parallelism.fsdp_reshard_after_forward=always {problem}")
+            problem = "contradicts fsdp.policy=per_step, which keeps layers gathered"
+            fix = "leave it at default, or set fsdp.policy=per_visit"
+            yield Refusal.of("parallelism.fsdp_reshard_after_forward", "always", problem, fix)
 
     def decided(
         self,
@@ -129,15 +125,23 @@ def shard_units(
         )
 
     units = model.units()
+    # Innermost first: `fully_shard` takes every parameter below it that no other call has taken, so
+    # a layer sharded before its experts would take them, with the wrong mesh and dtype.
     for unit in innermost_first(model, units):
         held = hold_layers and unit.is_revisited
         reshards = when == "always" if unit.kept else when != "never" and not held
         fp32 = {"param_dtype": torch.float32} if unit.fp32 else {}
         shard([*unit.modules], reshards, unit.spread, **fp32)
+        # FSDP counts a unit of several modules as visited when each has run once, but embedding and
+        # head of a unit between two steps are called again and again. Without this, the weights
+        # would not come back for the backward pass of a second call, nor be freed after it.
         if unit.between and len(unit.modules) > 1:
             compat.gather_at_every_visit(unit.modules)
         if not unit.gathered_in_backward:
             _fsdp(unit).set_unshard_in_backward(False)
+    # The root last: its units must be FSDP modules already. It owns no parameter, but does what is
+    # due once a pass, such as waiting for the optimiser and finishing the backward pass. None is
+    # FSDP's choice for a root, which keeps its (no) weights until then.
     shard(model, reshard=None, spread=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -147,8 +151,6 @@ def shard_units(
                 module.set_force_sum_reduction_for_comms(True)
     if hold_layers:
         _hold_visited_units(model, units)
-    if fsdp.fp32_visit_sum:
-        _sum_visits_in_fp32(model, units, hold_layers=hold_layers)
     model.register_forward_hook(_reshard_without_backward)
     model.lm_head.register_forward_hook(_reshard_without_backward)
     kind = "HSDP" if parallel_dims.dp_replicate_enabled else "FSDP"
@@ -176,25 +178,6 @@ def _hold_visited_units(model: LoopDecoder, units: Sequence[Unit]) -> None:
     _as_fsdp(model).set_modules_to_forward_prefetch([_as_fsdp(model.tok_embeddings), held[0]])
     for unit, following in pairwise(held):
         unit.set_modules_to_forward_prefetch([following])
-
-
-def _sum_visits_in_fp32(model: LoopDecoder, units: Sequence[Unit], *, hold_layers: bool) -> None:
-    """Let autograd cast each visit's contribution to fp32 before it adds them up."""
-
-    def set_gradient_dtype(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        handle.remove()  # FSDP keeps the unsharded parameter that its first gather creates
-        for unit in units:
-            if unit.place != "step" or unit.fp32:
-                continue
-            _fsdp(unit).unshard()
-            for visited in unit.modules:
-                for parameter in visited.parameters():
-                    parameter.grad_dtype = torch.float32
-                compat.sum_gradients_as_declared(visited)
-            if not hold_layers:
-                _fsdp(unit).reshard()
-
-    handle = model.register_forward_pre_hook(set_gradient_dtype)
 
 
 def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:

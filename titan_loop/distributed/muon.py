@@ -7,9 +7,9 @@
     O ─ all-to-all ─► parts
     W ← (1 − η·λ)·W − η·s·O               on every rank's part; η rate, λ decay
 
-The scale s is max(1, √(rows/columns)) ("original"); 0.2·√max(rows, columns), which gives O the root
-mean square of AdamW's usual update ("match_rms_adamw"); or ‖W‖/‖O‖ ("sphere"), and then W returns
-to its norm. NS is the quintic Newton-Schulz iteration that brings all singular values near 1:
+The scale s is max(1, √(rows/columns)) ("original"), or 0.2·√max(rows, columns), which gives O the
+root mean square of AdamW's usual update ("match_rms_adamw"). NS is the quintic Newton-Schulz
+iteration that brings all singular values near 1:
 
     X ← U / ‖U‖;   X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X, five times
 
@@ -17,8 +17,8 @@ It needs whole matrices. Owners are packed so that their products cost about the
 HSDP repeat the work. A three-dimensional parameter (experts) is a stack, with an owner a matrix.
 
 Source: Jordan et al. 2024, "Muon", kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
-2502.16982, §2.2 (scale); arXiv 2603.28743 (sphere). With the first two scales, in one process and
-bfloat16, it is bit for bit `torch.optim.Muon` of torch 2.13.
+2502.16982, §2.2 (scale). In one process and bfloat16, it is bit for bit `torch.optim.Muon` of torch
+2.13.
 """
 
 import inspect
@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from titan_loop.errors import UserError
 from titan_loop.models.initialisation import local_part
 
 RankTable = tuple[tuple[int, ...], ...]
@@ -90,7 +89,6 @@ class Muon(torch.optim.Muon):
         """Update every matrix that has a gradient; collective."""
         assert closure is None
         groups = {matrix: group for group in self.param_groups for matrix in group["params"]}
-        is_first = not self.state
 
         def write_direction(matrix: Matrix, part: Tensor) -> None:
             parameter = matrix.parameter
@@ -111,15 +109,6 @@ class Muon(torch.optim.Muon):
 
         for owners in self._owners:
             moves = owners.transform(write_direction, direction, self.dtype)
-            if moves and self.param_groups[0]["adjust_lr_fn"] == "sphere":
-                products = owners.products(moves)
-                if is_first and not products[:, 0].all():
-                    problem = "keeps the norms of matrices, and one of this model's starts as zeros"
-                    raise UserError(f"muon.scale=sphere {problem}; use original")
-                for (matrix, part), of_matrix in zip(moves, products, strict=True):
-                    rate = groups[matrix.parameter]["lr"]
-                    _turn(matrix.part(matrix.parameter), part, of_matrix, rate)
-                continue
             for matrix, part in moves:
                 parameter = matrix.parameter
                 group, local = groups[parameter], matrix.part(parameter)
@@ -213,7 +202,7 @@ class MatrixOwners:
         assert all(row == tuple(sorted(row)) for row in table), "groups number ranks in order"
         self._rank = _place(table)
         if size > 1 and len(table) > 1:
-            self._group = _group_of(held[0][0].parameter, table)
+            self._group = _group_of(held[0][0].parameter)
         self._regions = [[regions[rank] for _, regions in held] for rank in range(size)]
         for (matrix, regions), shape in zip(held, self._shapes, strict=True):
             elements = sum(region.size for region in regions)
@@ -243,6 +232,7 @@ class MatrixOwners:
         ]
         sent = [(self._rank, i) for owned in chosen for i in owned]
         parts, views = self._buffer(sent, dtype)
+        # Into the buffer itself, which is sorted by owner, as the collective wants it.
         for (_, index), view in zip(sent, views, strict=True):
             write(self._matrices[index], view)
         mine = chosen[self._rank]
@@ -251,7 +241,7 @@ class MatrixOwners:
         sent_sizes = [self._total(self._rank, owned) for owned in chosen]
         arrived_sizes = [self._total(rank, mine) for rank in range(len(chosen))]
         self._exchange(arrived, parts, arrived_sizes, sent_sizes)
-        for index in mine:
+        for index in mine:  # one at a time: only one whole matrix exists beside the parts
             whole = arrived.new_empty(self._shapes[index])
             pieces = [
                 (self._regions[rank][index].of(whole), view)
@@ -260,20 +250,14 @@ class MatrixOwners:
             ]
             for place, piece in pieces:
                 place.copy_(piece)
+            # Back into `whole`: the places are views of it, and the function returns a new tensor.
             whole.copy_(function(self._matrices[index], whole))
             for place, piece in pieces:
                 piece.copy_(place)
+        # Back the way they came, into the buffers that they left from: the sizes are those of the
+        # first exchange with the two sides swapped, and `views` still cut `parts` rightly.
         self._exchange(parts, arrived, sent_sizes, arrived_sizes)
         return [(self._matrices[index], view) for (_, index), view in zip(sent, views, strict=True)]
-
-    def products(self, moves: list[tuple[Matrix, Tensor]]) -> Tensor:
-        """Return ‖W‖², ⟨W, O⟩ and ‖O‖² of every whole matrix, (len(moves), 3); collective."""
-        pairs = [(matrix.part(matrix.parameter).float(), part.float()) for matrix, part in moves]
-        rows = [torch.stack([(w * w).sum(), (w * o).sum(), (o * o).sum()]) for w, o in pairs]
-        found = torch.stack(rows)
-        if len(self._regions) > 1:
-            dist.all_reduce(found, group=self._group)
-        return found
 
     def _buffer(
         self, pieces: list[tuple[int, int]], dtype: torch.dtype
@@ -300,26 +284,13 @@ class MatrixOwners:
             dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
 
 
-_groups: dict[RankTable, tuple[Any, Any]] = {}
-"""Groups of earlier stages: table → the world at that time, and the group of this rank's row."""
-
-
-def _group_of(matrix: Tensor, table: RankTable) -> Any:
-    """Return the group of this rank's row: the mesh's if just one dimension cuts the matrix."""
+def _group_of(matrix: Tensor) -> Any:
+    """Return the group of the ranks that share a matrix; the mesh keeps it."""
     assert isinstance(matrix, DTensor)
+    mesh, names = matrix.device_mesh, matrix.device_mesh.mesh_dim_names
+    assert names is not None
     cut = [axis for axis, place in enumerate(matrix.placements) if not place.is_replicate()]
-    if len(cut) == 1:
-        return matrix.device_mesh.get_group(cut[0])
-    world: Any = dist.group.WORLD
-    known, group = _groups.get(table, (None, None))
-    if known is not world:
-        # torchtitan sets the timeout of a mesh's groups; this one takes the world's.
-        options = world._get_backend(matrix.device).options
-        timeout = None if options is None else options._timeout  # a rehearsed world has none
-        rows = [list(row) for row in table]
-        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
-        _groups[table] = world, group
-    return group
+    return mesh[tuple(names[axis] for axis in cut)]._flatten().get_group()
 
 
 def pack(costs: Sequence[float], bins: int) -> list[int]:
@@ -329,14 +300,6 @@ def pack(costs: Sequence[float], bins: int) -> list[int]:
         chosen[index] = min(range(bins), key=lambda number: filled[number])
         filled[chosen[index]] += costs[index]
     return chosen
-
-
-def _turn(weight: Tensor, update: Tensor, products: Tensor, rate: float) -> None:
-    """Change a part of W as "sphere" says, by `MatrixOwners.products` of the whole matrix."""
-    size, overlap, length = products.unbind()
-    scale = rate * (size / length.clamp(min=1e-14)).sqrt()
-    moved = size - 2 * scale * overlap + scale.square() * length
-    weight.sub_(update * scale).mul_((size / moved).sqrt())
 
 
 def _update_scale(shape: torch.Size, rule: str) -> float:

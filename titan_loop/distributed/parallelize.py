@@ -6,6 +6,7 @@ each is gathered. If only the exit gate trains, the rest is frozen first: FSDP r
 """
 
 import os
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -20,19 +21,19 @@ from torchtitan.tools.logging import logger
 from titan_loop import compat
 from titan_loop.distributed.compiler import missing_compiler
 from titan_loop.distributed.context_parallel import (
-    check_context_parallelism,
+    context_parallel_refusals,
     gather_keys_and_values,
 )
 from titan_loop.distributed.loop_fsdp import FSDPConfig, shard_units
 from titan_loop.distributed.vocabulary_parallel import share_vocabulary
-from titan_loop.errors import UserError
+from titan_loop.errors import Refusal
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable, freeze_all_but_the_exit_gate
 from titan_loop.models.units import unit_sizes_of
 from titan_loop.ranks import warn_together
 
 
-def check_parallelism(
+def parallelism_refusals(
     parallelism: ParallelismConfig,
     *,
     world_size: int,
@@ -40,59 +41,41 @@ def check_parallelism(
     n_kv_heads: int,
     seq_len: int,
     attention: str = "auto",
-) -> None:
-    """Refuse a layout that cannot work, before any process group exists."""
-    _check_support(parallelism)
-    tp = parallelism.tensor_parallel_degree
-    for name, heads in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
-        if tp < 1 or heads % tp:
-            degree = f"parallelism.tensor_parallel_degree={tp}"
-            raise UserError(f"{degree} must divide model.{name}={heads}")
-    if parallelism.enable_sequence_parallel and seq_len % tp:
-        problem = f"training.seq_len={seq_len} must be divisible by "
-        problem += f"parallelism.tensor_parallel_degree={tp}; change the window, or set "
-        raise UserError(f"{problem}--parallelism.no-enable-sequence-parallel")
-    check_context_parallelism(parallelism, seq_len=seq_len, attention=attention)
-    _check_product(parallelism, world_size)
+) -> Iterator[Refusal]:
+    """Refuse a layout that cannot work, before any process group exists; degrees are positive."""
 
+    def refuse(field: str, problem: str, fix: str = "") -> Refusal:
+        return Refusal.of(f"parallelism.{field}", getattr(parallelism, field), problem, fix)
 
-def _check_support(parallelism: ParallelismConfig) -> None:
-    degree, backend = parallelism.pipeline_parallel_degree, parallelism.spmd_backend
-    if degree != 1:
-        field = f"parallelism.pipeline_parallel_degree={degree}"
-        raise UserError(f"{field} is not supported; leave it at 1")
-    if backend == "full_dtensor":
-        problem = "is not supported (it doubles the loss under tensor parallelism on torch 2.13); "
-        problem += "use partial_dtensor or spmd_types"
-        raise UserError(f"parallelism.spmd_backend=full_dtensor {problem}")
+    tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    replicate, backend = parallelism.data_parallel_replicate_degree, parallelism.spmd_backend
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if backend == "spmd_types" and release < (2, 15):
-        problem = f"needs torch 2.15, this is {torch.__version__}; use partial_dtensor"
-        raise UserError(f"parallelism.spmd_backend=spmd_types {problem}")
-    if parallelism.enable_fsdp_symm_mem:
-        raise UserError("parallelism.enable_fsdp_symm_mem=True is not supported; leave it False")
-
-
-def _check_product(parallelism: ParallelismConfig, world_size: int) -> None:
-    replicate = parallelism.data_parallel_replicate_degree
-    shard = parallelism.data_parallel_shard_degree
-    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+        problem = f"needs torch 2.15, this is {torch.__version__}"
+        yield refuse("spmd_backend", problem, "use partial_dtensor")
+    for name, heads in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+        if heads % tp:
+            yield refuse("tensor_parallel_degree", f"must divide model.{name}={heads}")
+    if parallelism.enable_sequence_parallel and seq_len % tp:
+        fix = "change the window, or set --parallelism.no-enable-sequence-parallel"
+        yield refuse("tensor_parallel_degree", f"must divide training.seq_len={seq_len}", fix)
+    yield from context_parallel_refusals(parallelism, seq_len=seq_len, attention=attention)
+    shard, experts = parallelism.data_parallel_shard_degree, parallelism.expert_parallel_degree
     known = replicate * tp * cp * max(shard, 1)
-    factors = replicate >= 1 and (shard == -1 or shard > 0) and world_size % known == 0
-    if not factors or (shard > 0 and known != world_size):
-        raise UserError(
+    if world_size % known or not (shard == -1 or (shard > 0 and known == world_size)):
+        yield Refusal(
+            "parallelism",
             f"parallelism degrees data_parallel_replicate={replicate} × "
             f"data_parallel_shard={shard} × context_parallel={cp} × tensor_parallel={tp} do not "
-            f"factor the world size {world_size}; change a degree or the number of ranks (a shard "
-            "degree of -1 takes the rest)"
+            f"factor the world size {world_size}",
+            "change a degree or the number of ranks (a shard degree of -1 takes the rest)",
         )
-    experts, ranks = parallelism.expert_parallel_degree, world_size // replicate
-    if experts < 1 or ranks % experts:
-        problem = f"must divide the {ranks} ranks of a replica; change the degree or the number of"
-        raise UserError(f"parallelism.expert_parallel_degree={experts} {problem} ranks")
-    if experts > 1 and (backend := parallelism.spmd_backend) != "partial_dtensor":
-        problem = f"parallelism.expert_parallel_degree={experts} needs parallelism.spmd_backend="
-        raise UserError(f"{problem}partial_dtensor, not {backend}")
+    elif (world_size // replicate) % experts:
+        problem = f"must divide the {world_size // replicate} ranks of a replica"
+        yield refuse("expert_parallel_degree", problem, "change it or the number of ranks")
+    if experts > 1 and backend != "partial_dtensor":
+        problem = f"needs parallelism.spmd_backend=partial_dtensor, not {backend}"
+        yield refuse("expert_parallel_degree", problem)
 
 
 def parallelize_loop_decoder(
@@ -137,8 +120,6 @@ def parallelize_loop_decoder(
             warn_together(logger, "compile.enable: %s found; running eagerly", missing)
     fsdp = fsdp or FSDPConfig()
     param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    if fsdp.fp32_visit_sum and param_dtype == torch.float32:
-        warn_together(logger, "fsdp.fp32_visit_sum has no effect: layers compute in fp32 anyway")
     alone = parallel_dims.world_size == 1 and param_dtype == TORCH_DTYPE_MAP[training.dtype]
     if alone and not training.enable_cpu_offload:
         return model  # nothing to shard or cast, and FSDP copies even at size 1
@@ -153,20 +134,13 @@ def parallelize_loop_decoder(
 
 
 def _check_placements(model: LoopDecoder) -> None:
-    """Refuse parameters without a declared placement, which would stay plain tensors."""
-    undeclared = [
-        f"{path}.{name}".removeprefix(".")
-        for path, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-        if not isinstance(module, Module)
-        or module._sharding_config is None
-        or name not in module._sharding_config.state_shardings
-    ]
-    if undeclared:
-        raise UserError(
-            f"parallelism: {type(model).__name__} declares no placement of "
-            f"{', '.join(undeclared)}; declare it in its Config.set_sharding"
-        )
+    """Fail for parameters without a declared placement, which would stay plain tensors."""
+    for path, module in model.named_modules():
+        names = {name for name, _ in module.named_parameters(recurse=False)}
+        config = module._sharding_config if isinstance(module, Module) else None
+        undeclared = names - set(config.state_shardings if config is not None else ())
+        fix = "declare it in the Config.set_sharding of its model"
+        assert not undeclared, f"{path} has no placement of {', '.join(undeclared)}: {fix}"
 
 
 def _smallest_device_bytes() -> int:

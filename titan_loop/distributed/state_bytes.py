@@ -43,47 +43,34 @@ def state_bytes(
 
     The optimiser keeps `moments` for a weight of the layers' matrices, and for another weight.
     """
-    *units, hidden_elements = _measured(config)
-    parameters, gradients = (
-        _VALUE_BYTES * sum(_shard_elements(size, shards, tensor_parallel, kind) for size in sizes)
-        for sizes, kind in zip(units, ("all", trainable), strict=True)
-    )
+    model = _without_memory(config)
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [
+        p for name, p in learning.items() if model.parameter_group(name, p).is_hidden_matrix
+    ]
+
+    def share(size: UnitSize, kind: Trainable) -> float:
+        if size.unit.fp32 or tensor_parallel == 1:
+            return size.shard(shards, kind)
+        return size.parameters(kind) / tensor_parallel / shards
+
+    parameters = gradients = 0.0
+    for size in unit_sizes_of(model, model.units()):
+        own = {name: shape for name, shape in size.shapes.items() if name in learning}
+        parameters += _VALUE_BYTES * share(size, "all")
+        gradients += _VALUE_BYTES * share(UnitSize(size.unit, own), trainable)
     of_hidden, of_others = moments
-    hidden = _VALUE_BYTES * hidden_elements / (shards * tensor_parallel)
+    hidden = _VALUE_BYTES * sum(p.numel() for p in matrices) / (shards * tensor_parallel)
     optimizer = (of_others + averaged) * gradients + (of_hidden - of_others) * hidden
     return StateBytes(parameters, gradients, optimizer)
 
 
 def unit_sizes(config: LoopDecoder.Config) -> list[UnitSize]:
     """Count the parameters of each FSDP unit from the architecture alone."""
-    return _measured(config)[0]
+    model = _without_memory(config)
+    return unit_sizes_of(model, model.units())
 
 
-def _shard_elements(
-    size: UnitSize, shards: int, tensor_parallel: int, trainable: Trainable
-) -> float:
-    if size.unit.fp32 or tensor_parallel == 1:
-        return size.shard(shards, trainable)
-    return size.parameters(trainable) / tensor_parallel / shards
-
-
-def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], list[UnitSize], int]:
-    """Return the units, the same without frozen weights, and the elements of matrices of layers."""
-    key = repr(config)  # the architecture alone does not say what is frozen
-    if key not in _measurements:
-        with torch.device("meta"):
-            model = config.build()
-        hidden = sum(
-            parameter.numel()
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and model.parameter_group(name, parameter).is_hidden_matrix
-        )
-        sizes = unit_sizes_of(model, model.units())
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        shapes = [{n: s for n, s in size.shapes.items() if n in trained} for size in sizes]
-        learning = [UnitSize(size.unit, own) for size, own in zip(sizes, shapes, strict=True)]
-        _measurements[key] = sizes, learning, hidden
-    return _measurements[key]
-
-
-_measurements: dict[str, tuple[list[UnitSize], list[UnitSize], int]] = {}
+def _without_memory(config: LoopDecoder.Config) -> LoopDecoder:
+    with torch.device("meta"):
+        return config.build()

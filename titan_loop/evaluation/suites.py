@@ -63,7 +63,7 @@ def task_names(suite: "SuiteConfig") -> list[str]:
 def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
     """Yield a refusal for each task of `suite` that the run cannot be asked while it trains."""
     suite, field = config.suite, "suite.tasks"
-    if not suite.enabled:
+    if not suite.interval:
         return
     generated = config.dataloader.generated_task()
     known = [HELD_OUT] if generated is None else [HELD_OUT, generated.name]

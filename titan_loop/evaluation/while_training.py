@@ -52,7 +52,7 @@ def evaluations(config: RunConfig) -> list[Callback]:
             loss=HeldOutLoss.of(config, sources) if config.best else None,
         )
         callbacks.append(on_text)
-    if suite.enabled:
+    if suite.interval:
         on_suite = WhileTraining(
             lambda trainer: [_suite_task(trainer, suite, name) for name in task_names(suite)],
             interval=suite.interval,

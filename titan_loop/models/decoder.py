@@ -18,7 +18,7 @@ norm after a step and after the coda.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -51,11 +51,7 @@ from titan_loop.models.units import LAYERS, NORM_AND_GATE, OUTSIDE, TABLES, Unit
 
 
 class LoopDecoder(Decoder):
-    """A decoder whose stack of unique layers is applied `recurrent_steps` times.
-
-    `observe` is called after every layer visit with the state, the step (None outside the loop) and
-    the layer's number.
-    """
+    """A decoder whose stack of unique layers is applied `recurrent_steps` times."""
 
     exit_policy: Any = None
     """Exit policy for layers that apply one themselves; None runs them as trained."""
@@ -147,7 +143,6 @@ class LoopDecoder(Decoder):
         dropout = config.embedding_dropout
         self.embedding_dropout = None if dropout is None else dropout.build()
         self.injection = None if config.injection is None else config.injection.build()
-        self.observe: Callable[[Tensor, int | Tensor | None, int], None] | None = None
 
     def forward(  # type: ignore[override]
         self,
@@ -286,8 +281,6 @@ class LoopDecoder(Decoder):
             unaddressed = context.cache is None and not self.tells_step
             slot = None if unaddressed else CacheSlot(step, index + shift)
             hidden_BLD = self.visit_layer(index, hidden_BLD, context, slot, step)
-            if self.observe is not None:
-                self.observe(hidden_BLD, step, index)
         return hidden_BLD
 
     def visit_layer(

@@ -101,10 +101,6 @@ class StreamedLoss(ChunkedLossWrapper):
             """Refuse a model that this objective cannot train."""
             yield from ()
 
-        def held_weights(self) -> int:
-            """Return the number of weights that every rank holds for the objective alone."""
-            return 0
-
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config)
         if compile_config and compile_config.enable and "loss" in compile_config.components:

@@ -26,12 +26,7 @@ from titan_loop.training.batch_schedule import batch_sizes
 from titan_loop.training.chosen_model import are_prepared, stage_architecture
 from titan_loop.training.depth_schedule import depths_over, most_recurrent_steps
 from titan_loop.training.flop_budget import mean_flops
-from titan_loop.training.layout_preflight import (
-    batch_refusals,
-    layout_refusals,
-    memory_refusals,
-    run_states,
-)
+from titan_loop.training.layout_preflight import batch_refusals, layout_refusals, run_states
 from titan_loop.training.preflight import model_refusals, setting_refusals, value_refusals
 from titan_loop.training.trainer import LoopTrainer
 
@@ -108,12 +103,10 @@ def stage_needs(
     data, refusals = _data(config)
     model = stage_architecture(config)
     refusals += _setting_refusals(name, config, model, recipe, has_data=data == "enough")
-    unfit = _layout_refusals(config, model, cluster.ranks)
-    refusals += unfit
+    unfit = [*layout_refusals(config, model, cluster.ranks), *model_refusals(config, model)]
+    refusals += map(str, unfit)
     if not unfit:  # else the ranks' shares are undefined
         refusals += map(str, batch_refusals(config, cluster.ranks))
-        usable = USABLE_SHARE * cluster.gpu.memory_bytes
-        refusals += map(str, memory_refusals(config, model, cluster.ranks, usable))
     training, parallel, gpu = config.training, config.parallelism, cluster.gpu
     units, states = unit_sizes(model), run_states(config, model, cluster.ranks)
     compute_bytes = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
@@ -208,15 +201,3 @@ def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
     except UserError as error:
         return "too little", [f"data: {error}"]
     return "enough", []
-
-
-def _layout_refusals(
-    config: LoopTrainer.Config, model: LoopDecoder.Config, ranks: int
-) -> list[str]:
-    refusals = (*layout_refusals(config, model, ranks), *model_refusals(config, model))
-    found = [str(refusal) for refusal in refusals]
-    parallel = config.parallelism
-    degrees = parallel.tensor_parallel_degree, parallel.context_parallel_degree
-    if found and min(*degrees, parallel.data_parallel_replicate_degree) < 1:
-        raise UserError(found[0])  # no table can be computed
-    return found

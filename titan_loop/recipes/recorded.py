@@ -51,7 +51,6 @@ def recorded_recipe(path: Path, *, goes_on: bool = False) -> Recipe:
         config = _Reading().config(_with_paths_found(run))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    config.checkpoint.load_step = -1
     if before and not (goes_on and run.parent is None):
         config.checkpoint.carry.parent = str(before[-1].checkpoint)
     elif run.parent is not None:

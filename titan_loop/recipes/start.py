@@ -13,7 +13,6 @@ checkpoint. All stages share the process group; each is freed before the next on
 import gc
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,16 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_loop.distributed.compiler import forget_compiled_stage, keep_compiled_code
+from titan_loop.distributed.kept_layouts import KeptLayouts
 from titan_loop.errors import UnstableError, UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.family import size_notes
 from titan_loop.ranks import all_ranks, decided_by_rank_zero, from_rank_zero, warn_together
 from titan_loop.recipes.on_disk import (
-    Found,
     check_resumable,
     fetch_checkpoints,
-    find,
+    is_to_be_trained,
 )
 from titan_loop.recipes.preflight import (
     carry_refusals,
@@ -52,7 +50,6 @@ from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.run import remote_of, run_training
 from titan_loop.training.stability.recovery import SpikesError, rewind
-from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
@@ -75,8 +72,6 @@ def run_recipe(
         NonFiniteError: Training stopped, see `titan_loop.training.verdict`.
         StoppedError: A signal stopped it, see `titan_loop.training.stop_request`.
     """
-    startup = StartupClock(since_process_start=True)
-    startup.mark("imports")
     rank, world_size = compat.start_runtime()
     compat.start_logging(rank)
     recipe.check()
@@ -106,14 +101,13 @@ def run_recipe(
         ]
         name, *flags = recipe.words or (recipe.name,)
         write_plan(root, name, planned, flags=flags if only is None else ())
+    layouts = KeptLayouts()
     try:
         for number, stage in enumerate(stages, start=1):
             if len(recipe.stages) > 1:
                 logger.info("Stage %s (%d of %d)", stage.name, number, len(stages))
             decided_by_rank_zero(lambda stage=stage: raise_first(parent_refusals(recipe, stage)))
-            start(stage.config, stop_listener=stop_listener, startup=startup)
-            if startup.finished:
-                startup = StartupClock()  # for the next stage
+            start(stage.config, layouts=layouts, stop_listener=stop_listener)
             forget_compiled_stage()
             gc.collect()  # torchtitan turns automatic collection off; a model has cycles
     finally:
@@ -123,8 +117,8 @@ def run_recipe(
 def start(
     config: RunConfig,
     *,
+    layouts: KeptLayouts | None = None,
     stop_listener: StopListener | None = None,
-    startup: StartupClock | None = None,
 ) -> None:
     """Train one run to its end, starting again after each rewind; collective.
 
@@ -134,24 +128,17 @@ def start(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         compat.skip_final_pause()
-    startup = startup or StartupClock()
+    layouts = layouts or KeptLayouts()
     while True:
         # Rank 0 alone looks: ranks that see different checkpoints would train different models.
-        saved, found = decided_by_rank_zero(lambda config=config: _look(config, world_size))
-        if found is None:
+        saved, goes_on = decided_by_rank_zero(lambda: _look(config, world_size))
+        if not goes_on:
             logger.info("Nothing left to train in %s", config.dump_folder)
             return
         run = resolve(config, world_size, saved)
         try:
-            run_training(
-                run,
-                evaluations(config),
-                notes=[*size_notes(config.model, run.model.vocab_size)],
-                changes=found.changes,
-                from_parent=found.from_parent,
-                stop_listener=stop_listener,
-                startup=startup,
-            )
+            callbacks = evaluations(config)
+            run_training(run, callbacks, layouts=layouts, stop_listener=stop_listener)
             return
         except SpikesError as error:
             spikes = error.spikes  # without the error, whose traceback holds the trainer
@@ -166,17 +153,14 @@ def start(
         )
         if stop := from_rank_zero(all_ranks(), decide):
             raise UnstableError(stop)
-        # The rewind decides where to go on from, not the checkpoint that was asked for.
-        config = replace(config, checkpoint=replace(config.checkpoint, load_step=-1))
-        startup = StartupClock()
 
 
-def _look(config: RunConfig, world_size: int) -> tuple[Mapping[str, Any], Found | None]:
-    """Return the architecture of the weights to start from, and the state of the run's folder."""
+def _look(config: RunConfig, world_size: int) -> tuple[Mapping[str, Any], bool]:
+    """Return the architecture of the weights to start from, and whether anything is left to do."""
     fetch_checkpoints(config)  # first: a rewind or a copy changes which checkpoint is the newest
     newest = newest_of(config)
     saved = saved_architecture(config, newest)
-    return saved, find(resolve(config, world_size, saved), newest)
+    return saved, is_to_be_trained(resolve(config, world_size, saved), newest)
 
 
 def shutdown() -> None:

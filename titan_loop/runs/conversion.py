@@ -13,6 +13,8 @@ from typing import Any
 from titan_loop.checkpoint.merging import merge_checkpoints, scaled_weights
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
+from titan_loop.data.source_card import SHORT_DIGEST, file_sha256
+from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 from titan_loop.models.family import decoder_config, get_family
 from titan_loop.runs.run_directory import RunDirectory
@@ -99,7 +101,7 @@ def written_run(
 
 
 def _check_vocabularies(runs: Sequence[SavedRun]) -> None:
-    known = [(run, name) for run in runs if (name := run.vocabulary()) is not None]
+    known = [(run, name) for run in runs if (name := _vocabulary(run)) is not None]
     for run, name in known[1:]:
         if name != known[0][1] and not _same_tokenizer(known[0][0], run):
             raise UserError(
@@ -108,8 +110,18 @@ def _check_vocabularies(runs: Sequence[SavedRun]) -> None:
             )
 
 
+def _vocabulary(run: SavedRun) -> str | None:
+    """Return the meaning of a model's token ids, as a phrase; None if nothing records it."""
+    state = run.checkpoint().manifest["data"]
+    if (task := recorded_task(state)) is not None:
+        return f"task {task.name} of {task.vocab_size} tokens"
+    own = run.imported_tokenizer
+    sha256 = file_sha256(own) if own.is_file() else state.get("data", {}).get("tokenizer")
+    return None if sha256 is None else f"tokenizer {sha256[:SHORT_DIGEST]}"
+
+
 def _same_tokenizer(first: SavedRun, second: SavedRun) -> bool:
     try:
-        return first.reads(second.tokenizer().path)
-    except UserError:  # what one of them was trained on is gone, or not text
+        return first.tokenizer(second.tokenizer().path).is_known
+    except UserError:  # one of them was trained on data that is gone, or not on text
         return False

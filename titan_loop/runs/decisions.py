@@ -7,9 +7,7 @@ from typing import Any
 
 def decision_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a row for each record of `RunDirectory.read_decisions`, header first."""
-    rows = [
-        ["step", "windows", "loss (at most)", "gradient norm (at most)", "began in the", "then"]
-    ]
+    rows = [["step", "windows", "loss (at most)", "gradient norm (at most)", "then"]]
     for record in records:
         then = {
             "skip": "update skipped",
@@ -19,8 +17,7 @@ def decision_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         decision = str(record["decision"])
         windows = ", ".join(f"{first}–{stop - 1}" for first, stop in record["windows"])
         measured = [_against(record, name) for name in ("loss", "grad_norm")]
-        began = str(record.get("began", ""))
-        rows.append([str(record["step"]), windows, *measured, began, then.get(decision, decision)])
+        rows.append([str(record["step"]), windows, *measured, then.get(decision, decision)])
     return rows
 
 

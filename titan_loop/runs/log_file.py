@@ -11,18 +11,7 @@ _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
 
 class _LogFile(logging.FileHandler):
-    is_closed = False
     lost = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record unless closed: a thread that outlives the run must not reopen the file."""
-        if not self.is_closed:
-            super().emit(record)
-
-    def close(self) -> None:
-        """Close the file for good."""
-        self.is_closed = True
-        super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Count a line that cannot be written: a full disk must not stop a run."""

@@ -6,7 +6,6 @@ Format version 1:
     config.json      the fully resolved configuration of the latest start
     log.txt          rank 0's log, all starts one after another
     metrics.jsonl    one record per logged step (keys: `titan_loop.training.metrics`)
-    norms.jsonl      norms of states, gradients and updates (`--stability.norms-interval`)
     decisions.jsonl  every skipped spike and rewind (`--stability.skip-spikes`)
     rewinds.json     where rewinds went, and the windows that they jump over
     evals.jsonl      one line per evaluation: while training, or by `titan-loop eval watch`
@@ -60,7 +59,6 @@ class RunDirectory:
         self.run_json = self.path / "run.json"
         self.config_json = self.path / "config.json"
         self.metrics_jsonl = self.path / "metrics.jsonl"
-        self.norms_jsonl = self.path / "norms.jsonl"
         self.decisions_jsonl = self.path / "decisions.jsonl"
         self.log_txt = self.path / "log.txt"
         self.evals_jsonl = self.path / "evals.jsonl"
@@ -106,21 +104,6 @@ class RunDirectory:
         """Keep other jobs from training here; create the folder if it is missing."""
         return FolderLock(self.path, LOCK, called=f"dump_folder={self.path}", user="run")
 
-    def record_startup(self, seconds: Mapping[str, float]) -> None:
-        """Add `startup_seconds` to this start in `run.json`, if there is one; on rank 0.
-
-        If the disk fails, this record is lost, not the run.
-        """
-        try:
-            if not self.run_json.exists():
-                return
-            record = self.read_run()
-            start = record["restarts"][-1] if record.get("restarts") else record
-            start["startup_seconds"] = {part: round(value, 3) for part, value in seconds.items()}
-            write_json(self.run_json, record)
-        except OSError as error:
-            logger.warning("%s has no startup_seconds: %s", self.run_json, error)
-
     def read_run(self) -> dict[str, Any]:
         """Return the content of `run.json`, of this format version or an older one."""
         try:
@@ -159,12 +142,6 @@ class RunDirectory:
         """
         records = read_jsonl(self.metrics_jsonl, {"step": int, "tokens": int})
         return _one_series(records, itemgetter("step"))
-
-    def read_norms(self) -> list[dict[str, Any]]:
-        """Return the records of `norms.jsonl` as one series, as `read_metrics` does."""
-        fields = {"step": int, "tokens": int, "state_rms": list, "state_gradient": list}
-        fields |= {"weight": dict, "gradient": dict, "update": dict}
-        return _one_series(read_jsonl(self.norms_jsonl, fields), itemgetter("step"))
 
     def read_decisions(self) -> list[dict[str, Any]]:
         """Return the decisions about spikes, without those that a restart superseded."""

@@ -18,7 +18,6 @@ from titan_loop.checkpoint.keep_policy import KeepPolicy, named_checkpoint
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.data.source_card import (
     CARD_NAME,
-    SHORT_DIGEST,
     SourceCard,
     file_sha256,
     text_format,
@@ -99,7 +98,7 @@ class SavedRun:
         self.path = self.directory.path
         self.config: Mapping[str, Any] = self.directory.read_config()
         self._checkpoint = checkpoint
-        self._imported_tokenizer = self.path / TOKENIZER_NAME
+        self.imported_tokenizer = self.path / TOKENIZER_NAME
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "SavedRun":
@@ -223,10 +222,7 @@ class SavedRun:
         return Path(path) if there == Path.cwd() else there / path
 
     def text_format(self, tokenizer: "Tokenizer") -> TextFormat:
-        """Return the end-of-text token and the chat format of an import, or of the sources.
-
-        A run with neither has the default, without conversations.
-        """
+        """Return the end-of-text token and chat format of import or sources, else the default."""
         if (recorded := self.config.get("text")) is not None:
             return TextFormat(**recorded)
         if self._pipeline_tokenizer is not None:
@@ -241,8 +237,8 @@ class SavedRun:
     def tokenizer(self, given: str | Path | None = None) -> RunTokenizer:
         """Return the tokenizer of the data, or a given `tokenizer.json` of the same ids."""
         cards = self._cards()
-        if self._imported_tokenizer.is_file():
-            own, sha256 = self._imported_tokenizer, file_sha256(self._imported_tokenizer)
+        if self.imported_tokenizer.is_file():
+            own, sha256 = self.imported_tokenizer, file_sha256(self.imported_tokenizer)
         elif self._pipeline_tokenizer is not None:
             own = self._pipeline_tokenizer
             load_tokenizer(own)  # or one line says that it is gone
@@ -272,13 +268,6 @@ class SavedRun:
             )
         return RunTokenizer(path, is_known=True)
 
-    def reads(self, tokenizer: Path) -> bool:
-        """Return whether a `tokenizer.json` gives the ids that the run was trained on."""
-        try:
-            return self.tokenizer(tokenizer).is_known
-        except UserError:
-            return False
-
     @property
     def _pipeline_tokenizer(self) -> Path | None:
         """The tokenizer that a run with `dataloader.pipeline` names."""
@@ -291,21 +280,11 @@ class SavedRun:
         begin = self.text_format(tokenizer := load_tokenizer(path)).begin_of_text
         bos_id = SourceCard.read(source).bos_id
         if is_known and bos_id != (None if begin is None else tokenizer.token_to_id(begin)):
+            here, there = ("with", "without") if begin else ("without", "with")
             logger.warning(
-                f"{self.path} was trained on documents {'with' if begin else 'without'} BOS, "
-                f"{source} has them {'without' if begin else 'with'} it: prepare it again, "
-                f"{'without' if begin else 'with'} --no-bos"
+                f"{self.path} was trained on documents {here} BOS, {source} has them {there} it: "
+                f"prepare it again, {there} --no-bos"
             )
-
-    def vocabulary(self) -> str | None:
-        """Return the meaning of the model's token ids, as a phrase to compare and to show.
-
-        None if neither run nor checkpoint records it, as after an import without a tokenizer.
-        """
-        state = self.checkpoint().manifest["data"]
-        if _recorded_task(state) is None and self._imported_tokenizer.is_file():
-            return f"tokenizer {file_sha256(self._imported_tokenizer)[:SHORT_DIGEST]}"
-        return vocabulary_of(state)
 
     def generated_task(self) -> "Task | None":
         """Return the task whose examples the run reads; None for text or before a checkpoint."""
@@ -363,14 +342,6 @@ class SavedRun:
             chain.append(Ancestor(run, lineage.get("stage") or "", checkpoint, manifest))
             checkpoint, manifest = _find_origin(lineage.get("origin"), beside=run)
         return chain[::-1]
-
-
-def vocabulary_of(state: Mapping[str, Any]) -> str | None:
-    """Return the meaning of the token ids in a loader's state; see `SavedRun.vocabulary`."""
-    if (task := _recorded_task(state)) is not None:
-        return f"task {task.name} of {task.vocab_size} tokens"
-    sha256 = state.get("data", {}).get("tokenizer")  # `WindowLoader` writes it
-    return None if sha256 is None else f"tokenizer {sha256[:SHORT_DIGEST]}"
 
 
 def _parsed(mixture: Sequence[str]) -> "tuple[MixtureEntry, ...]":

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from titan_loop.checkpoint.folders import CHECKPOINTS
 from titan_loop.errors import UserError, seen_from
 from titan_loop.runs.decisions import count_decisions
-from titan_loop.runs.heartbeats import read_heartbeats, silent_ranks
 from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.folder_lock import is_held
@@ -78,7 +77,6 @@ class StageStatus:
     planned: bool = True
     position: int = 0
     damage: str = ""
-    troubles: list[str] = field(default_factory=list)
     decisions: str = ""
     command: str = ""
     children: list["StageStatus"] = field(default_factory=list)
@@ -135,8 +133,6 @@ def status_lines(roots: list[StageStatus]) -> list[str]:
     """Return the tree as text, one stage per line, and the next stage to run."""
     rows = [row for root in roots for row in _rows(root, "", "")]
     lines = columns([(label, _describe(status)) for label, status in rows], left=(0, 1))
-    for _, status in rows:
-        lines += [f"{status.name}: {trouble}" for trouble in status.troubles]
     left = [status for _, status in rows if status.planned and not status.complete]
     waiting = min(left, key=lambda status: status.position, default=None)
     lines.append(f"next: {waiting.command or waiting.name}" if waiting else "everything is trained")
@@ -180,10 +176,6 @@ def _measure(status: StageStatus, run: SavedRun) -> None:
     status.saved_tokens = 0 if newest is None else newest.tokens
     status.decisions = count_decisions(run.directory.read_decisions())
     records = run.directory.read_metrics()
-    if status.runs:
-        status.troubles = silent_ranks(read_heartbeats(run.path))
-        if records and isinstance(found := records[-1].get("straggler"), str):
-            status.troubles.append(f"straggler: {found}")
     if records:
         status.tokens = records[-1]["tokens"]
         status.loss = records[-1].get("loss")

@@ -3,7 +3,7 @@
     read ─► EIO, ESTALE, …, or fewer bytes than the file has ─► wait, open again, read again
          ─► `ATTEMPTS` failures in a row ─► the error is raised
 
-Every retry is logged and counted; `metrics.jsonl` has the count of a run as `io_retries`.
+Every retry is logged.
 """
 
 import errno
@@ -36,8 +36,6 @@ TRANSIENT_ERRNOS = {
 
 FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 
-_retries = 0
-
 
 class ShortReadError(OSError):
     """A file gave fewer bytes than it should have."""
@@ -63,26 +61,8 @@ def retried(act: Callable[[], T], is_transient: Callable[[Exception], bool] = _i
                 raise
             wait = WAIT_SECONDS * 2**attempt
             logger.warning("%s; trying again in %g s", error, wait)
-        count_retry()
         time.sleep(wait)
     return act()
-
-
-def count_retry() -> None:
-    """Count a read or write that a caller tries again by itself."""
-    global _retries
-    _retries += 1
-
-
-def retries() -> int:
-    """Return the number of reads and writes tried again since the last `forget_retries`."""
-    return _retries
-
-
-def forget_retries() -> None:
-    """Count anew, for the next run of this process."""
-    global _retries
-    _retries = 0
 
 
 def unreadable(path: str | Path, error: OSError, fix: str) -> UserError | RunFailedError:

@@ -5,7 +5,7 @@
                                   │
     data ─► trainer: micro-batches ─► objective ─► stability: update or skip
                                   │
-                                  └─► metrics ─► run directory; callbacks (built_in, the recipe's)
+                                  └─► metrics ─► run directory; callbacks (the recipe's)
 
 Everything a schedule decides depends on the global token counter only, never on the world size.
 """

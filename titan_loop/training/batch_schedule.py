@@ -8,9 +8,9 @@ cannot split evenly, or a knot that is not whole windows; values between two kno
 down. The functions assume a config that passed `BatchConfig.refusals`.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 from annotated_types import Ge
@@ -40,30 +40,26 @@ class BatchConfig:
         return max(int(schedule.smallest) // seq_len, 1)
 
     def refusals(self, seq_len: int) -> Iterator[Refusal]:
-        """Refuse schedules with a knot that is not a whole number of windows or of `multiple`."""
+        """Refuse schedules with a knot that is not a whole number of `multiple` windows."""
         given, schedule = self.multiple_of_windows, self.global_batch_tokens
-        field, shown = "batch.global_batch_tokens", f"batch.global_batch_tokens={str(schedule)!r}"
         if given is not None and given < 1:
             return  # its bound refuses it
+        refuse = partial(Refusal.of, "batch.global_batch_tokens", repr(str(schedule)))
         if schedule.smallest < seq_len:
-            problem = f"{shown} holds less than one window of seq_len={seq_len}"
-            yield Refusal(field, problem, f"use at least {seq_len} tokens")
-            return
-        values = sorted({knot.value for knot in schedule.knots})
-        unit = (given or 1) * seq_len
-        if uneven := [value for value in values if value % unit]:
-            factor = "" if given is None else f"batch.multiple_of_windows={given} × "
-            problem = f"{shown} has the value {uneven[0]:.15g}, not a multiple of "
-            problem += f"{factor}training.seq_len={seq_len}"
-            yield Refusal(field, problem, f"use {_nearest_multiples(uneven[0], unit)}")
+            problem = f"holds less than one window of seq_len={seq_len}"
+            yield refuse(problem, f"use at least {seq_len} tokens")
             return
         multiple = self.multiple(seq_len)
-        if any(value % (multiple * seq_len) for value in values):
-            windows = [int(value) // seq_len for value in values]
-            problem = f"{shown} changes in steps of its smallest value, {multiple} windows, "
-            problem += f"and so cannot reach all of its values, {windows} windows"
-            fix = f"set batch.multiple_of_windows to {math.gcd(*windows)} or a divisor of it"
-            yield Refusal(field, problem, fix)
+        unit = multiple * seq_len
+        uneven = [knot.value for knot in schedule.knots if knot.value % unit]
+        if uneven:
+            below = int(uneven[0]) // unit * unit
+            fix = f"use {below} or {below + unit}" if below else f"use {unit}"
+            if given is None and multiple > 1:
+                fix += ", or set batch.multiple_of_windows to a divisor of all values"
+            windows = f"{multiple} windows" if multiple > 1 else "windows"
+            problem = f"has the value {uneven[0]:.15g}, not a multiple of {windows} of "
+            yield refuse(f"{problem}training.seq_len={seq_len}", fix)
 
 
 def global_batch_windows(config: BatchConfig, tokens: int, seq_len: int) -> int:
@@ -108,8 +104,3 @@ def planned(
 
 def _round_down(batch_tokens: float, seq_len: int, multiple: int) -> int:
     return int(batch_tokens) // (seq_len * multiple) * multiple
-
-
-def _nearest_multiples(value: float, unit: int) -> str:
-    below = int(value) // unit * unit
-    return f"{below} or {below + unit}" if below else f"{unit}"

@@ -1,16 +1,16 @@
 """Callbacks: behaviour added at fixed points of a run, without a change to the trainer.
 
     load_state_dict ─► on_train_start
-    ─► a step: plan, on_phase, before_forward, after_forward, on_gradients, judge, on_update
-    ─► on_verdict ─► record ─► on_step_end ─► may_save ─► state_dict ─► … ─► on_train_end ─► close
+    ─► a step: plan, on_gradients, judge, on_update ─► (a step later) on_verdict
+    ─► record ─► on_step_end ─► may_save ─► state_dict ─► the next step
 
-A run has the callbacks that its config switches on (`built_in.py`), the recipe's, and the
-evaluations that the start appends. They see the run through `TrainingState`.
+A run has a callback for skipped steps, the recipe's, and the evaluations that the start appends.
+They see the run through `TrainingState`.
 """
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
@@ -29,9 +29,6 @@ from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.step_plan import StepPlan
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.verdict import StepVerdict, TrainedStep
-
-Phase = Literal["reading data", "forward and backward", "update", "log", "callbacks", "checkpoint"]
-"""Parts of a training step, in their order."""
 
 
 class RunSettings(Protocol):
@@ -95,15 +92,6 @@ class Callback:
         """Return the plan of the step that begins, the same on all ranks."""
         return plan
 
-    def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
-        """Run when a part of a training step begins."""
-
-    def before_forward(self, trainer: TrainingState) -> None:
-        """Run before the forward pass of a micro-batch."""
-
-    def after_forward(self, trainer: TrainingState) -> None:
-        """Run between the forward and the backward pass of a micro-batch."""
-
     def on_gradients(self, trainer: TrainingState) -> None:
         """Run when a step's gradients are complete, sharded and not clipped yet."""
 
@@ -140,12 +128,3 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from the trainer's saved state, which may lack this callback's key."""
-
-    def on_train_end(self, trainer: TrainingState) -> None:
-        """Run after the last step and checkpoint; not if the run failed or was stopped."""
-
-    def on_hang(self) -> None:
-        """Run in a thread before a rank that makes no progress is ended."""
-
-    def close(self) -> None:
-        """Release threads and files; also called after a failure."""

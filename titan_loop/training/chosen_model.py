@@ -6,7 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import titan_loop.compat as compat  # before any torchtitan module
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import read_manifest
@@ -28,8 +28,8 @@ class ChosenModel(NamedTuple):
     config: LoopDecoder.Config
 
 
-def chosen_model(config: RunConfig, saved: Mapping[str, Any] | None = None) -> ChosenModel:
-    """Return the model that a config names; `saved` is from `saved_architecture`, None reads it.
+def chosen_model(config: RunConfig, saved: Mapping[str, Any]) -> ChosenModel:
+    """Return the model that a config names; `saved` is from `saved_architecture`.
 
     An unset vocabulary is the data's. Unset options that shape no tensor, such as the RoPE base,
     come from the run's own checkpoint, else from its parent, else from the family's defaults.
@@ -40,13 +40,12 @@ def chosen_model(config: RunConfig, saved: Mapping[str, Any] | None = None) -> C
         vocabulary = config.dataloader.vocabulary()
         found = {"vocab_size": vocabulary.size, **vocabulary.options}
         options = replace(options, **{name: found[name] for name in unknown if name in found})
-    saved = saved_architecture(config) if saved is None else saved
     default = resolved(options)
     shaping = {field.name for field in fields(ModelSize)}
     left_open = {f.name for f in fields(options) if getattr(options, f.name) is None} - shaping
     taken = {name: saved.get(name, getattr(default, name)) for name in left_open}
     options = replace(options, **taken)
-    return ChosenModel(options, _built(options, config.training.seq_len))
+    return ChosenModel(options, decoder_config(options, max_seq_len=config.training.seq_len))
 
 
 def stage_architecture(config: RunConfig) -> LoopDecoder.Config:
@@ -54,7 +53,7 @@ def stage_architecture(config: RunConfig) -> LoopDecoder.Config:
     options = replace(config.model, attention="sdpa")  # the chosen kernel may be missing here
     if options.vocab_size is None and are_prepared(config):
         options.vocab_size = config.dataloader.vocabulary().size
-    return _built(options, config.training.seq_len)
+    return decoder_config(options, max_seq_len=config.training.seq_len)
 
 
 def are_prepared(config: RunConfig) -> bool:
@@ -84,15 +83,3 @@ def saved_architecture(config: RunConfig, newest: Newest | None = None) -> Mappi
     except UserError:
         pass  # later checks report it, and a recipe's parent may not exist yet
     return {}
-
-
-def _built(options: ModelOptions, seq_len: int) -> LoopDecoder.Config:
-    """Return the architecture of `options`, built once for all checks; it must not change."""
-    # "auto" attention depends on the device, and `plan` and `slurm submit` assume a cluster's.
-    key = f"{compat.device_type()} {seq_len} {options!r}"
-    if key not in _architectures:
-        _architectures[key] = decoder_config(options, max_seq_len=seq_len)
-    return _architectures[key]
-
-
-_architectures: dict[str, LoopDecoder.Config] = {}

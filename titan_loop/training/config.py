@@ -82,11 +82,24 @@ DERIVED = ("model_spec", "lr_scheduler", "optimizer.chosen", "optimizer.rest", "
 """Fields that `resolve` fills in from others."""
 
 RETIRED = (
-    *("optimizer.adamw", "optimizer.muon"),
-    *("dataloader.curriculum", "loss.state_distance"),
+    "accept_change",
+    "ema.interval",
+    "ema.start_tokens",
+    "optimizer.adamw",
+    "optimizer.muon",
+    "dataloader.curriculum",
+    "activation_checkpoint.save",
+    "float8_error",
+    "fsdp.fp32_visit_sum",
+    "metrics.device_peak_flops",
+    "metrics.progress",
+    "stability.norms_interval",
+    "stability.straggler",
+    "stability.heartbeat_seconds",
+    "loss.state_distance",
 )
 """Fields of earlier versions, which their `config.json` still has; nothing is lost where they are
-derived or not enabled."""
+derived, not enabled, or change no number."""
 
 # tyro would look for flags in the constructors of callbacks.
 _NO_FLAGS = PrimitiveConstructorSpec(
@@ -179,10 +192,6 @@ class RunConfig(Trainer.Config):
     finds a new minimum saves it. The loss is in nats per token at the trained R, averaged over the
     sources with their weights in the mixture."""
 
-    accept_change: bool = False
-    """Continue a run although this start changes its data, or the optimiser settings under which
-    the checkpoint's moments were gathered."""
-
     max_skipped_steps: Annotated[int, Ge(1)] = 10
     """Skipped non-finite updates in a row after which the run stops with exit code 3."""
 
@@ -207,9 +216,6 @@ class RunConfig(Trainer.Config):
     float8: Float8 = "off"
     """Recipe for the layers' matrix products in float8; needs torchao, and is emulated without a
     GPU. Embedding, head, exit gate, norms, routers and experts keep their precision."""
-
-    float8_error: Annotated[float, Ge(0), FINITE] = 0.2
-    """Share of the last state's norm by which float8 may change it without a warning; 0 is off."""
 
     debug: DebugConfig = field(
         default_factory=lambda: DebugConfig(seed=DEFAULT_SEED, enable_structured_logging=False)

@@ -6,6 +6,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 from annotated_types import Ge
@@ -45,23 +46,16 @@ class HeldOutConfig:
         sources = self.sources or training_sources
         return [path for path in sources if not why_not_scored(path, seq_len)]
 
-    def best_refusals(self, training_sources: Sequence[str], seq_len: int) -> Iterator[Refusal]:
-        """Refuse settings under which no best checkpoint can be found."""
-        if self.interval == 0:
-            yield Refusal("best", "best=True, but held_out.interval=0", "set that above 0")
-        elif not self.scored(training_sources, seq_len):
-            yield Refusal("best", "best=True, but no held-out text can be scored", "leave it out")
-
     def data_refusals(
         self, training_sources: Sequence[str], vocab_size: int, seq_len: int
     ) -> Iterator[Refusal]:
         """Refuse data on which held-out loss cannot be measured."""
         if not self.interval and (self.interval == 0 or not self.sources):
             return
-        sources, interval = self.sources or training_sources, f"held_out.interval={self.interval}"
+        sources = self.sources or training_sources
+        refuse = partial(Refusal.of, "held_out.interval", self.interval)
         if not sources:
-            problem = f"{interval}: this data has no held-out text"
-            yield Refusal("held_out.interval", problem, "set it to 0")
+            yield refuse("is set, and this data has no held-out text", "set it to 0")
             return
         # A mixture of all sources refuses missing ones, and those with different tokenizers.
         once = {os.path.realpath(path): path for path in [*training_sources, *sources]}
@@ -72,13 +66,12 @@ class HeldOutConfig:
             yield Refusal("held_out.sources", str(error))
             return
         if largest >= vocab_size:
-            problem = f"the largest token {largest} does not fit model.vocab_size={vocab_size}"
-            yield Refusal("held_out.sources", f"held_out.sources={[*sources]}: {problem}")
+            problem = f"has the token {largest}, beyond model.vocab_size={vocab_size}"
+            yield Refusal.of("held_out.sources", [*sources], problem)
         reasons = [why_not_scored(path, seq_len) for path in sources]
         if all(reasons):
-            fix = "prepare it with a larger --held-out-fraction, name others with "
-            fix += "--held-out.sources, or set --held-out.interval 0"
-            yield Refusal("held_out.interval", f"{interval}: {'; '.join(reasons)}", fix)
+            fix = "prepare it with a larger --held-out-fraction, or set --held-out.interval 0"
+            yield refuse(f"cannot score any text: {'; '.join(reasons)}", fix)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,8 +92,3 @@ class SuiteConfig:
 
     questions: Annotated[int, Ge(1)] = 32
     """Questions per stratum of the exam (the first ones)."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the suite is asked while training."""
-        return self.interval > 0

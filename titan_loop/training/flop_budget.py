@@ -56,7 +56,6 @@ def within_budget(config: RunConfig) -> RunConfig:
             recurrence=_stretched(config.recurrence, factor),
             batch=_stretched(config.batch, factor),
             loss=_stretched(config.loss, factor),
-            ema=replace(config.ema, start_tokens=round(factor * config.ema.start_tokens)),
         )
     except UserError as error:
         raise UserError(

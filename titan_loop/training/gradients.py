@@ -17,7 +17,6 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.observability import structured_logger
-from torchtitan.tools.logging import logger
 
 from titan_loop.data.columns import LABELLED, Column, columns_for
 from titan_loop.data.load.batches import Batch, pinned
@@ -27,7 +26,6 @@ from titan_loop.models.context import PREFIX, WindowShare
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.objectives.streamed_loss import StreamedLoss
-from titan_loop.ranks import warn_together
 from titan_loop.training.step_plan import StepPlan
 
 
@@ -49,7 +47,6 @@ class Passes:
         window_share: The part of every window that this rank computes; None for all of it.
         prepared: Maps uncut inputs and labels to token ids, labels and the model's arguments.
         context: Returns the context of every pass.
-        before_forward, after_forward: Called around each forward pass.
     """
 
     model: LoopDecoder
@@ -62,8 +59,6 @@ class Passes:
     seed: int
     prepared: Callable[[dict[str, Tensor], Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
     context: Callable[[], AbstractContextManager[None]]
-    before_forward: Callable[[], object]
-    after_forward: Callable[[], object]
 
     def forward_backward(
         self, plan: StepPlan, batches: Sequence[Batch]
@@ -102,7 +97,6 @@ class Passes:
         own = self._split(batch)
         collect = self.loss.collect(exit_gate=self.model.exit_gate is not None)
         with self.context():
-            self.before_forward()
             output = self.model(
                 own.inputs,
                 **own.for_model,
@@ -110,41 +104,11 @@ class Passes:
                 backward_steps=reached,
                 collect=collect,
             )
-            self.after_forward()
             loss, metrics = self.loss_fn(output, own.labels, valid, **own.for_loss)
             del output  # nothing but autograd may keep its states alive in the backward pass
             with spmd.no_typecheck():  # as upstream: checking the forward pass suffices
                 loss.backward()
         return loss.detach(), metrics
-
-    @torch.no_grad()
-    def warn_of_float8(self, batch: Batch, steps: int, most: float) -> None:
-        """Warn if float8 changes the state after `steps` by more than `most` of its norm.
-
-        Collective; measured on this rank's windows.
-        """
-        from torchtitan.components.quantization.float8 import Float8Linear  # imports torchao
-
-        own = self._split(batch)
-        linears = [part for part in self.model.modules() if isinstance(part, Float8Linear)]
-        states: list[Tensor] = []
-        self.model.eval()  # draws nothing
-        for kind in (torch.nn.Linear, Float8Linear):  # in this order: float8 stays
-            for part in linears:
-                part.__class__ = kind  # has the same weights
-            with self.context():
-                output = self.model(
-                    own.inputs, **own.for_model, recurrent_steps=steps, collect="last"
-                )
-            states.append(output.hidden_RBLD[-1].float())
-        self.model.train()
-        sums = torch.stack([(states[1] - states[0]).square().sum(), states[0].square().sum()])
-        torch.distributed.all_reduce(sums)
-        error = float((sums[0] / sums[1]).sqrt())
-        if not error <= most:  # not a number, too
-            text = "float8 changes the state after step %d by %.1f %% of its norm, above "
-            text += "float8_error=%g: use fewer recurrent steps, or --float8 off"
-            warn_together(logger, text, steps, 100 * error, most)
 
     def _split(self, batch: Batch) -> MicroBatch:
         """Move a micro-batch to the device, and sort it into the model's and the loss' arguments.

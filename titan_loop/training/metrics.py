@@ -3,13 +3,13 @@
 Its keys, in this order: `step`, `tokens` (global, consumed), `loss`, the objective's metrics,
 `grad_norm` (before clipping), `lr` (as scheduled; `lr/muon_x0.5` and the like for parameters that
 scale it), `recurrent_steps`, `entropy_weight` and other schedules of the objective,
-`global_batch_tokens`, `data_hash`, `windows_consumed`, `io_retries` (repeated reads of the rank
-with the most), and for every source `data/NAME/tokens` and `data/NAME/epochs`, read so far by all
-ranks; entries of the model and of callbacks. Measured since the last record: `tokens_per_second`
-(global), `flops_per_token` (model FLOPs, each step's at its own R), `mfu` (of the devices' peak at
-their compute precision; null if that is not known, or layers are quantised), `peak_memory_bytes`
-(rank 0: reserved on CUDA, resident on CPU) and `data_wait` (rank 0: share of the time spent waiting
-for data). Numbers that are not finite are null. Add entries in `step_record` or `Callback.record`.
+`global_batch_tokens`, `data_hash`, `windows_consumed`, and for every source `data/NAME/tokens` and
+`data/NAME/epochs`, read so far by all ranks; entries of the model and of callbacks. Measured since
+the last record: `tokens_per_second` (global), `flops_per_token` (model FLOPs, each step's at its
+own R), `mfu` (of the devices' peak at their compute precision; null if that is not known, or layers
+are quantised), `peak_memory_bytes` (rank 0: reserved on CUDA, resident on CPU) and `data_wait`
+(rank 0: share of the time spent waiting for data). Numbers that are not finite are null.
+Add entries to `step_record`, or by `Callback.record`.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,6 @@ def step_record(
         "global_batch_tokens": plan.windows * trainer.config.training.seq_len,
         "data_hash": loader.data_hash,
         "windows_consumed": loader.windows_consumed,
-        "io_retries": trained.verdict.io_retries,
         **{f"data/{source.name}/tokens": source.tokens for source in sources},
         **{f"data/{source.name}/epochs": source.epochs for source in sources},
         **dict(item for entries in added for item in entries.items()),

@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import titan_loop.compat  # noqa: F401 (must come before torchtitan)
 import torch.distributed as dist
-from annotated_types import Gt
 from torchtitan.components.metrics import (
     BaseLogger,
     LoggerContainer,
@@ -23,9 +22,7 @@ from torchtitan.components.metrics import (
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
-from titan_loop.bounds import FINITE
 from titan_loop.distributed.devices import DEVICES
-from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import finite_or_null, read_small, write_text
 from titan_loop.storage.kept_records import append_or_keep
@@ -49,24 +46,12 @@ class LoopMetricsProcessor(MetricsProcessor):
     class Config(MetricsProcessor.Config):
         """Destinations of metrics besides `metrics.jsonl`, and their interval."""
 
-        device_peak_flops: Annotated[float | None, Gt(0), FINITE] = None
-        """Peak FLOP/s of one device in the precision that layers compute in; None takes the
-        device's known peak."""
-
-        progress: bool = True
-        """Print one line per logged step."""
-
-    config: Config  # pyright: ignore[reportIncompatibleVariableOverride]
-
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **upstream: Any) -> None:
-        if config.save_for_all_ranks:
-            problem = "metrics.save_for_all_ranks=True is not supported: every metric is global"
-            raise UserError(f"{problem}; set it to False")
         self.run_directory = RunDirectory(dump_folder)
         super().__init__(config, dump_folder=dump_folder, **upstream)
         if not sys.stdout.isatty():  # escape codes make a log file hard to read and to search
             self.color = titan_utils.NoColor()
-        self.device_peak_flops = config.device_peak_flops
+        self.device_peak_flops: float | None = None
         self._writes = not dist.is_initialized() or dist.get_rank() == 0
         self._total_steps: int | None = None
         self._last_step = self._last_tokens = 0
@@ -104,9 +89,8 @@ class LoopMetricsProcessor(MetricsProcessor):
 
         `compute_dtype` is the precision of the layers' matrix products, bfloat16 or float32.
         """
-        if self.device_peak_flops is None:
-            device = self.device_memory_monitor.device_name
-            self.device_peak_flops = known_peak_flops(device, compute_dtype)
+        device = self.device_memory_monitor.device_name
+        self.device_peak_flops = known_peak_flops(device, compute_dtype)
         self._total_steps = total_steps
         self._restart_clock(step, tokens)
         if self._writes:
@@ -159,10 +143,9 @@ class LoopMetricsProcessor(MetricsProcessor):
         if self._writes:
             append_or_keep(self.run_directory.metrics_jsonl, metrics)
             self.log_numbers(metrics, step)
-            if self.config.progress:
-                total = self._total_steps or step
-                left = (total - step) * elapsed / max(step - self._last_step, 1)
-                logger.info(progress_line(metrics, summary, total, left, self.color))
+            total = self._total_steps or step
+            left = (total - step) * elapsed / max(step - self._last_step, 1)
+            logger.info(progress_line(metrics, summary, total, left, self.color))
         self._restart_clock(step, record["tokens"])
         return metrics
 

@@ -1,33 +1,32 @@
 """Every reason why a run cannot start, found before a process group or a device is touched.
 
-    value_refusals                       single values and schedules, on any machine
-    setting_refusals                     settings that contradict each other, on any machine
-    device_refusals                      settings that need a GPU where there is none
-    data_refusals                        opens the prepared data
-    model_refusals                       missing columns and outputs, too many steps
-    layout_, batch_, memory_refusals     layout_preflight.py: parallelism, batches, memory
+    value_refusals             single values and schedules, on any machine
+    device_refusals            settings that need a GPU where there is none
+    setting_refusals           settings that contradict each other, on any machine
+    data_refusals              opens the prepared data
+    model_refusals             missing columns and outputs, too many steps
+    layout_, batch_refusals    layout_preflight.py: parallelism, batches
 
-Each may rely on the checks before it. `resolve` raises the first refusal of `refusals`, and
-`titan-loop plan` prints those that need no machine. `remarks` names settings without effect.
+Each may rely on the checks before it. `resolve` raises the first of them, and `titan-loop plan`
+prints those that need no machine. `remarks` names settings without effect.
 """
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import titan_loop.compat as compat  # before any torchtitan module
 from annotated_types import Ge, Gt, Le
 
 from titan_loop.bounds import Hint, bound_refusals, refused
-from titan_loop.distributed.activation_checkpointing import FullOffloadAC
 from titan_loop.distributed.float8 import missing_for_float8
 from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.context import PREFIX
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.training.chosen_model import chosen_model, saved_architecture
+from titan_loop.training.chosen_model import ChosenModel, chosen_model
 from titan_loop.training.config import RunConfig
 from titan_loop.training.depth_schedule import fewest_recurrent_steps, most_recurrent_steps
-from titan_loop.training.layout_preflight import batch_refusals, layout_refusals, memory_refusals
+from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
 
 LARGEST_SEED = 2**63 - 1
 """torch takes 64 bits, and steps and ranks are mixed into them."""
@@ -41,6 +40,10 @@ _UPSTREAM: Mapping[str, Any] = {
             "metrics.log_freq",
             "comm.init_timeout_seconds",
             "comm.train_timeout_seconds",
+            "parallelism.data_parallel_replicate_degree",
+            "parallelism.tensor_parallel_degree",
+            "parallelism.context_parallel_degree",
+            "parallelism.expert_parallel_degree",
         ),
         Annotated[int, Ge(1)],
     ),
@@ -58,44 +61,51 @@ _UPSTREAM: Mapping[str, Any] = {
             "training.mixed_precision_param anyway"
         ),
     ],
+    "checkpoint.load_step": Annotated[
+        Literal[-1], Hint("the newest is loaded; delete newer ones to go back")
+    ],
+    "metrics.save_for_all_ranks": Annotated[Literal[False], Hint("every metric is global")],
+    "parallelism.pipeline_parallel_degree": Literal[1],
+    "parallelism.enable_fsdp_symm_mem": Literal[False],
+    "parallelism.spmd_backend": Annotated[
+        Literal["partial_dtensor", "spmd_types"],
+        Hint("full_dtensor doubles the loss under tensor parallelism on torch 2.13"),
+    ],
     "debug.seed": Annotated[int, Ge(0), Le(LARGEST_SEED)],
     "comm.mode": Annotated[Literal["default"], Hint("the others train on nothing real")],
 }
 """Bounds and choices of torchtitan's fields, which it would accept and fail in mid-run."""
 
 
-def refusals(
-    config: RunConfig, world_size: int, saved: Mapping[str, Any] | None = None
-) -> Iterator[Refusal]:
-    """Yield the reasons why `world_size` ranks on this machine cannot train `config`.
+class Examined(NamedTuple):
+    """The reasons against a run, and its model; None if a reason keeps it from being chosen."""
 
-    `saved` is from `saved_architecture`; None reads it.
+    refusals: list[Refusal]
+    model: ChosenModel | None
+
+
+def examined(config: RunConfig, world_size: int, saved: Mapping[str, Any]) -> Examined:
+    """Find the reasons why `world_size` ranks on this machine cannot train `config`.
+
+    `saved` is from `saved_architecture`.
     """
-    saved = saved_architecture(config) if saved is None else saved
-    wrong_values = list(value_refusals(config))
-    yield from wrong_values
-    if wrong_values:
-        return  # nothing below could be computed
-    yield from device_refusals(config)
+    found = [*value_refusals(config)]
+    if found:
+        return Examined(found, None)  # nothing below could be computed
+    found += device_refusals(config)
     starts_trained = bool(config.checkpoint.carry.parent or saved)
-    yield from setting_refusals(config, starts_trained=starts_trained)
-    no_data = list(data_refusals(config))
-    yield from no_data
-    if no_data:
-        return
+    found += setting_refusals(config, starts_trained=starts_trained)
+    if unfit := [*data_refusals(config)]:
+        return Examined(found + unfit, None)
     try:
-        model = chosen_model(config, saved).config
+        chosen = chosen_model(config, saved)
     except UserError as error:
-        yield Refusal("model", str(error))
-        return
-    yield from model_refusals(config, model)
-    unfit = list(layout_refusals(config, model, world_size))
-    yield from unfit
-    if not unfit:  # batch and memory can be judged only on a layout that fits
-        yield from batch_refusals(config, world_size)
-        if compat.device_type() == "cpu":  # a GPU is not touched yet; `plan` knows its memory
-            host = compat.CpuDevice.get_device_properties().total_memory
-            yield from memory_refusals(config, model, world_size, host)
+        return Examined([*found, Refusal("model", str(error))], None)
+    found += model_refusals(config, chosen.config)
+    unfit = [*layout_refusals(config, chosen.config, world_size)]
+    # A batch can be judged only on a layout that fits.
+    found += unfit or batch_refusals(config, world_size)
+    return Examined(found, chosen)
 
 
 def value_refusals(config: RunConfig) -> Iterator[Refusal]:
@@ -106,7 +116,6 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
     known = config.optimizers()
     if (name := config.optimizer.name) not in known:
         yield Refusal.of("optimizer.name", name, "is unknown", f"use {' or '.join(known)}")
-    yield from config.stability.refusals()
     yield from config.recurrence.refusals()
     if config.training.seq_len >= 1:
         yield from config.batch.refusals(config.training.seq_len)
@@ -131,7 +140,7 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Ref
     for name, asked in (("held_out", config.held_out), ("suite", config.suite)):
         if asked.interval != 0 and not asked.depths:
             yield Refusal.of(f"{name}.depths", asked.depths, "names none", "name at least one")
-    yield from config.stability.setting_refusals(checkpoint=config.checkpoint)
+    yield from config.stability.refusals(checkpoint=config.checkpoint)
 
 
 def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
@@ -169,9 +178,6 @@ def device_refusals(config: RunConfig) -> Iterator[Refusal]:
     if config.profiler.enable_memory_snapshot:
         problem = "records CUDA allocations, and there is no CUDA; leave it False"
         yield Refusal.of("profiler.enable_memory_snapshot", True, problem)
-    if isinstance(config.activation_checkpoint, FullOffloadAC.Config):
-        problem = "activation-checkpoint:full-offload moves states off a GPU, and there is none"
-        yield Refusal("activation_checkpoint", problem, "use activation-checkpoint:full")
 
 
 def data_refusals(config: RunConfig) -> Iterator[Refusal]:
@@ -195,8 +201,13 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
     yield from caught("total_tokens", lambda: loader.require_windows(config.windows_needed()))
     sources, seq_len = config.dataloader.source_paths(), config.training.seq_len
     yield from config.held_out.data_refusals(sources, rows, seq_len)
-    if config.best:
-        yield from config.held_out.best_refusals(sources, seq_len)
+    if config.best and (
+        config.held_out.interval == 0 or not config.held_out.scored(sources, seq_len)
+    ):
+        problem = (
+            "needs held-out text that is scored: set held_out.interval above 0, or leave it out"
+        )
+        yield Refusal.of("best", True, problem)
 
 
 def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
@@ -224,7 +235,7 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
     asked = {"recurrence.steps": [most_recurrent_steps(config.recurrence)]}
     if config.held_out.interval != 0 and config.dataloader.source_paths():
         asked["held_out.depths"] = config.held_out.depths
-    if config.suite.enabled:
+    if config.suite.interval:
         asked["suite.depths"] = config.suite.depths
     for name, steps in asked.items():
         if max(steps, default=1) > model.most_steps:
@@ -235,12 +246,6 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
 def remarks(config: RunConfig) -> Iterator[str]:
     """Yield a remark on each setting that does less than it seems to, in a run without refusals."""
     yield from config.held_out.remarks(config.dataloader.source_paths(), config.training.seq_len)
-    comm = config.comm
-    shortest = min(comm.init_timeout_seconds, comm.train_timeout_seconds)
-    if config.hang_seconds >= shortest:
-        limits = f"{shortest} seconds (comm.init_timeout_seconds, comm.train_timeout_seconds)"
-        given = f"hang_seconds={config.hang_seconds:g}"
-        yield f"{given} has no effect on a collective that hangs: it fails after {limits}"
     rate, end = config.learning_rate, config.total_tokens
     if (last := rate.knots[-1].tokens) > end and rate(end) > rate.knots[-1].value:
         yield (
@@ -248,8 +253,6 @@ def remarks(config: RunConfig) -> Iterator[str]:
             f"{rate(end):.3g}, not {rate.knots[-1].value:.3g}: give --learning-rate a schedule "
             "that ends there, or --total-flops, which stretches it"
         )
-    if unused := config.stability.unused():
-        yield f"{unused} has no effect without stability.skip_spikes=True"
     if config.float8 != "off" and compat.device_type() == "cpu":
         yield f"float8={config.float8} is emulated without a GPU: its rounding, and slower"
     for name, settings in config.optimizers().items():

@@ -18,10 +18,10 @@ from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import raise_first
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.storage.json_files import json_sha256
-from titan_loop.training.chosen_model import chosen_model, saved_architecture
+from titan_loop.training.chosen_model import saved_architecture
 from titan_loop.training.config import RunConfig, TokenLearningRate
 from titan_loop.training.flop_budget import within_budget
-from titan_loop.training.preflight import refusals
+from titan_loop.training.preflight import examined
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ResolvedRun:
     def recipe_sha256(self) -> str:
         """Return the SHA-256 of the config without fields of a single start, such as its folder."""
         record = self.config.to_dict()
-        del record["dump_folder"], record["accept_change"], record["dataloader"]["accept_change"]
+        del record["dump_folder"], record["dataloader"]["accept_change"]
         del record["checkpoint"]["carry"]["parent"], record["checkpoint"]["load_step"]
         del record["training"]["steps"]
         return json_sha256(record)
@@ -67,10 +67,11 @@ def resolve(
     """
     config = within_budget(config)
     saved = saved_architecture(config) if saved is None else saved
-    raise_first(refusals(config, world_size, saved))
-    config = _copied(config)
-    config.model, model = chosen_model(config, saved)
-    config.dataloader.accept_change |= config.accept_change
+    found, chosen = examined(config, world_size, saved)
+    raise_first(found)
+    assert chosen is not None
+    config, model = _copied(config), chosen.config
+    config.model = chosen.options
     spread = partial(parallelize_loop_decoder, fsdp=config.fsdp, trainable=config.trainable)
     unused = dict.fromkeys(("pipelining_fn", "post_optimizer_build_fn", "state_dict_adapter"))
     built = model if config.float8 == "off" else in_float8(model, config.float8)

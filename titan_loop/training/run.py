@@ -11,16 +11,17 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.remote import RemoteCheckpoints
+from titan_loop.distributed.kept_layouts import KeptLayouts
 from titan_loop.errors import NonFiniteError, StoppedError
+from titan_loop.models.family import size_notes
 from titan_loop.ranks import all_ranks, on_rank_zero, place_in
 from titan_loop.runs.log_file import kept_log
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
 from titan_loop.training.config import RunConfig
-from titan_loop.training.config_changes import SettingChange
+from titan_loop.training.config_changes import setting_changes
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.stability.recovery import SpikesError
-from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
@@ -32,38 +33,28 @@ def run_training(
     run: ResolvedRun,
     callbacks: Sequence[Callback] = (),
     *,
-    notes: Sequence[str] = (),
-    changes: Sequence[SettingChange] = (),
-    from_parent: Sequence[SettingChange] = (),
+    layouts: KeptLayouts | None = None,
     stop_listener: StopListener | None = None,
-    startup: StartupClock | None = None,
 ) -> None:
     """Train a run in this process, one of the launcher's ranks, which stay in their group.
 
-    Reads nothing but the checkpoint to continue from, or to start from.
-
     Args:
         callbacks: In addition to the config's.
-        notes: Facts for the log.
-        changes: Settings that differ from the last start's, for the log.
-        from_parent: Settings that differ from the parent's, for the log.
+        layouts: Meshes of the recipe's earlier stages.
 
     Raises:
         SpikesError: On all ranks: start again, from an older checkpoint.
         NonFiniteError: See `titan_loop.training.verdict`.
         StoppedError: See `titan_loop.training.stop_request`.
     """
-    startup = startup or StartupClock()
     folder = run.config.dump_folder
     structured_logger.init_structured_logger(
         source="training",
         output_dir=folder,
         enable=run.config.debug.enable_structured_logging,
     )
-    startup.mark("checks")
     with _leaving(stop_listener):
-        trainer = LoopTrainer(run)  # locks the run directory, so nothing was written before
-    trainer.startup = startup
+        trainer = LoopTrainer(run, layouts)  # locks the folder, so nothing was written before
     if stop_listener is not None:
         trainer.stop_listener = stop_listener
     trainer.callbacks += callbacks
@@ -72,8 +63,7 @@ def run_training(
     log = kept_log(RunDirectory(folder).log_txt) if is_first else nullcontext()
     try:
         with _leaving(stop_listener), log:
-            on_rank_zero(all_ranks(), lambda: _begin(trainer, notes, changes, from_parent))
-            startup.mark("build")
+            on_rank_zero(all_ranks(), lambda: _begin(trainer))
             trainer.train()
             if is_first:
                 _log_end(trainer)
@@ -93,19 +83,13 @@ def remote_of(config: RunConfig) -> RemoteCheckpoints | None:
     return RemoteCheckpoints(asked.remote, stage=config.stage, run=run, adopt=asked.adopt_remote)
 
 
-def _begin(
-    trainer: LoopTrainer,
-    notes: Sequence[str],
-    changes: Sequence[SettingChange],
-    from_parent: Sequence[SettingChange],
-) -> None:
+def _begin(trainer: LoopTrainer) -> None:
     config = trainer.run.config
     run = RunDirectory(config.dump_folder)
+    changes = setting_changes(config)  # before `create_or_open` writes the new config
     run.create_or_open(sys.argv, config=config.to_dict())
-    for note in notes:
+    for note in size_notes(config.model, trainer.run.model.vocab_size):
         logger.info("%s", note)
-    for change in from_parent:
-        logger.warning("differs from the parent: %s", change)
     for change in changes:
         logger.warning("changed since the last start: %s", change)
     if (remote := remote_of(config)) is not None:

@@ -62,20 +62,3 @@ def regime(config: RecurrenceConfig, plan: StepPlan, *, level: int) -> list[Any]
     """Return the planned settings that move a step's loss, to compare steps; weights to 1 digit."""
     weights = [f"{name} {value:.1g}" for name, value in sorted(plan.schedules.items())]
     return [typical_recurrent_steps(config, plan.tokens), plan.backward_steps, level, *weights]
-
-
-def trained_recurrence(config: RecurrenceConfig, plan: StepPlan) -> dict[str, Any]:
-    """Return a checkpoint's record of R after its newest step.
-
-    `recurrent_steps` is the depth at which to use the model: that step's R or, where R is drawn,
-    its mean, rounded and clipped to the limits.
-    """
-    return {
-        "recurrent_steps": typical_recurrent_steps(config, plan.tokens),
-        "recurrence": {
-            "last_steps": plan.recurrent_steps,
-            "mean_steps": config.steps(plan.tokens),
-            "min_steps": config.min_steps,
-            "max_steps": config.max_steps,
-        },
-    }

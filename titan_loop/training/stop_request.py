@@ -94,17 +94,13 @@ class StopListener:
 
     def watch(self, hang_seconds: float, dump: Callable[[], object]) -> None:
         """Call `dump` and end this process if `hang_seconds` (0: never) pass without `progress`."""
-        self._dump = dump
-        self._trains = True
-        self._hang_seconds = hang_seconds
+        self._trains, self._hang_seconds, self._dump = True, hang_seconds, dump
         self.progress()
         self._wake()
 
     def unwatch(self) -> None:
         """Stop watching for progress; signals are still heard."""
-        self._hang_seconds = 0.0
-        self._trains = False
-        self._dump = lambda: None
+        self._trains, self._hang_seconds, self._dump = False, 0.0, lambda: None
         self._wake()
 
     def leave(self, error: BaseException) -> None:
@@ -150,11 +146,10 @@ class StopListener:
         poller = select.poll()  # `select` refuses descriptors above 1,023
         poller.register(self._reader, select.POLLIN)
         while True:
-            deadline, reason = self._deadline()
-            left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
+            left = self._deadline()[0] - time.monotonic()
             if not poller.poll(1000 * min(max(left, 0.0), _POLL_SECONDS)):
-                # A step may have ended since the wait began.
-                if (self._deadline()[0] or float("inf")) <= time.monotonic():
+                deadline, reason = self._deadline()  # a step may have ended since the wait began
+                if deadline <= time.monotonic():
                     self._give_up(reason)
                 continue
             for number in os.read(self._reader, 64):
@@ -163,8 +158,9 @@ class StopListener:
                 if number in SIGNALS:
                     self._hear(signal.Signals(number))
 
-    def _deadline(self) -> tuple[float | None, str]:
-        limits: list[tuple[float, str]] = []
+    def _deadline(self) -> tuple[float, str]:
+        """Return the time at which this process ends unless something happens, and the reason."""
+        limits = [(float("inf"), "")]
         if self._heard is not None and self._heard[0] != signal.SIGINT:
             name, when = self._heard
             reason = f"{self._grace:g} s after {name.name} it has not stopped"
@@ -176,7 +172,7 @@ class StopListener:
             error, when = self._leaving
             reason = f"{self._leave:g} s after {type(error).__name__} it has not ended"
             limits.append((when + self._leave, reason))
-        return min(limits, default=(None, ""))
+        return min(limits)
 
     def _hear(self, number: signal.Signals) -> None:
         now = time.monotonic()

@@ -28,9 +28,9 @@ from torchtitan.trainer import Trainer
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.start_from import check_parent
-from titan_loop.data.load.batches import GlobalBatchLoader, Position
+from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.distributed.context_parallel import share_of_rank
-from titan_loop.distributed.kept_layouts import kept_layout
+from titan_loop.distributed.kept_layouts import KeptLayouts
 from titan_loop.errors import DataEndedError, NonFiniteError, StoppedError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.streamed_loss import StreamedLoss
@@ -44,18 +44,17 @@ from titan_loop.ranks import (
 )
 from titan_loop.runs.run_directory import RunDirectory, library_versions
 from titan_loop.storage.kept_records import give_up_kept, write_kept
-from titan_loop.storage.transient import forget_retries
-from titan_loop.training.built_in import built_in_callbacks
-from titan_loop.training.callback import Phase
+from titan_loop.training.callback import Callback
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
-from titan_loop.training.depth_schedule import most_recurrent_steps
+from titan_loop.training.depth_schedule import typical_recurrent_steps
 from titan_loop.training.gradients import Passes
 from titan_loop.training.metrics import global_means, step_record
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
 from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.resolved_run import ResolvedRun
-from titan_loop.training.startup import StartupClock
-from titan_loop.training.step_plan import StepPlan, step_flops, trained_recurrence
+from titan_loop.training.stability.non_finite import NonFiniteSteps
+from titan_loop.training.stability.recovery import SpikeSkipping
+from titan_loop.training.step_plan import StepPlan, step_flops
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.verdict import (
     StepVerdict,
@@ -87,19 +86,19 @@ class LoopTrainer(Trainer):
     model_config: LoopDecoder.Config
     optimizers: LoopOptimizers
 
-    def __init__(self, run: ResolvedRun) -> None:
+    def __init__(self, run: ResolvedRun, layouts: KeptLayouts | None = None) -> None:
         self.run = run
+        self._layouts = layouts or KeptLayouts()  # before upstream's constructor, which reads it
         super().__init__(run.for_upstream())
         self.seed = self.config.debug.seed or DEFAULT_SEED
         self.tokens = 0
         self.plan = self._plan(step=1)
         self._plan_to_the_end()
-        self.callbacks = [*built_in_callbacks(run, self.device), *self.config.callbacks]
+        self.callbacks = [self._skipping(), *self.config.callbacks]
         seq_len = self.config.training.seq_len
         self.window_share = share_of_rank(self.parallel_dims, seq_len, self.device)
         self.passes = self._passes()
         self.stop_listener = StopListener()
-        self.startup = StartupClock()
         self._unread = UnreadSteps(self._tell)
         self._warned = False
         self._ends_with: Exception | None = None
@@ -135,6 +134,13 @@ class LoopTrainer(Trainer):
         """Whether this rank heard a signal."""
         return self.stop_listener.requested_by is not None
 
+    def _skipping(self) -> Callback:
+        """Return the callback that reacts to skipped steps."""
+        config, asked = self.config, self.config.stability
+        if asked.skip_spikes:
+            return SpikeSkipping(asked, self.device, RunDirectory(config.dump_folder))
+        return NonFiniteSteps(config.max_skipped_steps)
+
     def _plan(self, step: int) -> StepPlan:
         return self.config.plan_step(
             step=step,
@@ -159,8 +165,6 @@ class LoopTrainer(Trainer):
             seed=self.seed,
             prepared=self.post_dataloading_process,
             context=self.train_context,
-            before_forward=lambda: [each.before_forward(self) for each in self.callbacks],
-            after_forward=lambda: [each.after_forward(self) for each in self.callbacks],
         )
 
     def train(self) -> None:
@@ -171,12 +175,9 @@ class LoopTrainer(Trainer):
             self.stop_listener.unwatch()
         if self._ends_with is not None:
             raise self._ends_with
-        for callback in self.callbacks:
-            callback.on_train_end(self)
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
         """Start everything that needs the loaded checkpoint; yield nothing: `update` reads data."""
-        self.startup.mark("checkpoint")
         self._plan_to_the_end()
         if agree_to_stop(self.asked_to_stop, self.device):
             self._stop("before its first step")
@@ -186,11 +187,6 @@ class LoopTrainer(Trainer):
             logger.info("Nothing left to train: the run ended at step %d", self.step)
         for callback in self.callbacks:
             callback.on_train_start(self)
-        if self.config.float8 != "off" and self.config.float8_error and not self.at_last_step:
-            loader, most = self.dataloader, self.config.float8_error
-            ahead = Position(loader.windows_consumed, self.plan.windows, loader.data_hash)
-            deepest = most_recurrent_steps(self.config.recurrence)  # the error grows with R
-            self.passes.warn_of_float8(loader.read(ahead).batches[0], deepest, most)
         self.dataloader.log_sources(self.config.windows_of_the_run())
         self.metrics_processor.start(
             step=self.step,
@@ -198,7 +194,6 @@ class LoopTrainer(Trainer):
             total_steps=self.last_step,
             compute_dtype=self.config.training.mixed_precision_param,
         )
-        self.startup.mark("callbacks")
         return iter(())
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
@@ -224,7 +219,6 @@ class LoopTrainer(Trainer):
     def update(self, plan: StepPlan) -> TrainedStep:
         """Compute gradients and update the weights, usually without waiting for the device."""
         self.plan = plan
-        self._enter("reading data")
         self.loss_fn.set_schedules(plan.schedules)
         self.optimizers.set_learning_rate(plan.learning_rate)
         self.optimizers.zero_grad()
@@ -232,9 +226,7 @@ class LoopTrainer(Trainer):
         batches = self.dataloader.read_step(plan.windows)
         windows = range(first_window, self.dataloader.windows_consumed)
         self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
-        self._enter("forward and backward")
         loss, metrics = self.passes.forward_backward(plan, batches)
-        self._enter("update")
         # Before clipping, which scales the gradients in place.
         for callback in self.callbacks:
             callback.on_gradients(self)
@@ -256,7 +248,7 @@ class LoopTrainer(Trainer):
         self.metrics_processor.count_flops(flops)
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         self.model.after_update(loss_mesh, verdict.skip == 0)
-        self.optimizers.update_average(step=self.step, tokens=self.tokens)
+        self.optimizers.update_average()
         for callback in self.callbacks:
             callback.on_update(self, verdict)
         return TrainedStep(plan.step, windows, loss, metrics, grad_norm, verdict)
@@ -271,26 +263,18 @@ class LoopTrainer(Trainer):
         for callback in self.callbacks:
             callback.on_verdict(self, trained, updated=updated)
 
-    def _enter(self, phase: Phase) -> None:
-        for callback in self.callbacks:
-            callback.on_phase(self, phase)
-
     @property
     def _is_saved(self) -> bool:
         return self.checkpointer.is_due(self.step, last_step=self.at_last_step)
 
     def _finish_step(self, trained: TrainedStep) -> None:
-        self._enter("log")
         record = self._log(trained) if self.metrics_processor.should_log(self.step) else {}
-        self.startup.finish(self.metrics_processor.run_directory)
         if self._is_saved and torch.distributed.get_rank() == 0:
             self.dataloader.log_progress(self.step)
-        self._enter("callbacks")
         with self.metrics_processor.paused():
             for callback in self.callbacks:
                 self.stop_listener.progress()
                 callback.on_step_end(self, record)
-        self._enter("checkpoint")
         self.stop_listener.progress()
 
     def _log(self, trained: TrainedStep) -> Mapping[str, Any]:
@@ -317,7 +301,6 @@ class LoopTrainer(Trainer):
 
         It waits for the device: a rank must not start a step that another one cannot take part in.
         """
-        self._enter("reading data")
         began = time.perf_counter()
         reason = self.dataloader.why_it_ends(windows)
         self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
@@ -337,9 +320,6 @@ class LoopTrainer(Trainer):
         self.last_step = self.step
 
     def _on_hang(self) -> None:
-        for callback in self.callbacks:
-            callback.on_hang()
-        # Last: the disk, or a lock that the dump needs, may hang.
         comm, folder = self.config.comm, RunDirectory(self.config.dump_folder).path
         name = f"{comm.save_traces_file_prefix}{torch.distributed.get_rank()}"
         compat.dump_flight_recorder(folder / comm.save_traces_folder / name)
@@ -368,7 +348,7 @@ class LoopTrainer(Trainer):
             new = super().init_distributed()
         require_equal(all_ranks(), self.run.sha256(), "the resolved config")
         longest_first_step = timedelta(seconds=self.config.comm.init_timeout_seconds)
-        parallel_dims = kept_layout(new, longest_first_step)
+        parallel_dims = self._layouts.equal_to(new, longest_first_step)
         self.run_lock = on_rank_zero(all_ranks(), RunDirectory(self.config.dump_folder).lock)
         return parallel_dims
 
@@ -384,10 +364,7 @@ class LoopTrainer(Trainer):
             closing.callback(self.checkpointer.close, together=together)
             closing.callback(self.metrics_processor.close)
             closing.callback(give_up_kept)
-            closing.callback(forget_retries)
             closing.callback(self.dataloader.close)
-            for callback in self.callbacks:
-                closing.callback(callback.close)
 
     def lineage(self) -> dict[str, Any]:
         """Return a checkpoint's record of its run: recipe hash, stage, versions."""
@@ -399,7 +376,8 @@ class LoopTrainer(Trainer):
         state: dict[str, Any] = {
             "step": self.step,
             "tokens": self.tokens,
-            **trained_recurrence(self.config.recurrence, self.plan),
+            # The depth at which to use the model; where R is drawn, its mean, rounded and clipped.
+            "recurrent_steps": typical_recurrent_steps(self.config.recurrence, self.plan.tokens),
             "architecture": self.run.architecture,
         }
         for callback in self.callbacks:

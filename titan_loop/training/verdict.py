@@ -17,22 +17,19 @@ from torch import Tensor, nn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_loop.models.initialisation import local_part
-from titan_loop.storage.transient import retries
 
 
 class StepVerdict:
     """Common decision of all ranks about one step; on the device until it is read.
 
-    `flags`, (3,) int32 and the same on all ranks, are: 1 to update the weights, 1 to go on with
-    training, and minus the most repeated reads and writes of any rank, from which `read` sets
-    `io_retries`. `skip` is an fp32 scalar: 1 if the update must be skipped, else 0.
+    `flags`, (2,) int32 and the same on all ranks, are: 1 to update the weights, and 1 to go on with
+    training. `skip` is an fp32 scalar: 1 if the update must be skipped, else 0.
     """
 
     def __init__(self, flags: Tensor) -> None:
         self.skip = (1 - flags[0]).float()
         self._flags = flags.to("cpu", non_blocking=True)
         self._copied = None
-        self.io_retries = 0
         if flags.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -41,8 +38,7 @@ class StepVerdict:
         """Return whether to update and whether to stop; waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
-        updates, goes_on, read_again = self._flags.tolist()
-        self.io_retries = -read_again
+        updates, goes_on = self._flags.tolist()
         return bool(updates), not goes_on
 
 
@@ -97,8 +93,7 @@ def agree_on_step(
     if calm is not None:
         updates = updates & calm
     goes_on = torch.full_like(updates, not stop)
-    read_again = torch.full_like(updates, -retries(), dtype=torch.int32)
-    flags = torch.stack([updates.to(torch.int32), goes_on.to(torch.int32), read_again])
+    flags = torch.stack([updates.to(torch.int32), goes_on.to(torch.int32)])
     return StepVerdict(_all_reduce_minimum(flags))
 
 

@@ -1,6 +1,6 @@
 """An exponential moving average of the weights, kept beside them and saved with the optimisers.
 
-    a ← w                    up to the first update after `start_tokens`
+    a ← w                    at the first step
     a ← d·a + (1 − d)·w      at every later one
 
 a is in fp32 and sharded like w; nothing is gathered. Frozen parameters have no average.
@@ -28,12 +28,6 @@ class WeightAverageConfig:
     decay: Annotated[float, Ge(0), Lt(1), Hint("0.999 is usual")] = 0.0
     """Share of the average that an update keeps, such as 0.999; 0 keeps no average."""
 
-    interval: Annotated[int, Ge(1)] = 1
-    """Steps between two updates."""
-
-    start_tokens: Annotated[int, Ge(0)] = 0
-    """Global tokens after which averaging starts; until then the average is the weights."""
-
 
 class WeightAverage:
     """The average of a model's weights, equal to them until `updates` exceeds 0."""
@@ -48,10 +42,8 @@ class WeightAverage:
         self.updates = 0
 
     @torch.no_grad()
-    def update(self, *, step: int, tokens: int) -> None:
-        """Take in the weights after a step, when `tokens` global tokens have been consumed."""
-        if step % self._config.interval or tokens <= self._config.start_tokens:
-            return
+    def update(self) -> None:
+        """Take in the weights after a step."""
         if self.updates == 0:
             self._restart()
         else:

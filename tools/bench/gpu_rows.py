@@ -202,7 +202,6 @@ def run_numbers(_: Path, folder: Path) -> list[Numbers]:
     """
     (metrics,) = folder.glob("*/metrics.jsonl")
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    startup = json.loads((metrics.parent / "run.json").read_text())["startup_seconds"]
     late = records[len(records) // 2 :]
     rates = [record["tokens_per_second"] for record in late]
     shares = [record["mfu"] for record in late if record["mfu"] is not None]
@@ -215,7 +214,7 @@ def run_numbers(_: Path, folder: Path) -> list[Numbers]:
             "MFU": statistics.median(shares) if shares else None,
             "peak GiB": max(record["peak_memory_bytes"] for record in records) / 2**30,
             "step s": late[-1]["global_batch_tokens"] / rate,
-            "first step s": startup["first_step"],
+            "first step s": records[0]["global_batch_tokens"] / records[0]["tokens_per_second"],
             "loss": records[-1]["loss"],
         }
     ]

@@ -180,14 +180,10 @@ def compilation(place: Place) -> list[Row]:
 
 def checkpointing(place: Place) -> list[Row]:
     """Train with every policy of activation checkpointing."""
-    absent = NEEDS_CUDA if place.on_cpu else ""
     nested = ("recurrent-step", "--activation-checkpoint.layers", "full")
-    saved = ("selective", "--activation-checkpoint.save", "mm", "attention")
     return [
         trained(place, "selective", checkpointing=["selective"]),
-        trained(place, "selective, mm and attention", checkpointing=saved),
         trained(place, "full", checkpointing=["full"]),
-        trained(place, "full-offload", checkpointing=["full-offload"], absent=absent),
         trained(place, "recurrent-step", checkpointing=["recurrent-step"]),
         trained(place, "recurrent-step, layers full", checkpointing=nested),
         trained(place, "memory-budget", *compiled(place), checkpointing=["memory-budget"]),
@@ -247,7 +243,6 @@ def assemblies(place: Place, *, ranks: int = 1) -> list[Row]:
         row(first, *on, "--model.attention", kernel, checkpointing=["selective"]),
         # torchtitan asks for a process group of "cpu:gloo,cpu:gloo" where there is no GPU.
         row("CPU offload", "--training.enable-cpu-offload", absent=absent),
-        row("full-offload, compile", *on, checkpointing=["full-offload"], absent=absent),
         row("async_with_pinned_mem", *pinned, absent=absent),
         row("Muon", "--optimizer.name", "muon"),
     ]

@@ -18,11 +18,11 @@ import torch
 from conditions import begin
 from timing import in_turn, ratios, spread
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from training_step import Job, batch, build, device, start, step_parser, trainer_step
 
 from tests.support.allocations import AllocationTrace
-from titan_loop.distributed.activation_checkpointing import RecurrentStepAC, SelectiveAC
+from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 
@@ -30,15 +30,6 @@ MOST = 1.05
 POLICIES = {
     "none": None,
     "selective": SelectiveAC.Config(),
-    "selective, mm and attention": SelectiveAC.Config(save=["mm", "attention"]),
-    "selective, mm": SelectiveAC.Config(save=["mm"]),
-    "selective, mm but not w1 and w3, attention": SelectiveAC.Config(
-        save=["mm", "attention"], force_recompute_mm_shapes_by_fqns=["feed_forward.w1"]
-    ),
-    "selective, every second mm, attention": SelectiveAC.Config(
-        save=["every-second-mm", "attention"]
-    ),
-    "selective, attention": SelectiveAC.Config(save=["attention"]),
     "full": FullAC.Config(),
     "recurrent-step": RecurrentStepAC.Config(),
     "recurrent-step, layers=full": RecurrentStepAC.Config(layers="full"),

@@ -1,4 +1,4 @@
-"""A short run of the real trainer on a small prepared source, for `startup.py` and `shares.py`."""
+"""A short run of the real trainer on a small prepared source, for `shares.py`."""
 
 import argparse
 from pathlib import Path

@@ -47,7 +47,7 @@ CONTRACT = Contract(
             disco(options=(*LEARNED, ("top_k", 5)), checkpointing="selective"),
             "dp2 dp2-tp2",
         ),
-        "disco-held-offloaded": (disco(checkpointing="full-offload", fsdp=HELD), "dp2"),
+        "disco-held": (disco(checkpointing="full", fsdp=HELD), "dp2"),
         "disco-always-truncated": (disco(reshard="always", backward_steps=2), "dp2 hsdp2x2"),
         "ponder-always": (
             ponder(

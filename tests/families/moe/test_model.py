@@ -11,8 +11,8 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from tests.distributed.parallel_model import parallel_model
 from tests.distributed.test_parity import CHECKPOINTING
-from titan_loop.distributed.parallelize import check_parallelism
-from titan_loop.errors import UserError
+from titan_loop.distributed.parallelize import parallelism_refusals
+from titan_loop.errors import UserError, raise_first
 from titan_loop.families.moe.decoder import MoEDecoder
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
@@ -133,7 +133,7 @@ def test_the_loss_is_a_sum_over_windows():
 def spread(family_options: ModelOptions, world: int, **parallelism: object) -> None:
     config = decoder_config(family_options, max_seq_len=8)
     layout = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND, **parallelism)  # type: ignore[arg-type]
-    check_parallelism(layout, world_size=world, n_heads=4, n_kv_heads=2, seq_len=8)
+    raise_first(parallelism_refusals(layout, world_size=world, n_heads=4, n_kv_heads=2, seq_len=8))
     config.check_spreading(
         tensor_parallel=layout.tensor_parallel_degree,
         context_parallel=layout.context_parallel_degree,

@@ -101,8 +101,6 @@ def test_spikes_are_skipped_gone_back_for_and_passed(passed: tuple[Path, Snapsho
         if record["decision"] == "skip":
             over = record["loss"] > record["loss_bound"]
             assert over or record["grad_norm"] > record["grad_norm_bound"]
-    poisoned = records[4]["began"]
-    assert poisoned.startswith("state after layer 1 in recurrent step 1")
     metrics = run.read_metrics()
     assert [record["step"] for record in metrics] == list(range(1, STEPS + 1))
     assert metrics[-1]["loss"] < metrics[10]["loss"]
@@ -110,10 +108,6 @@ def test_spikes_are_skipped_gone_back_for_and_passed(passed: tuple[Path, Snapsho
     assert "<h2>Spikes</h2>" in page
     assert "back to step 12, over these windows" in page
     assert count_decisions(records) == "5 spikes skipped, 2 rewinds"
-
-
-def test_lineage_and_data_show_every_jump(passed: tuple[Path, Snapshots]):
-    run = RunDirectory(passed[0])
     manifest = read_manifest(run.checkpoint(STEPS))
     jumps = manifest["lineage"]["jumps"]
     assert [jump["to_step"] for jump in jumps] == [12, 28]
@@ -123,7 +117,6 @@ def test_lineage_and_data_show_every_jump(passed: tuple[Path, Snapshots]):
     assert left_out == 4 * BATCH_WINDOWS
     assert manifest["data"]["windows_consumed"] == STEPS * BATCH_WINDOWS + left_out
     assert manifest["trainer"]["tokens"] == STEPS * BATCH_WINDOWS * 32
-    assert len(read_manifest(run.checkpoint(28))["lineage"]["jumps"]) == 1
 
 
 def test_a_skipped_step_leaves_weights_and_optimiser_alone(passed: tuple[Path, Snapshots]):
@@ -181,14 +174,6 @@ def test_a_run_that_is_asked_to_stop_at_a_skipped_step_saves_it(
         train_run(config)
     assert decisions(tmp_path) == [("skip", 14)]
     assert committed_steps(tmp_path / "checkpoints")[-1] == 14
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_spike_before_the_first_checkpoint_ends_the_run(source: Path, tmp_path: Path):
-    config = demonstration(source, tmp_path)
-    config.checkpoint.interval = 20
-    with pytest.raises(UnstableError, match="no good checkpoint from before step 14"):
-        train_run(config)
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,43 +1,35 @@
-"""Judging steps: the baseline of states in float64, and where a spike began."""
+"""Judging steps: the rolling median against Python's statistics in float64, and its verdicts."""
 
 import math
+import random
+import statistics
 from typing import Any
 
 import pytest
 import torch
 
 from titan_loop.training.stability.spike_judge import (
-    Baseline,
+    FLOORS,
+    MAD_TO_DEVIATION,
     Evidence,
-    Place,
     SpikeJudge,
-    where_it_began,
 )
 from titan_loop.training.verdict import StepVerdict, agree_on_step
 
 CPU = torch.device("cpu")
-LAYERS, STEPS = 2, 2
 
 
-def sums(scale: float = 1.0, *, at: tuple[int, int] | None = None) -> torch.Tensor:
-    """Four elements a visit: states and gradients near 1, one of them scaled from a visit on."""
-    found = torch.zeros(4, STEPS + 1, LAYERS)
-    found[:, 1:] = 4.0
-    if at is not None:
-        found[0].view(-1)[at[0] * LAYERS + at[1] :] *= scale**2
-        found[2] *= scale**2
-    return found
+def judge(window: int = 8, threshold: float = 4.0) -> SpikeJudge:
+    return SpikeJudge(window=window, threshold=threshold, device=CPU)
 
 
-def judge() -> SpikeJudge:
-    return SpikeJudge(window=8, threshold=4.0, shape=(STEPS + 1, LAYERS), device=CPU)
+def float64(loss: float, norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(loss, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)
 
 
-def ask(
-    of: SpikeJudge, loss: float, norm: float, these: torch.Tensor | None = None
-) -> tuple[StepVerdict, Evidence]:
-    values = torch.tensor(loss), torch.tensor(norm)
-    evidence = of.look(*values, sums() if these is None else these, share=1.0)
+def ask(of: SpikeJudge, loss: float, norm: float) -> tuple[StepVerdict, Evidence]:
+    values = float64(loss, norm)
+    evidence = of.look(*values, share=1.0)
     verdict = agree_on_step(*values, calm=evidence.calm())
     of.take(evidence, verdict.skip == 0)
     return verdict, evidence
@@ -45,6 +37,29 @@ def ask(
 
 def updates(*asked: Any) -> bool:
     return ask(*asked)[0].read()[0]
+
+
+@pytest.mark.parametrize("window", [4, 5, 16])
+def test_bounds_follow_from_the_last_accepted_steps(window: int):
+    def expected(values: list[float], floor: float) -> float:
+        median = statistics.median(values)
+        spread = statistics.median([abs(value - median) for value in values])
+        return median + 3.0 * max(MAD_TO_DEVIATION * spread, floor)
+
+    source, one = random.Random(0), judge(window, 3.0)
+    accepted: list[tuple[float, float]] = []
+    for step in range(60):
+        loss, norm = source.gauss(2, 1), math.exp(source.gauss(-1, 3))
+        evidence = one.look(*float64(loss, norm), share=1.0)
+        recent = accepted[-window:]
+        if len(recent) < window:
+            assert evidence.bounds.tolist() == [math.inf] * 2
+        else:
+            for number, floor in enumerate(FLOORS):
+                wanted = expected([pair[number] for pair in recent], floor)
+                assert evidence.bounds[number].item() == pytest.approx(wanted, rel=1e-12)
+        one.take(evidence, torch.tensor(step % 3 != 0))
+        accepted += [(loss, math.log(norm))] if step % 3 else []
 
 
 @pytest.mark.parametrize(
@@ -64,15 +79,15 @@ def test_a_step_far_above_the_recent_ones_is_skipped(loss: float, norm: float, s
         assert updates(one, 2.0 + 0.05 * (step % 3), 1.0 + 0.1 * (step % 2))
     verdict, _ = ask(one, loss, norm)
     assert verdict.read() == (not skipped, False)
-    assert verdict.skip == skipped
     assert updates(one, 2.0, 1.0)  # what was skipped has not moved the window
 
 
-def test_a_planned_change_starts_the_window_anew():
+def test_a_planned_change_starts_the_window_anew_and_a_zero_norm_stays_out():
     one = judge()
     one.begin([4])
     for _ in range(8):
         ask(one, 2.0, 1.0)
+    ask(one, 0.0, 0.0)  # a batch without labels: its norm has no logarithm
     one.begin([4])
     assert not updates(one, 9.0, 1.0)
     one.begin([2])
@@ -80,54 +95,15 @@ def test_a_planned_change_starts_the_window_anew():
 
 
 def test_a_judge_that_was_saved_decides_alike():
-    one, other = judge(), judge()
+    one, other, longer = judge(), judge(), judge(window=9)
     one.begin([4, "x"])
     for step in range(11):
         ask(one, 2.0 + 0.1 * (step % 4), 1.0)
-    other.load_state_dict(one.state_dict())
+    for each in (other, longer):
+        each.load_state_dict(one.state_dict())
+        each.begin([4, "x"])
+    assert updates(longer, 9.0, 1.0)  # a window of another length starts anew
     for loss in (2.4, 2.9, 2.2, 3.4):
-        for each in (one, other):
-            each.begin([4, "x"])
         asked = [ask(each, loss, 1.0) for each in (one, other)]
         assert asked[0][0].read() == asked[1][0].read()
         assert torch.equal(asked[0][1].bounds, asked[1][1].bounds)
-
-
-def test_a_spike_names_the_first_visit_that_stands_out():
-    one = judge()
-    for _ in range(8):
-        ask(one, 2.0, 1.0)
-    _, evidence = ask(one, 9.0, 9.0, sums(40.0, at=(2, 0)))
-    place = where_it_began(evidence.places, range(LAYERS))
-    assert place == Place("state", 2, 0, pytest.approx(40.0))
-    assert str(place) == "state after layer 0 in recurrent step 2, 40 times the usual"
-    gradient = sums()
-    gradient[2] *= 100.0
-    _, evidence = ask(one, 9.0, 9.0, gradient)
-    place = where_it_began(evidence.places, range(LAYERS))
-    assert place == Place("gradient", 2, 1, pytest.approx(10.0))
-    broken = sums()
-    broken[0, 1, 1:] = math.nan
-    _, evidence = ask(one, math.nan, math.nan, broken)
-    assert where_it_began(evidence.places, range(LAYERS))[:3] == ("state", 1, 1)
-    assert where_it_began(ask(one, 9.0, 9.0)[1].places, range(LAYERS)) is None
-
-
-def test_the_baseline_equals_its_definition_in_float64():
-    torch.manual_seed(0)
-    baseline = Baseline((1, 1), CPU)
-    mean = distance = seen = 0.0
-    for step in range(40):
-        norms = torch.rand(2, 1, 1) + 0.5
-        accept = step % 5 != 4
-        if step >= 6:
-            score = baseline.compare(norms, torch.ones(2, 1, 1, dtype=torch.bool))[0, 0, 0, 0]
-            x = math.log(norms[0].double().item())
-            assert score.item() == pytest.approx((x - mean) / max(distance, 0.02), rel=1e-3)
-        baseline.take(norms, torch.tensor(accept))
-        if accept:
-            seen += 1
-            x, rate = math.log(norms[0].double().item()), max(1 / seen, 1 / 16)
-            if seen > 1:
-                distance += rate * (abs(x - mean) - distance)
-            mean += rate * (x - mean)

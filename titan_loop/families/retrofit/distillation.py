@@ -28,7 +28,6 @@ from torchtitan.config import CompileConfig
 from torchtitan.config.configs import ParallelismConfig
 
 from titan_loop.checkpoint import model as saved_model
-from titan_loop.distributed.state_bytes import unit_sizes
 from titan_loop.errors import Refusal, UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
@@ -88,11 +87,6 @@ class DistillationLoss(StreamedLoss):
                     f"{model.vocab_size}",
                     "choose a teacher with the model's tokenizer",
                 )
-
-        def held_weights(self) -> int:
-            """Return the number of the teacher's weights."""
-            teacher = self._teacher()
-            return 0 if teacher is None else sum(u.parameters() for u in unit_sizes(teacher))
 
         def _teacher(self) -> LoopDecoder.Config | None:
             """Return the architecture of a teacher that can be opened."""

@@ -104,10 +104,10 @@ class LoopOptimizers(OptimizersContainer):
             for own in settings
         }
 
-    def update_average(self, *, step: int, tokens: int) -> None:
+    def update_average(self) -> None:
         """Update the average of the weights, if there is one; skipped steps count, too."""
         if self._average is not None:
-            self._average.update(step=step, tokens=tokens)
+            self._average.update()
 
     def restart_average(self) -> None:
         """Let the average, if there is one, start again from the current weights."""

@@ -1,8 +1,7 @@
 """Muon for the matrices of the layers; `titan_loop/distributed/muon.py` computes its update.
 
-With the default scale Muon takes AdamW's rate and decay. `original` and `sphere` need rates an
-order of magnitude larger, which `rate_factor` sets; on the sphere a rate is the length of a step
-relative to the matrix.
+With the default scale Muon takes AdamW's rate and decay. `original` needs rates an order of
+magnitude larger, which `rate_factor` sets.
 """
 
 from collections.abc import Iterator
@@ -40,9 +39,8 @@ class MuonConfig(OptimizerSettings):
     iterations: Annotated[int, Ge(1), Le(99), Hint("5 is usual")] = 5
     """Newton-Schulz iterations."""
 
-    scale: Literal["original", "match_rms_adamw", "sphere"] = "match_rms_adamw"
-    """Factor on an update: original is max(1, √(rows/columns)); match_rms_adamw 0.2·√(larger side).
-    With sphere it is the norm of the matrix over the update's, and the matrix keeps its norm."""
+    scale: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Factor on an update: max(1, √(rows/columns)), or 0.2·√(larger side)."""
 
     rate_factor: Annotated[float, Gt(0), FINITE] = 1.0
     """Factor on the scheduled learning rate for Muon."""
@@ -53,15 +51,13 @@ class MuonConfig(OptimizerSettings):
     def settings(self, group: ParameterGroup) -> GroupSettings:
         """Return the settings of one of the model's groups.
 
-        With the factor √(rows/columns) or on the sphere, an orthogonal update changes outputs
-        equally at every width. 0.2·√(larger side) grows by √m at m times the width; the rate undoes
-        that. On the sphere decay has no effect to first order, so there is none.
+        With the factor √(rows/columns) an orthogonal update changes outputs equally at every width.
+        0.2·√(larger side) grows by √m at m times the width; the rate undoes that.
         """
         by_width = group.width_ratio**-0.5 if self.scale == "match_rms_adamw" else 1.0
-        decays = group.decays and self.scale != "sphere"
         return self._group(
             self.rate_factor * group.rate_factor * by_width,
-            weight_decay=self.weight_decay if decays else 0.0,
+            weight_decay=self.weight_decay if group.decays else 0.0,
             momentum=self.momentum,
             nesterov=self.nesterov,
             ns_steps=self.iterations,

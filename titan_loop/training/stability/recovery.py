@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,11 +23,10 @@ from titan_loop.errors import UserError
 from titan_loop.ranks import warn_together
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.kept_records import append_or_keep
-from titan_loop.training.callback import Callback, Phase, TrainingState
+from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.stability.config import StabilityConfig
-from titan_loop.training.stability.spike_judge import Evidence, SpikeJudge, where_it_began
-from titan_loop.training.stability.states import StateNorms
-from titan_loop.training.step_plan import regime
+from titan_loop.training.stability.spike_judge import Evidence, SpikeJudge
+from titan_loop.training.step_plan import StepPlan, regime
 from titan_loop.training.verdict import StepVerdict, TrainedStep
 
 logger = logging.getLogger(__name__)
@@ -49,33 +49,26 @@ class SpikesError(Exception):
 
 
 class SpikeSkipping(Callback):
-    """Skips the updates of spikes and of non-finite steps; `states` measures every step."""
+    """Skips the updates of spikes and of non-finite steps."""
 
-    def __init__(
-        self,
-        config: StabilityConfig,
-        judge: SpikeJudge,
-        states: StateNorms,
-        looped: range,
-        run: RunDirectory,
-    ) -> None:
+    def __init__(self, config: StabilityConfig, device: torch.device, run: RunDirectory) -> None:
         self.skipped: list[SkippedStep] = []
-        self._config, self._judge, self._states = config, judge, states
-        self._looped, self._run = looped, run
+        self._config, self._run = config, run
+        self._judge = SpikeJudge(config.window, config.threshold, device)
         self._newest_was_skipped = False
         self._evidence: deque[Evidence] = deque()  # of steps whose verdict is not read yet
 
-    def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
+    def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
         """Give the judge the plan of the step that begins."""
-        if phase == "reading data":
-            level, recurrence = trainer.dataloader.level, trainer.config.recurrence
-            self._judge.begin(regime(recurrence, trainer.plan, level=level))
+        level, recurrence = trainer.dataloader.level, trainer.config.recurrence
+        self._judge.begin(regime(recurrence, plan, level=level))
+        return plan
 
     def judge(self, trainer: TrainingState, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return True unless the step is a spike."""
         mesh = trainer.parallel_dims.get_optional_mesh("loss")
         share = (1 if mesh is None else mesh.size()) / dist.get_world_size()
-        self._evidence.append(self._judge.look(loss, grad_norm, self._states.sums, share=share))
+        self._evidence.append(self._judge.look(loss, grad_norm, share=share))
         return self._evidence[-1].calm()
 
     def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
@@ -91,14 +84,13 @@ class SpikeSkipping(Callback):
         window, windows = self._config.window, trained.windows
         recent = [skipped for skipped in self.skipped if skipped.step > trained.step - window]
         self.skipped = [*recent, SkippedStep(trained.step, windows.start, windows.stop)]
-        found = self._findings(evidence)
+        found = _findings(evidence)
         numbers = "loss {loss:.4g}, at most {loss_bound:.4g}; "
         numbers += "gradient norm {grad_norm:.4g}, at most {grad_norm_bound:.4g}"
         counted = f"{len(self.skipped)} of {self._config.skips} within {window} steps"
-        began = f"; it began in the {found['began']}" if found["began"] else ""
         where = f"step {trained.step} (windows {windows.start} to {windows.stop - 1})"
-        message = "%s is a spike: %s; update skipped (%s)%s"
-        warn_together(logger, message, where, numbers.format(**found), counted, began)
+        message = "%s is a spike: %s; update skipped (%s)"
+        warn_together(logger, message, where, numbers.format(**found), counted)
         if dist.get_rank() == 0:
             _record(self._run, "skip", self.skipped[-1:], **found)
         if len(self.skipped) >= self._config.skips:
@@ -119,16 +111,15 @@ class SpikeSkipping(Callback):
             self._judge.load_state_dict(state["stability"]["history"])
             self.skipped = [SkippedStep(**s) for s in state["stability"]["ladder"]["skipped"]]
 
-    def _findings(self, evidence: Evidence) -> dict[str, Any]:
-        (loss, log_norm), (bound, log_bound) = evidence.values.tolist(), evidence.bounds.tolist()
-        began = where_it_began(evidence.places, self._looped)
-        return {
-            "loss": loss,
-            "loss_bound": bound,
-            "grad_norm": math.exp(min(log_norm, 700.0)) if log_norm == log_norm else math.nan,
-            "grad_norm_bound": math.exp(min(log_bound, 700.0)),
-            "began": "" if began is None else str(began),
-        }
+
+def _findings(evidence: Evidence) -> dict[str, float]:
+    (loss, log_norm), (bound, log_bound) = evidence.values.tolist(), evidence.bounds.tolist()
+    return {
+        "loss": loss,
+        "loss_bound": bound,
+        "grad_norm": math.exp(min(log_norm, 700.0)) if log_norm == log_norm else math.nan,
+        "grad_norm_bound": math.exp(min(log_bound, 700.0)),
+    }
 
 
 def rewind(
