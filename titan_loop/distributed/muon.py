@@ -202,7 +202,7 @@ class MatrixOwners:
         assert all(row == tuple(sorted(row)) for row in table), "groups number ranks in order"
         self._rank = _place(table)
         if size > 1 and len(table) > 1:
-            self._group = _group_of(held[0][0].parameter)
+            self._group = shared_group(held[0][0].parameter)
         self._regions = [[regions[rank] for _, regions in held] for rank in range(size)]
         for (matrix, regions), shape in zip(held, self._shapes, strict=True):
             elements = sum(region.size for region in regions)
@@ -284,7 +284,7 @@ class MatrixOwners:
             dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
 
 
-def _group_of(matrix: Tensor) -> Any:
+def shared_group(matrix: Tensor) -> Any:
     """Return the group of the ranks that share a matrix; the mesh keeps it."""
     assert isinstance(matrix, DTensor)
     mesh, names = matrix.device_mesh, matrix.device_mesh.mesh_dim_names

@@ -70,7 +70,9 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it reads values
         (initialisation, "keep_shard", lambda parameter, whole: None),  # it cuts a view per rank
-        (muon, "layout", unset_fake_temporarily()(muon.layout)),  # it reads the values of meshes
+        # Both read the values of meshes.
+        (muon, "layout", unset_fake_temporarily()(muon.layout)),
+        (muon, "shared_group", unset_fake_temporarily()(muon.shared_group)),
         # Experts: every rank receives as many tokens as it sends: fake loads have no values.
         (AllToAllTokenDispatcher, "_sync_token_count_exchange", _unread_counts),
         (AllToAllTokenDispatcher, "_dispatch_token_exchange", _even_exchange),
