@@ -240,4 +240,6 @@ def test_more_ranks_than_windows_are_refused_before_anything_is_assembled(capsys
     assert "rehearsed" not in said.out
     (line,) = said.err.splitlines()
     assert "a global batch of 128 windows does not divide" in line
-    assert "512 data-parallel ranks; use --batch.global-batch-tokens 2097152" in line
+    assert (
+        "512 data-parallel ranks; use --batch.global-batch-tokens of multiples of 2,097,152" in line
+    )
