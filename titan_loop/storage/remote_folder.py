@@ -55,16 +55,6 @@ class RemoteFolder:
             {entry.rstrip("/").rpartition("/")[2] for entry in found if entry.strip("/") != own}
         )
 
-    def files(self) -> dict[str, int]:
-        """Return the size of every file below the folder, by its name from there."""
-        self._fs.invalidate_cache()
-        found = self._fs.find(self.path, detail=True)
-        return {
-            path[len(self.path) :].lstrip("/"): info["size"]
-            for path, info in found.items()
-            if not path.endswith("/")  # some tools leave such a key for a folder
-        }
-
     def read(self, name: str) -> bytes:
         """Return the content of a file; raises `FileNotFoundError` if there is none."""
         return self._fs.cat_file(self._full(name))

@@ -33,17 +33,16 @@ def wait_for_room(folder: Path, needed_bytes: int) -> None:
     Raises `RunFailedError` if not even small files can be written.
     """
     deadline = time.monotonic() + WAIT_SECONDS
-    said = False
+    problem = ""
     while missing := _missing_bytes(folder, needed_bytes):
-        problem = f"{folder}: the disk is full, {missing:,} bytes more are needed"
+        if not problem:
+            problem = f"{folder}: the disk is full, {missing:,} bytes more are needed"
+            logger.warning("%s; make room, this start waits for %g s", problem, WAIT_SECONDS)
         if time.monotonic() >= deadline:
             if _missing_bytes(folder, 0):
                 raise RunFailedError(f"{problem}; make room, then start again")
             logger.warning("%s for a checkpoint; saves will fail until there is room", problem)
             return
-        if not said:
-            logger.warning("%s; make room, this start waits for %g s", problem, WAIT_SECONDS)
-            said = True
         time.sleep(_LOOK_SECONDS)
 
 

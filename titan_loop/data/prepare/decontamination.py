@@ -54,8 +54,8 @@ def _ngram_config(settings: Decontamination) -> NGramsDecontConfig:
     )
 
 
-def build_ngram_index(settings: Decontamination, folder: Path, language: str) -> dict[str, int]:
-    """Write one `TASK.index.hashes` file per task; return the number of n-grams of each.
+def build_ngram_index(settings: Decontamination, folder: Path, language: str) -> None:
+    """Write one `TASK.index.hashes` file per task.
 
     The folder gets its name once all tasks are in it.
     """
@@ -63,7 +63,6 @@ def build_ngram_index(settings: Decontamination, folder: Path, language: str) ->
     indexer = _LmEvalIndexer(str(unfinished), config=_ngram_config(settings), language=language)
     indexer.tokenizer = _Words(language)  # pyright: ignore[reportAttributeAccessIssue]
     unfinished.mkdir(parents=True, exist_ok=True)
-    counts: dict[str, int] = {}
     for name, task in _tasks(settings).items():
         hashes: set[int] = set()
         for query, answer in _questions(task):
@@ -75,10 +74,8 @@ def build_ngram_index(settings: Decontamination, folder: Path, language: str) ->
             )
         array = np.fromiter(hashes, dtype=np.dtype(indexer.config.hash_config.np_descr))
         np.sort(array).tofile(unfinished / f"{name.replace('/', '_')}.index.hashes")
-        counts[name] = len(array)
         logger.info("decontamination: %d n-grams of %s", len(array), name)
     unfinished.rename(folder)
-    return counts
 
 
 class _LmEvalIndexer(NGramsDecontIndexer):
@@ -89,12 +86,8 @@ class _LmEvalIndexer(NGramsDecontIndexer):
 
 
 def _tasks(settings: Decontamination) -> dict[str, Any]:
-    try:
-        from lm_eval.tasks import TaskManager
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "decontaminate needs lm-evaluation-harness: pip install 'titan-loop[clean]'"
-        ) from error
+    from lm_eval.tasks import TaskManager
+
     own = settings.include_path or None
     manager = TaskManager(include_path=own, include_defaults=False)
     if not set(settings.tasks) <= set(manager.all_tasks):
