@@ -129,7 +129,8 @@ class SourceTokenizer(DocumentTokenizer):
         )
         told = False
         for number, (document, pieces) in enumerate(self._encoded(data), start=1):
-            ids = np.concatenate([piece.ids for piece in pieces]).astype(f"<u{self.token_size}")
+            parts = [np.asarray(piece.ids, dtype=f"<u{self.token_size}") for piece in pieces]
+            ids = np.concatenate(parts)
             self.stat_update("tokens", value=len(ids))
             self.stat_update("text_bytes", value=len(document.text.encode()))
             if number <= _ALL_DECODED or number % _STRIDE == 0:
@@ -140,8 +141,9 @@ class SourceTokenizer(DocumentTokenizer):
                         self.stat_update(f"{CHANGED}{document.id}: {change}")
                     told = True
             file.write_bytes(ids.tobytes())
-            targets = [np.full(len(piece.ids), piece.is_target) for piece in pieces]
-            file.write_loss_bytes(np.concatenate(targets).tobytes())
+            if self.template is not None:
+                targets = [np.full(len(piece.ids), piece.is_target) for piece in pieces]
+                file.write_loss_bytes(np.concatenate(targets).tobytes())
             if self.keep_bytes:
                 file.write_token_bytes(self._token_bytes(pieces))
         file.close()
