@@ -44,11 +44,7 @@ class ShortReadError(OSError):
         super().__init__(errno.EIO, reason, str(path))
 
 
-def _is_transient(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
-
-
-def retried(act: Callable[[], T], is_transient: Callable[[Exception], bool] = _is_transient) -> T:
+def retried(act: Callable[[], T]) -> T:
     """Call `act`, again after a transient error, and return its result.
 
     `act` must open its file itself, since a stale handle stays stale.
@@ -56,8 +52,8 @@ def retried(act: Callable[[], T], is_transient: Callable[[Exception], bool] = _i
     for attempt in range(ATTEMPTS - 1):
         try:
             return act()
-        except Exception as error:
-            if not is_transient(error):
+        except OSError as error:
+            if error.errno not in TRANSIENT_ERRNOS:
                 raise
             wait = WAIT_SECONDS * 2**attempt
             logger.warning("%s; trying again in %g s", error, wait)

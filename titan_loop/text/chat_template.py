@@ -123,15 +123,11 @@ class ChatTemplate:
                 if closed.endswith(token) and prompt.startswith(closed.removesuffix(token)):
                     spoken = spoken.removesuffix(token)
                     break
-            if not whole.startswith(spoken):
+            if not (whole.startswith(spoken) and spoken.startswith(prompt)):
                 raise AnswersNotFoundError(
-                    "the chat template rewrites a turn once others follow, and it has no "
-                    "{% generation %} marks: what the model is to say cannot be told"
-                )
-            if not spoken.startswith(prompt):
-                raise AnswersNotFoundError(
-                    "the chat template asks for an answer otherwise than it writes one, and it has "
-                    "no {% generation %} marks: what the model is to say cannot be told"
+                    "the chat template rewrites a turn once others follow, or writes an answer "
+                    "otherwise than it asks for one, and it has no {% generation %} marks: what "
+                    "the model is to say cannot be told"
                 )
             yield len(prompt), len(spoken)
 

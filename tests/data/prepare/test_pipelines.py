@@ -126,7 +126,7 @@ def test_workers_end_with_their_parent(tmp_path):
     """Or they would write into the shards of the next start."""
     command = (
         "import sys; from pathlib import Path; from functools import partial\n"
-        "from tests.data.prepare.test_executors import Pipeline, run_pipelines, wait_for_ever\n"
+        "from tests.data.prepare.test_pipelines import Pipeline, run_pipelines, wait_for_ever\n"
         "if __name__ == '__main__':\n"
         "  steps = {'wait': partial(wait_for_ever, Path(sys.argv[1]))}\n"
         "  logs = Path(sys.argv[1]) / 'logs'\n"
