@@ -4,10 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from titan_loop.analysis import drawing
 from titan_loop.analysis.depth_plots import plot_depths
 from titan_loop.analysis.report import plot_run
 from titan_loop.cli.main import main
@@ -68,32 +66,6 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure)
     )
     return figures
-
-
-def test_names_stand_in_the_order_of_their_lines_and_apart(drawn, tmp_path):
-    ends = {"low": 0.0, "level": 0.5, "same": 0.5, "near": 0.501, "high": 1.0}
-
-    def draw(axes):
-        for name, color in drawing.series_colors([*ends]).items():
-            axes.plot([0, 1], [0, ends[name]], color=color, label=name)
-
-    drawing.draw_axes(draw, tmp_path / "x.png", title="A conclusion")
-    axes = drawn[0].axes[0]
-    assert drawn[0].get_suptitle() == "A conclusion"
-    named = sorted(axes.texts, key=lambda text: text.xyann[1])
-    assert [text.get_text() for text in named] == [*ends]
-    heights = np.array([text.xyann[1] for text in named])
-    points = 72 * drawn[0].get_figheight() * axes.get_position().height
-    assert (np.diff(heights) * points > 10).all()
-    colors = {text.get_text(): text.get_color() for text in named}
-    assert all(colors[line.get_label()] == line.get_color() for line in axes.lines)
-
-
-def test_at_most_six_series_have_a_colour():
-    colors = drawing.series_colors([f"row {number}" for number in range(9)])
-    assert [*colors.values()] == [*drawing.COLORS, *[drawing.GREY] * 3]
-    of_depth = [color for color in drawing.depth_colors(16) if isinstance(color, np.ndarray)]
-    assert len(of_depth) == 6
 
 
 def write_held_out(run: RunDirectory) -> None:

@@ -1,14 +1,10 @@
 """The report: one page with everything inside, also of awkward runs, looked at in a browser."""
 
 import html.parser
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
-import matplotlib.image
-import numpy as np
 import pytest
 
 from tests.analysis.test_plots import scored, write_held_out, write_metrics
@@ -21,7 +17,6 @@ from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SECTIONS = [
     "Summary",
     "Loss per recurrent step",
@@ -161,29 +156,3 @@ def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_a_browser_shows_every_image(family: tuple[Path, Path], tmp_path: Path):
-    """A screenshot of the whole page has the colours of the plots from top to bottom."""
-    path = family[1] / REPORT_NAME
-    shot, height = tmp_path / "shot.png", 9000
-    flags = [
-        "--headless", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-        "--no-first-run", "--no-sandbox", f"--screenshot={shot}",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size=1000,{height}", "--proxy-server=127.0.0.1:9",  # nothing answers there
-    ]  # fmt: skip
-    assert CHROMIUM is not None
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    command = [CHROMIUM, *flags, path.as_uri()]
-    subprocess.run(command, env=environment, check=True, capture_output=True)
-    pixels = (matplotlib.image.imread(shot)[..., :3] * 255).astype(int)
-    assert pixels.shape == (height, 1000, 3)
-    # Curves are coloured, text and grid are not; count the separate places with colour.
-    coloured = (pixels.max(-1) - pixels.min(-1) > 60).any(1)
-    rows = np.flatnonzero(coloured)
-    places = 1 + int((np.diff(rows) > 60).sum())
-    assert places >= 5, rows  # six images; neighbours may touch
-    dark = np.flatnonzero((pixels.max(-1) < 120).any(1))
-    assert dark[-1] < height - 50, "the page is cut off"

@@ -101,15 +101,6 @@ def test_results_of_an_analysis_and_documents_of_text_belong_to_the_result(tmp_p
     }
 
 
-@pytest.mark.parametrize("damage", [{"results": []}, {"step": "x"}, {"results": {"a": "x"}}])
-def test_a_damaged_record_of_an_analysis_is_one_line(tmp_path, damage):
-    run = trained(tmp_path)
-    record = {"results": {"a": 0.5}, "step": 4, **damage}
-    write_json(run.evaluations / "intervention-step-4.json", record)
-    with pytest.raises(UserError, match=r"is damaged .*analyse the run again"):
-        RunResult.of(run)
-
-
 def test_a_cell_is_the_mean_over_seeds_beside_the_papers():
     results = results_of(looped={1: 0.9, 2: 1}, not_looped={1: 0.125})
     assert table_text(TABLE, results).splitlines()[2:] == [
@@ -128,57 +119,6 @@ def results_of(**seeds: dict[int, float]) -> list[RunResult]:
         for stage, values in seeds.items()
         for seed, value in values.items()
     ]
-
-
-@pytest.fixture
-def figures(monkeypatch) -> list:
-    """The figures that would be written."""
-    drawn: list = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_: drawn.append(figure))
-    return drawn
-
-
-def bars_of(axes) -> list[tuple[list[float], list[float], list[list[float]], object]]:
-    """Return x, y, the ends of the bars and the marker's face of everything with bars."""
-    return [
-        (
-            [*line.get_xdata()],
-            [*line.get_ydata()],
-            [sorted(end for point in segment for end in point) for segment in bars.get_segments()],
-            line.get_markerfacecolor(),
-        )
-        for line, _, (bars,) in (container.lines for container in axes.containers)
-    ]
-
-
-def test_points_stand_at_their_means_with_bars_and_two_seeds_are_hollow(figures, tmp_path):
-    found = results_of(looped={1: 0.5, 2: 0.51, 3: 0.505}, not_looped={1: 0.25, 2: 0.35})
-    mean, _ = TABLE.mean(found, "looped", "8") or (None, 0)
-    assert mean is not None
-    draw_table(TABLE, found, tmp_path / "x.png")
-    (axes,) = figures[0].axes
-    (x, y, (bar,), face), (_, twice, (point,), hollow) = bars_of(axes)
-    assert (x, y, twice) == ([8.0], [50.5], [30.0])
-    assert bar == pytest.approx(sorted([8, 8, mean.low, mean.high]))
-    assert point == pytest.approx([8, 8, 30, 30])  # no bar
-    assert hollow == "white" != face
-    (paper,) = [
-        line for line in axes.lines if line.get_linestyle() == "--" and len(line.get_xdata())
-    ]
-    assert ([*paper.get_xdata()], [*paper.get_ydata()]) == ([2, 8], [100, 97.62])
-    assert axes.get_xlabel() == "operations; dashed: the paper"
-    assert axes.get_xscale() == "linear"
-    draw_table(replace(TABLE, columns_are="", paper={"looped": {"8": 97.62}}), found, tmp_path)
-    panel = figures[1].axes[1]
-    assert [(x, y) for x, y, *_ in bars_of(panel)] == [([50.5], [0]), ([30.0], [1])]
-    assert [*panel.lines[1].get_xdata()] == [97.62]
-    assert panel.get_xlabel() == "% solved; diamonds: the paper"
-    assert [text.get_text() for text in panel.get_yticklabels()] == ["", ""]
-    low, high = panel.get_ylim()
-    assert low > high  # the first row is on top
-    grid = replace(TABLE, columns={"half": {"stage": "50", "stratum": "8"}})
-    where, name = grid.address("looped", "half")
-    assert (where["stage"], name) == ("looped_50", "mano/8/acc,none/static:4")
 
 
 def test_rows_are_compared_on_the_same_documents():
@@ -276,6 +216,50 @@ def test_only_changed_code_makes_a_commit_unclean(tmp_path, monkeypatch):
     assert not is_clean(source_commit())
 
 
+def test_points_stand_at_their_means_with_bars_and_two_seeds_are_hollow(monkeypatch, tmp_path):
+    figures: list = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda f, *_: figures.append(f))
+    found = results_of(looped={1: 0.5, 2: 0.51, 3: 0.505}, not_looped={1: 0.25, 2: 0.35})
+    mean, _ = TABLE.mean(found, "looped", "8") or (None, 0)
+    assert mean is not None
+    message = "{looped|8} % beside {not|2} %"
+    draw_table(replace(TABLE, message=message), found, tmp_path / "x.png")
+    assert figures[0].get_suptitle() == "50.5 % beside – %"
+    (axes,) = figures[0].axes
+    lines = [container.lines for container in axes.containers]
+    (point, _, (bars,)), (twice, _, (none,)) = lines
+    assert ([*point.get_xdata()], [*point.get_ydata()], [*twice.get_ydata()]) == ([8], [50.5], [30])
+    assert bars.get_segments()[0][:, 1].tolist() == pytest.approx([mean.low, mean.high])
+    assert none.get_segments()[0][:, 1].tolist() == [30, 30]  # no bar
+    assert twice.get_markerfacecolor() == "white" != point.get_markerfacecolor()
+    draw_table(replace(TABLE, columns_are="", paper={"looped": {"8": 97.62}}), found, tmp_path)
+    panel = figures[1].axes[1]
+    assert [*panel.lines[1].get_xdata()] == [97.62]
+    assert panel.get_xlabel() == "% solved; diamonds: the paper"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "fix"),
+    [
+        ("results", {"units": {"a": ["1 2", "3"]}}, "write it again"),
+        ("results", {"results": {"a": "x"}}, "write it again"),
+        ("results", {"x": 1}, "write it again"),
+        ("evals", {"results": []}, "analyse the run again"),
+        ("evals", {"step": "x"}, "analyse the run again"),
+    ],
+)
+def test_a_damaged_record_is_one_line(tmp_path: Path, name: str, damage: dict, fix: str):
+    run = trained(tmp_path / "run")
+    result = RunResult.of(run)
+    record = {"results": {"a": 0.5}, "step": 4} if name == "evals" else asdict(result)
+    path = run.evaluations / "intervention-step-4.json"
+    if name == "results":
+        path = result.save(tmp_path / "results")
+    write_json(path, record | damage)
+    with pytest.raises(UserError, match=rf"^{path} is damaged .*{fix}"):
+        RunResult.of(run) if name == "evals" else RunResult.all_of(path.parent)
+
+
 def test_mistakes(tmp_path, capsys):
     assert main(["results", "show", COMMAND[2], "--folder", str(tmp_path)]) == 2
     assert f"{tmp_path / 'mine'} has no result" in capsys.readouterr().err
@@ -284,19 +268,3 @@ def test_mistakes(tmp_path, capsys):
     RunDirectory(tmp_path / "a").create_or_open(["python", "mine.py"], config={})
     with pytest.raises(UserError, match=r"started by 'python mine\.py', not by titan-loop train"):
         RunResult.of(RunDirectory(tmp_path / "a"))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"units": {"a": ["1 2", "3"]}},
-        {"results": {"a": "x"}},
-        {"flops": "x"},
-        {"x": 1},
-    ],
-)
-def test_a_damaged_result_is_one_line(tmp_path: Path, damage: dict):
-    path = RunResult.of(trained(tmp_path / "run")).save(tmp_path / "results")
-    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    with pytest.raises(UserError, match=rf"^{path} is damaged .*; write it again"):
-        RunResult.all_of(path.parent)

@@ -18,19 +18,13 @@ import pytest
 import titan_loop.compat as compat
 
 import titan_loop
-from tests.data.tasks.toy_task import Backwards
 from tests.support.command_lines import accept
-from tests.support.tiny import SEQ_LEN, standard_library_texts, tiny_config
+from tests.support.tiny import tiny_config
 from titan_loop.cli.main import main
-from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.errors import UserError
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.registry import load_recipe
 from titan_loop.recipes.start import run_recipe
-from titan_loop.recipes.starting_point import start_from
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import read_status, status_lines
-from titan_loop.training.trainer import LoopTrainer
 
 PACKAGE = Path(titan_loop.__file__).parent
 # `titan-loop WORDS`, up to a quote or a mark of punctuation; the verb may be a value.
@@ -52,12 +46,19 @@ PARSED = {
     "analysis/results.py: train RECIPE": "train quickstart",
     "checkpoint/manager.py: convert export": "convert export runs/my --output mine",
     "checkpoint/manager.py: convert import": "convert import mine --output runs/my",
+    "cli/arguments.py: {} --help": "eval --help",
+    "cli/arguments.py: {} VERB --help": "data pack --help",
     "cli/flag_help.py: convert export": "convert export runs/my --output mine",
     "cli/lm_eval.py: eval": "eval runs/my --tasks mano",
     "cli/lm_eval.py: lm_eval ls tasks": "lm_eval ls tasks",
     "cli/main.py: train quickstart --total-tokens 200000": "train quickstart --total-tokens 200000",
     "cli/slurm.py: slurm status {}": "slurm status runs/my",
     "cli/views.py: scaling {}": "scaling runs/a runs/b",
+    "data/packed_index.py: data pack {} --seq-len {}": "data pack sources/my --seq-len 256",
+    "data/source_card.py: data tokenize": "data tokenize my --output sources/my --tokenizer a.json",
+    "formats/llama_shape.py: convert export RUN --list": LIST,
+    "recipes/starting_point.py: convert import {} --output {}": "convert import a --output runs/a",
+    "runs/saved_run.py: eval {} --tasks {}": "eval runs/my --tasks mano",
     # Tokenises all of Python's installation; the quick start in CI runs it.
     "data/source_card.py: data demo": "data demo",
     "evaluation/harness_tasks.py: eval": "eval runs/my --tasks offline",
@@ -133,7 +134,7 @@ def test_a_hint_that_another_test_runs(key: str, test: str):
 
 @pytest.mark.parametrize(("key", "command"), PARSED.items(), ids=[*PARSED])
 def test_a_hint_that_is_parsed(key: str, command: str):
-    open_word = r"\{\}|RUN|RECIPE|FOLDER|FILE|NAME|L(?= |$)"
+    open_word = r"\{\}|VERB|RUN|RECIPE|FOLDER|FILE|NAME|L(?= |$)"
     words = re.split(open_word, key.partition(": ")[2])
     assert re.match(r"\S+".join(map(re.escape, words)) + r"(?!\S)", command)
     accept(command.split())
@@ -145,13 +146,6 @@ def two_stages() -> Recipe:
     first, second = (Stage(name=name, config=one) for name, one in zip("ab", stages, strict=True))
     second.parent = first.name
     return Recipe(name="not_the_function", stages=[first, second])
-
-
-def one_task() -> LoopTrainer.Config:
-    """A run on generated examples."""
-    config = tiny_config(Path("nowhere"), Path("unused"), steps=2)
-    config.dataloader = TaskLoader.Config(task=Backwards())
-    return config
 
 
 @pytest.fixture(scope="module")
@@ -221,89 +215,3 @@ def test_what_a_report_lacks_is_made(alone: None, trained: Path, capfd: Captured
     assert main(told(text, "analysis/report.py: eval {}")) == 0
     assert main(told(capfd.readouterr().out, "cli/eval.py: report {}")) == 0
     assert "titan-loop eval" not in (trained / "report.html").read_text()
-
-
-@follows("data/packed_index.py: data pack {} --seq-len {}")
-def test_a_source_that_is_not_packed_or_damaged_is_packed(
-    alone: None, source: Path, tmp_path: Path, capfd: Captured
-):
-    copy = copytree(source, tmp_path / "source")
-    train = ["train", RECIPE, "--stage", "a", "--dataloader.mixture", f"{copy}=1:packed"]
-    train += ["--dump-folder", str(tmp_path / "run")]
-    assert main(train) == 2
-    pack = told(capfd.readouterr().err, "data/packed_index.py: data pack {} --seq-len {}")
-    assert main(pack) == 2
-    assert "or split them with --long-documents split" in capfd.readouterr().err
-    assert main([*pack, "--long-documents", "split"]) == 0
-    index = copy / "train" / f"packed_{SEQ_LEN}.windows"
-    whole = index.read_bytes()
-    index.write_bytes(whole[:-8])
-    assert main(train) == 2
-    error = capfd.readouterr().err
-    assert main(shlex.split(error.partition("with titan-loop ")[2])) == 0
-    assert index.read_bytes() == whole
-    assert main(train) == 0
-
-
-@follows("data/source_card.py: data tokenize")
-def test_a_source_whose_preparation_was_interrupted_is_tokenised_again(
-    source: Path, tmp_path: Path, capfd: Captured
-):
-    (tmp_path / "a.txt").write_text("\n".join(standard_library_texts(5)))
-    out = tmp_path / "out"
-    tokenizer = ["--tokenizer", str(source / "tokenizer.json")]
-    words = ["data", "tokenize", str(tmp_path / "a.txt"), "--output", str(out), *tokenizer]
-    assert main(words) == 0
-    card = (out / "source.json").read_bytes()
-    (out / "source.json").unlink()
-    assert main(["data", "verify", str(out)]) == 2
-    assert told(capfd.readouterr().err, "data/source_card.py: data tokenize") == words[:2]
-    assert main(words) == 0
-    assert (out / "source.json").read_bytes() == card
-
-
-@follows(
-    "formats/llama_shape.py: convert export RUN --list",
-    "recipes/starting_point.py: convert import {} --output {}",
-)
-def test_what_a_refused_export_and_start_advise(
-    trained: Path, tmp_path: Path, capfd: Captured, monkeypatch: pytest.MonkeyPatch
-):
-    export = ["convert", "export", str(trained), "--output", str(tmp_path / "mine")]
-    assert main([*export, "--to", "xllm", "--dtype", "bfloat16"]) == 2
-    words = told(capfd.readouterr().err, "formats/llama_shape.py: convert export RUN --list")
-    assert main([word.replace("RUN", str(trained)) for word in words]) == 0
-    assert re.search("^transformers +yes", capfd.readouterr().out, re.MULTILINE)
-    assert main(export) == 0
-
-    def start() -> SavedRun:
-        recipe, folder = load_recipe("quickstart"), str(tmp_path / "run")
-        return start_from(recipe, tmp_path / "mine", only=None, folder=folder, command=[])
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError) as refused:
-        start()
-    key = "recipes/starting_point.py: convert import {} --output {}"
-    assert main(told(str(refused.value), key)) == 0
-    assert start().checkpoint().tokens == 0
-
-
-@follows("cli/arguments.py: {} --help", "cli/arguments.py: {} VERB --help")
-def test_help_is_where_it_is_said_to_be(capfd: Captured):
-    assert main(["data", "pack", "--sequences", "1"]) == 2
-    assert main(told(capfd.readouterr().err, "cli/arguments.py: {} --help")) == 0
-    shown = capfd.readouterr().out
-    assert "--seq-len" in shown
-    assert main(["data"]) == 0
-    words = told(capfd.readouterr().out, "cli/arguments.py: {} VERB --help")
-    assert main([word.replace("VERB", "pack") for word in words]) == 0
-    assert capfd.readouterr().out == shown
-
-
-@follows("runs/saved_run.py: eval {} --tasks {}")
-def test_a_run_without_text_is_asked_its_task(alone: None, tmp_path: Path, capfd: Captured):
-    run = str(tmp_path / "run")
-    assert main(["train", "tests.cli.test_hints:one_task", "--dump-folder", run]) == 0
-    assert main(["generate", run, "--prompt", "x"]) == 2
-    assert main(told(capfd.readouterr().err, "runs/saved_run.py: eval {} --tasks {}")) == 0
-    assert "backwards" in capfd.readouterr().out

@@ -65,15 +65,6 @@ def test_every_stage_of_a_recipe_is_trained_in_order(trained, shutdowns):
     assert shutdowns == [2], "the process group serves all stages"
 
 
-@pytest.mark.parametrize("flags", [["--dump-folder", "x"], ["--dump_folder=x"]])
-def test_the_folder_of_a_recipe_holds_those_of_its_stages(trained, flags):
-    assert main.main(["train", "pair", *flags]) == EXIT_OK
-    assert [config.dump_folder for config in trained] == ["x/a", "x/b"]
-    trained.clear()
-    assert main.main(["train", "one", *flags]) == EXIT_OK
-    assert [config.dump_folder for config in trained] == ["x"]
-
-
 def test_one_stage_can_be_trained_alone(trained, capsys):
     assert main.main(["train", "pair", "--stage", "b", "--total-tokens", "7"]) == EXIT_OK
     assert [(config.stage, config.total_tokens) for config in trained] == [("b", 7)]

@@ -1,6 +1,5 @@
 """The harness' model: the three kinds of requests against plain computations, caches, bad input."""
 
-import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,42 +193,6 @@ def test_all_readings_cost_one_pass(trained_run: Path):
     for depth, answer in enumerate(answers, start=1):
         alone = LoopLM(trained_run, recurrent_steps=depth).loglikelihood(question)[0][0]
         assert answer == pytest.approx(alone, abs=1e-4)
-
-
-def test_the_harness_finds_the_registered_model(trained_run: Path, tmp_path: Path):
-    """`lm_eval`'s own entry, with the arguments the README gives."""
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    documents = [{"text": "def f(", "choices": ["x", "y"]}, {"text": "a", "choices": ["b", "c"]}]
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-    (tmp_path / "toy.yaml").write_text(
-        f"task: toy\ndataset_path: json\ndataset_kwargs:\n  data_files: {data}\n"
-        f"  cache_dir: {tmp_path / 'cache'}\n"
-        "test_split: train\noutput_type: multiple_choice\ndoc_to_text: '{{text}}'\n"
-        "doc_to_choice: choices\ndoc_to_target: 0\n"
-        "metric_list:\n  - metric: acc\n"
-    )
-    results = simple_evaluate(
-        model="titan_loop",
-        model_args=f"checkpoint={trained_run},recurrent_steps=4,exit=q:0.9,kv_cache=last",
-        tasks=["toy"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        batch_size=2,
-        bootstrap_iters=0,
-        cache_requests=False,
-    )
-    assert results is not None
-    lm = LoopLM(trained_run, recurrent_steps=4, exit="q:0.9")
-    right = []
-    for document in documents:
-        answers = ask(*((document["text"], f" {choice}") for choice in document["choices"]))
-        (good, _), (bad, _) = lm.loglikelihood(answers)
-        right.append(good > bad)
-    assert results["results"]["toy"]["acc,none"] == sum(right) / 2
-    assert results["config"]["reading"] == "q:0.9"
-    assert 1.0 <= results["config"]["mean_steps"] <= 4.0
 
 
 @pytest.mark.parametrize(

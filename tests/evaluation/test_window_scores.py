@@ -95,19 +95,11 @@ def test_summary_and_total():
 
 
 def test_the_held_out_text_of_a_run_or_of_sources_that_are_named(
-    text_run: Path, source: Path, little_held_out: Path, caplog, monkeypatch
+    text_run: Path, source: Path, monkeypatch
 ):
     run = SavedRun.open(text_run)
-    (own,) = open_run(run, count=3).items()
-    assert own[0] == source.name
-    assert own[1].input.shape == (3, SEQ_LEN)
     (named,) = open_run(run, count=2, sources=(source.name,), seq_len=SEQ_LEN // 2).values()
     assert named.input.shape == (2, SEQ_LEN // 2)
-    both = open_run(run, count=2, sources=(source.name, str(little_held_out)))
-    assert list(both) == [source.name]
-    assert "not scored: " in caplog.text
-    with pytest.raises(UserError, match="held"):
-        open_run(run, count=2, sources=(str(little_held_out),))
     with pytest.raises(UserError, match=r"--sources source_ is neither .*; nearest: source"):
         open_run(run, count=2, sources=("source_",))
     with pytest.raises(UserError, match="windows=0 must be at least 1"):

@@ -1,7 +1,6 @@
 """`titan-loop plan`: the arithmetic of a stage against formulas written out here, and refusals."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,6 @@ from titan_loop.training.trainer import LoopTrainer
 
 H100 = DEVICES["h100-80gb"]
 D, FFN, LAYERS, VOCABULARY, WINDOW = 2048, 5632, 24, 49_152, 4096
-HELD_BYTES = 2 * (LAYERS * (4 * D * D + 3 * D * FFN + 4 * D) + D + D + 1)
-"""Of the layers, norm and gate in bf16."""
 OURO = Cluster(nodes=64, gpus_per_node=8, gpu=H100, mfu=0.4)
 
 
@@ -79,29 +76,6 @@ def test_limits_of_r_and_steps_without_backward_count():
     model = decoder_config(config.model, max_seq_len=WINDOW)
     by_model = model.training_flops(WINDOW, 4, backward_steps=1)
     assert truncated == pytest.approx(by_model)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "changes", "policy"),
-    [
-        (H100, {}, "per_step"),
-        (replace(H100, memory_bytes=10.1 * HELD_BYTES), {}, "per_step"),
-        (replace(H100, memory_bytes=9.9 * HELD_BYTES), {}, "per_visit"),
-        (
-            replace(H100, memory_bytes=9.9 * HELD_BYTES),
-            {"parallelism.tensor_parallel_degree": 2},
-            "per_step",
-        ),
-        (H100, {"parallelism.fsdp_reshard_after_forward": "always"}, "per_visit"),
-        (H100, {"fsdp.policy": "per_visit"}, "per_visit"),
-    ],
-)
-def test_layers_are_held_where_they_take_a_tenth_of_the_smallest_device(gpu, changes, policy):
-    config = config_of("ct_annealing")
-    for path, value in changes.items():
-        section, field = path.split(".")
-        setattr(getattr(config, section), field, value)
-    assert stage_needs("x", config, replace(OURO, gpu=gpu)).policy == policy
 
 
 def test_the_table_of_ouro_on_64_nodes(capsys):

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from titan_loop.cli.main import main
 
-MOST_SECONDS = 1800
 TABLE = 'print("a | b | c\\na warning\\n1 | 2 | 3")'
 
 
@@ -107,72 +105,6 @@ def test_a_done_table_is_kept_and_a_failed_one_runs_again(bench, place, tmp_path
 
     assert [run("1 / 0", again=False), run(TABLE, again=False)] == ["failed", "done"]
     assert [run("1 / 0", again=False), run("1 / 0", again=True)] == ["done", "failed"]
-
-
-def test_a_table_that_runs_again_begins_with_an_empty_cache(bench, place, tmp_path):
-    cold, warm = bench.gpu_tables.compilation(place)[1:]
-    cache = cold.environment["TORCHINDUCTOR_CACHE_DIR"]
-    assert cache == warm.environment["TORCHINDUCTOR_CACHE_DIR"]
-    program = f"from pathlib import Path\ncache = Path({cache!r})\n"
-    program += 'print("a | b | warm\\n1 | 2 | " + str(cache.exists()))\ncache.mkdir(exist_ok=True)'
-    rows = [row(bench, tmp_path, name, program) for name in ("cold", "warm")]
-    for _ in range(2):
-        bench.gpu.run_table(table(bench, rows, name="compilation"), place, again=True)
-        found = [line["warm"] for line in record_of(place, "compilation")["rows"]]
-        assert found == ["False", "True"]
-
-
-def test_masks_of_dropout_are_the_host_s_where_ranks_are_compared(bench):
-    nccl_parity = importlib.import_module("nccl_parity")
-    drawn = []
-    for device in ("cpu", "meta"):  # a GPU's generator would leave the host's alone
-        torch.manual_seed(0)
-        with nccl_parity.drawn_on_the_host():
-            masks = torch.rand((2, 3), device=device)
-        assert masks.device.type == device
-        drawn.append(torch.rand(4))
-    torch.testing.assert_close(*drawn, rtol=0, atol=0)
-
-
-def test_tables_of_one_gpu_have_one_each_where_there_are_several(bench, tmp_path):
-    place = bench.gpu_tables.Place(gpus=2, gpu="", machine="", output=tmp_path / "output")
-    program = 'import os\nprint("a | b | shown\\n1 | 2 | " + os.environ["CUDA_VISIBLE_DEVICES"])'
-    rows = [row(bench, tmp_path, "a", program)]
-    names = {"throughput": "one", "attention": "one", "decode": "one", "parity": "all"}
-    tables = [table(bench, rows, name=name, uses=uses) for name, uses in names.items()]
-    assert bench.gpu.run_all(tables, place, again=False) == ["done"] * 4
-    shown = [record_of(place, name)["rows"][0]["shown"] for name in names]
-    assert set(shown[:3]) <= {"0", "1"}
-    assert shown[3] == ""  # as this process has it
-
-
-@pytest.mark.multiprocess
-def test_ranks_of_torchrun_report_the_error_of_theirs_that_failed(bench, tmp_path):
-    program = "import os\nassert os.environ['RANK'] != '1', 'rank 1 is out of memory'"
-    two = row(bench, tmp_path, "two", program, ranks=2)
-    log = tmp_path / "log"
-    *_, line = bench.gpu_rows.run_row(two, folder=tmp_path, log=log, seconds=600, forked=False)
-    assert line["error"] == "AssertionError: rank 1 is out of memory"
-
-
-def test_all_tables_end_within_half_an_hour_on_one_gpu_and_on_eight(bench):
-    tables = bench.gpu_tables.TABLES.values()
-    one, all_gpus, host = (
-        [table.seconds for table in tables if table.uses == uses] for uses in ("one", "all", "host")
-    )
-    assert sum(one) + sum(host) <= MOST_SECONDS
-    assert len(one) <= 8  # each has a GPU of its own
-    assert max(one) + sum(all_gpus) + sum(host) <= MOST_SECONDS
-
-
-def test_every_row_of_a_gpu_has_a_command_or_a_reason(bench, tmp_path):
-    for gpus in (1, 2, 8):
-        place = bench.gpu_tables.Place(gpus=gpus, gpu="h100-80gb", machine="", output=tmp_path)
-        for each in bench.gpu_tables.TABLES.values():
-            names = [row.name for row in each.rows(place)]
-            assert len(names) == len(set(names)) > 0, each.name
-            for made in each.rows(place):
-                assert made.absent or made.ranks <= max(1, gpus), (each.name, made.name)
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ import pytest
 from titan_loop.data.demo import local_python
 from titan_loop.data.demo.local_python import document_identity
 from titan_loop.data.demo.local_python import split_of as split_of_document
-from titan_loop.text.conversation import parse_conversation
-from tools.local_chats import LARGEST_CHAT_BYTES, build_local_chats, function_chats
+from tools.local_chats import build_local_chats, function_chats
 
 MODULE = '''
 def total(numbers, start):
@@ -49,21 +48,6 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def records(folder: Path, split: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (folder / f"{split}.jsonl").read_bytes().splitlines()]
-
-
-def test_they_are_chats_and_short_enough_for_a_window(chats: Path):
-    found = records(chats, "train") + records(chats, "held_out")
-    sizes = [len((r["question"] + r["answer"]).encode()) for r in found]
-    assert max(sizes) <= LARGEST_CHAT_BYTES
-    assert 20_000 <= sum(sizes) < 25_000
-    assert all(
-        [turn.role for turn in parse_conversation(r).turns] == ["user", "assistant"] for r in found
-    )
-    assert len({r["answer"] for r in found if r["source"] != "mano"}) == sum(
-        r["source"] != "mano" for r in found
-    )
-    mano = [r for r in found if r["source"] == "mano"]
-    assert 0.15 < len(mano) / len(found) < 0.3
 
 
 def test_what_the_corpus_holds_out_is_held_out_here(chats: Path):

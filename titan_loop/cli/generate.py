@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,14 +14,7 @@ from titan_loop.cli.arguments import command
 from titan_loop.errors import UserError, require_at_least
 
 if TYPE_CHECKING:
-    import torch
-    from tokenizers import Tokenizer
-
-    from titan_loop.inference.engine import Engine
-    from titan_loop.inference.loading import Loaded, TextEnds
     from titan_loop.inference.rows import Completion, GeneratedToken
-    from titan_loop.inference.sampling import Sampling
-    from titan_loop.text.chat_encoding import ChatEncoder
     from titan_loop.text.conversation import Turn
 
 _LARGEST_SEED = 2**64 - 1  # of torch.Generator
@@ -104,12 +97,7 @@ def run(checkpoint: Path, generation: Generation, *, stage: str | None = None) -
 
     from titan_loop.runs.recipe_folder import chosen_run
 
-    session = _open_session(chosen_run(checkpoint, stage), generation)
-    if generation.chat and session.loaded.run.text_format(session.tokenizer).turn_end is None:
-        print(
-            "[this model was not trained on conversations: it continues the text of the chat]",
-            file=sys.stderr,
-        )
+    session = _Session(chosen_run(checkpoint, stage), generation)
     if len(generation.prompt) > 1:
         session.print_answers(list(generation.prompt))
     else:
@@ -117,64 +105,55 @@ def run(checkpoint: Path, generation: Generation, *, stage: str | None = None) -
             session.print_answers([prompt])
 
 
-def _open_session(checkpoint: Path, generation: Generation) -> "_Session":
-    import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
-    import torch
-
-    from titan_loop.inference.cache import cache_strategy
-    from titan_loop.inference.engine import Engine
-    from titan_loop.inference.exit_policy import parse_exit_policy
-    from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
-    from titan_loop.inference.sampling import Sampling
-    from titan_loop.inference.speculative import SelfSpeculation
-
-    policy = parse_exit_policy(generation.exit)
-    sampling = Sampling(
-        temperature=generation.temperature, top_k=generation.top_k, top_p=generation.top_p
-    )
-    cache_strategy(generation.kv_cache)  # refuses a wrong one before a checkpoint is read
-    loaded = load_checkpoint(
-        checkpoint,
-        use="generate",
-        context_tokens=generation.context,
-        device=compat.device_type(),
-        dtype=getattr(torch, generation.dtype),
-    )
-    speculation = None
-    if generation.draft_step is not None:
-        speculation = SelfSpeculation(generation.draft_step, _DRAFT_TOKENS)
-    engine = Engine(
-        loaded.model,
-        recurrent_steps=generation.recurrent_steps or loaded.recurrent_steps,
-        kv_cache=generation.kv_cache,
-        exit_policy=policy,
-        prefill_steps=generation.prefill_steps,
-        speculation=speculation,
-    )
-    tokenizer = load_matching_tokenizer(loaded, generation.tokenizer)
-    generator = torch.Generator().manual_seed(generation.seed)
-    ends = text_ends(loaded, tokenizer)
-    encoder = None
-    if generation.chat:
-        from titan_loop.text.chat_encoding import ChatEncoder
-
-        encoder = ChatEncoder(tokenizer, loaded.run.text_format(tokenizer).template)
-    return _Session(generation, engine, loaded, tokenizer, ends, sampling, generator, encoder)
-
-
-@dataclass
 class _Session:
     """A conversation with a model, or one completion after another."""
 
-    generation: Generation
-    engine: "Engine"
-    loaded: "Loaded"
-    tokenizer: "Tokenizer"
-    ends: "TextEnds"
-    sampling: "Sampling"
-    generator: "torch.Generator"
-    encoder: "ChatEncoder | None"
-    turns: list["Turn"] = field(default_factory=list)
+    def __init__(self, checkpoint: Path, generation: Generation) -> None:
+        import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
+        import torch
+
+        from titan_loop.inference.cache import cache_strategy
+        from titan_loop.inference.engine import Engine
+        from titan_loop.inference.exit_policy import parse_exit_policy
+        from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
+        from titan_loop.inference.sampling import Sampling
+        from titan_loop.inference.speculative import SelfSpeculation
+        from titan_loop.text.chat_encoding import ChatEncoder
+
+        self.generation = generation
+        policy = parse_exit_policy(generation.exit)
+        self.sampling = Sampling(
+            temperature=generation.temperature, top_k=generation.top_k, top_p=generation.top_p
+        )
+        cache_strategy(generation.kv_cache)  # refuses a wrong one before a checkpoint is read
+        loaded = load_checkpoint(
+            checkpoint,
+            use="generate",
+            context_tokens=generation.context,
+            device=compat.device_type(),
+            dtype=getattr(torch, generation.dtype),
+        )
+        draft = generation.draft_step
+        self.engine = Engine(
+            loaded.model,
+            recurrent_steps=generation.recurrent_steps or loaded.recurrent_steps,
+            kv_cache=generation.kv_cache,
+            exit_policy=policy,
+            prefill_steps=generation.prefill_steps,
+            speculation=None if draft is None else SelfSpeculation(draft, _DRAFT_TOKENS),
+        )
+        self.tokenizer = load_matching_tokenizer(loaded, generation.tokenizer)
+        self.generator = torch.Generator().manual_seed(generation.seed)
+        self.ends = text_ends(loaded, self.tokenizer)
+        self.encoder: ChatEncoder | None = None
+        self.turns: list[Turn] = []
+        if generation.chat:
+            text = loaded.run.text_format(self.tokenizer)
+            self.encoder = ChatEncoder(self.tokenizer, text.template)
+            if text.turn_end is None:
+                self._note(
+                    "this model was not trained on conversations: it continues the text of the chat"
+                )
 
     def print_answers(self, prompts: list[str]) -> None:
         """Print a single answer token by token, or several completions one below the other."""
