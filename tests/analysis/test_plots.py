@@ -144,8 +144,8 @@ def test_several_runs_are_drawn_beside_each_other(drawn: list[Any], tmp_path: Pa
         "compared_depths.png",
     ]
     losses, bits = drawn
-    assert {text.get_text() for text in losses.axes[0].texts} == {"flat", "deep"}
-    assert {text.get_text() for text in bits.axes[0].texts} == {"flat", "deep"}
+    assert {text.get_text() for text in losses.axes[0].get_legend().texts} == {"flat", "deep"}
+    assert {text.get_text() for text in bits.axes[0].get_legend().texts} == {"flat", "deep"}
     (dashed,) = [line for line in bits.axes[0].lines if line.get_linestyle() == "--"]
     assert [*dashed.get_ydata()] == [2.5, 2.5]
 

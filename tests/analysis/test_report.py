@@ -12,7 +12,6 @@ from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from titan_loop.analysis.report import REPORT_NAME, write_report
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
 from titan_loop.cli.main import main
-from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -147,12 +146,3 @@ def test_a_run_that_has_only_begun_or_was_only_evaluated(source: Path, tmp_path:
     assert "training steps" in text
     assert "Lineage" not in text
     assert f"titan-loop eval {run.path} --tasks held_out --frontier" in text
-
-
-def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys):
-    run = write_run_of(source, tmp_path / "run")
-    for folder, message in ((run, "has no records"), (tmp_path / "none", "not a run directory")):
-        assert main(["report", str(folder)]) == EXIT_USER_ERROR
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1

@@ -103,16 +103,6 @@ def test_a_group_lists_its_verbs(capsys, words: list[str]):
     assert printed[-1] == "For details: titan-loop data VERB --help"
 
 
-def test_a_group_calls_its_verb_or_names_the_nearest(capsys):
-    run = group("data", {"say": lines, "stop": lines})
-    assert run(["say", "x", "--times", "2"]) == 0
-    assert capsys.readouterr().out == "x\nx\n"
-    with pytest.raises(UserError, match="unknown verb 'data sya'; nearest: say"):
-        run(["sya"])
-    with pytest.raises(UserError, match=r"data say: .*; see titan-loop data say --help"):
-        run(["say"])
-
-
 def train(recipe: str, *, folder: str = "", flags: list[str]) -> list[str]:
     """Train.
 

@@ -80,15 +80,6 @@ def test_speculation_reports_its_acceptance_and_changes_nothing(capsys, trained_
     assert re.search(r"accepted \d+% of the drafts", err)
 
 
-def test_prompts_and_stop_strings_may_begin_with_dashes(capsys, trained_run):
-    flags = ("--stop", "--", "--stop", "-x")
-    out, _ = generate(capsys, trained_run, "--prompt", "--ab", "--prompt=-c", *NEW, *flags)
-    assert out.startswith("=== --ab\n")
-    assert "\n=== -c\n" in out
-    assert main(["generate", str(trained_run), "--prompt"]) == EXIT_USER_ERROR
-    assert "Missing value for argument '--prompt'" in capsys.readouterr().err
-
-
 def test_lines_of_standard_input_are_prompts(capsys, monkeypatch, trained_run):
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\n\nc\n"))
     out, _ = generate(capsys, trained_run, *NEW)

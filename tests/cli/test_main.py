@@ -98,21 +98,6 @@ def test_unknown_names_are_answered_with_the_nearest(capsys):
     assert "no module 'no_such_package'" in error_of(capsys, "train", "no_such_package.m:f")
 
 
-def test_mistakes_of_a_verb_name_it(capsys):
-    assert "data train-tokenizer: --vocab-size INT" in error_of(
-        capsys, "data", "train-tokenizer", "x"
-    )
-    assert (
-        "data show: --count=x is not a whole number; write it like 2000; see titan-loop data"
-        in error_of(capsys, "data", "show", "corpora/x", "--count", "x")
-    )
-    assert "the recipe comes first" in error_of(capsys, "train", "--total-tokens", "3")
-    assert "is not a folder; give a run or" in error_of(capsys, "eval", "/nonexistent/run")
-    assert "is not a folder; give the folder of a run" in error_of(
-        capsys, "plot", "/nonexistent/run"
-    )
-
-
 @pytest.mark.parametrize(
     ("raised", "code", "message"),
     [

@@ -54,17 +54,6 @@ def shutdowns() -> list[int]:
     return []
 
 
-def test_every_stage_of_a_recipe_is_trained_in_order(trained, shutdowns):
-    flags = ["--total-tokens", "7", "--model.size", "quickstart", "activation-checkpoint:full"]
-    assert main.main(["train", "pair", *flags]) == EXIT_OK
-    assert {config.model.size for config in trained} == {"quickstart"}
-    assert type(trained[0].activation_checkpoint).__qualname__ == "FullAC.Config"
-    assert [config.dump_folder for config in trained] == ["runs/pair/a", "runs/pair/b"]
-    assert [config.stage for config in trained] == ["a", "b"]
-    assert {config.total_tokens for config in trained} == {7}
-    assert shutdowns == [2], "the process group serves all stages"
-
-
 def test_one_stage_can_be_trained_alone(trained, capsys):
     assert main.main(["train", "pair", "--stage", "b", "--total-tokens", "7"]) == EXIT_OK
     assert [(config.stage, config.total_tokens) for config in trained] == [("b", 7)]

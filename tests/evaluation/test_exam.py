@@ -13,7 +13,6 @@ from tests.data.tasks.toy_run import TASK, toy_config
 from tests.evaluation.runs import ask_untrained
 from tests.inference.reference import make_model
 from titan_loop.cli.main import main
-from titan_loop.data.tasks.task import Knowledge
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.exam import Exam
@@ -97,37 +96,6 @@ def test_a_question_is_also_graded_at_the_depth_it_needs():
     assert (found["static:1"].mean_steps, found["static:3"].mean_steps) == (1, 3)
     exam.steps[name] = [1, 2, 3, 1]
     assert list(exam.grade(names, lambda windows: (right, steps))[name]) == names
-
-
-class Facts(type(TASK)):
-    """The same words as facts: 5 bits of one letter, 7 bits of two, and ten items."""
-
-    knowledge = Knowledge(10, {"1_letters": 5.0, "2_letters": 7.0})
-
-
-def test_known_bits_are_those_of_a_guess_less_the_loss():
-    exam = Exam(Facts(), 4, vocab_size=TASK.vocab_size, room=ROOM)
-    one = exam.windows["backwards/1_letters"]
-    zeros = np.zeros((2, 4))
-
-    def nats(windows):
-        bits = [[1.0, 3], [2, 4]] if windows is one else [[3.0, 3], [7, 9]]
-        return np.array(bits) * np.log(2), zeros
-
-    names = ["static:1", "static:3"]
-    graded = exam.grade(
-        names, lambda w: (zeros[:, : len(w.labels)],) * 2, nats=nats, sizes=(100, 40)
-    )
-    known = graded["backwards/knowledge"]
-    first, last = (known[name].metrics for name in names)
-    assert first == pytest.approx({
-        "bits": 7, "1_letters_bits": 3, "2_letters_bits": 4, "bits_per_parameter": 0.7,
-        "bits_per_inner_parameter": 1.75,
-    })  # fmt: skip
-    assert (last["1_letters_bits"], last["2_letters_bits"]) == pytest.approx((2, -1))
-    part = Exam(Facts(), 4, vocab_size=TASK.vocab_size, room=ROOM, strata=["1_letters"])
-    graded = part.grade(names, lambda w: (zeros[:, : len(w.labels)],) * 2, nats=nats)
-    assert list(graded) == ["backwards/1_letters"]
 
 
 def test_a_model_without_its_vocabulary_or_room_is_refused(caplog):

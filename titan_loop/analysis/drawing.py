@@ -1,4 +1,4 @@
-"""The look that all plots share: a conclusion as title, names at the ends of lines, six colours.
+"""The look that all plots share: a conclusion as title, a legend beside the axes, six colours.
 
 matplotlib is imported when the first plot is drawn. Recurrent steps are ordered, so they share one
 sequential colour map: light is shallow, dark is deep. At most six series have a colour; grey ones
@@ -39,8 +39,6 @@ class Chart(NamedTuple):
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "0.55"
-_NAME_POINTS = 11.0
-"""Least vertical distance between two names of lines, in points."""
 
 
 def pyplot() -> Any:
@@ -69,7 +67,7 @@ def draw_panels(
     columns: int = 3,
     inches: tuple[float, float] = (4.2, 3.9),
 ) -> Path:
-    """Write a panel for each name, filled by `draw`, as one PNG; lines are named at their ends.
+    """Write a panel for each name, filled by `draw`, as one PNG, with a legend beside it.
 
     Args:
         names: Title of each panel, at least one.
@@ -89,7 +87,8 @@ def draw_panels(
     for axes, name in zip(grid.flat, names, strict=False):
         axes.set_title(name, fontsize="medium")
         draw(axes, name)
-        name_lines(axes)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     if label:
         for row in grid:
             row[0].set_ylabel(label)
@@ -97,32 +96,6 @@ def draw_panels(
     figure.savefig(path)
     pyplot().close(figure)
     return path
-
-
-def name_lines(axes: Axes) -> None:
-    """Name every line to the right of the axes, near the height of its last point.
-
-    A name has the colour of its line. Names never overlap, and the axis limits stay as they are.
-    """
-    handles, names = axes.get_legend_handles_labels()
-    lines: Any = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
-    axes.get_xlim()  # applies pending autoscaling; transforms alone would not
-    ends = []
-    for line, name in zip(lines, names, strict=True):
-        points = line.get_xydata()
-        if len(seen := points[np.isfinite(points).all(axis=1)]):
-            end = (line.get_transform() - axes.transAxes).transform(seen[-1])
-            ends.append((np.clip(end, 0, 1), name, line.get_color()))
-    ends.sort(key=lambda end: end[0][1])
-    height_points = 72 / axes.figure.dpi * axes.get_window_extent().height
-    shifts = np.arange(len(ends)) * _NAME_POINTS / height_points
-    free = np.array([end[1] for end, _, _ in ends]) - shifts
-    # Pushing names only up or only down separates them; so does the mean, nearer to the ends.
-    places = (np.maximum.accumulate(free) + np.minimum.accumulate(free[::-1])[::-1]) / 2 + shifts
-    for place, (end, name, color) in zip(places, ends, strict=True):
-        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.4}
-        text = {"color": color, "fontsize": 9, "va": "center", "arrowprops": arrow}
-        axes.annotate(name, end, (1.02, place), xycoords="axes fraction", **text)
 
 
 def draw_curve(

@@ -66,13 +66,10 @@ def _stack(axes: Axes, tokens: np.ndarray, steps: Sequence[int], records: Record
     if len(tokens) == 1:  # a bar, since one record has no area
         tokens, shares = tokens * (0.98, 1.02), np.repeat(shares, 2, axis=1)
     colors = drawing.depth_colors(len(steps))
-    axes.stackplot(tokens, *shares, colors=colors, edgecolor="white")
+    labels = [f"step {step}" for step in steps]
+    axes.stackplot(tokens, *shares, labels=labels, colors=colors, edgecolor="white")
     axes.set_ylim(0, 1)
     axes.grid(visible=False)
-    middles = shares[:, -1].cumsum() - shares[:, -1] / 2
-    for middle, step, color in zip(middles, steps, colors, strict=True):
-        # A point without a marker is invisible; it carries the name.
-        axes.plot(tokens[-1], middle, color=color, label=f"step {step}")
 
 
 def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
