@@ -1,4 +1,4 @@
-"""PNG plots against tokens read: losses, exits, held-out text and norms."""
+"""PNG plots against tokens read: losses, exits and held-out text."""
 
 import math
 from collections import Counter
