@@ -20,7 +20,6 @@ from titan_loop.ranks import (
     on_rank_zero,
     try_on_all,
 )
-from titan_loop.runs.run_directory import RunDirectory
 
 
 def test_alone_nothing_is_asked_of_others():
@@ -84,26 +83,6 @@ def test_ranks_agree(gloo_pool):
         "ValueError: broken",
         "[0, 1]",
     ]
-
-
-def claim(folder: Path) -> tuple[bool, bool]:
-    lock = on_rank_zero(all_ranks(), RunDirectory(folder).lock)
-    holds = lock is not None
-    if lock is not None:
-        lock.release()
-    return holds, (folder / "run.lock").exists()
-
-
-@pytest.mark.multiprocess
-def test_rank_zero_holds_the_lock_of_a_run_for_all(gloo_pool, tmp_path):
-    assert gloo_pool(2).run(claim, tmp_path) == [(True, True), (False, True)]
-    (tmp_path / "run").write_text("a file")
-    for message in gloo_pool(2).run(refusal_to_claim, tmp_path / "run"):
-        assert "cannot be written" in message
-
-
-def refusal_to_claim(folder: Path) -> str:
-    return said(lambda: on_rank_zero(all_ranks(), RunDirectory(folder).lock))
 
 
 def test_a_port_in_use_is_one_line(monkeypatch):

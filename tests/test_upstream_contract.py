@@ -3,7 +3,6 @@
 An upgrade fails here first, with the name of the seam, instead of somewhere inside a run.
 """
 
-import dataclasses
 import importlib
 import inspect
 import re
@@ -17,18 +16,12 @@ import torch
 import torch.distributed as dist
 import torchtitan.trainer
 import tyro
-from torchtitan.components.checkpointer import CheckpointManager, base
-from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper
-from torchtitan.components.metrics import DeviceMemoryMonitor, MetricsProcessor
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
-from torchtitan.config import configs
-from torchtitan.config.manager import ConfigManager, custom_registry
-from torchtitan.distributed import ParallelDims
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.metrics import DeviceMemoryMonitor
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
-from torchtitan.models.common import decoder_sharding
-from torchtitan.models.common.attention import FlexAttention, GQAttention
-from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils as titan_utils
@@ -45,19 +38,9 @@ def source(function) -> str:
     return inspect.getsource(function)
 
 
-def fields(config) -> set[str]:
-    return {field.name for field in dataclasses.fields(config)}
-
-
 def test_versions_are_within_the_tested_bounds():
     assert metadata.version("torchtitan") == "0.3.0"
     assert (2, 13) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 16)
-
-
-def test_trainer_methods_we_override_exist_with_their_arguments():
-    assert parameters(Trainer.train_step) == ["self", "data_iterator"]
-    assert parameters(Trainer.batch_generator) == ["self", "data_iterable"]
-    assert parameters(Trainer.post_dataloading_process) == ["self", "input_dict", "labels"]
 
 
 def test_trainer_hands_over_what_we_rely_on():
@@ -89,105 +72,26 @@ def test_trainer_closes_what_ours_closes():
     assert "if not self.config.training.disable_cuda_graphs" in source(Trainer.close)
 
 
+@pytest.mark.parametrize(
+    ("function", "seam"),
+    [
+        (CheckpointManager._save, "self._purge_stale_checkpoints()"),
+        (DeviceMemoryMonitor.get_peak_stats, "device_module"),
+        (Trainer.post_dataloading_process, "model.get_attention_masks("),
+        (CosSinRoPE._init_self_buffers, "self._precompute_cache()"),
+        (Module.parallelize, "self._redistribute_inputs("),
+        (ActivationCheckpointing.apply, 'get_submodule("layers")'),
+        (OptimizersContainer._build_param_groups, "name not in claimed and pattern.search(name)"),
+    ],
+)
+def test_upstream_calls_what_we_replace(function, seam):
+    """Names and arguments are the type checker's affair."""
+    assert seam in source(function)
+
+
 def test_upstream_still_drops_the_loss_metrics():
     """The reason for `training/gradients.py`; use upstream's body when this fails."""
     assert "loss, _ = self.loss_fn(" in source(Trainer._forward_backward_body)
-
-
-def test_config_fields_we_set():
-    assert fields(Trainer.Config) >= {
-        "model_spec", "dump_folder", "metrics", "tokenizer", "dataloader", "optimizer",
-        "lr_scheduler", "training", "parallelism", "checkpoint", "activation_checkpoint",
-        "compile", "comm", "validator", "debug", "override", "loss", "hf_assets_path", "profiler",
-    }  # fmt: skip
-    assert fields(configs.TrainingConfig) >= {
-        "local_batch_size", "global_batch_size", "seq_len", "max_norm", "steps",
-        "enable_cpu_offload", "disable_cuda_graphs", "dtype", "mixed_precision_param",
-        "mixed_precision_reduce",
-    }  # fmt: skip
-    assert fields(configs.ParallelismConfig) >= {
-        "data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree",
-        "enable_sequence_parallel", "spmd_backend", "fsdp_reshard_after_forward",
-        "context_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree",
-    }  # fmt: skip
-    assert fields(CheckpointManager.Config) >= {
-        "enable", "folder", "interval", "keep_latest_k", "last_save_model_only", "load_step",
-        "async_mode", "last_save_in_hf",
-    }  # fmt: skip
-    assert "warmup_steps" in fields(LRSchedulersContainer.Config)
-
-
-def test_a_config_knows_the_class_it_builds():
-    from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC
-
-    assert FullAC.Config._owner is FullAC  # `config.json` names it
-    assert issubclass(FullAC, ActivationCheckpointing)
-
-
-def test_checkpoint_manager_hooks():
-    assert parameters(CheckpointManager._save) == ["self", "curr_step", "last_step"]
-    assert parameters(CheckpointManager._load) == ["self", "step"]
-    assert parameters(CheckpointManager._find_load_step) == ["self", "folder"]
-    assert parameters(CheckpointManager._create_checkpoint_id) == ["self", "step", "folder"]
-    assert "self._purge_stale_checkpoints()" in source(CheckpointManager._save)
-    assert (base.TRAIN_STATE, base.DATALOADER, base.LR_SCHEDULER) == (
-        "train_state",
-        "dataloader",
-        "lr_scheduler",
-    )
-
-
-def test_loss_wrapper_and_metrics_processor():
-    assert issubclass(ChunkedLossWrapper, BaseLoss)
-    assert "set_lm_head" in vars(ChunkedLossWrapper)
-    assert IGNORE_INDEX == -100
-    assert {"should_log", "log", "close"} <= set(vars(MetricsProcessor))
-    assert "device_module" in source(DeviceMemoryMonitor.get_peak_stats)
-
-
-def test_decoder_and_attention_seams():
-    assert fields(Decoder.Config) >= {
-        "dim", "vocab_size", "lm_head", "tok_embeddings", "norm", "layers", "enable_weight_tying",
-    }  # fmt: skip
-    assert fields(GQAttention.Config) >= {
-        "n_heads", "n_kv_heads", "head_dim", "qkv_linear", "wo", "inner_attention", "rope",
-    }  # fmt: skip
-    assert {"forward", "get_attention_masks", "init_states"} <= set(vars(Decoder))
-    assert "model.get_attention_masks(" in source(Trainer.post_dataloading_process)
-    assert "self._precompute_cache()" in source(CosSinRoPE._init_self_buffers)
-    assert "self._redistribute_inputs(" in source(Module.parallelize)
-    for name in (
-        "dense_activation_placement", "dense_param_placement", "dense_sequence_parallel_placement",
-        "norm_config", "set_decoder_sharding_config", "set_dense_ffn_sharding",
-        "set_gqa_attention_sharding", "set_gqa_inner_attention_local_map",
-    ):  # fmt: skip
-        assert name in vars(decoder_sharding)
-
-
-def test_parallelism_iterates_over_unique_layers():
-    assert 'get_submodule("layers")' in source(ActivationCheckpointing.apply)
-    assert {"get_mesh", "get_optional_mesh", "from_config"} <= set(dir(ParallelDims))
-    assert {"clip_grad_norm_", "dist_sum_tensor", "set_spmd_backend", "get_spmd_context"} <= set(
-        vars(dist_utils)
-    )
-
-
-def test_fsdp_seams():
-    from torch.distributed.fsdp import FSDPModule
-
-    assert {"set_gradient_divide_factor", "set_force_sum_reduction_for_comms", "reshard"} <= set(
-        dir(FSDPModule)
-    )
-
-
-def test_optimizer_groups_match_by_regular_expression_in_order():
-    body = source(OptimizersContainer._build_param_groups)
-    assert "name not in claimed and pattern.search(name)" in body
-
-
-def test_command_line_registry_exists():
-    assert "register_tyro_rules" in vars(ConfigManager)
-    assert custom_registry is not None
 
 
 def test_tyro_returns_unknown_words_as_they_were_written():

@@ -50,7 +50,6 @@ class CpuDevice:
     synchronize = staticmethod(lambda device=None: None)  # operations on the host are synchronous
     empty_cache = staticmethod(lambda: None)
     get_device_name = staticmethod(lambda device=None: "CPU")
-    _peak_is_resettable = True
 
     @staticmethod
     def get_device_properties(device: torch.device | None = None) -> SimpleNamespace:
@@ -59,17 +58,14 @@ class CpuDevice:
             name="CPU", total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         )
 
-    def reset_peak_memory_stats(self, device: torch.device | None = None) -> None:
+    @staticmethod
+    def reset_peak_memory_stats(device: torch.device | None = None) -> None:
         """Start a new peak where the kernel allows it (Linux, `/proc/self/clear_refs`).
 
         Elsewhere, as in some containers, a peak stays the peak since the process started.
         """
-        if not self._peak_is_resettable:
-            return
-        try:
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            self._peak_is_resettable = False
 
     @staticmethod
     def memory_stats(device: torch.device | None = None) -> dict[str, int]:

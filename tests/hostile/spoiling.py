@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import random
-import shutil
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,20 +21,28 @@ MARKER_VARIABLE = "TITAN_LOOP_HOSTILE_MARKER"
 """Names the file that only executed content creates."""
 
 
-def _bytes(change: Callable[[bytes, random.Random], bytes]) -> Spoil:
-    return lambda path, rng: path.write_bytes(change(path.read_bytes(), rng))
-
-
-def _flipped(content: bytes, rng: random.Random) -> bytes:
-    changed = bytearray(content)
-    for _ in range(rng.choice((1, 1, 8)) if changed else 0):
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)
-
-
-def _spliced(content: bytes, rng: random.Random) -> bytes:
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """Return content with flipped bits, cut, spliced, doubled or with a byte more."""
     first, second = sorted(rng.randrange(len(content) + 1) for _ in range(2))
-    return rng.choice((content[second:], content[:first] + content[second:], content * 2))
+    flipped = bytearray(content)
+    for _ in range(rng.choice((1, 1, 8)) if content else 0):
+        flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    return rng.choice(
+        (
+            *(bytes(flipped), bytes(flipped), content[:first], content[second:]),
+            *(content[:first] + content[second:], content[:second] + content[first:]),
+            content[:first] + rng.randbytes(1) + content[first:],
+        )
+    )
+
+
+def _bytes(*choices: Callable[[bytes, random.Random], bytes] | bytes | str) -> Spoil:
+    def spoil(path: Path, rng: random.Random) -> None:
+        change = rng.choice(choices)
+        made = change(path.read_bytes(), rng) if callable(change) else change
+        path.write_bytes(made.encode() if isinstance(made, str) else made)
+
+    return spoil
 
 
 def _folder(path: Path, _: random.Random) -> None:
@@ -43,22 +50,25 @@ def _folder(path: Path, _: random.Random) -> None:
     path.mkdir()
 
 
-def _moved_behind_a_link(path: Path, _: random.Random) -> None:
-    other = path.with_name(f"{path.name}.elsewhere")
-    path.rename(other)
+def _behind_a_link(path: Path, _: random.Random) -> None:
+    other = path.rename(path.with_name(f"{path.name}.elsewhere"))
     path.symlink_to(other.name)
 
 
+def _zeros(content: bytes, _: random.Random) -> bytes:
+    return bytes(len(content))
+
+
+def _noise(content: bytes, rng: random.Random) -> bytes:
+    return rng.randbytes(min(len(content), 1 << 16))
+
+
 ANY_FILE: Mapping[str, Spoil] = {
-    "flipped bits": _bytes(_flipped),
-    "cut": _bytes(lambda content, rng: content[: rng.randrange(max(len(content), 1))]),
-    "spliced": _bytes(_spliced),
-    "empty": _bytes(lambda *_: b""),
-    "zeros": _bytes(lambda content, _: bytes(len(content))),
-    "noise": _bytes(lambda content, rng: rng.randbytes(min(len(content), 1 << 16))),
+    "damaged": _bytes(damaged),
+    "other bytes": _bytes(b"", _zeros, _noise),
     "missing": lambda path, _: path.unlink(),
     "a folder": _folder,
-    "behind a link": _moved_behind_a_link,
+    "behind a link": _behind_a_link,
 }
 
 _ODD: tuple[Any, ...] = (
@@ -96,30 +106,22 @@ def _changed(record: Any, rng: random.Random) -> Any:
     return record
 
 
-def _changed_json(path: Path, rng: random.Random) -> None:
-    path.write_text(json.dumps(_changed(json.loads(path.read_text()), rng)))
-
-
 def _changed_line(path: Path, rng: random.Random) -> None:
-    lines = path.read_text().splitlines()
+    """Change a JSON file, or one of its lines."""
+    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
     at = rng.randrange(len(lines))
     lines[at] = json.dumps(_changed(json.loads(lines[at]), rng))
     path.write_text("\n".join(lines) + "\n")
 
 
-def _texts(*texts: str | bytes) -> Spoil:
-    contents = [text if isinstance(text, bytes) else text.encode() for text in texts]
-    return lambda path, rng: path.write_bytes(rng.choice(contents))
-
-
-JSON_TEXTS: Mapping[str, Spoil] = {
-    "deeply nested": _texts("[" * 100_000 + "]" * 100_000),
-    "huge numbers": _texts('{"format_version": ' + "9" * 5000 + "}", '{"step": 1e999}'),
-    "another value": _texts("5", "[]", '"x"', "null", "{}", "{", "[1,", '{"a":1}{"a":2}'),
-    "not UTF-8": _texts(b'{"a": "\xff"}', '{"a": "\\ud800"}', "{}".encode("utf-16")),
+JSON_FILE: Mapping[str, Spoil] = {
+    **ANY_FILE,
+    "deeply nested": _bytes("[" * 100_000 + "]" * 100_000),
+    "huge numbers": _bytes('{"format_version": ' + "9" * 5000 + "}", '{"step": 1e999}'),
+    "another value": _bytes("5", "[]", '"x"', "null", "{}", "{", "[1,", '{"a":1}{"a":2}'),
+    "not UTF-8": _bytes(b'{"a": "\xff"}', '{"a": "\\ud800"}', "{}".encode("utf-16")),
+    "another field": _changed_line,
 }
-JSON_FILE = {**ANY_FILE, **JSON_TEXTS, "another field": _changed_json}
-JSON_LINES = {**ANY_FILE, **JSON_TEXTS, "another field": _changed_line}
 
 
 def _odd_names(path: Path, rng: random.Random) -> None:
@@ -128,9 +130,6 @@ def _odd_names(path: Path, rng: random.Random) -> None:
     name = rng.choice(("../../../x", "/tmp/x", "..", "", "a/b", "a\0", "train", 5, None, ["x"]))
     rng.choice(record["splits"]["train"]["shards"])["file"] = name
     path.write_text(json.dumps(record))
-
-
-CARD = {**JSON_FILE, "odd names": _odd_names}
 
 
 class Payload:
@@ -204,14 +203,6 @@ def _hidden_entry(path: Path, rng: random.Random) -> None:
     path.write_bytes(content + made)
 
 
-METADATA = {
-    **ANY_FILE,
-    "a crafted pickle": lambda path, rng: path.write_bytes(rng.choice(_programs())),
-}
-TABLE = {**JSON_FILE, "other entries": _changed_table}
-SHARD = {**ANY_FILE, "a hidden pickle": _hidden_entry}
-
-
 def _header(path: Path, rng: random.Random) -> None:
     """Change the JSON header of a safetensors file, or its length."""
     content = path.read_bytes()
@@ -226,9 +217,6 @@ def _header(path: Path, rng: random.Random) -> None:
     path.write_bytes(struct.pack("<Q", length) + header + data)
 
 
-SAFETENSORS = {**ANY_FILE, "another header": _header}
-
-
 def _many_files(path: Path, _: random.Random) -> None:
     """Name 20,000 files: looking through all names for each takes minutes."""
     files = {f"tensor{n}": f"{n}.safetensors" for n in range(20_000)}
@@ -237,28 +225,27 @@ def _many_files(path: Path, _: random.Random) -> None:
     path.write_text(json.dumps({"weight_map": files}))
 
 
-WEIGHT_INDEX = {**JSON_FILE, "20,000 files": _many_files}
-
-
-def _numbers(dtype: str) -> Spoil:
-    def spoil(path: Path, rng: random.Random) -> None:
-        size = struct.calcsize(f"<{dtype}")
-        content = bytearray(path.read_bytes())
+def _numbers(size: int) -> Spoil:
+    def change(content: bytes, rng: random.Random) -> bytes:
+        changed, most = bytearray(content), (1 << 8 * size) - 1
         for _ in range(rng.choice((1, 5))):
             at = rng.randrange(max(len(content) // size, 1)) * size
-            most = (1 << 8 * size) - 1
-            content[at : at + size] = rng.choice((0, 1, most, most // 2)).to_bytes(size, "little")
-        path.write_bytes(bytes(content))
+            number = rng.choice((0, 1, most, most // 2))
+            changed[at : at + size] = number.to_bytes(size, "little")
+        return bytes(changed)
 
-    return spoil
-
-
-INDEX = {**ANY_FILE, "other document ends": _numbers("Q")}
-TOKENS = {**ANY_FILE, "other tokens": _numbers("H")}
-TEXT_FILE = {**ANY_FILE, "not text": _texts(b"\xff\xfe", b"\x00" * 100, "{% for x in y %}")}
+    return _bytes(change)
 
 
-def copied(things: Path, folder: Path) -> None:
-    """Copy everything that can be spoiled."""
-    shutil.copytree(things, folder, symlinks=True, ignore=shutil.ignore_patterns("finished"))
-    (folder / "out").mkdir()
+CARD = {**JSON_FILE, "odd names": _odd_names}
+METADATA = {
+    **ANY_FILE,
+    "a crafted pickle": lambda path, rng: path.write_bytes(rng.choice(_programs())),
+}
+TABLE = {**JSON_FILE, "other entries": _changed_table}
+SHARD = {**ANY_FILE, "a hidden pickle": _hidden_entry}
+SAFETENSORS = {**ANY_FILE, "another header": _header}
+WEIGHT_INDEX = {**JSON_FILE, "20,000 files": _many_files}
+INDEX = {**ANY_FILE, "other document ends": _numbers(8)}
+TOKENS = {**ANY_FILE, "other tokens": _numbers(2)}
+TEXT_FILE = {**ANY_FILE, "not text": _bytes(b"\xff\xfe", b"\x00" * 100, "{% for x in y %}")}

@@ -17,8 +17,8 @@ def recipe() -> LoopTrainer.Config:
     return tiny_config(Path("source"), Path("run"), steps=STEPS)
 
 
-def build(folder: Path) -> None:
-    """Write a whole thing of every kind into a folder; in a process of its own."""
+def build(folder: Path) -> int:
+    """Write a whole thing of every kind into a folder, in a process of its own; return 0."""
     from tests.support.tiny import tiny_source
     from titan_loop.cli.main import main
 
@@ -34,3 +34,4 @@ def build(folder: Path) -> None:
     run(*train, "finished")
     run(*train, "run", "--training.steps", SAVED)
     run("convert", "export", "run", "--output", "export", "--chatml", "--max-shard-gigabytes", 1e-4)
+    return 0
