@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest

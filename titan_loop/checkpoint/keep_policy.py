@@ -6,7 +6,7 @@ RUN/checkpoints/best stands for the one that the newest manifest names.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -120,13 +120,11 @@ class KeepPolicy:
         ]
 
 
-def delete_stale(
-    folder: Path, policy: KeepPolicy, *, newest: int, in_use: Callable[[Path], bool]
-) -> None:
+def delete_stale(folder: Path, policy: KeepPolicy, *, newest: int) -> None:
     """Delete stale checkpoints and unfinished saves; log failures instead of raising them.
 
     Checkpoints later than `newest`, the one just committed, belong to another attempt or were found
-    damaged: they are neither counted nor deleted. A checkpoint that is `in_use` stays for now.
+    damaged: they are neither counted nor deleted.
     """
     manifests, tags = {}, {}
     for step in committed_steps(folder):
@@ -147,8 +145,6 @@ def delete_stale(
     doomed |= dict.fromkeys(unfinished, "its save never finished")
     for step, reason in doomed.items():
         checkpoint = step_folder(folder, step)
-        if in_use(checkpoint):
-            continue
         logger.info("Deleting %s: %s", checkpoint, reason)
         try:
             discard(checkpoint)
