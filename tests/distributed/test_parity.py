@@ -153,7 +153,6 @@ LAYOUTS = {
     "dp4": (4, Layout()),
     "dp2-tp2": (4, Layout(tp=2)),
     "hsdp2x2": (4, Layout(replicate=2)),
-    "tp4": (4, Layout(tp=4)),
 }
 falling = functools.partial(Case, steps=(2, 1))  # where what differs does not depend on R
 CASES = {
@@ -216,7 +215,7 @@ PAIRS = [
     *((layout, "R-changes-selective") for layout in ("dp2", "tp2", "dp2-tp2")),
     *((layout, case) for layout in ("dp2", "dp2-tp2") for case in ("tied", "no-gate", "held-tied")),
     *((layout, case) for layout in ("dp2", "hsdp2x2") for case in ("held", "held-full")),
-    *((layout, "R-changes-full") for layout in ("tp2-no-sp", "dp4", "tp4")),
+    *((layout, "R-changes-full") for layout in ("tp2-no-sp", "dp4")),
     ("tp2", "tied"),
     ("dp2-tp2", "held-selective"),
     *((layout, "dropout-by-step") for layout in ("tp2", "tp2-no-sp")),
@@ -229,9 +228,7 @@ PAIRS = [
     ("cp2-tp2", "held"),
     ("cp4", "R-changes-selective"),
     ("hsdp2x2-tp2", "R-changes-full"),
-    ("hsdp2x2-cp2", "held"),
     ("dp2-cp2-tp2", "held"),
-    ("dp2-cp2-tp2", "R-changes-full"),
 ]
 
 

@@ -9,7 +9,6 @@ from tests.families.ouro.hugging_face.conftest import convert, random_model, wri
 from tests.support.tiny import TINY_VOCABULARY, tiny_config
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader
-from titan_loop.cli import main
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe
@@ -48,10 +47,3 @@ def test_training_starts_from_its_weights(imported, source, tmp_path):
     for key in first.tensor_keys():
         assert torch.equal(last.read(key), first.read(key)), key
     assert read_manifest(first.checkpoint)["trainer"]["tokens"] == 0
-
-
-def test_status_and_eval_say_what_it_is(imported, capfd):
-    assert main.main(["status", str(imported)]) == 0
-    assert "complete, 0 tokens" in capfd.readouterr().out
-    assert main.main(["eval", str(imported)]) == 2
-    assert "was imported, or trained on a pipeline or generated data" in capfd.readouterr().err

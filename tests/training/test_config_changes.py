@@ -1,73 +1,57 @@
-"""A start with other settings than the last one says so; some of them need consent."""
+"""A start with other settings than the last one says so, one line a field, and has them."""
 
 import math
-import os
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.tiny import BATCH_TOKENS, tiny_config, train_run
-from titan_loop.recipes.start import shutdown
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-pytestmark = pytest.mark.usefixtures("alone")
+
+class Decays(Callback):
+    """Notes the weight decays of the optimiser."""
+
+    def __init__(self) -> None:
+        self.found: set[float] = set()
+
+    def on_train_start(self, trainer: Any) -> None:
+        for optimizer in trainer.optimizers:
+            self.found |= {group["weight_decay"] for group in optimizer.param_groups}
 
 
-@pytest.fixture(scope="module")
-def begun(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped by a limit of steps."""
-    config = started(source, tmp_path_factory.mktemp("begun") / "run")
-    config.training.steps = 2
-    environment = dict(os.environ)
-    train_run(config)
-    shutdown()
-    os.environ.clear()
-    os.environ.update(environment)
-    return Path(config.dump_folder)
+@pytest.mark.usefixtures("alone")
+def test_one_line_a_field(source: Path, tmp_path: Path):
+    def started(limit: int, *callbacks: Callback) -> LoopTrainer.Config:
+        config = tiny_config(source, tmp_path / "run", steps=4)
+        config.training.steps, config.callbacks = limit, callbacks
+        config.training.max_norm = math.inf  # null in JSON, and no change
+        return config
 
-
-def started(source: Path, folder: Path) -> LoopTrainer.Config:
-    config = tiny_config(source, folder, steps=4)
-    config.training.max_norm = math.inf  # null in JSON, and no change
-    return config
-
-
-@pytest.fixture
-def config(source: Path, begun: Path, tmp_path: Path) -> LoopTrainer.Config:
-    """The run's config without that limit, in a copy of the run."""
-    shutil.copytree(begun, tmp_path / "run")
-    return started(source, tmp_path / "run")
-
-
-def test_one_line_a_field(
-    config: LoopTrainer.Config,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    # It would take caplog's handler away.
-    monkeypatch.setattr("titan_loop.compat.start_logging", lambda rank: None)
+    train_run(started(2))
+    decays = Decays()
+    config = started(0)
     config.learning_rate = Schedule.parse("0:0 linear 1K:1e-3")
     config.recurrence = RecurrenceConfig(steps=Schedule.constant(3))
     config.batch.global_batch_tokens = Schedule.constant(BATCH_TOKENS // 2)
-    config.debug.seed = 7
-    train_run(config)
-    lines = [
-        record.getMessage() for record in caplog.records if "last start" in record.getMessage()
-    ]
-    changed = {line.split()[5]: line.split(maxsplit=6)[6] for line in lines}
+    config.adamw.weight_decay, config.debug.seed = 0.5, 7
+    train_run(config, callbacks=[decays])
+    log = RunDirectory(tmp_path / "run").log_txt.read_text().splitlines()
+    lines = [line.partition("since the last start: ")[2] for line in log]
+    changed = dict(line.split(maxsplit=1) for line in lines if line)
     assert changed.pop("training.steps") == "2 → 0"
     assert changed.pop("debug.seed") == "0 → 7"
     assert changed.pop("learning_rate").endswith("→ '0:0 linear 1K:0.001'")
     assert changed.pop("recurrence.steps") == "'0:4 constant 512:2' → '3'"
     assert changed.pop("batch.global_batch_tokens") == "'256' → '128'"
-    assert not changed
-    caplog.clear()
-    config.total_tokens += 4 * BATCH_TOKENS
-    train_run(config)
-    lines = [
-        record.getMessage() for record in caplog.records if "last start:" in record.getMessage()
-    ]
-    assert [line.split()[5] for line in lines] == ["total_tokens"]
+    assert changed.pop("adamw.weight_decay") == "0.1 → 0.5"
+    assert [*changed] == ["callbacks"]
+    assert decays.found == {0.0, 0.5}  # the checkpoint does not bring back the old one
+    last = CheckpointReader(RunDirectory(tmp_path / "run").checkpoint(6)).keys()
+    assert not any("param_groups" in key for key in last)

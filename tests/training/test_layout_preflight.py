@@ -7,7 +7,7 @@ import pytest
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.layout_preflight import batch_refusals, layout_refusals, run_states
+from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -43,21 +43,6 @@ def test_the_fix_of_an_uneven_batch(batches, local_batch, ranks, tensor_parallel
     config.parallelism.tensor_parallel_degree = tensor_parallel
     (refusal,) = batch_refusals(config, world_size=ranks)
     assert fix in str(refusal)
-
-
-def test_moments_are_split_over_shards_and_added_by_an_average():
-    config = config_of(8)
-    model = decoder_config(config.model, max_seq_len=WINDOW)
-    whole = run_states(config, model, 1)
-    assert whole.optimizer == 2 * whole.parameters
-    assert run_states(config, model, 8).total == pytest.approx(whole.total / 8, rel=0.01)
-    config.parallelism.data_parallel_replicate_degree = 4
-    assert run_states(config, model, 8).total == pytest.approx(whole.total / 2, rel=0.01)
-    assert run_states(config, model, 2).total == whole.total
-    config.ema.decay = 0.9
-    assert run_states(config, model, 1).optimizer == 3 * whole.parameters
-    config.ema.decay, config.optimizer.name = 0.0, "muon"
-    assert whole.parameters < run_states(config, model, 1).optimizer < 2 * whole.parameters
 
 
 @pytest.mark.parametrize(

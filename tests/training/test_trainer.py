@@ -9,7 +9,6 @@ import torch
 
 from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, SEQ_LEN, tiny_config, train_run
 from titan_loop.checkpoint.folders import committed_steps
-from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
@@ -122,22 +121,6 @@ def test_a_run_resumed_with_another_batch_still_ends_at_its_tokens(source, tmp_p
     assert committed_steps(tmp_path / "run" / "checkpoints")[-1] == 8
     train_run(second)  # nothing left: returns at once
     assert len(RunDirectory(tmp_path / "run").read_metrics()) == len(records)
-
-
-def test_optimiser_settings_are_of_this_start_and_not_saved(source, tmp_path):
-    first = whole_batches(source, tmp_path / "run", steps=STEPS)
-    first.training.steps = 2
-    train_run(first)
-    second = whole_batches(source, tmp_path / "run", steps=STEPS)
-    second.adamw.weight_decay, second.adamw.beta2 = 0.5, 0.99
-    trainer = built(second)
-    trainer.train()
-    trainer.close()
-    (adamw,) = trainer.optimizers
-    assert {group["weight_decay"] for group in adamw.param_groups} == {0.0, 0.5}
-    assert {group["betas"] for group in adamw.param_groups} == {(0.9, 0.99)}
-    last = CheckpointReader(tmp_path / f"run/checkpoints/step-{STEPS}").keys()
-    assert not any("param_groups" in key for key in last)
 
 
 def test_a_collapse_is_warned_of_once_until_the_gate_recovers(source, tmp_path, monkeypatch):

@@ -56,26 +56,23 @@ class Recipe:
             raise UserError(f"recipe {self.name} has no stage; give it at least one")
         seen: list[str] = []
         for stage in self.stages:
-            if not _NAME.fullmatch(stage.name):
-                raise UserError(
-                    f"recipe {self.name}: stage name {stage.name!r} cannot name a folder; use "
-                    "letters, digits, dot, dash and underscore"
-                )
-            if stage.name in seen:
-                raise UserError(f"recipe {self.name} has two stages {stage.name!r}; rename one")
-            if stage.parent is not None and stage.parent not in seen:
-                reason = f"which does not exist{nearest(stage.parent, seen)}"
-                if stage.parent in (other.name for other in self.stages):
-                    reason = "which does not run before it: reorder them, cycles cannot be trained"
-                raise UserError(
-                    f"recipe {self.name}: stage {stage.name} starts from {stage.parent}, {reason}"
-                )
-            if stage.parent is not None and stage.config.checkpoint.carry.parent:
-                raise UserError(
-                    f"recipe {self.name}: stage {stage.name} names the parent {stage.parent} and "
-                    f"checkpoint.carry.parent; keep one, or fork it with --stage {stage.name}"
-                )
-            seen.append(stage.name)
+            name, parent, wrong = stage.name, stage.parent, ""
+            if not _NAME.fullmatch(name):
+                wrong = "cannot name a folder; use letters, digits, dot, dash and underscore"
+            elif name in seen:
+                wrong = "is there twice; rename one"
+            elif parent is not None and parent in (
+                other.name for other in self.stages[len(seen) :]
+            ):
+                wrong = f"starts from {parent}, which does not run before it: reorder them"
+            elif parent is not None and parent not in seen:
+                wrong = f"starts from {parent}, which does not exist{nearest(parent, seen)}"
+            elif parent is not None and stage.config.checkpoint.carry.parent:
+                wrong = f"names the parent {parent} and checkpoint.carry.parent; keep one, or fork "
+                wrong += f"it with --stage {name}"
+            if wrong:
+                raise UserError(f"recipe {self.name}: stage {name!r} {wrong}")
+            seen.append(name)
 
     def stage(self, name: str) -> Stage:
         """Return the stage called `name`; raise `UserError` if there is none."""

@@ -11,11 +11,10 @@ import inspect
 import json
 import logging
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import tyro
 
@@ -132,11 +131,10 @@ class _Reading:
         if is_dataclass(kind) and kind is not Schedule:
             return self._built(kind, recorded, name)
         if _names_schedule(hint) and isinstance(recorded, dict):
-            return _schedule(name, recorded)
-        if not _fits(recorded, hint):
-            bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-            expected = getattr(bare, "__name__", str(bare).replace("typing.", ""))
-            raise UserError(f"{name}={recorded!r:.40} must be of type {expected}")
+            try:
+                return Schedule(tuple(Knot(**knot) for knot in recorded["knots"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise UserError(f"{name}={recorded!r:.40} is not a schedule: {error}") from error
         return recorded
 
 
@@ -183,29 +181,5 @@ def _require_default(name: str, field: "Field[Any]", recorded: Any) -> None:
         )
 
 
-def _schedule(name: str, recorded: Mapping[str, Any]) -> Schedule:
-    try:
-        return Schedule(tuple(Knot(**knot) for knot in recorded["knots"]))
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{name}={recorded!r:.40} is not a schedule: {error}") from error
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
-
-
 def _names_schedule(hint: Any) -> bool:
     return hint is Schedule or any(map(_names_schedule, get_args(hint)))
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _fits(value, arguments[0])
-    if origin in (Union, UnionType):
-        return any(_fits(value, argument) for argument in arguments)
-    if origin is Literal:
-        return value in arguments
-    if origin in (list, tuple):
-        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
-    if hint is float:
-        return type(value) in (int, float)
-    return hint is Any or type(value) is (origin or hint)

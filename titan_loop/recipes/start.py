@@ -1,9 +1,9 @@
 """The only start: a recipe's incomplete stages, one after another, in one process per rank.
 
-    place ─► copy remote sources ─► look (rank 0): disk, model, refusals of every stage
-                                      └─► a stage: look (rank 0) ─► resolve ─► train ─┐
-                                           ▲   the next stage, or again after a rewind │
-                                           └──────────────────────────────────────────┘
+    place ─► look (rank 0): disk, model, refusals of every stage
+               └─► a stage: look (rank 0) ─► resolve ─► train ─┐
+                    ▲   the next stage, or again after a rewind │
+                    └──────────────────────────────────────────┘
 
 Mistakes in any stage are reported before the first one starts. A complete stage is skipped, an
 interrupted one continues from its newest checkpoint, and a new one starts from its parent's last
