@@ -37,7 +37,6 @@ MODEL = {"family": "ouro", "size": "debugmodel"}
         ({"model": {**MODEL, "other": 3}}, "model_options", "model.other=3: family ouro has"),
         ({"model": {**MODEL, "family": "oro"}}, "model_options", "is unknown; nearest: ouro"),
         ({"training": 5}, "seq_len", "; repair it"),
-        ({"dataloader": []}, "dataloader", "; repair it"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_one_line(old_run: Path, changes, read, message):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan_loop.checkpoint.choosing import LookAt, newest_good
 from titan_loop.checkpoint.folders import committed_steps
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from titan_loop.data.load.mixture import MixtureEntry
     from titan_loop.data.tasks.task import Task
     from titan_loop.models.family import ModelOptions  # imports torchtitan, which takes seconds
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -126,24 +124,24 @@ class SavedRun:
         from titan_loop.models.family import read_options
 
         try:
-            return read_options(self._option("model", dict))
+            return read_options(self._option("model"))
         except UserError as error:
             raise UserError(f"{self.directory.config_json}: {error}") from error
 
     @property
     def seq_len(self) -> int:
         """Tokens L of a training window."""
-        return self._option("training.seq_len", int)
+        return self._option("training.seq_len")
 
     @property
     def total_tokens(self) -> int:
         """Global tokens that the run is to train on."""
-        return self._option("total_tokens", int)
+        return self._option("total_tokens")
 
     @property
     def step_limit(self) -> int:
         """The option `training.steps`; 0 for none."""
-        return self._option("training.steps", int, 0)
+        return self._option("training.steps", 0)
 
     # An imported or merged run has none of these three.
 
@@ -155,39 +153,33 @@ class SavedRun:
     @property
     def optimizer(self) -> str:
         """The option `optimizer.name`."""
-        return self._option("optimizer.name", str, "")
+        return self._option("optimizer.name", "")
 
     @property
     def keep_policy(self) -> KeepPolicy:
         """The options of `checkpoint` that say which checkpoints stay."""
         options = {
-            each.name: self._option(f"checkpoint.{each.name}", int, 0)
-            for each in fields(KeepPolicy)
+            each.name: self._option(f"checkpoint.{each.name}", 0) for each in fields(KeepPolicy)
         }
         return KeepPolicy(**options)
 
     @property
     def parent(self) -> Path | None:
         """The option `checkpoint.carry.parent`, a run or a checkpoint; None for initial weights."""
-        parent = self._option("checkpoint.carry.parent", str, "")
+        parent = self._option("checkpoint.carry.parent", "")
         return self.found(parent) if parent else None
 
-    def _option(self, name: str, kind: type[T], default: T | None = None) -> T:
+    def _option(self, name: str, default: Any = None) -> Any:
         """Return the option with a dotted name; without a default it must be there."""
         value = nested(self.config, name)
-        if value is None and default is not None:
-            return default
-        if type(value) is not kind:
-            raise UserError(
-                f"{self.directory.config_json} has {name}={value!r:.40}, which must be of type "
-                f"{kind.__name__}; {REPAIR}"
-            )
-        return value
+        if value is None and default is None:
+            raise UserError(f"{self.directory.config_json} has no {name}; {REPAIR}")
+        return default if value is None else value
 
     @property
     def dataloader(self) -> Mapping[str, Any]:
         """The options of the loader, with the sources where they are now."""
-        options = self._option("dataloader", dict)
+        options = self._option("dataloader")
         if options.get("pipeline"):  # it replaces the mixture, which stays as it was given
             return options
         return {**options, "mixture": self.mixture} if "mixture" in options else options
@@ -195,7 +187,7 @@ class SavedRun:
     @property
     def mixture(self) -> list[str]:
         """The option `dataloader.mixture`, with the sources where they are now; may be empty."""
-        options = self._option("dataloader", dict)
+        options = self._option("dataloader")
         texts = [] if options.get("pipeline") else options.get("mixture") or []
         return [
             f"{self.found(entry.path)}{text.removeprefix(entry.path)}"
@@ -228,7 +220,7 @@ class SavedRun:
         if self._pipeline_tokenizer is not None:
             bos = template_bos(tokenizer, str(self._pipeline_tokenizer), "train with another")
             return TextFormat(
-                end_of_text=self._option("dataloader.eos_token", str),
+                end_of_text=self._option("dataloader.eos_token"),
                 begin_of_text=None if bos is None else tokenizer.id_to_token(bos),
             )
         cards = self._cards()
@@ -271,7 +263,7 @@ class SavedRun:
     @property
     def _pipeline_tokenizer(self) -> Path | None:
         """The tokenizer that a run with `dataloader.pipeline` names."""
-        options = self._option("dataloader", dict, {})
+        options = self._option("dataloader", {})
         return self.found(options["tokenizer_path"]) if options.get("pipeline") else None
 
     def check_source(self, source: Path) -> None:
