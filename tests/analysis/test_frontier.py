@@ -43,7 +43,8 @@ def test_points_are_ordered_by_task_policy_and_steps_and_lone_policies_left_out(
     order = ["static:1", "static:4", "kl:0.1", "kl:0.2", "own:1"]
     assert [(p.task, p.reading) for p in points] == [(task, r) for task in "ab" for r in order]
     assert (points[1].low, points[1].high) == pytest.approx((1.9, 2.1))
-    assert "1.9000 to 2.1000" in frontier_table(points).splitlines()[3]
+    table = frontier_table(report_of({"b": readings, "a": readings, "alone": alone}))
+    assert "1.9000 to 2.1000" in table.splitlines()[3]
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,7 @@ from titan_loop.recipes.start import check_placed
 @pytest.mark.parametrize(
     ("flags", "fix"),
     [
-        (("--training.local-batch-size", "4"), "use --batch.global-batch-tokens 3072"),
-        (
-            ("--training.seq-len", "512", "--training.local-batch-size", "2"),
-            "use --batch.global-batch-tokens 3072",
-        ),
-        (
-            ("--batch.global-batch-tokens", "0:1024 constant 1M:2048"),
-            "of multiples of 3,072 tokens",
-        ),
+        (("--training.local-batch-size", "4"), "global-batch-tokens of multiples of 3,072 tokens"),
         (("--parallelism.tensor-parallel-degree", "3"), "parallelism.tensor_parallel_degree=3"),
     ],
 )

@@ -233,7 +233,7 @@ def test_held_out_text_and_its_frontier(text_run: Path):
     assert bits["hidden:inf"] == bits["kl:inf,inf"] == bits["static:2"]
     written = write_frontier(report, RunDirectory(text_run))
     assert written is not None
-    assert written.png.read_bytes().startswith(b"\x89PNG")
+    assert written.read_bytes().startswith(b"\x89PNG")
     # Static depths alone are read through the streamed head.
     depths = TaskOptions(tasks=("held_out",), depths=(1, 4), windows=4)
     (streamed,) = evaluate_tasks(text_run, depths).tasks.values()

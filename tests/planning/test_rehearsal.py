@@ -18,7 +18,7 @@ from tests.support.tiny import SEQ_LEN, tiny_config
 from titan_loop.cli.main import main
 from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.distributed.devices import DEVICES
-from titan_loop.planning import measured_step, rehearsal
+from titan_loop.planning import rehearsal
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.measured_step import CACHE_VARIABLE, MeasuredStep
 from titan_loop.planning.plan_table import rehearsal_lines
@@ -150,13 +150,9 @@ def test_a_second_plan_reads_the_first_and_another_assembly_does_not(monkeypatch
         assert known_peak_bytes(needs, EIGHT) == 2.5
     assert plan(stage(), ranks=replace(EIGHT, nodes=1)) == ["a"]
     assert plan(stage(), anew=True) == ["a"]
-    with monkeypatch.context() as patch:
-        patch.setattr(measured_step, "library_versions", lambda: {"torch": "another"})
-        assert plan(stage()) == ["a"]
     for file in tmp_path.iterdir():
         file.write_text("{")
     assert plan(stage()) == ["a"]
-    assert plan(stage()) == []
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     (tmp_path / "file").touch()
     assert plan(stage()) == plan(stage()) == ["a"]

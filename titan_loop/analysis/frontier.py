@@ -54,10 +54,10 @@ def frontier_points(report: TaskReport) -> list[FrontierPoint]:
     return sorted(points, key=lambda p: (p.task, order.index(p.policy), p.mean_steps))
 
 
-def frontier_table(points: Sequence[FrontierPoint]) -> str:
+def frontier_table(report: TaskReport) -> str:
     """Return the points as aligned text."""
     rows = [["task", "reading", "mean steps", "value", "95 %", "metric"]]
-    for p in points:
+    for p in frontier_points(report):
         spread = "" if p.low == p.high else f"{p.low:.4f} to {p.high:.4f}"
         rows.append([p.task, p.reading, f"{p.mean_steps:.2f}", f"{p.value:.4f}", spread, p.metric])
     return text_table(rows, left=(0, 1, 5))
@@ -85,15 +85,8 @@ def plot_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) ->
     return draw_panels([*tasks], draw, path, title=title, inches=(6.0, 3.9))
 
 
-class WrittenFrontier(NamedTuple):
-    """Points and the plot they were drawn in."""
-
-    points: list[FrontierPoint]
-    png: Path
-
-
-def write_frontier(report: TaskReport, run_directory: RunDirectory) -> WrittenFrontier | None:
-    """Write `plots/frontier.png`; None without any points."""
+def write_frontier(report: TaskReport, run_directory: RunDirectory) -> Path | None:
+    """Write `plots/frontier.png` and return its path; None without any points."""
     points = frontier_points(report)
     if not points:
         return None
@@ -101,5 +94,4 @@ def write_frontier(report: TaskReport, run_directory: RunDirectory) -> WrittenFr
     sign = -1 if lower_is_better(first[0].metric) else 1
     best = max(first, key=lambda point: (sign * point.value, -point.mean_steps))
     title = f"{best.task}: {best.reading} is best, with {best.mean_steps:.2f} steps on average"
-    png = plot_frontier(points, run_directory.plots / "frontier.png", title=title)
-    return WrittenFrontier(points, png)
+    return plot_frontier(points, run_directory.plots / "frontier.png", title=title)

@@ -158,9 +158,9 @@ def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Sectio
     if saved.mixture and not sections:
         missing.append(f"a depth sweep: titan-loop eval {name}")
     frontiers = [report for report in reports if frontier_points(report)]
-    if frontiers and (written := write_frontier(frontiers[-1], run_directory)):
+    if frontiers:
         text = "Every exit policy at many settings beside static depth, at step "
-        image = written.png
+        image = write_frontier(frontiers[-1], run_directory)
         sections.append(Section("Quality against compute", f"{text}{frontiers[-1].step:,}.", image))
     else:
         missing.append(f"a frontier: titan-loop eval {name} --tasks {own} --frontier")

@@ -72,9 +72,9 @@ def evaluate(
             print(reading_table(report))
         elif not frontier:
             print(task_table(report, {task.name: task.metric for task in evaluation.suite_tasks()}))
-        elif written := write_frontier(report, done):
-            print(frontier_table(written.points))
-            print(f"The frontier is in {written.png}")
+        elif png := write_frontier(report, done):
+            print(frontier_table(report))
+            print(f"The frontier is in {png}")
         print(f"The numbers are in {report.path(done)}; titan-loop report {done.path} makes a page")
     if report.failures:
         names = ", ".join(report.failures)
