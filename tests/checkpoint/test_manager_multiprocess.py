@@ -12,7 +12,6 @@ from torchtitan.components.checkpointer.base import TRAIN_STATE
 
 from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.folders import committed_steps
-from titan_loop.checkpoint.keep_policy import Best
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.errors import UserError
 
@@ -106,32 +105,6 @@ def test_one_rank_failing_costs_that_checkpoint_only(gloo_pool, tmp_path, mode):
         assert steps == [1, 3]
         assert threads == [mode == "disabled"] * 5  # once, three attempts, once
     assert not (tmp_path / "checkpoints" / "step-2").exists()
-
-
-def save_the_best(folder: Path, mode: str) -> list[int]:
-    run = Run(folder, async_mode=mode)
-    run.manager.config.interval, run.manager.config.keep_latest_k = 10, 2
-    for step, loss in enumerate((5.0, 4.0, 4.5, 6.0, 3.0, 3.5), start=1):
-        run.manager.measured = Best(step=step, held_out_loss=loss, measured_on="text")
-        run.step_to(step)
-    run.manager.measured = None
-    run.step_to(7)
-    run.step_to(10)
-    run.manager.maybe_wait_for_saving()
-    dist.barrier()  # rank 0 deletes after the commit
-    steps = committed_steps(run.manager.path)
-    again = Run(folder)
-    again.manager.load()
-    best = again.manager.best
-    for manager in (run.manager, again.manager):
-        manager.close()
-    return [*steps, -1 if best is None else best["step"]]
-
-
-@pytest.mark.parametrize("mode", ["async"])
-def test_all_ranks_save_what_is_better_and_keep_it(gloo_pool, tmp_path, mode):
-    results = gloo_pool(2).run(save_the_best, tmp_path, mode)
-    assert results == [[5, 10, 5]] * 2
 
 
 def fail_to_stage_on_rank_one(folder: Path, mode: str) -> list[int]:

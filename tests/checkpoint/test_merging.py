@@ -101,18 +101,6 @@ def test_every_weight_is_the_mean_rounded_once(
     assert torch.equal(merged.read("mask"), torch.tensor([True, False]))
 
 
-@pytest.mark.parametrize("chosen", [0, 2])
-def test_a_weight_of_one_among_zeros_gives_that_checkpoint_bit_for_bit(
-    sources: list[Path], tmp_path: Path, chosen: int
-):
-    weights = [float(index == chosen) for index in range(4)]
-    merge_checkpoints(sources, tmp_path / "mean", weights=weights)
-    merged, parent = CheckpointReader(tmp_path / "mean"), entries(chosen)
-    for key in merged.tensor_keys():
-        bits = [tensor.contiguous().view(torch.uint8) for tensor in (merged.read(key), parent[key])]
-        assert torch.equal(*bits), key
-
-
 def test_the_manifest_names_the_parents_and_counts_no_tokens(sources: list[Path], tmp_path: Path):
     merge_checkpoints(sources[:2], tmp_path / "mean", weights=(1, 3))
     manifest = read_manifest(tmp_path / "mean")

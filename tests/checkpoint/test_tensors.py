@@ -10,20 +10,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 
 from tests.support.peak_memory import peak_growth
 from titan_loop.checkpoint.choosing import newest_good
-from titan_loop.checkpoint.loading import load_checkpoint
 from titan_loop.checkpoint.manifest import (
-    file_records,
     read_manifest,
-    write_manifest,
 )
 from titan_loop.checkpoint.model import load_model
-from titan_loop.checkpoint.tensor_table import TableWriter
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.families.ouro.model import OuroOptions
@@ -148,56 +141,6 @@ def test_memory_is_one_tensor_and_when_reading_its_shard_too(tmp_path):
     assert writing < (1 + slack) * 4 * NUMEL
     reading = peak_growth(partial(read_all, small), partial(read_all, large))
     assert reading < (2 + slack) * 4 * NUMEL
-
-
-def save_on_ranks(checkpoint: Path) -> None:
-    """Write tensors sharded one and two ways, uneven ones among them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    generator = torch.Generator().manual_seed(0)
-    w, uneven = torch.randn(8, 6, generator=generator), torch.randn(5, 3, generator=generator)
-    state = {
-        "both": distribute_tensor(w, mesh, [Shard(0), Shard(1)]),
-        "rows": distribute_tensor(w, mesh, [Shard(0), Shard(0)]),
-        "uneven": distribute_tensor(uneven, mesh, [Replicate(), Shard(0)]),
-        "same": distribute_tensor(w, mesh, [Replicate(), Replicate()]),
-    }
-    save(state, storage_writer=TableWriter(checkpoint))
-    if torch.distributed.get_rank() == 0:
-        write_manifest(checkpoint, {**CONTENT, "files": file_records(checkpoint)})
-
-
-def load_on_ranks(checkpoint: Path) -> list[torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    group = torch.distributed.new_group(backend="gloo")
-    first, second = (tensors()[key] for key in ("layers.0.w", "layers.1.w"))
-    state: dict[str, Any] = {
-        "layers.0.w": zeros(first.shape, device_mesh=mesh, placements=[Shard(1), Shard(0)]),
-        "layers.1.w": zeros(
-            second.shape, dtype=second.dtype, device_mesh=mesh, placements=[Shard(0), Shard(2)]
-        ),
-        "scalar": torch.zeros((), dtype=torch.float64),
-        "optimizer": {
-            "state.layers.0.w.step": torch.zeros((), dtype=torch.int64),
-            "param_groups.layers.0.w.betas": None,
-        },
-        "text": None,
-    }
-    load_checkpoint(state, checkpoint, group=group)
-    assert state["optimizer"]["param_groups.layers.0.w.betas"] == (0.9, 0.95)
-    return [state["layers.0.w"].full_tensor(), state["layers.1.w"].full_tensor()]
-
-
-def test_one_process_and_four_read_each_other(gloo_pool, tmp_path):
-    pool = gloo_pool(4)
-    pool.run(save_on_ranks, tmp_path / "step-1")
-    reader = CheckpointReader(tmp_path / "step-1")
-    generator = torch.Generator().manual_seed(0)
-    w, uneven = torch.randn(8, 6, generator=generator), torch.randn(5, 3, generator=generator)
-    for key, expected in {"both": w, "rows": w, "uneven": uneven, "same": w}.items():
-        assert torch.equal(reader.read(key), expected), key
-    for first, second in pool.run(load_on_ranks, written(tmp_path)):
-        assert torch.equal(first, tensors()["layers.0.w"])
-        assert torch.equal(second, tensors()["layers.1.w"])
 
 
 @pytest.mark.parametrize("faults", [2, 100])

@@ -114,12 +114,3 @@ def test_the_defaults_are_stage_one_bit_for_bit():
         torch.autograd.grad(loss, inputs), torch.autograd.grad(want, inputs), strict=True
     ):
         assert torch.equal(one, other)
-
-
-def test_one_step_is_the_plain_loss_with_any_option():
-    head = build_head()
-    pred, labels = draw_batch(steps=1)
-    want = F.cross_entropy((pred.hidden_RBLD[0] @ head.weight.T).flatten(0, 1), labels.flatten())
-    loss_fn = build(head, distillation=0.5, every_step=0.5)
-    loss, _ = loss_fn(pred, labels, valid_tokens(labels))
-    torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)

@@ -14,7 +14,6 @@ from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.shards import index_path
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
-from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 from titan_loop.recipes.recipe import Stage
@@ -218,14 +217,6 @@ def test_the_sft_reads_every_window_of_unequal_sources_twice(stages):
     read, times = np.unique(source_epoch_number[:, [0, 2]], axis=0, return_counts=True)
     assert len(read) == sum(SFT_WINDOWS.values())
     assert sorted(times) == [1] * left_over + [2] * (len(read) - left_over)
-
-
-def test_stage_two_trains_the_gate_alone(stages):
-    config = stages["gate"].config
-    assert config.trainable == "exit_gate"
-    assert isinstance(config.loss, AdaptiveGateLoss.Config)
-    assert (config.loss.slope, config.loss.threshold) == (50.0, 0.005)
-    assert not config.checkpoint.carry.optimizer
 
 
 def test_the_larger_model_is_the_smaller_one_upcycled(corpus, monkeypatch):
