@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 
-from titan_loop.errors import UserError
 from train_configs.physics.layered_paths import LayeredPaths
 from train_configs.physics.layered_qa import LayeredQA, PathQuestion
 
@@ -53,16 +52,3 @@ def test_exactly_the_asked_number_is_trained_and_an_exam_asks_a_path_once():
     assert sum(not SMALL.is_held_out(q) for q in every(SMALL)) == 200
     exam = SMALL.exam(500, strata=["held_out_3_hops"])["held_out_3_hops"]
     assert len(exam) == len(paths(SMALL, "held_out"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tuning_questions": 0}, "tuning_questions 0 must be at least 1"),
-        ({"tuning_questions": 184}, "leave no path for an exam of 384 questions"),
-        ({"tuning_questions": 5_000}, "leave no path for an exam of 384 questions"),
-    ],
-)
-def test_splits_without_a_path_are_refused(change: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        LayeredPaths(**SIZES, **change)

@@ -2,9 +2,6 @@
 
 from itertools import islice, product
 
-import pytest
-
-from titan_loop.errors import UserError
 from train_configs.physics.layered_qa import LayeredQA, PathQuestion
 
 SMALL = LayeredQA(layers=4, people=6, relations=4, hops=3, trained_questions=60)
@@ -50,15 +47,3 @@ def test_the_paper_has_800_000_questions_of_which_3_000_can_be_held_out():
     task = LayeredQA(trained_questions=797_000)
     drawn = set(task.held_out_questions(20_000, "held_out"))
     assert 2900 < len(drawn) <= 3000
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hops": 5}, "hops 5 must be at least 2 and below its 5 layers"),
-        ({"trained_questions": 800_000}, "trained_questions 800000 must be below 800000"),
-    ],
-)
-def test_parameters_that_leave_no_task_are_refused(change: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        LayeredQA(**change)

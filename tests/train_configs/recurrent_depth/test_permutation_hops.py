@@ -6,7 +6,6 @@ from itertools import islice
 import pytest
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.errors import UserError
 from train_configs.recurrent_depth.permutation_hops import PermutationHops
 
 SMALL = PermutationHops(entities=12, relations=6, hops=4, asked_hops=6, trained_questions=300)
@@ -78,15 +77,3 @@ def test_a_level_has_one_hop_more_and_all_before_as_often_as_there_are_questions
     assert [SMALL.level_strata(level) for level in range(3)] == [["2_hops"], ["3_hops"], ["4_hops"]]
     assert list(SMALL.strata) == [f"{hops}_hops" for hops in range(1, 7)]
     assert often.level_examples(0) == 660
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hops": 1}, "hops 1 must be at least 2 and at most its asked_hops 40"),
-        ({"entities": 4, "relations": 5}, "holds out 6.25 questions of two hops, fewer than 8"),
-    ],
-)
-def test_parameters_that_leave_no_task_are_refused(change: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        PermutationHops(**change)
