@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.tiny import BATCH_TOKENS, tiny_config, train_run
 from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
@@ -35,6 +36,10 @@ def test_one_line_a_field(source: Path, tmp_path: Path):
         return config
 
     train_run(started(2))
+    other = started(0)
+    other.optimizer.name = "muon"
+    with pytest.raises(UserError, match="muon cannot go on with the moments of adamw; use that"):
+        train_run(other)
     decays = Decays()
     config = started(0)
     config.learning_rate = Schedule.parse("0:0 linear 1K:1e-3")

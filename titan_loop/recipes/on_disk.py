@@ -14,6 +14,7 @@ from titan_loop.checkpoint.rewinds import read_rewinds, take_up_rewinds
 from titan_loop.checkpoint.start_from import check_moments, check_parent, has_moments
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import nested
 from titan_loop.storage.room import wait_for_room
 from titan_loop.training.chosen_model import Newest
 from titan_loop.training.config import RunConfig
@@ -25,11 +26,17 @@ def is_to_be_trained(run: ResolvedRun, newest: Newest) -> bool:
     config, directory = run.config, RunDirectory(run.config.dump_folder)
     if directory.run_json.exists():
         directory.read_run()  # refuses a file that cannot be read
-    if directory.config_json.exists():
-        directory.read_config()
+    before = directory.read_config() if directory.config_json.exists() else {}
     if not check_resumable(run, newest):
         return False
     found = newest() if config.checkpoint.enable else None
+    chosen, of_moments = config.optimizer.name, nested(before, "optimizer.name")
+    if found is not None and of_moments not in (None, chosen):  # before the new config is written
+        raise UserError(
+            f"optimizer.name={chosen} cannot go on with the moments of {of_moments}; use that, or "
+            f"train another run from it: --dump-folder NEW --checkpoint.carry.parent "
+            f"{config.dump_folder} --checkpoint.carry.no-optimizer"
+        )
     expected = sum(file["bytes"] for file in found[1]["files"].values()) if found else 0
     wait_for_room(directory.path, expected)
     return True
