@@ -22,8 +22,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from titan_loop.checkpoint.safetensors_files import write_folder
+from titan_loop.formats.dense import UnrolledShape
 from titan_loop.formats.importing import CONFIG
-from titan_loop.formats.llama import UnrolledShape
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.staged_folder import staged_folder
 from titan_loop.text.template_files import TEMPLATE, TOKENIZER_CONFIG

@@ -5,7 +5,7 @@ from functools import partial
 from tests.contracts.families import Compiled, Contract, Folder, Generated
 from tests.distributed.test_parity import HELD, Case
 from titan_loop.inference.exit_policy import Confidence
-from titan_loop.models.llama import DenseOptions
+from titan_loop.models.dense import DenseOptions
 
 SPLIT = {"n_layers": 3, "prelude_layers": 1, "coda_layers": 1}
 case = partial(Case, family=DenseOptions, steps=(3, 1))

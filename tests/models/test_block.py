@@ -9,14 +9,14 @@ import torch
 from titan_loop.families.hrm_text.model import HrmTextOptions
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.families.xllm.model import XllmOptions
-from titan_loop.models.block import PreNormBlock, SandwichBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.dropout import Dropout
 from titan_loop.models.family import build_decoder
 
 LENGTH = 8
 
 
-def block_of(options: Any, **changed: Any) -> tuple[PreNormBlock, Any]:
+def block_of(options: Any, **changed: Any) -> tuple[DenseBlock, Any]:
     """Return a layer off its start, in float64, and a context of two windows."""
     torch.manual_seed(0)
     model = build_decoder(options, max_seq_len=LENGTH).double()
@@ -32,7 +32,7 @@ def block_of(options: Any, **changed: Any) -> tuple[PreNormBlock, Any]:
 @pytest.mark.parametrize("rate", [None, 0.3])
 @pytest.mark.parametrize(
     ("options", "kind"),
-    [(XllmOptions(), PreNormBlock), (OuroOptions(size="debugmodel"), SandwichBlock)],
+    [(XllmOptions(), DenseBlock), (OuroOptions(size="debugmodel"), DenseBlock)],
 )
 def test_a_layer_is_its_two_equations(options, kind, rate, scale):
     dropout = None if rate is None else Dropout.Config(rate=rate)
@@ -50,11 +50,11 @@ def test_a_layer_is_its_two_equations(options, kind, rate, scale):
         )
 
     attended = layer.attention(layer.attention_norm(x), context)
-    if isinstance(layer, SandwichBlock):
+    if isinstance(layer, DenseBlock):
         attended = layer.attention_post_norm(attended)
     x = x + kept(attended)
     fed = layer.feed_forward(layer.ffn_norm(x))
-    if isinstance(layer, SandwichBlock):
+    if isinstance(layer, DenseBlock):
         fed = layer.ffn_post_norm(fed)
     torch.testing.assert_close(got, x + kept(fed), rtol=1e-12, atol=1e-12)
 

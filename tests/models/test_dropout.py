@@ -7,7 +7,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from tests.support.tiny import tiny_config
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.models.block import SandwichBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.training.layout_preflight import layout_refusals
@@ -32,7 +32,7 @@ def tokens():
 def test_every_branch_of_every_visit_has_its_own_mask_written_out():
     model = make_model()
     layer = model.layers["0"]
-    assert isinstance(layer, SandwichBlock)
+    assert isinstance(layer, DenseBlock)
     context = model.make_context(tokens())
     x = start = torch.randn(2, SEQ_LEN, 64).double()
     torch.manual_seed(3)

@@ -12,8 +12,8 @@ from tests.contracts.folders import opened
 from tests.families.ouro.hugging_face.conftest import write_run
 from titan_loop.checkpoint.upcycling import Upcycling
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import build_decoder
-from titan_loop.models.llama import DenseOptions
 from titan_loop.runs.conversion import upcycle_run
 
 CLOSE = 2e-6  # float64, but the model's table of rotations is fp32

@@ -10,8 +10,8 @@ import torch
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import build_decoder, decoder_config
-from titan_loop.models.llama import DenseOptions
 from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.optimizers.muon import MuonConfig
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.families.ouro.hugging_face.conftest import randomise, write_run
 from titan_loop.cli import main as cli
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import build_decoder
-from titan_loop.models.llama import DenseOptions
 from titan_loop.models.loop_options import LoopOptions
 from titan_loop.text.tokenizer import SPECIAL_TOKENS
 

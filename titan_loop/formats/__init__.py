@@ -13,11 +13,11 @@ _FILE = "titan_loop.formats.gguf_file"
 
 register(
     Plugin(
-        families={"nanbeige": "titan_loop.models.llama:DENSE"},
+        families={"nanbeige": "titan_loop.models.dense:DENSE"},
         formats={
             "gguf": f"{_FILE}:GGUF",
             "gguf-unrolled": f"{_FILE}:GGUF_UNROLLED",
-            "llama-unrolled": "titan_loop.formats.llama:LLAMA_FOLDER",
+            "llama-unrolled": "titan_loop.formats.dense:LLAMA_FOLDER",
         },
     )
 )

@@ -312,6 +312,10 @@ class LlamaShape:
         """Return the constant that fills a tensor that checkpoints lack; None for the others."""
         return None
 
+    def of_layer_name(self, inner: str) -> str:
+        """Return a checkpoint's name of a module of a layer; both names end in a dot."""
+        return self.of_layer[inner]
+
     def shape_in(self, reader: CheckpointReader, tensor: str) -> tuple[int, ...]:
         """Return the shape of one of the format's tensors in a checkpoint."""
         return tuple(reader.shape(self.parameter_name(tensor)))
@@ -330,7 +334,7 @@ class LlamaShape:
         stem, kind = tensor.rsplit(".", 1)
         if stem.startswith("model.layers."):
             _, _, index, inner = f"{stem}.".split(".", 3)
-            return f"layers.{self.stored_layer(int(index))}.{self.of_layer[inner]}{kind}"
+            return f"layers.{self.stored_layer(int(index))}.{self.of_layer_name(inner)}{kind}"
         return f"{self.of_model[f'{stem}.']}{kind}"
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from titan_loop.errors import UserError
 from titan_loop.inference.cache import CacheShape, LoopCache, Places, TokenVisit
 from titan_loop.models.attention import DocumentAttention, LoopAttention
-from titan_loop.models.context import KeyValueCache, LoopContext
+from titan_loop.models.context import KeyValueCache, LoopContext, WindowedMasks
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.recurrence import Carry
 
@@ -101,11 +101,14 @@ class Stack:
         """Return the context that the steps of new tokens share."""
         places = Places.of(positions_BL)
         key_S = torch.arange(places.seen, device=self.device)
+        distance_B1LS = (positions_BL.unsqueeze(-1) - key_S).unsqueeze(1)
         # Rows in step see all their keys.
-        mask_B1LS = None if places.in_step else (key_S <= positions_BL.unsqueeze(-1)).unsqueeze(1)
+        mask = None if places.in_step else distance_B1LS >= 0
+        if (window := self.model.config.window) is not None:
+            mask = WindowedMasks(mask, (distance_B1LS >= 0) & (distance_B1LS < window))
         visit = TokenVisit(cache, places)
         return self.model.make_context(
-            positions_BL, positions_BL, mask_B1LS, visit, key_positions=key_S.unsqueeze(0)
+            positions_BL, positions_BL, mask, visit, key_positions=key_S.unsqueeze(0)
         )
 
     def step(

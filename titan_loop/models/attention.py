@@ -7,8 +7,9 @@ FlexAttention.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
@@ -18,11 +19,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common import attention as titan_attention
 from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
 from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from titan_loop.errors import UserError
-from titan_loop.models.context import CacheSlot, LoopContext, WindowShare
+from titan_loop.models.context import CacheSlot, LoopContext, WindowedMasks, WindowShare
 from titan_loop.models.positions import DistanceScores, every_head
 
 AttentionBackend: TypeAlias = Literal["auto", "sdpa", "flex", "varlen"]
@@ -31,17 +33,24 @@ _FLASH_PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}
 
 
 def document_mask(
-    positions_BL: Tensor, share: WindowShare | None = None, prefix_BL: Tensor | None = None
+    positions_BL: Tensor,
+    share: WindowShare | None = None,
+    prefix_BL: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return a (B, 1, queries, keys) bool mask, True where a query may attend to a key.
 
-    Both must be in one document, and the key not later than the query, unless both are in the
-    document's prefix (`prefix_BL`, bool). A document starts wherever `positions_BL`, of whole
-    windows, is 0. `share` selects this rank's queries and orders the keys; None takes all.
+    Both must be in one document, and the key not later than the query nor `window` tokens or more
+    before it, unless both are in the document's prefix (`prefix_BL`, bool). A document starts
+    wherever `positions_BL`, of whole windows, is 0. `share` selects this rank's queries and orders
+    the keys; None takes all.
     """
     share, query_document_BL, key_document_BL = _documents(positions_BL, share)
     same_document = query_document_BL.unsqueeze(2) == key_document_BL.unsqueeze(1)
-    allowed = share.queries_L.unsqueeze(1) >= share.keys_L
+    distance = share.queries_L.unsqueeze(1) - share.keys_L
+    allowed = distance >= 0
+    if window is not None:
+        allowed = allowed & (distance < window)
     if prefix_BL is not None:
         query_BL, key_BL = (prefix_BL[:, index_L] for index_L in share)
         allowed = allowed | (query_BL.unsqueeze(2) & key_BL.unsqueeze(1))
@@ -53,6 +62,7 @@ def document_block_mask(
     share: WindowShare | None,
     block_size: int | tuple[int, int],
     prefix_BL: Tensor | None = None,
+    window: int | None = None,
 ) -> BlockMask:
     """Return `document_mask` as a block mask for Flex; `block_size` is the kernel's."""
     (queries_L, keys_L), query_document_BL, key_document_BL = _documents(positions_BL, share)
@@ -60,6 +70,8 @@ def document_block_mask(
     def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = query_document_BL[b, query] == key_document_BL[b, key]
         seen = queries_L[query] >= keys_L[key]
+        if window is not None:
+            seen = seen & (queries_L[query] - keys_L[key] < window)
         if prefix_BL is not None:
             seen = seen | (prefix_BL[b, queries_L[query]] & prefix_BL[b, keys_L[key]])
         return same_document & seen
@@ -100,6 +112,7 @@ class DocumentAttention(Module):
         scale: float | None = None,
         enable_gqa: bool = False,
         scores_BNLS: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Attend; returns (B, L, N, H).
 
@@ -108,11 +121,12 @@ class DocumentAttention(Module):
             attention_masks: (B, 1, L, L_key) bool. None is plain causal attention, if there
                 are as many queries as keys, or if the last token is the only query.
             scores_BNLS: Terms added to the products of queries and keys, before scaling.
+            softcap: c of c·tanh(s/c) in place of every scaled score s; 0 for none.
         """
         queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
         if attention_masks is None and queries not in (1, keys):
             raise ValueError(f"{queries} queries and {keys} keys need an explicit mask")
-        if scores_BNLS is None:
+        if scores_BNLS is None and not softcap:
             # The compiler evaluates a branch, but keeps `queries > 1` symbolic once windows vary.
             is_causal = False if queries == 1 else attention_masks is None
             out_BNLH = F.scaled_dot_product_attention(
@@ -125,11 +139,15 @@ class DocumentAttention(Module):
                 enable_gqa=enable_gqa,
             )
             return out_BNLH.transpose(1, 2)
-        # torch's own kernel makes twice as many passes over a mask that needs a gradient.
         if attention_masks is None:
-            whole = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool)
+            whole = q_BLNH.new_ones(queries, keys, dtype=torch.bool)
             attention_masks = whole.tril(keys - queries)
         factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        if softcap:
+            assert scores_BNLS is None, "positions are rotations"
+            return _capped(q_BLNH, k_BLNH, v_BLNH, attention_masks, factor, softcap)
+        assert scores_BNLS is not None
+        # torch's own kernel makes twice as many passes over a mask that needs a gradient.
         hidden = torch.zeros(attention_masks.shape, dtype=q_BLNH.dtype, device=q_BLNH.device)
         added_BNLS = scores_BNLS + hidden.masked_fill_(~attention_masks, -math.inf)
         k_BLNH, v_BLNH = (every_head(x, q_BLNH.shape[2]) for x in (k_BLNH, v_BLNH))
@@ -138,6 +156,18 @@ class DocumentAttention(Module):
             added_BNLS.flatten(0, 1), q_MLH, k_MSH.transpose(1, 2), beta=factor, alpha=factor
         ).softmax(dim=-1)
         return (weights_MLS @ v_MSH).unflatten(0, scores_BNLS.shape[:2]).transpose(1, 2)
+
+
+def _capped(
+    q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, mask: Tensor, factor: float, softcap: float
+) -> Tensor:
+    k_BLNH, v_BLNH = (every_head(x, q_BLNH.shape[2]) for x in (k_BLNH, v_BLNH))
+    q_BNLH, k_BNSH, v_BNSH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+    scores_BNLS = q_BNLH @ k_BNSH.transpose(2, 3) * factor
+    scores_BNLS = softcap * torch.tanh(scores_BNLS / softcap)
+    wide = torch.promote_types(q_BLNH.dtype, torch.float32)
+    weights_BNLS = scores_BNLS.masked_fill(~mask, -math.inf).softmax(-1, dtype=wide)
+    return (weights_BNLS.to(q_BLNH.dtype) @ v_BNSH).transpose(1, 2)
 
 
 def inner_attention_config(backend: AttentionBackend, *, scores: bool = False) -> Module.Config:
@@ -170,11 +200,24 @@ class LoopAttention(GQAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
-        """With `keys_start_as_queries` the initial key matrix is a copy of the query matrix."""
+        """With `keys_start_as_queries` the initial key matrix is a copy of the query matrix.
+
+        Attributes:
+            q_norm: Norm of the queries before they are rotated, of each head or of all at once.
+            k_norm: The same of the keys.
+            scale: Factor on scores in place of 1/√H.
+            softcap: As in `DocumentAttention`.
+            window: Keys that a query sees, itself among them; None for all.
+        """
 
         distance_scores: DistanceScores.Config | None = None
         keys_start_as_queries: bool = False
         gate: Linear.Config | None = None
+        q_norm: RMSNorm.Config | None = None
+        k_norm: RMSNorm.Config | None = None
+        scale: float | None = None
+        softcap: float = 0.0
+        window: int | None = None
 
         @property
         def widths(self) -> tuple[int, int]:
@@ -188,6 +231,15 @@ class LoopAttention(GQAttention):
         self.distance_scores = None if scores is None else scores.build()
         self.keys_start_as_queries = config.keys_start_as_queries
         self.gate = None if config.gate is None else config.gate.build()
+        if config.q_norm is not None and config.k_norm is not None:
+            self.q_norm, self.k_norm = config.q_norm.build(), config.k_norm.build()
+        if config.scale is not None:
+            self.scaling = config.scale
+        self.window = config.window
+        self.added: dict[str, Any] = {}
+        if cap := config.softcap:
+            on_scores = isinstance(config.inner_attention, FlexAttention.Config)
+            self.added = {"score_mod": partial(_cap, cap)} if on_scores else {"softcap": cap}
 
     def _init_self_parameters(self) -> None:  # the projections initialise their own
         super()._init_self_parameters()
@@ -203,14 +255,18 @@ class LoopAttention(GQAttention):
         `cache_slot` addresses this visit's keys and values; it is not read without a cache.
         """
         q_BLNH, k_BLNH, v_BLNH = self._projected(x_BLD, context, cache_slot)
-        added = {}
+        added = self.added
         if self.distance_scores is not None:
-            added["scores_BNLS"] = self.distance_scores(q_BLNH, k_BLNH, context.shared_positions)
+            scores_BNLS = self.distance_scores(q_BLNH, k_BLNH, context.shared_positions)
+            added = {**added, "scores_BNLS": scores_BNLS}
+        mask = context.attention_mask
+        if isinstance(mask, WindowedMasks):
+            mask = mask.whole if self.window is None else mask.window
         out_BLNH = self.inner_attention(
             q_BLNH,
             k_BLNH,
             v_BLNH,
-            attention_masks=context.attention_mask,
+            attention_masks=mask,
             scale=self.scaling,
             enable_gqa=self.enable_gqa,
             **added,
@@ -228,8 +284,15 @@ class LoopAttention(GQAttention):
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLNH, k_BLNH = self.q_norm(q_BLNH), self.k_norm(k_BLNH)
         q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, rope_BLH=context.shared_positions)
         if context.cache is not None:
             assert cache_slot is not None
             k_BLNH, v_BLNH = context.cache.update(cache_slot, k_BLNH, v_BLNH)
         return q_BLNH, k_BLNH, v_BLNH
+
+
+def _cap(cap: float, score: Tensor, *_: Tensor) -> Tensor:
+    """Return c·tanh(s/c), as Flex wants it for every scaled score."""
+    return cap * torch.tanh(score / cap)

@@ -1,40 +1,71 @@
-"""One unique layer of attention and SwiGLU: Llama's, or with sandwich normalisation as in Ouro.
+"""One unique layer of attention and a gated feed-forward, with norms before or after each branch.
 
-    pre-norm    x ← x + attention(n1(x)),       x ← x + feed_forward(n3(x))
-    sandwich    x ← x + n2(attention(n1(x))),   x ← x + n4(feed_forward(n3(x)))
+    before      x ← x + attention(n1(x)),       x ← x + feed_forward(n3(x))         Llama
+    after       x ← x + n2(attention(x)),       x ← x + n4(feed_forward(x))         OLMo 2
+    both        x ← x + n2(attention(n1(x))),   x ← x + n4(feed_forward(n3(x)))     Ouro, Gemma
 
-The norms on branch outputs keep residual updates at unit scale, so the state grows at most linearly
+Norms on branch outputs keep residual updates at unit scale, so the state grows at most linearly
 with the number of visits.
 
-Sources: Touvron et al. 2023 (Llama), arXiv 2302.13971, §2.2; Zhu et al. 2025 (Ouro), arXiv
-2510.25741, §4, order of the norms as in the released checkpoints.
+Sources: Touvron et al. 2023 (Llama), arXiv 2302.13971, §2.2; OLMo team 2025 (OLMo 2), arXiv
+2501.00656, §3; Zhu et al. 2025 (Ouro), arXiv 2510.25741, §4, order of the norms as in the released
+checkpoints.
 """
 
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.models.common.decoder import TransformerBlock
+from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.protocols.module import Module
 
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.dropout import Dropout
 
 
-class PreNormBlock(TransformerBlock):
-    """A transformer block with a norm before each branch; (B, L, D) in and out."""
+class GELUGatedFeedForward(FeedForward):
+    """W_2 (gelu(W_1 x) ⊙ W_3 x), with the tanh form of GELU; (B, L, D) in and out."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        """As in `FeedForward`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the three projections."""
+        return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
+
+
+def built(config: Module.Config | None) -> Module | None:
+    """Return the module of a config; None for None."""
+    return None if config is None else config.build()
+
+
+class DenseBlock(TransformerBlock):
+    """A transformer block; (B, L, D) in and out."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
-        """torchtitan's block with dropout and a factor, `branch_scale`, on both branches."""
+        """torchtitan's block with dropout and a factor, `branch_scale`, on both branches.
 
+        A norm that is None is left out.
+        """
+
+        attention_norm: RMSNorm.Config | None  # type: ignore[assignment]
+        ffn_norm: RMSNorm.Config | None  # type: ignore[assignment]
+        attention_post_norm: RMSNorm.Config | None = None
+        ffn_post_norm: RMSNorm.Config | None = None
         dropout: Dropout.Config | None = None
         branch_scale: float = 1.0
 
         @property
         def norms(self) -> list[RMSNorm.Config]:
-            """All norms of the layer."""
-            return [self.attention_norm, self.ffn_norm]
+            """All norms of the state and of branches in the layer."""
+            before, after = self.attention_norm, self.attention_post_norm
+            norms = (before, after, self.ffn_norm, self.ffn_post_norm)
+            return [norm for norm in norms if norm is not None]
 
         @property
         def matrix_elements(self) -> int:
@@ -54,10 +85,13 @@ class PreNormBlock(TransformerBlock):
     def __init__(self, config: Config) -> None:
         super().__init__()
         assert config.feed_forward is not None
-        self.attention_norm = config.attention_norm.build()
+        # In this order: seeded initialisation follows the order of the parameters.
+        self.attention_norm = built(config.attention_norm)
         self.attention = config.attention.build()
-        self.ffn_norm = config.ffn_norm.build()
+        self.attention_post_norm = built(config.attention_post_norm)
+        self.ffn_norm = built(config.ffn_norm)
         self.feed_forward = config.feed_forward.build()
+        self.ffn_post_norm = built(config.ffn_post_norm)
         self.dropout = None if config.dropout is None else config.dropout.build()
         self.branch_scale = config.branch_scale
 
@@ -65,8 +99,10 @@ class PreNormBlock(TransformerBlock):
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
     ) -> Tensor:
         """Apply the layer once; `context` and `cache_slot` as in `LoopAttention.forward`."""
-        x_BLD = x_BLD + self._kept(self.attention(self.attention_norm(x_BLD), context, cache_slot))
-        return x_BLD + self._kept(self.feed_forward(self.ffn_norm(x_BLD)))
+        attended_BLD = self.attention(_normed(self.attention_norm, x_BLD), context, cache_slot)
+        x_BLD = x_BLD + self._kept(_normed(self.attention_post_norm, attended_BLD))
+        fed_BLD = self.feed_forward(_normed(self.ffn_norm, x_BLD))
+        return x_BLD + self._kept(_normed(self.ffn_post_norm, fed_BLD))
 
     def _kept(self, branch_BLD: Tensor) -> Tensor:
         if self.branch_scale != 1:
@@ -74,37 +110,5 @@ class PreNormBlock(TransformerBlock):
         return branch_BLD if self.dropout is None else self.dropout(branch_BLD)
 
 
-class SandwichBlock(PreNormBlock):
-    """A transformer block with a norm before and after each branch; (B, L, D) in and out."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(PreNormBlock.Config):
-        attention_post_norm: RMSNorm.Config
-        ffn_post_norm: RMSNorm.Config
-
-        @property
-        def norms(self) -> list[RMSNorm.Config]:
-            """All norms of the layer."""
-            before = PreNormBlock.Config.norms.fget(self)  # type: ignore[attr-defined]
-            return [*before, self.attention_post_norm, self.ffn_post_norm]
-
-    def __init__(self, config: Config) -> None:
-        # Not PreNormBlock.__init__: seeded initialisation follows the order of the parameters.
-        TransformerBlock.__init__(self)
-        assert config.feed_forward is not None
-        self.attention_norm = config.attention_norm.build()
-        self.attention = config.attention.build()
-        self.attention_post_norm = config.attention_post_norm.build()
-        self.ffn_norm = config.ffn_norm.build()
-        self.feed_forward = config.feed_forward.build()
-        self.ffn_post_norm = config.ffn_post_norm.build()
-        self.dropout = None if config.dropout is None else config.dropout.build()
-        self.branch_scale = config.branch_scale
-
-    def forward(
-        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
-    ) -> Tensor:
-        """Apply the layer once; `context` and `cache_slot` as in `LoopAttention.forward`."""
-        attended_BLD = self.attention(self.attention_norm(x_BLD), context, cache_slot)
-        x_BLD = x_BLD + self._kept(self.attention_post_norm(attended_BLD))
-        return x_BLD + self._kept(self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BLD))))
+def _normed(norm: Module | None, x_BLD: Tensor) -> Tensor:
+    return x_BLD if norm is None else norm(x_BLD)

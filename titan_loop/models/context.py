@@ -10,7 +10,18 @@ from torchtitan.models.common.attention import VarlenMetadata
 PREFIX = "prefix"
 """Column (B, L) that marks a document's prefix; its tokens attend to the whole prefix."""
 
-AttentionMask = Tensor | BlockMask | VarlenMetadata
+
+class WindowedMasks(NamedTuple):
+    """The masks of a model in which some layers see a window of the latest keys alone.
+
+    `whole` is None where a query sees all keys.
+    """
+
+    whole: Tensor | BlockMask | None
+    window: Tensor | BlockMask
+
+
+AttentionMask = Tensor | BlockMask | VarlenMetadata | WindowedMasks
 
 
 class WindowShare(NamedTuple):

@@ -37,6 +37,7 @@ from titan_loop.models.context import (
     CacheSlot,
     KeyValueCache,
     LoopContext,
+    WindowedMasks,
     WindowShare,
 )
 from titan_loop.models.decoder_costs import DecoderCosts
@@ -72,6 +73,7 @@ class LoopDecoder(Decoder):
 
         state_gather: Identity.Config = field(default_factory=Identity.Config)
         positions: Positions.Config = field(default_factory=RotaryPositions.Config)
+        embedding_scale: float = 1.0
         embedding_dropout: Dropout.Config | None = None
         width_ratio: float = 1.0
         depth_ratio: float = 1.0
@@ -107,6 +109,12 @@ class LoopDecoder(Decoder):
             return self.layers[0].feed_forward.w1.out_features
 
         @property
+        def window(self) -> int | None:
+            """Keys that a query of windowed layers sees; None without such layers."""
+            windows = (layer.attention.window for layer in self.layers)
+            return next((window for window in windows if window is not None), None)
+
+        @property
         def draws(self) -> bool:
             """Whether the model draws random numbers in training."""
             parts = (self.embedding_dropout, *(layer.dropout for layer in self.layers))
@@ -133,7 +141,7 @@ class LoopDecoder(Decoder):
         self.recurrent_steps = config.recurrent_steps
         self.recurrence = Recurrence()
         self.norm_placement = config.norm_placement
-        self.scales = config.scale_embeddings
+        self.scale = math.sqrt(config.dim) if config.scale_embeddings else config.embedding_scale
         self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
         # Parameter-free: under sequence parallelism the state stays sharded for the next step,
         # while readout and gate see this module's gathered copy.
@@ -194,15 +202,17 @@ class LoopDecoder(Decoder):
 
         Args:
             positions: (B, L), restarting per document; None counts from 0.
-            attention_masks: None builds one from `positions` and any prefix; with neither, or with
-                a cache and no prefix, attention is plain causal. With a cache: (B, 1, L, L_key).
+            attention_masks: None builds one from `positions`, any prefix and the layers' windows;
+                with none of them, or with a cache alone, attention is plain causal. With a cache:
+                (B, 1, L, L_key).
             key_positions: (B or 1, S) of the cache's keys; None if only current tokens have keys.
         """
         prefix = None if columns is None else columns.get(PREFIX)
         mask_wanted = cache is None and (positions is not None or self._needs_mask())
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        if attention_masks is None and (mask_wanted or prefix is not None):
+        windowed = self.config.window is not None and key_positions is None
+        if attention_masks is None and (mask_wanted or prefix is not None or windowed):
             attention_masks = self.get_attention_masks(positions, prefix=prefix)
         keys = positions if key_positions is None else key_positions
         shared = self.positions.shared(positions, keys)
@@ -219,7 +229,7 @@ class LoopDecoder(Decoder):
 
     def scaled(self, embedding_BLD: Tensor) -> Tensor:
         """Return token embeddings as they enter the state."""
-        return embedding_BLD * math.sqrt(self.config.dim) if self.scales else embedding_BLD
+        return embedding_BLD if self.scale == 1 else embedding_BLD * self.scale
 
     def input(self, carry: Carry, context: LoopContext) -> Tensor:
         """Return the first layer's input in a step, (B, L, D); recomputed with the step."""
@@ -373,13 +383,25 @@ class LoopDecoder(Decoder):
         self, positions: Tensor, share: WindowShare | None = None, prefix: Tensor | None = None
     ) -> AttentionMask | None:
         """Build the backend's causal-and-same-document mask; arguments as in `document_mask`."""
+        whole = self._mask(positions, share, prefix, None)
+        if (window := self.config.window) is None:
+            return whole
+        return WindowedMasks(whole, self._mask(positions, share, prefix, window))
+
+    def _mask(
+        self,
+        positions: Tensor,
+        share: WindowShare | None,
+        prefix: Tensor | None,
+        window: int | None,
+    ) -> Any:
         if not self._needs_mask():
-            return document_mask(positions, share, prefix)
+            return document_mask(positions, share, prefix, window)
         kernel = self.config.layers[0].attention.inner_attention
-        if share is None and prefix is None:
-            return super().get_attention_masks(positions)  # type: ignore[return-value]
-        assert isinstance(kernel, FlexAttention.Config), "varlen takes no share or prefix"
-        return document_block_mask(positions, share, kernel.block_size, prefix)
+        if share is None and prefix is None and window is None:
+            return super().get_attention_masks(positions)
+        assert isinstance(kernel, FlexAttention.Config), "varlen takes no share, prefix or window"
+        return document_block_mask(positions, share, kernel.block_size, prefix, window)
 
     def _needs_mask(self) -> bool:
         kernel = self.config.layers[0].attention.inner_attention

@@ -102,6 +102,13 @@ class ModelOptions:
         """Return values of open options, and of others that equal models share; sizes are known."""
         return {}
 
+    def check_heads(self, shape: ModelSize) -> None:
+        """Raise `UserError` if the heads do not divide D into even widths."""
+        if shape.dim % shape.n_heads or (shape.dim // shape.n_heads) % 2:
+            dim = f"model.dim={shape.dim}"
+            heads = f"model.n_heads={shape.n_heads}"
+            raise UserError(f"{heads} must divide {dim} into even head widths")
+
     def implied(self) -> Mapping[str, Any]:
         """Return entries of the record that are no options of the family, from canonical ones."""
         return {}
@@ -174,9 +181,7 @@ def resolved_shape(options: ModelOptions) -> ModelSize:
     asked = {option.name: getattr(options, option.name) for option in fields(ModelSize)}
     values = asdict(size) | {name: value for name, value in asked.items() if value is not None}
     shape = ModelSize(**values)
-    if shape.dim % shape.n_heads or (shape.dim // shape.n_heads) % 2:
-        dim = f"model.dim={shape.dim}"
-        raise UserError(f"model.n_heads={shape.n_heads} must divide {dim} into even head widths")
+    options.check_heads(shape)
     kv_heads = shape.n_kv_heads or shape.n_heads
     if shape.n_heads % kv_heads:
         raise UserError(f"model.n_kv_heads={kv_heads} must divide model.n_heads={shape.n_heads}")

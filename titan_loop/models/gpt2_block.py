@@ -106,7 +106,7 @@ class GPT2Block(Module):
 
         @property
         def matrix_elements(self) -> int:
-            """As in `SandwichBlock`."""
+            """As in `DenseBlock`."""
             dim, wide = self.attention.dim, self.feed_forward.w1.out_features
             return 2 * dim * sum(self.attention.widths) + 2 * dim * wide
 

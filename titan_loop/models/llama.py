@@ -1,27 +1,22 @@
-"""A looped decoder of Llama's blocks: options and initial weights; the family of plain ones.
+"""A looped decoder of Llama's blocks: options and initial weights.
 
-    h_r = n(block_N(… block_1(h_{r−1}) …)),   n = final norm, or the identity
     block:  x ← x + attention(n1(x)),   x ← x + SwiGLU(n2(x))
-
-With P `prelude_layers` or K `coda_layers` only the C layers between them are looped. With the norm
-at the readout alone, R steps equal a dense Llama of P + R·C + K layers; R = 1 is Llama. Records
-call this family nanbeige, after the first published loops of the kind (Nanbeige4.2).
 
 Source: Touvron et al. 2023 (Llama), arXiv 2302.13971. Deviation: initial output projections are
 scaled by 1/sqrt(2·layers), as in GPT-2, or as `residual_scale` sets.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Gt, Lt
 
 from titan_loop.models.attention import LoopAttention
-from titan_loop.models.block import PreNormBlock, SandwichBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import Family, FamilyName, ModelSize
+from titan_loop.models.family import ModelSize
 from titan_loop.models.final_norm import NormPlacement
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.loop_config import loop_config, residual_gain, width_ratio
@@ -65,8 +60,8 @@ def llama_config(
 
 
 def _pre_norm(
-    layer: SandwichBlock.Config, options: LlamaOptions, shape: ModelSize
-) -> PreNormBlock.Config:
+    layer: DenseBlock.Config, options: LlamaOptions, shape: ModelSize
+) -> DenseBlock.Config:
     """Return a layer without the norms after its branches, whose gain the output matrices take."""
     gain = residual_gain(options, shape)
     std = options.initializer_range * gain / math.sqrt(width_ratio(options, shape))
@@ -75,7 +70,7 @@ def _pre_norm(
     assert isinstance(layer.attention, LoopAttention.Config)
     layer.attention.wo = replace(layer.attention.wo, param_init=output)
     layer.feed_forward.w2 = replace(layer.feed_forward.w2, param_init=output)
-    return PreNormBlock.Config(
+    return DenseBlock.Config(
         attention_norm=replace(layer.attention_norm, eps=options.norm_eps),
         attention=layer.attention,
         ffn_norm=replace(layer.ffn_norm, eps=options.norm_eps),
@@ -83,18 +78,3 @@ def _pre_norm(
         dropout=layer.dropout,
         branch_scale=layer.branch_scale,
     )
-
-
-@dataclass(kw_only=True, slots=True)
-class DenseOptions(LlamaOptions):
-    """Options of a loop, or a dense model, of Llama's blocks and nothing else."""
-
-    family: FamilyName = field(default="nanbeige", init=False)
-
-
-DENSE = Family(
-    name="nanbeige",
-    options=DenseOptions,
-    sizes=LLAMA_SIZES,
-    decoder_config=partial(llama_config, LoopDecoder.Config),
-)

@@ -35,7 +35,7 @@ from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError
 from titan_loop.models.attention import DocumentAttention, LoopAttention, inner_attention_config
-from titan_loop.models.block import SandwichBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import dropout_config
 from titan_loop.models.exit_gate import ExitGate
@@ -156,24 +156,26 @@ def loop_config(
     def norm(gain: dict[str, Callable] = _NORM) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=shape.dim, eps=NORM_EPS, param_init=gain)
 
-    def layer() -> SandwichBlock.Config:
-        head_dim = shape.dim // shape.n_heads
+    def layer() -> DenseBlock.Config:
+        own_width = getattr(options, "head_dim", None)  # of the families that have this option
+        head_dim = own_width or shape.dim // shape.n_heads
         attention = LoopAttention.Config(
             n_heads=shape.n_heads,
             n_kv_heads=shape.n_kv_heads,
             dim=shape.dim,
+            head_dim=own_width,
             qkv_linear=QKVLinear.Config(
                 head_dim=head_dim,
-                wq=linear(shape.dim, shape.dim),
+                wq=linear(shape.dim, shape.n_heads * head_dim),
                 wkv=linear(shape.dim, (shape.n_kv_heads or shape.n_heads) * head_dim),
             ),
-            wo=linear(shape.dim, shape.dim),
+            wo=linear(shape.n_heads * head_dim, shape.dim),
             inner_attention=_kernel(options),
             rope=rotation.Config(dim=head_dim, max_seq_len=max_seq_len, theta=theta),
             keys_start_as_queries=keys_start_as_queries,
             distance_scores=positions.scores(head_dim, shape.n_heads, matrix),
         )
-        return SandwichBlock.Config(
+        return DenseBlock.Config(
             attention_norm=norm(),
             attention=attention,
             attention_post_norm=norm(branch_gain),

@@ -22,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.models.common.embedding import Embedding
-from torchtitan.models.common.rope import CosSinRoPE, RoPE
-from torchtitan.protocols.module import Module
+from torchtitan.models.common.rope import RoPE
+from torchtitan.protocols.module import Module, ModuleList
 
 from titan_loop.errors import UserError
 from titan_loop.models.initialisation import local_part
 from titan_loop.models.parameter_groups import LookUp
+from titan_loop.models.rotary import Rotation, RotationTable
 
 PositionKind: TypeAlias = Literal["rope", "learned", "relative", "deberta", "bias", "none"]
 """Kinds of positions; `LoopOptions.positions` explains each."""
@@ -72,16 +73,24 @@ class RotaryPositions(Positions):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Positions.Config):
-        """No settings."""
+        """The rotations of which each layer has one; none: one with the layers' base."""
+
+        rotations: tuple[Rotation, ...] = ()
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
         super().__init__(config, rope=rope)
-        length, theta = rope.max_seq_len, rope.theta
-        self.table = CosSinRoPE.Config(dim=rope.dim, max_seq_len=length, theta=theta).build()
+        rotations = config.rotations or (Rotation(dim=rope.dim, theta=rope.theta),)
+        tables = [
+            RotationTable.Config(dim=each.dim, max_seq_len=rope.max_seq_len, rotation=each).build()
+            for each in rotations
+        ]
+        self.table = tables[0]
+        self.others = ModuleList(tables[1:])
 
     def shared(self, positions_BL: Tensor, key_positions_BS: Tensor) -> Tensor:
-        """Return (B or 1, L, 1, 2·H) fp32: cosines, then sines."""
-        return self.table.cache[positions_BL].unsqueeze(2)
+        """Return (B or 1, L, 1, n·2·H) fp32: cosines, then sines, of each of n rotations."""
+        tables = [table.cache[positions_BL] for table in (self.table, *self.others)]
+        return (tables[0] if len(tables) == 1 else torch.cat(tables, dim=-1)).unsqueeze(2)
 
 
 class PositionTable(Embedding):
@@ -248,7 +257,13 @@ class RotateHalf(RoPE):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoPE.Config):
-        """Width, length and base of the decoder's table, where upstream looks for them."""
+        """Width, length and base of the decoder's table, where upstream looks for them.
+
+        `table` is its number among the decoder's rotations. Elements of a head beyond `dim` keep
+        their values.
+        """
+
+        table: int = 0
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)
@@ -258,6 +273,9 @@ class RotateHalf(RoPE):
         self, query: Tensor, key: Tensor, *, rope_BLH: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Rotate `query` and `key`, both (B, L, N, H); shapes and dtypes are kept."""
+        width = 2 * self.config.dim
+        if rope_BLH.shape[-1] != width:
+            rope_BLH = rope_BLH.narrow(-1, self.config.table * width, width)
         cos, sin = rope_BLH.chunk(2, dim=-1)
         return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
@@ -280,6 +298,8 @@ class NoRotation(RotateHalf):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if (width := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((_rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     first, second = wide.chunk(2, dim=-1)
     return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

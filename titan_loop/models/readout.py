@@ -51,6 +51,12 @@ class LMHead(Linear):
         up. A GPU wants more: each chunk moves the fp32 gradient of the head once, 12·V·D bytes
         against 6·chunk·V·D FLOPs."""
 
+        scale: float = 1.0
+        """Factor on the logits W h."""
+
+        softcap: float = 0.0
+        """c of c·tanh(s/c) in place of every scaled logit s; 0 for none."""
+
     def __init__(self, config: Config):
         if config.bias:
             raise UserError("lm_head.bias=True: the head has no bias; set it to False")
@@ -59,6 +65,19 @@ class LMHead(Linear):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
         self.vocabulary = Vocabulary(config.out_features)
+        self.scale, self.softcap = config.scale, config.softcap
+
+    def shaped(self, logits: Tensor) -> Tensor:
+        """Return W h, of any shape, scaled and capped."""
+        if self.scale != 1:
+            logits = logits * self.scale
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    def unshaped_(self, gradient: Tensor, shaped: Tensor) -> Tensor:
+        """Turn the gradient of `shaped` logits into the gradient of W h, in place."""
+        if self.softcap:
+            gradient.mul_(1 - (shaped / self.softcap).square())
+        return gradient if self.scale == 1 else gradient.mul_(self.scale)
 
     # Keyword-only: torchtitan's `Module.parallelize` demands a value for every positional argument.
     def forward(
@@ -89,7 +108,7 @@ class LMHead(Linear):
             equal on all tensor-parallel ranks.
         """
         if isinstance(input, Tensor):
-            return super().forward(input)
+            return self.shaped(super().forward(input))
         if through is not None:
             return through(*self.vocabulary.local(self.weight, input), self)
         assert labels_BL is not None, "a tuple of states needs labels"
@@ -99,7 +118,7 @@ class LMHead(Linear):
             fix = "set cast_forward_inputs=False in the head's MixedPrecisionPolicy"
             raise TypeError(f"{problem}; {fix}")
         head_weight_VD, hidden_RBLD = self.vocabulary.local(self.weight, input)
-        how = self.chunk_tokens, self.vocabulary, z_loss, rows_T
+        how = self, z_loss, rows_T
         stream = partial(_stream, hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, *how)
         if torch.is_grad_enabled():
             return GradientsInForward.apply(stream, head_weight_VD, weight_RBL, *hidden_RBLD)
@@ -152,8 +171,7 @@ def _stream(
     head_weight_VD: Tensor,
     labels_BL: Tensor,
     weight_RBL: Tensor,
-    chunk_tokens: int,
-    vocabulary: Vocabulary,
+    head: LMHead,
     z_loss: float,
     rows_T: Tensor | None,
     needed: Sequence[bool],
@@ -163,6 +181,8 @@ def _stream(
     The gradients are of the head weight, the loss weights and each state, as far as `needed`.
     """
     assert len(hidden_RBLD) == len(weight_RBL), "one weight per recurrent step"
+    chunk_tokens, vocabulary = head.chunk_tokens, head.vocabulary
+    plain = head.scale == 1 and not head.softcap
     needs_head_weight, needs_weight, *needs_hidden = needed
     compute_dtype = head_weight_VD.dtype
     loss_dtype = torch.promote_types(compute_dtype, torch.float32)
@@ -196,11 +216,16 @@ def _stream(
             hidden_CD = hidden_TD[chunk].to(compute_dtype)
             buffer_CV = logits_buffer_CV[: hidden_CD.shape[0]]
             logits_CV = torch.mm(hidden_CD, head_weight_VD.t(), out=buffer_CV)
+            if not plain:
+                logits_CV.copy_(head.shaped(logits_CV))
+                shaped_CV = logits_CV.clone()
             needs_gradient = hidden_grad_BLD is not None or head_weight_grad_VD is not None
             ce_RT[r, chunk], log_sum_RT[r, chunk] = _cross_entropy_to_gradient_(
                 logits_CV, labels_T[chunk], weight_RT[r, chunk], vocabulary, z_loss, needs_gradient
             )
             logits_grad_CV = logits_CV  # overwritten
+            if needs_gradient and not plain:
+                logits_grad_CV = head.unshaped_(logits_grad_CV, shaped_CV)
             if hidden_grad_BLD is not None:
                 hidden_grad_BLD.view(hidden_TD.shape)[chunk] = torch.mm(
                     logits_grad_CV, head_weight_VD

@@ -24,7 +24,7 @@ from torchtitan.models.common.decoder_sharding import (
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig, SpmdLayout
 
 from titan_loop.models.attention import LoopAttention
-from titan_loop.models.block import PreNormBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.positions import LearnedPositions
 
 
@@ -94,7 +94,7 @@ def set_parts_sharding(decoder: Any, *, enable_sp: bool) -> None:
         )
 
 
-def set_block_sharding(layer: PreNormBlock.Config, *, enable_sp: bool) -> None:
+def set_block_sharding(layer: DenseBlock.Config, *, enable_sp: bool) -> None:
     """Shard a layer's heads and dense feed-forward over the tensor-parallel ranks."""
     for norm in layer.norms:
         norm.sharding_config = norm_config(enable_sp=enable_sp)

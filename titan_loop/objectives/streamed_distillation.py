@@ -92,13 +92,15 @@ def _stream(
     for start in range(0, len(labels_T), chunk):
         part = slice(start, start + chunk)
         teacher_CD = teacher_TD[part].to(weight_VD.dtype)
-        log_q_CV = _log_softmax((teacher_CD @ teacher_VD.t()).to(wide), vocabulary)
+        log_q_CV = _log_softmax(head.shaped((teacher_CD @ teacher_VD.t()).to(wide)), vocabulary)
         for s, hidden_TD in enumerate(hidden_STD):
             hidden_CD = hidden_TD[part].to(weight_VD.dtype)
-            log_p_CV = _log_softmax((hidden_CD @ weight_VD.t()).to(wide), vocabulary)
+            logits_CV = head.shaped((hidden_CD @ weight_VD.t()).to(wide))
+            log_p_CV = _log_softmax(logits_CV, vocabulary)
             gradient_CV, ce_ST[s, part], kl_ST[s, part] = _gradient(
                 log_p_CV, log_q_CV, labels_T[part], share, vocabulary
             )
+            gradient_CV = head.unshaped_(gradient_CV, logits_CV)
             gradient_CV *= weight_ST[s, part].unsqueeze(-1)
             gradient_CV = (gradient_CV / targets.valid_tokens).to(weight_VD.dtype)
             hidden_grad_STD[s][part] = gradient_CV @ weight_VD

@@ -37,9 +37,9 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.activation_checkpointing import ActivationCheckpointingConfig
 from titan_loop.distributed.float8 import Float8
 from titan_loop.distributed.loop_fsdp import FSDPConfig
+from titan_loop.models.dense import DenseOptions
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.family import ModelOptions
-from titan_loop.models.llama import DenseOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.training.batch_schedule import (

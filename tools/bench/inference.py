@@ -37,7 +37,7 @@ from titan_loop.inference.loading import load_checkpoint, load_matching_tokenize
 from titan_loop.inference.rows import Request
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.attention import LoopAttention
-from titan_loop.models.block import SandwichBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 
@@ -85,7 +85,7 @@ class PlainDecoder:
         x = model.tok_embeddings(tokens_BL)
         for step in range(RECURRENT_STEPS):
             for index, layer in enumerate(model.layers.values()):
-                assert isinstance(layer, SandwichBlock)
+                assert isinstance(layer, DenseBlock)
                 attention = layer.attention
                 assert isinstance(attention, LoopAttention)
                 q, k, v = attention.qkv_linear(layer.attention_norm(x))

@@ -29,7 +29,8 @@ from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
-from titan_loop.models.llama import DenseOptions, LlamaOptions
+from titan_loop.models.dense import DenseOptions
+from titan_loop.models.llama import LlamaOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule

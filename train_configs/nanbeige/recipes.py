@@ -5,7 +5,7 @@ titan-loop convert export runs/nanbeige --to gguf --output nanbeige.gguf
 bash tools/chat.sh nanbeige.gguf
 """
 
-from titan_loop.models.llama import DenseOptions
+from titan_loop.models.dense import DenseOptions
 from titan_loop.training.trainer import LoopTrainer
 
 from ..quickstart.recipes import quickstart

@@ -16,7 +16,7 @@ import math
 from typing import Any
 
 from titan_loop.analysis.results import ResultTable
-from titan_loop.models.llama import DenseOptions
+from titan_loop.models.dense import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizers.container import LoopOptimizers

@@ -25,7 +25,8 @@ from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.families.retrofit.distillation import DistillationLoss
 from titan_loop.families.retrofit.surgery import Surgery
-from titan_loop.models.llama import DenseOptions, LlamaOptions
+from titan_loop.models.dense import DenseOptions
+from titan_loop.models.llama import LlamaOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig

@@ -33,8 +33,8 @@ from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.prior import LearnedDepth, PriorSettings
 from titan_loop.families.xllm.student_loss import StudentLoss, TeacherStart
+from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import ModelOptions
-from titan_loop.models.llama import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig

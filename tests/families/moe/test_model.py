@@ -16,8 +16,8 @@ from titan_loop.errors import UserError, raise_first
 from titan_loop.families.moe.decoder import MoEDecoder
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
+from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import ModelOptions, build_decoder, decoder_config
-from titan_loop.models.llama import DenseOptions
 
 L = 16
 ALONE = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)

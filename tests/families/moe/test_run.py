@@ -10,7 +10,7 @@ from tests.families.moe.contract import run
 from tests.support.tiny import train_run
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
-from titan_loop.models.llama import DenseOptions
+from titan_loop.models.dense import DenseOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.runs.saved_run import SavedRun
 

@@ -13,7 +13,7 @@ from tests.support.llama_runs import VOCABULARY, maker, train_tokenizer
 from tests.support.tiny import standard_library_texts, tiny_config
 from titan_loop.data.shards import TokenShards
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.models.llama import DenseOptions
+from titan_loop.models.dense import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.saved_run import SavedRun

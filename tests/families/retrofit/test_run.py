@@ -12,7 +12,7 @@ from tests.families.retrofit.conftest import opened
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.cli import main as cli
 from titan_loop.families.retrofit.distillation import DistillationLoss
-from titan_loop.models.llama import DenseOptions
+from titan_loop.models.dense import DenseOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.training.depth_schedule import RecurrenceConfig

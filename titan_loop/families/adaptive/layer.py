@@ -142,7 +142,7 @@ class AdaptiveLayer(Module):
 
         @property
         def matrix_elements(self) -> int:
-            """As in `SandwichBlock`, for one iteration without memory."""
+            """As in `DenseBlock`, for one iteration without memory."""
             return self.block.matrix_elements
 
         @property

@@ -44,7 +44,6 @@ class HrmDecoder(LoopDecoder):
 
         low_start: StateBias.Config
         low_cycles: int
-        embedding_scale: float
         prefix_lm: bool
 
         @property
@@ -71,10 +70,6 @@ class HrmDecoder(LoopDecoder):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.low_start = config.low_start.build().requires_grad_(False)
-
-    def scaled(self, embedding_BLD: Tensor) -> Tensor:
-        """Return embeddings of tokens as they enter the high stream."""
-        return embedding_BLD * self.config.embedding_scale
 
     def start(self, tokens: Tensor, context: LoopContext) -> Streams:
         """Return both streams before the first cycle."""

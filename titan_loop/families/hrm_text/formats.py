@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.errors import UserError
 from titan_loop.families.hrm_text.model import SIZES, HrmTextOptions
 from titan_loop.formats.format import Export, Format
+from titan_loop.formats.fused import FusedFolder, fuse
 from titan_loop.formats.llama_shape import (
     EMBEDDING,
     HEAD,
@@ -152,21 +150,11 @@ class HrmTextShape(LlamaShape):
 
     def opened(self, folder: Path) -> SafetensorsFolder:
         """As in the base class."""
-        return _SeparateTensors(folder)
+        return FusedFolder(folder, _FUSED, self.tensor_shapes())
 
     def as_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
         """As in the base class, with several matrices of a layer one below another in a tensor."""
-        fused = {own: name for name, parts in _FUSED.items() for own in parts}
-        stored: dict[str, list[str]] = {}
-        for own in ("", *fused):  # the order of a tensor's parts
-            for tensor in shapes:
-                kind = next((each for each in fused if each in tensor), "")
-                if kind == own:
-                    name = tensor.replace(own, fused[own]) if own else tensor
-                    stored.setdefault(name, []).append(tensor)
-        rows = {name: sum(shapes[each][0] for each in parts) for name, parts in stored.items()}
-        whole = {name: (rows[name], *shapes[parts[0]][1:]) for name, parts in stored.items()}
-        return whole, lambda name: torch.cat([read(each) for each in stored[name]])
+        return fuse(shapes, read, _FUSED)
 
     def parameter_name(self, tensor: str) -> str:
         """As in the base class."""
@@ -180,32 +168,6 @@ class HrmTextShape(LlamaShape):
             lambda found: f"model.layers.{int(found[2]) + (found[1] == 'H') * self.n_layers // 2}",
             tensor,
         )
-
-
-class _SeparateTensors(SafetensorsFolder):
-    """A folder in the released layout or with a tensor for each matrix, read as the latter."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._parts: dict[str, tuple[str, int, int]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for stored, shape in self.shapes.items():
-            fused, names = next(((f, n) for f, n in _FUSED.items() if f in stored), ("", ("",)))
-            if shape[0] % len(names):
-                raise UserError(
-                    f"{folder}: {stored} has {shape[0]} rows, which do not divide into "
-                    f"{len(names)} matrices"
-                )
-            for index, name in enumerate(names):
-                own = stored.replace(fused, name) if fused else stored
-                shapes[own] = (shape[0] // len(names), *shape[1:])
-                self._parts[own] = stored, index, len(names)
-        self.shapes = shapes
-
-    def read(self, name: str) -> Tensor:
-        """As in the base class."""
-        stored, index, count = self._parts[name]
-        return super().read(stored).chunk(count)[index]
 
 
 _BOTH_WAYS = (

@@ -20,7 +20,7 @@ from titan_loop.bounds import FINITE
 from titan_loop.errors import UserError
 from titan_loop.families.hrm_text.decoder import HrmDecoder
 from titan_loop.models.attention import LoopAttention
-from titan_loop.models.block import PreNormBlock, SandwichBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize
 from titan_loop.models.gpt2_block import StateBias
 from titan_loop.models.initialisation import normal_matrix
@@ -118,14 +118,14 @@ def decoder_config(
     return config
 
 
-def _gated(layer: SandwichBlock.Config, norm: RMSNorm.Config) -> PreNormBlock.Config:
+def _gated(layer: DenseBlock.Config, norm: RMSNorm.Config) -> DenseBlock.Config:
     """Return a layer whose heads are gated and whose two norms have no gain."""
     attention, branch = layer.attention, layer.feed_forward
     assert isinstance(attention, LoopAttention.Config)
     assert branch is not None
     attention.gate = replace(attention.wo)
     branch.w2 = replace(branch.w2, param_init=_normal(branch.w2.in_features**-0.5))
-    return PreNormBlock.Config(
+    return DenseBlock.Config(
         attention_norm=replace(norm),
         attention=attention,
         ffn_norm=replace(norm),

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.embedding import Embedding
 
 from titan_loop.errors import UserError
-from titan_loop.models.block import SandwichBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.context import AttentionMask, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
@@ -255,7 +255,7 @@ class LatentDecoder(LoopDecoder):
         self.corruption = None if config.corruption is None else config.corruption.build()
         if config.scale_scores_by_terms:
             for layer in self.layers.values():
-                assert isinstance(layer, SandwichBlock)
+                assert isinstance(layer, DenseBlock)
                 layer.attention.scaling = (3 * layer.attention.head_dim) ** -0.5
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:

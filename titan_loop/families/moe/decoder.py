@@ -26,7 +26,7 @@ from torchtitan.protocols.module import ModuleDict
 from titan_loop.errors import UserError
 from titan_loop.families.moe.attention import StepAttention
 from titan_loop.families.moe.feed_forward import ALIGNED, LoopMoE, Routing
-from titan_loop.models.block import PreNormBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
@@ -46,11 +46,11 @@ class Visit(NamedTuple):
     routing: Routing
 
 
-class MoEBlock(PreNormBlock):
+class MoEBlock(DenseBlock):
     """A pre-norm block whose feed-forward is a mixture of experts."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(PreNormBlock.Config):
+    class Config(DenseBlock.Config):
         """Attention, mixture (`moe`) and the norms before them."""
 
         @property
@@ -72,7 +72,7 @@ class MoEBlock(PreNormBlock):
     def forward(  # type: ignore[override]
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
     ) -> tuple[Tensor, Routing]:
-        """Apply the layer once; arguments as in `PreNormBlock`."""
+        """Apply the layer once; arguments as in `DenseBlock`."""
         x_BLD = x_BLD + self._kept(self.attention(self.attention_norm(x_BLD), context, cache_slot))
         step = None if cache_slot is None else cache_slot.step
         mixed_BLD, routing = self.moe(self.ffn_norm(x_BLD), step)

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
+from titan_loop.formats.dense import UnrolledShape
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.gguf_file import neighbours
-from titan_loop.formats.llama import UnrolledShape
 from titan_loop.formats.model_folder import write_model_folder
 from titan_loop.models.family import completed_architecture
 

@@ -28,7 +28,7 @@ from titan_loop.families.moe.attention import StepAttention
 from titan_loop.families.moe.decoder import MoEBlock, MoEDecoder
 from titan_loop.families.moe.feed_forward import ALIGNED, Experts, LoopMoE, RouterGate
 from titan_loop.models.attention import LoopAttention
-from titan_loop.models.block import PreNormBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions, llama_config
@@ -208,7 +208,7 @@ def mixture_config(
     )
 
 
-def sparse(layer: PreNormBlock.Config, mixture: LoopMoE.Config) -> MoEBlock.Config:
+def sparse(layer: DenseBlock.Config, mixture: LoopMoE.Config) -> MoEBlock.Config:
     """Return a layer with a mixture in place of its feed-forward."""
     return MoEBlock.Config(
         attention_norm=layer.attention_norm,

@@ -28,8 +28,9 @@ from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.families.moe.model import SIZES, MoEOptions
+from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import build_decoder, decoder_config, resolved_shape
-from titan_loop.models.llama import DenseOptions, LlamaOptions
+from titan_loop.models.llama import LlamaOptions
 from titan_loop.runs.conversion import written_run
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -101,6 +102,13 @@ class MoEUpcycling:
         if not 0 <= (self.noise or 0.0) < 1:
             raise UserError(f"--noise={self.noise} must be 0 or more and below 1")
         names = [option.name for option in fields(LlamaOptions) if option.init]
+        plain = type(dense)()
+        for name in {option.name for option in fields(dense)} - {*names, "family"}:
+            if getattr(dense, name) not in (getattr(plain, name), ()):
+                raise UserError(
+                    f"{run.path} has model.{name}={getattr(dense, name)}; experts are made of "
+                    f"Llama's blocks, which have {getattr(plain, name)}"
+                )
         shape = asdict(resolved_shape(dense))
         same = {name: getattr(dense, name) for name in names} | shape
         given = {name: getattr(self, name) for name in ("top_k", "router", "dense_layers")}

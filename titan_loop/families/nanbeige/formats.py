@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titan_loop.errors import UserError
+from titan_loop.formats.dense import DenseShape
 from titan_loop.formats.format import Export, Format
-from titan_loop.formats.llama import DenseShape
 from titan_loop.formats.llama_shape import unsupported
 from titan_loop.formats.model_folder import engines_of_llama, write_model_folder
 

@@ -23,7 +23,7 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.linear import Linear
 
 from titan_loop.models.attention import LoopAttention
-from titan_loop.models.block import PreNormBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.initialisation import normal_matrix
 
@@ -92,11 +92,11 @@ class AdaptedLinear(Linear):
         return output + F.linear(F.linear(input, self.down[self.chosen]), self.up[self.chosen])
 
 
-class AdaptedBlock(PreNormBlock):
+class AdaptedBlock(DenseBlock):
     """Llama's layer with adapters on every matrix."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(PreNormBlock.Config):
+    class Config(DenseBlock.Config):
         """The layer and its adapters."""
 
         adapters: AdapterSets
@@ -137,7 +137,7 @@ class AdaptedBlock(PreNormBlock):
         return (module for module in self.modules() if isinstance(module, AdaptedLinear))
 
 
-def adapted_block(layer: PreNormBlock.Config, adapters: AdapterSets) -> AdaptedBlock.Config:
+def adapted_block(layer: DenseBlock.Config, adapters: AdapterSets) -> AdaptedBlock.Config:
     """Return a layer with adapters beside every matrix."""
     attention, ffn = layer.attention, layer.feed_forward
     assert isinstance(attention, LoopAttention.Config)

@@ -77,7 +77,7 @@ class DistillationLoss(StreamedLoss):
                     yield Refusal("loss.teacher", f"loss.teacher={self.teacher}: {error}")
 
         def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
-            """Refuse a teacher of another vocabulary."""
+            """Refuse a teacher of another vocabulary, or whose logits are shaped otherwise."""
             teacher = self._teacher()
             if teacher is not None and teacher.vocab_size != model.vocab_size:
                 yield Refusal.of(
@@ -87,6 +87,12 @@ class DistillationLoss(StreamedLoss):
                     f"{model.vocab_size}",
                     "choose a teacher with the model's tokenizer",
                 )
+            heads = [
+                (each.lm_head.scale, each.lm_head.softcap) for each in (teacher or model, model)
+            ]
+            if heads[0] != heads[1]:
+                problem = f"scales and caps logits by {heads[0]}, the model by {heads[1]}"
+                yield Refusal.of("loss.teacher", self.teacher, problem, "choose a teacher alike")
 
         def _teacher(self) -> LoopDecoder.Config | None:
             """Return the architecture of a teacher that can be opened."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.retrofit.model import RetrofitOptions
+from titan_loop.formats.dense import UnrolledShape
 from titan_loop.formats.format import Export, Format
-from titan_loop.formats.llama import UnrolledShape
 from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.formats.model_folder import engines_of_llama, write_model_folder
 from titan_loop.models.llama import LLAMA_SIZES

@@ -1,4 +1,4 @@
-"""Retrofitted models: Llama's layers, of which a span is looped, with the parts that help it.
+"""Retrofitted models: a dense model's layers, a span of them looped, with parts that help it.
 
     e = prelude(embed(x)),   x_1 = e
     g = the core's layers
@@ -42,13 +42,14 @@ from titan_loop.families.retrofit.bridge import (
     bridge_config,
     mixer_config,
 )
-from titan_loop.models.block import PreNormBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
+from titan_loop.models.dense import BlockOptions, dense_config
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
 from titan_loop.models.injection import Injected
-from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions, llama_config
+from titan_loop.models.llama import LLAMA_SIZES
 from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.models.recurrence import Carry
 from titan_loop.models.units import Unit
@@ -60,7 +61,7 @@ _NO_ADAPTERS = AdapterSets(rank=0, sets=1, first_step=1)
 
 
 @dataclass(kw_only=True, slots=True)
-class RetrofitOptions(LlamaOptions):
+class RetrofitOptions(BlockOptions):
     """Options of retrofitted models; `titan-loop retrofit` makes the first checkpoint."""
 
     family: FamilyName = field(default="retrofit", init=False)
@@ -95,7 +96,7 @@ class RetrofitOptions(LlamaOptions):
 
 
 class RetrofitDecoder(LoopDecoder):
-    """A looped decoder of Llama's blocks with the parts that a retrofit adds."""
+    """A looped decoder of dense blocks with the parts that a retrofit adds."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
@@ -254,7 +255,7 @@ def decoder_config(
             "model.trained=new: there is neither bridge nor mixer nor adapter; use core or all"
         )
     noise = Noise.Config(std=options.start_noise) if options.start_noise else None
-    config = llama_config(
+    config = dense_config(
         RetrofitDecoder.Config,
         options,
         shape,
@@ -270,7 +271,7 @@ def decoder_config(
     if adapters is not None:
         for index in config.looped:
             layer = config.layers[index]
-            assert isinstance(layer, PreNormBlock.Config)
+            assert isinstance(layer, DenseBlock.Config)
             config.layers[index] = adapted_block(layer, adapters)
     return config
 

@@ -37,8 +37,13 @@ from titan_loop.families.retrofit.bridge import read_one
 from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.families.retrofit.tying import Tie, TiedSpan, Tying
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
-from titan_loop.models.family import build_decoder, completed_architecture, decoder_config
-from titan_loop.models.llama import DenseOptions, LlamaOptions
+from titan_loop.models.dense import BlockOptions, DenseOptions
+from titan_loop.models.family import (
+    build_decoder,
+    completed_architecture,
+    decoder_config,
+    resolved,
+)
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.staged_folder import staged_folder
@@ -115,7 +120,43 @@ class Surgery:
                 "layer once"
             )
 
-    def options(self, dense: LlamaOptions) -> LlamaOptions:
+    def sources(self, n_layers: int) -> list[list[int]]:
+        """Return, for each layer of the looped model, the dense layers that it is made of."""
+        last = self.core + self.coda
+        if self.mode == "dropped":
+            kept = [*range(self.prelude), *range(n_layers - last, n_layers)]
+            return [[layer] for layer in kept]
+        if self.mode != "tied":
+            return [[layer] for layer in range(n_layers)]
+        span = self.span
+        outside = {new: [old] for old, new in span.outside()}
+        looped = {span.prelude + layer: span.behind(layer) for layer in range(span.core)}
+        return [found for _, found in sorted({**outside, **looped}.items())]
+
+    @property
+    def span(self) -> TiedSpan:
+        """The layers that `tied` makes one of."""
+        return TiedSpan(self.prelude, self.core, self.recurrent_steps, self.coda)
+
+    def _chosen(self, dense: BlockOptions) -> dict[str, Any]:
+        """Return the options that name layers, with the looped model's numbers."""
+        known = resolved(dense)
+        assert known.n_layers is not None
+        sources, chosen = self.sources(known.n_layers), {}
+        for name in ("windowed_layers", "unrotated_layers"):
+            if not (layers := getattr(known, name)):
+                continue
+            kinds = [{layer in layers for layer in behind} for behind in sources]
+            for behind, kind in zip(sources, kinds, strict=True):
+                if len(kind) > 1:
+                    raise UserError(
+                        f"model.{name}={layers}: --mode=tied would make one layer of {behind}, "
+                        "which differ in that; choose --core so that they agree"
+                    )
+            chosen[name] = tuple(new for new, kind in enumerate(kinds) if True in kind)
+        return chosen
+
+    def options(self, dense: BlockOptions) -> BlockOptions:
         """Return the looped model's options.
 
         Raises:
@@ -132,6 +173,7 @@ class Surgery:
             raise UserError(f"--rank={self.rank} is above the model's width, {architecture['dim']}")
         loop = replace(
             dense,
+            **self._chosen(dense),
             n_layers=self.prelude + self.core + self.coda,
             prelude_layers=self.prelude,
             coda_layers=self.coda,
@@ -140,7 +182,7 @@ class Surgery:
         if self.mode in ("plain", "tied") and not self.rank:
             return loop
         shared = {
-            field.name: getattr(loop, field.name) for field in fields(LlamaOptions) if field.init
+            field.name: getattr(loop, field.name) for field in fields(BlockOptions) if field.init
         }
         tied = self.mode == "tied"
         return RetrofitOptions(
@@ -162,7 +204,7 @@ class Dense:
         run: Run of the dense model.
 
     Raises:
-        UserError: It is not one stack of Llama's blocks that runs once.
+        UserError: It is not one stack of dense blocks that runs once.
     """
 
     def __init__(self, run: SavedRun) -> None:
@@ -172,8 +214,8 @@ class Dense:
         options = run.model_options
         if not isinstance(options, DenseOptions):
             raise UserError(
-                f"{run.path} is of family {options.family}; retrofit starts from Llama's blocks, "
-                "family nanbeige or a LlamaForCausalLM folder"
+                f"{run.path} is of family {options.family}; retrofit starts from a dense model, "
+                "family nanbeige or a folder of titan-loop retrofit --list"
             )
         looped = {
             "prelude_layers": 0,
@@ -230,7 +272,7 @@ def opened(path: Path, command: Sequence[str]) -> Iterator[tuple[Dense, Mapping[
     """
     if not path.is_dir():
         raise UserError(
-            f"{path} is not a folder{seen_from(path)}; give a LlamaForCausalLM folder, a run or a "
+            f"{path} is not a folder{seen_from(path)}; give a folder of a dense model, a run or a "
             "checkpoint"
         )
     if not (path / CONFIG).exists() or RunDirectory(path).run_json.exists():
@@ -288,13 +330,12 @@ def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[s
     return RunDirectory(output).checkpoint(0)
 
 
-def _entries(dense: Dense, surgery: Surgery, options: LlamaOptions) -> dict[str, LazyTensor]:
+def _entries(dense: Dense, surgery: Surgery, options: BlockOptions) -> dict[str, LazyTensor]:
     """Return the looped model's tensors: the dense model's, and initial values of the new ones."""
     old = dense.tensors()
     dtype = next(iter(old.values())).dtype
     if surgery.mode == "tied":
-        span = TiedSpan(surgery.prelude, surgery.core, surgery.recurrent_steps, surgery.coda)
-        tying = Tying(span, surgery.rank, surgery.tie, dense.read)
+        tying = Tying(surgery.span, surgery.rank, surgery.tie, dense.read, options.norm_offset)
         shapes = {name: entry.shape for name, entry in old.items()}
         return {
             name: LazyTensor(shape, dtype, partial(produce, dtype))
@@ -314,9 +355,8 @@ def _entries(dense: Dense, surgery: Surgery, options: LlamaOptions) -> dict[str,
 def _without_middle(old: dict[str, LazyTensor], surgery: Surgery) -> dict[str, LazyTensor]:
     """Return the tensors without the layers between the prelude and the last C + K."""
     layers = {int(name.split(".")[1]) for name in old if name.startswith("layers.")}
-    last = surgery.core + surgery.coda
-    kept = [*range(surgery.prelude), *range(len(layers) - last, len(layers))]
-    renumbered = {f"layers.{number}.": f"layers.{new}." for new, number in enumerate(kept)}
+    sources = surgery.sources(len(layers))
+    renumbered = {f"layers.{number}.": f"layers.{new}." for new, (number,) in enumerate(sources)}
     result: dict[str, LazyTensor] = {}
     for name, entry in old.items():
         if not name.startswith("layers."):

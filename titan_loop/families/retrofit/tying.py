@@ -5,7 +5,8 @@
     U_s V_s = the best approximation of W_{P+sC+i} − W_i of rank k,   from its singular values
 
 The gain of a norm is first folded into the matrices that read it, W ← W diag(γ), and is then set
-to 1: the adapters then cover it, too, and at full rank the loop is the dense model.
+to 1: the adapters then cover it, too, and at full rank the loop is the dense model. Of vectors that
+no matrix reads, as gains after a branch or of queries, and biases, the same rule makes one.
 
 Source: Bae et al. 2024 (Relaxed Recursive Transformers), arXiv 2410.20672, §2.2 (average,
 stepwise), §2.3 (singular values). Deviation: gains are folded; the paper ties norms as they are.
@@ -79,13 +80,18 @@ class Tying:
         rank: k; 0 for no adapters.
         tie: Rule that makes a looped layer.
         read: Returns a tensor of the dense model.
+        offset: Whether gains are 1 + w.
     """
 
-    def __init__(self, span: TiedSpan, rank: int, tie: Tie, read: Callable[[str], Tensor]) -> None:
+    def __init__(
+        self, span: TiedSpan, rank: int, tie: Tie, read: Callable[[str], Tensor], offset: bool
+    ) -> None:
         self._span = span
         self._rank = rank
         self._tie = tie
         self._read = read
+        self._offset = offset
+        self._normed: frozenset[str] = frozenset()
         self._newest: tuple[tuple[int, str], tuple[Tensor, Tensor]] | None = None
 
     def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Produced]:
@@ -108,13 +114,25 @@ class Tying:
 
     def _looped(self, layer: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Produced]:
         at = f"layers.{self._span.prelude + layer}."
+        own = {
+            name.removeprefix(at): shape for name, shape in shapes.items() if name.startswith(at)
+        }
+        folded = {f"{norm}.weight" for norm in READS.values()}
+        self._normed = frozenset(folded & own.keys())
         made: dict[str, Produced] = {}
-        for norm in ("attention_norm", "ffn_norm"):
-            shape = shapes[f"{at}{norm}.weight"]
-            made[f"{at}{norm}.weight"] = shape, partial(_ones, shape)
+        for name, shape in own.items():
+            matrix = name.removesuffix(".weight")
+            if name in folded:
+                made[f"{at}{name}"] = (
+                    shape,
+                    partial(_gains, shape, self._offset),
+                )
+            elif matrix not in READS:
+                made[f"{at}{name}"] = shape, partial(self._tied, layer, name)
         for matrix in READS:
-            rows, columns = shapes[f"{at}{matrix}.weight"]
-            made[f"{at}{matrix}.weight"] = (rows, columns), partial(self._tied, layer, matrix)
+            rows, columns = own[f"{matrix}.weight"]
+            weight = f"{matrix}.weight"
+            made[f"{at}{weight}"] = (rows, columns), partial(self._tied, layer, weight)
             if self._rank:
                 sets, rank = self._span.passes, self._rank
                 made[f"{at}{matrix}.down"] = (
@@ -130,29 +148,30 @@ class Tying:
     def _copied(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._read(name).to(dtype)
 
-    def _folded(self, layer: int, matrix: str) -> Tensor:
-        """Return a matrix of the dense model with its norm's gain, in float64."""
-        weight = self._read(f"layers.{layer}.{matrix}.weight").double()
-        norm = READS[matrix]
-        if norm is not None:
-            weight *= self._read(f"layers.{layer}.{norm}.weight").double()
+    def _folded(self, layer: int, name: str) -> Tensor:
+        """Return a tensor of the dense model, a matrix with its norm's gain, in float64."""
+        weight = self._read(f"layers.{layer}.{name}").double()
+        norm = f"{READS.get(name.removesuffix('.weight'))}.weight"
+        if norm in self._normed:
+            weight *= self._read(f"layers.{layer}.{norm}").double() + self._offset
         return weight
 
-    def _tied(self, layer: int, matrix: str, dtype: torch.dtype) -> Tensor:
+    def _tied(self, layer: int, name: str, dtype: torch.dtype) -> Tensor:
         if self._tie == "stepwise":
-            return self._folded(self._span.stepwise(layer), matrix).to(dtype)
+            return self._folded(self._span.stepwise(layer), name).to(dtype)
         behind = self._span.behind(layer)
-        total = self._folded(behind[0], matrix)
+        total = self._folded(behind[0], name)
         for other in behind[1:]:
-            total += self._folded(other, matrix)
+            total += self._folded(other, name)
         return (total / len(behind)).to(dtype)
 
     def _adapter(self, layer: int, matrix: str, part: int, dtype: torch.dtype) -> Tensor:
         """Return V or U of all sets; the other one is asked for next."""
         if self._newest is None or self._newest[0] != (layer, matrix):
-            tied = self._tied(layer, matrix, torch.float64)
+            weight = f"{matrix}.weight"
+            tied = self._tied(layer, weight, torch.float64)
             pairs = [
-                low_rank(self._folded(source, matrix) - tied, self._rank)
+                low_rank(self._folded(source, weight) - tied, self._rank)
                 for source in self._span.behind(layer)
             ]
             downs, ups = zip(*pairs, strict=True)
@@ -175,5 +194,5 @@ def low_rank(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return down, up
 
 
-def _ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.ones(shape, dtype=dtype)
+def _gains(shape: tuple[int, ...], offset: bool, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, 0.0 if offset else 1.0, dtype=dtype)

@@ -34,8 +34,9 @@ from titan_loop.formats.format import Export, Format
 from titan_loop.formats.gguf_file import neighbours
 from titan_loop.formats.importing import CONFIG
 from titan_loop.formats.llama_shape import LlamaShape, integer, positive, unsupported
+from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import ModelOptions
-from titan_loop.models.llama import LLAMA_SIZES, DenseOptions
+from titan_loop.models.llama import LLAMA_SIZES
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.staged_folder import staged_folder
 

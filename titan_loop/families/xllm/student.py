@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module, ModuleList
 
-from titan_loop.models.block import PreNormBlock
+from titan_loop.models.block import DenseBlock
 from titan_loop.models.context import LoopContext
 from titan_loop.models.initialisation import normal_matrix
 
@@ -46,7 +46,7 @@ class Student(Module):
         """Input map and blocks."""
 
         input: Linear.Config
-        layers: list[PreNormBlock.Config]
+        layers: list[DenseBlock.Config]
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Student(Module):
         return state_BLD
 
 
-def student_config(layers: list[PreNormBlock.Config], dim: int, std: float) -> Student.Config:
+def student_config(layers: list[DenseBlock.Config], dim: int, std: float) -> Student.Config:
     """Return a student of the given blocks.
 
     Args:

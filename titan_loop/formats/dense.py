@@ -1,0 +1,290 @@
+"""Folders of dense models for every engine: the model itself, or a layer for each visit of a loop.
+
+A loop becomes prelude, core × R, coda, without a norm between the steps, in the class of the dense
+model whose blocks it has: the first in `model_types.py` that can say its options.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
+from titan_loop.errors import UserError
+from titan_loop.formats.fields import Options
+from titan_loop.formats.format import Export, Format
+from titan_loop.formats.fused import FusedFolder, fuse
+from titan_loop.formats.gguf_file import UNROLLED
+from titan_loop.formats.llama_shape import LlamaShape, Read, Shapes
+from titan_loop.formats.model_folder import engines_of_llama, write_model_folder
+from titan_loop.formats.model_type import UnsaidError
+from titan_loop.formats.model_types import MODEL_TYPES
+from titan_loop.models.dense import BlockOptions, DenseOptions
+from titan_loop.models.family import completed_architecture
+from titan_loop.models.final_norm import NormPlacement
+from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions
+
+_OF_LLAMA = {option.name for option in fields(LlamaOptions)}
+LLAMA_BLOCK: Mapping[str, Any] = {
+    option.name: option.default for option in fields(BlockOptions) if option.name not in _OF_LLAMA
+} | {"windowed_layers": ()}
+"""Llama's values of the options in which dense models' blocks differ."""
+
+_NORMS = {
+    "before": {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
+    "after": {
+        "post_attention_layernorm": "attention_post_norm",
+        "post_feedforward_layernorm": "ffn_post_norm",
+    },
+    "both": {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_post_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "ffn_post_norm",
+    },
+}
+"""By order of the norms, their names in the files and in a checkpoint."""
+
+_FUSES = "phi3"
+_FUSED = {
+    ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
+    ".gate_up_proj.": (".gate_proj.", ".up_proj."),
+}
+"""Tensors of the model type that fuses → the matrices in their rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseShape(LlamaShape):
+    """The shape of a model of Llama's blocks.
+
+    Attributes:
+        norm_placement: Place of the final norm.
+    """
+
+    family: ClassVar[str] = "nanbeige"
+
+    norm_placement: NormPlacement = "readout"
+
+    @classmethod
+    def from_architecture(
+        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
+    ) -> Self:
+        """As in the base class; raises `UserError` for an exit gate, too."""
+        if architecture.get("exit_gate"):
+            raise UserError(
+                f"model.exit_gate=True: the {cls.title} format has no place for a gate, and its "
+                "engines run all steps; train without one"
+            )
+        return super().from_architecture(
+            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
+        )
+
+    def options(self) -> DenseOptions:
+        """As in the base class."""
+        return DenseOptions(
+            **self.shared_options(LLAMA_SIZES, DenseOptions().size),
+            norm_eps=self.norm_eps,
+            norm_placement=self.norm_placement,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape(LlamaShape):
+    """The shape of a model of any dense model's blocks; a mix-in.
+
+    Attributes:
+        block: The options of `LLAMA_BLOCK`.
+    """
+
+    block: Mapping[str, Any] = field(default_factory=lambda: {**LLAMA_BLOCK})
+
+    @classmethod
+    def from_architecture(
+        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
+    ) -> Self:
+        """As in the base class."""
+        whole = completed_architecture(architecture)
+        block = {name: whole[name] for name in LLAMA_BLOCK if name in whole}
+        plain = completed_architecture({"family": whole["family"]})
+        usual = {name: plain[name] for name in block}
+        shape = super().from_architecture(
+            {**architecture, **usual}, recurrent_steps=recurrent_steps, max_positions=max_positions
+        )
+        lists = {name: tuple(value) for name, value in block.items() if isinstance(value, list)}
+        return replace(shape, block={**LLAMA_BLOCK, **block, **lists})
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.block["head_dim"] or self.dim // self.n_heads
+
+    def block_options(self) -> Options:
+        """Return the options of shape and block that a `ModelType` writes."""
+        return {**vars(self), **self.block}
+
+    def layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """As in the base class, with the block's norms and biases."""
+        queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        biases = {"none": "", "qkv": "qkv", "qkvo": "qkvo"}[self.block["attention_biases"]]
+        rows = {"q": queries, "k": keys, "v": keys, "o": self.dim}
+        for name, size in rows.items():
+            columns = queries if name == "o" else self.dim
+            yield f"self_attn.{name}_proj.weight", (size, columns)
+            if name in biases:
+                yield f"self_attn.{name}_proj.bias", (size,)
+        if (norm := self.block["qk_norm"]) != "none":
+            for name in "qk":
+                size = self.head_dim if norm == "head" else rows[name]
+                yield f"self_attn.{name}_norm.weight", (size,)
+        for name in ("gate", "up", "down"):
+            size = (self.hidden_dim, self.dim)
+            size = size[::-1] if name == "down" else size
+            yield f"mlp.{name}_proj.weight", size
+            if self.block["feed_forward_biases"]:
+                yield f"mlp.{name}_proj.bias", size[:1]
+        for name in _NORMS[self.block["norm_order"]]:
+            yield f"{name}.weight", (self.dim,)
+
+    def of_layer_name(self, inner: str) -> str:
+        """As in the base class; the norms' names depend on their order."""
+        stem = inner.removesuffix(".")
+        if stem in _NORMS[self.block["norm_order"]]:
+            return f"{_NORMS[self.block['norm_order']][stem]}."
+        if stem in ("self_attn.q_norm", "self_attn.k_norm"):
+            return f"attention.{stem[-6:]}."
+        return super().of_layer_name(inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnrolledShape(BlockShape, DenseShape):
+    """A dense model, or a loop in which every visit becomes a layer of its own.
+
+    Attributes:
+        prelude_layers: First layers of the checkpoint, which are not looped.
+        coda_layers: Last layers of the checkpoint, which are not looped.
+        visits: For each layer of the format, its layer in the checkpoint; empty if they are equal.
+        kind: Its `model_type`.
+    """
+
+    title: ClassVar[str] = "unrolled"
+    gguf_architecture: ClassVar[str | None] = UNROLLED
+    # transformers' class decides, where a model is imported.
+    model_type: ClassVar[str] = "llama"
+
+    prelude_layers: int = 0
+    coda_layers: int = 0
+    visits: tuple[int, ...] = ()
+    kind: str = "llama"
+
+    @classmethod
+    def describes(cls, config: Mapping[str, Any]) -> bool:
+        """As in the base class; every dense model."""
+        return config.get("model_type") in MODEL_TYPES
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """As in the base class."""
+        kind = config["model_type"]
+        options = MODEL_TYPES[kind].read(config)
+        block = {name: options.pop(name) for name in LLAMA_BLOCK if name in options}
+        return cls(**options, block={**LLAMA_BLOCK, **block}, recurrent_steps=1, kind=kind)
+
+    @classmethod
+    def from_architecture(
+        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
+    ) -> Self:
+        """Return the shape with a layer for every visit.
+
+        Raises:
+            UserError: As in the base class; or a norm stands between two visits, or no dense model
+                has such blocks.
+        """
+        shape = super().from_architecture(
+            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
+        )
+        if shape.norm_placement == "every_step" and (recurrent_steps > 1 or shape.coda_layers):
+            raise UserError(
+                "model.norm_placement=every_step: dense models have no norm between the steps of a "
+                "loop; export to nanbeige or gguf"
+            )
+        layers = range(shape.n_layers)
+        stop = shape.n_layers - shape.coda_layers
+        core = [*layers[shape.prelude_layers : stop]] * recurrent_steps
+        visits = (*layers[: shape.prelude_layers], *core, *layers[stop:])
+        block = {**shape.block}
+        for name in ("windowed_layers", "unrotated_layers"):
+            block[name] = tuple(n for n, layer in enumerate(visits) if layer in shape.block[name])
+        shape = replace(shape, n_layers=len(visits), visits=visits, recurrent_steps=1, block=block)
+        return replace(shape, kind=_kind(shape))
+
+    def options(self) -> DenseOptions:
+        """As in the base class."""
+        return replace(super().options(), **self.block)
+
+    def stored_layer(self, index: int) -> int:
+        """As in the base class."""
+        return self.visits[index] if self.visits else index
+
+    def opened(self, folder: Path) -> SafetensorsFolder:
+        """As in the base class."""
+        if self.kind != _FUSES:
+            return super().opened(folder)
+        return FusedFolder(folder, _FUSED, self.tensor_shapes())
+
+    def as_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
+        """As in the base class."""
+        return fuse(shapes, read, _FUSED) if self.kind == _FUSES else (shapes, read)
+
+    def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+        """As in the base class."""
+        config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
+        model_type = MODEL_TYPES[self.kind]
+        del config["hidden_act"]
+        own = {"model_type": self.kind, "architectures": [model_type.architecture]}
+        own["pad_token_id"] = None  # some classes' own is not a row of every embedding
+        return config | own | model_type.write(self.block_options(), LLAMA_BLOCK)
+
+
+def _kind(shape: UnrolledShape) -> str:
+    """Return the first `model_type` that can say a model's options."""
+    options = shape.block_options()
+    for name, model_type in MODEL_TYPES.items():
+        try:
+            model_type.write(options, LLAMA_BLOCK)
+        except UnsaidError:
+            continue
+        return name
+    own = (f"{name}={shape.block[name]}" for name in LLAMA_BLOCK)
+    unusual = [
+        text
+        for text, name in zip(own, LLAMA_BLOCK, strict=True)
+        if shape.block[name] != LLAMA_BLOCK[name]
+    ]
+    raise UserError(
+        f"model.{', model.'.join(unusual)}: no dense model of transformers has such layers "
+        f"({', '.join(MODEL_TYPES)}); export to retrofit"
+    )
+
+
+def _write(export: Export, output: Path) -> None:
+    shape = export.shape
+    assert isinstance(shape, UnrolledShape)
+    stored = len(set(shape.visits))
+    note = f", unrolled from {stored}" if stored < shape.n_layers else ""
+    name = MODEL_TYPES[shape.kind].architecture.removesuffix("ForCausalLM")
+    write_model_folder(
+        export,
+        output,
+        about=f"A language model of {shape.n_layers} {name} blocks{note}.",
+        tags=(shape.kind,),
+        usage=engines_of_llama(output.name, remote_code=False),
+    )
+
+
+LLAMA_FOLDER = Format(
+    summary="folder for every engine in which every visit is a layer of Llama, Qwen3, Gemma 3, …",
+    shape=UnrolledShape.from_architecture,
+    write=_write,
+    dtypes=("float32", "bfloat16", "float16"),
+    folder=UnrolledShape,
+)
