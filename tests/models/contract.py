@@ -4,9 +4,19 @@ from functools import partial
 
 from tests.contracts.families import Compiled, Contract, Folder, Generated
 from tests.distributed.test_parity import HELD, Case
+from tests.models.dense_blocks import BLOCKS
 from titan_loop.inference.exit_policy import Confidence
 from titan_loop.models.dense import DenseOptions
 
+LAYOUTS = {
+    "qwen3": "dp2 tp2",
+    "olmo2": "dp2 tp2 tp2-no-sp",
+    "gemma2": "dp2 tp2 cp2",
+    "gemma3": "dp2-tp2 cp2",
+    "smollm3": "dp2 tp2 tp2-no-sp",
+    "granite": "tp2",
+    "phi3": "tp2",
+}
 SPLIT = {"n_layers": 3, "prelude_layers": 1, "coda_layers": 1}
 case = partial(Case, family=DenseOptions, steps=(3, 1))
 
@@ -27,12 +37,23 @@ CONTRACT = Contract(
             case(exit_gate=False, options=tuple(SPLIT.items()), backward_steps=2),
             "dp2 tp2 hsdp2x2",
         ),
+        **{
+            name: (case(exit_gate=False, options=tuple(BLOCKS[name].items())), layouts)
+            for name, layouts in LAYOUTS.items()
+        },
     },
-    compiled={"one layer": Compiled(DenseOptions(n_layers=1))},
+    compiled={
+        "one layer": Compiled(DenseOptions(n_layers=1)),
+        "gemma3": Compiled(DenseOptions(**BLOCKS["gemma3"])),
+    },
     generated={
         "loop": Generated(DenseOptions(), Confidence(0.05)),
         "norm between": Generated(DenseOptions(norm_placement="every_step"), Confidence(0.05)),
         "prelude and coda": Generated(DenseOptions(**SPLIT), Confidence(0.05)),
+        **{
+            name: Generated(DenseOptions(**BLOCKS[name]), Confidence(share))
+            for name, share in {"mistral": 0.05, "gemma2": 0.025, "gemma3": 0.05}.items()
+        },
     },
     folders={
         "llama-unrolled": Folder(

@@ -53,6 +53,17 @@ _FUSED = {
 """Tensors of the model type that fuses → the matrices in their rows."""
 
 
+def read_block(block: Any) -> dict[str, Any]:
+    """Return the options of `LLAMA_BLOCK` that a config.json of ours names, and Llama's others."""
+    if not isinstance(block, dict):
+        raise UserError(f"config.json: block={block!r:.40} must be an object")
+    for name, value in block.items():
+        if name not in LLAMA_BLOCK:
+            raise UserError(f"config.json: block.{name}={value!r:.40} is unknown to this version")
+    lists = {name: tuple(value) for name, value in block.items() if isinstance(value, list)}
+    return {**LLAMA_BLOCK, **block, **lists}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DenseShape(LlamaShape):
     """The shape of a model of Llama's blocks.
@@ -266,7 +277,8 @@ def _kind(shape: UnrolledShape) -> str:
     )
 
 
-def _write(export: Export, output: Path) -> None:
+def write_unrolled(export: Export, output: Path) -> None:
+    """Write a folder of an `UnrolledShape`; it appears when it is complete."""
     shape = export.shape
     assert isinstance(shape, UnrolledShape)
     stored = len(set(shape.visits))
@@ -284,7 +296,7 @@ def _write(export: Export, output: Path) -> None:
 LLAMA_FOLDER = Format(
     summary="folder for every engine in which every visit is a layer of Llama, Qwen3, Gemma 3, …",
     shape=UnrolledShape.from_architecture,
-    write=_write,
+    write=write_unrolled,
     dtypes=("float32", "bfloat16", "float16"),
     folder=UnrolledShape,
 )

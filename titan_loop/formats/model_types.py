@@ -109,6 +109,12 @@ def _gemma_fields(options: Options) -> Options:
     return {"rope_local_base_freq": _said(options["window_rope_theta"])}
 
 
+def _phi_fields(options: Options) -> Options:
+    if options["rope_scaling"] != "none":  # its class takes longrope alone
+        raise UnsaidError
+    return {}
+
+
 def _said(value: Any) -> Any:
     if value is None:
         raise UnsaidError
@@ -281,6 +287,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         defaults={**_BASE, "rms_norm_eps": 1e-5},
         windows=_every_layer,
         window_fields=_same_window,
+        theta_fields=_phi_fields,
         rotates_part=True,
     ),
 }

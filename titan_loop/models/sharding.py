@@ -25,6 +25,7 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig, SpmdLa
 
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.block import DenseBlock
+from titan_loop.models.norms import AllHeadsNorm
 from titan_loop.models.positions import LearnedPositions
 
 
@@ -113,6 +114,21 @@ def set_attention_sharding(attention: BaseAttention.Config, *, enable_sp: bool) 
     if attention.gate is not None:
         attention.gate.sharding_config = colwise_config()
     heads = dense_activation_placement(tp=spmd.S(2))
+    for norm in (attention.q_norm, attention.k_norm):
+        if norm is not None:
+            # A norm of all heads needs those of every rank.
+            inside = (
+                dense_activation_placement(tp=spmd.R)
+                if isinstance(norm, AllHeadsNorm.Config)
+                else heads
+            )
+            norm.sharding_config = ShardingConfig(
+                state_shardings={"weight": dense_param_placement(tp=spmd.R)},
+                in_src_shardings={"input": heads},
+                in_dst_shardings={"input": inside},
+                out_src_shardings=inside,
+                out_dst_shardings=heads,
+            )
     attention.rope.sharding_config = ShardingConfig(
         in_src_shardings={"query": heads, "key": heads},
         in_dst_shardings={"query": heads, "key": heads},

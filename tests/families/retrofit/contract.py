@@ -4,6 +4,7 @@ from functools import partial
 
 from tests.contracts.families import Compiled, Contract, Folder, Generated
 from tests.distributed.test_parity import HELD, Case
+from tests.models.dense_blocks import BLOCKS
 from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.inference.exit_policy import Confidence
 from titan_loop.training.schedule import Schedule
@@ -65,10 +66,15 @@ CONTRACT = Contract(
                 looped(bridge=True, damping=2),
                 looped(mixer=True),
                 looped(mixer=True, start_noise=0.5),
+                *(looped(bridge=True, **block) for block in BLOCKS.values()),
             ],
             own_code=True,
         ),
-        "retrofit-unrolled": Folder("retrofit", [looped()], comes_back=False),
+        "retrofit-unrolled": Folder(
+            "retrofit",
+            [looped(), *(looped(**block) for block in BLOCKS.values())],
+            comes_back=False,
+        ),
     },
     refused=[
         (model(adapter_rank=65), "model.adapter_rank=65 is more than the width, 64"),

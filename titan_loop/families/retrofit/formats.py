@@ -3,7 +3,7 @@
 | | holds | read by |
 |---|---|---|
 | retrofit | layers once; bridge, mixer, damped steps; no adapters | transformers, by its own code |
-| retrofit-unrolled | every visit a layer of Llama, adapters merged: W + U_s V_s | every engine |
+| retrofit-unrolled | every visit a layer of the dense model, with W + U_s V_s | every engine |
 
 A model with a part that a format cannot hold is refused.
 """
@@ -18,10 +18,16 @@ from torch import Tensor
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.retrofit.model import RetrofitOptions
-from titan_loop.formats.dense import UnrolledShape
+from titan_loop.formats.dense import (
+    LLAMA_BLOCK,
+    BlockShape,
+    UnrolledShape,
+    read_block,
+    write_unrolled,
+)
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.llama_shape import LlamaShape
-from titan_loop.formats.model_folder import engines_of_llama, write_model_folder
+from titan_loop.formats.model_folder import write_model_folder
 from titan_loop.models.llama import LLAMA_SIZES
 
 _PARTS: Mapping[str, type] = {
@@ -35,8 +41,8 @@ _PARTS: Mapping[str, type] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrofitShape(LlamaShape):
-    """Llama's shape with a loop inside, for transformers.
+class RetrofitShape(BlockShape):
+    """A dense model's shape with a loop inside, for transformers.
 
     Attributes:
         prelude_layers: Number of layers before the loop.
@@ -68,8 +74,11 @@ class RetrofitShape(LlamaShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in the base class, with the loop's parts."""
-        known = super().read_fields(config)
+        """As in the base class, with the block's options and the loop's parts."""
+        block = read_block(config.get("block", {}))
+        of_block = ("hidden_act", "attention_bias", "mlp_bias", "head_dim")
+        llama = {name: value for name, value in config.items() if name not in of_block}
+        known = super().read_fields(llama | {"head_dim": None}) | {"block": block}
         for name, kind in _PARTS.items():
             value = config.get(name)
             if value is None or type(value) is not kind or value < 0:
@@ -92,6 +101,7 @@ class RetrofitShape(LlamaShape):
             norm_eps=self.norm_eps,
             start_noise=self.start_noise,
             **{name: getattr(self, name) for name in _PARTS},
+            **self.block,
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -106,7 +116,13 @@ class RetrofitShape(LlamaShape):
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
         """As in the base class, with the loop."""
+        gelu = self.block["activation"] == "gelu"
+        unlike = {name: value for name, value in self.block.items() if value != LLAMA_BLOCK[name]}
         return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
+            "head_dim": self.head_dim,
+            "hidden_act": "gelu_pytorch_tanh" if gelu else "silu",
+            "mlp_bias": self.block["feed_forward_biases"],
+            "block": unlike,
             "architectures": ["RetrofitForCausalLM"],
             "auto_map": {
                 "AutoConfig": "configuration_retrofit.RetrofitConfig",
@@ -141,9 +157,9 @@ class RetrofitUnrolledShape(UnrolledShape):
         """As in the base class, with the adapters of the visit."""
         weight = super().read(reader, tensor)
         chosen = self._adapters_of(tensor)
-        stem = self.parameter_name(tensor).removesuffix("weight")
-        if chosen is None or stem.endswith("norm."):
+        if chosen is None or weight.ndim < 2:
             return weight
+        stem = self.parameter_name(tensor).removesuffix("weight")
         up, down = (reader.read(f"{stem}{name}")[chosen].double() for name in ("up", "down"))
         return (weight.double() + up @ down).to(weight.dtype)
 
@@ -160,12 +176,6 @@ class RetrofitUnrolledShape(UnrolledShape):
         return None if chosen < 0 else chosen
 
 
-def _write(export: Export, output: Path) -> None:
-    about = f"A language model of {export.shape.n_layers} Llama blocks, unrolled from a loop."
-    usage = engines_of_llama(output.name, remote_code=False)
-    write_model_folder(export, output, about=about, tags=("llama",), usage=usage)
-
-
 def _write_looped(export: Export, output: Path) -> None:
     shape = export.shape
     assert isinstance(shape, RetrofitShape)
@@ -173,7 +183,7 @@ def _write_looped(export: Export, output: Path) -> None:
     write_model_folder(
         export,
         output,
-        about=f"A language model of {shape.n_layers} Llama blocks, of which {core} are applied "
+        about=f"A language model of {shape.n_layers} layers, of which {core} are applied "
         f"{shape.recurrent_steps} times to every token.",
         tags=("looped-language-model", "custom_code"),
         remote_code=(
@@ -191,9 +201,9 @@ LOOPED = Format(
     folder=RetrofitShape,
 )
 UNROLLED = Format(
-    summary="folder for every engine in which every visit is a layer of Llama, adapters merged",
+    summary="folder for every engine in which every visit is a layer of the dense model's class",
     shape=RetrofitUnrolledShape.from_architecture,
-    write=_write,
+    write=write_unrolled,
     dtypes=("float32", "bfloat16", "float16"),
     gguf=RetrofitUnrolledShape,
 )

@@ -37,6 +37,8 @@ _CACHE = "cache" if "cache" in _MASK_ARGUMENTS else "past_key_values"
 class NanbeigeVisit(nn.Module):
     """Attention of one visit: a slot in the cache and a call of the attention function."""
 
+    own_attention = None  # a function in place of the configured one
+
     def __init__(self, config: NanbeigeConfig, layer_idx: int):
         super().__init__()
         self.config = config
@@ -60,6 +62,7 @@ class NanbeigeVisit(nn.Module):
         attend = eager_attention_forward
         if self.config._attn_implementation != "eager":
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attend = self.own_attention or attend
         out, _ = attend(
             self,
             queries,
@@ -131,11 +134,14 @@ class NanbeigePreTrainedModel(PreTrainedModel):
 class NanbeigeModel(NanbeigePreTrainedModel):
     """Embedding, the stack applied `config.num_loops` times, and the final norm."""
 
+    layer_class: type[nn.Module] = NanbeigeDecoderLayer
+    visit_class: type[nn.Module] = NanbeigeVisit
+
     def __init__(self, config: NanbeigeConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         layers = range(config.num_unique_layers)
-        self.layers = nn.ModuleList(NanbeigeDecoderLayer(config) for _ in layers)
+        self.layers = nn.ModuleList(self.layer_class(config) for _ in layers)
         self.visits = nn.ModuleList()
         self._add_visits()
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -189,8 +195,9 @@ class NanbeigeModel(NanbeigePreTrainedModel):
             _CACHE: cache,
             "position_ids": position_ids,
         }
-        mask = create_causal_mask(
-            **{name: value for name, value in asked.items() if name in _MASK_ARGUMENTS}
+        mask = self.make_mask(
+            {name: value for name, value in asked.items() if name in _MASK_ARGUMENTS},
+            cache_position,
         )
         # Not before the mask, which would look for several documents in given positions.
         position_ids = cache_position.unsqueeze(0) if position_ids is None else position_ids
@@ -205,8 +212,7 @@ class NanbeigeModel(NanbeigePreTrainedModel):
             return self.layers[layer](
                 hidden,
                 self.visits[index],
-                rotations=rotations,
-                attention_mask=mask,
+                **self.inputs_of(layer, mask, rotations),
                 cache=cache,
                 cache_position=cache_position,
                 **kwargs,
@@ -219,6 +225,19 @@ class NanbeigeModel(NanbeigePreTrainedModel):
             hidden_states=(*states, hidden) if output_hidden_states else None,
         )
         return output.to_tuple() if return_dict is False else output
+
+    def make_mask(self, asked: dict, places: Tensor):
+        """Return the mask of one pass.
+
+        Args:
+            asked: Arguments of transformers' function.
+            places: (L,) places of the queries among the keys.
+        """
+        return create_causal_mask(**asked)
+
+    def inputs_of(self, layer: int, mask, rotations) -> dict:
+        """Return the mask and rotations of one layer."""
+        return {"attention_mask": mask, "rotations": rotations}
 
     def apply_layers(self, hidden: Tensor, visit) -> Tensor:
         """Return the state after all visits; `visit(hidden, layer, index)` makes the next one."""
@@ -233,7 +252,7 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         """Add modules until every visit has one; return the number of visits, which R changes."""
         visits = self.config.count_visits(len(self.layers))
         missing = range(len(self.visits), visits)
-        self.visits.extend(NanbeigeVisit(self.config, index) for index in missing)
+        self.visits.extend(self.visit_class(self.config, index) for index in missing)
         return visits
 
     def _grow(self, cache, visits: int) -> None:
@@ -286,7 +305,7 @@ class NanbeigeForCausalLM(NanbeigePreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, kept])
+        logits = self.read(output.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             # A trainer that accumulates gradients names the number of targets in the arguments.
@@ -298,6 +317,10 @@ class NanbeigeForCausalLM(NanbeigePreTrainedModel, GenerationMixin):
             hidden_states=output.hidden_states,
         )
         return result.to_tuple() if return_dict is False else result
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Return the logits of normed states."""
+        return self.lm_head(hidden)
 
 
 __all__ = ["NanbeigeForCausalLM", "NanbeigeModel", "NanbeigePreTrainedModel"]

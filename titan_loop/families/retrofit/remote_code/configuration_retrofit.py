@@ -14,6 +14,7 @@ class RetrofitConfig(NanbeigeConfig):
         start_at_zero: Whether the mixer's state starts at zero, the mean of the noise that it
             was trained with; otherwise it starts as the prelude's output.
         damping: Number of steps that make one pass through the looped layers.
+        block: What differs from Llama's blocks: options of titan_loop's `BlockOptions`.
         **kwargs: As in `NanbeigeConfig`.
     """
 
@@ -27,6 +28,7 @@ class RetrofitConfig(NanbeigeConfig):
         mixer: bool = False,
         start_at_zero: bool = False,
         damping: int = 1,
+        block: dict | None = None,
         **kwargs,
     ):
         self.prelude_layers = prelude_layers
@@ -35,6 +37,7 @@ class RetrofitConfig(NanbeigeConfig):
         self.mixer = mixer
         self.start_at_zero = start_at_zero
         self.damping = damping
+        self.block = dict(block or {})
         super().__init__(**kwargs)
 
     def count_visits(self, layers):
