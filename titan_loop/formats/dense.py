@@ -9,8 +9,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from torch import Tensor
+
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.errors import UserError
+from titan_loop.formats import gguf_dense
 from titan_loop.formats.fields import Options
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.fused import FusedFolder, fuse
@@ -51,6 +54,20 @@ _FUSED = {
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
 }
 """Tensors of the model type that fuses → the matrices in their rows."""
+
+
+_GGUF = {
+    "attention_post_norm": "post_attention_norm",
+    "ffn_post_norm": "post_ffw_norm",
+    "attention_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+"""Norms of a checkpoint and modules of files → GGUF's names."""
+_FREQUENCIES = "rope_freqs.weight"
 
 
 def read_block(block: Any) -> dict[str, Any]:
@@ -128,6 +145,11 @@ class BlockShape(LlamaShape):
     def head_dim(self) -> int:
         """Width of a head."""
         return self.block["head_dim"] or self.dim // self.n_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """As in the base class."""
+        return self.block["rotary_dim"] or self.head_dim
 
     def block_options(self) -> Options:
         """Return the options of shape and block that a `ModelType` writes."""
@@ -245,6 +267,40 @@ class UnrolledShape(BlockShape, DenseShape):
     def as_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
         """As in the base class."""
         return fuse(shapes, read, _FUSED) if self.kind == _FUSES else (shapes, read)
+
+    def gguf_engine(self) -> tuple[str, bool]:
+        """As in the base class, by the model type."""
+        engine = gguf_dense.ENGINES[self.kind]
+        return engine.architecture, engine.neighbours
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """As in the base class; raises `UserError` if llama.cpp computes the model otherwise."""
+        return gguf_dense.keys(self.kind, self.block_options())
+
+    def gguf_name(self, tensor: str) -> str | None:
+        """As in the base class."""
+        return tensor if tensor == _FREQUENCIES else super().gguf_name(tensor)
+
+    def gguf_layer_name(self, stem: str) -> str:
+        """As in the base class; the norms' names depend on their order."""
+        own = _NORMS[self.block["norm_order"]].get(stem, stem)
+        return _GGUF[own] if own in _GGUF else super().gguf_layer_name(stem)
+
+    def gguf_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
+        """As in the base class, with gains 1 + w, fused matrices, and divisors of rotations."""
+        shapes, stored = self.as_stored(shapes, read)
+        factors = gguf_dense.frequency_factors(self.block_options())
+        if factors is not None:
+            shapes = {**shapes, _FREQUENCIES: (len(factors),)}
+
+        def of_engine(name: str) -> Tensor:
+            if name == _FREQUENCIES:
+                assert factors is not None
+                return factors
+            is_gain = name.endswith("norm.weight")
+            return stored(name) + (is_gain and self.block["norm_offset"])
+
+        return shapes, of_engine
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
         """As in the base class."""

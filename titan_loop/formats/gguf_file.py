@@ -69,6 +69,7 @@ def write(export: Export, output: Path) -> None:
     import gguf
 
     shape = export.shape
+    architecture, _ = shape.gguf_engine()
     logging.getLogger("gguf").setLevel(logging.WARNING)
     matrix_type, file_type = _TYPES[export.dtype]
     kind = gguf.GGMLQuantizationType[matrix_type]
@@ -76,10 +77,9 @@ def write(export: Export, output: Path) -> None:
         if export.dtype == "q8_0" and width % _Q8_BLOCK:
             problem = f"--dtype=q8_0 needs a multiple of {_Q8_BLOCK} as model.{name}, not {width}"
             raise UserError(f"{problem}; use float16")
-    assert shape.gguf_architecture is not None
     vocabulary = None if export.tokenizer is None else open_vocabulary(export.tokenizer)
     with staged_file(output) as path:
-        with closing(gguf.GGUFWriter(path, shape.gguf_architecture)) as writer:
+        with closing(gguf.GGUFWriter(path, architecture)) as writer:
             _write_keys(writer, export, output.stem)
             writer.add_file_type(gguf.LlamaFileType[file_type])
             if export.tokenizer is None or vocabulary is None:
@@ -108,13 +108,14 @@ def _write_keys(writer: "GGUFWriter", export: Export, name: str) -> None:
     writer.add_feed_forward_length(shape.hidden_dim)
     writer.add_head_count(shape.n_heads)
     writer.add_head_count_kv(shape.n_kv_heads)
-    writer.add_rope_dimension_count(shape.dim // shape.n_heads)
+    writer.add_rope_dimension_count(shape.rotary_dim)
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_layer_norm_rms_eps(shape.norm_eps)
     writer.add_vocab_size(shape.vocab_size)
+    adders = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}
+    architecture, _ = shape.gguf_engine()
     for key, value in {"block_count": shape.n_layers, **shape.gguf_metadata()}.items():
-        add = {bool: writer.add_bool, float: writer.add_float32}.get(type(value), writer.add_uint32)
-        add(f"{shape.gguf_architecture}.{key}", value)
+        adders.get(type(value), writer.add_uint32)(f"{architecture}.{key}", value)
 
 
 def _announce_tensors(
@@ -125,19 +126,20 @@ def _announce_tensors(
 
     shape = export.shape
     heads: dict[str, int] = {}
-    if shape.gguf_neighbours:
-        heads = {"self_attn.q_proj": shape.n_heads, "self_attn.k_proj": shape.n_kv_heads}
+    if shape.gguf_engine()[1]:
+        heads = {"self_attn.q_proj.": shape.n_heads, "self_attn.k_proj.": shape.n_kv_heads}
+    shapes, read = shape.gguf_stored(shape.written_shapes(), export.read)
     dtypes = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
     pending: list[Callable[[], np.ndarray]] = []
 
     def produce(tensor: str, kind: Any) -> np.ndarray:
-        weight = export.read(tensor).to(torch.float32)
+        weight = read(tensor).to(torch.float32)
         for inner, number in heads.items():
-            if f"{inner}.weight" in tensor:
+            if inner in tensor:
                 weight = neighbours(weight, number)
         return quants.quantize(weight.contiguous().numpy(), kind)
 
-    for tensor, size in shape.written_shapes().items():
+    for tensor, size in shapes.items():
         name = shape.gguf_name(tensor)
         if name is None:
             continue
@@ -164,6 +166,7 @@ def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) 
 
 
 def _checked(shape: LlamaShape) -> LlamaShape:
+    shape.gguf_metadata()  # refuses what llama.cpp would compute otherwise
     if shape.slots > MOST_VISITS:
         raise UserError(
             f"llama.cpp runs at most {MOST_VISITS} layers, and this model has {shape.slots} with "
@@ -185,7 +188,7 @@ GGUF = Format(
     tokenizer_problem=tokenizer_problem,
 )
 GGUF_UNROLLED = Format(
-    summary="file for llama.cpp, and for older engines, in which every visit is a layer of Llama",
+    summary="file for llama.cpp in which every visit is a layer of Llama, Qwen 3, Gemma 3, …",
     shape=partial(_fitting, True),
     write=write,
     dtypes=tuple(_TYPES),

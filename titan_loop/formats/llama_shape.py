@@ -230,6 +230,20 @@ class LlamaShape:
             "vocab_size": self.vocab_size,
         }
 
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.dim // self.n_heads
+
+    def gguf_engine(self) -> tuple[str, bool]:
+        """Return `general.architecture`, and whether rows of queries and keys are interleaved."""
+        assert self.gguf_architecture is not None
+        return self.gguf_architecture, self.gguf_neighbours
+
+    def gguf_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
+        """Return the tensors that a GGUF file is written with, given the format's own."""
+        return shapes, read
+
     def gguf_metadata(self) -> dict[str, Any]:
         """Return GGUF's keys beyond Llama's, without the architecture's name in front."""
         return {}
@@ -241,7 +255,12 @@ class LlamaShape:
         if not tensor.startswith("model.layers."):
             return None
         _, _, index, inner = tensor.split(".", 3)
-        return f"blk.{index}.{_GGUF_OF_LAYER[inner.removesuffix('.weight')]}.weight"
+        stem, kind = inner.rsplit(".", 1)
+        return f"blk.{index}.{self.gguf_layer_name(stem)}.{kind}"
+
+    def gguf_layer_name(self, stem: str) -> str:
+        """Return GGUF's name of a module of a layer."""
+        return _GGUF_OF_LAYER[stem]
 
     def layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield name and shape of every tensor of one layer."""
