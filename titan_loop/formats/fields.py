@@ -1,4 +1,4 @@
-"""Fields of a `config.json`: read under defaults, counted, and those of rotations.
+"""Fields of a `config.json`: read under defaults, and noted; fields of rotations.
 
 Rotations stand at the top level (`rope_theta`, `rope_scaling`, transformers 4) or in
 `rope_parameters` (5), there perhaps one object for each kind of layers.

@@ -46,7 +46,7 @@ class FusedFolder(SafetensorsFolder):
 
 
 def fuse(shapes: Shapes, read: Read, fused: Mapping[str, tuple[str, ...]]) -> tuple[Shapes, Read]:
-    """Return shapes and reader of the fused tensors, from those of the separate ones."""
+    """Return shapes and reader of the fused tensors, from the separate ones'."""
     whole = {own: name for name, parts in fused.items() for own in parts}
     stored: dict[str, list[str]] = {}
     for own in ("", *whole):  # the order of a tensor's parts

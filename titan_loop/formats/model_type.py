@@ -146,7 +146,7 @@ class ModelType:
         for name, value in self.constants.items():
             yield name, value(options) if callable(value) else value
 
-    def write(self, options: Options, plain: Options) -> Options:
+    def write(self, options: Options, plain: Mapping[str, Any]) -> Options:
         """Return fields of `config.json`, beyond Llama's, for a model's options.
 
         Args:

@@ -66,6 +66,8 @@ def _pre_norm(
     gain = residual_gain(options, shape)
     std = options.initializer_range * gain / math.sqrt(width_ratio(options, shape))
     output = {"weight": partial(normal_matrix, std=std)}
+    assert layer.attention_norm is not None
+    assert layer.ffn_norm is not None
     assert layer.feed_forward is not None
     assert isinstance(layer.attention, LoopAttention.Config)
     layer.attention.wo = replace(layer.attention.wo, param_init=output)

@@ -37,6 +37,6 @@ class AllHeadsNorm(RMSNorm):
     class Config(RMSNorm.Config):
         """As in `RMSNorm`."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise over heads and their elements."""
-        return super().forward(input.flatten(2)).unflatten(2, input.shape[2:])
+        return super().forward(x.flatten(2)).unflatten(2, x.shape[2:])

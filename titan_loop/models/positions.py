@@ -16,7 +16,7 @@ checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,8 @@ class RotaryPositions(Positions):
 
     def shared(self, positions_BL: Tensor, key_positions_BS: Tensor) -> Tensor:
         """Return (B or 1, L, 1, n·2·H) fp32: cosines, then sines, of each of n rotations."""
-        tables = [table.cache[positions_BL] for table in (self.table, *self.others)]
+        modules: list[Any] = [self.table, *self.others]
+        tables = [module.cache[positions_BL] for module in modules]
         return (tables[0] if len(tables) == 1 else torch.cat(tables, dim=-1)).unsqueeze(2)
 
 

@@ -216,6 +216,7 @@ def _stream(
             hidden_CD = hidden_TD[chunk].to(compute_dtype)
             buffer_CV = logits_buffer_CV[: hidden_CD.shape[0]]
             logits_CV = torch.mm(hidden_CD, head_weight_VD.t(), out=buffer_CV)
+            shaped_CV = logits_CV
             if not plain:
                 logits_CV.copy_(head.shaped(logits_CV))
                 shaped_CV = logits_CV.clone()

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import titan_loop.compat  # noqa: F401  isort: skip  (before any torchtitan module)
 import timing
@@ -37,7 +37,6 @@ from titan_loop.inference.loading import load_checkpoint, load_matching_tokenize
 from titan_loop.inference.rows import Request
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.attention import LoopAttention
-from titan_loop.models.block import DenseBlock
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 
@@ -84,8 +83,8 @@ class PlainDecoder:
         rope_BLH = model.positions.shared(positions_BL.expand(tokens_BL.shape), positions_BL)
         x = model.tok_embeddings(tokens_BL)
         for step in range(RECURRENT_STEPS):
-            for index, layer in enumerate(model.layers.values()):
-                assert isinstance(layer, DenseBlock)
+            layers: list[Any] = [*model.layers.values()]  # Ouro's, which have every norm
+            for index, layer in enumerate(layers):
                 attention = layer.attention
                 assert isinstance(attention, LoopAttention)
                 q, k, v = attention.qkv_linear(layer.attention_norm(x))

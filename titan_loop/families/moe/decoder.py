@@ -62,6 +62,8 @@ class MoEBlock(DenseBlock):
     def __init__(self, config: Config) -> None:
         TransformerBlock.__init__(self)
         assert isinstance(config.moe, LoopMoE.Config)
+        assert config.attention_norm is not None
+        assert config.ffn_norm is not None
         self.attention_norm = config.attention_norm.build()
         self.attention = config.attention.build()
         self.ffn_norm = config.ffn_norm.build()

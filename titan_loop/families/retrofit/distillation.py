@@ -87,11 +87,12 @@ class DistillationLoss(StreamedLoss):
                     f"{model.vocab_size}",
                     "choose a teacher with the model's tokenizer",
                 )
-            heads = [
-                (each.lm_head.scale, each.lm_head.softcap) for each in (teacher or model, model)
+            heads = [each.lm_head for each in (teacher or model, model)]
+            shapes = [
+                (head.scale, head.softcap) for head in heads if isinstance(head, LMHead.Config)
             ]
-            if heads[0] != heads[1]:
-                problem = f"scales and caps logits by {heads[0]}, the model by {heads[1]}"
+            if len({*shapes}) > 1:
+                problem = f"scales and caps logits by {shapes[0]}, the model by {shapes[1]}"
                 yield Refusal.of("loss.teacher", self.teacher, problem, "choose a teacher alike")
 
         def _teacher(self) -> LoopDecoder.Config | None:
