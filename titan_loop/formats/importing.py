@@ -21,6 +21,7 @@ from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError, listed, nearest
 from titan_loop.formats.format import Format
 from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
+from titan_loop.formats.model_types import MODEL_TYPES, NOT_DENSE
 from titan_loop.formats.tokenizer_export import GENERATION_CONFIG, PADDING_ROWS
 from titan_loop.models.family import decoder_config
 from titan_loop.plugins import find, names
@@ -54,7 +55,10 @@ def _shape_of(config: dict[str, Any]) -> LlamaShape:
         if folder.describes(config):
             return folder.from_config(config)
     found = config.get("model_type")
-    close = nearest(str(found), [folder.model_type for folder in known])
+    if (why := NOT_DENSE.get(str(found))) is None:
+        close = nearest(str(found), [*MODEL_TYPES, *(folder.model_type for folder in known)])
+    else:
+        close = f": {why}; titan-loop retrofit --list names the models that can be"
     raise UserError(f"config.json: model_type={found!r:.40} cannot be imported{close}")
 
 

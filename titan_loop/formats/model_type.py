@@ -42,6 +42,7 @@ _REASONS = {
         encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
         return_dict_in_generate suppress_tokens begin_suppress_tokens remove_invalid_values
         exponential_decay_length_penalty""",
+    "without effect beside hidden_activation": "hidden_act",
     "read by longrope, which is refused": "original_max_position_embeddings",
     "read where layer_types is missing": "sliding_window_pattern _sliding_window_pattern",
     "read where no_rope_layers is missing": "no_rope_layer_interval",
@@ -105,8 +106,10 @@ class ModelType:
         """Return the options that a config gives, `max_positions` among them."""
         fields = Fields(config, self.defaults)
         fields.require(quantization_config=None, rope_interleaved=False)
-        names = fields("hidden_act"), fields("hidden_activation")
-        activation = next((name for name in reversed(names) if name is not None), "silu")
+        # Where a class has hidden_activation, hidden_act has no effect.
+        named = fields("hidden_activation") is not None
+        act = "hidden_activation" if named else "hidden_act"
+        activation = fields(act, "silu")
         layers, heads = fields.whole("num_hidden_layers"), fields.whole("num_attention_heads")
         dim = fields.whole("hidden_size")
         width = fields.whole("head_dim", dim // heads)
@@ -124,10 +127,8 @@ class ModelType:
         }
         options |= {"activation": "silu", **dict(self._constants(options))}
         if ACTIVATIONS.get(activation) != options["activation"]:
-            wanted = next(
-                name for name in ACTIVATIONS if ACTIVATIONS[name] == options["activation"]
-            )
-            raise unsupported("hidden_act", activation, wanted)
+            wanted = next(key for key in ACTIVATIONS if ACTIVATIONS[key] == options["activation"])
+            raise unsupported(act, activation, wanted)
         for pair in self.pairs:
             value = fields(pair.name) if pair.read is None else pair.read(fields, options)
             options[pair.option] = value

@@ -292,3 +292,33 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
 }
 """By `model_type`, in the order in which an export looks for one that can say a model's options."""
+
+_EXPERTS = "its layers are mixtures of experts"
+_IMAGES = "it reads images, too; import a folder of its text model"
+_LAYER_NORM = "it has LayerNorm, or a feed-forward without a gate"
+_STATES = "it has layers with a recurrent state"
+_LATENT = "its attention keeps latent keys and values"
+_REFUSED = {
+    _EXPERTS: "mixtral qwen2_moe qwen3_moe olmoe granitemoe phimoe gpt_oss",
+    _IMAGES: "gemma3 mistral3 qwen2_5_vl qwen3_vl llama4",
+    _LAYER_NORM: "gpt2 gpt_neox gptj opt phi starcoder2 falcon bloom cohere cohere2 stablelm olmo",
+    _STATES: "mamba mamba2 qwen3_next falcon_h1 lfm2 rwkv",
+    _LATENT: "deepseek_v2 deepseek_v3 minicpm3",
+    "Gemma 1 is not here; Gemma 2 and 3 are": "gemma",
+    "its embeddings of every layer are not here": "gemma3n",
+}
+NOT_DENSE: Mapping[str, str] = {
+    name: why for why, names in _REFUSED.items() for name in names.split()
+}
+"""`model_type`s that people ask for, and why they cannot be imported."""
+
+
+def listing() -> str:
+    """Return both tables, as `titan-loop retrofit --list` prints them."""
+    accepted = [f"  {name:<12} {kind.architecture}" for name, kind in MODEL_TYPES.items()]
+    refused = [f"  {', '.join(names.split())}: {why}" for why, names in _REFUSED.items()]
+    scaling = (
+        "  with RoPE scaling linear, llama3, yarn or none (phi3: none), without quantised weights"
+    )
+    heads = "accepted, by the model_type of config.json:", "not accepted:"
+    return "\n".join([heads[0], *accepted, scaling, heads[1], *refused])

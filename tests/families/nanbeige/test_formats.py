@@ -82,7 +82,7 @@ def test_the_list_says_what_llama_cpp_has(
             "llama-unrolled",
             {"norm_placement": "every_step"},
             (),
-            "model.norm_placement=every_step: Llama has no norm between",
+            "model.norm_placement=every_step: dense models have no norm between",
         ),
         (
             "gguf",
@@ -205,10 +205,29 @@ def test_sentencepiece(make_run, tmp_path, capsys, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "rope_type='llama3'"),
-        ({"model_type": "qwen2"}, "model_type='qwen2' cannot be imported"),
-        ({"model_type": "mistral"}, "sliding_window='absent, which means 4096' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "original_max_position_embed"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 1}},
+            "rope_scaling.mscale=1",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported by titan_loop; only 'silu'"),
+        ({"num_experts": 8}, "num_experts=8 is unknown to titan_loop, and may change the computat"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
+        (
+            {"model_type": "qwen3_moe"},
+            "model_type='qwen3_moe' cannot be imported: its layers are m",
+        ),
+        (
+            {"model_type": "gemma2", "hidden_activation": "silu"},
+            "hidden_activation='silu' is not supported by titan_loop; only 'gelu_pytorch_tanh'",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention"]},
+            "layer_types=['full_attention']",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers=[1, 2] is not supp"),
     ],
 )
 def test_a_llama_that_is_none_of_ours_is_one_line(

@@ -2,16 +2,18 @@
 
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from titan_loop.errors import UserError
 from titan_loop.families.retrofit.surgery import Mode, Surgery, retrofit_run
 from titan_loop.families.retrofit.tying import Tie
+from titan_loop.formats.model_types import listing
 from titan_loop.runs.conversion import how_to_train
 
 
 def retrofit(
-    model: Path,
+    model: Path | None = None,
     *,
     output: Path | None = None,
     mode: Mode = "identity",
@@ -23,18 +25,20 @@ def retrofit(
     tie: Tie = "average",
     noise: float = 0.0,
     scan: bool = False,
-    lengths: list[int] | None = None,
-    sources: list[str] | None = None,
+    list: bool = False,
+    lengths: Sequence[int] = (),
+    sources: Sequence[str] = (),
     windows: int = 6,
     seq_len: int | None = None,
 ) -> None:
     """Loop layers of a dense model, in a new run directory that train and eval take like any other.
 
     With --scan nothing is written but a table: the cost of looping each span of layers, before any
-    training. See titan_loop/families/retrofit/README.md.
+    training. With --list the dense models are named. See titan_loop/families/retrofit/README.md.
 
     Args:
-        model: A LlamaForCausalLM folder, a run of Llama's blocks at R = 1, or a checkpoint of one.
+        model: A folder of a dense model, such as Qwen3ForCausalLM; a run of family nanbeige at
+            R = 1, or a checkpoint of one.
         output: New run directory; with --scan a JSON file for the table, if wanted.
         mode: identity adds a bridge that starts at zero; plain adds nothing; damped makes each
             step 1/R of a pass; dropped leaves out layers before the looped ones and mixes state and
@@ -51,20 +55,26 @@ def retrofit(
         noise: With dropped, σ of the state's initial noise in training; 0 starts at the prelude's
             output.
         scan: Measure the cost of looping each span of layers, and write no run.
+        list: Print the dense models that are accepted, and why others are not.
         lengths: Numbers of layers of the measured spans; 4, 8 and 12 by default, as far as the
             model has more layers.
         sources: Prepared sources whose held-out text is read; the run's by default.
         windows: Held-out windows per source.
         seq_len: Tokens of a held-out window; the run's by default.
     """
+    if list:
+        print(listing())
+        return
+    if model is None:
+        raise UserError("MODEL is missing; --list names the dense models that are accepted")
     if scan:
         from titan_loop.families.retrofit.scan import scan as measured
 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         table = measured(
             model,
-            sources=sources or (),
-            lengths=lengths or (),
+            sources=sources,
+            lengths=lengths,
             windows=windows,
             seq_len=seq_len,
             command=sys.argv,

@@ -190,8 +190,8 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
     ("fields", "message"),
     [
         (
-            {"model_type": "qwen2"},
-            "model_type='qwen2' cannot be imported; known: ",
+            {"model_type": "bert"},
+            "model_type='bert' cannot be imported; known: ",
         ),
         ({"hidden_act": "gelu"}, "only 'silu' can be imported"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
