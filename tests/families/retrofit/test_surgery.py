@@ -150,8 +150,9 @@ def test_dropped_may_start_from_noise(dense: Made, retrofit: Retrofit):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_dense_block_loops_in_every_mode(make_run, tmp_path, name):
-    block = {"windowed_layers": (0, 2)} if name in ("gemma2", "gemma3") else {}
-    dense = make_run(n_layers=4, recurrent_steps=1, **{**BLOCKS[name], **block})
+    alternating = {"windowed_layers": (0, 2), "unrotated_layers": (1, 3)}
+    block = {key: alternating.get(key, value) for key, value in BLOCKS[name].items()}
+    dense = make_run(n_layers=4, recurrent_steps=1, **block)
     for mode, layers, rest in (
         ("identity", (1, 2, 1), ()),
         ("damped", (1, 2, 1), ("--recurrent-steps", "1")),
