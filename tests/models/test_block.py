@@ -10,10 +10,12 @@ from titan_loop.families.hrm_text.model import HrmTextOptions
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.models.block import DenseBlock
+from titan_loop.models.dense import DenseOptions
 from titan_loop.models.dropout import Dropout
 from titan_loop.models.family import build_decoder
 
 LENGTH = 8
+FOUR = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm")
 
 
 def block_of(options: Any, **changed: Any) -> tuple[DenseBlock, Any]:
@@ -31,13 +33,16 @@ def block_of(options: Any, **changed: Any) -> tuple[DenseBlock, Any]:
 @pytest.mark.parametrize("scale", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize("rate", [None, 0.3])
 @pytest.mark.parametrize(
-    ("options", "kind"),
-    [(XllmOptions(), DenseBlock), (OuroOptions(size="debugmodel"), DenseBlock)],
+    ("options", "norms"),
+    [
+        (XllmOptions(), ("attention_norm", "ffn_norm")),
+        (OuroOptions(size="debugmodel"), FOUR),
+        (DenseOptions(norm_order="after"), FOUR[1::2]),
+    ],
 )
-def test_a_layer_is_its_two_equations(options, kind, rate, scale):
+def test_a_layer_is_its_two_equations(options, norms, rate, scale):
     dropout = None if rate is None else Dropout.Config(rate=rate)
     layer, context = block_of(options, dropout=dropout, branch_scale=scale)
-    assert type(layer) is kind
     x = start = torch.randn(2, LENGTH, 64, dtype=torch.float64)
     torch.manual_seed(3)
     got = layer.train()(start, context)
@@ -49,13 +54,12 @@ def test_a_layer_is_its_two_equations(options, kind, rate, scale):
             branch if rate is None else (torch.rand(x.shape) >= rate).double() / (1 - rate) * branch
         )
 
-    attended = layer.attention(layer.attention_norm(x), context)
-    if isinstance(layer, DenseBlock):
-        attended = layer.attention_post_norm(attended)
-    x = x + kept(attended)
-    fed = layer.feed_forward(layer.ffn_norm(x))
-    if isinstance(layer, DenseBlock):
-        fed = layer.ffn_post_norm(fed)
+    def normed(name: str, value: torch.Tensor) -> torch.Tensor:
+        return getattr(layer, name)(value) if name in norms else value
+
+    attended = layer.attention(normed("attention_norm", x), context)
+    x = x + kept(normed("attention_post_norm", attended))
+    fed = normed("ffn_post_norm", layer.feed_forward(normed("ffn_norm", x)))
     torch.testing.assert_close(got, x + kept(fed), rtol=1e-12, atol=1e-12)
 
 
