@@ -137,9 +137,13 @@ def test_logits_are_theirs_for_whole_padded_and_packed_windows(imported):
 def test_states_after_every_layer_are_theirs(imported):
     want = imported.theirs(IDS, output_hidden_states=True).hidden_states
     found: list[Tensor] = []
-    imported.ours.observe = lambda state, step, layer: found.append(state)
+    hooks = [
+        layer.register_forward_hook(lambda *called: found.append(called[-1]))
+        for layer in imported.ours.layers.values()
+    ]
     imported.ours(IDS)
-    imported.ours.observe = None
+    for hook in hooks:
+        hook.remove()
     for state, theirs in zip(found[:-1], want[1:-1], strict=True):  # the last one is normed there
         scale = float(theirs.abs().max())
         torch.testing.assert_close(state, theirs, atol=CLOSE * max(1.0, scale), rtol=0)

@@ -168,8 +168,10 @@ def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
     if unknown := [f"model.{name}={value}" for name, value in values.items() if name not in known]:
         problem = f"{', '.join(unknown)}: family {family.name} has no such option in this version"
         raise UserError(f"{problem}; use the version of titan_loop that wrote it")
-    # A file has lists alone.
-    return family.options(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+    for name, value in values.items():
+        if isinstance(value, list):  # a file has no tuples
+            values[name] = tuple(value)
+    return family.options(**values)
 
 
 def resolved_shape(options: ModelOptions) -> ModelSize:
