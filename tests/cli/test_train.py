@@ -40,7 +40,7 @@ def trained(
     monkeypatch.setattr(
         "titan_loop.recipes.start.resolve",
         lambda config, world_size, saved=None: ResolvedRun(
-            config, decoder_config(config.model, max_seq_len=32)
+            config, decoder_config(config.model, max_seq_len=32), asked=config.model
         ),
     )
     monkeypatch.setattr("titan_loop.recipes.start.remarks", lambda config: ())

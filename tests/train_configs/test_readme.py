@@ -101,6 +101,7 @@ def test_the_first_own_run_shows_what_the_page_says(
     assert "holds out" not in printed["data tokenize"]  # enough to score
     assert "first: 30,208 tokens in 472 windows of 64" in printed["data plan"]
     trained = printed["train"]
+    assert "model.vocab_size=512, the vocabulary of the data" in trained
     assert "n_layers=1 instead of 2, vocab_size=512 instead of 128" in trained
     assert trained.count("evaluated, step ") == 2
     assert "WARNING" not in trained

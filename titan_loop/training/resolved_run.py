@@ -17,6 +17,7 @@ from titan_loop.distributed.float8 import in_float8
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import raise_first
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import ModelOptions
 from titan_loop.storage.json_files import json_sha256
 from titan_loop.training.chosen_model import saved_architecture
 from titan_loop.training.config import RunConfig, TokenLearningRate
@@ -29,11 +30,13 @@ class ResolvedRun:
     """A run that can be trained, from `resolve`; neither config nor architecture may be changed.
 
     `config` is a copy of the user's in which the model's unset options, `model_spec`, `optimizer`
-    and `lr_scheduler` are filled in, and a budget in FLOPs has set the number of tokens.
+    and `lr_scheduler` are filled in, and a budget in FLOPs has set the number of tokens. `asked`
+    are the model's options without what was filled in.
     """
 
     config: RunConfig
     model: LoopDecoder.Config
+    asked: ModelOptions
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def resolve(
     raise_first(found)
     assert chosen is not None
     config, model = _copied(config), chosen.config
-    config.model = chosen.options
+    asked, config.model = config.model, chosen.options
     spread = partial(parallelize_loop_decoder, fsdp=config.fsdp, trainable=config.trainable)
     unused = dict.fromkeys(("pipelining_fn", "post_optimizer_build_fn", "state_dict_adapter"))
     built = model if config.float8 == "off" else in_float8(model, config.float8)
@@ -82,7 +85,7 @@ def resolve(
     derived = {"chosen": chosen, "rest": config.adamw, "ema": config.ema}
     config.optimizer = replace(config.optimizer, **derived)
     config.lr_scheduler = TokenLearningRate(schedule=config.learning_rate)
-    return ResolvedRun(config=config, model=model)
+    return ResolvedRun(config=config, model=model, asked=asked)
 
 
 def _copied(config: RunConfig) -> RunConfig:

@@ -77,7 +77,7 @@ def _begin(trainer: LoopTrainer) -> None:
     run = RunDirectory(config.dump_folder)
     changes = setting_changes(config)  # before `create_or_open` writes the new config
     run.create_or_open(sys.argv, config=config.to_dict())
-    for note in size_notes(config.model, trainer.run.model.vocab_size):
+    for note in size_notes(trainer.run.asked, trainer.run.model.vocab_size):
         logger.info("%s", note)
     for change in changes:
         logger.warning("changed since the last start: %s", change)
