@@ -90,7 +90,6 @@ RETIRED = (
     "dataloader.curriculum",
     "activation_checkpoint.save",
     "float8_error",
-    "fsdp.fp32_visit_sum",
     "metrics.device_peak_flops",
     "metrics.progress",
     "stability.norms_interval",
