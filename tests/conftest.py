@@ -6,6 +6,7 @@ a marker fails, and so does a session that ran none.
 
 import gc
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,6 +117,32 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.enable()  # torchtitan turns it off, and trainers with all their open files stay
     os.environ.clear()
     os.environ.update(saved)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket on a server that speaks S3's protocol, on this machine."""
+    import fsspec
+
+    server_module = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "sEcReT-kEy-0123456789")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    file_system = fsspec.filesystem("s3", skip_instance_cache=True)
+    file_system.mkdir("bucket")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    yield "s3://bucket"
+    file_system.rm("bucket", recursive=True)  # what a server holds outlives it in this process
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.stop()
 
 
 def pytest_configure() -> None:

@@ -3,6 +3,7 @@
     life: one run, started again after every kill until it is done, then compared
         even lives  one layout and save mode for all starts: losses bit for bit
         odd lives   another layout and mode at each start: losses within `LOSS_BOUND`
+        two of four copy their checkpoints, and lose the local ones now and then
     reference: the same run on the same layout, uninterrupted
 
 One process imports torch and forks everything else: an agent for each start, which forks the ranks
@@ -16,6 +17,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -36,13 +38,14 @@ import torch
 
 from tests.support.failing_disk import FailingDisk
 from tests.support.tiny import tiny_config, tiny_source
-from titan_loop.checkpoint.folders import committed_steps, unfinished_steps
+from titan_loop.checkpoint.folders import committed_steps, step_folder, unfinished_steps
 from titan_loop.checkpoint.manager import AsyncMode
 from titan_loop.errors import EXIT_USER_ERROR, exit_code
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl, write_json
+from titan_loop.storage.remote_folder import RemoteFolder
 from titan_loop.training.stop_request import StopListener
 
 STEPS = 24
@@ -69,8 +72,13 @@ PASSING = ("stop", "EIO", "ENOSPC")
 DISK_SIGNALS = {"EIO": signal.SIGUSR2, "ENOSPC": signal.SIGRTMIN}
 """Signals that make the run's disk fail for a rank."""
 DISK_SECONDS = (0.2, 1.5)
-"""Shortest and longest time in which it fails. Attempts to save take 3 s."""
-MOMENTS = ("start", "step", "step", "save", "save")
+"""Shortest and longest time in which it fails. Attempts to save and to copy take 3 s."""
+MOMENTS = ("start", "step", "step", "save", "save", "upload")
+"""An upload is a moment of every second life, whose checkpoints are copied to a remote folder."""
+COPY_SECONDS = 0.05
+"""How long a file takes on its way there, at least: a local copy would be over before the kill."""
+LOST_DISKS = 0.3
+"""Share of the starts after a kill that find the local checkpoints gone, where there are copies."""
 PATIENCE_SECONDS = 300.0
 """Time in which a start must reach the moment of its kill, and its processes end after it."""
 
@@ -84,6 +92,7 @@ class Start:
     run: Path
     layout: str
     mode: AsyncMode
+    remote: Path | None = None
     agent: int = 0
     ranks: list[int] = field(default_factory=list)
     ended: dict[int, int] = field(default_factory=dict)
@@ -189,6 +198,9 @@ def _be_a_rank(start: Start, source: Path, changes: dict[str, Any]) -> int:
     config.parallelism.data_parallel_replicate_degree = changes.get("replicate", 1)
     config.fsdp.policy = changes.get("fsdp", "auto")
     config.checkpoint.async_mode = start.mode
+    if start.remote is not None:
+        config.checkpoint.remote = f"file://{start.remote.parent}"  # and the stage's name
+        _copy_slowly()
     config.hang_seconds = 120.0
     config.checkpoint.retry_seconds = 1.0
     _fail_when_told(start.run)
@@ -220,6 +232,16 @@ def _fail_when_told(run: Path) -> None:
         signal.signal(number, fail)
 
 
+def _copy_slowly() -> None:
+    upload = RemoteFolder.upload
+
+    def slow(folder: RemoteFolder, local: Path, name: str) -> None:
+        time.sleep(COPY_SECONDS)
+        upload(folder, local, name)
+
+    RemoteFolder.upload = slow  # type: ignore[method-assign]
+
+
 class Chaos:
     """Lives, kills, and what came of them."""
 
@@ -229,6 +251,7 @@ class Chaos:
         self.kills: list[dict[str, Any]] = []
         self.lives = 0
         self.starts = 0
+        self.lost_disks = 0
         self.largest_difference = 0.0
         self.source = self._prepare()
 
@@ -248,24 +271,29 @@ class Chaos:
     def run(self, kills: int) -> None:
         """Live until `kills` kills have been survived."""
         while len(self.kills) < kills:
-            same = self.lives % 2 == 0
+            same, copied = self.lives % 2 == 0, self.lives // 2 % 2 == 0
             layout, mode = self._draw()
             run = self.folder / f"life-{self.lives}"
+            remote = self.folder / f"remote-{self.lives}" / STAGE if copied else None
             while True:
-                start = self._launch(run, layout, mode)
+                start = self._launch(run, layout, mode, remote)
                 if not self._live(start, kills):
                     break
+                if remote is not None and self.random.random() < LOST_DISKS:
+                    self._lose_disk(run)
                 if not same:
                     layout, mode = self._draw()
             self._compare(run, layout if same else None)
+            if remote is not None:
+                self._compare_copies(run, remote)
             self.lives += 1
             print(f"life {self.lives}: {len(self.kills)} kills survived", flush=True)
 
     def _draw(self) -> tuple[str, AsyncMode]:
         return self.random.choice(list(LAYOUTS)), self.random.choice(MODES)
 
-    def _launch(self, run: Path, layout: str, mode: AsyncMode) -> Start:
-        start = Start(run, layout, mode)
+    def _launch(self, run: Path, layout: str, mode: AsyncMode, remote: Path | None = None) -> Start:
+        start = Start(run, layout, mode, remote)
         self.starts += 1
         start.launch(self.source, self.folder / f"{run.name}.log")
         return start
@@ -274,7 +302,7 @@ class Chaos:
         """Kill a start, after stopping it for a while perhaps; return whether it must go on."""
         while len(self.kills) < kills:
             kind = self.random.choice(KINDS)
-            moment = self.random.choice(MOMENTS)
+            moment = self.random.choice(MOMENTS[: None if start.remote else -1])
             if not start.wait_until(self._moment(start, moment)):
                 break
             self._strike(start, kind, moment)
@@ -297,6 +325,9 @@ class Chaos:
             logged = len(read_jsonl(directory.metrics_jsonl)) + self.random.randint(1, 8)
             return lambda: len(read_jsonl(directory.metrics_jsonl)) >= logged
         folder = directory.checkpoints
+        if moment == "upload":
+            assert start.remote is not None
+            folder = start.remote
         before = committed_steps(folder)
 
         def saving() -> bool:
@@ -312,6 +343,7 @@ class Chaos:
     def _strike(self, start: Start, kind: str, moment: str) -> None:
         directory = RunDirectory(start.run)
         unfinished = unfinished_steps(directory.checkpoints)
+        copying = [] if start.remote is None else unfinished_steps(start.remote)
         reached = max((r["step"] for r in read_jsonl(directory.metrics_jsonl)), default=0)
         victim = [self.random.choice(start.ranks)]
         if kind == "stop":
@@ -332,11 +364,26 @@ class Chaos:
         kill = {
             "life": self.lives, "layout": start.layout, "mode": start.mode, "kind": kind,
             "moment": moment, "step": reached, "in_save": bool(unfinished), "saved": saved,
-            "end_seconds": round(seconds, 1),
+            "in_upload": bool(copying), "end_seconds": round(seconds, 1),
         }  # fmt: skip
         self.kills.append(kill)
         with (self.folder / "kills.jsonl").open("a") as file:
             file.write(json.dumps(kill) + "\n")
+
+    def _lose_disk(self, run: Path) -> None:
+        """Delete a run's checkpoints: what was copied is all there is."""
+        shutil.rmtree(RunDirectory(run).checkpoints, ignore_errors=True)
+        self.lost_disks += 1
+
+    def _compare_copies(self, run: Path, remote: Path) -> None:
+        """Raise if the newest copy is not the last checkpoint, byte for byte."""
+        steps = committed_steps(remote)
+        here, there = (step_folder(f, STEPS) for f in (RunDirectory(run).checkpoints, remote))
+        if not steps or steps[-1] != STEPS:
+            raise RuntimeError(f"{remote}: the last checkpoint was not copied, {steps} were")
+        for file in here.iterdir():
+            if file.read_bytes() != (there / file.name).read_bytes():
+                raise RuntimeError(f"{there / file.name} differs")
 
     def _compare(self, run: Path, layout: str | None) -> None:
         """Compare every record with the uninterrupted run's; raise if they differ."""
@@ -369,8 +416,8 @@ class Chaos:
             "EIO": "EIO for 0.2 to 1.5 s", "ENOSPC": "ENOSPC for 0.2 to 1.5 s",
         }  # fmt: skip
         lines = [
-            "| fault | times | in a save | steps repeated, mean | longest end of all |",
-            "|---|---|---|---|---|",
+            "| fault | times | in a save | in a copy | steps repeated, mean | longest end of all |",
+            "|---|---|---|---|---|---|",
         ]
         for kind in KINDS:
             part = [kill for kill in self.kills if kill["kind"] == kind]
@@ -378,6 +425,7 @@ class Chaos:
                 lost = sum(max(0, k["step"] - k["saved"]) for k in part) / len(part)
                 lines.append(
                     f"| {names[kind]} | {len(part)} | {sum(k['in_save'] for k in part)} "
+                    f"| {sum(k['in_upload'] for k in part)} "
                     f"| {'-' if kind in PASSING else f'{lost:.1f}'} "
                     f"| {max(k['end_seconds'] for k in part):.1f} s |"
                 )
@@ -387,7 +435,8 @@ class Chaos:
                 *lines,
                 "",
                 f"{len(self.kills)} kills in {self.lives} runs of {STEPS} steps, {self.starts} "
-                "starts; kills by layout: "
+                f"starts, {self.lost_disks} of them after the loss of all local checkpoints; kills "
+                "by layout: "
                 + ", ".join(f"{name} {layouts[name]}" for name in LAYOUTS if layouts[name])
                 + f". Largest relative difference of a loss: {self.largest_difference:.1e}.",
             ]

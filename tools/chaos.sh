@@ -4,9 +4,10 @@
 #   bash tools/chaos.sh [--kills N] [--seed S] [--folder FOLDER]     default: 8 kills
 #
 # SIGKILL of a rank, of all, of the agent, SIGTERM, SIGSTOP for a while, a disk that fails (EIO) or is
-# full (ENOSPC) for a while; while starting, between steps and in saves; on 1, 2 and 4 gloo ranks and
-# eight layouts, one thread each. Stream, learning rate, R and tokens of every step must be equal,
-# losses bit for bit where the layout stayed the same.
+# full (ENOSPC) for a while; while starting, between steps, in saves and in copies to a remote folder,
+# with the local checkpoints lost now and then; on 1, 2 and 4 gloo ranks and eight layouts, one thread
+# each. Stream, learning rate, R and tokens of every step must be equal, losses bit for bit where the
+# layout stayed the same; the last copy must equal the local checkpoint.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 

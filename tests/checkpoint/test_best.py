@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_choosing import committed
+from tests.checkpoint.test_remote import remote
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.folders import committed_steps
@@ -53,13 +54,20 @@ def test_a_lower_loss_of_this_step_is_better_and_other_text_counts_no_more(loss,
     assert best_with(first, None, 4) is first
 
 
-def test_the_best_one_stays(tmp_path: Path):
+def test_the_best_one_stays_here_and_in_the_object_store(tmp_path: Path):
     folder = tmp_path / "run" / "checkpoints"
     for step in (2, 4, 6, 8):
         with_best(committed(folder, step), min(step, 4))
-    delete_stale(folder, KeepPolicy(keep_latest_k=1), newest=8)
+    delete_stale(folder, KeepPolicy(keep_latest_k=1), newest=8, in_use=lambda path: False)
     assert committed_steps(folder) == [4, 8]
     assert [listed.kept for listed in list_checkpoints(folder)] == [["best"], []]
+    copies = remote(tmp_path / "run", f"file://{tmp_path}/remote")
+    for step in (4, 8):
+        copies.upload(folder / f"step-{step}")
+    with_best(committed(folder, 10), 4)
+    copies.upload(folder / "step-10")
+    copies.delete_stale(KeepPolicy(keep_latest_k=1))
+    assert copies.steps() == [4, 10]
 
 
 def test_the_name_stands_for_what_the_newest_manifest_says(tmp_path: Path):

@@ -27,14 +27,16 @@ def test_only_what_the_newest_commit_is_older_than_is_deleted(tmp_path, caplog):
     for step in (0, 7, 9):
         (tmp_path / f"step-{step}").mkdir()
     add_tag(tmp_path / "step-1", "paper")
-    delete_stale(tmp_path, KeepPolicy(keep_latest_k=2), newest=6)
-    assert committed_steps(tmp_path) == [1, 3, 5, 6, 8]
+    delete_stale(
+        tmp_path, KeepPolicy(keep_latest_k=2), newest=6, in_use=lambda path: path.name == "step-2"
+    )
+    assert committed_steps(tmp_path) == [1, 2, 3, 5, 6, 8]
     assert unfinished_steps(tmp_path) == [7, 9]
     assert "step-3 is neither counted nor deleted" in caplog.text
     (tmp_path / "step-5" / MANIFEST).unlink()
-    delete_stale(tmp_path, KeepPolicy(keep_latest_k=2), newest=5)
+    delete_stale(tmp_path, KeepPolicy(keep_latest_k=2), newest=5, in_use=lambda path: False)
     assert unfinished_steps(tmp_path) == [5, 7, 9]
-    assert committed_steps(tmp_path) == [1, 3, 6, 8]
+    assert committed_steps(tmp_path) == [1, 2, 3, 6, 8]
 
 
 @given(

@@ -6,7 +6,7 @@ RUN/checkpoints/best stands for the one that the newest manifest names.
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -120,11 +120,13 @@ class KeepPolicy:
         ]
 
 
-def delete_stale(folder: Path, policy: KeepPolicy, *, newest: int) -> None:
+def delete_stale(
+    folder: Path, policy: KeepPolicy, *, newest: int, in_use: Callable[[Path], bool]
+) -> None:
     """Delete stale checkpoints and unfinished saves; log failures instead of raising them.
 
     Checkpoints later than `newest`, the one just committed, belong to another attempt or were found
-    damaged: they are neither counted nor deleted.
+    damaged: they are neither counted nor deleted. A checkpoint that is `in_use` stays for now.
     """
     manifests, tags = {}, {}
     for step in committed_steps(folder):
@@ -145,6 +147,8 @@ def delete_stale(folder: Path, policy: KeepPolicy, *, newest: int) -> None:
     doomed |= dict.fromkeys(unfinished, "its save never finished")
     for step, reason in doomed.items():
         checkpoint = step_folder(folder, step)
+        if in_use(checkpoint):
+            continue
         logger.info("Deleting %s: %s", checkpoint, reason)
         try:
             discard(checkpoint)

@@ -31,6 +31,7 @@ from titan_loop.checkpoint.folders import CHECKPOINTS, discard, set_aside_newer,
 from titan_loop.checkpoint.keep_policy import BEST, Best, KeepPolicy, best_with, delete_stale
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX, EXACTLY, KeyPolicy, load_checkpoint
 from titan_loop.checkpoint.manifest import Reference, new_content, read_manifest, reference
+from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader
 from titan_loop.checkpoint.rewinds import jumped_windows, read_rewinds
 from titan_loop.checkpoint.saving import (
     RetryPolicy,
@@ -45,6 +46,7 @@ from titan_loop.checkpoint.trained import Trained, TrainedData, TrainedMoments
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.ranks import from_rank_zero
+from titan_loop.storage.remote_folder import check_address
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 
@@ -70,6 +72,10 @@ class LoopCheckpointManager(BaseCheckpointManager):
             keep_every: Keep steps that are multiples of this, besides the latest; 0 for none.
             verify_hashes: Whether loading compares every file's hash; sizes are always compared.
             save_attempts: Attempts to save before training goes on without this checkpoint.
+            remote: Folder in an object store (s3://…, gs://… or file://…) for copies of all
+                checkpoints; a start without a whole local one fetches the newest. Empty for none.
+            adopt_remote: Let a new run directory go on with the run whose checkpoints `remote`
+                holds, as after the loss of a disk.
             retry_seconds: Wait before the second attempt; it doubles each time.
             carry: Start of a run that has no checkpoint of its own.
         """
@@ -80,6 +86,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
         keep_every: Annotated[int, Ge(0)] = 0
         verify_hashes: bool = True
         save_attempts: Annotated[int, Ge(1)] = 3
+        remote: str = ""
+        adopt_remote: bool = False
         retry_seconds: Annotated[float, Ge(0)] = 10.0
         carry: StartFrom = field(default_factory=StartFrom)
         # With upstream's default, True, it would warn of settings without an effect.
@@ -91,7 +99,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             self.check()
 
         def check(self) -> None:
-            """Raise `UserError` for unsupported fields of upstream's."""
+            """Raise `UserError` for unsupported fields of upstream's, and a wrong address."""
             unsupported = {
                 "create_seed_checkpoint": "ranks draw the same initial weights by themselves",
                 "initial_load_path": "checkpoint.carry.parent names the checkpoint to start from",
@@ -106,6 +114,22 @@ class LoopCheckpointManager(BaseCheckpointManager):
                     raise UserError(
                         f"checkpoint.{name}={value} is not supported: {reason}; leave it unset"
                     )
+            if self.remote:
+                check_address(self.remote, "checkpoint.remote")
+
+        @property
+        def keep_policy(self) -> KeepPolicy:
+            """The checkpoints that stay, here and in the object store."""
+            return KeepPolicy(self.keep_latest_k, self.keep_every)
+
+        @property
+        def retry(self) -> RetryPolicy:
+            """The attempts at a save, and at a copy in the object store."""
+            return RetryPolicy(self.save_attempts, self.retry_seconds)
+
+        def uploader(self, remote: RemoteCheckpoints) -> Uploader:
+            """Return the uploader of a run, which must be closed."""
+            return Uploader(remote, self.keep_policy, self.retry)
 
     def __init__(
         self,
@@ -138,6 +162,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
+        self.uploader: Uploader | None = None
         self.staging_future: Future[dict[str, Any]] | None = None
         self.save_future: Future[bool] | None = None
         self._stager = None if config.async_mode == "disabled" else stager(config.async_mode)
@@ -146,6 +171,11 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self._writer = ThreadPoolExecutor(
             1, "checkpoint", initializer=device.set_device, initargs=(device.current_device(),)
         )
+
+    def copy_to(self, remote: RemoteCheckpoints) -> None:
+        """Copy checkpoints as they are committed; on rank 0, once the run directory is locked."""
+        self.uploader = self.config.uploader(remote)
+        self.uploader.catch_up(self.path)  # copies the last one of a start that was interrupted
 
     # Saving
 
@@ -201,17 +231,12 @@ class LoopCheckpointManager(BaseCheckpointManager):
     ) -> bool:
         """Write one checkpoint; a failure is logged, and raised only at the end."""
         target = step_folder(self.path, content["step"])
-        policy = KeepPolicy(self.config.keep_latest_k, self.config.keep_every)
+        on_commit = partial(self._committed, target, content["step"])
+        settings = {"rank_files": rank_files, "group": self.group, "retry": self.config.retry}
         try:
             with torch.no_grad():
                 written = save_checkpoint(
-                    target,
-                    state_dict,
-                    content,
-                    group=self.group,
-                    retry=RetryPolicy(self.config.save_attempts, self.config.retry_seconds),
-                    on_commit=partial(delete_stale, self.path, policy, newest=content["step"]),
-                    rank_files=rank_files,
+                    target, state_dict, content, on_commit=on_commit, **settings
                 )
         except SaveFailedError as error:
             if must_succeed:
@@ -225,7 +250,26 @@ class LoopCheckpointManager(BaseCheckpointManager):
             logger.info("Saved %s", target)
         return True
 
+    def _committed(self, checkpoint: Path, step: int) -> None:
+        """Copy a checkpoint just committed, then apply the keep policy; on rank 0."""
+        # In this order: the policy spares the checkpoints that wait to be copied.
+        if self.uploader is not None:
+            self.uploader.submit(checkpoint)
+        waits = (lambda path: False) if self.uploader is None else self.uploader.is_uploading
+        delete_stale(self.path, self.config.keep_policy, newest=step, in_use=waits)
+
     # Loading
+
+    def _find_newest(self) -> tuple[int, dict[str, Any]] | None:
+        """Choose a checkpoint; if all are damaged, fetch one from the store and choose again."""
+        find = partial(newest_good, self.path, look_at=self._look_at, group=self.group)
+        try:
+            return find()
+        except UserError:
+            remote = None if self.uploader is None else self.uploader.remote
+            if from_rank_zero(self.group, lambda: remote and remote.fetch_newest()) is None:
+                raise
+            return find()
 
     def _load(self, step: int = -1) -> bool:
         loaded = self._load_weights(step)
@@ -236,7 +280,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def _load_weights(self, step: int) -> bool:
         if step == -1:
-            found = newest_good(self.path, look_at=self._look_at, group=self.group)
+            found = self._find_newest()
         else:
             asked = step_folder(self.path, step)
             manifest, reason = inspect(asked, self._look_at, group=self.group)
@@ -334,6 +378,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def _close(self) -> None:
         self._writer.shutdown(wait=True)
+        if self.uploader is not None:
+            self.uploader.close()
         failure = None if self.save_future is None else self.save_future.exception()
         if failure is not None:
             logger.error("The last asynchronous save failed: %s", failure)

@@ -1,10 +1,10 @@
 """Rewinds of a run: the windows that each jumps over, and the checkpoints that it gives up.
 
-    recorded in RUN/rewinds.json
-      ─► every start sets aside older checkpoints of steps past `to_step`
+    recorded in REMOTE/STAGE/rewinds.json, then in RUN/rewinds.json
+      ─► every start sets aside (in the store: deletes) older checkpoints of steps past `to_step`
       ─► the newest one left is loaded, without the recorded windows; its lineage lists the rewinds
 
-The record is the commit: a start completes the work of a killed one.
+The record is the commit: a start completes the work of a killed one, here or in the store.
 """
 
 import logging
@@ -14,6 +14,7 @@ from typing import Any
 
 from titan_loop.checkpoint.folders import committed_steps, set_aside, step_folder
 from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.remote import RemoteCheckpoints
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.json_files import nested, read_json_object, write_json
 
@@ -38,15 +39,26 @@ def read_rewinds(run: Path) -> list[Rewind]:
     return rewinds
 
 
-def record_rewind(run: Path, rewind: Rewind) -> None:
-    """Add a rewind to the record."""
-    write_json(run / REWINDS, {"rewinds": [*read_rewinds(run), rewind]})
+def record_rewind(run: Path, remote: RemoteCheckpoints | None, rewind: Rewind) -> None:
+    """Add a rewind to the record, in the store first: the loss of the disk must not undo it."""
+    rewinds = {"rewinds": [*read_rewinds(run), rewind]}
+    if remote is not None:
+        remote.write(REWINDS, rewinds)
+    write_json(run / REWINDS, rewinds)
 
 
-def take_up_rewinds(run: Path, checkpoints: Path) -> None:
-    """Give up the checkpoints that the record of rewinds rules out."""
-    rewinds = read_rewinds(run)
-    for step in committed_steps(checkpoints) if rewinds else ():
+def take_up_rewinds(run: Path, checkpoints: Path, remote: RemoteCheckpoints | None) -> None:
+    """Complete the record of rewinds and give up the checkpoints it rules out, in both places."""
+    here = read_rewinds(run)
+    there = [] if remote is None else remote.read(REWINDS).get("rewinds", [])
+    rewinds = max(here, there, key=len)
+    if not rewinds:
+        return
+    if len(here) < len(rewinds):
+        write_json(run / REWINDS, {"rewinds": rewinds})
+    if remote is not None and len(there) < len(rewinds):
+        remote.write(REWINDS, {"rewinds": rewinds})
+    for step in committed_steps(checkpoints):
         checkpoint = step_folder(checkpoints, step)
         try:
             given_up = is_given_up(read_manifest(checkpoint), rewinds)
@@ -55,6 +67,8 @@ def take_up_rewinds(run: Path, checkpoints: Path) -> None:
             continue
         if given_up:
             set_aside(checkpoint, "rewound")
+    if remote is not None:
+        remote.withdraw(lambda manifest: is_given_up(manifest, rewinds))
 
 
 def is_given_up(manifest: Mapping[str, Any], rewinds: Sequence[Rewind]) -> bool:

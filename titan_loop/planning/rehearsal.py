@@ -237,7 +237,7 @@ def _without_files(needs: StageNeeds, folder: str) -> LoopTrainer.Config:
     config = replace(deepcopy(replace(needs.config, callbacks=())), dump_folder=folder)
     config.held_out.interval, config.suite.interval, config.best = 0, 0, False
     config.dataloader = MadeUpWindows.Config(instead_of=config.dataloader, vocab_size=vocab_size)
-    config.checkpoint.carry.parent = ""
+    config.checkpoint.carry.parent = config.checkpoint.remote = ""
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     config.stability = StabilityConfig()  # its verdicts read values
     config.profiler.enable_profiling = config.profiler.enable_memory_snapshot = False

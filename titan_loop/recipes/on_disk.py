@@ -1,7 +1,7 @@
 """A run's folder as a start finds it: on rank 0, before the trainer is built.
 
-Rewinds are taken up first, since they decide which checkpoint is the newest. Then comes the
-question whether it can be resumed.
+Rewinds and remote copies are taken up first, since they decide which checkpoint is the newest. Then
+comes the question whether it can be resumed.
 """
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -10,6 +10,7 @@ from torchtitan.tools.logging import logger
 from titan_loop.checkpoint.choosing import inspect
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
+from titan_loop.checkpoint.remote import fetch_if_needed
 from titan_loop.checkpoint.rewinds import read_rewinds, take_up_rewinds
 from titan_loop.checkpoint.start_from import check_moments, check_parent, has_moments
 from titan_loop.errors import UserError
@@ -19,6 +20,7 @@ from titan_loop.storage.room import wait_for_room
 from titan_loop.training.chosen_model import Newest
 from titan_loop.training.config import RunConfig
 from titan_loop.training.resolved_run import ResolvedRun
+from titan_loop.training.run import remote_of
 
 
 def is_to_be_trained(run: ResolvedRun, newest: Newest) -> bool:
@@ -28,6 +30,7 @@ def is_to_be_trained(run: ResolvedRun, newest: Newest) -> bool:
         directory.read_run()  # refuses a file that cannot be read
     before = directory.read_config() if directory.config_json.exists() else {}
     if not check_resumable(run, newest):
+        copy_last_checkpoint(config)
         return False
     found = newest() if config.checkpoint.enable else None
     chosen, of_moments = config.optimizer.name, nested(before, "optimizer.name")
@@ -42,18 +45,29 @@ def is_to_be_trained(run: ResolvedRun, newest: Newest) -> bool:
     return True
 
 
-def complete_rewinds(config: RunConfig) -> None:
-    """Give up the checkpoints that the run's rewinds rule out; on rank 0."""
+def fetch_checkpoints(config: RunConfig) -> None:
+    """Take up rewinds; fetch a remote checkpoint if no local one is whole; on rank 0."""
     run, asked = RunDirectory(config.dump_folder), config.checkpoint
-    if not asked.enable or asked.load_only or not read_rewinds(run.path):
+    if not asked.enable or asked.load_only or not (asked.remote or read_rewinds(run.path)):
         return
     try:
         lock = run.lock()
     except UserError as error:  # another job trains here; this stage's own start will report it
-        logger.info("No checkpoint is given up: %s", error)
+        logger.info("Nothing is fetched: %s", error)
         return
     with lock:
-        take_up_rewinds(run.path, run.checkpoints)
+        store = remote_of(config)
+        take_up_rewinds(run.path, run.checkpoints, store)
+        if store is not None:
+            fetch_if_needed(store, run.path)
+
+
+def copy_last_checkpoint(config: RunConfig) -> None:
+    """Copy a finished run's last checkpoint to its store, if it is not there yet; on rank 0."""
+    if (remote := remote_of(config)) is not None:
+        copies = config.checkpoint.uploader(remote)
+        copies.catch_up(RunDirectory(config.dump_folder).checkpoints)
+        copies.close()
 
 
 def check_resumable(run: ResolvedRun, newest: Newest) -> bool:

@@ -30,7 +30,7 @@ from titan_loop.models.exit_gate import Trainable
 from titan_loop.ranks import all_ranks, decided_by_rank_zero, from_rank_zero, warn_together
 from titan_loop.recipes.on_disk import (
     check_resumable,
-    complete_rewinds,
+    fetch_checkpoints,
     is_to_be_trained,
 )
 from titan_loop.recipes.preflight import (
@@ -48,7 +48,7 @@ from titan_loop.training.chosen_model import Newest, newest_of, saved_architectu
 from titan_loop.training.config import RunConfig
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import ResolvedRun, resolve
-from titan_loop.training.run import run_training
+from titan_loop.training.run import remote_of, run_training
 from titan_loop.training.stability.recovery import SpikesError, rewind
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
@@ -82,9 +82,9 @@ def run_recipe(
         require_writable(place, f"dump_folder={place}")
 
     def look() -> dict[str, tuple[int, Trainable]]:
-        wait_for_room(root, 0)
+        wait_for_room(root, 0)  # a checkpoint that is fetched needs some
         for stage in recipe.stages:
-            complete_rewinds(stage.config)  # before the checks, which read the newest checkpoints
+            fetch_checkpoints(stage.config)  # before the checks, which read the newest checkpoints
         check_placed(recipe, world_size, only=only)
         return {s.name: (s.config.total_tokens, s.config.trainable) for s in recipe.stages}
 
@@ -144,14 +144,20 @@ def start(
             spikes = error.spikes  # without the error, whose traceback holds the trainer
         gc.collect()
         forget_compiled_stage()
-        decide = partial(rewind, RunDirectory(config.dump_folder), spikes, config.stability)
+        decide = partial(
+            rewind,
+            RunDirectory(config.dump_folder),
+            remote_of(config),
+            spikes,
+            config.stability,
+        )
         if stop := from_rank_zero(all_ranks(), decide):
             raise UnstableError(stop)
 
 
 def _look(config: RunConfig, world_size: int) -> tuple[Mapping[str, Any], bool]:
     """Return the architecture of the weights to start from, and whether anything is left to do."""
-    complete_rewinds(config)  # first: a rewind changes which checkpoint is the newest
+    fetch_checkpoints(config)  # first: a rewind or a copy changes which checkpoint is the newest
     newest = newest_of(config)
     saved = saved_architecture(config, newest)
     return saved, is_to_be_trained(resolve(config, world_size, saved), newest)

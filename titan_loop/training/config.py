@@ -96,8 +96,6 @@ RETIRED = (
     "stability.straggler",
     "stability.heartbeat_seconds",
     "loss.state_distance",
-    "checkpoint.remote",
-    "checkpoint.adopt_remote",
 )
 """Fields of earlier versions, which their `config.json` still has; nothing is lost where they are
 derived, not enabled, or change no number."""

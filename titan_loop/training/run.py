@@ -4,11 +4,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
+from titan_loop.checkpoint.remote import RemoteCheckpoints
 from titan_loop.distributed.kept_layouts import KeptLayouts
 from titan_loop.errors import NonFiniteError, StoppedError
 from titan_loop.models.family import size_notes
@@ -16,6 +18,7 @@ from titan_loop.ranks import all_ranks, on_rank_zero, place_in
 from titan_loop.runs.log_file import kept_log
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
+from titan_loop.training.config import RunConfig
 from titan_loop.training.config_changes import setting_changes
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.stability.recovery import SpikesError
@@ -72,6 +75,14 @@ def run_training(
         trainer.close(together=together)
 
 
+def remote_of(config: RunConfig) -> RemoteCheckpoints | None:
+    """Return the store of a run's remote checkpoints, if it has one."""
+    asked, run = config.checkpoint, Path(config.dump_folder)
+    if not asked.remote or not asked.enable:
+        return None
+    return RemoteCheckpoints(asked.remote, stage=config.stage, run=run, adopt=asked.adopt_remote)
+
+
 def _begin(trainer: LoopTrainer) -> None:
     config = trainer.run.config
     run = RunDirectory(config.dump_folder)
@@ -81,6 +92,8 @@ def _begin(trainer: LoopTrainer) -> None:
         logger.info("%s", note)
     for change in changes:
         logger.warning("changed since the last start: %s", change)
+    if (remote := remote_of(config)) is not None:
+        trainer.checkpointer.copy_to(remote)
 
 
 def _log_end(trainer: LoopTrainer) -> None:

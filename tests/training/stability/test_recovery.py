@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -12,12 +13,14 @@ import pytest
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
 
+import titan_loop.recipes.on_disk
 from tests.support.multiprocess import preloaded_context
 from tests.support.spikes import Spikes
 from tests.support.tiny import BATCH_WINDOWS, act_as_launched, train_run
 from titan_loop.analysis.report import write_report
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.rewinds import read_rewinds
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_UNSTABLE, StoppedError, UnstableError, exit_code
 from titan_loop.launch.job import final_code
@@ -174,6 +177,39 @@ def test_a_run_that_is_asked_to_stop_at_a_skipped_step_saves_it(
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_rewind_survives_the_loss_of_the_disk(
+    passed: tuple[Path, Snapshots], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Killed once the first rewind is recorded; the store alone is left then."""
+    config = demonstration(source, tmp_path / "run")
+    config.checkpoint.remote = f"file://{tmp_path}/remote"
+    config.checkpoint.adopt_remote = True
+    real = titan_loop.recipes.on_disk.take_up_rewinds
+
+    def killed(run: Path, *arguments: Any) -> None:
+        if read_rewinds(run):
+            raise KeyboardInterrupt
+        real(run, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(titan_loop.recipes.on_disk, "take_up_rewinds", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train_run(config)
+    shutil.rmtree(tmp_path / "run")
+    train_run(config)
+    whole, run = RunDirectory(passed[0]), RunDirectory(tmp_path / "run")
+    found, expected = run.read_metrics(), whole.read_metrics()
+    assert [record["data_hash"] for record in found] == [r["data_hash"] for r in expected[12:]]
+    manifests = [read_manifest(each.checkpoint(STEPS)) for each in (run, whole)]
+    for name in ("windows", "to_step"):
+        jumps = [[jump[name] for jump in m["lineage"]["jumps"]] for m in manifests]
+        assert jumps[0] == jumps[1]
+    hashes = [manifest["files"]["__0_0.distcp"]["sha256"] for manifest in manifests]
+    assert hashes[0] == hashes[1]  # the tensors, to the last bit
+    steps = [int(path.name[5:]) for path in (tmp_path / "remote").glob("step-*")]
+    assert sorted(steps) == [4, 8, *committed_steps(run.checkpoints)]
+
+
 def train_alone(source: Path, run: Path) -> None:
     os.setsid()
     start_alone()

@@ -20,6 +20,7 @@ from titan_loop.data.prepare.preparation import Preparation, refuse_output, star
 from titan_loop.data.source_card import CARD_NAME, SourceCard, lock_source
 from titan_loop.errors import UserError, require_at_least, require_known
 from titan_loop.storage.file_names import require_local
+from titan_loop.storage.remote_folder import PATTERN_CHARACTERS
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.template_files import chosen_template
 from titan_loop.text.tokenizer import (
@@ -114,7 +115,7 @@ def tokenize_source(
     require_known("executor", executor, get_args(Executor))
     settings = read_prepare_config(config)
     searches = settings.minhash is not None or settings.decontaminate is not None
-    if searches and {*"*?["}.intersection(str(output)):
+    if searches and PATTERN_CHARACTERS.intersection(str(output)):
         problem = "holds *, ? or [, by which datatrove would not find its files"
         raise UserError(f"output {output} {problem}: choose another folder")
     if chat and "c4_quality" in settings.quality:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.remote import RemoteCheckpoints
 from titan_loop.checkpoint.rewinds import read_rewinds, record_rewind
 from titan_loop.data.load.jumps import joined
 from titan_loop.errors import UserError
@@ -121,11 +122,16 @@ def _findings(evidence: Evidence) -> dict[str, float]:
     }
 
 
-def rewind(run: RunDirectory, spikes: list[SkippedStep], config: StabilityConfig) -> str:
+def rewind(
+    run: RunDirectory,
+    remote: RemoteCheckpoints | None,
+    spikes: list[SkippedStep],
+    config: StabilityConfig,
+) -> str:
     """Record on rank 0 that the next start continues from before the spikes, without their windows.
 
-    No save may be under way. Returns the reason why the run cannot go on, or an empty string if it
-    can.
+    No save or copy of a checkpoint may be under way. `remote` has the run's copies in an object
+    store. Returns the reason why the run cannot go on, or an empty string if it can.
     """
     first, last = spikes[0].step, spikes[-1].step
     before = read_rewinds(run.path)
@@ -138,21 +144,23 @@ def rewind(run: RunDirectory, spikes: list[SkippedStep], config: StabilityConfig
         fix = f"{run.decisions_jsonl}, then change the data, the learning rate or recurrent steps"
         return f"stopped after {said}: {problem}{fix}"
     went_to = {rewound["to_step"] for rewound in before}
-    step = _last_before(first, run.checkpoints, avoid=went_to)
+    step = _last_before(first, run.checkpoints, remote, avoid=went_to)
     if step is None:
         _record(run, "stop", spikes)
         problem = f"there is no good checkpoint from before step {first} to go back to"
         return f"stopped after {said}: {problem}; lower checkpoint.interval"
     # Before `record_rewind`: if only this is written, a later start decides and writes again.
     _record(run, "rewind", spikes, to_step=step)
-    record_rewind(run.path, {"step": last, "windows": windows, "to_step": step})
+    record_rewind(run.path, remote, {"step": last, "windows": windows, "to_step": step})
     counted = f"rewind {number + 1} of {config.rewinds}"
     text = "%s: starting again from step %d (%s), without these windows"
     logger.warning(text, said, step, counted)
     return ""
 
 
-def _last_before(first: int, checkpoints: Path, *, avoid: Collection[int]) -> int | None:
+def _last_before(
+    first: int, checkpoints: Path, remote: RemoteCheckpoints | None, *, avoid: Collection[int]
+) -> int | None:
     """Return the step of the newest checkpoint before `first`; one of `avoid` as a last resort."""
     for shunned in ({*avoid}, set[int]()):
 
@@ -166,6 +174,8 @@ def _last_before(first: int, checkpoints: Path, *, avoid: Collection[int]) -> in
             found = None
         if found is not None:
             return found[0]
+        if there := [] if remote is None else [*filter(wanted, remote.steps())]:
+            return there[-1]
     return None
 
 
