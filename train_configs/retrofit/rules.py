@@ -22,7 +22,7 @@ from titan_loop.training.trainer import LoopTrainer
 
 from ..runs import at
 from .english_hops import EnglishHops, ToldHops
-from .recipes import FOLDER, SMOLLM2_ROWS, _smollm2
+from .recipes import FOLDER, SMOLLM2_ROWS, _arm
 
 TOKENIZER = f"{FOLDER}/smollm2/tokenizer.json"
 RULES, RULES_TOKENS, RULES_WINDOW_TOKENS = EnglishHops(tokenizer=TOKENIZER), 49_152, 128
@@ -89,7 +89,7 @@ def _rules(
         max_steps=4,
     )
     options: dict[str, Any] = {"new_rate_factor": 10.0} if start == "identity" else {}
-    config = _smollm2(start=start, recurrence=grown if start else None, rate=2e-4, **options)
+    config = _arm(start=start, recurrence=grown if start else None, rate=2e-4, **options)
     config.total_tokens = tokens
     config.model.vocab_size = SMOLLM2_ROWS
     config.dataloader = TaskLoader.Config(task=task)
