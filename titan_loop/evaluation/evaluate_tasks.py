@@ -5,6 +5,7 @@ A task is held-out text, an exam on token ids, or a task of the harness.
 
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
@@ -126,7 +127,9 @@ class _Evaluation:
         for task in self._options.suite_tasks():
             before = {*self._report.tasks}
             try:
-                for name, results in self._ask(task).items():
+                with self._applied():
+                    found = self._ask(task)
+                for name, results in found.items():
                     for result in results.values():
                         result.settings = self._settings(task)
                     self._report.tasks[name] = results
@@ -146,6 +149,11 @@ class _Evaluation:
                 new = {n: r for n, r in self._report.tasks.items() if n not in before}
                 replace(self._report, tasks=new).save(self._run)
         return self._report
+
+    def _applied(self) -> AbstractContextManager[object]:
+        """Return the scope of a policy that layers apply, which no reading of several is."""
+        policy = self._readings[0].policy
+        return policy.applied_to(self._model) if len(self._readings) == 1 else nullcontext()
 
     def _settings(self, task: SuiteTask) -> str:
         options = self._options
@@ -274,7 +282,6 @@ class _Evaluation:
                 return depth_readings(depths)
             reading = policy_reading(options.exit, steps)
             require_exit_policy(self._model, reading.policy)
-            self._model.exit_policy = reading.policy
             return [reading]
         # Some thresholds are quantiles over the states of a small sample (`frontier_readings`).
         if self._generated is not None:

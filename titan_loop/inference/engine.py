@@ -103,8 +103,16 @@ class Engine:
             generator: A CPU generator that seeds the rows whose request has no seed; required for
                 these unless greedy.
         """
-        self.stack.model.exit_policy = self.exit_policy
-        sampling = sampling or Sampling()
+        with self.exit_policy.applied_to(self.stack.model):
+            yield from self._stream(requests, rows, sampling or Sampling(), generator)
+
+    def _stream(
+        self,
+        requests: Sequence[Request],
+        rows: int | None,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+    ) -> Iterator[GeneratedToken]:
         waiting = self._rows(requests, sampling, generator)
         places = len(waiting) if rows is None else min(rows, len(waiting))
         require_at_least(1, rows=rows)

@@ -25,6 +25,7 @@ needs a smaller bound on the entropy, which never exceeds the vocabulary's logar
 import math
 from abc import ABC
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -96,6 +97,10 @@ class ExitPolicy(ABC):
     def deepest_step(self, recurrent_steps: int) -> int:
         """Return the last step that may run, at most R."""
         return recurrent_steps
+
+    def applied_to(self, model: LoopDecoder) -> AbstractContextManager[object]:
+        """Return a scope in which layers that can apply the policy do so; most models have none."""
+        return nullcontext()
 
 
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)

@@ -54,9 +54,6 @@ from titan_loop.models.units import LAYERS, NORM_AND_GATE, OUTSIDE, TABLES, Unit
 class LoopDecoder(Decoder):
     """A decoder whose stack of unique layers is applied `recurrent_steps` times."""
 
-    exit_policy: Any = None
-    """Exit policy for layers that apply one themselves; None runs them as trained."""
-
     tells_step: bool = False
     """Whether layers are told the step of their visit, and so are compiled for each step."""
 

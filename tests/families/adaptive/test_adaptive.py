@@ -169,4 +169,4 @@ def test_generation_equals_the_full_forward(when: str, policy: ExitPolicy):
     if isinstance(policy, Survival):
         assert {*torch.cat(seen).tolist()} == {1.0, 2.0, 3.0}
         Engine(model).complete(requests[:1])
-    assert not isinstance(model.exit_policy, Survival)
+    assert model.survival is None

@@ -19,7 +19,6 @@ from torchtitan.protocols.module import ModuleDict
 from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_loop.errors import UserError
-from titan_loop.families.adaptive.exit_policy import Survival
 from titan_loop.families.adaptive.layer import LayerReport
 from titan_loop.families.adaptive.memory_bank import MemoryBank
 from titan_loop.models.context import AttentionMask, CacheSlot, LoopContext
@@ -38,6 +37,9 @@ _CONTROLS = (".control.", ".gates.")
 
 class AdaptiveDecoder(GPT2Decoder):
     """A decoder whose layers loop and read memory."""
+
+    survival: float | None = None
+    """τ of the policy `survival`, while it is applied; None mixes all iterations, as trained."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GPT2Decoder.Config):
@@ -140,14 +142,12 @@ class AdaptiveDecoder(GPT2Decoder):
     ) -> tuple[Tensor, tuple[LayerReport, ...]]:
         """Return the state after the last layer, in the input's dtype, and each layer's report."""
         dtype, iterations = hidden_BLD.dtype, self.config.layers[0].iterations
-        policy = self.exit_policy
-        survival = policy.threshold if isinstance(policy, Survival) else None
         said = []
         for index, layer in enumerate(self.layers.values()):
             # Without a cache the slots stay None, or compiled blocks would specialise on them.
             numbers = range(index * iterations, (index + 1) * iterations)
             slots = tuple(None if context.cache is None else CacheSlot(1, n) for n in numbers)
-            hidden_BLD, report = layer(hidden_BLD, context, slots, self.bank, survival)
+            hidden_BLD, report = layer(hidden_BLD, context, slots, self.bank, self.survival)
             said.append(report)
         return hidden_BLD.to(dtype), tuple(said)
 
