@@ -46,6 +46,8 @@ PARSED = {
     "analysis/results.py: train RECIPE": "train quickstart",
     "checkpoint/manager.py: convert export": "convert export runs/my --output mine",
     "checkpoint/manager.py: convert import": "convert import mine --output runs/my",
+    "families/retrofit/surgery.py: retrofit --list": "retrofit --list",
+    "formats/importing.py: retrofit --list": "retrofit --list",
     "cli/arguments.py: {} --help": "eval --help",
     "cli/arguments.py: {} VERB --help": "data pack --help",
     "cli/flag_help.py: convert export": "convert export runs/my --output mine",
