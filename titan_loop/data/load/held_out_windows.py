@@ -86,7 +86,8 @@ def _has_byte_table(source: Path, sha256: str) -> bool:
 def held_out_windows(source_path: str | Path, *, seq_len: int, count: int) -> HeldOutWindows:
     """Return `count` windows of a source's held-out split, or all with a warning if it has fewer.
 
-    They are always the same ones, in the same order.
+    They are always the same ones, in the same order. Where documents begin with BOS, so does every
+    window, also one that begins inside a document: models such as Gemma read little without it.
     """
     require_at_least(1, **{"held-out window count": count})
     shards = TokenShards(source_path, "held_out")
@@ -102,6 +103,9 @@ def held_out_windows(source_path: str | Path, *, seq_len: int, count: int) -> He
     (inputs, labels), windows = empty_batch(count, seq_len)
     for epoch, number, window in zip(epochs.tolist(), numbers.tolist(), windows, strict=True):
         source.read_into(epoch, number, window)
+    card = SourceCard.read(Path(source_path))
+    if card.bos_id is not None and not card.has_loss_mask:  # conversations begin as they please
+        inputs["input"][:, 0] = card.bos_id
     starts = [*map(source.start, epochs.tolist(), numbers.tolist())]
     label_bytes = np.stack([shards.read_bytes(start + 1, seq_len) for start in starts])
     label_bytes[labels.numpy() == IGNORED] = 0
