@@ -39,6 +39,7 @@ def parallel_model(
     """
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
     dims = meshes(
+        dist.group.WORLD,
         dist.get_world_size() if dist.is_initialized() else 1,
         tensor_parallel_degree=parallelism.tensor_parallel_degree,
         context_parallel_degree=parallelism.context_parallel_degree,
@@ -77,8 +78,8 @@ def parallel_model(
 
 
 @functools.cache
-def meshes(world: int, **degrees: Any) -> ParallelDims:
-    """One set of meshes a process: torch 2.15's spmd_types remembers the first of equal ones."""
+def meshes(group: dist.ProcessGroup | None, world: int, **degrees: Any) -> ParallelDims:
+    """One set of meshes a `group`: torch 2.15's spmd_types remembers the first of equal ones."""
     return ParallelDims.from_config(ParallelismConfig(**degrees), world)
 
 

@@ -73,6 +73,19 @@ def step_of(config: LoopTrainer.Config, cluster: Cluster = EIGHT) -> MeasuredSte
     return found.measured
 
 
+def assert_every_weight_is_reduced_once(
+    config: LoopTrainer.Config,
+) -> tuple[StageNeeds, MeasuredStep]:
+    """In a micro-batch, however often it is visited; and states and held layers are in the peak."""
+    (needs,), measured, ranks = recipe_needs(recipe_of(config), EIGHT), step_of(config), EIGHT.ranks
+    padded = ranks * sum(size.shard(ranks) for size in needs.units)
+    received = measured.micro_batches * 4 * padded * (1 - 1 / ranks)
+    assert measured.moved["reduce-scatter"].received_bytes == pytest.approx(received, rel=1e-6)
+    held = 2 * sum(size.parameters() for size in needs.units if size.unit.is_looped)
+    assert measured.peak_bytes > needs.states.total + held
+    return needs, measured
+
+
 def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     """Flex, selective checkpointing, FSDP in bf16 and the gather of keys, in one full graph."""
     config = stage(context_parallel=2)

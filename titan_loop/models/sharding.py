@@ -124,8 +124,8 @@ def set_attention_sharding(attention: BaseAttention.Config, *, enable_sp: bool) 
             )
             norm.sharding_config = ShardingConfig(
                 state_shardings={"weight": dense_param_placement(tp=spmd.R)},
-                in_src_shardings={"input": heads},
-                in_dst_shardings={"input": inside},
+                in_src_shardings={"x": heads},
+                in_dst_shardings={"x": inside},
                 out_src_shardings=inside,
                 out_dst_shardings=heads,
             )

@@ -15,7 +15,7 @@ from titan_loop.families.latent.objective import LatentSupervision
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.models.family import build_decoder
 from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.preflight import refusals
+from titan_loop.training.preflight import examined
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from train_configs.latent.solved import share_solved
@@ -285,4 +285,4 @@ def run(**changed) -> LoopTrainer.Config:
     ],
 )
 def test_a_run_that_cannot_be_is_refused(changed, message):
-    assert message in str(next(refusals(run(**changed), 2)))
+    assert message in str(examined(run(**changed), 2, {}).refusals[0])

@@ -39,13 +39,13 @@ def test_a_gguf_file_has_merged_matrices(retrofit: Retrofit, tmp_path):
 @pytest.mark.parametrize(
     ("mode", "spans", "to", "message"),
     [
-        ("identity", (), "retrofit-unrolled", "model.bridge=True: the Llama format has no place"),
-        ("damped", (), "gguf-unrolled", "model.damping=2: the Llama format has no place"),
+        ("identity", (), "retrofit-unrolled", "model.bridge=True: the unrolled format has no"),
+        ("damped", (), "gguf-unrolled", "model.damping=2: the unrolled format has no"),
         (
             "dropped",
             ("--prelude", 1, "--core", 1, "--coda", 1),
             "retrofit-unrolled",
-            "model.mixer=True: the Llama format has no place",
+            "model.mixer=True: the unrolled format has no place",
         ),
         ("identity", (), "nanbeige", "holds models of family nanbeige alone"),
     ],
