@@ -1,4 +1,4 @@
-"""N-gram baselines against counts and fractions, and what they are fitted on."""
+"""N-gram baselines against counts and fractions, and the text they are fitted on."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Reports of tasks: what an older version wrote, what replaces what, and damaged files."""
+"""Reports of tasks: older versions', replacements and damaged files."""
 
 from pathlib import Path
 from typing import Any

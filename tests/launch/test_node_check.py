@@ -1,4 +1,4 @@
-"""The node check: what a rank reports of its node, and the verdict from all reports."""
+"""The node check: a rank's report of its node, and the verdict on all reports."""
 
 import json
 from pathlib import Path
