@@ -4,7 +4,8 @@
 #   bash tools/without_family.sh NAME [PYTEST ARGUMENTS]     any folder of titan_loop/families but ouro
 #
 # What is made of it goes along: family folders whose name has it as a part (xllm_moe), studies that
-# import it, with their tests, and single files of tools/ and tests/ that do.
+# import it, with their tests, single files of tools/ and tests/ that import either, and the cases that
+# name a recipe of theirs first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,17 +20,28 @@ set_up_tests
 tree=$(mktemp -d)
 trap 'git worktree remove --force "$tree"' EXIT
 git worktree add --quiet --detach "$tree"
+recipes() {
+    "$VENV/bin/python" -c "from titan_loop.recipes.registry import recipe_summaries; print(*recipe_summaries(), sep='\n')"
+}
+before=$(recipes)
 cd "$tree"
 git rm -rq "titan_loop/families/$name" "tests/families/$name"
 git rm -rq --ignore-unmatch "titan_loop/families/*_$name/*" "titan_loop/families/${name}_*/*" \
     "tests/families/*_$name/*" "tests/families/${name}_*/*" "train_configs/$name" "tests/train_configs/$name"
-uses() { git grep -lE "(titan_loop|tests)\.families\.(\w+_)?$name(_\w+)?\b" -- "$@" || true; }
-for study in $(uses 'train_configs/*.py' | cut -d/ -f2 | sort -u); do
+uses() { # uses WHAT FILES: the files that import WHAT, or what is named after it
+    git grep -lE "$1(_\w+)?\b" -- "${@:2}" || true
+}
+family="(titan_loop|tests)\.families\.(\w+_)?$name"
+studies=$(uses "$family" 'train_configs/*.py' | cut -d/ -f2 | sort -u)
+for study in $studies; do
     git rm -rq --ignore-unmatch "train_configs/$study" "tests/train_configs/$study"
 done
-uses 'tools/*.py' 'tests/*.py' | xargs -r git rm -q
+for gone in "$family" $(printf 'train_configs\.%s ' "$name" $studies); do
+    uses "$gone" 'tools/*.py' 'tests/*.py' | xargs -r git rm -q
+done
 # The environment imports titan_loop from the checkout unless another stands before it.
 export PYTHONPATH=$tree
+cases=$(comm -23 <(sort <<<"$before") <(recipes | sort) | sed 's/.*/or [&-/' | tr '\n' ' ')
 # Pages that list its recipes: tests try every command that they name.
 "$VENV/bin/python" -m tools.reproduce
 sed -i "/titan-loop plan $name/d" titan_loop/planning/rehearsals.md
@@ -37,4 +49,4 @@ sed -i "/titan-loop plan $name/d" titan_loop/planning/rehearsals.md
 "$VENV/bin/lint-imports" --no-logo
 "$VENV/bin/basedpyright" --level error --pythonpath "$VENV/bin/python"
 "$VENV/bin/python" -m pytest -q -n 2 --dist loadfile \
-    -m "not slurm and not hostile and not effects" "$@"
+    -m "not slurm and not hostile and not effects" ${cases:+-k "not (${cases#or })"} "$@"
