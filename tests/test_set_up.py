@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 CHECKOUT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((CHECKOUT / "tools/constraints").glob("py3*.txt"))
-APART = {"engines", "float8", "hf4", "hf5", "hf5-no-deps", "mlx", "vllm"}
+APART = {"engines", "float8", "hf4", "hf5", "hf5-no-deps", "mlx", "onnx", "vllm"}
 """Groups that exclude each other, each for an environment of its own."""
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests of exported models in llama.cpp and MLX, which come as wheels (xllamacpp; mlx for CPUs) into
-# environments of their own.
+# The tests of exported models in llama.cpp, MLX and onnxruntime, which come as wheels (xllamacpp; mlx for
+# CPUs) into environments of their own.
 #
 #   bash tools/test_engines.sh [PYTEST ARGUMENTS]
 set -euo pipefail
@@ -9,6 +9,10 @@ set_up_tests
 
 source tools/engines.sh
 engine_environment mlx
+source tools/group_environment.sh
+group_environment onnx
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TITAN_LOOP_REQUIRE=engines \
     TITAN_LOOP_ENGINES_PYTHON=$ENGINES/bin/python TITAN_LOOP_MLX_PYTHON=$VENV/mlx/bin/python \
     "$VENV/bin/python" -m pytest -q -m engines tests/families tests/contracts "$@"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TITAN_LOOP_REQUIRE=engines \
+    "$VENV/onnx/bin/python" -m pytest -q -m engines tests/formats "$@"

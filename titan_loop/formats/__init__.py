@@ -17,6 +17,7 @@ register(
         formats={
             "gguf": f"{_FILE}:GGUF",
             "gguf-unrolled": f"{_FILE}:GGUF_UNROLLED",
+            "onnx": "titan_loop.formats.onnx_file:ONNX",
             "llama-unrolled": "titan_loop.formats.dense:LLAMA_FOLDER",
         },
     )

@@ -33,7 +33,7 @@ LLAMA_BLOCK: Mapping[str, Any] = {
 } | {"windowed_layers": ()}
 """Llama's values of the options in which dense models' blocks differ."""
 
-_NORMS = {
+NORMS = {
     "before": {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
     "after": {
         "post_attention_layernorm": "attention_post_norm",
@@ -175,14 +175,14 @@ class BlockShape(LlamaShape):
             yield f"mlp.{name}_proj.weight", size
             if self.block["feed_forward_biases"]:
                 yield f"mlp.{name}_proj.bias", size[:1]
-        for name in _NORMS[self.block["norm_order"]]:
+        for name in NORMS[self.block["norm_order"]]:
             yield f"{name}.weight", (self.dim,)
 
     def of_layer_name(self, inner: str) -> str:
         """As in the base class; the norms' names depend on their order."""
         stem = inner.removesuffix(".")
-        if stem in _NORMS[self.block["norm_order"]]:
-            return f"{_NORMS[self.block['norm_order']][stem]}."
+        if stem in NORMS[self.block["norm_order"]]:
+            return f"{NORMS[self.block['norm_order']][stem]}."
         if stem in ("self_attn.q_norm", "self_attn.k_norm"):
             return f"attention.{stem[-6:]}."
         return super().of_layer_name(inner)
@@ -283,7 +283,7 @@ class UnrolledShape(BlockShape, DenseShape):
 
     def gguf_layer_name(self, stem: str) -> str:
         """As in the base class; the norms' names depend on their order."""
-        own = _NORMS[self.block["norm_order"]].get(stem, stem)
+        own = NORMS[self.block["norm_order"]].get(stem, stem)
         return _GGUF[own] if own in _GGUF else super().gguf_layer_name(stem)
 
     def gguf_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:

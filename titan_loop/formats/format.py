@@ -51,6 +51,7 @@ class Format:
             it raises `UserError` if the format cannot hold the model.
         folder: Shape class of folders that `convert import` reads; None if it reads none.
         gguf: Shape class for the family's GGUF files; None means `folder`.
+        onnx: Shape class for the family's ONNX files; None says nothing about them.
         programs: Returns which programs run a model of this shape, where the summary does not say.
         tokenizer_problem: Returns why a tokenizer.json has no place in the format; None means that
             every tokenizer has.
@@ -62,6 +63,7 @@ class Format:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     folder: type[LlamaShape] | None = None
     gguf: type[LlamaShape] | None = None
+    onnx: type[LlamaShape] | None = None
     programs: Callable[[LlamaShape], str] | None = None
     tokenizer_problem: Callable[[Path], str | None] | None = None
 

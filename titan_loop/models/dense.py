@@ -158,11 +158,11 @@ def dense_config(
     config.lm_head = replace(
         config.lm_head, scale=options.logit_scale, softcap=options.logit_softcap
     )
-    rotations = _rotations(options, shape)
+    tables = rotations(options, head_dim(options, shape))
     if isinstance(config.positions, RotaryPositions.Config):
-        config.positions = RotaryPositions.Config(rotations=rotations)
+        config.positions = RotaryPositions.Config(rotations=tables)
     config.layers = [
-        _layer(layer, index, options, shape, rotations) for index, layer in enumerate(config.layers)
+        _layer(layer, index, options, shape, tables) for index, layer in enumerate(config.layers)
     ]
     return config
 
@@ -205,10 +205,13 @@ def head_dim(options: BlockOptions, shape: ModelSize) -> int:
     return options.head_dim or shape.dim // shape.n_heads
 
 
-def _rotations(options: BlockOptions, shape: ModelSize) -> tuple[Rotation, ...]:
-    """Return the rotations of layers with all keys, and of layers with a window if they differ."""
+def rotations(options: BlockOptions, width: int) -> tuple[Rotation, ...]:
+    """Return the rotations of layers with all keys, and of layers with a window if they differ.
+
+    `width` is a head's.
+    """
     assert options.rope_theta is not None, "options are resolved"
-    dim = options.rotary_dim or head_dim(options, shape)
+    dim = options.rotary_dim or width
     usual = Rotation(
         dim=dim,
         theta=options.rope_theta,
@@ -240,7 +243,7 @@ def _layer(
     index: int,
     options: BlockOptions,
     shape: ModelSize,
-    rotations: tuple[Rotation, ...],
+    tables: tuple[Rotation, ...],
 ) -> DenseBlock.Config:
     """Turn a layer of Llama's into the options' layer."""
     assert layer.attention_norm is not None
@@ -260,7 +263,7 @@ def _layer(
     return replace(
         layer,
         attention_norm=_offset(norm, options) if inner else None,
-        attention=_attention(layer.attention, index, options, rotations),
+        attention=_attention(layer.attention, index, options, tables),
         attention_post_norm=after,
         ffn_norm=_offset(norm, options) if inner else None,
         feed_forward=ffn,
@@ -273,14 +276,14 @@ def _attention(
     attention: LoopAttention.Config,
     index: int,
     options: BlockOptions,
-    rotations: tuple[Rotation, ...],
+    tables: tuple[Rotation, ...],
 ) -> LoopAttention.Config:
     windowed = index in (options.windowed_layers or ())
-    table = 1 if windowed and len(rotations) > 1 else 0
+    table = 1 if windowed and len(tables) > 1 else 0
     rope = attention.rope
     if isinstance(rope, RotateHalf.Config):
         kind = NoRotation if index in options.unrotated_layers else RotateHalf
-        turned, theta = rotations[table].dim, rotations[table].theta
+        turned, theta = tables[table].dim, tables[table].theta
         rope = kind.Config(dim=turned, max_seq_len=rope.max_seq_len, theta=theta, table=table)
     qkv, wo = attention.qkv_linear, attention.wo
     assert isinstance(qkv, QKVLinear.Config)

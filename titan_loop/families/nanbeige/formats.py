@@ -13,6 +13,7 @@ from titan_loop.formats.dense import DenseShape
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.llama_shape import unsupported
 from titan_loop.formats.model_folder import engines_of_llama, write_model_folder
+from titan_loop.formats.onnx_shape import OnnxShape
 
 # Fields of the released config class that change the computation, and are off in released models.
 _OFF = (
@@ -97,4 +98,5 @@ NANBEIGE_FOLDER = Format(
     write=_write_nanbeige,
     dtypes=("float32", "bfloat16", "float16"),
     folder=NanbeigeShape,
+    onnx=OnnxShape,
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.retrofit.model import RetrofitOptions
+from titan_loop.families.retrofit.onnx_shape import RetrofitOnnxShape
 from titan_loop.formats.dense import (
     LLAMA_BLOCK,
     BlockShape,
@@ -199,6 +200,7 @@ LOOPED = Format(
     write=_write_looped,
     dtypes=("float32", "bfloat16", "float16"),
     folder=RetrofitShape,
+    onnx=RetrofitOnnxShape,
 )
 UNROLLED = Format(
     summary="folder for every engine in which every visit is a layer of the dense model's class",

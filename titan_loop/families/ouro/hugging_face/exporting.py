@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
+from titan_loop.families.ouro.onnx_shape import OuroOnnxShape
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.model_folder import write_model_folder
 
@@ -50,4 +51,5 @@ FORMAT = Format(
     shape=OuroShape.from_architecture,
     write=write,
     folder=OuroShape,
+    onnx=OuroOnnxShape,
 )

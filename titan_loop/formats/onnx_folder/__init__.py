@@ -1,0 +1,1 @@
+"""Files that an ONNX export has beside the model."""
