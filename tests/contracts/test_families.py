@@ -29,6 +29,7 @@ from tests.support.multiprocess import RankError
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
+from titan_loop.inference.hooks import Hooks, hook_names
 from titan_loop.models.family import build_decoder, decoder_config, get_family, read_options
 from titan_loop.plugins import names
 from titan_loop.runs.saved_run import SavedRun
@@ -88,6 +89,45 @@ def test_compiled_layers_equal_eager_ones(name):
 def test_cached_generation_equals_full_passes(name):
     options, leaves, steps = cases("generated")[name]
     check_generation(random_model(options, CONTEXT), steps=steps, leaves=leaves)
+
+
+# One case of every folder.
+@pytest.mark.parametrize("name", {name.split("/")[0]: name for name in cases("generated")}.values())
+def test_generation_with_hooks_equals_full_passes_with_them(name):
+    """Rows at other steps of one call of the stack are left alone, drafts are changed, too."""
+    options, leaves, steps = cases("generated")[name]
+    model = random_model(options, CONTEXT)
+    sites = [("loop.2.blocks.*.hook_resid_post", lambda state, hook: state + state.roll(1, -1) / 9)]
+    with Hooks(model, sites):
+        check_generation(model, steps=steps, leaves=leaves)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", contracts())
+def test_hooks_reach_every_site_and_idle_ones_change_no_bit(name):
+    tokens = torch.arange(20).view(2, 10)
+    for options in OPTIONS[name]:
+        model = random_model(options, WINDOW)
+        steps, seen = model.config.most_steps or 3, {}
+
+        def keep(value, hook, seen=seen):
+            seen[hook.name] = value
+            return value.clone()
+
+        want = model(tokens, recurrent_steps=steps)
+        with Hooks(model, [("*", keep)]):
+            got = model(tokens, recurrent_steps=steps)
+        assert all(map(torch.equal, want.hidden_RBLD, got.hidden_RBLD))
+        assert {*seen} == {*hook_names(model, steps)}
+        for site in {name for name in seen if name.startswith("loop.1.")}:
+            with Hooks(model, [(site, lambda value, hook: value + value.roll(1, -1) / 9 + 0.1)]):
+                got = model(tokens, recurrent_steps=steps)
+            outputs = zip(
+                want.hidden_RBLD + want.exit_logit_RBL,
+                got.hidden_RBLD + got.exit_logit_RBL,
+                strict=True,
+            )
+            assert not all(torch.equal(*pair) for pair in outputs), (options, site)
 
 
 @pytest.mark.multiprocess

@@ -50,14 +50,17 @@ class RemoteCheckpoints:
     """The checkpoints of one run in a remote folder; use it on rank 0 only.
 
     A recipe's stages share `url`. A folder of another run is refused, unless `adopt` lets a run
-    directory without checkpoints go on with that run.
+    directory without checkpoints go on with that run. A reader of the copies makes no `claim`.
     """
 
-    def __init__(self, url: str, *, stage: str, run: Path, adopt: bool = False) -> None:
+    def __init__(
+        self, url: str, *, stage: str, run: Path, adopt: bool = False, claim: bool = True
+    ) -> None:
         check_address(url, FIELD)
         self._folder = RemoteFolder(f"{url.rstrip('/')}/{stage}" if stage else url, FIELD)
         self._checkpoints = run / CHECKPOINTS
-        self._claim(run, adopt=adopt)
+        if claim:
+            self._claim(run, adopt=adopt)
 
     def steps(self) -> list[int]:
         """Return the steps of all committed remote checkpoints, in increasing order."""

@@ -23,7 +23,8 @@ from titan_loop.formats.format import Format
 from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
 from titan_loop.formats.model_types import MODEL_TYPES, NOT_DENSE
 from titan_loop.formats.tokenizer_export import GENERATION_CONFIG, PADDING_ROWS
-from titan_loop.models.family import decoder_config
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.plugins import find, names
 from titan_loop.runs.conversion import written_run
 from titan_loop.runs.run_directory import RunDirectory
@@ -103,6 +104,32 @@ class ModelFolder:
         stored = self._files.read(self.shape.file_name(name))
         return self.shape.loaded(name, stored.to(dtype))
 
+    def entries(self, dtype: torch.dtype) -> dict[str, LazyTensor]:
+        """Return the model's parameters by name, in an order that is cheap to read."""
+        shapes = self.shape.tensor_shapes()
+        stored = {name: name for name in self.names}
+        stored.setdefault(HEAD, EMBEDDING)
+        entries = {
+            self.shape.parameter_name(name): LazyTensor(
+                shapes[name], dtype, partial(self.read, source, dtype)
+            )
+            for name, source in stored.items()
+        }
+        for name, shape in self.shape.zeros().items():
+            entries[name] = LazyTensor(shape, dtype, partial(torch.zeros, shape, dtype=dtype))
+        return entries
+
+    def build(self, context_tokens: int | None = None) -> LoopDecoder:
+        """Return the model, in fp32 on the CPU, without a run; None takes the folder's context."""
+        options = replace(self.shape.options(), attention="sdpa")
+        model = build_decoder(options, max_seq_len=context_tokens or self.shape.max_positions)
+        state = model.state_dict()
+        with torch.no_grad():
+            for name, entry in self.entries(torch.float32).items():
+                state.pop(name).copy_(entry.produce())
+        assert not state, f"{self.path} has nothing for {[*state]}"
+        return model.eval()
+
     def lineage(self) -> dict[str, Any]:
         """Return the record of the weights' origin for a manifest."""
         digest = hashlib.sha256((self.path / CONFIG).read_bytes()).hexdigest()
@@ -154,17 +181,7 @@ def import_run(
     Needs memory for one shard and one tensor. `dtype` is float32, which training needs and
     which holds every other type exactly, or bfloat16.
     """
-    shapes = folder.shape.tensor_shapes()
-    stored = {name: name for name in folder.names}
-    stored.setdefault(HEAD, EMBEDDING)
-    entries = {
-        folder.shape.parameter_name(name): LazyTensor(
-            shapes[name], dtype, partial(folder.read, source, dtype)
-        )
-        for name, source in stored.items()
-    }
-    for name, shape in folder.shape.zeros().items():
-        entries[name] = LazyTensor(shape, dtype, partial(torch.zeros, shape, dtype=dtype))
+    entries = folder.entries(dtype)
     content = untrained(
         folder.shape.recurrent_steps,
         decoder_config(folder.shape.options(), max_seq_len=1).architecture,

@@ -11,6 +11,7 @@ from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import Use, get_family
 from titan_loop.runs.saved_run import SavedRun
+from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import TURN_END, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
@@ -55,16 +56,21 @@ def load_checkpoint(
     if context < 2:
         raise UserError(f"context={context} must be at least 2, a prompt and one token")
     model = load_model(checkpoint.path, options, max_seq_len=context, ema=ema)
-    for name, child in model.named_children():
-        child.to(device=device, dtype=None if name in ("exit_gate", "positions") else dtype)
     return Loaded(
-        model=model,
+        model=placed(model, device=device, dtype=dtype),
         checkpoint=checkpoint.path,
         manifest=checkpoint.manifest,
         recurrent_steps=checkpoint.recurrent_steps,
         run=run,
         ema=ema,
     )
+
+
+def placed(model: LoopDecoder, *, device: str | torch.device, dtype: torch.dtype) -> LoopDecoder:
+    """Move a model to a device and type; the exit gate and tables of positions stay in fp32."""
+    for name, child in model.named_children():
+        child.to(device=device, dtype=None if name in ("exit_gate", "positions") else dtype)
+    return model
 
 
 def load_matching_tokenizer(loaded: Loaded, given: str | Path | None = None) -> "Tokenizer":
@@ -99,7 +105,11 @@ def text_ends(loaded: Loaded, tokenizer: "Tokenizer") -> TextEnds:
     They come from an imported run's record or a prepared source's card; without either, they are
     `<|endoftext|>` and `<|im_end|>`, and nothing begins a text.
     """
-    text = loaded.run.text_format(tokenizer)
+    return ends_of(loaded.run.text_format(tokenizer), tokenizer)
+
+
+def ends_of(text: TextFormat, tokenizer: "Tokenizer") -> TextEnds:
+    """Return the tokens that end and begin texts of a format."""
     others = (tokenizer.token_to_id(token) for token in text.end_tokens)
     return TextEnds(
         tokenizer.token_to_id(text.end_of_text),

@@ -26,9 +26,9 @@ from torch.nn import functional as F
 from torchtitan.models.common.linear import Linear
 
 from titan_loop.analysis.drawing import COLORS, GREY, Axes, draw_axes
-from titan_loop.analysis.steps.layer_states import at_layer_visits
 from titan_loop.evaluation.window_scores import open_run
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.inference.hooks import AFTER_LAYERS, Hooks
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
@@ -127,7 +127,7 @@ def precisions(model: LoopDecoder) -> dict[str, Callable[[LoopDecoder], LoopDeco
 def states(model: LoopDecoder, tokens_BL: Tensor, steps: int) -> Tensor:
     """Return the fp32 states after every layer of every step, (R, layers, B, L, D)."""
     seen: list[Tensor] = []
-    with at_layer_visits(model, lambda step, layer, state: seen.append(state.float())):
+    with Hooks(model, [(AFTER_LAYERS, lambda state, hook: seen.append(state.float()))]):
         model(tokens_BL, recurrent_steps=steps, collect="last")
     return torch.stack(seen).unflatten(0, (steps, -1))
 

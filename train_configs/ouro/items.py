@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from titan_loop.analysis.steps.layer_states import at_layer_visits
 from titan_loop.errors import UserError, nearest, require_at_least
 from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS
 from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
+from titan_loop.inference.hooks import AFTER_LAYERS, Hooks
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.storage.json_files import read_jsonl
@@ -143,7 +143,7 @@ def last_token_states(
     for prompt in prompts:
         tokens = torch.tensor([list(prompt)[-model.config.max_seq_len :]], device=device)
         visits: list[torch.Tensor] = []
-        with at_layer_visits(model, lambda step, layer, x, to=visits: to.append(x[0, -1].float())):
+        with Hooks(model, [(AFTER_LAYERS, lambda x, _, to=visits: to.append(x[0, -1].float()))]):
             model(tokens, recurrent_steps=steps, collect="last")
         collected.append(torch.stack(visits).unflatten(0, (steps, -1)).cpu())
     return torch.stack(collected).numpy()

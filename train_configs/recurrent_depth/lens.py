@@ -19,10 +19,10 @@ from torch import Tensor
 
 from titan_loop.analysis.drawing import Axes, depth_colors, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
-from titan_loop.analysis.steps.layer_states import at_layer_visits
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import question_windows
+from titan_loop.inference.hooks import AFTER_LAYERS, HookPoint, Hooks
 from titan_loop.inference.measures import logit_margin
 from titan_loop.models.decoder import LoopDecoder
 
@@ -71,11 +71,11 @@ def _margins(model: LoopDecoder, batch: HeldOutWindows, at_BW2: Tensor, steps: i
     row_B1 = torch.arange(len(at_BW2), device=at_BW2.device).unsqueeze(1)
     visits: list[Tensor] = []
 
-    def look(step: int, layer: int, state_BLD: Tensor) -> None:
+    def look(state_BLD: Tensor, hook: HookPoint) -> None:
         logits_BWV = model.readout(model.norm(state_BLD[row_B1, position_BW]))
         visits.append(logit_margin(logits_BWV, token_BW).cpu())
 
-    with at_layer_visits(model, look):
+    with Hooks(model, [(AFTER_LAYERS, look)]):
         given = batch.input, batch.positions
         model(*given, recurrent_steps=steps, collect="last", columns=batch.columns or None)
     return torch.stack(visits, dim=1).unflatten(1, (steps, len(model.looped_layers())))
