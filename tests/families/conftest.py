@@ -2,12 +2,15 @@
 
 import importlib
 import os
+import subprocess
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.families.ouro.hugging_face.conftest import tokenizer_file  # noqa: F401
+from titan_loop.formats import llama_cpp
 
 
 @pytest.fixture(
@@ -30,6 +33,17 @@ def transformers(request: pytest.FixtureRequest) -> ModuleType:
 def python() -> str:
     """Return the Python that has llama.cpp."""
     return _python_with("xllamacpp", "TITAN_LOOP_ENGINES_PYTHON")
+
+
+@pytest.fixture
+def wheel(python: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return llama.cpp's library, of a wheel that this process finds for the time of a test."""
+    find = "import xllamacpp; print(xllamacpp.__file__)"
+    found = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True)
+    monkeypatch.syspath_prepend(Path(found.stdout.strip()).parents[1])
+    library = llama_cpp.library()
+    assert library is not None
+    return library
 
 
 @pytest.fixture(scope="session")

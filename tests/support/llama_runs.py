@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.families.ouro.hugging_face.conftest import randomise, write_run
 from titan_loop.cli import main as cli
+from titan_loop.formats.stress_texts import stress_texts
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import build_decoder
@@ -87,6 +88,30 @@ def train_tokenizer(path: Path, *, digits: bool, every_byte: bool) -> Path:
     return path
 
 
+UNSPLIT = 2000
+
+
+def train_unsplit_tokenizer(path: Path) -> Path:
+    """Write a byte-level BPE of at most `UNSPLIT` tokens whose merges reach across all words.
+
+    Its ids show where a pre-tokenizer cuts.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = bytes_  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=UNSPLIT,
+        special_tokens=[*SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        max_token_length=12,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*stress_texts()], trainer)
+    tokenizer.save(str(path))
+    return path
+
+
 def corpus(*, ascii_only: bool = False) -> list[str]:
     """Return this package's sources of the command line."""
     texts = [path.read_text() for path in sorted(Path(cli.__file__).parent.glob("*.py"))]
@@ -98,3 +123,9 @@ def ascii_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tokenizer.json of `VOCABULARY` tokens of ASCII."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     return train_tokenizer(path, digits=True, every_byte=False)
+
+
+@pytest.fixture(scope="session")
+def unsplit_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tokenizer.json whose ids show where a pre-tokenizer cuts."""
+    return train_unsplit_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")

@@ -48,6 +48,7 @@ def export(
     no_chatml: bool = False,
     tokenizer: str | None = None,
     no_tokenizer: bool = False,
+    approximate_tokenizer: bool = False,
     eos_token: str | None = None,
     max_shard_gigabytes: float = 5.0,
     ema: bool = False,
@@ -67,6 +68,8 @@ def export(
         no_chatml: Write no ChatML template.
         tokenizer: A tokenizer.json; by default the tokenizer of the run's data.
         no_tokenizer: Write no tokenizer.
+        approximate_tokenizer: Write a tokenizer into a GGUF although llama.cpp splits some texts
+            otherwise, such as Mistral's Tekken; a warning counts them.
         eos_token: Token that ends every document; by default as in the run's data.
         max_shard_gigabytes: Largest size of a safetensors file.
         ema: Write the average of the weights that --ema.decay kept in training.
@@ -99,6 +102,7 @@ def export(
     known = None
     if not no_tokenizer:
         known = _tokenizer(run, shape.vocab_size, tokenizer, chatml, no_chatml, eos_token)
+        known = replace(known, approximate=approximate_tokenizer)
     export = Export(
         reader=reader,
         shape=shape,

@@ -24,7 +24,12 @@ from torch import Tensor
 import titan_loop
 from titan_loop.errors import UserError
 from titan_loop.formats.format import Export, Format
-from titan_loop.formats.gguf_tokenizer import open_vocabulary, tokenizer_problem, write_tokenizer
+from titan_loop.formats.gguf_tokenizer import (
+    check_ids,
+    open_vocabulary,
+    tokenizer_problem,
+    write_tokenizer,
+)
 from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.models.family import completed_architecture
 from titan_loop.plugins import find, names
@@ -96,6 +101,8 @@ def write(export: Export, output: Path) -> None:
                 file.write(bytes(-file.tell() % writer.data_alignment))
                 file.write(produce().data)
             file.write(bytes(-file.tell() % writer.data_alignment))
+        if vocabulary is not None and shape.gguf_is_released:
+            check_ids(path, vocabulary)
     logger.info(f"{output}: {shape.gguf_programs if vocabulary else _WITHOUT_TOKENIZER}")
 
 

@@ -1,29 +1,29 @@
 """Writes a `tokenizer.json` as keys of a GGUF file.
 
-llama.cpp knows pre-tokenizers by name, not by pattern. A byte-level BPE is recognised by how it
-splits text; `gguf_sentencepiece.py` has the other kind.
-
-| pre-tokenizer here | name there |
-|---|---|
-| GPT-2's pattern | gpt-2 |
-| digits one by one, then GPT-2's pattern | smollm |
-| the pattern of cl100k and Llama 3 | dbrx; with `ignore_merges` llama-bpe |
-| the pattern of Qwen 2 and 3 | qwen2 |
-| the three patterns of DeepSeek V3 | deepseek-v3 |
-
-`tools/test_tokenizers.sh` compares the ids with llama.cpp's.
+llama.cpp knows pre-tokenizers by name, not by pattern: `gguf_pretokenizers.py` finds the name of a
+byte-level BPE's by how it splits text. `gguf_sentencepiece.py` has the other kind. Where llama.cpp
+is installed as a wheel, its ids of the built-in texts are compared with the tokenizer's.
 """
 
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan_loop.errors import UserError
-from titan_loop.formats import gguf_sentencepiece
+from titan_loop.formats import gguf_sentencepiece, llama_cpp
+from titan_loop.formats.gguf_pretokenizers import (
+    PRE_TOKENIZERS,
+    as_in_llama_cpp,
+    encode_all,
+    nearest,
+    opened,
+    unequal,
+)
 from titan_loop.formats.gguf_sentencepiece import adds_space, is_sentencepiece
+from titan_loop.formats.stress_texts import stress_texts
 from titan_loop.formats.tokenizer_export import TokenizerExport
 from titan_loop.text.tokenizer import load_tokenizer
 
@@ -41,32 +41,6 @@ _ADVICE = (
 _ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Tokens that llama.cpp takes for ends of an answer by their name, whatever the file says."""
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
-_O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-_NAMES: dict[tuple[str, ...], str] = {
-    ("ByteLevel",): "gpt-2",
-    ("Digits", "ByteLevel"): "smollm",
-    (_CL100K, "bytes"): "dbrx",
-    (_QWEN2, "bytes"): "qwen2",
-    (*_DEEPSEEK_V3, "bytes"): "deepseek-v3",
-}
-"""llama.cpp's name of each sequence of steps, as `_step` writes them."""
 
 
 class Vocabulary(NamedTuple):
@@ -75,10 +49,12 @@ class Vocabulary(NamedTuple):
     Attributes:
         record: Its tokenizer.json.
         pre: llama.cpp's name of its pre-tokenizer; None for SentencePiece's kind.
+        warned: Built-in texts that the export has said to get other ids in llama.cpp.
     """
 
     record: dict[str, Any]
     pre: str | None
+    warned: frozenset[str] = frozenset()
 
 
 def open_vocabulary(tokenizer: TokenizerExport) -> Vocabulary:
@@ -89,22 +65,48 @@ def open_vocabulary(tokenizer: TokenizerExport) -> Vocabulary:
     """
     path = tokenizer.path
     record = _record(path)
-    for problem in _problems(record):
+    for problem in _problems(record, approximate=tokenizer.approximate):
         raise UserError(f"tokenizer {path} {problem}; {_ADVICE}")
-    if is_sentencepiece(record):
-        pre = None
-    elif record["model"].get("ignore_merges"):
-        pre = "llama-bpe"
-    else:
-        pre = _NAMES[_steps(record["pre_tokenizer"])]
     for difference in _differences(record):
         logger.warning(f"tokenizer {path} {difference}")
-    return Vocabulary(record, pre)
+    if is_sentencepiece(record):
+        return Vocabulary(record, None)
+    name, others = nearest(record)
+    reasons = ["its normalizer NFC is not applied there"] if _normalizers(record) else []
+    if others:
+        reasons.append(f"the pre-tokenizer {name} there splits other words")
+    if not reasons:
+        return Vocabulary(record, name)
+    theirs = encode_all(as_in_llama_cpp(record, name))
+    differ = unequal(encode_all(opened(record)), theirs)
+    logger.warning(f"tokenizer {path}: {_told(differ)}: {', and '.join(reasons)}")
+    return Vocabulary(record, name, frozenset(differ))
+
+
+def check_ids(file: Path, vocabulary: Vocabulary) -> None:
+    """Warn of built-in texts with unexpected ids in llama.cpp, where its wheel is installed."""
+    if llama_cpp.library() is None:
+        return
+    found = llama_cpp.encode(file, [*stress_texts()])
+    differ = [
+        text
+        for text in unequal(encode_all(opened(vocabulary.record)), found)
+        if text not in vocabulary.warned
+    ]
+    if differ:
+        logger.warning(f"{file.name}: {_told(differ)}, which nothing above explains")
+
+
+def _told(differ: Sequence[str]) -> str:
+    return (
+        f"{len(differ)} of the {len(stress_texts())} built-in texts get other ids in llama.cpp, "
+        f"the first of them {differ[0]!r:.80}"
+    )
 
 
 def tokenizer_problem(path: Path) -> str | None:
     """Return why llama.cpp cannot have a tokenizer, as the end of a sentence about it."""
-    return next(_problems(_record(path)), None)
+    return next(_problems(_record(path), approximate=False), None)
 
 
 def write_tokenizer(
@@ -113,7 +115,7 @@ def write_tokenizer(
     """Add tokens, merges, special ids and chat template; rows without a token become unused."""
     from gguf import TokenType
 
-    record, pre = vocabulary
+    record, pre, _ = vocabulary
     texts = {number: text for text, number in record["model"]["vocab"].items()}
     added = {each["id"]: each for each in record["added_tokens"]}
     tokens: list[str] = []
@@ -145,10 +147,12 @@ def write_tokenizer(
         merges = record["model"]["merges"]
         writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     writer.add_bos_token_id(tokenizer.bos_id)
-    writer.add_eos_token_id(tokenizer.eos_id)
     writer.add_pad_token_id(tokenizer.end_of_text_id)
-    if tokenizer.turn_end_id is not None:
-        writer.add_eot_token_id(tokenizer.turn_end_id)
+    # Each of the three ends an answer; a fourth does if llama.cpp knows its name.
+    ends = dict.fromkeys([tokenizer.eos_id, *tokenizer.end_ids, tokenizer.end_of_text_id])
+    adders = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, end in zip(adders, ends, strict=False):
+        add(end)
     # Always: some names, llama-bpe among them, turn BOS on where the file does not say.
     writer.add_add_bos_token(tokenizer.text.begin_of_text is not None)
     if tokenizer.text.chat_template is not None:
@@ -159,7 +163,7 @@ def _record(path: Path) -> dict[str, Any]:
     return json.loads(load_tokenizer(path).to_str())
 
 
-def _problems(record: dict[str, Any]) -> Iterator[str]:
+def _problems(record: dict[str, Any], *, approximate: bool) -> Iterator[str]:
     """Yield why llama.cpp cannot have a tokenizer, the plainest reason first."""
     model = record["model"]
     if model["type"] != "BPE":
@@ -175,35 +179,34 @@ def _problems(record: dict[str, Any]) -> Iterator[str]:
     for kind in _normalizers(record):
         if kind != "NFC":
             yield f"has the normalizer {kind}, which llama.cpp does not apply"
-    names = _steps(record["pre_tokenizer"])
-    if names == (_O200K, "bytes"):
-        yield (
-            "splits text by the pattern of GPT-4o (o200k), and llama.cpp's own pattern of that "
-            "name cuts before combining marks and knows upper case in ASCII alone"
-        )
-    if names not in _NAMES:
-        kinds = [part["type"] for part in _parts(record["pre_tokenizer"], "pretokenizers")]
-        yield (
-            f"splits text by {', '.join(kinds) or 'nothing'} with a pattern that is none of "
-            "GPT-2's, cl100k's, Qwen 2's and DeepSeek V3's, which llama.cpp has under the names "
-            f"{', '.join(_NAMES.values())}"
-        )
+    kinds = [part["type"] for part in _parts(record["pre_tokenizer"], "pretokenizers")]
+    if "ByteLevel" not in kinds:
+        yield f"splits text by {', '.join(kinds) or 'nothing'}, and llama.cpp's BPE is of bytes"
         return
-    if model.get("ignore_merges") and _NAMES[names] != "dbrx":
+    name, others = nearest(record)
+    if others and not approximate:
         yield (
-            "has ignore_merges=true, which llama.cpp applies to Llama 3's pattern and not to "
-            f"{_NAMES[names]}"
+            f"splits text as none of llama.cpp's pre-tokenizers does: by the nearest, {name}, "
+            f"{others} of {len(stress_texts())} built-in texts get other ids; "
+            "--approximate-tokenizer writes it"
         )
+    if others:
+        return
+    ignores = PRE_TOKENIZERS[name].ignores_merges
+    if bool(model.get("ignore_merges")) != ignores and not _merges_reach_all(record):
+        yield f"has ignore_merges={not ignores}, and llama.cpp's {name} is the other way"
+
+
+def _merges_reach_all(record: dict[str, Any]) -> bool:
+    """Return whether merges make every token of a text: then to ignore them changes none."""
+    added = {each["content"] for each in record["added_tokens"]}
+    texts = [token for token in record["model"]["vocab"] if token not in added]
+    found = opened({"model": {**record["model"], "ignore_merges": False}}).encode_batch(texts)
+    return all(len(each.ids) == 1 for each in found)
 
 
 def _differences(record: dict[str, Any]) -> Iterator[str]:
     """Yield which texts get other ids in llama.cpp."""
-    if "NFC" in _normalizers(record):
-        yield (
-            "has the normalizer NFC, which llama.cpp does not apply: text that is not in NFC, "
-            "such as accents and Hangul in separate code points, gets other ids there; normalise "
-            "it before, or write a folder"
-        )
     plain = [
         each["content"]
         for each in record["added_tokens"]
@@ -228,24 +231,5 @@ def _normalizers(record: dict[str, Any]) -> list[str]:
     return [part["type"] for part in _parts(record["normalizer"], "normalizers")]
 
 
-def _steps(top: dict[str, Any] | None) -> tuple[str, ...]:
-    """Return the steps of a pre-tokenizer in the words of `_NAMES`."""
-    return tuple(map(_step, _parts(top, "pretokenizers")))
-
-
 def _parts(top: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     return [] if top is None else top.get(name, [top])
-
-
-def _step(step: dict[str, Any]) -> str:
-    kind = step["type"]
-    if kind == "ByteLevel" and not step["add_prefix_space"]:
-        return "ByteLevel" if step.get("use_regex", True) else "bytes"
-    if kind == "Digits" and step["individual_digits"]:
-        return "Digits"
-    # The patterns above match every character, so removing what lies between removes nothing.
-    behaviour = (step.get("behavior"), step.get("invert"))
-    if kind == "Split" and behaviour in (("Isolated", False), ("Removed", True)):
-        pattern = step["pattern"].get("Regex", "")
-        return pattern.replace("\r", r"\r").replace("\n", r"\n")
-    return f"another {kind}"

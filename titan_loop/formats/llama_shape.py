@@ -68,6 +68,8 @@ class LlamaShape:
     """`general.architecture` in GGUF; None where llama.cpp has no such model."""
     gguf_programs: ClassVar[str] = "runs in llama.cpp and programs built on it (tried with b11549)"
     """Which programs run a GGUF file of this architecture."""
+    gguf_is_released: ClassVar[bool] = True
+    """Whether a released llama.cpp loads such a file."""
     gguf_neighbours: ClassVar[bool] = True
     """Whether llama.cpp rotates neighbouring elements of a head instead of its halves."""
     fixed: ClassVar[Mapping[str, Any]] = {

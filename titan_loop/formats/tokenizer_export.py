@@ -37,6 +37,7 @@ class TokenizerExport:
     """A checked tokenizer, and the ids that end a document, a turn of a chat, and generation.
 
     `bos_id` begins a document; in most tokenizers here, the end of the one before does.
+    `approximate` allows a format to write it although some texts get other ids there.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class TokenizerExport:
     turn_end_id: int | None
     bos_id: int
     end_ids: tuple[int, ...]
+    approximate: bool = False
 
     @property
     def eos_id(self) -> int:

@@ -54,6 +54,7 @@ REAL = (
     Real("claude", "c241737df24b4e7f", "<EOT>", None, ALSO_WIDE, "has the normalizer NFKC"),
     Real("deepseek_v3", "621ac2e32d0dba65", "<｜end▁of▁sentence｜>"),
     Real("gpt35turbo", "1542d2ebccd8b9f7", "<|endoftext|>"),
+    Real("gpt4o", "43a3ad4618a6a938", "<|endoftext|>"),
 )
 
 

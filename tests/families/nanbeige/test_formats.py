@@ -1,7 +1,9 @@
 """Folders of Llama and Nanbeige, in and out, and GGUF files as the `gguf` package reads them."""
 
 import json
+import re
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,12 @@ from tests.contracts.folders import opened
 from tests.data.shapes.tokenizers import sentencepiece
 from tests.families.ouro.hugging_face.conftest import convert, convert_killed
 from tests.families.ouro.hugging_face.test_export import error_of
-from tests.support.llama_runs import VOCABULARY, maker
+from tests.support.llama_runs import UNSPLIT, VOCABULARY, maker
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.formats import gguf_file
 from titan_loop.formats.gguf_file import neighbours
-from titan_loop.formats.gguf_tokenizer import _CL100K, _DEEPSEEK_V3, _O200K, _QWEN2
+from titan_loop.formats.gguf_tokenizer import tokenizer_problem
+from titan_loop.formats.stress_texts import stress_texts
 
 _PREFIXED = {
     "type": "ByteLevel",
@@ -22,6 +25,7 @@ _PREFIXED = {
     "trim_offsets": True,
     "use_regex": True,
 }
+PLAIN = _PREFIXED | {"add_prefix_space": False}
 
 
 def split(*patterns, behavior="Isolated", invert=False):
@@ -30,6 +34,32 @@ def split(*patterns, behavior="Isolated", invert=False):
     bytes_ = _PREFIXED | {"add_prefix_space": False, "use_regex": False}
     steps = [*({**same, "pattern": {"Regex": pattern}} for pattern in patterns), bytes_]
     return {"type": "Sequence", "pretokenizers": steps}
+
+
+# As their own tokenizers write them.
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = CL100K.replace("{1,3}", "")
+BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
 
 
 SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1}
@@ -121,6 +151,7 @@ def test_a_killed_export_has_no_file_of_that_name(make_run, tmp_path):
 def changed(tokenizer, path, change):
     """Write a tokenizer.json with other parts, or other parts of its model."""
     record = json.loads(tokenizer.read_text())
+    record["model"].setdefault("ignore_merges", False)
     for name, value in change.items():
         (record["model"] if name in record["model"] else record)[name] = value
     path.write_text(json.dumps(record))
@@ -131,8 +162,12 @@ def changed(tokenizer, path, change):
     ("change", "message"),
     [
         ({"normalizer": {"type": "NFKC"}}, "has the normalizer NFKC"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text by Whitespace with"),
-        ({"pre_tokenizer": split(_O200K)}, "and llama.cpp's own pattern of that name cuts before"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text by Whitespace, and llama"),
+        ({"pre_tokenizer": split(O200K)}, "text as none of llama.cpp's pre-tokenizers"),
+        (
+            {"pre_tokenizer": split(r"\p{L}+|\p{N}{2}")},
+            "; --approximate-tokenizer writes it; write",
+        ),
         ({"merges": []}, "has no merges, and llama.cpp loads no byte-level BPE without one"),
         ({"byte_fallback": True}, "is a SentencePiece BPE with another normalizer or pre-token"),
     ],
@@ -148,24 +183,78 @@ def test_a_tokenizer_that_llama_cpp_lacks(
     assert [*tmp_path.iterdir()] == [other]
 
 
+IGNORING = {"ignore_merges": True}
+
+
+def written(make_run, folder, tokenizer, *flags):
+    """Return llama.cpp's name of the pre-tokenizer in the exported file."""
+    path = folder / "a.gguf"
+    arguments = ("--to", "gguf", "--output", path, "--tokenizer", tokenizer)
+    convert("export", make_run(vocab_size=UNSPLIT).run, *arguments, *flags)
+    assert value(path, "tokenizer.ggml.add_bos_token") is False
+    return value(path, "tokenizer.ggml.pre")
+
+
+def value(path, key):
+    """Return the value of a key of a GGUF file."""
+    field = gguf.GGUFReader(path).get_field(key)
+    assert field is not None, key
+    return field.contents()
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"pre_tokenizer": split(_CL100K)}, "dbrx"),
-        ({"pre_tokenizer": split(_CL100K), "ignore_merges": True}, "llama-bpe"),
-        ({"pre_tokenizer": split(_QWEN2, behavior="Removed", invert=True)}, "qwen2"),
-        ({"pre_tokenizer": split(*_DEEPSEEK_V3)}, "deepseek-v3"),
-        ({"normalizer": {"type": "Sequence", "normalizers": []}}, "smollm"),
+        ({"pre_tokenizer": split(CL100K)}, "dbrx"),
+        ({"pre_tokenizer": split(CL100K), **IGNORING}, "llama-bpe"),
+        ({"pre_tokenizer": split(QWEN2, behavior="Removed", invert=True)}, "qwen2"),
+        ({"pre_tokenizer": split(QWEN2), **IGNORING}, "qwen2"),  # merges make every token
+        ({"pre_tokenizer": split(BAILING)}, "qwen2"),
+        ({"pre_tokenizer": split(*DEEPSEEK_V3)}, "deepseek-v3"),
+        ({"pre_tokenizer": PLAIN, "normalizer": {"type": "Sequence", "normalizers": []}}, "gpt-2"),
     ],
 )
-def test_a_tokenizer_is_known_by_how_it_splits(make_run, tmp_path, ascii_tokenizer, change, name):
-    gguf = pytest.importorskip("gguf")
-    other = changed(ascii_tokenizer, tmp_path / "tokenizer.json", change)
-    path = tmp_path / "a.gguf"
-    convert("export", make_run().run, "--to", "gguf", "--output", path, "--tokenizer", other)
-    reader = gguf.GGUFReader(path)
-    assert reader.get_field("tokenizer.ggml.pre").contents() == name
-    assert reader.get_field("tokenizer.ggml.add_bos_token").contents() is False
+def test_a_tokenizer_is_known_by_how_it_splits(
+    make_run, tmp_path, unsplit_tokenizer, caplog, change, name
+):
+    other = changed(unsplit_tokenizer, tmp_path / "tokenizer.json", change)
+    assert written(make_run, tmp_path, other) == name
+    assert "other ids" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ignores", "pattern", "problem"),
+    [
+        (True, CL100K, None),
+        (True, QWEN2, "has ignore_merges=True, and llama.cpp's qwen2 is the other way"),
+        (False, QWEN2, None),
+    ],
+)
+def test_a_token_that_no_merge_makes(unsplit_tokenizer, tmp_path, ignores, pattern, problem):
+    record = json.loads(unsplit_tokenizer.read_text())
+    vocabulary = {**record["model"]["vocab"], "QZQZQ": UNSPLIT}
+    change = {"pre_tokenizer": split(pattern), "ignore_merges": ignores, "vocab": vocabulary}
+    other = changed(unsplit_tokenizer, tmp_path / "tokenizer.json", change)
+    assert tokenizer_problem(other) == problem
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "reason"),
+    [
+        ({"pre_tokenizer": split(O200K)}, "granite-embed-multi-97m", "splits other words"),
+        ({"normalizer": {"type": "NFC"}, "pre_tokenizer": PLAIN}, "gpt-2", "its normalizer NFC is"),
+    ],
+)
+def test_texts_that_get_other_ids_are_counted(
+    make_run, tmp_path, unsplit_tokenizer, caplog, change, name, reason
+):
+    other = changed(unsplit_tokenizer, tmp_path / "tokenizer.json", change)
+    flags = ("--approximate-tokenizer",) if "words" in reason else ()
+    assert written(make_run, tmp_path, other, *flags) == name
+    (warning,) = [record.message for record in caplog.records if "other ids" in record.message]
+    assert reason in warning
+    (count,) = re.findall(r": (\d+) of the \d+ built-in texts get other ids", warning)
+    assert 10 < int(count) < len(stress_texts()) / 4
 
 
 TOGETHER = [["a", "b"], ["b", "c"], ["a", "bc"], ["ab", "c"]]
@@ -182,7 +271,6 @@ APART = [["a", "b"], ["b", "c"], ["a", "bc"], ["▁", "t"], ["ab", "c"]]
     ],
 )
 def test_sentencepiece(make_run, tmp_path, capsys, change, message):
-    gguf = pytest.importorskip("gguf")
     path = tmp_path / "tokenizer.json"
     made = json.loads(sentencepiece().to_str())
     made["model"]["vocab"] |= {"ab": 285, "bc": 286, "abc": 287}
@@ -195,10 +283,9 @@ def test_sentencepiece(make_run, tmp_path, capsys, change, message):
         assert message in error_of(capsys, *arguments)
         return
     convert(*arguments)
-    reader = gguf.GGUFReader(output)
-    assert reader.get_field("tokenizer.ggml.model").contents() == "llama"
-    assert reader.get_field("tokenizer.ggml.add_space_prefix").contents() is True
-    scores = reader.get_field("tokenizer.ggml.scores").contents()
+    assert value(output, "tokenizer.ggml.model") == "llama"
+    assert value(output, "tokenizer.ggml.add_space_prefix") is True
+    scores = value(output, "tokenizer.ggml.scores")
     assert [scores[number] for number in (284, 285, 286, 287, 5)] == [-1, -2, -3, -4, -6]
 
 
@@ -264,7 +351,6 @@ def test_extensions_of_nanbeige_are_refused(make_run, tmp_path, capsys, name, va
 
 
 def test_a_gguf_file_has_every_tensor_and_key(make_run, tmp_path, ascii_tokenizer):
-    gguf = pytest.importorskip("gguf")
     made = make_run(norm_placement="every_step", recurrent_steps=2)
     path = tmp_path / "model.gguf"
     convert("export", made.run, "--to", "gguf", "--output", path, "--tokenizer", ascii_tokenizer)
@@ -278,8 +364,8 @@ def test_a_gguf_file_has_every_tensor_and_key(make_run, tmp_path, ascii_tokenize
         "nanbeige.context_length": 128,
         "tokenizer.ggml.pre": "smollm",
     }
-    for key, value in keys.items():
-        assert reader.get_field(key).contents() == value, key
+    for key, wanted in keys.items():
+        assert value(path, key) == wanted, key
     found = {tensor.name: tensor for tensor in reader.tensors}
     state = made.model.state_dict()
     assert len(found) == len(state)

@@ -1,5 +1,6 @@
 """Exported models in llama.cpp: logits, greedy tokens, tokenizers, quantised weights."""
 
+import json
 import math
 import subprocess
 from pathlib import Path
@@ -10,10 +11,14 @@ import torch
 from tests.contracts.folders import opened
 from tests.models.dense_blocks import BLOCKS
 from tests.support.llama_cpp import CLOSE, PROMPT, TOKENS, as_matrix, ask, export, log_probs
-from tests.support.llama_runs import VOCABULARY, maker, train_tokenizer
+from tests.support.llama_runs import UNSPLIT, VOCABULARY, maker, train_tokenizer
 from tests.support.tiny import standard_library_texts, tiny_config
 from titan_loop.data.shards import TokenShards
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.formats import gguf_tokenizer
+from titan_loop.formats.gguf_pretokenizers import PRE_TOKENIZERS, Match, pre_tokenizer
+from titan_loop.formats.llama_cpp_process import Model
+from titan_loop.formats.stress_texts import stress_texts
 from titan_loop.models.dense import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.start import run_recipe
@@ -94,6 +99,45 @@ def test_a_thousand_documents_have_the_same_ids(python, make_run, tmp_path, digi
     answers = ask(python, file, *({"text": document} for document in documents))
     for document, answer in zip(documents, answers, strict=True):
         assert answer == ours.encode(document).ids, document
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_each_pre_tokenizer_is_llama_cpps(
+    wheel, make_run, tmp_path, unsplit_tokenizer, caplog, name
+):
+    tokenizer = load_tokenizer(unsplit_tokenizer)
+    tokenizer.pre_tokenizer = pre_tokenizer(name)
+    record = json.loads(tokenizer.to_str())
+    record["model"]["ignore_merges"] = PRE_TOKENIZERS[name].ignores_merges
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(record))
+    flags = ("--to", "gguf", "--tokenizer", path)
+    export(make_run(vocab_size=UNSPLIT).run, tmp_path / "model.gguf", *flags)
+    assert "built-in texts" not in caplog.text
+
+
+def test_ids_that_nothing_explains_are_warned_of(
+    wheel, make_run, tmp_path, unsplit_tokenizer, caplog, monkeypatch
+):
+    monkeypatch.setattr(gguf_tokenizer, "nearest", lambda record: Match("bloom", 0))
+    flags = ("--to", "gguf", "--tokenizer", unsplit_tokenizer)
+    export(make_run(vocab_size=UNSPLIT).run, tmp_path / "model.gguf", *flags)
+    first = repr(stress_texts()[0])[:40]
+    assert f"the first of them {first}" in caplog.text
+    assert "which nothing above explains" in caplog.text
+
+
+def test_every_end_of_the_model_ends_an_answer(wheel, make_run, tmp_path):
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json", digits=True, every_byte=True)
+    record = json.loads(tokenizer.read_text().replace("<|endoftext|>", "~end~"))
+    tokenizer.write_text(json.dumps(record))
+    made = make_run(vocab_size=VOCABULARY + 100)
+    flags = ("--to", "gguf", "--tokenizer", tokenizer, "--eos-token", "~end~", "--chatml")
+    file = export(made.run, tmp_path / "model.gguf", *flags)
+    model = Model(str(wheel), str(file))
+    names = ("~end~", "<|im_end|>", "<|im_start|>", "a")
+    ids = load_tokenizer(tokenizer).get_vocab()
+    assert [model.ends(ids[name]) for name in names] == [True, True, False, False]
 
 
 def test_chats_are_written_as_in_training(python, make_run, tmp_path):

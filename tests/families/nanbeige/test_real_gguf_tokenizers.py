@@ -34,7 +34,7 @@ WORDS = (
 
 
 WARNED: dict[str, Callable[[str], bool]] = {
-    "the normalizer NFC": lambda text: not unicodedata.is_normalized("NFC", text),
+    "its normalizer NFC": lambda text: not unicodedata.is_normalized("NFC", text),
     "the token '</s>' for text": lambda text: "</s>" in text,
 }
 """Each warning of the export, and the texts that it is about."""

@@ -29,6 +29,7 @@ class OuroShape(LlamaShape):
     family: ClassVar[str] = "ouro"
     model_type: ClassVar[str] = "ouro"
     gguf_architecture: ClassVar[str | None] = "ouro"
+    gguf_is_released: ClassVar[bool] = False
     gguf_programs: ClassVar[str] = (
         "no released llama.cpp loads it: architecture ouro is only in an unmerged branch; "
         "family nanbeige runs in the released ones"
