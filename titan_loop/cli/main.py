@@ -37,6 +37,7 @@ VERBS = {
     "eval": "score checkpoints: held-out text, tasks, every depth and exit policy; watch a run",
     "lm_eval": "run lm-evaluation-harness' own command with the model titan_loop",
     "generate": "complete prompts or chat with a checkpoint in the terminal",
+    "serve": "answer OpenAI's requests with a checkpoint, and show its steps on a page",
     "convert": "import and export models: Ouro, Hugging Face folders, GGUF files",
     "checkpoint": "list, verify, compare, name, delete and merge checkpoints",
     "slurm": "run a recipe's stages as a chain of SLURM jobs",

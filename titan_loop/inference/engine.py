@@ -127,7 +127,7 @@ class Engine:
             stack=self.stack,
             rows=[],
             cache=cache,
-            decider=self._decider(),
+            decider=self._decider([]),
             sampling=sampling,
             recurrent_steps=self.recurrent_steps,
         )
@@ -201,10 +201,10 @@ class Engine:
 
     def _admit(self, batch: Batch, rows: list[Row]) -> Iterator[GeneratedToken]:
         """Run the prompts of new rows through all steps; yield their first tokens."""
-        decider = self._decider()
+        decider = self._decider(rows)
         left = torch.zeros((len(rows), 1), dtype=torch.int64, device=self.stack.device)
         read_BLD: Tensor | None = None
-        states = self._prompt_states(batch, rows, self.recurrent_steps, decider.reads)
+        states = self._prompt_states(batch, rows, decider.deepest_step, decider.reads)
         for step, state_BLD, before_BLD in states:
             leaves = decider.decide(torch.full_like(left, step), state_BLD, before_BLD)
             leaves &= left == 0
@@ -256,7 +256,8 @@ class Engine:
             yield step, state_BLD, state_BLD if before_BLD is None else before_BLD
             before_BLD = state_BLD
 
-    def _decider(self) -> ExitDecider:
+    def _decider(self, rows: Sequence[Row]) -> ExitDecider:
+        """Return the decider of rows that start, which a subclass may let differ."""
         return ExitDecider(
             self.exit_policy, self.recurrent_steps, gate=self.stack.gate, readout=self.stack.readout
         )

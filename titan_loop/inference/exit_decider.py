@@ -41,20 +41,38 @@ class ExitDecider:
 
         Call it once per step. At step 1 the memory of the row's previous token is dropped.
         """
+        policy = self.policy
+        evidence = self.evidence(
+            *(step_BL, hidden_BLD, before_BLD),
+            reads_gate=policy.reads_gate,
+            reads_logits=policy.reads_logits,
+        )
+        return policy.fires(evidence) | (step_BL >= self.deepest_step)
+
+    def evidence(
+        self,
+        step_BL: Tensor,
+        hidden_BLD: Tensor,
+        before_BLD: Tensor,
+        *,
+        reads_gate: bool,
+        reads_logits: bool,
+    ) -> Evidence:
+        """Return what policies decide on, and remember it for the next step."""
         evidence, memory = Evidence(step_BL, hidden_BLD, before_BLD), self._memory
-        if self.policy.reads_gate:
+        if reads_gate:
             log_survival_BL = F.logsigmoid(-at_least_fp32(self.gate(hidden_BLD)))
             if "log_survival" in memory:
                 earlier_BL = torch.where(step_BL > 1, memory["log_survival"], 0.0)
                 log_survival_BL = earlier_BL + log_survival_BL
             memory["log_survival"] = log_survival_BL
             evidence = evidence._replace(log_survival_BL=log_survival_BL)
-        if self.policy.reads_logits:
+        if reads_logits:
             log_prob_BLV = log_probabilities(self.readout(hidden_BLD))
             before_BLV = memory.get("log_prob", log_prob_BLV)
             memory["log_prob"] = log_prob_BLV
             evidence = evidence._replace(log_prob_BLV=log_prob_BLV, log_prob_before_BLV=before_BLV)
-        return self.policy.fires(evidence) | (step_BL >= self.deepest_step)
+        return evidence
 
     def reads(self, steps: Iterable[int]) -> bool:
         """Return whether policy or head reads a state after `steps`; if not, no token leaves."""

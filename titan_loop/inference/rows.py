@@ -172,6 +172,14 @@ class Row:
         return GeneratedToken(self.index, token, step, text, self.finish)
 
 
+def draw_rows(weight_BV: Tensor, rows: Sequence[Row]) -> list[int]:
+    """Draw a token for each row from (B, V) weights, with the row's own random numbers."""
+    uniform_B = torch.tensor(
+        [row.uniform() for row in rows], dtype=torch.float64, device=weight_BV.device
+    )
+    return draw(weight_BV, uniform_B).tolist()
+
+
 @dataclass(kw_only=True)
 class Batch:
     """State of a decoding loop; row b of every tensor belongs to `rows[b]`.
@@ -239,10 +247,7 @@ class Batch:
         """Draw a token for each of `rows` from (B, V) weights."""
         if self.sampling.temperature == 0.0:
             return weight_BV.argmax(-1).tolist()  # one-hot: a random number would change nothing
-        uniform_B = torch.tensor(
-            [row.uniform() for row in rows], dtype=torch.float64, device=weight_BV.device
-        )
-        return draw(weight_BV, uniform_B).tolist()
+        return draw_rows(weight_BV, rows)
 
     def admit(self, rows: list[Row]) -> None:
         """Append rows whose prompts are done and that are about to start a token."""

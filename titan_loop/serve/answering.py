@@ -1,0 +1,174 @@
+"""Writes answers as OpenAI's objects: whole ones, and the chunks of streams.
+
+Fields of ours stand beside OpenAI's, whose clients ignore them: in a choice `exit_steps`, one for
+each token, and `trace`; in the usage `mean_exit_step`, `flops` (of the forward pass over generated
+tokens) and `cache_bytes` (of an answer's keys and values at its end).
+"""
+
+import json
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from titan_loop.serve.asking import Kind
+from titan_loop.serve.rows import Piece, ServedRow, ServingEngine, StepReading
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_FINISH = {"stop_token": "stop", "stop_string": "stop", "limit": "length", "context": "length"}
+_TIME = "time"
+PROBLEMS = {
+    "stopping": (503, "the server is stopping; ask again once it is back"),
+    "failure": (500, "the engine failed; the server's log has the reason"),
+    _TIME: (503, "no place became free within the time of an answer; try again later"),
+}
+"""Status and message of an answer that ended before its first token."""
+
+
+def error_object(message: str, status: int, field: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
+
+
+def event_line(value: Mapping[str, Any] | str) -> str:
+    """Return a server-sent event."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"data: {text}\n\n"
+
+
+class Answering:
+    """Writes the answers to one request; `number` is its id."""
+
+    def __init__(
+        self, kind: Kind, model: str, tokenizer: "Tokenizer", engine: ServingEngine
+    ) -> None:
+        self.kind: Kind = kind
+        prefix = "chatcmpl-" if kind == "chat" else "cmpl-"
+        self.number = prefix + secrets.token_hex(16)
+        self._model, self._tokenizer, self._engine = model, tokenizer, engine
+        self._created = int(time.time())
+        self._offsets: dict[int, int] = defaultdict(int)  # characters of each choice's tokens
+
+    def whole(
+        self, pieces: Sequence[Sequence[Piece]], rows: Sequence[ServedRow]
+    ) -> tuple[int, dict[str, Any]]:
+        """Return status and body of a response that is not streamed."""
+        for each in pieces:
+            if problem := self.problem(each[-1], started=len(each) > 1):
+                return problem
+        choices = [self._choice(index, each, streamed=False) for index, each in enumerate(pieces)]
+        return 200, self._object("", choices) | {"usage": self.usage(pieces, rows)}
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return one chunk of a stream."""
+        return self._object(".chunk", [self._choice(index, [piece], streamed=True)])
+
+    def last_chunk(
+        self, pieces: Sequence[Sequence[Piece]], rows: Sequence[ServedRow]
+    ) -> dict[str, Any]:
+        """Return the chunk with the usage, which has no choice."""
+        return self._object(".chunk", []) | {"usage": self.usage(pieces, rows)}
+
+    def problem(self, piece: Piece, *, started: bool) -> tuple[int, dict[str, Any]] | None:
+        """Return status and body of the error that a piece stands for; None if it is none.
+
+        A limit of time that strikes within an answer is a finish reason, as the length's.
+        """
+        if piece.problem is None or (started and piece.problem == _TIME):
+            return None
+        status, message = PROBLEMS[piece.problem]
+        return status, error_object(message, status)
+
+    def usage(self, pieces: Sequence[Sequence[Piece]], rows: Sequence[ServedRow]) -> dict[str, Any]:
+        """Return the counts of a request."""
+        spoken = [_spoken(each) for each in pieces]
+        prompts = {tuple(row.prompt) for row in rows}
+        before, after = sum(map(len, prompts)), sum(map(len, spoken))
+        steps = [piece.event.step for each in spoken for piece in each if piece.event is not None]
+        return {
+            "prompt_tokens": before,
+            "completion_tokens": after,
+            "total_tokens": before + after,
+            "mean_exit_step": sum(steps) / len(steps) if steps else None,
+            "flops": sum(piece.flops for each in spoken for piece in each),
+            "cache_bytes": sum(
+                self._engine.cache_bytes(row.settings, len(row.prompt) + len(each))
+                for row, each in zip(rows, spoken, strict=True)
+            ),
+        }
+
+    def _object(self, suffix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        # Chunks of texts, unlike those of chats, have the name of the whole.
+        kind = f"chat.completion{suffix}" if self.kind == "chat" else "text_completion"
+        return {
+            "id": self.number,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _choice(self, index: int, pieces: Sequence[Piece], *, streamed: bool) -> dict[str, Any]:
+        text = "".join(piece.event.text for piece in pieces if piece.event is not None)
+        spoken = _spoken(pieces)
+        last = pieces[-1]
+        finish = None if last.event is None else last.event.finish
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": "length" if last.problem else finish and _FINISH[finish],
+            "exit_steps": [piece.event.step for piece in spoken if piece.event is not None],
+            "logprobs": self._logprobs(index, spoken),
+        }
+        if any(piece.trace for piece in spoken):
+            choice["trace"] = [[self._reading(each) for each in piece.trace] for piece in spoken]
+        if self.kind == "completion":
+            return choice | {"text": text}
+        part = {"role": "assistant", "content": text}
+        return choice | ({"delta": part} if streamed else {"message": part | {"refusal": None}})
+
+    def _reading(self, reading: StepReading) -> dict[str, Any]:
+        likely = [[self._text(token), round(share, 5)] for token, share in reading.likely]
+        return {"likely": likely, "exit": reading.exit_probability}
+
+    def _logprobs(self, index: int, spoken: Sequence[Piece]) -> dict[str, Any] | None:
+        told = [(p.event.token, p.logprobs) for p in spoken if p.event and p.logprobs]
+        if not told:
+            return None
+        if self.kind == "chat":
+            return {
+                "content": [
+                    self._token(token, logprobs.own)
+                    | {"top_logprobs": [self._token(*each) for each in logprobs.likely]}
+                    for token, logprobs in told
+                ]
+            }
+        texts = [self._text(token) for token, _ in told]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [logprobs.own for _, logprobs in told],
+            "top_logprobs": [
+                {self._text(token): value for token, value in logprobs.likely}
+                for _, logprobs in told
+            ],
+            "text_offset": offsets,
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _spoken(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return the pieces with a token of the answer, which the stop token is not."""
+    return [p for p in pieces if p.event is not None and p.event.finish != "stop_token"]

@@ -1,0 +1,313 @@
+"""Rows that share calls of the stack, each with its own depth, exit policy and sampling.
+
+A row's settings may change while it writes; its next token follows the new ones. Shape suffixes are
+as in `inference/`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from titan_loop.errors import UserError, require_at_least
+from titan_loop.inference.cache import LoopCache
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.exit_decider import ExitDecider
+from titan_loop.inference.exit_policy import ExitPolicy, StaticStep, require_exit_policy
+from titan_loop.inference.measures import log_probabilities
+from titan_loop.inference.rows import (
+    Batch,
+    GeneratedToken,
+    Request,
+    Row,
+    draw_rows,
+)
+from titan_loop.inference.sampling import Sampling, probabilities
+from titan_loop.models.decoder import LoopDecoder
+
+TRACED_TOKENS = 5
+Likely = list[tuple[int, float]]
+"""Tokens with their probabilities, or log-probabilities in nats, the likeliest first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSettings:
+    """Settings of one row.
+
+    Attributes:
+        logprobs: Number of likeliest tokens whose log-probabilities are told; None for none at all.
+        traced: Whether the likeliest tokens and the exit probability of every step are told.
+    """
+
+    recurrent_steps: int
+    exit_policy: ExitPolicy = field(default_factory=StaticStep)
+    sampling: Sampling = field(default_factory=Sampling)
+    logprobs: int | None = None
+    traced: bool = False
+
+    @property
+    def deepest_step(self) -> int:
+        """Last step that may run; `UserError` if the policy names a later one than R."""
+        return self.exit_policy.deepest_step(self.recurrent_steps)
+
+
+class StepReading(NamedTuple):
+    """What one step says of the next token; `exit_probability` is None without a gate."""
+
+    likely: Likely
+    exit_probability: float | None
+
+
+class LogProbs(NamedTuple):
+    """Log-probabilities of a token and of the likeliest ones, before temperature and top-p."""
+
+    own: float
+    likely: Likely
+
+
+class Piece(NamedTuple):
+    """What a row sends when one of its tokens leaves, or when it ends without one.
+
+    Attributes:
+        event: The token; None for a row that ended without one.
+        problem: Why the row ended before its time: "time", "stopping" or "failure".
+        flops: Forward FLOPs of the token.
+        trace: Readings of the steps that the token ran.
+    """
+
+    event: GeneratedToken | None
+    problem: str | None = None
+    logprobs: LogProbs | None = None
+    trace: Sequence[StepReading] = ()
+    flops: float = 0.0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows."""
+        return self.event is None or self.event.finish is not None
+
+
+class ServedRow(Row):
+    """One answer, from the queue to its last token.
+
+    Args:
+        index: Number of the answer within its request.
+        send: Receives the pieces in the engine's thread.
+        flops: Cost of a token by settings, step and position: `ServingEngine.flops`.
+        deadline: `time.monotonic()` at which the row ends.
+
+    Attributes:
+        settings: Of the token that is being computed.
+        wanted: Settings of the next token; other threads may assign them.
+        cancelled: Set by other threads when nobody reads the answer any more.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        settings: RowSettings,
+        *,
+        context_tokens: int,
+        seed: int,
+        send: Callable[[int, Piece], None],
+        flops: Callable[[RowSettings, int, int], float],
+        deadline: float,
+    ) -> None:
+        super().__init__(index, request, context_tokens=context_tokens, seed=seed)
+        self.settings = self.wanted = settings
+        self.deadline = deadline
+        self.cancelled = False
+        self.trace: list[StepReading] = []
+        self.logprobs: LogProbs | None = None
+        self._send, self._flops = send, flops
+
+    def accept(self, token: int, step: int) -> GeneratedToken:
+        """Go on with a token, and send it; from here on the wanted settings hold."""
+        event = super().accept(token, step)
+        flops = self._flops(self.settings, step, self.position)
+        # A prompt's last token runs all steps, whichever it leaves after.
+        self._send(self.index, Piece(event, None, self.logprobs, self.trace[:step], flops))
+        self.settings = self.wanted
+        return event
+
+    def end(self, problem: str) -> None:
+        """End before the next token."""
+        self.finish = "limit"
+        self._send(self.index, Piece(None, problem))
+
+
+class RowDecider(ExitDecider):
+    """Applies every row's own policy, and takes the readings of rows that are traced."""
+
+    def __init__(self, engine: Engine, rows: Sequence[ServedRow]) -> None:
+        deepest = max((row.settings.deepest_step for row in rows), default=0)
+        stack = engine.stack
+        super().__init__(StaticStep(), deepest, gate=stack.gate, readout=stack.readout)
+        self.rows = rows
+        self._has_gate = stack.model.exit_gate is not None
+
+    @property
+    def log_prob(self) -> None:
+        """Not told: it is computed for some rows only, and families that say it read it again."""
+        return
+
+    def reads(self, steps: Iterable[int]) -> bool:
+        """Return whether a row's policy, head or trace reads a state after its step."""
+        steps = [*steps]
+        if len(steps) != len(self.rows):  # rows of one prompt pass share their step
+            steps *= len(self.rows)
+        return any(
+            row.settings.traced
+            or row.settings.exit_policy.reads_states
+            or step >= row.settings.deepest_step
+            for row, step in zip(self.rows, steps, strict=True)
+        )
+
+    def decide(self, step_BL: Tensor, hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
+        """Return (B, 1) bool, True where the row's token leaves."""
+        settings = [row.settings for row in self.rows]
+        traced = any(each.traced for each in settings)
+        evidence = self.evidence(
+            *(step_BL, hidden_BLD, before_BLD),
+            reads_gate=self._has_gate
+            and (traced or any(each.exit_policy.reads_gate for each in settings)),
+            reads_logits=traced or any(each.exit_policy.reads_logits for each in settings),
+        )
+        deepest = [each.deepest_step for each in settings]
+        leaves_BL = step_BL >= torch.tensor(deepest, device=step_BL.device).unsqueeze(1)
+        for policy in {each.exit_policy for each in settings}:
+            has = torch.tensor([each.exit_policy == policy for each in settings])
+            leaves_BL |= has.to(step_BL.device).unsqueeze(1) & policy.fires(evidence)
+        if traced:
+            self._trace(step_BL[:, 0].tolist(), evidence.log_prob_BLV, evidence.log_survival_BL)
+        return leaves_BL
+
+    def _trace(
+        self, steps: list[int], log_prob_BLV: Tensor | None, log_survival_BL: Tensor | None
+    ) -> None:
+        assert log_prob_BLV is not None
+        chosen = [index for index, row in enumerate(self.rows) if row.settings.traced]
+        count = min(TRACED_TOKENS, log_prob_BLV.shape[-1])
+        top = log_prob_BLV[chosen, 0].topk(count)
+        likely = zip(top.indices.tolist(), top.values.exp().tolist(), strict=True)
+        for index, (tokens, shares) in zip(chosen, likely, strict=True):
+            row = self.rows[index]
+            if steps[index] == 1:
+                row.trace = []
+            exit_probability = None
+            if log_survival_BL is not None:
+                gone = sum(reading.exit_probability or 0.0 for reading in row.trace)
+                exit_probability = 1.0 - gone - float(log_survival_BL[index, 0].exp())
+            row.trace.append(StepReading([*zip(tokens, shares, strict=True)], exit_probability))
+
+
+class ServedBatch(Batch):
+    """A batch whose rows sample in their own ways."""
+
+    def sample(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[int]:
+        """Draw a token for each of `rows` from (B, V) logits, and note its log-probability."""
+        served = cast(Sequence[ServedRow], rows)
+        tokens = logits_BV.argmax(-1).tolist()
+        for sampling in {row.settings.sampling for row in served}:
+            if sampling.temperature == 0.0:
+                continue
+            places = [i for i, row in enumerate(served) if row.settings.sampling == sampling]
+            weight_BV = probabilities(logits_BV[places], sampling)
+            drawn = draw_rows(weight_BV, [served[place] for place in places])
+            for place, token in zip(places, drawn, strict=True):
+                tokens[place] = token
+        for row, token, logits_V in zip(served, tokens, logits_BV, strict=True):
+            row.logprobs = None
+            if (count := row.settings.logprobs) is not None:
+                log_prob_V = log_probabilities(logits_V)
+                top = log_prob_V.topk(min(count, len(log_prob_V)))
+                likely = [*zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+                row.logprobs = LogProbs(float(log_prob_V[token]), likely)
+        return tokens
+
+    def admit(self, rows: Sequence[Row]) -> None:
+        """Append rows whose prompts are done."""
+        super().admit([*rows])
+        self._show_rows()
+
+    def drop_finished(self) -> None:
+        """Drop the rows that have ended."""
+        super().drop_finished()
+        self._show_rows()
+
+    def _show_rows(self) -> None:
+        assert isinstance(self.decider, RowDecider)
+        self.decider.rows = cast(Sequence[ServedRow], self.rows)
+
+
+class ServingEngine(Engine):
+    """An engine whose rows come and go; `recurrent_steps` is the deepest that one may ask for."""
+
+    def __init__(self, model: LoopDecoder, *, recurrent_steps: int, kv_cache: str = "full") -> None:
+        super().__init__(model, recurrent_steps=recurrent_steps, kv_cache=kv_cache)
+
+    def cache(self, rows: int) -> LoopCache:
+        """Return memory for `rows` rows as long as the context."""
+        require_at_least(1, rows=rows)
+        return self.stack.make_cache(
+            self._strategy,
+            steps=self.recurrent_steps,
+            rows=rows,
+            capacity=self.stack.context_tokens,
+        )
+
+    def batch(self, cache: LoopCache) -> ServedBatch:
+        """Return a batch without rows, which forgets those in `cache`."""
+        cache.select([])
+        return ServedBatch(
+            stack=self.stack,
+            rows=[],
+            cache=cache,
+            decider=RowDecider(self, []),
+            sampling=Sampling(),
+            recurrent_steps=self.recurrent_steps,
+        )
+
+    def check(self, settings: RowSettings, prompt: Sequence[int]) -> None:
+        """Raise `UserError` for a row that cannot run."""
+        self._check_prompt("the prompt", prompt)
+        require_at_least(1, recurrent_steps=settings.recurrent_steps)
+        if settings.recurrent_steps > self.recurrent_steps:
+            raise UserError(
+                f"recurrent_steps={settings.recurrent_steps} is above the {self.recurrent_steps} "
+                "that this server has memory for; it was started with --recurrent-steps"
+            )
+        policy = settings.exit_policy
+        require_exit_policy(self.stack.model, policy)
+        if type(policy).applied_to is not ExitPolicy.applied_to:
+            raise UserError(f"exit={policy.name} changes the layers of all rows; leave it out")
+        assert settings.deepest_step
+
+    def join(self, batch: ServedBatch, rows: Sequence[ServedRow]) -> Iterator[GeneratedToken]:
+        """Run the prompts of rows of one depth; yield their first tokens."""
+        first, deepest = batch.cache.rows, rows[0].settings.deepest_step
+        yield from self._admit(batch, [*rows])
+        # Deeper steps, which a row may ask for later, see what the last one left.
+        batch.cache.leave_prompt(first, max(len(row.prompt) for row in rows), deepest)
+
+    def flops(self, settings: RowSettings, step: int, position: int) -> float:
+        """Return the forward FLOPs of a token that left after `step` and sees `position` keys."""
+        config = self.stack.model.config
+        parts = config.training_flops(position, step, trainable="exit_gate")
+        policy = settings.exit_policy
+        readouts = 2 * config.dim * config.vocab_size * (step if policy.reads_logits else 1)
+        gate = 2 * config.dim * step if policy.reads_gate else 0
+        return parts.matrices + parts.attention + parts.decoding + readouts + gate
+
+    def cache_bytes(self, settings: RowSettings, tokens: int) -> int:
+        """Return the bytes of keys and values of so many tokens at a row's depth."""
+        slots, stack = self.stack.model.cache_slots(settings.deepest_step), self.stack
+        kept = 1 if self._strategy.is_shared else slots[0]
+        width = stack.attention.n_kv_heads * stack.attention.head_dim * stack.dtype.itemsize
+        return 2 * (kept * slots[1] + slots[2]) * width * tokens
+
+    def _decider(self, rows: Sequence[Row]) -> RowDecider:
+        return RowDecider(self, cast(Sequence[ServedRow], rows))
