@@ -30,6 +30,7 @@ from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.inference.hooks import Hooks, hook_names
+from titan_loop.interactive import LoopModel
 from titan_loop.models.family import build_decoder, decoder_config, get_family, read_options
 from titan_loop.plugins import names
 from titan_loop.runs.saved_run import SavedRun
@@ -119,6 +120,10 @@ def test_hooks_reach_every_site_and_idle_ones_change_no_bit(name):
             got = model(tokens, recurrent_steps=steps)
         assert all(map(torch.equal, want.hidden_RBLD, got.hidden_RBLD))
         assert {*seen} == {*hook_names(model, steps)}
+        states = LoopModel(model, steps, read_text=lambda: pytest.fail("no text")).states(tokens)
+        assert torch.equal(states.hidden_RBLD, torch.stack(want.hidden_RBLD))
+        last = f"loop.{steps}.blocks.{model.config.looped[-1]}.hook_resid_post"
+        assert torch.equal(states.resid_RNBLD[-1, -1], seen[last])
         for site in {name for name in seen if name.startswith("loop.1.")}:
             with Hooks(model, [(site, lambda value, hook: value + value.roll(1, -1) / 9 + 0.1)]):
                 got = model(tokens, recurrent_steps=steps)

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import example_windows
 from titan_loop.families.latent.model import LatentDecoder, LatentOptions
 from titan_loop.families.latent.objective import LatentSupervision
+from titan_loop.interactive import LoopModel
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.models.family import build_decoder
 from titan_loop.training.batch_schedule import BatchConfig
@@ -286,3 +288,14 @@ def run(**changed) -> LoopTrainer.Config:
 )
 def test_a_run_that_cannot_be_is_refused(changed, message):
     assert message in str(examined(run(**changed), 2, {}).refusals[0])
+
+
+def test_python_refuses_texts_by_the_familys_name():
+    model = LoopModel(build_decoder(OPTIONS, max_seq_len=LENGTH), 2, read_text=pytest.fail)
+    for words, wrong in {
+        "reads depth, factors, solved beside tokens": lambda: model.states(torch.tensor([1])),
+        "does not support generate": lambda: model.generate("x"),
+        "does not support held_out": lambda: model.bits_per_byte("x"),
+    }.items():
+        with pytest.raises(UserError, match=f"model.family=latent {words}"):
+            wrong()
