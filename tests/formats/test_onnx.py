@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,20 +74,27 @@ def write(place: Path, family: str, **options: Any) -> tuple[LoopDecoder, Path]:
 
 
 def export(place: Path, family: str, *flags: object, **options: Any) -> Exported:
-    pytest.importorskip("onnx", reason="see tools/test_engines.sh")
     model, run = write(place, family, **options)
     flags = flags or ("--no-tokenizer",)
     convert("export", run, "--to", "onnx", "--output", place / "model", *flags)
     return Exported(model, run, place / "model")
 
 
+@pytest.fixture(scope="session")
+def onnxruntime() -> ModuleType:
+    """Return the package, whose environment `tools/test_engines.sh` makes."""
+    pytest.importorskip("onnx", reason="see tools/test_engines.sh")
+    return pytest.importorskip("onnxruntime", reason="see tools/test_engines.sh")
+
+
 class Session:
     """A file in onnxruntime, and the keys and values of the tokens that it has read."""
 
-    def __init__(self, folder: Path) -> None:
-        onnxruntime = pytest.importorskip("onnxruntime", reason="see tools/test_engines.sh")
+    def __init__(self, folder: Path, options: Any = None) -> None:
+        import onnxruntime
+
         self.config = json.loads((folder / "config.json").read_text())
-        self.session = onnxruntime.InferenceSession(folder / "model.onnx")
+        self.session = onnxruntime.InferenceSession(folder / "model.onnx", options)
         self.clear()
 
     def clear(self) -> None:
@@ -140,7 +148,7 @@ def assert_equal(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
 
 @pytest.mark.engines
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_exits_and_logits_are_our_engines(tmp_path, name):
+def test_tokens_exits_and_logits_are_our_engines(onnxruntime, tmp_path, name):
     family, options = MODELS[name]
     made = export(tmp_path, family, **options)
     tokens, thresholds = (200, (0.3, 0.6, 0.9, 1.0)) if name in LONG else (24, (0.5, 1.0))
@@ -156,7 +164,7 @@ def test_tokens_exits_and_logits_are_our_engines(tmp_path, name):
 
 
 @pytest.mark.engines
-def test_a_prompt_may_come_in_parts(tmp_path):
+def test_a_prompt_may_come_in_parts(onnxruntime, tmp_path):
     made = export(tmp_path, "nanbeige", **GATED, window=4)
     whole, parts = Session(made.folder), Session(made.folder)
     want, left = whole(PROMPT, 4, 0.5)
@@ -170,7 +178,7 @@ def test_a_prompt_may_come_in_parts(tmp_path):
 
 @pytest.mark.engines
 @pytest.mark.parametrize(("first", "then"), [(2, 4), (1, 3)])
-def test_deeper_steps_see_the_deepest_of_a_shallower_past(tmp_path, first, then):
+def test_deeper_steps_see_the_deepest_of_a_shallower_past(onnxruntime, tmp_path, first, then):
     made = export(tmp_path, "ouro", exit_gate=False)
     session = Session(made.folder)
     session(PROMPT[:-1], first)
@@ -181,7 +189,7 @@ def test_deeper_steps_see_the_deepest_of_a_shallower_past(tmp_path, first, then)
 
 
 @pytest.mark.engines
-def test_every_layer_stands_once_whatever_the_steps(tmp_path):
+def test_every_layer_stands_once_whatever_the_steps(onnxruntime, tmp_path):
     import onnx
 
     made = export(tmp_path, "ouro", recurrent_steps=8)
@@ -199,10 +207,81 @@ def test_every_layer_stands_once_whatever_the_steps(tmp_path):
     assert len(file) < 4.1 * parameters + 40_000
 
 
+FEW_BITS: list[tuple[str, dict[str, Any], int]] = [
+    ("ouro", {"tie_weights": True}, 8),
+    ("retrofit", {"bridge": True, **GATED, "head_dim": 32}, 12),
+    ("retrofit", {"mixer": True, "attention_biases": "qkv", **SPLIT}, 9),
+]
+"""Models, and the number of matrices in the loop's body."""
+
+
 @pytest.mark.engines
-def test_the_folders_own_program_writes_our_text(tmp_path, tokenizer_file):  # noqa: F811
+@pytest.mark.parametrize(("family", "options", "matrices"), FEW_BITS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_in_few_bits_it_computes_with_the_stored_weights(
+    onnxruntime, tmp_path, family, options, matrices, bits
+):
+    import onnx
+
+    from titan_loop.formats.onnx_graph import quantised
+
+    model, _, folder = export(
+        *(tmp_path, family, "--dtype", f"int{bits}", "--no-tokenizer"), **options
+    )
+    plain = onnxruntime.SessionOptions()
+    plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    exact = Session(folder, plain)
+    usual = onnxruntime.SessionOptions()
+    usual.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    usual.log_severity_level = 3  # that file is for this machine
+    fast = Session(folder, usual)
+
+    def stored(weight: np.ndarray) -> torch.Tensor:
+        whole, scale = quantised(weight.T, bits)
+        return torch.from_numpy((whole * scale.repeat(32, 0)).T.astype(np.float32))
+
+    head = stored(model.lm_head.weight.detach().numpy())
+    for each, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "exit_gate" not in each and "tok_emb" not in each:
+            parameter.data = stored(parameter.detach().numpy())
+    rows = model.tok_embeddings.weight.detach()
+    scale = rows.abs().amax(1, keepdim=True) / 127
+    model.lm_head.weight = torch.nn.Parameter(head)  # no longer the embedding, if it was
+    model.tok_embeddings.weight = torch.nn.Parameter((rows / scale).round() * scale)
+    for threshold in (0.5, 1.0):
+        exact.clear()
+        wanted = ours(model, PROMPT, 64, 4, threshold)
+        assert_equal(exact.greedy(PROMPT, 64, 4, threshold), wanted)
+    fast.clear()
+    found, wanted = (session(PROMPT, 1)[0] for session in (fast, Session(folder, plain)))
+    assert np.abs(found - wanted).max() < 0.05 * np.abs(wanted).max()  # activations in 8 bits
+    graph = onnx.load(tmp_path / "optimised.onnx").graph
+    [loop] = [node for node in graph.node if node.op_type == "Loop"]
+    kinds = [node.op_type for node in loop.attribute[0].g.node]
+    assert kinds.count("MatMulNBits") == matrices
+    assert "DequantizeLinear" not in kinds
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_block_has_a_scale_that_its_largest_element_fills(onnxruntime, bits):
+    from titan_loop.formats.onnx_graph import quantised
+
+    weight = np.random.default_rng(0).normal(size=(96, 7)).astype(np.float32)
+    weight[:32, 0] = 0
+    whole, scale = quantised(weight, bits)
+    assert whole.min() == -(2 ** (bits - 1))
+    assert whole.max() <= 2 ** (bits - 1) - 1
+    blocks = (whole.reshape(3, 32, 7) * scale[:, None] - weight.reshape(3, 32, 7)) / scale[:, None]
+    assert np.abs(blocks).max() <= 1  # where the largest element's opposite is clipped
+    assert (np.abs(blocks) > 0.5001).mean() < 0.02
+    largest = np.abs(weight.reshape(3, 32, 7)).argmax(1)[:, None]
+    assert np.abs(np.take_along_axis(blocks, largest, 1)).max() < 1e-6
+
+
+@pytest.mark.engines
+def test_the_folders_own_program_writes_our_text(onnxruntime, tmp_path, tokenizer_file):  # noqa: F811
     made = export(tmp_path, "ouro", "--tokenizer", tokenizer_file)
-    pytest.importorskip("onnxruntime", reason="see tools/test_engines.sh")
     words = ["def f(", "20", "3", "0.6"]
     program = [sys.executable, str(made.folder / "generate.py"), *words]
     answer = json.loads(subprocess.run(program, capture_output=True, check=True).stdout)
@@ -232,7 +311,7 @@ def test_what_it_cannot_hold_is_refused_by_name(tmp_path, capsys, family, option
     assert cli.main(["convert", "export", str(run), "--list"]) == 0
     [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("onnx ")]
     assert f"no: {words}" in row
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert not [*tmp_path.rglob("*model*")]
 
 
 def test_without_the_package_or_above_2_gib_nothing_is_written(tmp_path, capsys, monkeypatch):
@@ -244,4 +323,8 @@ def test_without_the_package_or_above_2_gib_nothing_is_written(tmp_path, capsys,
     monkeypatch.setattr(onnx_file, "_MOST_BYTES", 1000)
     assert cli.main([*command, str(tmp_path / "model")]) == 2
     assert "--to=onnx: a file holds at most 2 GiB" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    _, run = write(tmp_path / "odd", "ouro", hidden_dim=100)
+    odd = ["convert", "export", str(run), *command[3:], str(tmp_path / "odd/model")]
+    assert cli.main([*odd, "--dtype", "int4"]) == 2
+    assert "needs a multiple of 32 as model.hidden_dim, not 100" in capsys.readouterr().err
+    assert not [*tmp_path.rglob("*model*")]

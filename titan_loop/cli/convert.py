@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from titan_loop.runs.saved_run import SavedRun
 
 Dtype = Literal["float32", "bfloat16"]
-ExportDtype = Literal["float32", "bfloat16", "float16", "q8_0"]
+ExportDtype = Literal["float32", "bfloat16", "float16", "q8_0", "int8", "int4"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ def export(
         output: New folder; for gguf, a new file.
         to: Format; --list prints the choices for this model.
         list: Print all formats: whether this model can be written in each, and if not, the reason.
-        dtype: Type of the weights; float32 loses nothing, released models use bfloat16, and only
-            gguf has q8_0.
+        dtype: Type of the weights; float32 loses nothing, released models use bfloat16, only
+            gguf has q8_0, and only onnx int8 and int4.
         recurrent_steps: R to export; by default R of the last training step.
         chatml: Write a ChatML template, and let generation stop at the end of a turn; the default
             if the run's data is conversations. An imported run keeps its folder's template.

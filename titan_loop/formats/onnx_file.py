@@ -17,7 +17,7 @@ import titan_loop
 from titan_loop.errors import UserError
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.llama_shape import LlamaShape
-from titan_loop.formats.onnx_shape import OnnxShape
+from titan_loop.formats.onnx_shape import BLOCK, OnnxShape
 from titan_loop.models.family import completed_architecture
 from titan_loop.plugins import find, names
 from titan_loop.storage.json_files import write_json
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 FILE, CODE, EXAMPLE = "model.onnx", "titan_loop.formats.onnx_folder", "generate.py"
 _MOST_BYTES = 2**31 - 1
+_BITS = {"float32": 32, "int8": 8, "int4": 4}
 
 
 def write(export: Export, output: Path) -> None:
@@ -53,20 +54,31 @@ def build(export: Export) -> "ModelProto":
     """
     shape = export.shape
     assert isinstance(shape, OnnxShape)
-    bytes_ = 4 * shape.parameter_count()
-    if bytes_ > _MOST_BYTES:
-        raise UserError(
-            f"--to=onnx: a file holds at most 2 GiB, and this model has {bytes_ / 2**30:.1f}; "
-            "export a smaller model"
-        )
+    bits = _BITS[export.dtype]
+    _check_size(shape, export.dtype, bits)
     try:
         from titan_loop.formats.onnx_graph import Graph, checked
         from titan_loop.formats.onnx_loop import LoopGraph
     except ImportError as error:
         fix = "pip install 'titan-loop[onnx]'"
         raise UserError(f"--to=onnx needs the package onnx, which is missing; {fix}") from error
-    graph = Graph(shape, partial(_read, export))
+    graph = Graph(shape, partial(_read, export), bits)
     return checked(LoopGraph(graph, shape).build(), titan_loop.__version__)
+
+
+def _check_size(shape: OnnxShape, dtype: str, bits: int) -> None:
+    names_ = ("n_heads * head_dim", "dim", "hidden_dim")
+    widths = (shape.n_heads * shape.head_dim, shape.dim, shape.hidden_dim)
+    for name, width in zip(names_, widths, strict=True):
+        if bits < 32 and width % BLOCK:
+            problem = f"--dtype={dtype} needs a multiple of {BLOCK} as model.{name}, not {width}"
+            raise UserError(f"{problem}; use float32")
+    bytes_ = shape.parameter_count() * bits // 8
+    if bytes_ > _MOST_BYTES:
+        raise UserError(
+            f"--to=onnx: a file holds at most 2 GiB, and this model has {bytes_ / 2**30:.1f} in "
+            f"{dtype}; use a smaller type of {', '.join(_BITS)}, or a smaller model"
+        )
 
 
 def _read(export: Export, tensor: str) -> np.ndarray:
@@ -89,5 +101,5 @@ ONNX = Format(
     summary="folder with one file for onnxruntime, also in browsers; R and exits at run time",
     shape=_fitting,
     write=write,
-    dtypes=("float32",),
+    dtypes=tuple(_BITS),
 )

@@ -51,8 +51,8 @@ class LoopGraph:
     def build(self) -> GraphProto:
         """Return the whole graph."""
         graph, shape = self.graph, self.shape
-        x = graph.add("Gather", graph.weight(EMBEDDING, graph.read(EMBEDDING)), "input_ids")
-        x, prelude = self._outside(graph, 0, graph.scaled(x, shape.embedding_factor()))
+        x = graph.scaled(self._embedded(), shape.embedding_factor())
+        x, prelude = self._outside(graph, 0, x)
         token, looped, coda = self._loop(x)
         new = [
             self._by_slot([pair[side] for pair in (*prelude, *coda)], looped[side])
@@ -60,7 +60,10 @@ class LoopGraph:
         ]
         self._append(new)
         head = EMBEDDING if shape.tie_weights else HEAD
-        logits = graph.add("Gemm", token, graph.weight(head, graph.read(head)), transB=1)
+        if graph.bits == 32:  # as the embedding has it, if they are tied
+            logits = graph.add("Gemm", token, graph.weight(head, graph.read(head)), transB=1)
+        else:
+            logits = graph.add("MatMul", token, graph.matrix(HEAD, graph.read(head)))
         logits = graph.scaled(logits, shape.block["logit_scale"])
         if cap := shape.block["logit_softcap"]:
             logits = graph.scaled(graph.add("Tanh", graph.scaled(logits, 1 / cap)), cap)
@@ -73,6 +76,17 @@ class LoopGraph:
         outputs = [value("logits", FLOAT, [1, shape.vocab_size])]
         outputs += [value(name, FLOAT, present) for name in _PRESENT]
         return graph.proto(inputs, [*outputs, value("exit_step", INT64, [])])
+
+    def _embedded(self) -> str:
+        graph, table_VD = self.graph, self.graph.read(EMBEDDING)
+        if graph.bits == 32:
+            return graph.add("Gather", graph.weight(EMBEDDING, table_VD), "input_ids")
+        # In 8 bits of either type: rows of 4 cannot be gathered.
+        scale_V1 = np.abs(table_VD).max(1, keepdims=True).clip(1e-30) / 127
+        rows_VD = np.rint(table_VD / scale_V1).astype(np.int8)
+        rows = graph.add("Gather", graph.weight(EMBEDDING, rows_VD), "input_ids")
+        scales = graph.add("Gather", graph.weight(f"{EMBEDDING}.scale", scale_V1), "input_ids")
+        return graph.add("Mul", graph.add("Cast", rows, to=FLOAT), scales)
 
     def _dims(self, slots: str, tokens: str) -> list[int | str]:
         return [slots, 1, self.shape.n_kv_heads, tokens, self.shape.head_dim]
