@@ -237,7 +237,7 @@ def test_in_few_bits_it_computes_with_the_stored_weights(
     fast = Session(folder, usual)
 
     def stored(weight: np.ndarray) -> torch.Tensor:
-        whole, scale = quantised(weight.T, bits)
+        whole, scale = quantised(weight.T, bits, 32)
         return torch.from_numpy((whole * scale.repeat(32, 0)).T.astype(np.float32))
 
     head = stored(model.lm_head.weight.detach().numpy())
@@ -269,7 +269,7 @@ def test_every_block_has_a_scale_that_its_largest_element_fills(onnxruntime, bit
 
     weight = np.random.default_rng(0).normal(size=(96, 7)).astype(np.float32)
     weight[:32, 0] = 0
-    whole, scale = quantised(weight, bits)
+    whole, scale = quantised(weight, bits, 32)
     assert whole.min() == -(2 ** (bits - 1))
     assert whole.max() <= 2 ** (bits - 1) - 1
     blocks = (whole.reshape(3, 32, 7) * scale[:, None] - weight.reshape(3, 32, 7)) / scale[:, None]

@@ -17,7 +17,7 @@ import titan_loop
 from titan_loop.errors import UserError
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.llama_shape import LlamaShape
-from titan_loop.formats.onnx_shape import BLOCK, OnnxShape
+from titan_loop.formats.onnx_shape import OnnxShape
 from titan_loop.models.family import completed_architecture
 from titan_loop.plugins import find, names
 from titan_loop.storage.json_files import write_json
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 FILE, CODE, EXAMPLE = "model.onnx", "titan_loop.formats.onnx_folder", "generate.py"
 _MOST_BYTES = 2**31 - 1
 _BITS = {"float32": 32, "int8": 8, "int4": 4}
+_BLOCK = 32
+"""Number of weights of a matrix's row that share a scale, in fewer bits than 32."""
 
 
 def write(export: Export, output: Path) -> None:
@@ -62,7 +64,7 @@ def build(export: Export) -> "ModelProto":
     except ImportError as error:
         fix = "pip install 'titan-loop[onnx]'"
         raise UserError(f"--to=onnx needs the package onnx, which is missing; {fix}") from error
-    graph = Graph(shape, partial(_read, export), bits)
+    graph = Graph(shape, partial(_read, export), bits, _BLOCK)
     return checked(LoopGraph(graph, shape).build(), titan_loop.__version__)
 
 
@@ -70,8 +72,8 @@ def _check_size(shape: OnnxShape, dtype: str, bits: int) -> None:
     names_ = ("n_heads * head_dim", "dim", "hidden_dim")
     widths = (shape.n_heads * shape.head_dim, shape.dim, shape.hidden_dim)
     for name, width in zip(names_, widths, strict=True):
-        if bits < 32 and width % BLOCK:
-            problem = f"--dtype={dtype} needs a multiple of {BLOCK} as model.{name}, not {width}"
+        if bits < 32 and width % _BLOCK:
+            problem = f"--dtype={dtype} needs a multiple of {_BLOCK} as model.{name}, not {width}"
             raise UserError(f"{problem}; use float32")
     bytes_ = shape.parameter_count() * bits // 8
     if bytes_ > _MOST_BYTES:

@@ -17,7 +17,6 @@ from onnx import (  # pyright: ignore[reportMissingImports]  the extra `onnx`
 )
 
 from titan_loop.formats.dense import BlockShape
-from titan_loop.formats.onnx_shape import BLOCK
 
 OPSET = 23
 """The first with `Attention`, `RMSNormalization` and `RotaryEmbedding`."""
@@ -56,19 +55,27 @@ class Graph:
     Args:
         read: Returns a tensor, fp32, by the format's name.
         bits: Bits of a weight of a matrix: 32, 8 or 4.
+        block: Number of a row's weights that share a scale.
         prefix: Beginning of all names.
     """
 
     def __init__(
-        self, shape: BlockShape, read: Callable[[str], np.ndarray], bits: int, prefix: str = ""
+        self,
+        shape: BlockShape,
+        read: Callable[[str], np.ndarray],
+        bits: int,
+        block: int,
+        prefix: str = "",
     ) -> None:
-        self.shape, self.read, self.bits, self.prefix = shape, read, bits, prefix
+        self.shape, self.read, self.prefix = shape, read, prefix
+        self.bits, self.block = bits, block
         self._nodes: list[NodeProto] = []
         self._weights: dict[str, TensorProto] = {}
 
     def inner(self, name: str) -> "Graph":
         """Return an empty graph for a body."""
-        return Graph(self.shape, self.read, self.bits, f"{self.prefix}{name}.")
+        prefix = f"{self.prefix}{name}."
+        return Graph(self.shape, self.read, self.bits, self.block, prefix)
 
     def proto(
         self, inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto]
@@ -111,10 +118,10 @@ class Graph:
         """Return a matrix as the right factor of a product, (in, out)."""
         if self.bits == 32:
             return self.weight(name, weight_OI.T)
-        whole_IO, scale_GO = quantised(weight_OI.T, self.bits)
+        whole_IO, scale_GO = quantised(weight_OI.T, self.bits, self.block)
         stored_IO = whole_IO.astype(int4 if self.bits == 4 else np.int8)
         parts = self.weight(name, stored_IO), self.weight(f"{name}.scale", scale_GO)
-        return self.add("DequantizeLinear", *parts, axis=0, block_size=BLOCK)
+        return self.add("DequantizeLinear", *parts, axis=0, block_size=self.block)
 
     def linear(self, x: str, *stems: str) -> str:
         """Apply projections side by side; outputs follow each other on the last axis."""
@@ -162,14 +169,14 @@ class Graph:
         return self.many("Loop", steps, always, *starts, outputs=count, body=proto)
 
 
-def quantised(weight_IO: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return whole numbers, (I, O), and the scale of every `BLOCK` inputs, (I/BLOCK, O).
+def quantised(weight_IO: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return whole numbers, (I, O), and a scale for every `block` inputs, (I/block, O).
 
     A block's largest element becomes the most negative number, which has no opposite, as in ggml's
     Q4_0, so that no number stays unused.
     """
     most = 2 ** (bits - 1)
-    block_GBO = weight_IO.reshape(-1, BLOCK, weight_IO.shape[1])
+    block_GBO = weight_IO.reshape(-1, block, weight_IO.shape[1])
     largest_G1O = np.take_along_axis(block_GBO, np.abs(block_GBO).argmax(1)[:, None], 1)
     scale_G1O = np.where(largest_G1O == 0, 1, largest_G1O / -most)
     whole_GBO = np.rint(block_GBO / scale_G1O).clip(-most, most - 1)

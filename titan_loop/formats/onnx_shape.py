@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from titan_loop.formats.onnx_graph import Graph
 
 GATE = "exit_gate"
-BLOCK = 32
-"""Number of weights of a matrix's row that share a scale, in fewer bits than 32."""
 
 
 @dataclass(frozen=True, kw_only=True)
