@@ -31,6 +31,7 @@ from tests.distributed.parallel_model import (
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.inference.hooks import Hooks
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import ModelOptions, decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
@@ -77,6 +78,7 @@ class Case:
     family: type[ModelOptions] = OuroOptions
     reshard: Literal["default", "always", "never"] = "default"
     loss: StreamedLoss.Config = field(default_factory=ExpectedExitLoss.Config)
+    hooked: tuple[str, ...] = ()
 
     @property
     def model(self) -> ModelOptions:
@@ -129,11 +131,12 @@ def losses_and_gradients(layout: Layout, case: Case) -> tuple[list[float], dict[
     loss_fn.set_lm_head(model.lm_head)
     loss_fn.set_schedules({"entropy_weight": 0.1})
     context = dist_utils.get_spmd_context(parallel_dims=dims)
+    hooks = [(name, lambda value, hook: value + value.sin()) for name in case.hooked]
     losses = []
     for steps, batch in zip(case.steps, batches(len(case.steps)), strict=True):
         valid = (batch[-1] != IGNORE_INDEX).sum()
         tokens, positions, masks, labels = part_of_rank(model, dims, batch)
-        with context():
+        with Hooks(model, hooks), context():
             torch.manual_seed(steps)  # for dropout; the ranks of a state draw the same masks
             collect = case.loss.collect(exit_gate=case.exit_gate)
             depth = {"recurrent_steps": steps, "backward_steps": case.backward_steps}
@@ -197,6 +200,10 @@ MORE_CASES = {
             ("injection", "diagonal"),
         )
     ),
+    "hooked": falling(
+        checkpointing="full",
+        hooked=tuple(f"loop.1.blocks.0.{site}" for site in ("hook_resid_post", "attn.hook_[qz]")),
+    ),
     "outside": falling(options=OUTSIDE),
     "held-outside-by-step": falling(fsdp=HELD, checkpointing="recurrent-step", options=OUTSIDE),
     "outside-gated-truncated": Case(backward_steps=2, options=OUTSIDE),
@@ -224,6 +231,7 @@ PAIRS = [
     *(("cp2", case) for case in ("R-changes", "R-changes-full", "held")),
     *(("cp2-dp2", case) for case in ("R-changes", "held-by-step")),
     *((layout, "outside") for layout in ("tp2", "tp2-no-sp", "cp2", "dp2-tp2")),
+    *((layout, "hooked") for layout in ("tp2", "tp2-no-sp", "cp2", "dp2-tp2")),
     ("tp2", "held-outside-by-step"),
     ("cp2-tp2", "held"),
     ("cp4", "R-changes-selective"),

@@ -1,6 +1,8 @@
 """Functions at (step, layer, site): what they read and change, and that they leave no trace."""
 
+import json
 import logging
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from tests.distributed.test_compile import DYNAMO_WARNS, parallelized
 from tests.inference.generation import check_generation
 from tests.inference.reference import make_model, prompts
+from tests.support.tiny import tiny_config, train_run
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
@@ -17,6 +20,7 @@ from titan_loop.inference.exit_policy import QExit
 from titan_loop.inference.hooks import AFTER_LAYERS, Hooks, hook_names
 from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.training.callback import Callback, TrainingState
 
 TOKENS = torch.tensor(prompts(10, 10))
 POLICIES = [
@@ -149,6 +153,37 @@ def test_training_with_hooks_has_the_same_gradients_however_it_is_computed(polic
     assert want.keys() == got.keys()
     for name, gradient in want.items():
         assert torch.equal(got[name], gradient), name
+
+
+class Hooked(Callback):
+    """Keeps a scope open while a run trains."""
+
+    def __init__(self, *hooks) -> None:
+        self.hooks = hooks
+
+    def on_train_start(self, trainer: TrainingState) -> None:
+        self.scope = ExitStack()
+        self.scope.enter_context(Hooks(trainer.model, self.hooks))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_trains_with_hooks_and_reading_changes_no_bit(source, tmp_path):
+    read: list[tuple[int | None, int]] = []
+    look = (AFTER_LAYERS, lambda value, hook: read.append((hook.step, value.numel())))
+    metrics = {}
+    for name, callbacks in {
+        "plain": [],
+        "read": [Hooked(look)],
+        "changed": [Hooked(("loop.2.blocks.0.hook_resid_post", add))],
+    }.items():
+        config = tiny_config(source, tmp_path / name, steps=2)
+        train_run(config, callbacks=callbacks)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        keys = ("loss", "grad_norm", "data_hash")
+        metrics[name] = [[json.loads(line)[key] for key in keys] for line in lines]
+    assert metrics["read"] == metrics["plain"] != metrics["changed"]
+    # R is 4 in the first step and 2 in the second, of 4 micro-batches each, with 2 layers.
+    assert [step for step, _ in read].count(1) == 2 * [step for step, _ in read].count(4) == 16
 
 
 def test_generation_with_hooks_equals_full_passes():

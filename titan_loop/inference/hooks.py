@@ -102,6 +102,8 @@ class Hooks:
 
     def __enter__(self) -> "Hooks":
         model = self._model
+        if not self._taps:
+            return self
         if any(module._compiled_call_impl is not None for module in model.modules()):
             self._scope.enter_context(torch.compiler.set_stance("force_eager"))
         self._scope.callback(setattr, model, "tells_step", model.tells_step)
