@@ -52,6 +52,12 @@ def mlx_python() -> str:
     return _python_with("mlx-lm", "TITAN_LOOP_MLX_PYTHON")
 
 
+@pytest.fixture(scope="session")
+def quantiser() -> str:
+    """Return the folder of llama.cpp's libraries that have its quantiser."""
+    return _python_with("@node-llama-cpp/linux-x64", "TITAN_LOOP_QUANTISER")
+
+
 def _python_with(package: str, variable: str) -> str:
     found = os.environ.get(variable)
     if not found:

@@ -4,6 +4,7 @@ import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 from titan_loop.cli.arguments import group
@@ -11,11 +12,14 @@ from titan_loop.errors import UserError, require_at_least
 from titan_loop.tables import columns
 
 if TYPE_CHECKING:
+    from titan_loop.formats.llama_shape import LlamaShape
     from titan_loop.formats.tokenizer_export import TokenizerExport
     from titan_loop.runs.saved_run import SavedRun
 
 Dtype = Literal["float32", "bfloat16"]
-ExportDtype = Literal["float32", "bfloat16", "float16", "q8_0", "int8", "int4"]
+ExportDtype = Literal[
+    "float32", "bfloat16", "float16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "int8", "int4"
+]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,9 @@ def export(
     eos_token: str | None = None,
     max_shard_gigabytes: float = 5.0,
     ema: bool = False,
+    measure: tuple[str, ...] = (),
+    measure_steps: tuple[int, ...] = (),
+    measure_windows: int = 16,
 ) -> None:
     """Write a checkpoint in a format that other programs read.
 
@@ -60,8 +67,8 @@ def export(
         output: New folder; for gguf, a new file.
         to: Format; --list prints the choices for this model.
         list: Print all formats: whether this model can be written in each, and if not, the reason.
-        dtype: Type of the weights; float32 loses nothing, released models use bfloat16, only
-            gguf has q8_0, and only onnx int8 and int4.
+        dtype: Type of the weights; float32 loses nothing, released models use bfloat16. Only gguf
+            has the q types, which but for q8_0 need the extra llama-cpp; only onnx int8 and int4.
         recurrent_steps: R to export; by default R of the last training step.
         chatml: Write a ChatML template, and let generation stop at the end of a turn; the default
             if the run's data is conversations. An imported run keeps its folder's template.
@@ -73,12 +80,23 @@ def export(
         eos_token: Token that ends every document; by default as in the run's data.
         max_shard_gigabytes: Largest size of a safetensors file.
         ema: Write the average of the weights that --ema.decay kept in training.
+        measure: Sources of the run, or folders of others; prints bits per byte of their held-out
+            text in llama.cpp, as the GGUF has it, beside the run's. Needs the extra llama-cpp.
+        measure_steps: Recurrent steps to measure; each other than the export's is written beside
+            it, and removed. By default the export's.
+        measure_windows: Held-out windows of each source.
     """
     if not 0 < max_shard_gigabytes < float("inf"):
         raise UserError(f"--max-shard-gigabytes={max_shard_gigabytes} must be a number above 0")
     if chatml and no_chatml:
         raise UserError("--chatml and --no-chatml contradict each other; leave one of them out")
     require_at_least(1, **{"--recurrent-steps": recurrent_steps})
+    for each in measure_steps:
+        require_at_least(1, **{"--measure-steps": each})
+    if measure and not to.startswith("gguf"):
+        raise UserError(f"--measure reads text in llama.cpp; --to={to} is no GGUF")
+    if measure_steps and not measure:
+        raise UserError("--measure-steps has no effect without --measure SOURCE")
     if output is None and not list:
         raise UserError("--output is missing; name the new folder or file")
 
@@ -97,8 +115,23 @@ def export(
     form = get_format(to)
     if dtype not in form.dtypes:
         raise UserError(f"--dtype={dtype}: format {to} has {', '.join(form.dtypes)}")
-    shape = form.shape(trainer["architecture"], recurrent_steps=steps, max_positions=run.seq_len)
+
+    def of_steps(number: int) -> "LlamaShape":
+        return form.shape(
+            trainer["architecture"], recurrent_steps=number, max_positions=run.seq_len
+        )
+
+    shape = of_steps(steps)
+    for each in measure_steps:
+        of_steps(each)  # refused before anything is written
     check_tensors(reader, shape)
+    windows = None
+    if measure:
+        from titan_loop.evaluation.engine_scores import require_engine
+        from titan_loop.evaluation.window_scores import open_run
+
+        require_engine(shape)
+        windows = open_run(run, count=measure_windows, sources=measure)
     known = None
     if not no_tokenizer:
         known = _tokenizer(run, shape.vocab_size, tokenizer, chatml, no_chatml, eos_token)
@@ -118,6 +151,19 @@ def export(
             "it held conversations; if it did, export again with --chatml"
         )
     print(output)
+    if windows is None:
+        return
+    from titan_loop.evaluation.engine_scores import table
+    from titan_loop.inference.loading import load_checkpoint
+
+    with TemporaryDirectory(dir=output.parent) as folder:
+        files = {steps: output}
+        for each in measure_steps:
+            if each not in files:
+                files[each] = Path(folder) / f"{each}.gguf"
+                form.write(replace(export, shape=of_steps(each), tokenizer=None), files[each])
+        files = {each: files[each] for each in measure_steps or files}
+        print(table(load_checkpoint(checkpoint, ema=ema).model, files, windows))
 
 
 def _formats_of(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import titan_loop
 from titan_loop.errors import UserError
+from titan_loop.formats import llama_cpp
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.gguf_tokenizer import (
     check_ids,
@@ -30,7 +31,8 @@ from titan_loop.formats.gguf_tokenizer import (
     tokenizer_problem,
     write_tokenizer,
 )
-from titan_loop.formats.llama_shape import LlamaShape
+from titan_loop.formats.gguf_types import MIXTURES, WITHOUT_WHEEL, kind_of, wanted_kind
+from titan_loop.formats.llama_shape import HEAD, LlamaShape
 from titan_loop.models.family import completed_architecture
 from titan_loop.plugins import find, names
 from titan_loop.storage.staged_folder import staged_file
@@ -46,14 +48,6 @@ UNROLLED = "llama"
 MOST_VISITS = 512
 """llama.cpp's `LLAMA_MAX_LAYERS`: the most layers of a model, every visit of a loop counted."""
 
-_TYPES = {
-    "float32": ("F32", "ALL_F32"),
-    "float16": ("F16", "MOSTLY_F16"),
-    "bfloat16": ("BF16", "MOSTLY_BF16"),
-    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
-}
-"""ggml's names for the type of a matrix and of a file."""
-_Q8_BLOCK = 32
 _WITHOUT_TOKENIZER = (
     "has no tokenizer; programs that give llama.cpp's library ids can run it, llama-server and "
     "llama-cli cannot"
@@ -76,22 +70,18 @@ def write(export: Export, output: Path) -> None:
     shape = export.shape
     architecture, _ = shape.gguf_engine()
     logging.getLogger("gguf").setLevel(logging.WARNING)
-    matrix_type, file_type = _TYPES[export.dtype]
-    kind = gguf.GGMLQuantizationType[matrix_type]
-    for name, width in {"dim": shape.dim, "hidden_dim": shape.hidden_dim}.items():
-        if export.dtype == "q8_0" and width % _Q8_BLOCK:
-            problem = f"--dtype=q8_0 needs a multiple of {_Q8_BLOCK} as model.{name}, not {width}"
-            raise UserError(f"{problem}; use float16")
+    if any(kind not in WITHOUT_WHEEL for kind in MIXTURES[export.dtype][1:]):
+        llama_cpp.require_library(f"--dtype={export.dtype}")
     vocabulary = None if export.tokenizer is None else open_vocabulary(export.tokenizer)
     with staged_file(output) as path:
         with closing(gguf.GGUFWriter(path, architecture)) as writer:
             _write_keys(writer, export, output.stem)
-            writer.add_file_type(gguf.LlamaFileType[file_type])
+            writer.add_file_type(MIXTURES[export.dtype].file)
             if export.tokenizer is None or vocabulary is None:
                 writer.add_tokenizer_model("none")
             else:
                 write_tokenizer(writer, vocabulary, export.tokenizer, rows=shape.vocab_size)
-            tensors = _announce_tensors(writer, export, kind)
+            tensors = _announce_tensors(writer, export)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
@@ -125,9 +115,7 @@ def _write_keys(writer: "GGUFWriter", export: Export, name: str) -> None:
         adders.get(type(value), writer.add_uint32)(f"{architecture}.{key}", value)
 
 
-def _announce_tensors(
-    writer: "GGUFWriter", export: Export, kind: Any
-) -> list[Callable[[], np.ndarray]]:
+def _announce_tensors(writer: "GGUFWriter", export: Export) -> list[Callable[[], np.ndarray]]:
     """Add name and shape of every tensor; return their producers, in the same order."""
     from gguf import GGMLQuantizationType, quants
 
@@ -138,26 +126,40 @@ def _announce_tensors(
     shapes, read = shape.gguf_stored(shape.written_shapes(), export.read)
     dtypes = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
     pending: list[Callable[[], np.ndarray]] = []
+    coarser: dict[tuple[int, Any, Any], dict[str, None]] = {}
 
     def produce(tensor: str, kind: Any) -> np.ndarray:
         weight = read(tensor).to(torch.float32)
         for inner, number in heads.items():
             if inner in tensor:
                 weight = neighbours(weight, number)
-        return quants.quantize(weight.contiguous().numpy(), kind)
+        values = weight.contiguous().numpy()
+        quantise = quants.quantize if kind in WITHOUT_WHEEL else llama_cpp.quantise
+        return quantise(values, kind)
 
     for tensor, size in shapes.items():
         name = shape.gguf_name(tensor)
         if name is None:
             continue
+        stored = GGMLQuantizationType.F32
         # Norms stay in fp32, as in every file of llama.cpp.
-        stored = kind if len(size) > 1 else GGMLQuantizationType.F32
+        if len(size) > 1:
+            place = {"layers": shape.n_layers, "tied": HEAD not in shapes}
+            wanted = wanted_kind(export.dtype, name, **place)
+            stored = kind_of(export.dtype, name, size[-1], **place)
+            if stored != wanted:
+                coarser.setdefault((size[-1], wanted, stored), {})[name.split(".")[-2]] = None
         dtype = np.dtype(dtypes.get(stored, np.uint8))
         raw = None if stored in dtypes else stored
         held = size if raw is None else quants.quant_shape_to_byte_shape(size, stored)
         bytes_ = int(np.prod(held)) * dtype.itemsize
         writer.add_tensor_info(name, held, dtype, bytes_, raw_dtype=raw)
         pending.append(partial(produce, tensor, stored))
+    for (columns, wanted, stored), matrices in coarser.items():
+        logger.warning(
+            f"--dtype={export.dtype}: rows of {columns} are no multiple of {wanted.name}'s block; "
+            f"{stored.name} instead for {', '.join(matrices)}"
+        )
     return pending
 
 
@@ -190,7 +192,7 @@ GGUF = Format(
     summary="file for llama.cpp in which layers are stored once and looped",
     shape=partial(_fitting, False),
     write=write,
-    dtypes=tuple(_TYPES),
+    dtypes=tuple(MIXTURES),
     programs=_programs,
     tokenizer_problem=tokenizer_problem,
 )
@@ -198,7 +200,7 @@ GGUF_UNROLLED = Format(
     summary="file for llama.cpp in which every visit is a layer of Llama, Qwen 3, Gemma 3, …",
     shape=partial(_fitting, True),
     write=write,
-    dtypes=tuple(_TYPES),
+    dtypes=tuple(MIXTURES),
     programs=_programs,
     tokenizer_problem=tokenizer_problem,
 )

@@ -14,7 +14,7 @@ from tests.families.ouro.hugging_face.conftest import convert, convert_killed
 from tests.families.ouro.hugging_face.test_export import error_of
 from tests.support.llama_runs import UNSPLIT, VOCABULARY, maker
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.formats import gguf_file
+from titan_loop.formats import gguf_file, llama_cpp
 from titan_loop.formats.gguf_file import neighbours
 from titan_loop.formats.gguf_tokenizer import tokenizer_problem
 from titan_loop.formats.stress_texts import stress_texts
@@ -120,18 +120,17 @@ def test_the_list_says_what_llama_cpp_has(
             ("--recurrent-steps", 257),
             "at most 512 layers, and this model has 514 with every recurrent step counted",
         ),
-        (
-            "gguf",
-            {"dim": 72, "n_heads": 4},
-            ("--dtype", "q8_0"),
-            "needs a multiple of 32 as model.dim",
-        ),
         ("gguf", {"vocab_size": 290}, (), "has 300 token ids"),
+        ("gguf", {}, ("--dtype", "q4_0"), "--dtype=q4_0 needs llama.cpp's wheel: pip install"),
+        ("gguf", {}, ("--measure", "."), "--measure needs llama.cpp's wheel: pip install"),
+        ("nanbeige", {}, ("--measure", "."), "--to=nanbeige is no GGUF"),
+        ("gguf", {}, ("--measure-steps", 2), "no effect without --measure SOURCE"),
     ],
 )
 def test_models_that_a_format_cannot_hold_are_one_line(
-    make_run, tmp_path, capsys, ascii_tokenizer, to, options, flags, message
+    make_run, tmp_path, capsys, ascii_tokenizer, monkeypatch, to, options, flags, message
 ):
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda name: None)
     made = make_run(**options)
     arguments = (made.run, "--to", to, "--output", tmp_path / "out")
     assert message in error_of(capsys, "export", *arguments, "--tokenizer", ascii_tokenizer, *flags)

@@ -3,33 +3,38 @@
 import json
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFReader
+from torch.nn.functional import cross_entropy
 
 from tests.contracts.folders import opened
 from tests.models.dense_blocks import BLOCKS
 from tests.support.llama_cpp import CLOSE, PROMPT, TOKENS, as_matrix, ask, export, log_probs
 from tests.support.llama_runs import UNSPLIT, VOCABULARY, maker, train_tokenizer
 from tests.support.tiny import standard_library_texts, tiny_config
-from titan_loop.data.shards import TokenShards
+from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.formats import gguf_tokenizer
 from titan_loop.formats.gguf_pretokenizers import PRE_TOKENIZERS, Match, pre_tokenizer
+from titan_loop.formats.gguf_types import MIXTURES
 from titan_loop.formats.llama_cpp_process import Model
 from titan_loop.formats.stress_texts import stress_texts
 from titan_loop.models.dense import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.start import run_recipe
-from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.conversation import Conversation, parse_messages
 from titan_loop.text.tokenizer import load_tokenizer
 
+QUANTISE = Path(__file__).parents[2] / "support" / "quantise_driver.py"
 CHAT = Path(__file__).parents[3] / "tools" / "chat.py"
-Q8_SHARE = 0.01
-STEPS, WINDOW = 150, 64
+BITS_CLOSE = {"float32": 5e-4, "q8_0": 5e-3, "q6_k": 2e-2, "q4_k_m": 5e-2, "q4_0": 5e-2}
+"""Bits per byte that each type may change, of about 4."""
+STEPS, WINDOW = 80, 64
 
 pytestmark = pytest.mark.engines
 
@@ -168,36 +173,80 @@ def test_chats_are_written_as_in_training(python, make_run, tmp_path):
         assert answer == ChatTemplate().prompt(ours)
 
 
-def test_a_trained_model_quantised_to_eight_bits_reads_as_well(python, source, tmp_path, alone):
+WIDE = {"dim": 256, "hidden_dim": 512, "n_layers": 9}
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "others"),
+    [
+        ("gguf", {**WIDE, "recurrent_steps": 1}, ()),
+        ("gguf", {**WIDE, "recurrent_steps": 2}, ("ffn_down",)),
+        ("gguf-unrolled", {**WIDE, "n_layers": 4, "recurrent_steps": 2}, ()),
+        ("gguf-unrolled", {**WIDE, "recurrent_steps": 1, **BLOCKS["phi3"]}, ()),
+        ("gguf", {"dim": 96, "hidden_dim": 160, "recurrent_steps": 1, "tie_weights": True}, ()),
+        ("gguf", {"dim": 72, "hidden_dim": 288, "recurrent_steps": 1}, ()),
+    ],
+    ids=["stack", "loop", "unrolled", "fused", "coarser-tied", "fp16"],
+)
+def test_few_bits_are_llama_cpps_but_for_what_it_counts_by_loops(
+    wheel, quantiser, make_run, tmp_path, to, options, others
+):
+    run = make_run(**options).run
+    flags = ("--to", to, "--no-tokenizer", "--dtype")
+    source = export(run, tmp_path / "source.gguf", *flags, "float32")
+    for dtype in ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0"):
+        file = export(run, tmp_path / f"{dtype}.gguf", *flags, dtype)
+        want = tmp_path / "want.gguf"
+        words = [quantiser, source, want, int(MIXTURES[dtype].file)]
+        subprocess.run([sys.executable, QUANTISE, *map(str, words)], check=True)
+        pairs = [
+            {
+                each.name: (each.tensor_type, each.data.tobytes())
+                for each in GGUFReader(path).tensors
+            }
+            for path in (file, want)
+        ]
+        ours, theirs = pairs
+        assert ours.keys() == theirs.keys()
+        differ = {name.split(".")[2] for name in ours if ours[name] != theirs[name]}
+        assert differ == {*(others if dtype.endswith("_m") else ())}, dtype
+
+
+def test_held_out_text_is_measured_in_llama_cpp_for_every_depth(
+    wheel, source, tmp_path, alone, capfd
+):
     config = tiny_config(source, tmp_path / "run", steps=STEPS)
-    config.model = DenseOptions(initializer_range=0.1)
+    config.model = DenseOptions(initializer_range=0.1, dim=256, n_heads=4)
     config.training.seq_len = WINDOW
     run_recipe(
         Recipe(name="one", stages=[Stage(name="one", config=config)]), folder=tmp_path / "run"
     )
-    shards = TokenShards(source, "held_out")
-    windows = [shards.read_ids(start, WINDOW).tolist() for start in range(0, 4 * WINDOW, WINDOW)]
-    requests = [
-        {"prompt": ids[:1], "given": ids[1:], "vocabulary": VOCABULARY, "count": 0}
-        for ids in windows
-    ]
-    nats: dict[str, float] = {}
-    for dtype in ("float32", "q8_0"):
-        flags = ("--to", "gguf", "--dtype", dtype)
-        file = export(tmp_path / "run", tmp_path / f"{dtype}.gguf", *flags)
-        answers = ask(python, file, *requests)
-        nats[dtype] = -sum(
-            float(as_matrix(answer)[range(WINDOW - 1), ids[1:]].mean())
-            for ids, answer in zip(windows, answers, strict=True)
-        ) / len(windows)
-    model = opened(tmp_path / "run")
-    steps = SavedRun.open(tmp_path / "run").checkpoint().manifest["trainer"]["recurrent_steps"]
-    ours = -sum(
-        float(log_probs(model, ids, steps)[range(WINDOW - 1), ids[1:]].mean()) for ids in windows
-    ) / len(windows)
-    assert ours < math.log(VOCABULARY) - 1  # it has learned
-    assert nats["float32"] == pytest.approx(ours, abs=1e-4)
-    assert math.exp(nats["q8_0"] - ours) == pytest.approx(1, abs=Q8_SHARE)
+    steps = ("--measure-steps", "1", "2", "3")
+    measure = ("--measure", source, *steps, "--measure-windows", "8")
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for dtype in ("float32", "q8_0", "q6_k", "q4_k_m", "q4_0"):
+        capfd.readouterr()
+        file = tmp_path / f"{dtype}.gguf"
+        export(tmp_path / "run", file, "--to", "gguf", "--dtype", dtype, *measure)
+        head, *rows = (line.split() for line in capfd.readouterr().out.splitlines()[-4:])
+        assert head == ["source", "R", "run", "llama.cpp", "difference"]
+        found[dtype] = {row[1]: (float(row[2]), float(row[3])) for row in rows}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["run", *(f"{dtype}.gguf" for dtype in found)]
+    )
+    windows = held_out_windows(source, seq_len=WINDOW, count=8)
+    with torch.no_grad():
+        output = opened(tmp_path / "run")(windows.input, windows.positions, recurrent_steps=3)
+        logits = opened(tmp_path / "run").readout(output.hidden_RBLD[-1])
+    nats = cross_entropy(logits.flatten(0, 1), windows.labels.flatten(), reduction="sum")
+    bits = float(nats) / math.log(2) / float(windows.label_bytes.sum())
+    print(found)
+    assert found["float32"]["3"][0] == pytest.approx(bits, abs=1e-4)
+    for step, (ours, _) in found["float32"].items():
+        for dtype, close in BITS_CLOSE.items():
+            assert found[dtype][step][0] == ours < 5  # it has learned
+            assert found[dtype][step][1] == pytest.approx(ours, abs=close), (dtype, step)
+            assert dtype in ("float32", "q8_0") or found[dtype][step][1] != ours
 
 
 def test_the_chat_answers_or_says_why_not(python, make_run, tmp_path_factory, tmp_path):
