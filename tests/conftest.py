@@ -40,6 +40,7 @@ settings.register_profile("any speed", deadline=None, suppress_health_check=[Hea
 settings.load_profile("any speed")
 
 MARKERS = (
+    "browser",
     "effects",
     "engines",
     "float8",

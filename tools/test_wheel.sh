@@ -15,6 +15,7 @@ layered_environment "$folder/environment"
     --force-reinstall "$folder"/titan_loop-*.whl
 tops=$("$VENV/bin/python" -m zipfile -l "$folder"/titan_loop-*.whl | awk 'NR > 1 { split($1, part, "/"); print part[1] }' |
     grep -v 'dist-info$' | sort -u)
+"$VENV/bin/python" -m zipfile -l "$folder"/titan_loop-*.whl | grep -q titan_loop/serve/page.html
 [ "$tops" = titan_loop ] || { echo "the wheel has the packages: $tops" >&2; exit 1; }
 
 mkdir "$folder/elsewhere"

@@ -152,7 +152,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (b"[" * 100_000, 400, "the body is not JSON"),
         ([], 400, "the body is not a JSON object"),
         (TEXT | {"model": "../run"}, 404, "model='../run' is not served here; it is 'run'"),
-        (TEXT | {"temprature": 1}, 400, "temprature is not a field of this request; nearest: temp"),
+        (TEXT | {"top_pp": 1}, 400, "top_pp is not a field of this request; nearest: top_p"),
         (TEXT | {"presence_penalty": 0.5}, 400, "presence_penalty=0.5 is not supported here"),
         (TEXT | {"temperature": "hot"}, 400, 'temperature="hot" must be a whole number or a num'),
         (b'{"prompt": "a", "temperature": NaN}', 400, "temperature=nan must be 0"),
@@ -205,6 +205,14 @@ def test_other_pages_and_paths_get_nothing(server):
     assert ask(server, "POST", "/v1/completions", TEXT | {"max_tokens": 2})[0] == 200
     watching = False
     assert not opened
+
+
+def test_the_page_is_one_file_that_asks_nobody_else(server):
+    status, headers, text = ask(server, "GET", "/")
+    assert status == 200
+    assert "connect-src 'self'" in headers["Content-Security-Policy"]
+    assert text.startswith("<!doctype html>")
+    assert "://" not in text
 
 
 def test_a_key_is_asked_for(trained_run):

@@ -8,7 +8,6 @@ tokens) and `cache_bytes` (of an answer's keys and values at its end).
 import json
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,37 +40,42 @@ def event_line(value: Mapping[str, Any] | str) -> str:
 
 
 class Answering:
-    """Writes the answers to one request; `number` is its id."""
+    """Writes the answers to one request; `number` is its id, `rows` are its answers."""
 
     def __init__(
-        self, kind: Kind, model: str, tokenizer: "Tokenizer", engine: ServingEngine
+        self,
+        kind: Kind,
+        rows: Sequence[ServedRow],
+        *,
+        model: str,
+        tokenizer: "Tokenizer",
+        engine: ServingEngine,
     ) -> None:
         self.kind: Kind = kind
         prefix = "chatcmpl-" if kind == "chat" else "cmpl-"
         self.number = prefix + secrets.token_hex(16)
-        self._model, self._tokenizer, self._engine = model, tokenizer, engine
+        self._model, self._tokenizer, self._engine, self._rows = model, tokenizer, engine, rows
         self._created = int(time.time())
-        self._offsets: dict[int, int] = defaultdict(int)  # characters of each choice's tokens
+        # Of each answer: tokens, their characters, sums of their exit steps and FLOPs.
+        self._tokens, self._characters, self._steps = ([0] * len(rows) for _ in range(3))
+        self._flops = 0.0
 
-    def whole(
-        self, pieces: Sequence[Sequence[Piece]], rows: Sequence[ServedRow]
-    ) -> tuple[int, dict[str, Any]]:
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> tuple[int, dict[str, Any]]:
         """Return status and body of a response that is not streamed."""
         for each in pieces:
             if problem := self.problem(each[-1], started=len(each) > 1):
                 return problem
         choices = [self._choice(index, each, streamed=False) for index, each in enumerate(pieces)]
-        return 200, self._object("", choices) | {"usage": self.usage(pieces, rows)}
+        return 200, self._object("", choices) | {"usage": self.usage()}
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: Piece, *, has_usage: bool) -> dict[str, Any]:
         """Return one chunk of a stream."""
-        return self._object(".chunk", [self._choice(index, [piece], streamed=True)])
+        chunk = self._object(".chunk", [self._choice(index, [piece], streamed=True)])
+        return chunk | ({"usage": self.usage()} if has_usage else {})
 
-    def last_chunk(
-        self, pieces: Sequence[Sequence[Piece]], rows: Sequence[ServedRow]
-    ) -> dict[str, Any]:
+    def last_chunk(self) -> dict[str, Any]:
         """Return the chunk with the usage, which has no choice."""
-        return self._object(".chunk", []) | {"usage": self.usage(pieces, rows)}
+        return self._object(".chunk", []) | {"usage": self.usage()}
 
     def problem(self, piece: Piece, *, started: bool) -> tuple[int, dict[str, Any]] | None:
         """Return status and body of the error that a piece stands for; None if it is none.
@@ -83,21 +87,18 @@ class Answering:
         status, message = PROBLEMS[piece.problem]
         return status, error_object(message, status)
 
-    def usage(self, pieces: Sequence[Sequence[Piece]], rows: Sequence[ServedRow]) -> dict[str, Any]:
-        """Return the counts of a request."""
-        spoken = [_spoken(each) for each in pieces]
-        prompts = {tuple(row.prompt) for row in rows}
-        before, after = sum(map(len, prompts)), sum(map(len, spoken))
-        steps = [piece.event.step for each in spoken for piece in each if piece.event is not None]
+    def usage(self) -> dict[str, Any]:
+        """Return the counts so far."""
+        before, after = sum(map(len, {tuple(row.prompt) for row in self._rows})), sum(self._tokens)
         return {
             "prompt_tokens": before,
             "completion_tokens": after,
             "total_tokens": before + after,
-            "mean_exit_step": sum(steps) / len(steps) if steps else None,
-            "flops": sum(piece.flops for each in spoken for piece in each),
+            "mean_exit_step": sum(self._steps) / after if after else None,
+            "flops": self._flops,
             "cache_bytes": sum(
-                self._engine.cache_bytes(row.settings, len(row.prompt) + len(each))
-                for row, each in zip(rows, spoken, strict=True)
+                self._engine.cache_bytes(row.settings, len(row.prompt) + tokens)
+                for row, tokens in zip(self._rows, self._tokens, strict=True)
             ),
         }
 
@@ -114,13 +115,18 @@ class Answering:
 
     def _choice(self, index: int, pieces: Sequence[Piece], *, streamed: bool) -> dict[str, Any]:
         text = "".join(piece.event.text for piece in pieces if piece.event is not None)
-        spoken = _spoken(pieces)
+        # The stop token is no part of an answer.
+        spoken = [p for p in pieces if p.event is not None and p.event.finish != "stop_token"]
+        steps = [piece.event.step for piece in spoken if piece.event is not None]
+        self._tokens[index] += len(steps)
+        self._steps[index] += sum(steps)
+        self._flops += sum(piece.flops for piece in spoken)
         last = pieces[-1]
         finish = None if last.event is None else last.event.finish
         choice: dict[str, Any] = {
             "index": index,
             "finish_reason": "length" if last.problem else finish and _FINISH[finish],
-            "exit_steps": [piece.event.step for piece in spoken if piece.event is not None],
+            "exit_steps": steps,
             "logprobs": self._logprobs(index, spoken),
         }
         if any(piece.trace for piece in spoken):
@@ -149,8 +155,8 @@ class Answering:
         texts = [self._text(token) for token, _ in told]
         offsets = []
         for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
+            offsets.append(self._characters[index])
+            self._characters[index] += len(text)
         return {
             "tokens": texts,
             "token_logprobs": [logprobs.own for _, logprobs in told],
@@ -167,8 +173,3 @@ class Answering:
 
     def _text(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)
-
-
-def _spoken(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces with a token of the answer, which the stop token is not."""
-    return [p for p in pieces if p.event is not None and p.event.finish != "stop_token"]

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]
@@ -21,6 +22,7 @@ from starlette.middleware.trustedhost import (  # pyright: ignore[reportMissingI
 )
 from starlette.requests import Request  # pyright: ignore[reportMissingImports]
 from starlette.responses import (  # pyright: ignore[reportMissingImports]
+    HTMLResponse,
     JSONResponse,
     Response,
     StreamingResponse,
@@ -56,6 +58,12 @@ if TYPE_CHECKING:
 MOST_BODY_BYTES = 1 << 20
 _BODY_SECONDS = 30.0
 _LARGEST_SEED = 2**63 - 1
+_PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +98,7 @@ def application(
     """Return the server's application.
 
     Args:
-        api_key: Key that every request but `/health` must bear; None for none.
+        api_key: Key that every request but the page's and `/health` must bear; None for none.
         hosts: Names under which the server may be addressed. A page elsewhere whose name resolves
             to this machine bears its own.
     """
@@ -102,6 +110,7 @@ def application(
         await asyncio.to_thread(served.scheduler.join)
 
     routes = [
+        Route("/", app.page),
         Route("/v1/completions", app.completions, methods=["POST"]),
         Route("/v1/chat/completions", app.chat, methods=["POST"]),
         Route("/v1/answers/{number}", app.change, methods=["PATCH"]),
@@ -124,6 +133,7 @@ class _Application:
         self._api_key = api_key
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._answers: dict[str, Sequence[ServedRow]] = {}
+        self._page = Path(__file__).with_name("page.html").read_bytes()
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, "completion")
@@ -157,6 +167,9 @@ class _Application:
         self._authorise(request)
         text = self.served.scheduler.metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(self._page, headers=_PAGE_HEADERS)
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "version": __version__})
@@ -219,7 +232,9 @@ class _Application:
             return asking, self._rows(asking, send)
 
         asking, rows = await loop.run_in_executor(self._texts, read)
-        answering = Answering(kind, served.name, served.tokenizer, self.engine)
+        answering = Answering(
+            kind, rows, model=served.name, tokenizer=served.tokenizer, engine=self.engine
+        )
         served.scheduler.submit(rows)
         self._answers[answering.number] = rows
 
@@ -235,7 +250,7 @@ class _Application:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
                 return Response(status_code=499)  # nobody reads it
-            status, content = answering.whole(whole.result(), rows)
+            status, content = answering.whole(whole.result())
             return JSONResponse(content, status)
         finally:
             whole.cancel()
@@ -327,15 +342,15 @@ async def _collected(rows: Sequence[ServedRow], pieces: _Pieces) -> list[list[Pi
 async def _events(
     answering: Answering, asking: Asking, rows: Sequence[ServedRow], pieces: _Pieces
 ) -> AsyncIterator[str]:
-    collected: list[list[Piece]] = [[] for _ in rows]
+    started: set[int] = set()
     async for index, piece in _read(rows, pieces):
-        if problem := answering.problem(piece, started=bool(collected[index])):
+        if problem := answering.problem(piece, started=index in started):
             yield event_line(problem[1])
             return
-        collected[index].append(piece)
-        yield event_line(answering.chunk(index, piece))
+        started.add(index)
+        yield event_line(answering.chunk(index, piece, has_usage=asking.repeats_usage))
     if asking.includes_usage:
-        yield event_line(answering.last_chunk(collected, rows))
+        yield event_line(answering.last_chunk())
     yield event_line("[DONE]")
 
 

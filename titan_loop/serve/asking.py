@@ -63,6 +63,7 @@ class Asking:
         choices: Number of answers to each prompt.
         max_tokens: Most tokens of an answer; None for as many as the server allows.
         includes_usage: Whether a stream ends with the counts of its tokens.
+        repeats_usage: Whether each chunk has the counts so far, an addition of vLLM's.
     """
 
     kind: Kind
@@ -74,6 +75,7 @@ class Asking:
     stop: tuple[str, ...]
     streams: bool
     includes_usage: bool
+    repeats_usage: bool
 
 
 class _Fields:
@@ -179,7 +181,7 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
         traced=fields.take("trace", bool, False),
     )
     streams = fields.take("stream", bool, False)
-    usage = fields.take("stream_options", dict, {}).get("include_usage", False)
+    told = fields.take("stream_options", dict, {})
     seed = fields.whole("seed", -_MAX_SEED - 1, _MAX_SEED)
     fields.end()
     return Asking(
@@ -191,7 +193,8 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
         seed=secrets.randbits(62) if seed is None else seed,
         stop=tuple(stop),
         streams=streams,
-        includes_usage=not streams or usage is True,
+        includes_usage=told.get("include_usage") is True,
+        repeats_usage=told.get("continuous_usage_stats") is True,
     )
 
 
