@@ -172,7 +172,7 @@ class LoopModel:
 
     def hook_names(self, recurrent_steps: int | None = None) -> list[str]:
         """Return the names of all sites of R steps; None for the trained R."""
-        return hook_names(self.model, recurrent_steps or self.recurrent_steps)
+        return hook_names(self.model, self._steps(recurrent_steps))
 
     def generate(
         self,
@@ -200,7 +200,7 @@ class LoopModel:
         tokenizer, ends = self._text
         engine = Engine(
             self.model,
-            recurrent_steps=recurrent_steps or self.recurrent_steps,
+            recurrent_steps=self._steps(recurrent_steps),
             kv_cache=kv_cache,
             exit_policy=parse_exit_policy(exit),
             prefill_steps=prefill_steps,
@@ -237,22 +237,25 @@ class LoopModel:
             raise UserError("text is empty: give at least one character")
         tokenizer, ends = self._text
         ids = encode_prompt(tokenizer, text, None)
-        reading = policy_reading(exit, recurrent_steps or self.recurrent_steps)
+        reading = policy_reading(exit, self._steps(recurrent_steps))
         before, context = _before_text(ends), self.model.config.max_seq_len
         scores = TokenScorer(self.model, [reading]).score(_windows([before, *ids], context))
         return sum(score.nats[0] for score in scores) / (math.log(2) * len(text.encode()))
 
+    def _steps(self, recurrent_steps: int | None) -> int:
+        require_at_least(1, recurrent_steps=recurrent_steps)
+        return self.recurrent_steps if recurrent_steps is None else recurrent_steps
+
     def _forward(
         self, text: Text, recurrent_steps: int | None, hooks: Sequence[tuple[str, Function]]
     ) -> tuple[Tensor, LoopOutput]:
-        require_at_least(1, recurrent_steps=recurrent_steps)
         config = self.model.config
         if missing := {*config.columns} - {PREFIX}:
             raise UserError(
                 f"model.family={config.family} reads {', '.join(sorted(missing))} beside tokens, "
                 "which a text does not have; call the decoder, `.model`, with columns"
             )
-        tokens_BL, steps = self.tokens(text), recurrent_steps or self.recurrent_steps
+        tokens_BL, steps = self.tokens(text), self._steps(recurrent_steps)
         with Hooks(self.model, hooks):
             return tokens_BL, self.model(tokens_BL, recurrent_steps=steps)
 

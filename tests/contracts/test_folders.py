@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import titan_loop
 from tests.contracts.folders import FOLDERS, MODELS, OWN_CODE, Written, opened, write_folder
 from tests.families.ouro.hugging_face.conftest import convert
 from titan_loop.formats.format import get_format
@@ -31,10 +32,12 @@ def test_an_export_comes_back_bit_by_bit(tmp_path, tokenizer_file, name, number)
     written = write_folder(tmp_path, name, tokenizer_file, *shards, number=number)
     back, again = tmp_path / "back", tmp_path / "again"
     convert("import", written.folder, "--output", back)
-    state = opened(back).state_dict()
-    assert state.keys() == written.model.state_dict().keys()
-    for key, tensor in written.model.state_dict().items():
-        assert torch.equal(state[key], tensor), key
+    loaded = titan_loop.load(written.folder)
+    assert loaded.recurrent_steps == written.model.recurrent_steps
+    for state in (opened(back).state_dict(), loaded.model.state_dict()):
+        assert state.keys() == written.model.state_dict().keys()
+        for key, tensor in written.model.state_dict().items():
+            assert torch.equal(state[key], tensor), key
     before, after = (
         SavedRun.open(run).checkpoint().manifest["trainer"] for run in (written.run, back)
     )

@@ -141,7 +141,10 @@ def test_mistakes_are_one_line(trained_run, tmp_path):
     for words, wrong in {
         f"text has 49 tokens, the context is {CONTEXT}": lambda: model.states("a" * 49),
         "text has ids outside the vocabulary of 300": lambda: model.states(torch.tensor([300])),
-        "recurrent_steps=0 must be at least 1": lambda: model.states(TEXT, recurrent_steps=0),
+        "recurrent_steps=0 must be at least 1": lambda: model.bits_per_byte(
+            TEXT, recurrent_steps=0
+        ),
+        "recurrent_steps=-1 must be at least 1": lambda: model.generate(TEXT, recurrent_steps=-1),
         "text is empty": lambda: model.bits_per_byte(""),
         "hook loop.1.x is no site": lambda: model.run_with_cache(TEXT, "loop.1.x"),
         "stage nothing": lambda: titan_loop.load(trained_run, stage="nothing"),
