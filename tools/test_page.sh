@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The server's page in a real Chromium: type, stream, move the sliders, stop, lose the server, come back,
-# and WCAG's rules in light, dark and on a phone.
+# and WCAG's rules in light, dark and on a phone. Then the page that runs a model itself (tools/demo/browser).
 #
 #   bash tools/test_page.sh [PYTEST ARGUMENTS]
 #
@@ -28,3 +28,9 @@ if [ -d "$folder/node_modules/axe-core" ]; then
     export TITAN_LOOP_NODE_MODULES=$folder/node_modules
 fi
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$VENV/bin/python" -m pytest -q -m browser tests/serve "$@"
+source tools/group_environment.sh
+group_environment onnx
+if source tools/demo/browser/packages.sh; then # without them the test is skipped
+    export TITAN_LOOP_BROWSER_PACKAGES=$BROWSER_PACKAGES
+fi
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$VENV/onnx/bin/python" -m pytest -q -m browser tests/tools "$@"
