@@ -73,6 +73,7 @@ def test_an_edited_card_is_refused(source):
         ({"format_version": 3}, r"^source .* has format 3, this version reads 2"),
         ({"surprise": 1}, "is unreadable"),
         ({"eos_id": -1}, "eos_id -1 is outside its vocabulary of 300"),
+        ({"token_bytes": 8}, "token_bytes 8 is neither 2 nor 4"),
         ({"bos_id": 300}, "bos_id 300 is outside its vocabulary of 300"),
         ({"splits": ["train"]}, "is unreadable"),
         ({"max_token_id": "9"}, r"is unreadable \(max_token_id='9'\)"),

@@ -86,13 +86,14 @@ class SafetensorsFolder:
         placed = read_json_object(index, fix=_AGAIN).get("weight_map")
         if not isinstance(placed, dict) or not all(type(file) is str for file in placed.values()):
             raise DamagedFileError(index, "it has no weight_map with file names", _AGAIN)
-        files: dict[str, set[str] | None] = {}
-        for file in sorted(set(placed.values())):
+        listed: dict[str, set[str]] = {}
+        for name, file in placed.items():
+            listed.setdefault(file, set()).add(name)
+        for file in sorted(listed):
             require_file_name(file, index)
             if not (self._folder / file).is_file():
                 raise UserError(f"{self._folder / file} is missing; download it, or export again")
-            files[file] = {name for name in placed if placed[name] == file}
-        return files
+        return {file: listed[file] for file in sorted(listed)}
 
     def _open(self, file: str) -> Any:
         try:

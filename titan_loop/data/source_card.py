@@ -204,6 +204,10 @@ class SourceCard:
                     f"source card {path}: {name} {value} is outside its vocabulary of "
                     f"{card.vocab_size}: {fix}"
                 )
+        if card.token_bytes not in (2, 4):
+            raise UserError(
+                f"source card {path}: token_bytes {card.token_bytes} is neither 2 nor 4: {fix}"
+            )
         for split in card.splits:  # refuses names that lead out of the folder
             require_file_name(split, CARD_NAME)
             card.shard_files(split)

@@ -274,11 +274,20 @@ class RotateHalf(RoPE):
         self, query: Tensor, key: Tensor, *, rope_BLH: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Rotate `query` and `key`, both (B, L, N, H); shapes and dtypes are kept."""
-        width = 2 * self.config.dim
-        if rope_BLH.shape[-1] != width:
-            rope_BLH = rope_BLH.narrow(-1, self.config.table * width, width)
+        return self.rotated(query, rope_BLH), self.rotated(key, rope_BLH)
+
+    def rotated(self, x_BLNH: Tensor, rope_BLH: Tensor) -> Tensor:
+        """Rotate all heads of a tensor; shape and dtype are kept."""
+        dim = self.config.dim
+        if rope_BLH.shape[-1] != 2 * dim:
+            rope_BLH = rope_BLH.narrow(-1, self.config.table * 2 * dim, 2 * dim)
         cos, sin = rope_BLH.chunk(2, dim=-1)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin)
+        turned = x_BLNH if dim == x_BLNH.shape[-1] else x_BLNH[..., :dim]
+        wide = turned.to(torch.promote_types(x_BLNH.dtype, torch.float32))
+        turned = (wide * cos + wide.roll(dim // 2, -1) * sin).to(x_BLNH.dtype)
+        if dim == x_BLNH.shape[-1]:
+            return turned
+        return torch.cat((turned, x_BLNH[..., dim:]), dim=-1)
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         """Nothing to initialise: the table is the decoder's."""
@@ -297,10 +306,6 @@ class NoRotation(RotateHalf):
         """Return both unchanged."""
         return query, key
 
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if (width := cos.shape[-1]) < x.shape[-1]:
-        return torch.cat((_rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    def rotated(self, x_BLNH: Tensor, rope_BLH: Tensor | None) -> Tensor:  # type: ignore[override]
+        """Return the heads unchanged."""
+        return x_BLNH

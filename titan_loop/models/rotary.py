@@ -78,7 +78,11 @@ class Rotation:
 
 
 class RotationTable(CosSinRoPE):
-    """Cosines and sines of every position, (tokens, 2·d), of a `Rotation`."""
+    """Cosines and sines of every position, (tokens, 2·d), of a `Rotation`.
+
+    Sines of the first half are negative: x ⊙ cos + swapped(x) ⊙ sin is the rotation, where the
+    halves of `swapped(x)` are exchanged.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
@@ -92,6 +96,6 @@ class RotationTable(CosSinRoPE):
         # fp32 on every device: a default dtype of bf16 would round the frequencies.
         frequency_F = config.rotation.frequencies()
         angle_PF = torch.outer(torch.arange(config.max_seq_len).float(), frequency_F)
-        angle_PH = torch.cat((angle_PF, angle_PF), dim=-1)
         factor = config.rotation.attention_factor
-        return torch.cat((angle_PH.cos() * factor, angle_PH.sin() * factor), dim=-1)
+        cos_PF, sin_PF = angle_PF.cos() * factor, angle_PF.sin() * factor
+        return torch.cat((cos_PF, cos_PF, -sin_PF, sin_PF), dim=-1)

@@ -152,7 +152,8 @@ class PlainLoop(nn.Module):
         assert rows is not None
         cos, sin = rows.transpose(1, 2).chunk(2, dim=-1)
         self.register_buffer("cos", cos.clone())
-        self.register_buffer("sin", sin.clone())
+        # Ours has the sign of the exchanged half in the table.
+        self.register_buffer("sin", sin[..., sin.shape[-1] // 2 :].repeat(1, 1, 1, 2))
         self.to(device())
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
 import torch
@@ -53,6 +54,7 @@ class Job:
         fsdp_policy: Rule for what FSDP keeps gathered, where it is used (on a GPU also for one
             rank).
         float8: torchao's recipe for the layers' products; emulated on a CPU.
+        compute_dtype: Dtype of the layers; None for bf16 on CUDA and fp32 on a CPU.
     """
 
     model: ModelOptions
@@ -64,6 +66,7 @@ class Job:
     trainable: Trainable = "all"
     fsdp_policy: FSDPPolicy = "per_step"
     float8: Float8 = "off"
+    compute_dtype: Literal["bfloat16", "float32"] | None = None
 
     @property
     def tokens(self) -> int:
@@ -87,12 +90,11 @@ def build(job: Job) -> LoopDecoder:
     with torch.device("meta"):
         model = config.build()
     world = dist.get_world_size() if dist.is_initialized() else 1
+    usual: Literal["bfloat16", "float32"] = "bfloat16" if device().type == "cuda" else "float32"
     parallelize_loop_decoder(
         model,
         parallel_dims=ParallelDims.from_config(parallelism, world),
-        training=TrainingConfig(
-            mixed_precision_param="bfloat16" if device().type == "cuda" else "float32"
-        ),
+        training=TrainingConfig(mixed_precision_param=job.compute_dtype or usual),
         parallelism=parallelism,
         compile_config=CompileConfig(enable=job.compiled, components=["model"]),
         ac_config=job.checkpointing,
