@@ -152,6 +152,22 @@ def test_the_queue_is_bounded_and_rows_that_leave_make_room(model):
         assert f"{line}\n" in text
 
 
+def test_who_has_read_the_last_token_may_ask_again_at_once(model):
+    scheduler = scheduler_of(model, rows=1, queue=0)
+    request, settings = Request(prompt=[1, 2], max_new_tokens=3), RowSettings(recurrent_steps=2)
+    second = Answer(scheduler.engine, request, settings)
+    first = Answer(
+        scheduler.engine,
+        request,
+        settings,
+        on_token=lambda answer: answer.is_done and scheduler.submit([second.row]),
+    )
+    scheduler.submit([first.row])
+    until(lambda: second.is_done)
+    scheduler.join()
+    assert second.tokens == first.tokens
+
+
 def test_time_ends_rows_that_run_and_rows_that_wait(model):
     scheduler = scheduler_of(model, rows=1)
     request = Request(prompt=[1, 2], max_new_tokens=40)

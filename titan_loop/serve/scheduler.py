@@ -43,7 +43,7 @@ class Scheduler:
         self.places, self.queue = rows, queue
         self._cache = engine.cache(rows)
         self._batch = engine.batch(self._cache)
-        self._running = 0
+        self._active: Sequence[ServedRow] = ()  # in the engine's hands
         self._waiting: deque[ServedRow] = deque()
         self._changed = threading.Condition()
         self._closed = False  # to new rows
@@ -56,11 +56,11 @@ class Scheduler:
         with self._changed:
             if self._closed:
                 raise StoppingError("the server is stopping")
-            room = self.places + self.queue - self._running - len(self._waiting)
-            if len(rows) > room:
+            running = self._running
+            if len(rows) > self.places + self.queue - running - len(self._waiting):
                 self.metrics.answers.labels("refused").inc(len(rows))
                 raise QueueFullError(
-                    f"{self._running} answers are being written and {len(self._waiting)} wait: "
+                    f"{running} answers are being written and {len(self._waiting)} wait: "
                     f"there is no room for {len(rows)} more; try again"
                 )
             self._waiting.extend(rows)
@@ -93,6 +93,11 @@ class Scheduler:
             self._tell()
         self._thread.join()
 
+    @property
+    def _running(self) -> int:
+        # Who has read the last token of an answer may ask before its row is dropped.
+        return sum(row.finish is None for row in self._active)
+
     def _tell(self) -> None:
         self.metrics.queue.set(len(self._waiting))
         self.metrics.rows.set(self._running)
@@ -106,20 +111,20 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._running = len(self._batch.rows)
+                self._active = self._served(self._batch)
                 self._tell()
-                while not (self._waiting or self._running or self._ended):
+                while not (self._waiting or self._active or self._ended):
                     self._changed.wait()
-                if not (self._waiting or self._running):
+                if not (self._waiting or self._active):
                     return
                 joining = self._next_rows()
-                self._running += len(joining)
+                self._active = [*self._active, *joining]
                 self._tell()
             try:
                 self._advance(joining)
             except Exception:  # one request's fault must not end the server
                 logger.exception("the engine failed; its rows are given up")
-                for row in {*joining, *self._served(self._batch)}:
+                for row in self._active:
                     if row.finish is None:
                         self._end(row, "failure")
                 self._batch = self.engine.batch(self._cache)
