@@ -13,8 +13,8 @@ from titan_loop.inference.exit_policy import Confidence, KLAndEntropy, QExit, St
 from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.objectives.exit_distribution import exit_pmf
-from titan_loop.serve.rows import RowSettings, ServingEngine
-from titan_loop.serve.scheduler import QueueFullError, Scheduler, StoppingError
+from titan_loop.serve.rows import RefusedError, RowSettings, ServingEngine
+from titan_loop.serve.scheduler import Scheduler
 
 WARM = Sampling(temperature=0.8, top_p=0.9)
 MIXED = [
@@ -131,7 +131,7 @@ def test_the_queue_is_bounded_and_rows_that_leave_make_room(model):
     scheduler.submit([first.row])
     until(lambda: bool(first.pieces))  # it runs, and the engine waits
     scheduler.submit([second.row])
-    with pytest.raises(QueueFullError, match="1 answers are being written and 1 wait"):
+    with pytest.raises(RefusedError, match="1 answers are being written and 1 wait"):
         scheduler.submit([third.row])
     scheduler.cancel([second.row])
     scheduler.submit([third.row])
@@ -143,7 +143,7 @@ def test_the_queue_is_bounded_and_rows_that_leave_make_room(model):
     assert not second.pieces
     assert len(third.tokens) == 5
     scheduler.join()
-    with pytest.raises(StoppingError):
+    with pytest.raises(RefusedError, match="the server is stopping"):
         scheduler.submit([ask().row])
     text = scheduler.metrics.text().decode()
     for line in ('answers_total{ended="gone"} 2.0', 'answers_total{ended="refused"} 1.0',

@@ -35,17 +35,9 @@ from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.exit_policy import exit_policies_of
 from titan_loop.inference.rows import Request as RowRequest
 from titan_loop.serve.answering import Answering, error_object, event_line
-from titan_loop.serve.asking import (
-    MOST_CHOICES,
-    Asking,
-    AskingError,
-    Kind,
-    read_asking,
-    read_change,
-    read_json,
-)
-from titan_loop.serve.rows import Piece, RowSettings, ServedRow
-from titan_loop.serve.scheduler import QueueFullError, Scheduler, StoppingError
+from titan_loop.serve.asking import MOST_CHOICES, Asking, Kind, read_asking, read_change, read_json
+from titan_loop.serve.rows import Piece, RefusedError, RowSettings, ServedRow
+from titan_loop.serve.scheduler import Scheduler
 from titan_loop.text.conversation import Conversation
 from titan_loop.text.tokenizer import encode_prompt
 
@@ -123,7 +115,7 @@ def application(
         routes=routes,
         lifespan=lifespan,
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts], www_redirect=False)],
-        exception_handlers=dict.fromkeys(_STATUS, _refused) | {HTTPException: _not_here},
+        exception_handlers=dict.fromkeys((UserError, TimeoutError, HTTPException), _refused),
     )
 
 
@@ -146,7 +138,7 @@ class _Application:
         body = await self._body(request)
         rows = self._answers.get(request.path_params["number"])
         if rows is None:
-            raise AskingError("no such answer is being written", status=404)
+            raise RefusedError("no such answer is being written", status=404)
         changed = [read_change(body, row.wanted) for row in rows]
         for row, settings in zip(rows, changed, strict=True):
             self.engine.check(settings, row.prompt)
@@ -198,24 +190,24 @@ class _Application:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         # Headers arrive as Latin-1, whatever their bytes meant.
         if not hmac.compare_digest(given.encode("latin-1"), self._api_key.encode()):
-            raise AskingError("the API key is missing or wrong", status=401)
+            raise RefusedError("the API key is missing or wrong", status=401)
 
     def _require_model(self, name: object) -> None:
         if name is not None and name != self.served.name:
             problem = f"model={name!r:.80} is not served here; it is {self.served.name!r}"
-            raise AskingError(problem, "model", 404)
+            raise RefusedError(problem, "model", 404)
 
     async def _body(self, request: Request) -> Any:
         self._authorise(request)
         # A page elsewhere can send other types without asking first.
         if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-            raise AskingError("the content type must be application/json", status=415)
+            raise RefusedError("the content type must be application/json", status=415)
         body = b""
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 body += part
                 if len(body) > MOST_BODY_BYTES:
-                    raise AskingError(f"the body has over {MOST_BODY_BYTES} bytes", status=413)
+                    raise RefusedError(f"the body has over {MOST_BODY_BYTES} bytes", status=413)
         return read_json(body)
 
     async def _answer(self, request: Request, kind: Kind) -> Response:
@@ -243,8 +235,8 @@ class _Application:
             served.scheduler.cancel(rows)
 
         if asking.streams:
-            return _Stream(_events(answering, asking, rows, pieces), end)
-        whole = asyncio.create_task(_collected(rows, pieces))
+            return _Stream(_events(answering, asking, len(rows), pieces), end)
+        whole = asyncio.create_task(_collected(len(rows), pieces))
         gone = asyncio.create_task(_left(request))
         try:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -262,9 +254,9 @@ class _Application:
         limit = served.most_tokens if asking.max_tokens is None else asking.max_tokens
         if limit > served.most_tokens:
             problem = f"max_tokens={limit} is above this server's limit of {served.most_tokens}"
-            raise AskingError(problem, "max_tokens")
+            raise RefusedError(problem, "max_tokens")
         if (count := len(asking.prompts) * asking.choices) > MOST_CHOICES:
-            raise AskingError(f"{count} answers in one request; at most {MOST_CHOICES}", "n")
+            raise RefusedError(f"{count} answers in one request; at most {MOST_CHOICES}", "n")
         rows: list[ServedRow] = []
         for prompt in asking.prompts:
             ids, prefix_tokens = self._ids(prompt)
@@ -296,7 +288,7 @@ class _Application:
         served, begin = self.served, self.served.ends.begin_of_text
         if isinstance(prompt, Conversation):
             if served.encoder is None:
-                raise AskingError("this model's tokenizer has no tokens for chats", "messages")
+                raise RefusedError("this model's tokenizer has no tokens for chats", "messages")
             return served.encoder.prompt(prompt)
         if isinstance(prompt, str) and prompt:
             return encode_prompt(served.encoding_tokenizer, prompt, begin), None
@@ -324,26 +316,25 @@ class _Stream(StreamingResponse):
 _Pieces = asyncio.Queue[tuple[int, Piece]]
 
 
-async def _read(rows: Sequence[ServedRow], pieces: _Pieces) -> AsyncIterator[tuple[int, Piece]]:
-    left = len(rows)
-    while left:
+async def _read(answers: int, pieces: _Pieces) -> AsyncIterator[tuple[int, Piece]]:
+    while answers:
         index, piece = await pieces.get()
-        left -= piece.is_last
+        answers -= piece.is_last
         yield index, piece
 
 
-async def _collected(rows: Sequence[ServedRow], pieces: _Pieces) -> list[list[Piece]]:
-    collected: list[list[Piece]] = [[] for _ in rows]
-    async for index, piece in _read(rows, pieces):
+async def _collected(answers: int, pieces: _Pieces) -> list[list[Piece]]:
+    collected: list[list[Piece]] = [[] for _ in range(answers)]
+    async for index, piece in _read(answers, pieces):
         collected[index].append(piece)
     return collected
 
 
 async def _events(
-    answering: Answering, asking: Asking, rows: Sequence[ServedRow], pieces: _Pieces
+    answering: Answering, asking: Asking, answers: int, pieces: _Pieces
 ) -> AsyncIterator[str]:
     started: set[int] = set()
-    async for index, piece in _read(rows, pieces):
+    async for index, piece in _read(answers, pieces):
         if problem := answering.problem(piece, started=index in started):
             yield event_line(problem[1])
             return
@@ -360,23 +351,15 @@ async def _left(request: Request) -> None:
         pass
 
 
-_STATUS: dict[type[Exception], int] = {
-    UserError: 400,
-    QueueFullError: 429,
-    StoppingError: 503,
-    TimeoutError: 408,  # of `_body`
-}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
-    field, message = None, str(error) or "the body did not arrive in time"
-    if isinstance(error, AskingError):
+async def _refused(request: Request, error: Any) -> Response:
+    field, status, message = None, 400, str(error)
+    if isinstance(error, RefusedError):
         field, status = error.field, error.status
+    elif isinstance(error, TimeoutError):
+        status, message = 408, "the body did not arrive in time"
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(error_object(message, status, field), status, _HEADERS.get(status))
-
-
-async def _not_here(request: Request, error: Any) -> Response:
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(error_object(message, error.status_code), error.status_code)

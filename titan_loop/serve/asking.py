@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import nearest
 from titan_loop.inference.exit_policy import parse_exit_policy
 from titan_loop.inference.sampling import Sampling
-from titan_loop.serve.rows import RowSettings
+from titan_loop.serve.rows import RefusedError, RowSettings
 from titan_loop.text.conversation import Conversation, parse_messages
 
 Kind = Literal["completion", "chat"]
@@ -44,14 +44,6 @@ _IDLE: dict[str, tuple[Any, ...] | None] = {
     "tools": ([],),
     "user": None,
 }
-
-
-class AskingError(UserError):
-    """A request that cannot be answered, and the field at fault."""
-
-    def __init__(self, problem: str, field: str | None = None, status: int = 400) -> None:
-        super().__init__(problem)
-        self.field, self.status = field, status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +75,7 @@ class _Fields:
 
     def __init__(self, body: Any) -> None:
         if not isinstance(body, dict):
-            raise AskingError("the body is not a JSON object")
+            raise RefusedError("the body is not a JSON object")
         self._left = {name: value for name, value in body.items() if value is not None}
         self._known: list[str] = []
 
@@ -95,7 +87,7 @@ class _Fields:
         if value is not default and (wrong or not isinstance(value, kind)):
             kinds = kind if isinstance(kind, tuple) else (kind,)
             names = " or ".join(_JSON_NAMES[each] for each in kinds)
-            raise AskingError(f"{name}={json.dumps(value):.40} must be {names}", name)
+            raise RefusedError(f"{name}={json.dumps(value):.40} must be {names}", name)
         if isinstance(value, str):
             _require_text(name, value)
         return value
@@ -103,25 +95,25 @@ class _Fields:
     def whole(self, name: str, least: int, most: int, default: int | None = None) -> Any:
         value = self.take(name, int, default)
         if value is not None and not least <= value <= most:
-            raise AskingError(f"{name}={value} must be between {least} and {most}", name)
+            raise RefusedError(f"{name}={value} must be between {least} and {most}", name)
         return value
 
     def number(self, name: str, default: float) -> float:
         try:
             return float(self.take(name, (int, float), default))
         except OverflowError as error:
-            raise AskingError(f"{name} is too large", name) from error
+            raise RefusedError(f"{name} is too large", name) from error
 
     def end(self) -> None:
         """Refuse what is left."""
         for name, value in self._left.items():
             if name not in _IDLE:
                 known = nearest(name, [*self._known, *_IDLE])
-                raise AskingError(f"{name:.40} is not a field of this request{known}", name)
+                raise RefusedError(f"{name:.40} is not a field of this request{known}", name)
             idle = _IDLE[name]
             if idle is not None and value not in idle:
                 shown = f"{name}={json.dumps(value):.40}"
-                raise AskingError(f"{shown} is not supported here; leave it out", name)
+                raise RefusedError(f"{shown} is not supported here; leave it out", name)
 
 
 _JSON_NAMES = {
@@ -135,15 +127,15 @@ _JSON_NAMES = {
 
 
 def read_json(body: bytes) -> Any:
-    """Return the value of a JSON text; raise `AskingError` if it is not one."""
+    """Return the value of a JSON text; raise `RefusedError` if it is not one."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise AskingError(f"the body is not JSON: {error}") from error
+        raise RefusedError(f"the body is not JSON: {error}") from error
 
 
 def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
-    """Return what a body asks for; raise `AskingError` or `UserError` if it cannot be read."""
+    """Return what a body asks for; raise `UserError` if it cannot be read."""
     fields = _Fields(body)
     fields.take("model", str)  # checked by the application, which knows the only one
     prompts: Sequence[str | list[int] | Conversation]
@@ -152,7 +144,7 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
         wants = fields.take("logprobs", bool, False)
         logprobs = fields.whole("top_logprobs", 0, _MOST_LOGPROBS)
         if logprobs is not None and not wants:
-            raise AskingError("top_logprobs needs logprobs=true", "top_logprobs")
+            raise RefusedError("top_logprobs needs logprobs=true", "top_logprobs")
         logprobs = (logprobs or 0) if wants else None
         # The newer name of the same limit.
         max_tokens = fields.whole("max_completion_tokens", 1, _MAX_SEED)
@@ -166,7 +158,7 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
     stop = fields.take("stop", (str, list), [])
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > _MOST_STOPS or not all(isinstance(each, str) and each for each in stop):
-        raise AskingError(f"stop must be at most {_MOST_STOPS} texts, none of them empty", "stop")
+        raise RefusedError(f"stop must be at most {_MOST_STOPS} texts, none of them empty", "stop")
     for each in stop:
         _require_text("stop", each)
     sampling = Sampling(
@@ -175,7 +167,7 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
         top_k=fields.whole("top_k", 1, _MAX_SEED),
     )
     settings = replace(
-        read_depth(fields, defaults),
+        _depth(fields, defaults),
         sampling=sampling,
         logprobs=logprobs,
         traced=fields.take("trace", bool, False),
@@ -201,13 +193,12 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
 def read_change(body: Any, before: RowSettings) -> RowSettings:
     """Return the settings of a row after a change of `exit`, `recurrent_steps` or both."""
     fields = _Fields(body)
-    settings = read_depth(fields, before)
+    settings = _depth(fields, before)
     fields.end()
     return settings
 
 
-def read_depth(fields: _Fields, before: RowSettings) -> RowSettings:
-    """Return `before` with the depth and the exit policy that the fields give."""
+def _depth(fields: _Fields, before: RowSettings) -> RowSettings:
     steps = fields.whole("recurrent_steps", 1, 1 << 16, before.recurrent_steps)
     text = fields.take("exit", str)
     policy = before.exit_policy if text is None else parse_exit_policy(text)
@@ -215,34 +206,30 @@ def read_depth(fields: _Fields, before: RowSettings) -> RowSettings:
 
 
 def _prompts(given: str | list[Any]) -> list[str | list[int]]:
-    listed = given if isinstance(given, list) and given and _is_many(given[0]) else [given]
+    many = isinstance(given, list) and given and isinstance(given[0], str | list)
     prompts: list[str | list[int]] = []
-    for prompt in listed:
+    for prompt in given if many else [given]:
         if isinstance(prompt, str):
             _require_text("prompt", prompt)
         elif not (isinstance(prompt, list) and prompt and all(type(x) is int for x in prompt)):
-            raise AskingError("prompt must be texts, or lists of token ids", "prompt")
+            raise RefusedError("prompt must be texts, or lists of token ids", "prompt")
         prompts.append(prompt)
     return prompts
 
 
-def _is_many(first: Any) -> bool:
-    return isinstance(first, str | list)
-
-
 def _conversation(messages: list[Any] | None) -> Conversation:
     if not messages:
-        raise AskingError("messages must be at least one message", "messages")
+        raise RefusedError("messages must be at least one message", "messages")
     try:
         turns = tuple(parse_messages(messages))
         return Conversation(turns).mapped(lambda text: _require_text("messages", text))
     except TypeError as error:
-        raise AskingError(f"messages: {error}", "messages") from error
+        raise RefusedError(f"messages: {error}", "messages") from error
 
 
 def _require_text(field: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise AskingError(f"{field} holds half of a surrogate pair", field) from error
+        raise RefusedError(f"{field} holds half of a surrogate pair", field) from error
     return text

@@ -1,5 +1,7 @@
 """Counters of a server in Prometheus' format, in a registry of its own."""
 
+from typing import Any
+
 from prometheus_client import (  # pyright: ignore[reportMissingImports]
     CollectorRegistry,
     Counter,
@@ -17,23 +19,18 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        prefix = "titan_loop_"
-        self.prompt_tokens = Counter(
-            f"{prefix}prompt_tokens", "Tokens of prompts that ran", registry=registry
-        )
-        self.tokens = Counter(f"{prefix}tokens", "Tokens generated", registry=registry)
-        self.steps = Counter(
-            f"{prefix}exit_steps", "Sum of the generated tokens' exit steps", registry=registry
-        )
-        self.answers = Counter(
-            f"{prefix}answers", "Answers by how they ended", ["ended"], registry=registry
-        )
-        self.rows = Gauge(f"{prefix}rows", "Rows that run", registry=registry)
-        self.queue = Gauge(f"{prefix}queue", "Rows that wait for a place", registry=registry)
-        self.mean_step = Gauge(
-            f"{prefix}mean_exit_step", "Mean exit step of all tokens so far", registry=registry
-        )
+        self._registry = CollectorRegistry()
+
+        def made(kind: type[Any], name: str, about: str, *labels: str) -> Any:
+            return kind(f"titan_loop_{name}", about, labels, registry=self._registry)
+
+        self.prompt_tokens = made(Counter, "prompt_tokens", "Tokens of prompts that ran")
+        self.tokens = made(Counter, "tokens", "Tokens generated")
+        self.steps = made(Counter, "exit_steps", "Sum of the tokens' exit steps")
+        self.answers = made(Counter, "answers", "Answers by how they ended", "ended")
+        self.rows = made(Gauge, "rows", "Rows that run")
+        self.queue = made(Gauge, "queue", "Rows that wait for a place")
+        self.mean_step = made(Gauge, "mean_exit_step", "Mean exit step of all tokens so far")
         self._sum = self._count = 0
 
     def add_token(self, step: int) -> None:

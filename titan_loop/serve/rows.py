@@ -6,7 +6,7 @@ as in `inference/`.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,19 +17,23 @@ from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_decider import ExitDecider
 from titan_loop.inference.exit_policy import ExitPolicy, StaticStep, require_exit_policy
 from titan_loop.inference.measures import log_probabilities
-from titan_loop.inference.rows import (
-    Batch,
-    GeneratedToken,
-    Request,
-    Row,
-    draw_rows,
-)
+from titan_loop.inference.rows import Batch, GeneratedToken, Request, Row, draw_rows
 from titan_loop.inference.sampling import Sampling, probabilities
+from titan_loop.inference.stack import Stack
 from titan_loop.models.decoder import LoopDecoder
 
 TRACED_TOKENS = 5
+Problem = Literal["time", "gone", "stopping", "failure"]
 Likely = list[tuple[int, float]]
 """Tokens with their probabilities, or log-probabilities in nats, the likeliest first."""
+
+
+class RefusedError(UserError):
+    """A request that is not answered: the field at fault, and HTTP's status."""
+
+    def __init__(self, problem: str, field: str | None = None, status: int = 400) -> None:
+        super().__init__(problem)
+        self.field, self.status = field, status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,13 +76,13 @@ class Piece(NamedTuple):
 
     Attributes:
         event: The token; None for a row that ended without one.
-        problem: Why the row ended before its time: "time", "stopping" or "failure".
+        problem: Why the row ended before its time.
         flops: Forward FLOPs of the token.
         trace: Readings of the steps that the token ran.
     """
 
     event: GeneratedToken | None
-    problem: str | None = None
+    problem: Problem | None = None
     logprobs: LogProbs | None = None
     trace: Sequence[StepReading] = ()
     flops: float = 0.0
@@ -133,7 +137,7 @@ class ServedRow(Row):
         self.settings = self.wanted
         return event
 
-    def end(self, problem: str) -> None:
+    def end(self, problem: Problem) -> None:
         """End before the next token."""
         self.finish = "limit"
         self._send(self.index, Piece(None, problem))
@@ -142,9 +146,8 @@ class ServedRow(Row):
 class RowDecider(ExitDecider):
     """Applies every row's own policy, and takes the readings of rows that are traced."""
 
-    def __init__(self, engine: Engine, rows: Sequence[ServedRow]) -> None:
+    def __init__(self, stack: Stack, rows: Sequence[ServedRow]) -> None:
         deepest = max((row.settings.deepest_step for row in rows), default=0)
-        stack = engine.stack
         super().__init__(StaticStep(), deepest, gate=stack.gate, readout=stack.readout)
         self.rows = rows
         self._has_gate = stack.model.exit_gate is not None
@@ -211,9 +214,8 @@ class ServedBatch(Batch):
         """Draw a token for each of `rows` from (B, V) logits, and note its log-probability."""
         served = cast(Sequence[ServedRow], rows)
         tokens = logits_BV.argmax(-1).tolist()
-        for sampling in {row.settings.sampling for row in served}:
-            if sampling.temperature == 0.0:
-                continue
+        kinds = {row.settings.sampling for row in served}
+        for sampling in (kind for kind in kinds if kind.temperature > 0.0):
             places = [i for i, row in enumerate(served) if row.settings.sampling == sampling]
             weight_BV = probabilities(logits_BV[places], sampling)
             drawn = draw_rows(weight_BV, [served[place] for place in places])
@@ -248,27 +250,26 @@ class ServingEngine(Engine):
 
     def __init__(self, model: LoopDecoder, *, recurrent_steps: int, kv_cache: str = "full") -> None:
         super().__init__(model, recurrent_steps=recurrent_steps, kv_cache=kv_cache)
+        self._costs: dict[int, tuple[float, float]] = {}
 
-    def cache(self, rows: int) -> LoopCache:
-        """Return memory for `rows` rows as long as the context."""
+    def batch(self, rows: int, cache: LoopCache | None = None) -> ServedBatch:
+        """Return a batch with memory for `rows` rows as long as the context.
+
+        A `cache` that exists already is used again, and what it holds is forgotten.
+        """
         require_at_least(1, rows=rows)
-        return self.stack.make_cache(
-            self._strategy,
-            steps=self.recurrent_steps,
-            rows=rows,
-            capacity=self.stack.context_tokens,
-        )
-
-    def batch(self, cache: LoopCache) -> ServedBatch:
-        """Return a batch without rows, which forgets those in `cache`."""
+        stack, steps = self.stack, self.recurrent_steps
+        if cache is None:
+            room = {"rows": rows, "capacity": stack.context_tokens}
+            cache = stack.make_cache(self._strategy, steps=steps, **room)
         cache.select([])
         return ServedBatch(
-            stack=self.stack,
+            stack=stack,
             rows=[],
             cache=cache,
-            decider=RowDecider(self, []),
+            decider=RowDecider(stack, []),
             sampling=Sampling(),
-            recurrent_steps=self.recurrent_steps,
+            recurrent_steps=steps,
         )
 
     def check(self, settings: RowSettings, prompt: Sequence[int]) -> None:
@@ -295,12 +296,14 @@ class ServingEngine(Engine):
 
     def flops(self, settings: RowSettings, step: int, position: int) -> float:
         """Return the forward FLOPs of a token that left after `step` and sees `position` keys."""
-        config = self.stack.model.config
-        parts = config.training_flops(position, step, trainable="exit_gate")
-        policy = settings.exit_policy
+        config, policy = self.stack.model.config, settings.exit_policy
+        if step not in self._costs:  # it takes longer than a small model's step
+            parts = config.training_flops(1, step, trainable="exit_gate")
+            self._costs[step] = parts.matrices + parts.decoding, parts.attention
+        fixed, per_key = self._costs[step]
         readouts = 2 * config.dim * config.vocab_size * (step if policy.reads_logits else 1)
         gate = 2 * config.dim * step if policy.reads_gate else 0
-        return parts.matrices + parts.attention + parts.decoding + readouts + gate
+        return fixed + per_key * position + readouts + gate
 
     def cache_bytes(self, settings: RowSettings, tokens: int) -> int:
         """Return the bytes of keys and values of so many tokens at a row's depth."""
@@ -310,4 +313,4 @@ class ServingEngine(Engine):
         return 2 * (kept * slots[1] + slots[2]) * width * tokens
 
     def _decider(self, rows: Sequence[Row]) -> RowDecider:
-        return RowDecider(self, cast(Sequence[ServedRow], rows))
+        return RowDecider(self.stack, cast(Sequence[ServedRow], rows))

@@ -9,22 +9,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from titan_loop.errors import require_at_least
 from titan_loop.serve.metrics import Metrics
-from titan_loop.serve.rows import ServedBatch, ServedRow, ServingEngine
+from titan_loop.serve.rows import Problem, RefusedError, ServedRow, ServingEngine
 
 logger = logging.getLogger(__name__)
-
-
-class QueueFullError(RuntimeError):
-    """The queue has no room for a request."""
-
-
-class StoppingError(RuntimeError):
-    """The server accepts no new request."""
 
 
 class Scheduler:
@@ -35,14 +28,11 @@ class Scheduler:
         queue: Number of rows that may wait.
     """
 
-    def __init__(
-        self, engine: ServingEngine, *, rows: int, queue: int, metrics: Metrics | None = None
-    ) -> None:
+    def __init__(self, engine: ServingEngine, *, rows: int, queue: int) -> None:
         require_at_least(0, queue=queue)
-        self.engine, self.metrics = engine, metrics or Metrics()
+        self.engine, self.metrics = engine, Metrics()
         self.places, self.queue = rows, queue
-        self._cache = engine.cache(rows)
-        self._batch = engine.batch(self._cache)
+        self._batch = engine.batch(rows)
         self._active: Sequence[ServedRow] = ()  # in the engine's hands
         self._waiting: deque[ServedRow] = deque()
         self._changed = threading.Condition()
@@ -52,17 +42,16 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, rows: Sequence[ServedRow]) -> None:
-        """Let rows run or wait; raise `QueueFullError` or `StoppingError` if they cannot."""
+        """Let rows run or wait; raise `RefusedError` if they cannot."""
         with self._changed:
             if self._closed:
-                raise StoppingError("the server is stopping")
+                raise RefusedError("the server is stopping", status=503)
             running = self._running
             if len(rows) > self.places + self.queue - running - len(self._waiting):
                 self.metrics.answers.labels("refused").inc(len(rows))
-                raise QueueFullError(
-                    f"{running} answers are being written and {len(self._waiting)} wait: "
-                    f"there is no room for {len(rows)} more; try again"
-                )
+                problem = f"{running} answers are being written and {len(self._waiting)} wait: "
+                problem += f"there is no room for {len(rows)} more; try again"
+                raise RefusedError(problem, status=429)
             self._waiting.extend(rows)
             self._tell()
 
@@ -103,7 +92,7 @@ class Scheduler:
         self.metrics.rows.set(self._running)
         self._changed.notify_all()
 
-    def _end(self, row: ServedRow, problem: str) -> None:
+    def _end(self, row: ServedRow, problem: Problem) -> None:
         self.metrics.answers.labels(problem).inc()
         row.end(problem)
 
@@ -111,7 +100,7 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._active = self._served(self._batch)
+                self._active = cast(list[ServedRow], self._batch.rows)
                 self._tell()
                 while not (self._waiting or self._active or self._ended):
                     self._changed.wait()
@@ -127,7 +116,7 @@ class Scheduler:
                 for row in self._active:
                     if row.finish is None:
                         self._end(row, "failure")
-                self._batch = self.engine.batch(self._cache)
+                self._batch = self.engine.batch(self.places, self._batch.cache)
 
     def _next_rows(self) -> list[ServedRow]:
         """Take the rows that join: the first that waits, and the next ones of its depth."""
@@ -151,7 +140,7 @@ class Scheduler:
         for event in self.engine.join(batch, joining) if joining else batch.advance():
             self.metrics.add_token(event.step)
         now = time.monotonic()
-        for row in self._served(batch):
+        for row in cast(list[ServedRow], batch.rows):
             if row.finish is not None:
                 ended = "length" if row.finish in ("limit", "context") else "stop"
                 self.metrics.answers.labels(ended).inc()
@@ -160,7 +149,3 @@ class Scheduler:
             elif now > row.deadline:
                 self._end(row, "time")
         batch.drop_finished()
-
-    @staticmethod
-    def _served(batch: ServedBatch) -> list[ServedRow]:
-        return [row for row in batch.rows if isinstance(row, ServedRow)]
