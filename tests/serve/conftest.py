@@ -10,12 +10,12 @@ from typing import NamedTuple
 import pytest
 import uvicorn
 
-from tests.inference.conftest import trained_run
+from tests.inference.conftest import ended_run, own_run, trained_run
 from titan_loop.cli.serve import Serving, load
 from titan_loop.serve.application import Served, application
 from titan_loop.serve.rows import Piece, RowSettings, ServedRow, ServingEngine
 
-__all__ = ["trained_run"]
+__all__ = ["ended_run", "own_run", "trained_run"]
 
 CONTEXT = 512
 

@@ -67,28 +67,34 @@ def test_traces_and_log_probabilities_are_those_of_the_full_forward_pass(model):
     scheduler = scheduler_of(model)
     (prompt,) = prompts(6)
     settings = RowSettings(recurrent_steps=4, exit_policy=QExit(0.8), logprobs=2, traced=True)
-    answer = Answer(scheduler.engine, Request(prompt=prompt, max_new_tokens=1), settings)
+    answer = Answer(scheduler.engine, Request(prompt=prompt, max_new_tokens=3), settings)
     scheduler.submit([answer.row])
     until(lambda: answer.is_done)
     scheduler.join()
-    (piece,) = answer.pieces
-    assert piece.event is not None
-    assert len(piece.trace) == piece.event.step < 4
+    first, *others = answer.pieces
+    assert first.event is not None
+    assert len(first.trace) == first.event.step < 4
     output = model(torch.tensor([prompt]), recurrent_steps=4)
     pmf = exit_pmf(torch.stack([*output.exit_logit_RBL]))[:, 0, -1]
-    for step, reading in enumerate(piece.trace):
+    for step, reading in enumerate(first.trace):
         shares = model.readout(output.hidden_RBLD[step])[0, -1].softmax(-1)
         tokens, values = zip(*reading.likely, strict=True)
         assert list(tokens) == shares.topk(5).indices.tolist()
         assert list(values) == pytest.approx(shares.topk(5).values.tolist())
         assert reading.exit_probability == pytest.approx(float(pmf[step]))
-    read = model.readout(output.hidden_RBLD[piece.event.step - 1])[0, -1].log_softmax(-1)
-    assert piece.logprobs is not None
-    assert piece.logprobs.own == pytest.approx(float(read[piece.event.token]))
-    assert [token for token, _ in piece.logprobs.likely] == read.topk(2).indices.tolist()
-    cost = model.config.training_flops(len(prompt), piece.event.step, trainable="exit_gate")
-    readout = 2 * model.config.dim * (model.config.vocab_size + piece.event.step)
-    assert piece.flops == cost.matrices + cost.attention + readout
+    read = model.readout(output.hidden_RBLD[first.event.step - 1])[0, -1].log_softmax(-1)
+    assert first.logprobs is not None
+    assert first.logprobs.own == pytest.approx(float(read[first.event.token]))
+    assert [token for token, _ in first.logprobs.likely] == read.topk(2).indices.tolist()
+    cost = model.config.training_flops(len(prompt), first.event.step, trainable="exit_gate")
+    readout = 2 * model.config.dim * (model.config.vocab_size + first.event.step)
+    assert first.flops == cost.matrices + cost.attention + readout
+    for piece in others:
+        assert piece.event is not None
+        assert piece.trace[0] != first.trace[0]
+        assert piece.trace[-1].likely[0][0] == piece.event.token  # greedy
+        assert len(piece.trace) == piece.event.step
+        assert 0.8 <= sum(each.exit_probability or 0 for each in piece.trace) < 1
 
 
 def test_settings_that_change_hold_from_the_next_token_on(model):
@@ -107,6 +113,23 @@ def test_settings_that_change_hold_from_the_next_token_on(model):
     assert answer.steps == [2, 2, 2, 4, 4, 4, 1, 1, 1]
     alone = Engine(model, recurrent_steps=2).complete([request])
     assert answer.tokens[:3] == alone[0].tokens[:3]
+
+
+def test_deeper_steps_than_the_prompt_ran_see_its_last_one(model):
+    scheduler = scheduler_of(model)
+
+    def deepen(answer: Answer) -> None:
+        answer.row.wanted = RowSettings(recurrent_steps=4)
+
+    prompt = prompts(5)[0]
+    request = Request(prompt=prompt, max_new_tokens=9)
+    answer = Answer(scheduler.engine, request, RowSettings(recurrent_steps=2), on_token=deepen)
+    scheduler.submit([answer.row])
+    until(lambda: answer.is_done)
+    scheduler.join()
+    engine = Engine(model, recurrent_steps=4, prefill_steps=2)
+    request = Request(prompt=[*prompt, answer.tokens[0]], max_new_tokens=8)
+    assert answer.tokens[1:] == engine.complete([request])[0].tokens
 
 
 class _Gate:
@@ -135,20 +158,21 @@ def test_the_queue_is_bounded_and_rows_that_leave_make_room(model):
         scheduler.submit([third.row])
     scheduler.cancel([second.row])
     scheduler.submit([third.row])
+    third.row.wanted = RowSettings(recurrent_steps=4)  # it waits still
     scheduler.cancel([first.row])
     gate.open.set()
     until(lambda: third.is_done)
     assert len(first.pieces) == 2  # the token in progress, and the end
     assert first.pieces[-1].problem == "gone"
     assert not second.pieces
-    assert len(third.tokens) == 5
+    assert third.steps == [4] * 5
     scheduler.join()
     with pytest.raises(RefusedError, match="the server is stopping"):
         scheduler.submit([ask().row])
     text = scheduler.metrics.text().decode()
     for line in ('answers_total{ended="gone"} 2.0', 'answers_total{ended="refused"} 1.0',
                  'answers_total{ended="length"} 1.0', "loop_tokens_total 6.0",
-                 "mean_exit_step 2.0", "loop_rows 0.0", "loop_queue 0.0"):  # fmt: skip
+                 "exit_steps_total 22.0", "loop_rows 0.0", "loop_queue 0.0"):  # fmt: skip
         assert f"{line}\n" in text
 
 

@@ -122,6 +122,20 @@ def test_stops_seeds_and_choices(server, client):
     assert begun.choices[0].text == expected(server, [0], count=4).text
 
 
+def test_an_end_token_is_no_part_of_an_answer(ended_run):
+    with (
+        running(ended_run.path) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-") as client,
+    ):
+        answer = client.completions.create(
+            prompt=ended_run.prompt, model="run", temperature=0, logprobs=0
+        )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert len(choice.exit_steps) == len(choice.logprobs.tokens) == len(ended_run.tokens)
+    assert answer.usage.completion_tokens == len(ended_run.tokens)
+
+
 def test_log_probabilities_stand_beside_their_tokens(server, client):
     answer = client.completions.create(prompt=PROMPT, max_tokens=4, logprobs=3, **GREEDY)
     told = answer.choices[0].logprobs
