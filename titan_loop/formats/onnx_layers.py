@@ -37,7 +37,7 @@ class Layers:
 
     def visit(
         self, graph: Graph, index: int, x: str, past: tuple[str, str]
-    ) -> tuple[str, tuple[str, str]]:
+    ) -> tuple[str, str, str]:
         """Apply a layer; return its output, and keys and values of the new tokens, (1, L, K·H).
 
         `past` are keys and values of earlier tokens, (1, K, S, H).
@@ -48,15 +48,16 @@ class Layers:
         def normed(x: str, place: str) -> str:
             return graph.norm(x, f"{layer}.{norms[place]}") if place in norms else x
 
-        attended, new = self._attention(graph, index, normed(x, "attention_norm"), past)
+        attended, *new = self._attention(graph, index, normed(x, "attention_norm"), past)
         attended = normed(attended, "attention_post_norm")
         x = graph.add("Add", x, graph.scaled(attended, factor))
         fed = self._feed_forward(graph, f"{layer}.mlp", normed(x, "ffn_norm"))
-        return graph.add("Add", x, graph.scaled(normed(fed, "ffn_post_norm"), factor)), new
+        x = graph.add("Add", x, graph.scaled(normed(fed, "ffn_post_norm"), factor))
+        return x, new[0], new[1]
 
     def _attention(
         self, graph: Graph, index: int, x: str, past: tuple[str, str]
-    ) -> tuple[str, tuple[str, str]]:
+    ) -> tuple[str, str, str]:
         shape, block = self.shape, self.shape.block
         stem = f"model.layers.{index}.self_attn"
         windowed = index in block["windowed_layers"]
@@ -95,7 +96,7 @@ class Layers:
             scale=block["attention_scale"] or shape.head_dim**-0.5,
             softcap=float(block["attention_softcap"]),
         )
-        return graph.linear(attended, f"{stem}.o_proj"), (key, new)
+        return graph.linear(attended, f"{stem}.o_proj"), key, new
 
     def _feed_forward(self, graph: Graph, stem: str, x: str) -> str:
         both = graph.linear(x, f"{stem}.gate_proj", f"{stem}.up_proj")

@@ -20,15 +20,12 @@ import numpy as np
 from onnx import GraphProto  # pyright: ignore[reportMissingImports]  the extra `onnx`
 
 from titan_loop.formats.llama_shape import EMBEDDING, HEAD
-from titan_loop.formats.onnx_graph import BOOL, FLOAT, INT64, Carried, Graph, value
+from titan_loop.formats.onnx_graph import FLOAT, INT64, Carried, Graph, value
 from titan_loop.formats.onnx_layers import Layers
 from titan_loop.formats.onnx_shape import GATE, OnnxShape
 
 _PAST = ("past_keys", "past_values")
 _PRESENT = ("present_keys", "present_values")
-
-Pair = tuple[str, str]
-"""Keys and values of new tokens: of a layer, (1, L, K·H), or of several, (layers, L, K·H)."""
 
 
 class LoopGraph:
@@ -54,11 +51,7 @@ class LoopGraph:
         x = graph.scaled(self._embedded(), shape.embedding_factor())
         x, prelude = self._outside(graph, 0, x)
         token, looped, coda = self._loop(x)
-        new = [
-            self._by_slot([pair[side] for pair in (*prelude, *coda)], looped[side])
-            for side in (0, 1)
-        ]
-        self._append(new)
+        self._append(self._by_slot([*prelude, *coda], looped))
         head = EMBEDDING if shape.tie_weights else HEAD
         if graph.bits == 32:  # as the embedding has it, if they are tied
             logits = graph.add("Gemm", token, graph.weight(head, graph.read(head)), transB=1)
@@ -91,19 +84,20 @@ class LoopGraph:
     def _dims(self, slots: str, tokens: str) -> list[int | str]:
         return [slots, 1, self.shape.n_kv_heads, tokens, self.shape.head_dim]
 
-    def _slot(self, graph: Graph, slot: str) -> Pair:
+    def _slot(self, graph: Graph, slot: str) -> tuple[str, str]:
         keys, values = (graph.add("Gather", name, slot) for name in _PAST)
         return keys, values
 
-    def _outside(self, graph: Graph, side: int, x: str) -> tuple[str, list[Pair]]:
+    def _outside(self, graph: Graph, side: int, x: str) -> tuple[str, list[str]]:
         """Apply the layers before (0) or after (1) the loop."""
-        new: list[Pair] = []
+        new: list[str] = []
         for slot, index in enumerate(self.shape.outside[side], side * self.shape.prelude_layers):
-            x, pair = self.layers.visit(graph, index, x, self._slot(graph, graph.constant(slot)))
-            new.append(pair)
+            past = self._slot(graph, graph.constant(slot))
+            x, *pair = self.layers.visit(graph, index, x, past)
+            new += pair
         return x, new
 
-    def _token(self, graph: Graph, x: str) -> tuple[str, list[Pair]]:
+    def _token(self, graph: Graph, x: str) -> tuple[str, list[str]]:
         """Return what head and gate read of the last token, (1, D), and the coda's new keys."""
         x, coda = self._outside(graph, 1, x)
         token = graph.add("Gather", x, graph.constant(-1), axis=1)
@@ -111,95 +105,93 @@ class LoopGraph:
             token = graph.norm(token, "model.norm")
         return token, coda
 
-    def _step(self, body: Graph, state: str, prepared: str) -> tuple[str, Pair]:
+    def _step(self, body: Graph, state: str, prepared: str) -> tuple[str, str]:
         """Return the state after a step, and the step's new keys and values."""
         entered = x = self.shape.input(body, state, prepared)
         row = body.add("Min", f"{body.prefix}step", self.deepest)
         row = body.add("Mul", row, body.constant(self.per_step))
-        new: list[Pair] = []
+        new: list[str] = []
         for slot, index in enumerate(self.shape.looped, self.outside):
-            place = body.add("Add", row, body.constant(slot))
-            x, pair = self.layers.visit(body, index, x, self._slot(body, place))
-            new.append(pair)
+            past = self._slot(body, body.add("Add", row, body.constant(slot)))
+            x, *pair = self.layers.visit(body, index, x, past)
+            new += pair
         if self.shape.norm_placement == "every_step":
             x = body.norm(x, "model.norm")
-        return self.shape.stepped(body, entered, x), _stacked(body, new)
+        return self.shape.stepped(body, entered, x), body.add("Concat", *new, axis=0)
 
-    def _loop(self, prelude: str) -> tuple[str, Pair, list[Pair]]:
+    def _loop(self, prelude: str) -> tuple[str, str, list[str]]:
         """Append the loop and `exit_step`.
 
-        Returns what the head reads, new keys and values of R steps, (R, layers, L, K·H) each, and
-        the coda's.
+        Returns what the head reads, new keys and values of R steps, (R, 2·layers, L, K·H), and
+        those of the coda.
         """
         graph, shape = self.graph, self.shape
         prepared, body = shape.prepared(graph, prelude), graph.inner("step")
         hidden, new = self._step(body, "step.state", prepared)
         start, end = shape.start(graph, prelude), shape.advance(body, hidden, prepared)
-        carried = [Carried("step.state", FLOAT, [1, "length", shape.dim], start, end)]
-        scans: dict[str, list[int | str]] = dict.fromkeys(new, self._rows(self.per_step))
+        state = Carried("step.state", FLOAT, [1, "length", shape.dim], start, end)
+        width = shape.n_kv_heads * shape.head_dim
+        scans = {new: [2 * self.per_step, "length", width]}
         if not shape.exit_gate:
+            final = [] if end == hidden else [state._replace(name="step.hidden", end=hidden)]
             going = body.add("Identity", "step.going")
-            if end != hidden:
-                carried.append(Carried("step.hidden", FLOAT, carried[0].dims, start, hidden))
-            *_, hidden, keys, values = graph.loop(body, "steps", going, carried, scans)
+            *_, hidden, new = graph.loop(body, "steps", going, [state, *final], scans)
             graph.many("Identity", "steps", outputs=["exit_step"])
             token, coda = self._token(graph, hidden)
-            return token, (keys, values), coda
+            return token, new, coda
         token, coda = self._token(body, hidden)
+        limit, going, survival = self._exit(body, token)
+        scans |= {token: [1, shape.dim], survival.end: [1, 1]}
         if coda:
-            scans |= dict.fromkeys(_stacked(body, coda), self._rows(len(coda)))
-        going, more = self._exit(body, token)
-        _, token, _, _, left, *new = graph.loop(body, "steps", going, [*carried, *more], scans)
-        graph.many("Squeeze", left, outputs=["exit_step"])
+            latest = body.add("Concat", *coda, axis=0)
+            scans[latest] = [len(coda), "length", width]
+        found = graph.loop(body, "steps", going, [state, survival], scans)
+        _, _, new, token_R, survival_R, *of_coda = found
+        one, axes = graph.constant(1), graph.constant([0, 1, 2])
+        last = graph.add("Sub", graph.size(new, 0), one)
+        stays_R = graph.add("Cast", graph.add("Greater", survival_R, limit), to=INT64)
+        left = graph.add("Min", graph.add("ReduceSum", stays_R, axes, keepdims=0), last)
+        graph.many("Add", left, one, outputs=["exit_step"])
         # Steps that did not run have the keys of the last one that did.
-        one = graph.constant(1)
         step_R = graph.add("Range", graph.constant(0), "steps", one)
-        step_R = graph.add("Min", step_R, graph.add("Sub", graph.size(new[0], 0), one))
-        keys, values = (graph.add("Gather", each, step_R) for each in new[:2])
-        latest = [graph.add("Gather", each, graph.constant(-1)) for each in new[2:]]
-        return token, (keys, values), [(latest[0], latest[1])] if latest else []
+        new = graph.add("Gather", new, graph.add("Min", step_R, last))
+        of_coda = [graph.add("Gather", each, graph.constant(-1)) for each in of_coda]
+        return graph.add("Gather", token_R, left), new, of_coda
 
-    def _exit(self, body: Graph, token: str) -> tuple[str, list[Carried]]:
-        """Return whether the loop goes on, and what is carried from step to step to know it.
+    def _exit(self, body: Graph, token: str) -> tuple[str, str, Carried]:
+        """Return log (1 − q), whether the loop goes on after a step r, and log S_r.
 
-        The last token leaves after the first step r with log S_r ≤ log (1 − q), as in
-        `reaches_threshold` (`titan_loop/objectives/exit_distribution.py`).
+        A token leaves after the first step with log S_r ≤ log (1 − q), as in `reaches_threshold`
+        (`titan_loop/objectives/exit_distribution.py`).
         """
         graph = self.graph
         several = graph.add("Greater", self.length, graph.constant([1]))
         first = graph.add("Equal", self.past, graph.constant([0]))
         is_prompt = graph.add("Or", several, first)
         limit = graph.add("Log", graph.add("Sub", graph.constant(1.0), "threshold"))
-        gate_D = body.weight(f"{GATE}.weight", body.read(f"{GATE}.weight")[0])
-        bias = body.weight(f"{GATE}.bias", body.read(f"{GATE}.bias"))
-        logit = body.add("Add", body.add("MatMul", token, gate_D), bias)
+        gate = (f"{GATE}.weight", f"{GATE}.bias")
+        logit = body.add("Gemm", token, *(body.weight(n, body.read(n)) for n in gate), transB=1)
         survival = body.add("Sub", "step.survival", body.add("Softplus", logit))
-        read = body.add("Where", "step.inside", token, "step.read")
-        left = body.add("Add", "step.left", body.add("Cast", "step.inside", to=INT64))
-        inside = body.add("And", "step.inside", body.add("Greater", survival, limit))
-        going = body.add("Squeeze", body.add("Or", inside, is_prompt))
-        nothing = graph.weight("nothing", np.zeros((1, self.shape.dim), np.float32))
-        certain = graph.weight("certain", np.zeros(1, np.float32))
-        present = graph.weight("inside", np.ones(1, np.bool_))
-        return going, [
-            Carried("step.read", FLOAT, [1, self.shape.dim], nothing, read),
-            Carried("step.survival", FLOAT, [1], certain, survival),
-            Carried("step.inside", BOOL, [1], present, inside),
-            Carried("step.left", INT64, [1], graph.constant([0]), left),
-        ]
+        going = body.add("Or", body.add("Greater", survival, limit), is_prompt)
+        certain = graph.weight("certain", np.zeros((1, 1), np.float32))
+        carried = Carried("step.survival", FLOAT, [1, 1], certain, survival)
+        return limit, body.add("Squeeze", going), carried
 
-    def _rows(self, layers: int) -> list[int | str]:
-        return [layers, "length", self.shape.n_kv_heads * self.shape.head_dim]
-
-    def _by_slot(self, outside: list[str], looped: str) -> str:
-        """Return new keys or values of all slots, (slots, 1, K, L, H)."""
+    def _by_slot(self, outside: list[str], looped: str) -> list[str]:
+        """Return new keys and new values of all slots, (slots, 1, K, L, H) each."""
         graph, shape = self.graph, self.shape
-        width = graph.constant([shape.n_kv_heads * shape.head_dim])
-        rows = graph.add("Concat", graph.constant([-1]), self.length, width, axis=0)
-        whole = graph.add("Concat", *outside, graph.add("Reshape", looped, rows), axis=0)
-        heads = graph.constant([0, 0, shape.n_kv_heads, shape.head_dim])
-        by_head = graph.add("Transpose", graph.add("Reshape", whole, heads), perm=[0, 2, 1, 3])
-        return graph.add("Unsqueeze", by_head, graph.constant([1]))
+        heads, width = shape.n_kv_heads, shape.head_dim
+
+        def rows(*before: int, after: list[int]) -> str:
+            sizes = graph.constant([*before]), self.length, graph.constant(after)
+            return graph.add("Concat", *sizes, axis=0)
+
+        looped = graph.add("Reshape", looped, rows(-1, after=[heads * width]))
+        whole = graph.add("Concat", *outside, looped, axis=0)
+        whole = graph.add("Reshape", whole, graph.constant([0, 0, heads, width]))
+        whole = graph.add("Transpose", whole, perm=[0, 2, 1, 3])
+        whole = graph.add("Reshape", whole, rows(-1, 2, heads, after=[width]))
+        return graph.many("Split", whole, outputs=2, axis=1, num_outputs=2)
 
     def _append(self, new: list[str]) -> None:
         """Append the new tokens to a past that has R steps, or gets them first."""
@@ -226,8 +218,3 @@ class LoopGraph:
         self.graph.many(
             "If", is_same, outputs=_PRESENT, then_branch=branches[0], else_branch=branches[1]
         )
-
-
-def _stacked(graph: Graph, pairs: list[Pair]) -> Pair:
-    keys, values = (graph.add("Concat", *side, axis=0) for side in zip(*pairs, strict=True))
-    return keys, values
