@@ -12,7 +12,7 @@ fetch_bundles() { # fetch_bundles FOLDER
             tar -xzf "$part/$archive" -C "$part" --strip-components=2 --wildcards \
                 '*/dist/ort.wasm.bundle.min.mjs' '*/dist/ort-wasm-simd-threaded.wasm' \
                 '*/dist/tokenizers.min.mjs' 2>/dev/null || true
-        rm -f "$part/$archive"
+        rm -f "$part"/*.tgz
     done
     [ "$(find "$part" -type f | wc -l)" = 3 ] || return 1
     mv "$part" "$1"
