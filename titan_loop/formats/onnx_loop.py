@@ -122,8 +122,8 @@ class LoopGraph:
     def _loop(self, prelude: str) -> tuple[str, str, list[str]]:
         """Append the loop and `exit_step`.
 
-        Returns what the head reads, new keys and values of R steps, (R, 2·layers, L, K·H), and
-        those of the coda.
+        Returns what the head reads, new keys and values of R steps, (R, 2·layers, L, K·H), and the
+        coda's.
         """
         graph, shape = self.graph, self.shape
         prepared, body = shape.prepared(graph, prelude), graph.inner("step")
