@@ -161,7 +161,11 @@ def export(
         for each in measure_steps:
             if each not in files:
                 files[each] = Path(folder) / f"{each}.gguf"
-                form.write(replace(export, shape=of_steps(each), tokenizer=None), files[each])
+                logging.disable(logging.WARNING)  # said above, of the file that stays
+                try:
+                    form.write(replace(export, shape=of_steps(each), tokenizer=None), files[each])
+                finally:
+                    logging.disable(logging.NOTSET)
         files = {each: files[each] for each in measure_steps or files}
         print(table(load_checkpoint(checkpoint, ema=ema).model, files, windows))
 
