@@ -124,6 +124,8 @@ def parallelize_loop_decoder(
         warn_together(logger, "fsdp.fp32_visit_sum has no effect: layers compute in fp32 anyway")
     alone = parallel_dims.world_size == 1 and param_dtype == TORCH_DTYPE_MAP[training.dtype]
     if alone and not training.enable_cpu_offload:
+        layers = enumerate(model.layers.values())
+        model.joined_layers = tuple(n for n, layer in layers if getattr(layer, "can_join", False))
         return model  # nothing to shard or cast, and FSDP copies even at size 1
     if fsdp.policy == "auto":
         available = _smallest_device_bytes()

@@ -25,6 +25,7 @@ from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from titan_loop.errors import UserError
 from titan_loop.models.context import CacheSlot, LoopContext, WindowedMasks, WindowShare
+from titan_loop.models.joined import Joined
 from titan_loop.models.positions import DistanceScores, every_head
 
 AttentionBackend: TypeAlias = Literal["auto", "sdpa", "flex", "varlen"]
@@ -248,13 +249,18 @@ class LoopAttention(GQAttention):
                 self.qkv_linear.wk.weight.copy_(self.qkv_linear.wq.weight)
 
     def forward(  # type: ignore[override]
-        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
+        self,
+        x_BLD: Tensor,
+        context: LoopContext,
+        cache_slot: CacheSlot | None = None,
+        joined: Joined | None = None,
     ) -> Tensor:
         """Attend to a normed input and project back; (B, L, D) in and out.
 
         `cache_slot` addresses this visit's keys and values; it is not read without a cache.
+        `joined` keeps the layer's joined matrices between the visits of one pass.
         """
-        q_BLNH, k_BLNH, v_BLNH = self._projected(x_BLD, context, cache_slot)
+        q_BLNH, k_BLNH, v_BLNH = self._projected(x_BLD, context, cache_slot, joined)
         added = self.added
         if self.distance_scores is not None:
             scores_BNLS = self.distance_scores(q_BLNH, k_BLNH, context.shared_positions)
@@ -281,9 +287,22 @@ class LoopAttention(GQAttention):
         self._projected(x_BLD, context, cache_slot)
 
     def _projected(
-        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None
+        self,
+        x_BLD: Tensor,
+        context: LoopContext,
+        cache_slot: CacheSlot | None,
+        joined: Joined | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
+        qkv = self.qkv_linear
+        if joined is None:
+            q_BLNH, k_BLNH, v_BLNH = qkv(x_BLD)
+        elif self.q_norm is None and not qkv._forward_hooks:  # queries and keys turn together
+            heads_BLNH = qkv.heads(x_BLD, joined)
+            turned_BLNH, v_BLNH = heads_BLNH.split([qkv.queries + qkv.keys, qkv.keys], dim=2)
+            turned_BLNH = self.rope.rotated(turned_BLNH, context.shared_positions)
+            return *turned_BLNH.split([qkv.queries, qkv.keys], dim=2), v_BLNH
+        else:
+            q_BLNH, k_BLNH, v_BLNH = qkv(x_BLD, joined)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLNH = self.q_norm(q_BLNH), self.k_norm(k_BLNH)
         q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, rope_BLH=context.shared_positions)

@@ -24,18 +24,38 @@ from torchtitan.protocols.module import Module
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.dropout import Dropout
+from titan_loop.models.joined import JoinableQKV, Joined, can_join, join
 
 
-class GELUGatedFeedForward(FeedForward):
-    """W_2 (gelu(W_1 x) ⊙ W_3 x), with the tanh form of GELU; (B, L, D) in and out."""
+class GatedFeedForward(FeedForward):
+    """W_2 (silu(W_1 x) ⊙ W_3 x); (B, L, D) in and out."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
         """As in `FeedForward`."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, joined: Joined | None = None) -> Tensor:
         """Apply the three projections."""
-        return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
+        if joined is None:
+            return self.w2(self.act(self.w1(x)) * self.w3(x))
+        gate_BLF, up_BLF = F.linear(x, *joined.gate_up).chunk(2, dim=-1)
+        return self.w2(self.act(gate_BLF) * up_BLF)
+
+    def act(self, gate_BLF: Tensor) -> Tensor:
+        """Return the activations of the gate."""
+        return F.silu(gate_BLF)
+
+
+class GELUGatedFeedForward(GatedFeedForward):
+    """W_2 (gelu(W_1 x) ⊙ W_3 x), with the tanh form of GELU; (B, L, D) in and out."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GatedFeedForward.Config):
+        """As in `FeedForward`."""
+
+    def act(self, gate_BLF: Tensor) -> Tensor:
+        """As in the base class."""
+        return F.gelu(gate_BLF, approximate="tanh")
 
 
 def built(config: Module.Config | None) -> Module | None:
@@ -95,13 +115,32 @@ class DenseBlock(TransformerBlock):
         self.dropout = None if config.dropout is None else config.dropout.build()
         self.branch_scale = config.branch_scale
 
+    @property
+    def can_join(self) -> bool:
+        """Whether `forward` takes `joined` matrices; a subclass may multiply otherwise."""
+        qkv, ffn = self.attention.qkv_linear, self.feed_forward
+        own = type(self) is DenseBlock and type(self.attention) is LoopAttention
+        if not own or not isinstance(qkv, JoinableQKV):
+            return False
+        return can_join([qkv.wq, qkv.wk, qkv.wv]) and can_join([ffn.w1, ffn.w3])
+
+    def joined(self) -> Joined:
+        """Return the matrices for `forward`."""
+        qkv, ffn = self.attention.qkv_linear, self.feed_forward
+        return Joined(join([qkv.wq, qkv.wk, qkv.wv]), join([ffn.w1, ffn.w3]))
+
     def forward(
-        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
+        self,
+        x_BLD: Tensor,
+        context: LoopContext,
+        cache_slot: CacheSlot | None = None,
+        joined: Joined | None = None,
     ) -> Tensor:
-        """Apply the layer once; `context` and `cache_slot` as in `LoopAttention.forward`."""
-        attended_BLD = self.attention(_normed(self.attention_norm, x_BLD), context, cache_slot)
+        """Apply the layer once; `context`, `cache_slot`, `joined` as in `LoopAttention.forward`."""
+        normed_BLD = _normed(self.attention_norm, x_BLD)
+        attended_BLD = self.attention(normed_BLD, context, cache_slot, joined)
         x_BLD = x_BLD + self._kept(_normed(self.attention_post_norm, attended_BLD))
-        fed_BLD = self.feed_forward(_normed(self.ffn_norm, x_BLD))
+        fed_BLD = self.feed_forward(_normed(self.ffn_norm, x_BLD), joined)
         return x_BLD + self._kept(_normed(self.ffn_post_norm, fed_BLD))
 
     def _kept(self, branch_BLD: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common.attention import VarlenMetadata
 
+from titan_loop.models.joined import Joined
+
 PREFIX = "prefix"
 """Column (B, L) that marks a document's prefix; its tokens attend to the whole prefix."""
 
@@ -58,6 +60,7 @@ class LoopContext(NamedTuple):
         shared_positions: Tables that the layers read, from `Positions.shared`.
         attention_mask: None for causal attention that ignores document boundaries.
         columns: Further model inputs of the batch, by name.
+        joined: By a layer's index, its matrices of this pass; None multiplies by each of them.
         said_BLV: Log-probabilities of the next token that the engine read from the previous step,
             if it did; a family that feeds them back need not compute them again.
     """
@@ -68,3 +71,4 @@ class LoopContext(NamedTuple):
     cache: KeyValueCache | None = None
     columns: Mapping[str, Tensor] | None = None
     said_BLV: Tensor | None = None
+    joined: Mapping[int, Joined] | None = None

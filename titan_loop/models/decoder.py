@@ -43,6 +43,7 @@ from titan_loop.models.context import (
 from titan_loop.models.decoder_costs import DecoderCosts
 from titan_loop.models.dropout import Dropout
 from titan_loop.models.injection import Injected
+from titan_loop.models.joined import Joined
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
 from titan_loop.models.positions import Positions, RelativePositions, RotaryPositions
@@ -137,6 +138,8 @@ class LoopDecoder(Decoder):
         super().__init__(config)
         self.recurrent_steps = config.recurrent_steps
         self.recurrence = Recurrence()
+        self.joined_layers: tuple[int, ...] = ()
+        """Layers whose matrices training joins where they multiply the same input."""
         self.norm_placement = config.norm_placement
         self.scale = math.sqrt(config.dim) if config.scale_embeddings else config.embedding_scale
         self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
@@ -172,6 +175,9 @@ class LoopDecoder(Decoder):
         if steps < 1:
             raise ValueError(f"recurrent_steps={steps} must be at least 1")
         context = self.make_context(tokens, positions, attention_masks, columns=columns)
+        if self.joined_layers:
+            layers: dict[int, Any] = {n: self.layers[str(n)] for n in self.joined_layers}
+            context = context._replace(joined={n: layer.joined() for n, layer in layers.items()})
         hidden_RBLD: list[Tensor] = []
         exit_logit_RBL: list[Tensor] = []
         carry = self.start(tokens, context)
@@ -283,11 +289,13 @@ class LoopDecoder(Decoder):
         shift: int,
     ) -> Tensor:
         """Apply layers one after the other; index + `shift` is a layer's number in the cache."""
+        joined, context = context.joined or {}, context._replace(joined=None)
         for index in layers:
             # Without a cache the slot stays None, so that compiled blocks do not specialise on it.
             unaddressed = context.cache is None and not self.tells_step
             slot = None if unaddressed else CacheSlot(step, index + shift)
-            hidden_BLD = self.visit_layer(index, hidden_BLD, context, slot, step)
+            more = (joined[index],) if index in joined else ()
+            hidden_BLD = self.visit_layer(index, hidden_BLD, context, slot, step, *more)
         return hidden_BLD
 
     def visit_layer(
@@ -297,9 +305,10 @@ class LoopDecoder(Decoder):
         context: LoopContext,
         slot: CacheSlot | None,
         step: int | Tensor | None,
+        *joined: Joined,
     ) -> Tensor:
         """Apply a layer at `step`, None outside the loop; a family may keep its other outputs."""
-        return self.layers[str(index)](hidden_BLD, context, slot)
+        return self.layers[str(index)](hidden_BLD, context, slot, *joined)
 
     def readout(self, read_BLD: Tensor) -> Tensor:
         """Map the output of `read`, (B, L, D), to logits (B, L, V)."""

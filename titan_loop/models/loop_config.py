@@ -26,16 +26,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
-from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.embedding import Embedding
-from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError
 from titan_loop.models.attention import DocumentAttention, LoopAttention, inner_attention_config
-from titan_loop.models.block import DenseBlock
+from titan_loop.models.block import DenseBlock, GatedFeedForward
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import dropout_config
 from titan_loop.models.exit_gate import ExitGate
@@ -43,6 +41,7 @@ from titan_loop.models.family import ModelSize
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.injection import AdditiveInjection, DiagonalInjection
+from titan_loop.models.joined import JoinableQKV
 from titan_loop.models.loop_options import LoopOptions
 from titan_loop.models.positions import (
     SCORES,
@@ -164,7 +163,7 @@ def loop_config(
             n_kv_heads=shape.n_kv_heads,
             dim=shape.dim,
             head_dim=own_width,
-            qkv_linear=QKVLinear.Config(
+            qkv_linear=JoinableQKV.Config(
                 head_dim=head_dim,
                 wq=linear(shape.dim, shape.n_heads * head_dim),
                 wkv=linear(shape.dim, (shape.n_kv_heads or shape.n_heads) * head_dim),
@@ -180,7 +179,7 @@ def loop_config(
             attention=attention,
             attention_post_norm=norm(branch_gain),
             ffn_norm=norm(),
-            feed_forward=FeedForward.Config(
+            feed_forward=GatedFeedForward.Config(
                 w1=linear(shape.dim, shape.hidden_dim),
                 w2=linear(shape.hidden_dim, shape.dim),
                 w3=linear(shape.dim, shape.hidden_dim),

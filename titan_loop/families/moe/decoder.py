@@ -30,6 +30,7 @@ from titan_loop.models.block import DenseBlock
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
+from titan_loop.models.joined import Joined
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.models.sharding import set_attention_sharding, state_placement
@@ -259,9 +260,10 @@ class MoEDecoder(LoopDecoder):
         context: LoopContext,
         slot: CacheSlot | None,
         step: int | Tensor | None,
+        *joined: Joined,
     ) -> Tensor:
         """Apply a layer, and note its routing while a forward pass asks for it."""
-        result: Any = super().visit_layer(index, hidden_BLD, context, slot, step)
+        result: Any = super().visit_layer(index, hidden_BLD, context, slot, step, *joined)
         if index not in self.config.sparse:
             return result
         hidden_BLD, routing = result

@@ -26,6 +26,7 @@ from titan_loop.models.attention import LoopAttention
 from titan_loop.models.block import DenseBlock
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.initialisation import normal_matrix
+from titan_loop.models.joined import Joined
 
 ADAPTERS = ("down", "up")
 """Names of V and U beside a `weight`."""
@@ -122,7 +123,11 @@ class AdaptedBlock(DenseBlock):
         self.adapters = config.adapters
 
     def forward(
-        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
+        self,
+        x_BLD: Tensor,
+        context: LoopContext,
+        cache_slot: CacheSlot | None = None,
+        joined: Joined | None = None,
     ) -> Tensor:
         """Apply the layer with the adapters of `cache_slot.step`."""
         assert cache_slot is not None
