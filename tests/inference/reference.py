@@ -129,7 +129,7 @@ class Reference:
     def _rotate(self, x: Tensor, position: int) -> Tensor:
         cos, sin = self.model.positions.table.cache[position].double().chunk(2)
         first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), -1) * sin
+        return x * cos + torch.cat((second, first), -1) * sin  # the table has their signs
 
 
 def generate(
