@@ -1,4 +1,4 @@
-"""What the ONNX format holds: loops of dense models' blocks, with or without an exit gate.
+"""The contents of an ONNX file: loops of dense models' blocks, with or without an exit gate.
 
 A family whose steps have parts of their own has a subclass in its folder, which says them.
 """

@@ -1,4 +1,4 @@
-"""What the ONNX format holds of this family: blocks with norms on both sides of their branches."""
+"""The contents of an ONNX file of this family: blocks with norms on both sides of branches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What the ONNX format holds of this family: bridge, mixer and damped steps, no adapters."""
+"""The contents of an ONNX file of this family: bridge, mixer and damped steps, no adapters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
