@@ -253,6 +253,7 @@ class LoopAttention(GQAttention):
         x_BLD: Tensor,
         context: LoopContext,
         cache_slot: CacheSlot | None = None,
+        *,
         joined: Joined | None = None,
     ) -> Tensor:
         """Attend to a normed input and project back; (B, L, D) in and out.
@@ -302,7 +303,7 @@ class LoopAttention(GQAttention):
             turned_BLNH = self.rope.rotated(turned_BLNH, context.shared_positions)
             return *turned_BLNH.split([qkv.queries, qkv.keys], dim=2), v_BLNH
         else:
-            q_BLNH, k_BLNH, v_BLNH = qkv(x_BLD, joined)
+            q_BLNH, k_BLNH, v_BLNH = qkv(x_BLD, joined=joined)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLNH = self.q_norm(q_BLNH), self.k_norm(k_BLNH)
         q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, rope_BLH=context.shared_positions)

@@ -34,7 +34,7 @@ class GatedFeedForward(FeedForward):
     class Config(FeedForward.Config):
         """As in `FeedForward`."""
 
-    def forward(self, x: Tensor, joined: Joined | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, joined: Joined | None = None) -> Tensor:
         """Apply the three projections."""
         if joined is None:
             return self.w2(self.act(self.w1(x)) * self.w3(x))
@@ -134,13 +134,17 @@ class DenseBlock(TransformerBlock):
         x_BLD: Tensor,
         context: LoopContext,
         cache_slot: CacheSlot | None = None,
+        *,
         joined: Joined | None = None,
     ) -> Tensor:
         """Apply the layer once; `context`, `cache_slot`, `joined` as in `LoopAttention.forward`."""
+        # Neither positional nor handed on where there is none: upstream's redistribution of inputs
+        # wants every positional argument, and parts of other families have no such argument.
+        more = {} if joined is None else {"joined": joined}
         normed_BLD = _normed(self.attention_norm, x_BLD)
-        attended_BLD = self.attention(normed_BLD, context, cache_slot, joined)
+        attended_BLD = self.attention(normed_BLD, context, cache_slot, **more)
         x_BLD = x_BLD + self._kept(_normed(self.attention_post_norm, attended_BLD))
-        fed_BLD = self.feed_forward(_normed(self.ffn_norm, x_BLD), joined)
+        fed_BLD = self.feed_forward(_normed(self.ffn_norm, x_BLD), **more)
         return x_BLD + self._kept(_normed(self.ffn_post_norm, fed_BLD))
 
     def _kept(self, branch_BLD: Tensor) -> Tensor:

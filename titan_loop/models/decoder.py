@@ -294,8 +294,8 @@ class LoopDecoder(Decoder):
             # Without a cache the slot stays None, so that compiled blocks do not specialise on it.
             unaddressed = context.cache is None and not self.tells_step
             slot = None if unaddressed else CacheSlot(step, index + shift)
-            more = (joined[index],) if index in joined else ()
-            hidden_BLD = self.visit_layer(index, hidden_BLD, context, slot, step, *more)
+            more = {"joined": joined[index]} if index in joined else {}
+            hidden_BLD = self.visit_layer(index, hidden_BLD, context, slot, step, **more)
         return hidden_BLD
 
     def visit_layer(
@@ -305,10 +305,10 @@ class LoopDecoder(Decoder):
         context: LoopContext,
         slot: CacheSlot | None,
         step: int | Tensor | None,
-        *joined: Joined,
+        **joined: Joined,
     ) -> Tensor:
         """Apply a layer at `step`, None outside the loop; a family may keep its other outputs."""
-        return self.layers[str(index)](hidden_BLD, context, slot, *joined)
+        return self.layers[str(index)](hidden_BLD, context, slot, **joined)
 
     def readout(self, read_BLD: Tensor) -> Tensor:
         """Map the output of `read`, (B, L, D), to logits (B, L, V)."""

@@ -60,7 +60,7 @@ class JoinableQKV(QKVLinear):
         """Return the heads of queries, keys and values, (B, L, N + 2·N_kv, H), in this order."""
         return F.linear(x_BLD, *joined.qkv).view(*x_BLD.shape[:2], -1, self.head_dim)
 
-    def forward(self, x: Tensor, joined: Joined | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, *, joined: Joined | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, (B, L, heads, H) each."""
         if joined is None:
             return super().forward(x)

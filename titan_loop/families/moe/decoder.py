@@ -260,10 +260,10 @@ class MoEDecoder(LoopDecoder):
         context: LoopContext,
         slot: CacheSlot | None,
         step: int | Tensor | None,
-        *joined: Joined,
+        **joined: Joined,
     ) -> Tensor:
         """Apply a layer, and note its routing while a forward pass asks for it."""
-        result: Any = super().visit_layer(index, hidden_BLD, context, slot, step, *joined)
+        result: Any = super().visit_layer(index, hidden_BLD, context, slot, step, **joined)
         if index not in self.config.sparse:
             return result
         hidden_BLD, routing = result

@@ -127,6 +127,7 @@ class AdaptedBlock(DenseBlock):
         x_BLD: Tensor,
         context: LoopContext,
         cache_slot: CacheSlot | None = None,
+        *,
         joined: Joined | None = None,
     ) -> Tensor:
         """Apply the layer with the adapters of `cache_slot.step`."""

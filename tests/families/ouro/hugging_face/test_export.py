@@ -202,7 +202,7 @@ def test_wrong_arguments_are_one_line(plain, tmp_path, capsys, tokenizer_file):
     assert "is a file; choose a new folder" in error(output=tokenizer_file)
     assert "cannot be written (Not a directory)" in error(output=tokenizer_file / "in" / "a file")
     assert "--max-shard-gigabytes=0.0 must be a number above 0" in error("--max-shard-gigabytes", 0)
-    assert "invalid choice 'int8' for argument '--dtype'" in error("--dtype", "int8")
+    assert "invalid choice 'int2' for argument '--dtype'" in error("--dtype", "int2")
     assert "has no token '<eos>'; name it with --eos-token" in error("--eos-token", "<eos>")
     assert "is not a file" in error("--tokenizer", tmp_path / "none.json")
     (tmp_path / "empty.json").write_text("{}")
