@@ -77,3 +77,5 @@ wait $!
 pr -m -t -w 150 "$run"/completions-{1,4}.txt
 
 printf '\nquick start: %d s. Data: %s, runs: %s, %s\n' $SECONDS "$corpus" "$run" "$unlooped"
+printf 'Next, a page on which it writes: %s/bin/pip install -e ".[serve]" && %s/bin/titan-loop serve %s\n' \
+    "$VENV" "$VENV" "$run"
