@@ -219,6 +219,7 @@ class MoEShape(UnrolledShape):
         """As in the base class, with the experts."""
         config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         return config | {
+            "model_type": self.model_type,
             "architectures": [self.class_name],
             "output_router_logits": False,
             **self.mixture_config(),
