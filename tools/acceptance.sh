@@ -56,7 +56,7 @@ newest() { # newest: the step of the newest whole checkpoint, 0 without one
     echo "${step:-0}"
 }
 newer_than() { [ "$(newest)" -gt "$1" ]; }
-ended() { ! squeue -h -j "$job" -o %T 2>/dev/null | grep -q .; }
+ended() { [ -z "$(squeue -h -j "$job" -o %T 2>/dev/null)" ]; }
 restarted() { [ "$(scontrol show job "$job" | sed -n 's/.*Restarts=\([0-9]*\).*/\1/p')" -gt 0 ]; }
 
 [ ! -e "$folder" ] || { echo "tools/acceptance.sh: $folder is there already; remove it" >&2; exit 2; }
@@ -74,7 +74,7 @@ saved=$(newest)
 wait_until "job $job does not go on" newer_than "$saved"
 echo "3/5 a rank was killed: requeued, goes on from step $saved"
 
-first=$(scontrol show hostnames "$(squeue -h -j "$job" -o %N)" | head -n 1)
+first=$(scontrol show hostnames "$(squeue -h -j "$job" -o %N)" | sed -n 1p)
 "$titan_loop" slurm cancel "$folder" >/dev/null
 wait_until "job $job does not end" ended
 saved=$(newest)

@@ -128,7 +128,7 @@ PYTHON
 }
 
 install_torch() {
-    if nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    if [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]]; then
         pip_install "$(grep -o '"torch>=[^"]*"' pyproject.toml | tr -d '"')"
     elif [ -n "${TITAN_LOOP_TORCH_INDEX:-}" ]; then
         # Its dependencies come with the package, from pip's own index.

@@ -29,7 +29,7 @@ row() { # row WHAT NUMBER
 }
 longest() { # longest FOLDER
     printf '\nten longest modules of %s/\n' "$1"
-    chosen "^$1/.*\.py$" | xargs -0 -r grep -c '' /dev/null | sort -t: -k2 -rn | head -n 10 |
+    chosen "^$1/.*\.py$" | xargs -0 -r grep -c '' /dev/null | sort -t: -k2 -rn | sed -n 1,10p |
         while IFS=: read -r file count; do row "  $file" "$count"; done
 }
 

@@ -10,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../setup.sh"
 set_up_tests # the table `parity` runs cases of tests/distributed
 PYTHON=$VENV/bin/python
 # torchao, for the table `float8`, stays out of the main environment; tools/test_float8.sh uses the same.
-if [ -d "$VENV/float8" ] || nvidia-smi -L 2>/dev/null | grep -q GPU; then
+if [ -d "$VENV/float8" ] || [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]]; then
     source tools/group_environment.sh
     group_environment float8
     PYTHON=$VENV/float8/bin/python
