@@ -143,9 +143,7 @@ def scaling(
 
     Args:
         runs: Run directories and recipe folders, all trained on the same data.
-        csv: Instead of runs, a file with the columns parameters and tokens (counts),
-            recurrent_steps and loss (nats per token), or N, D, R, loss. Optional columns:
-            looped_parameters, width, run, seed.
+        csv: Instead of runs, a table of losses with the columns of losses.csv.
         output: Folder for the results.
         skip: Share of every run's tokens, from its start, whose points are not fitted. Early in
             training the loss falls later the larger R is, which no law describes.

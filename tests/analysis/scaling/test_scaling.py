@@ -113,7 +113,6 @@ def test_the_command_writes_record_and_plots(tmp_path: Path, capsys):
     ("change", "message"),
     [
         (lambda t: t.replace("recurrent_steps", "loops"), "lacks the columns recurrent_steps"),
-        (lambda t: t.replace("width", "R", 1), "has two columns for recurrent_steps"),
         (lambda t: t.replace("374000000.0", "-1"), "parameters='-1' must be a positive number"),
         (lambda t: "\n".join(t.splitlines()[:1]), "has no rows below its header"),
         (lambda t: "\n".join(t.splitlines()[:6]), "fewer than the 7 coefficients"),
@@ -132,38 +131,6 @@ def test_a_table_that_cannot_be_fitted_is_refused(tmp_path: Path, capsys, change
     assert not (tmp_path / "out").exists()
     assert main([*words, "--skip", "1"]) == EXIT_USER_ERROR
     assert "skip=1.0 must be at least 0 and below 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("header", "row", "message"),
-    [
-        ("N,D,R,loss,N_rec", "1e8,1e9,2,3,2e8", r"looped_parameters=2e\+08 must be at most"),
-        ("N,D,R,loss", "1e8,1e9,0.5,3", "recurrent_steps=0.5 must be at least 1"),
-        ("N,D,R,loss", "0.1,2,2,3", "parameters of 0.1 at most are no counts"),
-        ("N,D,R,loss", "1e8,20,2,3", "tokens of 20 at most are no counts"),
-        ("N,D,R,loss", "1e8,1e9,2", "line 2: loss='' must be a positive number; correct it or"),
-        ("N,D,R,loss,step", "1e8,1e9,2,3,1", "has no rows below its header"),
-    ],
-)
-def test_rows_that_contradict_themselves_are_refused(tmp_path: Path, header, row, message):
-    path = tmp_path / "table.csv"
-    path.write_text(f"{header}\n{row}\n")
-    with pytest.raises(UserError, match=message):
-        read_csv(path)
-
-
-@pytest.mark.parametrize("header", [" n, d,R ,Loss,Seed,Dim,gpu", "N;D;R;loss;seed;width;gpu"])
-def test_short_names_spaces_case_and_semicolons_do_and_unknown_ones_are_named(
-    tmp_path: Path, header: str, caplog
-):
-    path = tmp_path / "table.csv"
-    mark = ";" if ";" in header else ","
-    rows = ["1e8,1e9,1,3,0,64,a", "", "1e8,1e9,1,3.1,1,64,a", "2e8,1e9,2,2.9,0,128,a"]
-    path.write_text("\n".join([header, *(row.replace(",", mark) for row in rows)]))
-    read = read_csv(path)
-    assert "columns that are not used: gpu" in caplog.text
-    assert read.width.tolist() == [64, 64, 128]
-    assert len(set(read.run)) == 3
 
 
 def write_run(source: Path, path: Path, *, steps: int, contents: str = "ab") -> Path:

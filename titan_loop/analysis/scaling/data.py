@@ -8,7 +8,7 @@ import csv
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,99 +24,51 @@ from titan_loop.runs.status import read_plan
 logger = logging.getLogger(__name__)
 
 STRETCHES = 20
-REQUIRED = ("parameters", "tokens", "recurrent_steps", "loss")
-OPTIONAL = {"looped_parameters": "parameters", "width": "parameters"}
-"""Optional CSV column → the column that has its value where it is empty, and its bound."""
-
-_FIELDS = {
-    "recurrent_steps": "steps",
-    "looped_parameters": "looped",
+_COLUMNS = {item.name: item.name for item in fields(Losses)} | {
+    "steps": "recurrent_steps",
+    "looped": "looped_parameters",
 }
-"""CSV column → field of `Losses`, where their names differ."""
-
-ALIASES = {
-    "n": "parameters",
-    "d": "tokens",
-    "r": "recurrent_steps",
-    "l": "loss",
-    "n_looped": "looped_parameters",
-    "n_rec": "looped_parameters",
-    "dim": "width",
-}
-"""Other name of a CSV column, in lower case → its name here."""
-
-_LEAST_COUNT = 1000.0
+"""Field of `Losses` → column of a CSV file."""
 
 
 def read_csv(path: Path) -> Losses:
-    """Read points from a CSV file with a header; commas, semicolons or tabs between the columns.
+    """Read the points of a CSV file that has the columns of `write_csv`, and perhaps others.
 
-    Required: `parameters` (or `N`) and `tokens` (`D`), which are counts, `recurrent_steps` (`R`),
-    `loss` (`L`, in nats per token). Optional: `looped_parameters` (`N_looped`; all if absent),
-    `width` (`dim`; sizes are held out by it, or by N if absent), and `run` or `seed` (points of one
-    run share their noise; if both are absent, points of equal N and R). A row with a `step` is a
-    loss after that recurrent step, which no law describes; it is left out, as other columns are.
+    A row with a `step` is a loss after that recurrent step, which no law describes; it is left out.
     """
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            header = file.readline()
-            file.seek(0)
-            reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
-            names = [name.strip().casefold() for name in reader.fieldnames or []]
-            reader.fieldnames = known = [ALIASES.get(name, name) for name in names]
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
             rows = [(reader.line_num, row) for row in reader if not row.get("step")]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"csv={path} cannot be read ({error}); give a CSV file") from error
-    if twice := sorted({name for name in known if known.count(name) > 1}):
-        raise UserError(f"csv={path} has two columns for {', '.join(twice)}; keep one of each")
-    if missing := [name for name in REQUIRED if name not in known]:
+    if missing := sorted({*_COLUMNS.values()} - {*(reader.fieldnames or ())}):
         raise UserError(
-            f"csv={path} lacks the columns {', '.join(missing)}; it needs {', '.join(REQUIRED)} "
-            "(or N, D, R and loss)"
+            f"csv={path} lacks the columns {', '.join(missing)}; it needs "
+            f"{', '.join(_COLUMNS.values())}"
         )
-    used = (*REQUIRED, *OPTIONAL, "run", "seed", "step")
-    if unknown := [name for name in known if name not in used]:
-        logger.warning("csv=%s: columns that are not used: %s", path, ", ".join(unknown))
-    points = [_row_point(f"csv={path} line {line}", row) for line, row in rows]
-    if not points:
+    if not rows:
         raise UserError(f"csv={path} has no rows below its header; add measured losses")
-    for name in ("parameters", "tokens"):
-        if (largest := max(point[name] for point in points)) < _LEAST_COUNT:
-            raise UserError(
-                f"csv={path}: {name} of {largest:g} at most are no counts; write counts"
-            )
-    return Losses.of(points)
-
-
-def _row_point(where: str, row: Mapping[str, str | None]) -> dict[str, Any]:
-    number: dict[str, Any] = {
-        name: _positive(where, name, row[name] or "")
-        for name in (*REQUIRED, *OPTIONAL)
-        if row.get(name) or name in REQUIRED
-    }
-    if number["recurrent_steps"] < 1:
-        raise UserError(
-            f"{where}: recurrent_steps={number['recurrent_steps']:g} must be at least 1"
-        )
-    for part, whole in OPTIONAL.items():
-        number.setdefault(part, number[whole])
-        if number[part] > number[whole]:
-            raise UserError(
-                f"{where}: {part}={number[part]:g} must be at most {whole}={number[whole]:g}"
-            )
-    name = "-".join(f"{number[each]:g}" for each in ("parameters", "recurrent_steps"))
-    number["run"] = row.get("run") or f"{name}-{row.get('seed') or ''}"
-    return {_FIELDS.get(name, name): value for name, value in number.items()}
+    return Losses.of(
+        [
+            {
+                field: row[column]
+                if column == "run"
+                else _positive(f"csv={path} line {line}", column, row[column] or "")
+                for field, column in _COLUMNS.items()
+            }
+            for line, row in rows
+        ]
+    )
 
 
 def write_csv(points: Losses, path: Path) -> None:
     """Write the points in the columns that `read_csv` reads."""
-    fields_of = {field: column for column, field in _FIELDS.items()}
-    names = [item.name for item in fields(Losses)]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([fields_of.get(name, name) for name in names])
-        writer.writerows(zip(*(getattr(points, name).tolist() for name in names), strict=True))
+        writer.writerow(_COLUMNS.values())
+        columns = (getattr(points, field).tolist() for field in _COLUMNS)
+        writer.writerows(zip(*columns, strict=True))
 
 
 def read_runs(folders: Sequence[Path]) -> Losses:
