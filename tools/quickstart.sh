@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # From nothing to a trained LoopLM and its plots, on a fresh machine with only Python 3.11 or later.
 #
-#   bash tools/quickstart.sh          everything; minutes, not hours, on two cores
-#   bash tools/quickstart.sh --short  the same pipeline on less data, to see that it works
+#   bash tools/quickstart.sh            everything; minutes, not hours, on two cores
+#   bash tools/quickstart.sh --short    the same pipeline on less data, to see that it works
+#   bash tools/quickstart.sh --verbose  with the whole log of the training
 #
 # It fails if this installation has less than 20 MB of text, or if the model does not need at least
 # 30 % fewer bits per byte than a unigram model and 5 % fewer than a bigram model (the short form asks
@@ -18,22 +19,46 @@ text_flags=()
 train_flags=()
 eval_windows=64
 eval_flags=(--beats-unigram 0.3 --beats-bigram 0.05)
-case "${1:-}" in
-"") ;;
---short)
-    corpus=$SHORT_CORPUS run=runs/quickstart-short
-    text_flags=("${SHORT_TEXT[@]}")
-    train_flags=(--total-tokens 80000 --held-out.interval 0
-        --dataloader.mixture "$corpus/code=0.4,$corpus/prose=0.4,$corpus/math=0.2")
-    eval_windows=8
-    eval_flags=() # it has hardly trained
-    ;;
-*)
-    echo "titan-loop: error: unknown flag $1 for quickstart.sh; known: --short" >&2
-    exit 2
-    ;;
-esac
+verbose=""
+for flag in "$@"; do
+    case $flag in
+    --short)
+        corpus=$SHORT_CORPUS run=runs/quickstart-short
+        text_flags=("${SHORT_TEXT[@]}")
+        train_flags=(--total-tokens 80000 --held-out.interval 0
+            --dataloader.mixture "$corpus/code=0.4,$corpus/prose=0.4,$corpus/math=0.2")
+        eval_windows=8
+        eval_flags=() # it has hardly trained
+        ;;
+    --verbose) verbose=yes ;;
+    *)
+        echo "titan-loop: error: unknown flag $flag for quickstart.sh; known: --short, --verbose" >&2
+        exit 2
+        ;;
+    esac
+done
 unlooped=$run-without-loops
+
+brief() { # brief: a log of training without its notices, and with a step for each 5 % of them
+    local line due=0
+    if [ -n "$verbose" ]; then
+        cat
+        return
+    fi
+    trap '' INT # Ctrl-C reaches the training too, which still has to say that it saves
+    while IFS= read -r line; do
+        if [[ $line =~ ^\[titan\].*\ -\ INFO\ -\ (.*) ]]; then
+            line=${BASH_REMATCH[1]}
+            if [[ $line =~ ^step\ +[0-9]+/[0-9]+\ +([0-9]+)% ]]; then
+                [ "${BASH_REMATCH[1]}" -ge $due ] || continue
+                due=$((BASH_REMATCH[1] + 5))
+            elif [[ $line != "Trained to the end"* ]]; then
+                continue
+            fi
+        fi
+        printf '%s\n' "$line" # a warning or an error, too
+    done
+}
 
 SECONDS=0
 stage "1/5 corpus of code, prose and mathematics from this Python installation, tokenizer, token shards"
@@ -41,15 +66,18 @@ titan_loop data demo "$corpus" "${text_flags[@]}"
 
 stage "2/5 training one layer, applied four times; beside it, on the same tokens, without loops (R = 1)"
 # A core each.
+printf 'Below: loss in nats per token, tokens a second, and the time that is left. Whole logs: %s, %s\n' \
+    "$run/log.txt" "$unlooped.log"
 mkdir -p runs
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 OMP_NUM_THREADS=1 titan_loop train quickstart "${train_flags[@]}" --recurrence.steps 1 \
     --held-out.depths 1 --dump-folder "$unlooped" >"$unlooped.log" 2>&1 &
-OMP_NUM_THREADS=1 titan_loop train quickstart "${train_flags[@]}" --dump-folder "$run"
+OMP_NUM_THREADS=1 titan_loop train quickstart "${train_flags[@]}" --dump-folder "$run" 2>&1 | brief
 wait $! || {
     tail -n 20 "$unlooped.log" >&2
     exit 1
 }
+echo "Next: how well both predict text that they have not seen, plots of it, and a few lines of their own."
 
 stage "3/5 held-out bits per byte after 1 to 6 recurrent steps, 95 % intervals"
 # One table for both: the row of the model without loops stands above the n-gram models.
@@ -61,20 +89,19 @@ without=$(sed -n 's/^R = 1 (trained)/without loops  /p' "$unlooped/bits_per_byte
 sed "/^unigram/i $without" "$run/bits_per_byte.txt"
 [ $beaten = 0 ] || exit $beaten
 
-stage "4/5 plots"
-titan_loop plot "$run"
+stage "4/5 plots: the loss, and the table above"
 titan_loop plot "$run" "$unlooped"
 
-stage "5/5 completions after one recurrent step and after four"
-completions() { # completions R
-    echo "R = $1"
-    titan_loop generate "$run" --recurrent-steps "$1" --max-new-tokens 48 \
-        --prompt 'def' --prompt 'The function' --prompt 'x =' 2>/dev/null | cat -s
+stage "5/5 text that both go on to write, drawn at temperature 0.8"
+write() { # write RUN
+    titan_loop generate "$1" --temperature 0.8 --seed 1 --max-new-tokens 64 \
+        --prompt 'def' --prompt 'The function' --prompt 'x =' 2>/dev/null | expand -t 4 | fold -s -w 72
 }
-completions 1 >"$run/completions-1.txt" &
-completions 4 >"$run/completions-4.txt"
+write "$unlooped" >"$unlooped/completions.txt" &
+write "$run" >"$run/completions.txt"
 wait $!
-pr -m -t -w 150 "$run"/completions-{1,4}.txt
+printf '%-76s%s\n' "without loops" "applied four times"
+pr -m -t -w 150 "$unlooped/completions.txt" "$run/completions.txt"
 
 printf '\nquick start: %d s. Data: %s, runs: %s, %s\n' $SECONDS "$corpus" "$run" "$unlooped"
 printf 'Next, a page on which it writes: %s/bin/pip install -e ".[serve]" && %s/bin/titan-loop serve %s\n' \

@@ -66,10 +66,9 @@ def plot_depths(
         axes.margins(y=0.08)
 
     best = best_depth([_best(depths) for depths in swept.values()])
-    title = (
-        f"{best} at step {report.step:,}; grey: the trained R = {report.trained_recurrent_steps}"
-    )
-    return draw_panels([*swept], draw, path, title=title)
+    name, trained = f"{mine}: " if mine else "", report.trained_recurrent_steps
+    title = f"{name}{best} at step {report.step:,}; grey: the trained R = {trained}"
+    return draw_panels([*swept], draw, path, title=title, columns=4, inches=(3.6, 3.9))
 
 
 def compare_depths(runs: Sequence[RunDirectory], path: Path) -> Path | None:

@@ -67,7 +67,9 @@ def draw_panels(
     columns: int = 3,
     inches: tuple[float, float] = (4.2, 3.9),
 ) -> Path:
-    """Write a panel for each name, filled by `draw`, as one PNG, with a legend beside it.
+    """Write a panel for each name, filled by `draw`, as one PNG.
+
+    A panel has its legend beside it; if all panels have the same one, the figure has it once.
 
     Args:
         names: Title of each panel, at least one.
@@ -87,7 +89,14 @@ def draw_panels(
     for axes, name in zip(grid.flat, names, strict=False):
         axes.set_title(name, fontsize="medium")
         draw(axes, name)
-        if axes.get_legend_handles_labels()[1]:
+    shown = [axes for axes in grid.flat[: len(names)] if axes.get_legend_handles_labels()[1]]
+    labels = {tuple(axes.get_legend_handles_labels()[1]) for axes in shown}
+    if len(shown) == len(names) > 1 and len(labels) == 1:
+        figure.legend(
+            *shown[0].get_legend_handles_labels(), loc="outside right center", frameon=False
+        )
+    else:
+        for axes in shown:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     if label:
         for row in grid:
