@@ -1,15 +1,13 @@
 """Verbs as functions: words become arguments, and a mistake becomes one line."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from titan_loop.cli.arguments import bind, group
+from titan_loop.cli.arguments import bind
 from titan_loop.errors import UserError
-from titan_loop.plugins import Verb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,25 +80,6 @@ def test_help_is_printed_with_the_arguments_texts(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "Run directory, on a line that goes on." in printed
     assert "titan-loop do" in printed
-
-
-def lines(name: str, *, times: int = 1) -> Iterator[str]:
-    """Say a name.
-
-    Args:
-        name: The name.
-    """
-    return iter([name] * times)
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h", "say"]])
-def test_a_group_lists_its_verbs(capsys, words: list[str]):
-    run = group("data", {"say": lines, "far": Verb("nowhere:at_all", "Go far away.")})
-    assert run(words) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "usage: titan-loop data VERB [ARGUMENTS]"
-    assert printed[2:5] == ["verbs:", "  say  Say a name.", "  far  Go far away."]
-    assert printed[-1] == "For details: titan-loop data VERB --help"
 
 
 def train(recipe: str, *, folder: str = "", flags: list[str]) -> list[str]:

@@ -118,18 +118,11 @@ def test_a_chat_that_outgrows_the_context_loses_its_oldest_turns(capsys, monkeyp
     ("flags", "message"),
     [
         (("--exit", "q:2"), "exit=q:2.0 must be between 0 and 1"),
-        (("--exit", "entropy:1"), "exit=entropy:1 is not an exit policy"),
-        (("--kv-cache", "lats"), "kv_cache=lats is unknown; nearest: last"),
-        (("--recurrent-steps", "0"), "recurrent_steps=0 must be at least 1"),
         (("--temperature", "-1"), "temperature=-1.0 must be 0"),
         (("--max-new-tokens", "0"), "max_new_tokens=0 must be at least 1"),
         (("--seed", str(2**64)), f"seed={2**64} must be between 0 and {2**64 - 1}"),
         (("--top-p", "0.5"), "top_k and top_p have no effect without a --temperature above 0"),
         (("--prompt", "x" * 60), "prompt 0 has 60 tokens, the context of 48"),
-        (
-            ("--tempratur", "1"),
-            "--tempratur, 1; Perhaps you meant: --temperature FLOAT",
-        ),
         (("--draft-step", "2", "--prompt", "a"), "draft_step=2 must be at least 1 and below"),
         (("--chat", "--prompt", "a", "--prompt", "b"), "--chat takes one --prompt"),
     ],

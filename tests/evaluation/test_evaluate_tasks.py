@@ -143,22 +143,10 @@ def test_tasks_that_need_the_network_say_so(tmp_path: Path, monkeypatch: pytest.
         HarnessTasks(home=home).load(SuiteTask("far_awya"))
 
 
-def test_the_papers_tasks_have_their_shots_and_exist_in_the_harness():
-    shots = {task.name: task.num_fewshot for task in find("suites", "ouro_base")}
-    assert shots == {
-        "mmlu": 5, "mmlu_pro": 5, "bbh_cot_fewshot": 3, "arc_challenge": 25, "hellaswag": 10,
-        "winogrande": 5, "gsm8k_cot": 3, "minerva_math500": None, "humaneval": 0,
-        "humaneval_plus": 0, "mbpp": 3, "mbpp_plus": 3,
-    }  # fmt: skip
-    depth = {task.name: task.num_fewshot for task in find("suites", "depth")}
-    assert depth == {
-        "arc_challenge": 25, "arc_easy": 8, "commonsense_qa": 10, "hellaswag": 10, "mmlu": 5,
-        "winogrande": 5,
-    }  # fmt: skip
-    scaling = {task.name: task.num_fewshot for task in find("suites", "scaling")}
-    assert set(scaling.values()) == {0}
+def test_the_papers_tasks_exist_in_the_harness():
+    suites = [find("suites", name) for name in ("ouro_base", "depth", "scaling")]
     known = HarnessTasks().find("mmlu").all_tasks
-    assert {*shots, *depth, *scaling} <= {*known}
+    assert {task.name for suite in suites for task in suite} <= {*known}
 
 
 def test_examples_are_those_asked_for_unless_a_task_has_none(tmp_path: Path):

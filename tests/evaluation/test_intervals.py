@@ -21,10 +21,3 @@ def test_seeds_have_students_interval():
     assert of_seeds(values) == pytest.approx((np.mean(values), expected.low, expected.high))
     assert of_seeds([0.5]) == (0.5, 0.5, 0.5)
     assert of_seeds([0.5], 0.01**2) == pytest.approx((0.5, 0.4804, 0.5196))
-
-
-def test_a_shared_sample_widens_the_interval():
-    values = [0.1, 0.2, 0.4]
-    alone, shared = of_seeds(values), of_seeds(values, 0.3**2)
-    half, shared_half = (found.high - found.value for found in (alone, shared))
-    assert shared_half**2 == pytest.approx(half**2 + (1.96 * 0.3) ** 2, rel=1e-4)

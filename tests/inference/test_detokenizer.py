@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.data.shapes.tokenizers import sentencepiece
 from tests.inference.reference import make_model
@@ -91,19 +91,6 @@ def test_generation_stops_at_strings_that_several_tokens_make(options):
     assert got[0].text == text[: text.find(stop)]
     assert got[0].finish == "stop_string"
     assert len(got[0].tokens) == text.find(stop) + 2  # the tokens say what was computed
-
-
-def test_a_prompt_has_only_its_own_tokens():
-    """As documents in training, whatever the tokenizer adds by itself."""
-    tokenizer = byte_tokenizer("abc")
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    plain = tokenizer.encode("ab").ids
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, end)]
-    )
-    assert tokenizer.encode("ab").ids == [end, *plain, end]
-    (request,) = text_requests(tokenizer, ["ab"], stop_tokens=frozenset((end,)))
-    assert request.prompt == plain
 
 
 def test_a_stream_gives_the_same_as_completing():

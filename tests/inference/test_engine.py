@@ -22,12 +22,10 @@ from titan_loop.inference.exit_policy import (
     Margin,
     QExit,
     StaticStep,
-    parse_exit_policy,
 )
 from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
-from titan_loop.models.attention import DocumentAttention
 
 STRATEGIES = ("full", "last", "first", "averaged")
 FLOAT64 = 1e-9  # rounding of a few thousand float64 sums, amplified by a few layers
@@ -158,34 +156,6 @@ def test_logits_in_decoding_equal_the_reference(model, kv_cache):
 
 
 @pytest.mark.parametrize("kv_cache", STRATEGIES)
-def test_a_batch_equals_its_rows_alone_in_fp32(kv_cache):
-    model = make_model()
-    ragged = prompts(3, 9, 1, 5)
-    together = Engine(model, kv_cache=kv_cache, exit_policy=QExit(0.6))
-    alone = Engine(model, kv_cache=kv_cache, exit_policy=QExit(0.6))
-    got = together.complete(requests(ragged))
-    for prompt, completion in zip(ragged, got, strict=True):
-        assert alone.complete(requests([prompt]))[0] == completion
-
-
-def test_a_sampled_row_does_not_depend_on_its_neighbours(model):
-    """Each row draws from its own generator, whenever it leaves the recurrence."""
-    sampling = Sampling(temperature=1.0)
-    ragged = requests(prompts(4, 4, 2))
-    engine = Engine(model, exit_policy=QExit(0.7))
-    static = Engine(model, exit_policy=QExit(0.7))
-    three = engine.complete(ragged, sampling=sampling, generator=torch.Generator().manual_seed(5))
-    again = engine.complete(ragged, sampling=sampling, generator=torch.Generator().manual_seed(5))
-    first = static.complete(
-        ragged[:1], sampling=sampling, generator=torch.Generator().manual_seed(5)
-    )
-    assert three == again
-    assert three[0] == first[0]
-    other = engine.complete(ragged, sampling=sampling, generator=torch.Generator().manual_seed(6))
-    assert three != other
-
-
-@pytest.mark.parametrize("kv_cache", STRATEGIES)
 def test_waiting_requests_take_the_places_of_finished_ones(model, kv_cache):
     """Two places for five requests: the same completions, in a cache of two rows."""
     limits = (3, 9, 1, 6, 4)
@@ -216,14 +186,6 @@ def test_waiting_requests_take_the_places_of_finished_ones(model, kv_cache):
     assert engine.work.cache_bytes == two_rows
     with pytest.raises(UserError, match="rows=0 must be at least 1"):
         engine.complete(asked, rows=0)
-
-
-@pytest.mark.parametrize("text", ["q:1", "hidden:0", "kl:0,0", "static:3"])
-@pytest.mark.parametrize("kv_cache", STRATEGIES)
-def test_the_deep_end_of_every_policy_is_full_depth(model, text, kv_cache):
-    policy = parse_exit_policy(text)
-    got = Engine(model, exit_policy=policy, kv_cache=kv_cache).complete(requests(prompts(5, 2)))
-    assert got == Engine(model, kv_cache=kv_cache).complete(requests(prompts(5, 2)))
 
 
 class _Scripted(ExitPolicy):
@@ -382,13 +344,7 @@ def test_request_mistakes_are_one_line(model, prompt, count, temperature, messag
     assert "\n" not in str(raised.value)
 
 
-def test_a_model_without_gate_refuses_q_exit_and_other_kernels_are_refused():
-    with pytest.raises(UserError, match="exit=q needs an exit gate"):
-        Engine(make_model(exit_gate=False), exit_policy=QExit(0.5))
-
-    class Other(DocumentAttention):
-        pass
-
+def test_other_kernels_are_refused():
     model = make_model()
     model.layers["0"].attention.inner_attention = torch.nn.Identity()
     with pytest.raises(UserError, match="cannot decode"):

@@ -7,7 +7,6 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from tests.support.tiny import tiny_config
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.models.block import DenseBlock
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.training.layout_preflight import layout_refusals
@@ -27,22 +26,6 @@ def make_model(rate: float = 0.3):
 
 def tokens():
     return torch.randint(128, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
-
-
-def test_every_branch_of_every_visit_has_its_own_mask_written_out():
-    model = make_model()
-    layer = model.layers["0"]
-    assert isinstance(layer, DenseBlock)
-    context = model.make_context(tokens())
-    x = start = torch.randn(2, SEQ_LEN, 64).double()
-    torch.manual_seed(3)
-    got = layer(start, context)
-    torch.manual_seed(3)
-    masks = [(torch.rand(x.shape) >= 0.3).double() / 0.7 for _ in range(2)]
-    x = x + masks[0] * layer.attention_post_norm(layer.attention(layer.attention_norm(x), context))
-    x = x + masks[1] * layer.ffn_post_norm(layer.feed_forward(layer.ffn_norm(x)))
-    torch.testing.assert_close(got, x, rtol=1e-13, atol=1e-13)
-    assert torch.equal(*(model.eval()(tokens()).hidden_RBLD[1] for _ in range(2)))
 
 
 def test_the_embedding_is_dropped_once_in_training_alone():

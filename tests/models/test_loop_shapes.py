@@ -31,6 +31,7 @@ READOUT = {"norm_placement": "readout"}
 BOTH = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1}
 RELATIVE = {"relative_window": 5, "n_kv_heads": 4}
 SHAPES: dict[str, dict[str, Any]] = {
+    "loop": {},
     "additive": {"injection": "additive"},
     "diagonal": {"injection": "diagonal"},
     "readout": READOUT,
