@@ -23,8 +23,6 @@ from titan_loop.checkpoint.keep_policy import (
 from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from titan_loop.checkpoint.start_from import StartFrom
-from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.task_options import TaskOptions
@@ -169,13 +167,3 @@ def test_an_evaluation_does_not_wait_for_the_save_of_the_best_checkpoint(
     train_run(config)
     assert committed_steps(run.checkpoints) == ([1, 6] if fails else [1, 2, 6])
     assert read_manifest(run.checkpoint(6))["best"]["step"] == (1 if fails else 2)
-
-
-@pytest.mark.parametrize("interval", [0, None])
-def test_without_held_out_text_it_is_refused(source: Path, tmp_path: Path, interval: int | None):
-    config = tiny_config(source, tmp_path / "run", steps=2)
-    config.best, config.held_out.interval = True, interval
-    if interval is None:
-        config.dataloader = TaskLoader.Config(task=Mano(5, 3))
-    with pytest.raises(UserError, match="best=True needs held-out text that is scored"):
-        train_run(config)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.families.ouro.hugging_face.conftest import random_model, write_run
 from tests.support.tiny import tiny_config, train_run
-from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
-from titan_loop.checkpoint.merging import merge_checkpoints, scaled_weights
+from titan_loop.checkpoint.manifest import read_manifest, reference
+from titan_loop.checkpoint.merging import checked_weights, merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
@@ -81,7 +81,7 @@ def mean_by_hand(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return torch.from_numpy(np.asarray(total / sum(map(np.longdouble, weights))).astype(np.float64))
 
 
-@pytest.mark.parametrize("weights", [(), WEIGHTS, (2.0**1023,) * 4, (0, 5, 1, 1)])
+@pytest.mark.parametrize("weights", [(), WEIGHTS])
 def test_every_weight_is_the_mean_rounded_once(
     sources: list[Path], tmp_path: Path, weights: tuple[float, ...]
 ):
@@ -153,7 +153,7 @@ def runs(tmp_path: Path) -> list[Path]:
 )
 def test_weights_that_do_not_fit_are_one_line(weights: list[float], message: str):
     with pytest.raises(UserError, match=message):
-        scaled_weights(weights, 2)
+        checked_weights(weights, 2)
 
 
 def error_of(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -180,28 +180,6 @@ def test_checkpoints_that_do_not_fit_are_one_line_and_leave_nothing(
     shard.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
     assert "is damaged: __0_0.distcp has a different SHA-256" in error_of(capfd, *runs, *to_new)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other"}
-
-
-def test_other_vocabularies_are_refused(
-    runs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
-    def read(run: Path, **data: object) -> None:
-        checkpoint = RunDirectory(run).checkpoint(7)
-        write_manifest(checkpoint, {**read_manifest(checkpoint), "data": {"data": data}})
-
-    first, second = runs
-    command = (*runs, "--output", tmp_path / "mean")
-    read(first, tokenizer="7f66fd1a603a64a9")
-    read(second, tokenizer="0123456789abcdef")
-    message = error_of(capfd, *command)
-    assert "has another vocabulary than" in message
-    assert "tokenizer 0123456789abcdef instead of tokenizer 7f66fd1a603a64a9" in message
-    read(second)
-    (second / "tokenizer.json").write_text("{}")  # as an import leaves one
-    assert "tokenizer 44136fa355b3678a instead of" in error_of(capfd, *command)
-    (first / "tokenizer.json").write_text("{}")
-    assert main(["checkpoint", "merge", *map(str, command)]) == EXIT_OK
-    assert (tmp_path / "mean" / "tokenizer.json").read_text() == "{}"
 
 
 def evaluated(run: Path) -> Results:

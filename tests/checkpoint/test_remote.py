@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,16 @@ def memory() -> Iterator[Any]:
     file_system.store.clear()
 
 
-def remote(
-    run: Path, url: str = "memory://bucket/runs", *, adopt: bool = True
-) -> RemoteCheckpoints:
-    return RemoteCheckpoints(url, stage="base", run=run, adopt=adopt)
+STORE = "memory://bucket/runs"
+
+
+def remote(run: Path, url: str = STORE) -> RemoteCheckpoints:
+    """Open a store as the run that wrote there."""
+    with suppress(FileNotFoundError):
+        owner = RemoteFolder(f"{url}/base", "checkpoint.remote").read("owner.json")
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "remote.json").write_bytes(owner)
+    return RemoteCheckpoints(url, stage="base", run=run)
 
 
 def uploader(run: Path, attempts: int = 3) -> Uploader:
@@ -103,42 +110,20 @@ def test_a_damaged_remote_checkpoint_is_skipped(memory, tmp_path, caplog):
 
 def test_a_new_run_directory_goes_on_with_a_remote_run_only_if_told_to(memory, tmp_path):
     upload_all(tmp_path / "one", [2])
-    with pytest.raises(UserError, match=r"go on with that run in .*: --checkpoint.adopt-remote"):
-        remote(tmp_path / "two", adopt=False)
-    committed(tmp_path / "three" / "checkpoints", 2)
-    with pytest.raises(UserError, match=r"checkpoint.remote=.* holds the checkpoints of another"):
-        remote(tmp_path / "three")
+    with pytest.raises(
+        UserError, match=r"of another run; .* copy its owner.json to .*/remote.json"
+    ):
+        RemoteCheckpoints(STORE, stage="base", run=tmp_path / "two")
     assert not (tmp_path / "two" / "remote.json").exists()
-    remote(tmp_path / "two")
-    remote(tmp_path / "two", adopt=False)  # it is its own from now on
-    remote(tmp_path / "one", adopt=False)
-
-
-def test_of_two_first_starts_at_a_time_one_claims_the_store(memory, tmp_path, monkeypatch):
-    """The other comes in after the first has seen that there is no owner."""
-    read, raced = RemoteFolder.read, []
-
-    def late(self, name):
-        try:
-            return read(self, name)
-        except FileNotFoundError:
-            if not raced:
-                raced.append(name)
-                remote(tmp_path / "two", adopt=False)
-            raise
-
-    monkeypatch.setattr(RemoteFolder, "read", late)
-    with pytest.raises(UserError, match="holds the checkpoints of another run"):
-        remote(tmp_path / "one", adopt=False)
-    assert not (tmp_path / "one" / "remote.json").exists()
-    remote(tmp_path / "two", adopt=False)
+    assert remote(tmp_path / "two").steps() == [2]
+    RemoteCheckpoints(STORE, stage="base", run=tmp_path / "one")
 
 
 def test_nothing_is_fetched_into_a_run_that_another_process_trains(memory, source, tmp_path):
     upload_all(tmp_path / "one", [2])
     config = tiny_config(source, tmp_path / "run")
-    config.checkpoint.remote, config.checkpoint.adopt_remote = "memory://bucket/runs", True
-    config.stage = "base"
+    config.checkpoint.remote, config.stage = STORE, "base"
+    remote(tmp_path / "run")
     with held(Path(config.dump_folder)):
         fetch_checkpoints(config)
         assert not (tmp_path / "run" / "checkpoints").exists()
@@ -168,7 +153,6 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_pa
         made = tiny_config(source, tmp_path / name, steps=6)
         made.training.steps = limit
         made.checkpoint.remote = url
-        made.checkpoint.adopt_remote = True
         return made
 
     train_run(config("whole"))
@@ -176,6 +160,8 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_pa
     train_run(config("run", limit=4, url=url))
     assert read_manifest(tmp_path / "remote" / "step-4")["step"] == 4
     shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    shutil.copy(tmp_path / "remote" / "owner.json", tmp_path / "run" / "remote.json")
     train_run(config("run", url=url))
     whole, run = (RunDirectory(tmp_path / name).read_metrics() for name in ("whole", "run"))
     assert [r["loss"] for r in run] == [r["loss"] for r in whole[4:]]

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.support.peak_memory import peak_growth
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import (
     read_manifest,
@@ -117,30 +115,6 @@ def test_a_model_is_loaded_strictly(tmp_path):
     write_checkpoint(tmp_path / "more", {**saved, "adapter.w": torch.zeros(1)}, CONTENT)
     with pytest.raises(UserError, match=r"1 entries are not wanted: adapter\.w"):
         load_model(tmp_path / "more", OuroOptions(), max_seq_len=32)
-
-
-NUMEL = 12 << 20  # 48 MiB
-
-
-def write_ones(checkpoint: Path, count: int) -> None:
-    make = partial(torch.ones, count)
-    entries = {f"w{i}": LazyTensor((count,), torch.float32, make) for i in range(6)}
-    write_checkpoint(checkpoint, entries, CONTENT)
-
-
-def read_all(checkpoint: Path) -> None:
-    reader = CheckpointReader(checkpoint)
-    for key in reader.keys():  # noqa: SIM118
-        reader.read(key)
-
-
-def test_memory_is_one_tensor_and_when_reading_its_shard_too(tmp_path):
-    small, large = tmp_path / "small", tmp_path / "large"
-    slack = 0.4  # of a tensor: buffers of the C library and the page granularity
-    writing = peak_growth(partial(write_ones, small, 1000), partial(write_ones, large, NUMEL))
-    assert writing < (1 + slack) * 4 * NUMEL
-    reading = peak_growth(partial(read_all, small), partial(read_all, large))
-    assert reading < (2 + slack) * 4 * NUMEL
 
 
 @pytest.mark.parametrize("faults", [2, 100])

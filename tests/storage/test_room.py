@@ -1,4 +1,4 @@
-"""A start on a full disk waits, a while, and says how much is missing."""
+"""A start on a full disk says how much is missing."""
 
 import errno
 import os
@@ -6,44 +6,30 @@ import os
 import pytest
 
 from titan_loop.errors import RunFailedError, UserError
-from titan_loop.storage import room, transient
-from titan_loop.storage.room import require_writable, wait_for_room
+from titan_loop.storage import room
+from titan_loop.storage.room import require_room, require_writable
 
 
 @pytest.fixture
 def written(monkeypatch):
-    """Errors of the next writes, 0 for none; the last stays."""
+    """The error of every write, 0 for none."""
     errors = [0]
 
     def write(folder, content):
-        error = errors[0] if len(errors) == 1 else errors.pop(0)
-        if error:
-            raise OSError(error, os.strerror(error))
+        if errors[0]:
+            raise OSError(errors[0], os.strerror(errors[0]))
         return folder
 
     monkeypatch.setattr(room, "_write_nameless", write)
-    monkeypatch.setattr(room, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(transient, "WAIT_SECONDS", 0.0)
     return errors
 
 
-def test_room_that_comes_is_waited_for(tmp_path, written, caplog):
-    written[:] = [errno.EDQUOT, errno.EDQUOT, 0]
-    wait_for_room(tmp_path, 0)
-    assert caplog.text.count("1,048,576 bytes more are needed; make room, this start waits") == 1
-
-
-def test_without_room_for_small_files_the_start_fails_in_the_end(tmp_path, written, monkeypatch):
-    monkeypatch.setattr(room, "WAIT_SECONDS", 0.0)
-    written[:] = [errno.ENOSPC]
-    with pytest.raises(RunFailedError, match="1,049,576 bytes more are needed; make room, then"):
-        wait_for_room(tmp_path, 1000)
-
-
-def test_without_room_for_a_checkpoint_training_goes_on(tmp_path, written, monkeypatch, caplog):
-    monkeypatch.setattr(room, "WAIT_SECONDS", 0.0)
-    wait_for_room(tmp_path, 1 << 62)
+def test_a_full_disk_ends_a_start_and_one_that_is_too_small_is_a_warning(tmp_path, written, caplog):
+    require_room(tmp_path, 1 << 62)
     assert "for a checkpoint; saves will fail until there is room" in caplog.text
+    written[:] = [errno.EDQUOT]
+    with pytest.raises(RunFailedError, match="1,049,576 bytes more are needed; make room, then"):
+        require_room(tmp_path, 1000)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.errors import EXIT_CRASH, EXIT_OK, exit_code
 from titan_loop.evaluation.while_training import WhileTraining
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage import room, transient
+from titan_loop.storage import transient
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.callback import Callback
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
@@ -64,7 +64,7 @@ def config_of(source: Path, run: Path) -> LoopTrainer.Config:
 
 def train(config: LoopTrainer.Config) -> tuple[int, str]:
     """Return the exit code of a start, and how it ended."""
-    transient.WAIT_SECONDS = room.WAIT_SECONDS = 0.0
+    transient.WAIT_SECONDS = 0.0
     try:
         train_run(config)
         return EXIT_OK, ""

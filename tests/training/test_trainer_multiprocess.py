@@ -1,6 +1,7 @@
 """Several ranks: one consistent run at every world size, one decision about non-finite steps."""
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -173,8 +174,8 @@ def continue_from(
     trainer = make_trainer(source, run, world, **changes)
     trainer.batch_generator(None)
     for origin in origins:
-        trainer.checkpointer.path = origin / "checkpoints"
-        assert trainer.checkpointer.load(2)
+        trainer.checkpointer.path = origin
+        assert trainer.checkpointer.load()
         for _ in range(2):
             trainer.step += 1
             trainer.train_step(iter(()))
@@ -194,7 +195,10 @@ def test_a_checkpoint_of_any_layout_continues_on_any_other(
     origins = [runs["one"], runs["dp2-tp2"]]
     if layout == "one":  # dp2-per-visit's is bit for bit dp2's
         origins = [run for name, run in runs.items() if name != "dp2-per-visit"]
-    gloo_pool(world).run(continue_from, source, tmp_path / "run", world, changes, origins)
+    copies = [tmp_path / origin.name for origin in origins]
+    for origin, copy in zip(origins, copies, strict=True):
+        shutil.copytree(origin / "checkpoints" / "step-2", copy / "step-2")
+    gloo_pool(world).run(continue_from, source, tmp_path / "run", world, changes, copies)
     continued = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     expected = records(runs["one"])[2:] * len(origins)
     for got, want in zip(continued, expected, strict=True):

@@ -74,8 +74,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
             save_attempts: Attempts to save before training goes on without this checkpoint.
             remote: Folder in an object store (s3://…, gs://… or file://…) for copies of all
                 checkpoints; a start without a whole local one fetches the newest. Empty for none.
-            adopt_remote: Let a new run directory go on with the run whose checkpoints `remote`
-                holds, as after the loss of a disk.
             retry_seconds: Wait before the second attempt; it doubles each time.
             carry: Start of a run that has no checkpoint of its own.
         """
@@ -87,7 +85,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
         verify_hashes: bool = True
         save_attempts: Annotated[int, Ge(1)] = 3
         remote: str = ""
-        adopt_remote: bool = False
         retry_seconds: Annotated[float, Ge(0)] = 10.0
         carry: StartFrom = field(default_factory=StartFrom)
         # With upstream's default, True, it would warn of settings without an effect.
@@ -272,21 +269,15 @@ class LoopCheckpointManager(BaseCheckpointManager):
             return find()
 
     def _load(self, step: int = -1) -> bool:
-        loaded = self._load_weights(step)
+        # `step` is upstream's `checkpoint.load_step`, which preflight refuses.
+        loaded = self._load_weights()
         if rewinds := from_rank_zero(self.group, lambda: read_rewinds(self.path.parent)):
             self.inherited["jumps"] = rewinds
             self.dataloader.jump(jumped_windows(rewinds))
         return loaded
 
-    def _load_weights(self, step: int) -> bool:
-        if step == -1:
-            found = self._find_newest()
-        else:
-            asked = step_folder(self.path, step)
-            manifest, reason = inspect(asked, self._look_at, group=self.group)
-            if manifest is None:
-                raise UserError(f"checkpoint.load_step={step} is not usable: {reason}")
-            found = step, manifest
+    def _load_weights(self) -> bool:
+        found = self._find_newest()
         if found is None and self.config.carry.parent:
             return self._load_parent()
         if found is None:

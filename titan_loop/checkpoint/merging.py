@@ -35,7 +35,7 @@ def merge_checkpoints(
     and the position in the data come from the first checkpoint; `lineage.merged` has the reference
     of every one and its share a_i / Σ a_i as `weight`. Empty `weights` are equal ones.
     """
-    factors = scaled_weights(weights, len(sources))
+    factors = checked_weights(weights, len(sources))
     manifests = [read_manifest(source) for source in sources]
     architecture, *others = (manifest["trainer"]["architecture"] for manifest in manifests)
     for source, other in zip(sources[1:], others, strict=True):
@@ -64,11 +64,8 @@ def merge_checkpoints(
     write_checkpoint(target, entries, content)
 
 
-def scaled_weights(weights: Sequence[float], count: int) -> list[float]:
-    """Return the weights of `count` checkpoints times a power of 2: the largest is in [1, 2).
-
-    Scaling is exact and keeps products far from overflow. Raises `UserError` for unfit weights.
-    """
+def checked_weights(weights: Sequence[float], count: int) -> Sequence[float]:
+    """Return the weights of `count` checkpoints, equal by default; `UserError` for unfit ones."""
     if count < 2:
         raise UserError(f"a merge needs at least two checkpoints, not {count}; name another one")
     weights = weights or [1.0] * count
@@ -80,8 +77,7 @@ def scaled_weights(weights: Sequence[float], count: int) -> list[float]:
         )
     if not all(0 <= weight < math.inf for weight in weights) or max(weights) == 0:
         raise UserError(f"weights={given} must be finite and at least 0, with a positive sum")
-    exponent = math.frexp(max(weights))[1] - 1
-    return [math.ldexp(weight, -exponent) for weight in weights]
+    return weights
 
 
 def _model_keys(readers: Sequence[CheckpointReader]) -> list[str]:

@@ -49,18 +49,16 @@ OWN_RECORD = "remote.json"
 class RemoteCheckpoints:
     """The checkpoints of one run in a remote folder; use it on rank 0 only.
 
-    A recipe's stages share `url`. A folder of another run is refused, unless `adopt` lets a run
-    directory without checkpoints go on with that run. A reader of the copies makes no `claim`.
+    A recipe's stages share `url`. A folder of another run is refused. A reader of the copies makes
+    no `claim`.
     """
 
-    def __init__(
-        self, url: str, *, stage: str, run: Path, adopt: bool = False, claim: bool = True
-    ) -> None:
+    def __init__(self, url: str, *, stage: str, run: Path, claim: bool = True) -> None:
         check_address(url, FIELD)
         self._folder = RemoteFolder(f"{url.rstrip('/')}/{stage}" if stage else url, FIELD)
         self._checkpoints = run / CHECKPOINTS
         if claim:
-            self._claim(run, adopt=adopt)
+            self._claim(run)
 
     def steps(self) -> list[int]:
         """Return the steps of all committed remote checkpoints, in increasing order."""
@@ -143,34 +141,24 @@ class RemoteCheckpoints:
             self._folder.upload(local / TAGS, f"step-{step}/{TAGS}")
         return tagged
 
-    def _claim(self, run: Path, *, adopt: bool) -> None:
+    def _claim(self, run: Path) -> None:
         """Write the identity of this run, unless another run has: two would mix their steps."""
         record = run / OWN_RECORD
         try:
             own: str | None = read_json_object(record, fix="delete it")["run"]
         except FileNotFoundError:
             own = None
-        fresh = own is None and not committed_steps(self._checkpoints)
         owner = self.read(OWNER).get("run")
         if owner is None:
             # The local record first: a start that is killed in between must know its own claim.
-            claim = own or secrets.token_hex(8)
-            write_json(record, {"run": claim})
-            there = self._folder.create(OWNER, json.dumps({"run": claim}).encode())
-            owner = self._parsed(OWNER, there).get("run")
-            if owner == claim:
-                return
-            if own is None:
-                record.unlink()
-        if owner == own:
-            return
-        if not (fresh and adopt):
-            fix = f", or go on with that run in {run}: --checkpoint.adopt-remote" if fresh else ""
+            owner = own = own or secrets.token_hex(8)
+            write_json(record, {"run": own})
+            self.write(OWNER, {"run": own})
+        if owner != own:
             raise UserError(
                 f"{FIELD}={self._folder.url} holds the checkpoints of another run; choose another "
-                f"folder{fix}"
+                f"folder, or, to go on with that run in {run}, copy its {OWNER} to {record}"
             )
-        write_json(record, {"run": owner})
 
     def _all_steps(self) -> list[int]:
         matches = (re.fullmatch(STEP_NAME, name) for name in self._folder.names())

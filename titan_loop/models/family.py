@@ -41,6 +41,9 @@ _INITIAL_WEIGHTS = {
 RUNTIME_OPTIONS = frozenset(_RESOLVED | _SAME_RESULT | _TRAINING_ALONE | _INITIAL_WEIGHTS)
 """Options in which two models of one checkpoint may differ."""
 
+RETIRED_OPTIONS = frozenset({"early_states", "initial_outputs"})
+"""Options of training alone that earlier versions recorded."""
+
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -165,6 +168,7 @@ def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
     values = dict(recorded)
     family = get_family(str(values.pop("family", "")))
     known = {option.name for option in fields(family.options)}
+    values = {name: value for name, value in values.items() if name not in RETIRED_OPTIONS}
     if unknown := [f"model.{name}={value}" for name, value in values.items() if name not in known]:
         problem = f"{', '.join(unknown)}: family {family.name} has no such option in this version"
         raise UserError(f"{problem}; use the version of titan_loop that wrote it")

@@ -16,7 +16,7 @@ from titan_loop.checkpoint.start_from import check_moments, check_parent, has_mo
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import nested
-from titan_loop.storage.room import wait_for_room
+from titan_loop.storage.room import require_room
 from titan_loop.training.chosen_model import Newest
 from titan_loop.training.config import RunConfig
 from titan_loop.training.resolved_run import ResolvedRun
@@ -41,7 +41,7 @@ def is_to_be_trained(run: ResolvedRun, newest: Newest) -> bool:
             f"{config.dump_folder} --checkpoint.carry.no-optimizer"
         )
     expected = sum(file["bytes"] for file in found[1]["files"].values()) if found else 0
-    wait_for_room(directory.path, expected)
+    require_room(directory.path, expected)
     return True
 
 

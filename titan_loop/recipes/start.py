@@ -43,7 +43,7 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import RECIPE_JSON, PlannedStage, write_plan
-from titan_loop.storage.room import require_writable, wait_for_room
+from titan_loop.storage.room import require_room, require_writable
 from titan_loop.training.chosen_model import Newest, newest_of, saved_architecture
 from titan_loop.training.config import RunConfig
 from titan_loop.training.preflight import remarks
@@ -82,7 +82,7 @@ def run_recipe(
         require_writable(place, f"dump_folder={place}")
 
     def look() -> dict[str, tuple[int, Trainable]]:
-        wait_for_room(root, 0)  # a checkpoint that is fetched needs some
+        require_room(root, 0)  # a checkpoint that is fetched needs some
         for stage in recipe.stages:
             fetch_checkpoints(stage.config)  # before the checks, which read the newest checkpoints
         check_placed(recipe, world_size, only=only)

@@ -10,12 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan_loop.checkpoint.merging import merge_checkpoints, scaled_weights
+from titan_loop.checkpoint.merging import checked_weights, merge_checkpoints
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
-from titan_loop.data.source_card import SHORT_DIGEST, file_sha256
-from titan_loop.data.tasks.recorded_task import recorded_task
-from titan_loop.errors import UserError
 from titan_loop.models.family import decoder_config, get_family
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -52,15 +49,14 @@ def merge_runs(
     """Write a new run with one checkpoint, of step 0: the weighted mean of others.
 
     Model options, window, data and text format come from the first parent, so that the new run
-    is evaluated on its held-out text. An unknown tokenizer is assumed to equal the others'.
+    is evaluated on its held-out text. The tokenizers are not compared.
     """
-    scaled_weights(weights, len(parents))  # refuses wrong ones before any file is read
+    checked_weights(weights, len(parents))  # before any file is read
     runs = [SavedRun.open(parent) for parent in parents]
     sources = [run.checkpoint() for run in runs]
     first = runs[0]
     saved = sources[0].manifest["trainer"]["architecture"]
     check_architecture(saved, decoder_config(first.model_options, max_seq_len=1).architecture)
-    _check_vocabularies(runs)
     config = {
         "total_tokens": 0,  # merging trains on none
         "model": first.config["model"],
@@ -98,30 +94,3 @@ def written_run(
         if tokenizer is not None and tokenizer.is_file():
             shutil.copyfile(tokenizer, staged / TOKENIZER_NAME)
         new.create_or_open(command, config=config)
-
-
-def _check_vocabularies(runs: Sequence[SavedRun]) -> None:
-    known = [(run, name) for run in runs if (name := _vocabulary(run)) is not None]
-    for run, name in known[1:]:
-        if name != known[0][1] and not _same_tokenizer(known[0][0], run):
-            raise UserError(
-                f"{run.path} has another vocabulary than {known[0][0].path}: {name} instead of "
-                f"{known[0][1]}; merge models of one vocabulary"
-            )
-
-
-def _vocabulary(run: SavedRun) -> str | None:
-    """Return the meaning of a model's token ids, as a phrase; None if nothing records it."""
-    state = run.checkpoint().manifest["data"]
-    if (task := recorded_task(state)) is not None:
-        return f"task {task.name} of {task.vocab_size} tokens"
-    own = run.imported_tokenizer
-    sha256 = file_sha256(own) if own.is_file() else state.get("data", {}).get("tokenizer")
-    return None if sha256 is None else f"tokenizer {sha256[:SHORT_DIGEST]}"
-
-
-def _same_tokenizer(first: SavedRun, second: SavedRun) -> bool:
-    try:
-        return first.tokenizer(second.tokenizer().path).is_known
-    except UserError:  # one of them was trained on data that is gone, or not on text
-        return False

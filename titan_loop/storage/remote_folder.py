@@ -64,20 +64,6 @@ class RemoteFolder:
         self._make_parent(name)
         self._fs.pipe_file(self._full(name), content)
 
-    def create(self, name: str, content: bytes) -> bytes:
-        """Write a small file unless there is one; return its content now.
-
-        If two processes create it at once, both get the first one's content in stores with
-        conditional writes (AWS, Google), and most likely the last one's in other stores.
-        """
-        self._make_parent(name)
-        try:
-            self._fs.pipe_file(self._full(name), content, mode="create")
-        except Exception:  # each store has errors of its own for "exists" and "unsupported"
-            if name.rpartition("/")[2] not in self.names(name.rpartition("/")[0]):
-                self.write(name, content)
-        return self.read(name)
-
     def upload(self, local: Path, name: str) -> None:
         """Copy a local file to `name`; raise `OSError` if it does not arrive whole."""
         self._make_parent(name)

@@ -1,10 +1,9 @@
-"""Checks that a folder can be written and its disk has room; waits while the disk is full."""
+"""Checks that a folder can be written and its disk has room."""
 
 import logging
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 from titan_loop.errors import RunFailedError
@@ -12,9 +11,7 @@ from titan_loop.storage.transient import FULL_ERRNOS, retried, unwritable
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 600.0  # leaves half of a short queue's time limit for training
 SMALL_FILES_BYTES = 1 << 20  # for a run's files besides its checkpoints
-_LOOK_SECONDS = 5.0
 
 
 def require_writable(folder: Path, called: str) -> None:
@@ -27,23 +24,15 @@ def require_writable(folder: Path, called: str) -> None:
             raise unwritable(called, error) from error
 
 
-def wait_for_room(folder: Path, needed_bytes: int) -> None:
-    """Wait until a folder's disk has room, at most `WAIT_SECONDS`; then warn that saves will fail.
-
-    Raises `RunFailedError` if not even small files can be written.
-    """
-    deadline = time.monotonic() + WAIT_SECONDS
-    problem = ""
-    while missing := _missing_bytes(folder, needed_bytes):
-        if not problem:
-            problem = f"{folder}: the disk is full, {missing:,} bytes more are needed"
-            logger.warning("%s; make room, this start waits for %g s", problem, WAIT_SECONDS)
-        if time.monotonic() >= deadline:
-            if _missing_bytes(folder, 0):
-                raise RunFailedError(f"{problem}; make room, then start again")
-            logger.warning("%s for a checkpoint; saves will fail until there is room", problem)
-            return
-        time.sleep(_LOOK_SECONDS)
+def require_room(folder: Path, needed_bytes: int) -> None:
+    """Raise `RunFailedError` if not even small files fit; warn if `needed_bytes` do not."""
+    missing = _missing_bytes(folder, needed_bytes)
+    if not missing:
+        return
+    problem = f"{folder}: the disk is full, {missing:,} bytes more are needed"
+    if _missing_bytes(folder, 0):
+        raise RunFailedError(f"{problem}; make room, then start again")
+    logger.warning("%s for a checkpoint; saves will fail until there is room", problem)
 
 
 def _missing_bytes(folder: Path, needed_bytes: int) -> int:

@@ -83,6 +83,7 @@ DERIVED = ("model_spec", "lr_scheduler", "optimizer.chosen", "optimizer.rest", "
 
 RETIRED = (
     "accept_change",
+    "checkpoint.adopt_remote",
     "ema.interval",
     "ema.start_tokens",
     "optimizer.adamw",
@@ -95,7 +96,10 @@ RETIRED = (
     "stability.norms_interval",
     "stability.straggler",
     "stability.heartbeat_seconds",
+    "loss.look_ahead",
     "loss.state_distance",
+    "model.early_states",
+    "model.initial_outputs",
 )
 """Fields of earlier versions, which their `config.json` still has; nothing is lost where they are
 derived, not enabled, or change no number."""

@@ -80,7 +80,7 @@ def remote_of(config: RunConfig) -> RemoteCheckpoints | None:
     asked, run = config.checkpoint, Path(config.dump_folder)
     if not asked.remote or not asked.enable:
         return None
-    return RemoteCheckpoints(asked.remote, stage=config.stage, run=run, adopt=asked.adopt_remote)
+    return RemoteCheckpoints(asked.remote, stage=config.stage, run=run)
 
 
 def _begin(trainer: LoopTrainer) -> None:

@@ -17,9 +17,8 @@ no clipping, an exam of 750 questions after every epoch of a level, promotion ab
 the exam of a dynamic R, a new optimiser and warm-up for each level.
 
 Where the code contradicts the paper, the paper is followed: batches of 512 and a decay of 0.01 (the
-code: 128, 0.1), cross entropy without smoothing (0.1; `SmoothedLoss`), output projections that
-start at zero (N(0, 0.02); `model.initial_outputs`), answers read at the last relation (at padding
-behind it).
+code: 128, 0.1), cross entropy without smoothing (0.1), output projections that start at zero
+(N(0, 0.02)), answers read at the last relation (at padding behind it).
 
 Deviations: the rate stays constant after its warm-up (the code: falls linearly to 0 after 100,001
 or 150,001 epochs, more than any run has); decay is on matrices alone; normal draws are truncated at

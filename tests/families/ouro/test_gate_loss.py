@@ -31,7 +31,7 @@ def draw(steps: int = STEPS) -> tuple[Tensor, Tensor, Tensor]:
     return logits.requires_grad_(), ce.masked_fill(labels == IGNORE_INDEX, 0.0), labels
 
 
-def definition(logits: Tensor, ce: Tensor, labels: Tensor, *, look_ahead: bool) -> Tensor:
+def definition(logits: Tensor, ce: Tensor, labels: Tensor) -> Tensor:
     """The formula, term by term: steps are counted from 1 as in the paper."""
     steps = len(logits)
     total = torch.zeros((), dtype=torch.float64)
@@ -44,13 +44,12 @@ def definition(logits: Tensor, ce: Tensor, labels: Tensor, *, look_ahead: bool) 
             for r in range(2, steps + 1):
                 gain = max(0.0, float(ce[r - 2, b, position] - ce[r - 1, b, position]))
                 w = 1 / (1 + math.exp(-SLOPE * (gain - THRESHOLD)))
-                gate = r - 1 if look_ahead else r
-                rate = torch.sigmoid(logits[gate - 1, b, position])
+                rate = torch.sigmoid(logits[r - 1, b, position])
                 total = total - (w * torch.log(1 - rate) + (1 - w) * torch.log(rate))
     return total / count / steps
 
 
-def loss_of(logits: Tensor, ce: Tensor, labels: Tensor, *, look_ahead: bool) -> Tensor:
+def loss_of(logits: Tensor, ce: Tensor, labels: Tensor) -> Tensor:
     valid = (labels != IGNORE_INDEX).sum()
     return adaptive_loss(
         logits,
@@ -58,24 +57,21 @@ def loss_of(logits: Tensor, ce: Tensor, labels: Tensor, *, look_ahead: bool) -> 
         labels,
         slope=SLOPE,
         threshold=THRESHOLD,
-        look_ahead=look_ahead,
         valid_tokens=valid,
     ).loss
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("steps", [2, 4])
-def test_loss_and_gradient_equal_the_definition(steps: int, look_ahead: bool):
+def test_loss_and_gradient_equal_the_definition(steps: int):
     logits, ce, labels = draw(steps)
-    got = loss_of(logits, ce, labels, look_ahead=look_ahead)
-    want = definition(logits, ce, labels, look_ahead=look_ahead)
+    got = loss_of(logits, ce, labels)
+    want = definition(logits, ce, labels)
     torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
     (got_gradient,) = torch.autograd.grad(got, logits)
     (want_gradient,) = torch.autograd.grad(want, logits)
     torch.testing.assert_close(got_gradient, want_gradient, rtol=EXACT, atol=EXACT)
-    untaught = steps - 1 if look_ahead else 0
     taught = [r for r in range(steps) if got_gradient[r].any()]
-    assert taught == [r for r in range(steps) if r != untaught]
+    assert taught == list(range(1, steps))
     assert not got_gradient[:, labels == IGNORE_INDEX].any()
 
 
@@ -101,8 +97,7 @@ def draw_output() -> tuple[LoopOutput, Tensor]:
     return LoopOutput(hidden, tuple(logits)), labels
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_the_loss_class_reads_cross_entropies_out_of_the_head(look_ahead: bool):
+def test_the_loss_class_reads_cross_entropies_out_of_the_head():
     head = build_head()
     pred, labels = draw_output()
     logits = torch.stack(pred.exit_logit_RBL)
@@ -115,11 +110,10 @@ def test_the_loss_class_reads_cross_entropies_out_of_the_head(look_ahead: bool):
         ]
     )
     valid = labels != IGNORE_INDEX
-    loss, metrics = build_loss(head, look_ahead=look_ahead)(pred, labels, valid.sum())
-    want = definition(logits, ce, labels, look_ahead=look_ahead)
+    loss, metrics = build_loss(head)(pred, labels, valid.sum())
+    want = definition(logits, ce, labels)
     torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-10)
 
-    gates = range(1, STEPS) if look_ahead else range(2, STEPS + 1)
     steps = range(1, STEPS + 1)
     assert list(metrics) == [
         *(f"ce/step_{r}" for r in steps),
@@ -127,17 +121,16 @@ def test_the_loss_class_reads_cross_entropies_out_of_the_head(look_ahead: bool):
         "exit/entropy_nats",
         "exit/mean_step",
         *(f"improvement/step_{r}" for r in steps[1:]),
-        *(f"gate/target_{r}" for r in gates),
-        *(f"gate/bce_{r}" for r in gates),
+        *(f"gate/target_{r}" for r in steps[1:]),
+        *(f"gate/bce_{r}" for r in steps[1:]),
     ]
     assert not any(value.requires_grad or value.ndim for value in metrics.values())
     for r in steps[1:]:
         gain = (ce[r - 2] - ce[r - 1]).clamp(min=0)[valid]
         assert metrics[f"improvement/step_{r}"].item() == pytest.approx(gain.mean().item())
         target = torch.sigmoid(SLOPE * (gain - THRESHOLD)).mean()
-        gate = r - 1 if look_ahead else r
-        assert metrics[f"gate/target_{gate}"].item() == pytest.approx(target.item())
-    bce = sum(metrics[f"gate/bce_{gate}"].item() for gate in gates)
+        assert metrics[f"gate/target_{r}"].item() == pytest.approx(target.item())
+    bce = sum(metrics[f"gate/bce_{r}"].item() for r in steps[1:])
     assert bce / STEPS == pytest.approx(loss.item())
 
 

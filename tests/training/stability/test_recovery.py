@@ -183,7 +183,6 @@ def test_a_rewind_survives_the_loss_of_the_disk(
     """Killed once the first rewind is recorded; the store alone is left then."""
     config = demonstration(source, tmp_path / "run")
     config.checkpoint.remote = f"file://{tmp_path}/remote"
-    config.checkpoint.adopt_remote = True
     real = titan_loop.recipes.on_disk.take_up_rewinds
 
     def killed(run: Path, *arguments: Any) -> None:
@@ -196,6 +195,8 @@ def test_a_rewind_survives_the_loss_of_the_disk(
         with pytest.raises(KeyboardInterrupt):
             train_run(config)
     shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    shutil.copy(tmp_path / "remote" / "owner.json", tmp_path / "run" / "remote.json")
     train_run(config)
     whole, run = RunDirectory(passed[0]), RunDirectory(tmp_path / "run")
     found, expected = run.read_metrics(), whole.read_metrics()

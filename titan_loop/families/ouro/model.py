@@ -16,8 +16,8 @@ from annotated_types import Ge
 from torch import nn
 
 from titan_loop.errors import UserError
-from titan_loop.families.ouro.step_readout import EarlyStates, OuroDecoder, StepReadout
-from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
+from titan_loop.families.ouro.step_readout import OuroDecoder, StepReadout
+from titan_loop.models.family import Family, FamilyName, ModelSize
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.loop_config import loop_config
 from titan_loop.models.loop_options import LoopOptions
@@ -44,10 +44,6 @@ class OuroOptions(LoopOptions):
     """Rank of the map that each step has in front of head and gate; 0 for a scale per dimension
     only, None for no map."""
 
-    early_states: EarlyStates = "trained"
-    """Whether the losses of steps before the last also train the layers (trained), or only head,
-    gate and the steps' readouts (detached)."""
-
 
 def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> OuroDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
@@ -72,7 +68,6 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
         shape,
         max_seq_len,
         step_readout=readout,
-        early_states=options.early_states,
     )
 
 
@@ -81,5 +76,4 @@ OURO = Family(
     options=OuroOptions,
     sizes=SIZES,
     decoder_config=decoder_config,
-    runtime_options=RUNTIME_OPTIONS | {"early_states"},
 )

@@ -81,7 +81,6 @@ def adaptive_loss(
     *,
     slope: float,
     threshold: float,
-    look_ahead: bool,
     valid_tokens: Tensor | float,
 ) -> AdaptiveLoss:
     """Return the adaptive exit loss of the gate.
@@ -90,10 +89,7 @@ def adaptive_loss(
 
     over the valid tokens i. As printed, gate r looks back: its target is the improvement that step
     r has already brought. Step 1 has no target and learns through the shared weights only, and λ_R
-    is trained although exiting ignores it. With `look_ahead` gate r gets the improvement that the
-    step it decides about will bring:
-
-        L = 1/R Σ_{r=1..R−1} −1/N Σ_i [ w_{r+1} log(1 − λ_r) + (1 − w_{r+1}) log λ_r ]
+    is trained although exiting ignores it.
 
     | symbol | code |
     |---|---|
@@ -108,7 +104,6 @@ def adaptive_loss(
         labels_BL: Next-token ids. Ignored labels do not count.
         slope: k > 0, per nat.
         threshold: γ ≥ 0, in nats.
-        look_ahead: Whether gate r is taught the next improvement instead of the last one.
         valid_tokens: N, the valid tokens of the global batch, not only of this call.
 
     Returns:
@@ -116,13 +111,12 @@ def adaptive_loss(
 
     Source: Ouro, Zhu et al. 2025, arXiv 2510.25741, §3.4 Eq. 5 and 6 and the total after them.
     Deviations: the mean is over the valid tokens of the global batch, not of one sequence. The
-        paper normalises by the number of steps, not of terms; so do both forms here. `look_ahead`
-        is ours.
+        paper normalises by the number of steps, not of terms; so does this.
     """
     assert len(exit_logit_RBL) >= 2, "the adaptive gate loss compares neighbouring steps"
     improvement_PBL = improvement_nats(ce_RBL)
     target_PBL = continue_target(improvement_PBL, slope=slope, threshold=threshold)
-    logit_PBL = exit_logit_RBL[:-1] if look_ahead else exit_logit_RBL[1:]
+    logit_PBL = exit_logit_RBL[1:]
     dtype = torch.promote_types(logit_PBL.dtype, torch.float32)
     bce_PBL = F.binary_cross_entropy_with_logits(
         logit_PBL.to(dtype), 1 - target_PBL.to(dtype), reduction="none"
@@ -144,22 +138,17 @@ class AdaptiveGateLoss(StreamedLoss):
     | `improvement/step_2` … `improvement/step_R` | I_r in nats |
     | `gate/target_2` … `gate/target_R` | the target w of gate r |
     | `gate/bce_2` … `gate/bce_R` | the binary cross entropy of gate r in nats |
-
-    With `look_ahead` the gates of steps 1 to R − 1 are trained.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
-        """Constants of the gate's target, and the step whose improvement sets it."""
+        """Constants of the gate's target."""
 
         slope: Annotated[float, Gt(0), FINITE, Hint("the paper uses 50")] = 50.0
         """k, the sharpness of the target's turn from exit to continue, per nat."""
 
         threshold: Annotated[float, Ge(0), FINITE, Hint("the paper uses 0.005")] = 0.005
         """γ, the improvement in nats at which exit and continue are equally good."""
-
-        look_ahead: bool = False
-        """Teach gate r the improvement of step r + 1 instead of its own."""
 
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
@@ -190,7 +179,6 @@ class AdaptiveGateLoss(StreamedLoss):
         super().__init__(config, compile_config=compile_config)
         self.slope = config.slope
         self.threshold = config.threshold
-        self.look_ahead = config.look_ahead
 
     def warning(self, metrics: Mapping[str, Any]) -> str | None:
         """Return one line if the gate has collapsed onto one step, else None."""
@@ -217,16 +205,14 @@ class AdaptiveGateLoss(StreamedLoss):
             labels_BL,
             slope=self.slope,
             threshold=self.threshold,
-            look_ahead=self.look_ahead,
             valid_tokens=valid_tokens,
         )
         metrics = exit_metrics(ce_RBL, exit_logit_RBL.detach(), labels_BL, valid_tokens)
-        first_gate = 1 if self.look_ahead else 2
-        for name, first, value_PBL in (
-            ("improvement/step", 2, adaptive.improvement_PBL),
-            ("gate/target", first_gate, adaptive.target_PBL),
-            ("gate/bce", first_gate, adaptive.bce_PBL),
+        for name, value_PBL in (
+            ("improvement/step", adaptive.improvement_PBL),
+            ("gate/target", adaptive.target_PBL),
+            ("gate/bce", adaptive.bce_PBL),
         ):
             mean_P = token_mean(value_PBL, labels_BL, valid_tokens)
-            metrics |= {f"{name}_{r}": mean for r, mean in enumerate(mean_P, start=first)}
+            metrics |= {f"{name}_{r}": mean for r, mean in enumerate(mean_P, start=2)}
         return adaptive.loss, metrics

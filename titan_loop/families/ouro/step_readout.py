@@ -1,4 +1,4 @@
-"""A light readout for each recurrent step, and early losses that do not reach the layers.
+"""A light readout for each recurrent step.
 
     read_r(h) = (1 + s_r) ⊙ h + B_r A_r h,   r = 1 … K,  and read_K beyond K
 
@@ -10,15 +10,11 @@ start at zero, so the model starts as one without readouts. K is the R it is bui
 | s (K, D) | `scale` |
 | A (K, D, rank), B (K, rank, D) | `down`, `up` |
 
-With `early_states=detached` the losses of steps before R train head, gate and readouts alone: the
-layers learn from the last step alone.
-
 Source: Belrose et al. 2023 (tuned lens), arXiv 2303.08112, §2: one affine map per layer in front of
 a shared head. There the maps have full rank and are trained after the model.
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +26,6 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.parameter_groups import LookUp
 from titan_loop.models.units import NORM_AND_GATE, Unit
-
-EarlyStates: TypeAlias = Literal["trained", "detached"]
-"""Whether the losses of early steps also train the layers, or only head, gate and readouts."""
 
 
 class StepReadout(LookUp, Module):
@@ -73,7 +66,6 @@ class OuroDecoder(LoopDecoder):
     class Config(LoopDecoder.Config):
         """Architecture of an Ouro model."""
 
-        early_states: EarlyStates = "trained"
         step_readout: StepReadout.Config | None = None
 
         def check_spreading(
@@ -111,9 +103,6 @@ class OuroDecoder(LoopDecoder):
         self, hidden_BLD: Tensor, context: LoopContext, step: int | Tensor | None = None
     ) -> Tensor:
         """As in the base class, through the step's own readout."""
-        early = isinstance(step, int) and step < self.recurrence.recurrent_steps
-        if early and self.config.early_states == "detached":
-            hidden_BLD = hidden_BLD.detach()
         read_BLD = super().read(hidden_BLD, context, step)
         if self.step_readout is None:
             return read_BLD

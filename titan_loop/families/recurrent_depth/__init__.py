@@ -7,6 +7,5 @@ _HERE = "titan_loop.families.recurrent_depth"
 register(
     Plugin(
         families={"recurrent_depth": f"{_HERE}.model:RECURRENT_DEPTH"},
-        objectives={"SmoothedLoss": f"{_HERE}.objective:SmoothedLoss"},
     )
 )

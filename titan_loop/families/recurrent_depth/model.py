@@ -6,12 +6,12 @@ Blocks are GPT-2's (`models/gpt2_block.py`). There is no norm between steps; fin
 head are applied at the readout only. The paper has learned positions (P) for systematic
 generalisation, and none for depth extrapolation.
 
-Initialisation: by default a block's two output projections, with their biases, are zero, so that R
+Initialisation: a block's two output projections, with their biases, are zero, so that R
 steps are the identity for any R. The other matrices are normal with standard deviation
 0.02 √(768/D), which is GPT-2's 0.02 at its width of 768 and gives projections the same gain at
 every width; they are truncated at three standard deviations. The authors' code draws embeddings and
 positions from N(0, 1) (`initial_tables=unit`). In its experiments on systematic generalisation it
-initialises the output projections like the other matrices (`initial_outputs=matrix`).
+initialises the output projections like the other matrices.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §4, and its authors' code. Deviations: the
 truncation; no dropout unless `dropout` is set. Theirs is 0.1, but acts only in the first epoch of a
@@ -62,7 +62,6 @@ SIZES = {
 
 AbsolutePositions = Literal["learned", "none"]
 InitialTables = Literal["matrix", "unit"]
-InitialOutputs = Literal["zero", "matrix"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,10 +86,6 @@ class RecurrentDepthOptions(ModelOptions):
     initial_tables: InitialTables = "matrix"
     """Initial embedding, tied head and learned positions: matrix draws them like other matrices,
     unit from N(0, 1)."""
-
-    initial_outputs: InitialOutputs = "zero"
-    """Initial output projections: zero, so that a step is the identity; matrix draws them like the
-    other matrices."""
 
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of the outputs of attention and feed-forward that is zeroed in training, before they
@@ -133,7 +128,6 @@ def decoder_config(
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
     head_dim, table = shape.dim // shape.n_heads, _table(options, shape)
-    outputs = ZERO if options.initial_outputs == "zero" else matrix_init(shape.dim)
 
     rotation = NoRotation.Config(dim=head_dim, max_seq_len=max_seq_len)
     # A tied matrix is initialised twice, as embedding and as head: both must draw alike.
@@ -148,7 +142,7 @@ def decoder_config(
             num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=table
         ),
         layers=[
-            block_config(shape, options.attention, rotation, outputs, dropout=options.dropout)
+            block_config(shape, options.attention, rotation, ZERO, dropout=options.dropout)
             for _ in range(shape.n_layers)
         ],
         norm_placement="readout",
@@ -168,5 +162,5 @@ RECURRENT_DEPTH = Family(
     sizes=SIZES,
     decoder_config=decoder_config,
     uses=frozenset({"analyse", "generate", "held_out"}),
-    runtime_options=RUNTIME_OPTIONS | {"initial_tables", "initial_outputs"},
+    runtime_options=RUNTIME_OPTIONS | {"initial_tables"},
 )
