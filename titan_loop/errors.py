@@ -41,15 +41,6 @@ class Refusal:
         """Return the refusal of a value; `problem` continues a sentence that begins with it."""
         return cls(field, f"{field}={value} {problem}", fix)
 
-    @classmethod
-    def unless(
-        cls, section: str, config: object, *checks: tuple[str, bool, str]
-    ) -> "Iterator[Refusal]":
-        """Yield the refusal of each field that fails a check: (field, it passes, problem)."""
-        for name, passes, problem in checks:
-            if not passes:
-                yield cls.of(f"{section}.{name}", getattr(config, name), problem)
-
     def __str__(self) -> str:
         return f"{self.problem}; {self.fix}" if self.fix else self.problem
 

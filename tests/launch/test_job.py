@@ -13,7 +13,7 @@ from titan_loop.errors import EXIT_CRASH, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
 from titan_loop.launch import job
 from titan_loop.launch.job import final_code, lone_node
 from titan_loop.launch.node_check import NodeCheck
-from titan_loop.launch.record import Restarts, read_restarts, write_restarts
+from titan_loop.launch.record import read_restarts
 from titan_loop.launch.scheduler import Allocation, JobStatus, Scheduler
 from titan_loop.launch.site import Site
 from titan_loop.runs.exit_reports import RankExit
@@ -160,19 +160,6 @@ def test_a_job_starts_again_while_it_runs(
     assert run(scheduler, tmp_path) == code
     assert scheduler.excluded == excluded
     assert [*read_restarts(tmp_path, "1a").bad_nodes] == [n for part in excluded for n in part]
-
-
-@pytest.mark.parametrize(
-    ("before", "restarts", "code", "steps"),
-    [(1, 1, EXIT_CRASH, 1), (2, 1, EXIT_CRASH, 0), (2, 0, EXIT_STOPPED, 1)],  # submitted anew
-)
-def test_three_starts_without_a_checkpoint_are_the_end(
-    scheduler, tmp_path, before, restarts, code, steps
-):
-    write_restarts(tmp_path, "1a", Restarts(fruitless=before))
-    scheduler.where = replace(ALLOCATION, restarts=restarts)
-    assert run(scheduler, tmp_path) == code
-    assert len(scheduler.steps) == steps
 
 
 @pytest.mark.parametrize(

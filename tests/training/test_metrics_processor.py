@@ -127,18 +127,6 @@ def test_every_start_of_a_run_continues_one_wandb_run(tmp_path: Path, monkeypatc
     assert list((tmp_path / "third" / "wandb").glob("offline-run-*-mine"))
 
 
-def test_a_folder_that_wandb_cannot_write_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    (tmp_path / "wandb").touch()
-    processor = build(tmp_path, enable_wandb=True)
-    processor.log_step(RECORD)
-    processor.close()
-    assert "W&B is off for this run" in caplog.text
-    assert len(RunDirectory(tmp_path).read_metrics()) == 1
-    assert "WANDB_RUN_ID" not in os.environ
-
-
 def test_a_failing_tracker_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     class Failing(BaseLogger):
         def log(self, metrics: dict[str, Any], step: int) -> None:

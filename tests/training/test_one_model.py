@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from tests.support.tiny import act_as_launched, tiny_config, train_run
 from titan_loop.checkpoint import manifest
-from titan_loop.errors import EXIT_CRASH, exit_code
 from titan_loop.storage import json_files
 from titan_loop.training.callback import Callback
 
@@ -70,18 +69,3 @@ def test_a_rank_with_a_stale_view_trains_the_model_that_rank_zero_found(
     source, parent, gloo_pool, tmp_path
 ):
     assert gloo_pool(2).run(fork, source, parent, tmp_path / "run", 1) == [BASE, BASE]
-
-
-def failed_fork(source: Path, parent: Path, run: Path) -> tuple[int, str]:
-    try:
-        fork(source, parent, run, 0)
-    except Exception as error:
-        return exit_code(error), str(error)
-    return 0, ""
-
-
-def test_all_ranks_end_alike_where_rank_zero_cannot_read(source, parent, gloo_pool, tmp_path):
-    first, second = gloo_pool(2).run(failed_fork, source, parent, tmp_path / "run")
-    assert first == second
-    assert first[0] == EXIT_CRASH
-    assert "manifest.json cannot be read (Stale file handle)" in first[1]

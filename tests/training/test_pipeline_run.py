@@ -131,15 +131,6 @@ def test_a_pipeline_that_ends_or_fails_on_one_rank_loses_no_step(
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
-def test_a_pipeline_too_short_for_a_step_saves_nothing(
-    gloo_pool, source: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    for message in gloo_pool(2).run(train_on_rows, 6, source, run, 2, STEPS, "ending", {}):
-        assert str(message).endswith("itself; stopped after step 0 of 4, 0 of 1,024 tokens")
-    assert committed_steps(run / "checkpoints") == []
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_run_on_a_pipeline_goes_on_with_its_own_settings(source: Path, tmp_path: Path) -> None:
     config = tiny_config(source, tmp_path / "run", steps=STEPS)
