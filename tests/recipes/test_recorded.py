@@ -123,6 +123,10 @@ def rewritten(run: RunDirectory, change: Callable[[dict[str, Any]], object]) -> 
         (lambda c: c["override"].update(imports=["os.system"]), "was set by a recipe and cannot"),
         (lambda c: c.update(callbacks=[{"class": "mine.Mine"}]), "was set by a recipe and cannot"),
         (lambda c: c["dataloader"].update(curriculum={"enabled": True}), "curriculum.enabled=True"),
+        (
+            lambda c: c["loss"].update(look_ahead=True),
+            "loss.look_ahead=True is not in this version",
+        ),
     ],
 )
 def test_what_a_file_says_wrongly_is_one_line(

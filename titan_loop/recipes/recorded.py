@@ -107,6 +107,11 @@ class _Reading:
                     f"{dotted}.enabled=True is a recipe's own in this version; train the recipe "
                     "that run.json names"
                 )
+            if RETIRED.get(dotted, recorded) not in (None, recorded):
+                raise UserError(
+                    f"{dotted}={recorded!r:.40} is not in this version; use the version of "
+                    "titan_loop that wrote it"
+                )
         for key, field in known.items():
             dotted = _dotted(name, key)
             if dotted in DERIVED or not field.init:

@@ -81,28 +81,33 @@ CHOSEN: Mapping[str, tuple[type[Configurable], str | None]] = {
 DERIVED = ("model_spec", "lr_scheduler", "optimizer.chosen", "optimizer.rest", "optimizer.ema")
 """Fields that `resolve` fills in from others."""
 
-RETIRED = (
-    "accept_change",
-    "checkpoint.adopt_remote",
-    "ema.interval",
-    "ema.start_tokens",
-    "optimizer.adamw",
-    "optimizer.muon",
-    "dataloader.curriculum",
-    "activation_checkpoint.save",
-    "float8_error",
-    "metrics.device_peak_flops",
-    "metrics.progress",
-    "stability.norms_interval",
-    "stability.straggler",
-    "stability.heartbeat_seconds",
-    "loss.look_ahead",
-    "loss.state_distance",
-    "model.early_states",
-    "model.initial_outputs",
-)
-"""Fields of earlier versions, which their `config.json` still has; nothing is lost where they are
-derived, not enabled, or change no number."""
+RETIRED: Mapping[str, Any] = {
+    **dict.fromkeys(
+        (
+            "accept_change",
+            "checkpoint.adopt_remote",
+            "ema.interval",
+            "ema.start_tokens",
+            "optimizer.adamw",
+            "optimizer.muon",
+            "dataloader.curriculum",
+            "activation_checkpoint.save",
+            "float8_error",
+            "metrics.device_peak_flops",
+            "metrics.progress",
+            "stability.norms_interval",
+            "stability.straggler",
+            "stability.heartbeat_seconds",
+            "loss.state_distance",
+        )
+    ),
+    "fsdp.fp32_visit_sum": False,
+    "loss.look_ahead": False,
+    "model.early_states": "trained",
+    "model.initial_outputs": "zero",
+}
+"""Fields of earlier versions, which their `config.json` still has, and the value that this version
+stands for; None where the value changes no number."""
 
 # tyro would look for flags in the constructors of callbacks.
 _NO_FLAGS = PrimitiveConstructorSpec(
