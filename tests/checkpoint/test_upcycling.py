@@ -21,7 +21,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 
 LENGTH = 12
-COPIES = [3]
+COPIES = 3
 
 
 def content(n_layers: int) -> dict[str, Any]:
@@ -80,15 +80,14 @@ def states_by_hand(
     return states
 
 
-@pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize(
     ("mode", "visits"), [("stacked", [0, 1, 0, 1, 0, 1]), ("interleaved", [0, 0, 0, 1, 1, 1])]
 )
 def test_a_step_visits_the_old_layers_in_the_new_order_with_one_norm(
-    tmp_path: Path, tokens: Tensor, mode: Mode, visits: list[int], copies: int
+    tmp_path: Path, tokens: Tensor, mode: Mode, visits: list[int]
 ):
     parent = build(2)
-    child = upcycled(parent, tmp_path, Upcycling(2 * copies, mode))
+    child = upcycled(parent, tmp_path, Upcycling(2 * COPIES, mode))
     output = child(tokens, recurrent_steps=3)
     expected = states_by_hand(parent, tokens, visits, 3)
     for step in range(3):
@@ -97,22 +96,21 @@ def test_a_step_visits_the_old_layers_in_the_new_order_with_one_norm(
         assert torch.equal(child.readout(expected[step]), parent.readout(expected[step]))
 
 
-@pytest.mark.parametrize("copies", COPIES)
 def test_the_norm_between_copies_is_all_that_distinguishes_stacked_from_more_steps(
-    tmp_path: Path, tokens: Tensor, copies: int
+    tmp_path: Path, tokens: Tensor
 ):
     """With the norm in the readout only, k·N layers at r steps are N layers at k·r steps."""
     parent = build(2)
-    child = upcycled(parent, tmp_path, Upcycling(2 * copies, "stacked"))
+    child = upcycled(parent, tmp_path, Upcycling(2 * COPIES, "stacked"))
     with_norm = child(tokens, recurrent_steps=1).hidden_RBLD[0]
     assert not torch.allclose(
-        with_norm, parent(tokens, recurrent_steps=copies).hidden_RBLD[-1], rtol=1e-3
+        with_norm, parent(tokens, recurrent_steps=COPIES).hidden_RBLD[-1], rtol=1e-3
     )
     parent.norm = child.norm = nn.Identity()
-    deep, looped = child(tokens, recurrent_steps=3), parent(tokens, recurrent_steps=3 * copies)
+    deep, looped = child(tokens, recurrent_steps=3), parent(tokens, recurrent_steps=3 * COPIES)
     for step in range(1, 4):
-        assert torch.equal(deep.hidden_RBLD[step - 1], looped.hidden_RBLD[copies * step - 1])
-        assert torch.equal(deep.exit_logit_RBL[step - 1], looped.exit_logit_RBL[copies * step - 1])
+        assert torch.equal(deep.hidden_RBLD[step - 1], looped.hidden_RBLD[COPIES * step - 1])
+        assert torch.equal(deep.exit_logit_RBL[step - 1], looped.exit_logit_RBL[COPIES * step - 1])
 
 
 def optimiser_entries(n_layers: int) -> dict[str, Any]:

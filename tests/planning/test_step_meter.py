@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_loop.planning.step_meter import Moved, StepMeter, plus
+from titan_loop.planning.step_meter import Moved, StepMeter
 
 RANKS, RANK = 4, 1
 
@@ -80,10 +80,3 @@ def test_collectives_count_the_bytes_that_are_received(world: dist.ProcessGroup)
         weight.register_hook(lambda gradient: dist.all_reduce(gradient) and None)
         weight.sum().backward()
         assert meter.moved["all-reduce"] == Moved(1, 2 * 160 * (1 - 1 / RANKS))
-
-
-def test_more_is_added_to_the_kinds_that_there_are():
-    moved = {"all-gather": Moved(3, 30.0), "all-reduce": Moved(1, 5.0)}
-    more = {"all-gather": Moved(2, 8.0), "all-to-all": Moved(9, 9.0)}
-    assert plus(moved, more, 4) == {"all-gather": Moved(11, 62.0), "all-reduce": Moved(1, 5.0)}
-    assert Moved() == Moved(0, 0.0)

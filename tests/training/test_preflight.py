@@ -18,8 +18,6 @@ from titan_loop.errors import UserError
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.on_disk import check_resumable
-from titan_loop.recipes.recipe import Recipe
-from titan_loop.recipes.start import run_recipe
 from titan_loop.storage.json_files import json_sha256
 from titan_loop.training.chosen_model import newest_of
 from titan_loop.training.resolved_run import resolve
@@ -232,9 +230,3 @@ def test_a_checkpoint_of_another_architecture_is_refused_before_anything_starts(
     assert "model.n_layers=3 (checkpoint: 2)" in message
     assert "model.exit_gate=False (checkpoint: True)" in message
     assert "\n" not in message
-
-
-def test_a_run_directory_below_a_file_is_refused(source, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        run_recipe(Recipe.of_one_run("run", tiny_config(source, tmp_path / "file" / "run")))
