@@ -7,8 +7,10 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import titan_loop.compat  # noqa: F401  isort: skip  (before any torchtitan module)
@@ -54,6 +56,19 @@ def begin(
     start()
     print(" ".join(sys.argv), "|", machine(device or rank_device()))
     return options
+
+
+@contextmanager
+def checkout_of(revision: str) -> Iterator[Path]:
+    """Yield the top of a worktree of another revision, which is removed afterwards."""
+    git = ["git", "-C", str(Path(__file__).resolve().parents[2]), "worktree"]
+    with tempfile.TemporaryDirectory() as scratch:
+        other = Path(scratch) / "checkout"
+        subprocess.run([*git, "add", "--quiet", "--detach", str(other), revision], check=True)
+        try:
+            yield other
+        finally:
+            subprocess.run([*git, "remove", "--force", str(other)], check=True)
 
 
 def _require_quiet_machine() -> None:

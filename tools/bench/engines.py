@@ -2,6 +2,7 @@
 
     python tools/bench/engines.py                       # after tools/test_engines.sh and test_hf.sh
     python tools/bench/engines.py --dims 128 --tokens 64 --rounds 1
+    python tools/bench/engines.py --against dfd5e2b4    # beside that revision's own engine
 
 Engines take turns, each in a process and an environment of its own (`--environments`, by default
 where those scripts make them; an engine without one is left out). Times are CPU seconds of the
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from conditions import begin, parser_of
+from conditions import begin, checkout_of, parser_of
 
 from titan_loop.cli import main as cli
 from titan_loop.models.dense import DenseOptions
@@ -54,7 +56,10 @@ ROWS = {
     "onnxruntime, int8": Row("onnxruntime", "int8"),
     "onnxruntime, int4": Row("onnxruntime", "int4"),
 }
+BEFORE = "titan_loop, before"
+"""The row of `--against`."""
 AIMS = {
+    (BEFORE, "onnxruntime"): {128: 6.0},
     ("transformers", "onnxruntime"): {128: 5.0, 512: 1.7},
     ("onnxruntime", "llama.cpp"): {128: -1.4, 512: -1.4},
     ("onnxruntime, exits at R/2", "onnxruntime"): {128: -0.65, 512: -0.65},
@@ -105,27 +110,49 @@ def write_models(place: Path, dim: int) -> None:
         assert cli.main(command) == 0, command
 
 
-def answer_of(python: Path, row: Row, place: Path, **asked: Any) -> dict[str, Any]:
-    """Run a row in a new process."""
+def import_before(place: Path, checkout: Path) -> None:
+    """Make a run of the other revision from the folder for transformers."""
+    command = ["convert", "import", str(place / "folder"), "--output", str(place / "before")]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    subprocess.run(
+        [sys.executable, "-m", "titan_loop", *command], env=environment, cwd=place, check=True
+    )
+
+
+def answer_of(
+    python: Path, row: Row, place: Path, checkout: Path | None = None, **asked: Any
+) -> dict[str, Any]:
+    """Run a row in a new process, with the code of another checkout if one is given."""
     request = json.dumps({"prompt": PROMPT, "steps": STEPS, **row.asked, **asked})
     command = [str(python), str(DRIVER), row.engine, str(place / row.file), request]
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    path = f"{Path(__file__).resolve().parents[2]}:{os.environ.get('PYTHONPATH', '')}"
-    environment = {**os.environ, **threads, "PYTHONPATH": path}
+    path = checkout or Path(__file__).resolve().parents[2]
+    environment = {**os.environ, **threads, "PYTHONPATH": str(path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"{row.engine}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(dim: int, pythons: dict[str, Path], place: Path, tokens: int, rounds: int) -> bool:
+def measure(
+    dim: int,
+    pythons: dict[str, Path],
+    place: Path,
+    tokens: int,
+    rounds: int,
+    before: Path | None,
+) -> bool:
     """Print the table of a width; return whether its aims are met."""
     write_models(place, dim)
     rows = {name: row for name, row in ROWS.items() if row.engine in pythons}
+    if before is not None:
+        import_before(place, before)
+        rows[BEFORE] = Row("titan_loop", "before")
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, row in rows.items():
-            taken[name].append(answer_of(pythons[row.engine], row, place, tokens=tokens))
+            checkout = before if name == BEFORE else None
+            taken[name].append(answer_of(pythons[row.engine], row, place, checkout, tokens=tokens))
     ms = {name: statistics.median(each["ms"] for each in found) for name, found in taken.items()}
     wanted = taken["titan_loop"][0]["tokens"]
     print(f"\nD {dim}, 4 layers, R {STEPS}, {tokens} tokens after {len(PROMPT)}\n")
@@ -136,7 +163,7 @@ def measure(dim: int, pythons: dict[str, Path], place: Path, tokens: int, rounds
         over = f"{ms[name] / ms['llama.cpp']:.2f}" if "llama.cpp" in ms else ""
         spread = f"{ms[name]:.2f} ({min(times):.2f}-{max(times):.2f})"
         print(f"| {name} | {spread} | {over} | {equal} of {tokens} |")
-    met = all(taken[name][0]["tokens"] == wanted for name in EXACT if name in taken)
+    met = all(taken[name][0]["tokens"] == wanted for name in (*EXACT, BEFORE) if name in taken)
     for (one, other), aims in AIMS.items():
         if dim in aims and one in ms and other in ms:
             ratio, aim = ms[one] / ms[other], aims[dim]
@@ -163,6 +190,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--environments", type=Path, default=Path(sys.prefix))
+    parser.add_argument("--against", metavar="REVISION", help="its engine is a row, too")
     options = begin(parser, start=lambda: torch.set_num_threads(1))
     places = {name: options.environments / folder for name, folder in ENVIRONMENTS.items()}
     pythons = {name: place / "bin/python" for name, place in places.items()}
@@ -172,9 +200,11 @@ def main() -> int:
     pythons = {name: python for name, python in pythons.items() if python.exists()}
     pythons["titan_loop"] = Path(sys.executable)
     met = []
-    for dim in options.dims:
-        with tempfile.TemporaryDirectory() as folder:
-            met.append(measure(dim, pythons, Path(folder), options.tokens, options.rounds))
+    with checkout_of(options.against) if options.against else nullcontext() as before:
+        for dim in options.dims:
+            with tempfile.TemporaryDirectory() as folder:
+                asked = (Path(folder), options.tokens, options.rounds, before)
+                met.append(measure(dim, pythons, *asked))
     return 0 if all(met) else 1
 
 

@@ -15,10 +15,9 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from conditions import begin, parser_of
+from conditions import begin, checkout_of, parser_of
 from timing import ratios, results_in_turn, spread
 
 WORKER = """
@@ -104,18 +103,11 @@ def main() -> int:
     here = Path(__file__).resolve().parents[2]
     kinds = [False, True] if options.compile else [False]
     good = True
-    with tempfile.TemporaryDirectory() as scratch:
-        other = Path(scratch) / "checkout"
-        git = ["git", "-C", str(here), "worktree"]
-        added = [*git, "add", "--quiet", "--detach", str(other), options.revision]
-        subprocess.run(added, check=True)
-        try:
-            print("shape | step s before | step s now | before over now | extra MB before | now")
-            for case in range(2):
-                for compiled in kinds:
-                    good &= _compare(other, here, case, compiled, options)
-        finally:
-            subprocess.run([*git, "remove", "--force", str(other)], check=True)
+    with checkout_of(options.revision) as other:
+        print("shape | step s before | step s now | before over now | extra MB before | now")
+        for case in range(2):
+            for compiled in kinds:
+                good &= _compare(other, here, case, compiled, options)
     return 0 if good else 1
 
 
