@@ -50,13 +50,15 @@ print(*(stage.name for stage in load_recipe(sys.argv[1]).stages))" "$recipe")
     done
 }
 skipped=0
+form="" # of the script that sources this, such as --gemma3
+case "${1:-}" in --unclean | --again | --seeds) ;; --*) form=" $1" ;; esac
 recorded() { # recorded FILE: whether this result need not be made; counts those that need not
     [ -z "$again" ] && [ -f "$1" ] && skipped=$((skipped + 1))
 }
 tell_skipped() { # tell_skipped: after the tables, how many of their arms were not trained here
     if [ $skipped -gt 0 ]; then
         echo "$skipped results were there already and nothing was trained for them; to train all" \
-            "arms here: bash $0 --again"
+            "arms here: bash $0$form --again"
     fi
 }
 # train_arms RECIPE: trains the chosen stages with every seed, examines and records each, and shows
