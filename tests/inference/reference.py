@@ -23,7 +23,11 @@ VOCABULARY = 128
 def make_model(seed: int = 0, **options) -> LoopDecoder:
     """Return a debug model away from its symmetric start: norms of 1, a silent gate."""
     torch.manual_seed(seed)
-    model = build_decoder(OuroOptions(size="debugmodel", **options), max_seq_len=CONTEXT)
+    return perturbed(build_decoder(OuroOptions(size="debugmodel", **options), max_seq_len=CONTEXT))
+
+
+def perturbed(model: LoopDecoder) -> LoopDecoder:
+    """Add noise to every parameter."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -205,8 +205,9 @@ class Engine:
         left = torch.zeros((len(rows), 1), dtype=torch.int64, device=self.stack.device)
         read_BLD: Tensor | None = None
         states = self._prompt_states(batch, rows, decider.deepest_step, decider.reads)
+        share_BL = batch.shares(rows, decider)
         for step, state_BLD, before_BLD in states:
-            leaves = decider.decide(torch.full_like(left, step), state_BLD, before_BLD)
+            leaves = decider.decide(torch.full_like(left, step), state_BLD, before_BLD, share_BL)
             leaves &= left == 0
             left = torch.where(leaves, step, left)
             if read_BLD is None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_loop.errors import UserError
 from titan_loop.inference.exit_policy import Evidence, ExitPolicy
 from titan_loop.inference.measures import at_least_fp32, log_probabilities
 
@@ -36,10 +37,22 @@ class ExitDecider:
         """Log-probabilities after the latest step, (B, L, V), if the policy reads logits."""
         return self._memory.get("log_prob")
 
-    def decide(self, step_BL: Tensor, hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
+    @property
+    def draws(self) -> bool:
+        """Whether a decision needs a random number for each token."""
+        return self.policy.draws
+
+    def decide(
+        self,
+        step_BL: Tensor,
+        hidden_BLD: Tensor,
+        before_BLD: Tensor,
+        share_BL: Tensor | None = None,
+    ) -> Tensor:
         """Return (B, L) bool, True where the token leaves after the step it just ran.
 
         Call it once per step. At step 1 the memory of the row's previous token is dropped.
+        `share_BL` is the random number of each token, where the policy `draws`.
         """
         policy = self.policy
         evidence = self.evidence(
@@ -47,6 +60,7 @@ class ExitDecider:
             reads_gate=policy.reads_gate,
             reads_logits=policy.reads_logits,
         )
+        evidence = evidence._replace(share_BL=share_BL)
         return policy.fires(evidence) | (step_BL >= self.deepest_step)
 
     def evidence(
@@ -95,6 +109,8 @@ def exit_steps(
     readout: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return the step after which each token of whole windows would leave, (B, L) int64."""
+    if policy.draws:
+        raise UserError(f"exit={policy.name} draws exits while it writes; it reads no given text")
     deepest = policy.deepest_step(len(hidden_RBLD))
     decider = ExitDecider(policy, deepest, gate=gate, readout=readout)
     left_BL = torch.zeros(hidden_RBLD[0].shape[:2], dtype=torch.int64, device=hidden_RBLD[0].device)

@@ -7,6 +7,7 @@
                       over the others, in nats
     confidence:P      the likeliest next token has more than the probability P
     q:THRESHOLD       CDF(r) ≥ q of the exit gate
+    sampled           after a step drawn from the exit gate's distribution
     kl:KL,ENTROPY     KL(P_r ‖ P_{r−1}) < KL and H(P_r) < ENTROPY, from r = 2; P_r is the next
                       token's distribution, both are in nats
 
@@ -57,6 +58,8 @@ class Evidence(NamedTuple):
         log_prob_BLV: Log-probabilities of the next token after this step, in nats, if the policy
             reads logits.
         log_prob_before_BLV: The same one step before; meaningless at step 1.
+        share_BL: A uniform number of each token in [0, 1), the same at all its steps, if the policy
+            draws.
     """
 
     step_BL: Tensor
@@ -65,6 +68,7 @@ class Evidence(NamedTuple):
     log_survival_BL: Tensor | None = None
     log_prob_BLV: Tensor | None = None
     log_prob_before_BLV: Tensor | None = None
+    share_BL: Tensor | None = None
 
 
 class ExitPolicy(ABC):
@@ -74,9 +78,11 @@ class ExitPolicy(ABC):
         reads_logits: Whether it looks at logits, which costs a readout after every step.
         reads_states: Whether it looks at states, which costs a coda after every step. If not, all
             tokens leave after the deepest step.
+        draws: Whether it needs a random number for each token.
     """
 
     name: ClassVar[str]
+    draws: ClassVar[bool] = False
     reads_gate: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
     reads_states: ClassVar[bool] = True
@@ -235,6 +241,24 @@ class QExit(ExitPolicy):
 
 
 @dataclass(frozen=True)
+class SampledExit(ExitPolicy):
+    """Tokens leave after a step drawn from the exit gate's distribution p_r.
+
+    A token leaves at the first step whose CDF exceeds the token's share: the inverse of the CDF.
+    """
+
+    name: ClassVar[str] = "sampled"
+    reads_gate: ClassVar[bool] = True
+    draws: ClassVar[bool] = True
+
+    def fires(self, evidence: Evidence) -> Tensor:
+        """True where CDF > share: a step of probability 0 is never drawn."""
+        assert evidence.log_survival_BL is not None
+        assert evidence.share_BL is not None
+        return evidence.log_survival_BL < torch.log1p(-evidence.share_BL)
+
+
+@dataclass(frozen=True)
 class KLAndEntropy(ExitPolicy):
     """Tokens leave when the prediction is sharp and a step hardly changes it."""
 
@@ -271,6 +295,7 @@ class KLAndEntropy(ExitPolicy):
 _CORE = (
     StaticStep,
     QExit,
+    SampledExit,
     HiddenDifference,
     FixedPoint,
     Confidence,
@@ -281,7 +306,7 @@ POLICIES: dict[str, type[ExitPolicy]] = {kind.name: kind for kind in _CORE}
 """Policies that every recurrence over the stack has."""
 
 _ALIASES = {"full": "static", "relative": "fixed_point"}
-_NUMBERS = {"static": 1, "kl": 2}  # values after the colon; others take one
+_NUMBERS = {"static": 1, "kl": 2, "sampled": 0}  # values after the colon; others take one
 
 
 def parse_exit_policy(text: str) -> ExitPolicy:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from titan_loop.inference.cache import LoopCache
 from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.exit_decider import ExitDecider, append_rows
+from titan_loop.inference.measures import log_probabilities
 from titan_loop.inference.sampling import Sampling, draw, probabilities
 from titan_loop.inference.stack import LoopState, Stack
 from titan_loop.models.context import LoopContext
@@ -35,6 +36,7 @@ class Request:
         stop_tokens: Tokens that end the row; the completion does not include them.
         text: Turns tokens into text and finds stop strings; None for token ids only.
         seed: Seed of the row's random numbers; None draws one from the stream's generator.
+        log_probs: Whether the completion has each token's log-probability, before temperature.
         prefix_tokens: Number of the prompt's first tokens that a model with a prefix reads in both
             directions; None for all. Of a chat it is the question before the first answer, as in
             training.
@@ -45,6 +47,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     text: Detokenizer | None = None
     seed: int | None = None
+    log_probs: bool = False
     prefix_tokens: int | None = None
 
 
@@ -91,6 +94,7 @@ class GeneratedToken(NamedTuple):
         text: Text that became certain; empty without a `Detokenizer`, inside a character, or while
             a stop string may have begun.
         finish: Reason why the row ends with this token; None if it goes on.
+        log_prob: Its log-probability in nats, if the request wants it.
     """
 
     row: int
@@ -98,14 +102,20 @@ class GeneratedToken(NamedTuple):
     step: int
     text: str = ""
     finish: FinishReason | None = None
+    log_prob: float | None = None
 
 
 @dataclass(kw_only=True)
 class Completion:
-    """The result of one request, without the stop token."""
+    """The result of one request, without the stop token.
+
+    Attributes:
+        log_probs: Log-probabilities of the tokens, if the request wants them.
+    """
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
     text: str = ""
     finish: FinishReason | None = None
 
@@ -114,6 +124,8 @@ class Completion:
         if event.finish != "stop_token":
             self.tokens.append(event.token)
             self.steps.append(event.step)
+            if event.log_prob is not None:
+                self.log_probs.append(event.log_prob)
         self.text += event.text
         self.finish = event.finish
 
@@ -127,6 +139,8 @@ class Row:
         self.position = len(request.prompt) - 1
         self.step = 0
         self.finish: FinishReason | None = None
+        self.share = 0.0
+        self.log_prob: float | None = None
         self._request = request
         self._room = context_tokens - len(request.prompt)
         self._produced = 0
@@ -136,6 +150,11 @@ class Row:
     def prompt(self) -> Sequence[int]:
         """Token ids of the prompt."""
         return self._request.prompt
+
+    @property
+    def tells_log_prob(self) -> bool:
+        """Whether each token is told with its log-probability."""
+        return self._request.log_probs
 
     @property
     def prefix_tokens(self) -> int:
@@ -169,7 +188,7 @@ class Row:
             self.finish = "limit" if self._produced == self._request.max_new_tokens else "context"
         if stream is not None and self.finish is not None and not stream.stopped:
             text += stream.rest()
-        return GeneratedToken(self.index, token, step, text, self.finish)
+        return GeneratedToken(self.index, token, step, text, self.finish, self.log_prob)
 
 
 def draw_rows(weight_BV: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -216,7 +235,8 @@ class Batch:
         if not reads:  # then no token can leave
             return
         step_BL = self.column(steps)
-        leaves_BL = self.decider.decide(step_BL, state.read_BLD, before.read_BLD)
+        share_BL = self.shares(self.rows, self.decider)
+        leaves_BL = self.decider.decide(step_BL, state.read_BLD, before.read_BLD, share_BL)
         leaving = leaves_BL[:, 0].nonzero()[:, 0]
         if not len(leaving):
             return
@@ -225,6 +245,20 @@ class Batch:
         logits_BV = self.stack.readout(state.read_BLD[leaving])[:, 0]
         for row, token in zip(left, self.sample(logits_BV, left), strict=True):
             yield row.accept(token, row.step)
+
+    def shares(self, rows: Sequence[Row], decider: ExitDecider) -> Tensor | None:
+        """Return the random number of each row's token, drawn as it begins; None if none is needed.
+
+        Rows at step 0 are prompts, whose last token begins.
+        """
+        if not decider.draws:
+            return None
+        for row in rows:
+            if row.step <= 1:
+                row.share = row.uniform()
+        return torch.tensor(
+            [[row.share] for row in rows], dtype=torch.float64, device=self.stack.device
+        )
 
     def _context(self) -> LoopContext:
         positions = [row.position for row in self.rows]
@@ -238,10 +272,17 @@ class Batch:
         return torch.tensor([[value] for value in values], device=self.stack.device)
 
     def sample(self, logits_BV: Tensor, rows: list[Row]) -> list[int]:
-        """Draw a token for each of `rows` from (B, V) logits."""
+        """Draw a token for each of `rows` from (B, V) logits, and note its log-probability."""
         if self.sampling.temperature == 0.0:
-            return logits_BV.argmax(-1).tolist()
-        return self.draw(probabilities(logits_BV, self.sampling), rows)
+            tokens = logits_BV.argmax(-1).tolist()
+        else:
+            tokens = self.draw(probabilities(logits_BV, self.sampling), rows)
+        told = [place for place, row in enumerate(rows) if row.tells_log_prob]
+        if told:
+            log_prob_BV = log_probabilities(logits_BV[told])
+            for place, log_prob_V in zip(told, log_prob_BV, strict=True):
+                rows[place].log_prob = float(log_prob_V[tokens[place]])
+        return tokens
 
     def draw(self, weight_BV: Tensor, rows: list[Row]) -> list[int]:
         """Draw a token for each of `rows` from (B, V) weights."""

@@ -297,7 +297,8 @@ class LoopAttention(GQAttention):
         qkv = self.qkv_linear
         if joined is None:
             q_BLNH, k_BLNH, v_BLNH = qkv(x_BLD)
-        elif self.q_norm is None and not qkv._forward_hooks:  # queries and keys turn together
+        elif self.q_norm is None and context.cache is None and not qkv._forward_hooks:
+            # Queries and keys turn together.
             heads_BLNH = qkv.heads(x_BLD, joined)
             turned_BLNH, v_BLNH = heads_BLNH.split([qkv.queries + qkv.keys, qkv.keys], dim=2)
             turned_BLNH = self.rope.rotated(turned_BLNH, context.shared_positions)

@@ -48,6 +48,7 @@ from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
 from titan_loop.models.positions import Positions, RelativePositions, RotaryPositions
 from titan_loop.models.recurrence import Carry, Recurrence
+from titan_loop.models.replay import EXIT_STEP, ReplayedKeys
 from titan_loop.models.sharding import set_block_sharding, set_parts_sharding
 from titan_loop.models.units import LAYERS, NORM_AND_GATE, OUTSIDE, TABLES, Unit
 
@@ -217,6 +218,8 @@ class LoopDecoder(Decoder):
         windowed = self.config.window is not None and key_positions is None
         if attention_masks is None and (mask_wanted or prefix is not None or windowed):
             attention_masks = self.get_attention_masks(positions, prefix=prefix)
+        if columns is not None and EXIT_STEP in columns:
+            cache = ReplayedKeys(columns[EXIT_STEP])
         keys = positions if key_positions is None else key_positions
         shared = self.positions.shared(positions, keys)
         return LoopContext(positions, shared, attention_masks, cache, columns)

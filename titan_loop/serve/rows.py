@@ -169,7 +169,18 @@ class RowDecider(ExitDecider):
             for row, step in zip(self.rows, steps, strict=True)
         )
 
-    def decide(self, step_BL: Tensor, hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
+    @property
+    def draws(self) -> bool:
+        """Whether a row's policy needs a random number for each token."""
+        return any(row.settings.exit_policy.draws for row in self.rows)
+
+    def decide(
+        self,
+        step_BL: Tensor,
+        hidden_BLD: Tensor,
+        before_BLD: Tensor,
+        share_BL: Tensor | None = None,
+    ) -> Tensor:
         """Return (B, 1) bool, True where the row's token leaves."""
         settings = [row.settings for row in self.rows]
         traced = any(each.traced for each in settings)
@@ -179,6 +190,7 @@ class RowDecider(ExitDecider):
             and (traced or any(each.exit_policy.reads_gate for each in settings)),
             reads_logits=traced or any(each.exit_policy.reads_logits for each in settings),
         )
+        evidence = evidence._replace(share_BL=share_BL)
         deepest = [each.deepest_step for each in settings]
         leaves_BL = step_BL >= torch.tensor(deepest, device=step_BL.device).unsqueeze(1)
         for policy in {each.exit_policy for each in settings}:
