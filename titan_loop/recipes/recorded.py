@@ -148,8 +148,8 @@ def _dotted(name: str, key: str) -> str:
 
 
 def _chosen(field: str, name: str) -> type:
-    base, package = CHOSEN[field]
-    if package is not None:
+    base, packages = CHOSEN[field]
+    for package in packages:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
             importlib.import_module(f"{package}.{module.name}")
     find("objectives", name)  # imports the module of a family's objective, or plug-ins

@@ -22,6 +22,7 @@ from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import ModelOptions
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
@@ -38,6 +39,7 @@ class RunSettings(Protocol):
     training: TrainingConfig
     recurrence: RecurrenceConfig
     dataloader: GlobalBatchLoader.Config
+    model: ModelOptions
     loss: StreamedLoss.Config
 
 

@@ -71,12 +71,12 @@ CLASSES = "classes"
 TASK_FIELD = "dataloader.task"
 """Key under `CLASSES` for the name of a generated task; null for other data."""
 
-CHOSEN: Mapping[str, tuple[type[Configurable], str | None]] = {
-    "dataloader": (GlobalBatchLoader, "titan_loop.data.load"),
-    "loss": (StreamedLoss, "titan_loop.objectives"),
-    "activation_checkpoint": (ActivationCheckpointing, None),
+CHOSEN: Mapping[str, tuple[type[Configurable], tuple[str, ...]]] = {
+    "dataloader": (GlobalBatchLoader, ("titan_loop.data.load", "titan_loop.rl")),
+    "loss": (StreamedLoss, ("titan_loop.objectives", "titan_loop.rl")),
+    "activation_checkpoint": (ActivationCheckpointing, ()),
 }
-"""The other keys of `CLASSES`: field → its base class and the package with our subclasses."""
+"""The other keys of `CLASSES`: field → its base class and the packages with our subclasses."""
 
 DERIVED = ("model_spec", "lr_scheduler", "optimizer.chosen", "optimizer.rest", "optimizer.ema")
 """Fields that `resolve` fills in from others."""

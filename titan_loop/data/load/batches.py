@@ -281,10 +281,15 @@ class GlobalBatchLoader(BaseDataLoader):
             if self._few_labels:
                 inputs[LABELLED] = (labels.flatten() != IGNORED).nonzero().flatten()
             batches.append(({name: pinned(each) for name, each in inputs.items()}, pinned(labels)))
+        return BatchesRead(batches, self.hash_after(data_hash, identity))
+
+    @staticmethod
+    def hash_after(data_hash: str, identity: np.ndarray) -> str:
+        """Return the data hash after windows with these identities."""
         digest = bytes.fromhex(data_hash)
         for row in identity.tolist():
             digest = hashlib.blake2b(digest + _WINDOW_ID.pack(*row), digest_size=16).digest()
-        return BatchesRead(batches, digest.hex())
+        return digest.hex()
 
     def _take_ahead(self) -> tuple[Position, "Future[BatchesRead]"] | None:
         """Wait for the thread, which shares our open files, and return the batch that it read."""

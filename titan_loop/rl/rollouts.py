@@ -1,0 +1,388 @@
+"""Prompts, answers and rewards as the windows of a run.
+
+    window k ─► prompt k // G, answer k % G ─► the engine, on the weights in training
+    ─► reward of each answer ─► groups without spread are drawn again ─► advantages ─► columns
+
+Prompt number and seed decide a prompt and the random numbers of its answers, so ranks draw the same
+ones in one order, and a run that was killed writes the same answers again.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from annotated_types import Ge
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_loop.bounds import FINITE
+from titan_loop.data.columns import Column
+from titan_loop.data.keyed import keyed_integer
+from titan_loop.data.load.batches import BatchesRead, Position
+from titan_loop.data.load.task_loader import TaskLoader, clear
+from titan_loop.data.load.windows import Window, empty_batch
+from titan_loop.errors import UserError
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.exit_policy import ExitPolicy, parse_exit_policy
+from titan_loop.inference.rows import Completion, Request
+from titan_loop.inference.sampling import Sampling
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import build_decoder
+from titan_loop.models.replay import EXIT_STEP
+from titan_loop.rl.objectives import (
+    Normaliser,
+    group_advantages,
+    has_spread,
+    overlong_penalty,
+    token_weights,
+)
+from titan_loop.rl.reward_loss import ADVANTAGE, ENGINE_LOG_PROB, READ_STEP, WEIGHT
+from titan_loop.training.callback import Callback, TrainingState
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = (
+    Column(name=EXIT_STEP, reader="model"),
+    Column(name=READ_STEP, reader="loss"),
+    Column(name=ADVANTAGE, reader="loss", dtype="float32"),
+    Column(name=WEIGHT, reader="loss", dtype="float32"),
+    Column(name=ENGINE_LOG_PROB, reader="loss", dtype="float32"),
+)
+
+
+class Prompt(NamedTuple):
+    """A question: its tokens, and the tokens of the right answer."""
+
+    tokens: Sequence[int]
+    answer: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers to one prompt.
+
+    Attributes:
+        reward_G: Rewards, fp64, price and penalty included.
+        right_G: Whether each answer is right.
+    """
+
+    prompt: Prompt
+    answers: Sequence[Completion]
+    right_G: Tensor
+    reward_G: Tensor
+
+
+class Writer:
+    """Writes answers with the weights of a model in training.
+
+    Args:
+        trained: The model, on every rank its own part.
+        options: Its options.
+        context_tokens: Tokens of the longest prompt with its answer.
+        policy: Rule of the exits.
+        rows: Answers that are written at once.
+    """
+
+    def __init__(
+        self,
+        trained: LoopDecoder,
+        options: Any,
+        *,
+        recurrent_steps: int,
+        context_tokens: int,
+        policy: ExitPolicy,
+        rows: int,
+        device: torch.device,
+    ) -> None:
+        self._trained, self._rows = trained, rows
+        whole = build_decoder(
+            replace(options, attention="sdpa"), max_seq_len=context_tokens, device=device
+        )
+        self._whole = whole.eval()
+        self._engine = Engine(whole, recurrent_steps=recurrent_steps, exit_policy=policy)
+        self.recurrent_steps = recurrent_steps
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the weights as they are now; collective."""
+        weights = self._trained.state_dict()
+        for name, whole in self._whole.state_dict().items():
+            part = weights[name]
+            whole.copy_(part.full_tensor() if isinstance(part, DTensor) else part)
+
+    def sum_over_ranks(self, value: Tensor) -> float:
+        """Return the sum of a number over all ranks; collective."""
+        total = value.to(self._engine.stack.device, torch.float64)
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    def write(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return an answer to each request."""
+        rows = min(self._rows, len(requests))
+        return self._engine.complete(requests, rows=rows, sampling=Sampling(temperature=1.0))
+
+
+class RolloutLoader(TaskLoader):
+    """Reads a task's prompts, and answers that the model in training writes to them.
+
+    A window has one prompt and one answer. `write_with` must be called before the first batch.
+
+    Attributes:
+        report: Means over the latest batch of this rank, by name.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TaskLoader.Config):
+        """The task, and how it is answered."""
+
+        prefetch: bool = field(default=False, init=False)  # answers need the newest weights
+        all_targets: bool = field(default=False, init=False)
+        window: Literal["packed", "example"] = field(default="example", init=False)
+
+        group: Annotated[int, Ge(2)] = 8
+        """G, answers to each prompt; training.local_batch_size must be a multiple of it."""
+
+        exit: str = "sampled"
+        """Exit policy of the answers: sampled draws from the gate; full, static:S, q:T, … as in
+        `titan-loop generate --exit`."""
+
+        graded: Literal["all", "last"] = "all"
+        """Whether every token of the answer must be right, or its last one alone."""
+
+        normaliser: Normaliser = "group"
+        """Tokens that an objective is a mean over: of an answer (GRPO), of a group (DAPO), or of
+        the whole batch (TRL's dapo)."""
+
+        redraws: Annotated[int, Ge(0)] = 2
+        """Times that a prompt whose answers all have one reward is replaced by another (DAPO)."""
+
+        step_price: Annotated[float, Ge(0), FINITE] = 0.0
+        """Price of a recurrent step: the reward falls by it times the answer's mean exit step."""
+
+        overlong_buffer: Annotated[int, Ge(0)] = 0
+        """Tokens before the limit over which a longer answer costs up to 1 (DAPO); 0 for none."""
+
+        rows: Annotated[int, Ge(1)] = 64
+        """Answers that are written at once."""
+
+        log_rollouts: bool = False
+        """Write this rank's answers to RUN/rollouts.jsonl."""
+
+        def columns(self) -> tuple[Column, ...]:
+            """Return the columns of answers, and no others: the engine reads token ids alone."""
+            return COLUMNS
+
+        def callbacks(self) -> list[Any]:
+            """Return the callback that gives the loader the model."""
+            return [RolloutCallback()]
+
+        def few_labels(self) -> bool:
+            """Return True: only answers have labels."""
+            return True
+
+    def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
+        if config.task.columns:
+            names = ", ".join(column.name for column in config.task.columns)
+            raise UserError(
+                f"dataloader=RolloutLoader cannot ask {config.task.name}: its model reads {names}, "
+                "which no engine writes; choose a task of tokens alone"
+            )
+        size = split["local_batch_size"]
+        if size % config.group and size > 1:  # `open_data` opens it with windows one by one
+            raise UserError(
+                f"training.local_batch_size={size} must be a multiple of "
+                f"dataloader.group={config.group}, whose answers are compared with each other"
+            )
+        super().__init__(config, seq_len=seq_len, **split)
+        self._config = config
+        self._writer: Writer | None = None
+        self._log: Path | None = None
+        self.report: dict[str, float] = {}
+
+    def describe(self, config: TaskLoader.Config, seq_len: int) -> dict[str, Any]:
+        """As in the base class; all that decides answers and rewards."""
+        assert isinstance(config, RolloutLoader.Config)
+        own = ("group", "exit", "graded", "redraws", "step_price", "overlong_buffer")
+        rollouts = {name: getattr(config, name) for name in own}
+        return {**super().describe(config, seq_len), "rollouts": rollouts}
+
+    def write_with(self, writer: Writer, log: Path | None) -> None:
+        """Set the writer of answers, and the file that they are logged to."""
+        self._writer, self._log = writer, log
+
+    def read(self, position: Position) -> BatchesRead:
+        """See the base class; collective, since the weights are gathered."""
+        assert self._writer is not None, "write_with was not called"
+        config = self._config
+        self._writer.refresh()
+        numbers = self.next_windows(position.first_window, position.windows)
+        own = numbers.reshape(-1, self._dp_world_size, self._local_batch_size)[:, self._dp_rank]
+        groups = self._groups((own.reshape(-1, config.group)[:, 0] // config.group).tolist())
+        length_PG = torch.tensor([[len(each.tokens) for each in group.answers] for group in groups])
+        weight_PG = token_weights(length_PG, config.normaliser)
+        # What a rank's weights sum over becomes all ranks'.
+        own_share = length_PG.sum() if config.normaliser == "batch" else torch.tensor(len(groups))
+        weight_PG = weight_PG * own_share / self._writer.sum_over_ranks(own_share)
+        advantage_PG = group_advantages(torch.stack([group.reward_G for group in groups]))
+        rows = [
+            (group.prompt, *row)
+            for group, weight_G, advantage_G in zip(groups, weight_PG, advantage_PG, strict=True)
+            for row in zip(group.answers, weight_G.tolist(), advantage_G.tolist(), strict=True)
+        ]
+        batches = []
+        for start in range(0, len(rows), self._local_batch_size):
+            batch, windows = empty_batch(self._local_batch_size, self._seq_len, self.columns)
+            for window, row in zip(windows, rows[start:], strict=False):
+                self._fill(window, *row)
+            batches.append(batch)
+        self._tell(position.first_window, groups)
+        return BatchesRead(batches, self.hash_after(position.data_hash, self.locate(numbers)))
+
+    def _groups(self, numbers: Sequence[int]) -> list[Group]:
+        """Return the answers to prompts, of which those without spread are drawn again."""
+        found: dict[int, Group] = {}
+        waiting = [*numbers]
+        for attempt in range(self._config.redraws + 1):
+            found |= self._answered(waiting, attempt)
+            waiting = [n for n in waiting if not has_spread(found[n].reward_G)]
+            if not waiting:
+                break
+        return [found[number] for number in numbers]
+
+    def _answered(self, numbers: Sequence[int], attempt: int) -> dict[int, Group]:
+        """Return the answers to the `attempt`-th prompt of each number."""
+        assert self._writer is not None
+        config, task = self._config, self._config.task
+        prompts = {number: self._prompt(number, attempt) for number in numbers}
+        requests = [
+            Request(
+                prompt=prompt.tokens,
+                max_new_tokens=len(prompt.answer),
+                seed=keyed_integer(f"{task.name} answer", config.seed, number, attempt, answer)
+                // 2,
+                log_probs=True,
+            )
+            for number, prompt in prompts.items()
+            for answer in range(config.group)
+        ]
+        answers = iter(self._writer.write(requests))
+        return {
+            number: self._graded(prompt, [next(answers) for _ in range(config.group)])
+            for number, prompt in prompts.items()
+        }
+
+    def _prompt(self, number: int, attempt: int) -> Prompt:
+        config, task = self._config, self._config.task
+        key = keyed_integer(f"{task.name} prompt", config.seed, number, attempt)
+        example = task.encode(next(task.questions(key, task.levels - 1)))
+        (places,) = np.nonzero(example.answer)
+        if len(places) != places[-1] - places[0] + 1:
+            raise UserError(
+                f"dataloader=RolloutLoader cannot ask {task.name}: other tokens stand between the "
+                "tokens of its answer; choose a task whose answer is one piece"
+            )
+        first = int(places[0])
+        return Prompt(example.tokens[: first + 1].tolist(), example.labels[places].tolist())
+
+    def _graded(self, prompt: Prompt, answers: Sequence[Completion]) -> Group:
+        config = self._config
+        checked = slice(-1, None) if config.graded == "last" else slice(None)
+        right = [
+            len(each.tokens) == len(prompt.answer)
+            and [*each.tokens[checked]] == [*prompt.answer[checked]]
+            for each in answers
+        ]
+        right_G = torch.tensor(right, dtype=torch.float64)
+        depth_G = torch.tensor([sum(each.steps) / len(each.steps) for each in answers]).double()
+        reward_G = right_G - config.step_price * depth_G
+        if config.overlong_buffer:
+            length_G = torch.tensor([len(each.tokens) for each in answers])
+            limit = {"most": len(prompt.answer), "buffer": config.overlong_buffer}
+            reward_G = reward_G + overlong_penalty(length_G, **limit)
+        return Group(prompt, answers, right_G, reward_G)
+
+    def _fill(
+        self, window: Window, prompt: Prompt, answer: Completion, weight: float, advantage: float
+    ) -> None:
+        """Write a prompt and an answer into a window; the answer's last token is never read."""
+        assert self._writer is not None
+        clear(window)
+        begin, tokens = len(prompt.tokens), [*prompt.tokens, *answer.tokens]
+        window.input[: len(tokens) - 1] = tokens[:-1]
+        window.positions[: len(tokens) - 1] = np.arange(len(tokens) - 1)
+        written = slice(begin - 1, len(tokens) - 1)  # where the answer's tokens are predicted
+        window.labels[written] = answer.tokens
+        columns = window.columns
+        columns[EXIT_STEP][:] = self._writer.recurrent_steps  # a prompt runs all steps
+        columns[EXIT_STEP][begin : len(tokens) - 1] = answer.steps[1:]
+        columns[READ_STEP][written] = answer.steps
+        columns[ADVANTAGE][written] = advantage
+        columns[WEIGHT][written] = weight
+        columns[ENGINE_LOG_PROB][written] = answer.log_probs
+
+    def _tell(self, first_window: int, groups: Sequence[Group]) -> None:
+        """Set the report, and write the log."""
+        answers = [answer for group in groups for answer in group.answers]
+        steps = [step for answer in answers for step in answer.steps]
+        reward_PG = torch.stack([group.reward_G for group in groups])
+        self.report = {
+            "rl/reward": reward_PG.mean().item(),
+            "rl/reward_spread": reward_PG.std(dim=-1).mean().item(),
+            "rl/right": torch.stack([group.right_G for group in groups]).mean().item(),
+            "rl/groups_without_spread": 1 - has_spread(reward_PG).double().mean().item(),
+            "rl/answer_tokens": len(steps) / len(answers),
+            "rl/engine_exit_step": sum(steps) / len(steps),
+        }
+        if self._log is None:
+            return
+        with self._log.open("a", encoding="utf-8") as file:
+            for line in self._lines(first_window, groups):
+                file.write(json.dumps(line) + "\n")
+
+    def _lines(self, first_window: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+        for group in groups:
+            for answer, reward in zip(group.answers, group.reward_G.tolist(), strict=True):
+                yield {
+                    "window": first_window,
+                    "prompt": [*group.prompt.tokens],
+                    "right_answer": [*group.prompt.answer],
+                    "answer": answer.tokens,
+                    "exit_steps": answer.steps,
+                    "reward": reward,
+                }
+
+
+class RolloutCallback(Callback):
+    """Gives the loader a writer on the model in training, and tells what it wrote."""
+
+    def on_train_start(self, trainer: TrainingState) -> None:
+        """Make the writer, once the weights are loaded."""
+        loader, config = trainer.dataloader, trainer.config
+        assert isinstance(loader, RolloutLoader)
+        asked = config.dataloader
+        assert isinstance(asked, RolloutLoader.Config)
+        writer = Writer(
+            trainer.model,
+            config.model,
+            recurrent_steps=trainer.plan.recurrent_steps,
+            context_tokens=config.training.seq_len + 1,
+            policy=parse_exit_policy(asked.exit),
+            rows=asked.rows,
+            device=trainer.device,
+        )
+        is_logged = asked.log_rollouts and torch.distributed.get_rank() == 0
+        loader.write_with(writer, Path(config.dump_folder, "rollouts.jsonl") if is_logged else None)
+
+    def record(self, trainer: TrainingState) -> Mapping[str, Any]:
+        """Return the means over all ranks of the latest batch."""
+        loader = trainer.dataloader
+        assert isinstance(loader, RolloutLoader)
+        mean = torch.tensor([*loader.report.values()], device=trainer.device)
+        torch.distributed.all_reduce(mean)
+        mean /= torch.distributed.get_world_size()
+        return dict(zip(loader.report, mean.tolist(), strict=True))
