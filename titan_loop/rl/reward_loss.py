@@ -128,7 +128,7 @@ class RewardLoss(StreamedLoss):
     def compute(
         self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As in the base class. Labels, and all columns, are those of the answers' tokens."""
+        """As in the base class; only tokens of answers have labels and columns."""
         config, columns, labels_BL = self.config, batch.columns, batch.labels_BL
         valid_BL = labels_BL != IGNORE_INDEX
         step_BL = columns[READ_STEP].clamp(min=1)
