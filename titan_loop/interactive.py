@@ -32,7 +32,6 @@ from titan_loop.inference.loading import (
     load_checkpoint,
     load_matching_tokenizer,
     placed,
-    text_ends,
 )
 from titan_loop.inference.rows import text_requests
 from titan_loop.inference.sampling import Sampling
@@ -43,6 +42,7 @@ from titan_loop.models.output import LoopOutput
 from titan_loop.objectives.exit_distribution import exit_pmf
 from titan_loop.runs.recipe_folder import chosen_run
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
@@ -76,16 +76,16 @@ class LoopModel:
     Attributes:
         model: The decoder, in evaluation mode; its parameters require gradients.
         recurrent_steps: R at the end of training, the default of every method.
+        read_text: Reads the tokenizer, and how the model's data wrote texts and chats.
     """
 
     def __init__(
         self,
         model: LoopDecoder,
         recurrent_steps: int,
-        read_text: Callable[[], "tuple[Tokenizer, TextEnds]"],
+        read_text: Callable[[], "tuple[Tokenizer, TextFormat]"],
     ) -> None:
-        self.model, self.recurrent_steps = model, recurrent_steps
-        self._read_text = read_text
+        self.model, self.recurrent_steps, self.read_text = model, recurrent_steps, read_text
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -94,7 +94,8 @@ class LoopModel:
 
     @cached_property
     def _text(self) -> "tuple[Tokenizer, TextEnds]":
-        return self._read_text()
+        tokenizer, text = self.read_text()
+        return tokenizer, ends_of(text, tokenizer)
 
     def tokens(self, text: Text) -> Tensor:
         """Return token ids (B, L) on the model's device; an empty text is its first token alone."""
@@ -297,9 +298,9 @@ def load(
             fetch_if_needed(RemoteCheckpoints(remote, stage=name, run=run, claim=False), run)
     loaded = load_checkpoint(run, context_tokens=context, device=device, dtype=dtype, ema=ema)
 
-    def read_text() -> "tuple[Tokenizer, TextEnds]":
+    def read_text() -> "tuple[Tokenizer, TextFormat]":
         tokenizer = load_matching_tokenizer(loaded)
-        return tokenizer, text_ends(loaded, tokenizer)
+        return tokenizer, loaded.run.text_format(tokenizer)
 
     return LoopModel(loaded.model, loaded.recurrent_steps, read_text)
 
@@ -309,11 +310,10 @@ def _load_folder(
 ) -> LoopModel:
     folder = ModelFolder(path)
 
-    def read_text() -> "tuple[Tokenizer, TextEnds]":
+    def read_text() -> "tuple[Tokenizer, TextFormat]":
         if folder.tokenizer is None or folder.text is None:
             raise UserError(f"{path} has no tokenizer.json; give token ids, or add the file")
-        tokenizer = load_tokenizer(folder.tokenizer)
-        return tokenizer, ends_of(folder.text, tokenizer)
+        return load_tokenizer(folder.tokenizer), folder.text
 
     model = placed(folder.build(context), device=device, dtype=dtype)
     return LoopModel(model, folder.shape.recurrent_steps, read_text)

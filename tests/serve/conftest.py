@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import uvicorn
 
+import titan_loop
 from tests.inference.conftest import ended_run, own_run, trained_run
-from titan_loop.cli.serve import Serving, load
+from titan_loop.cli.serve import Serving, serve
 from titan_loop.serve.application import Served, application
 from titan_loop.serve.rows import Piece, RowSettings, ServedRow, ServingEngine
 
@@ -21,7 +23,7 @@ CONTEXT = 512
 
 
 class Running(NamedTuple):
-    """A server's address, and what it serves."""
+    """A running server: its URL and the objects behind it."""
 
     url: str
     served: Served
@@ -29,8 +31,9 @@ class Running(NamedTuple):
 
 @contextmanager
 def running(run: Path, *, api_key: str | None = None, **options) -> Iterator[Running]:
-    options = {"context": CONTEXT, "dtype": "float64", "recurrent_steps": 4, **options}
-    served = load(run, Serving(**options))
+    """Serve a run in float64, so that its answers equal another engine's to the last token."""
+    loaded = titan_loop.load(run, context=CONTEXT, dtype=torch.float64)
+    served = serve(loaded, Serving(**{"recurrent_steps": 4, **options}), name="run")
     app = application(served, api_key=api_key, hosts=("127.0.0.1",))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -52,13 +55,13 @@ def server(trained_run: Path) -> Iterator[Running]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait; the session's limit ends what never comes."""
+    """Wait for a condition; the session's time limit ends a wait that is never over."""
     while not condition():
         time.sleep(0.005)
 
 
 class Answer:
-    """A row, and the pieces that it sent."""
+    """A row and the pieces that it has sent."""
 
     def __init__(
         self,
@@ -74,7 +77,6 @@ class Answer:
         self._on_token = on_token
         engine.check(settings, request.prompt)
         self.row = ServedRow(
-            0,
             request,
             settings,
             context_tokens=engine.stack.context_tokens,
@@ -84,7 +86,7 @@ class Answer:
             deadline=time.monotonic() + seconds,
         )
 
-    def _receive(self, index: int, piece: Piece) -> None:
+    def _receive(self, piece: Piece) -> None:
         self.pieces.append(piece)
         self._on_token(self)
 

@@ -1,4 +1,4 @@
-"""What a model of any family writes in mixed company is what it writes alone."""
+"""A row that shares the engine with other rows gets the tokens that it would get alone."""
 
 import pytest
 

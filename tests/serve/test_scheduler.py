@@ -1,4 +1,4 @@
-"""Rows in mixed company write what they write alone, and give their places back."""
+"""Rows that share the engine get the tokens they would get alone, and free their places."""
 
 import threading
 

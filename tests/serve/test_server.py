@@ -57,7 +57,6 @@ def ask(server: Running, method: str, path: str, body=None, **headers: str):
 def test_a_completion_is_what_the_engine_writes_and_its_steps_are_told(server, client):
     (model,) = client.models.list().data
     assert (model.id, model.recurrent_steps, model.most_recurrent_steps) == ("run", 2, 4)
-    assert client.models.retrieve("run").id == "run"
     answer = client.completions.create(prompt=PROMPT, max_tokens=12, **GREEDY)
     whole = expected(server)
     assert answer.choices[0].text == whole.text
@@ -102,22 +101,21 @@ def test_a_chat_is_written_in_the_template_of_the_model(server, client):
     assert "".join(chunk.choices[0].delta.content for chunk in stream) == whole.text
 
 
-def test_stops_seeds_and_choices(server, client):
+def test_stops_seeds_and_prompts(server, client):
     free = expected(server)
     stop = free.text[4:6]
     answer = client.completions.create(prompt=PROMPT, max_tokens=12, stop=[stop], **GREEDY)
     assert answer.choices[0].text == free.text[: free.text.find(stop)]
     assert answer.choices[0].finish_reason == "stop"
     warm = {"model": "run", "prompt": PROMPT, "max_tokens": 8, "temperature": 0.9, "top_p": 0.8}
-    answer = client.completions.create(seed=7, n=2, **warm)
     sampling = Sampling(temperature=0.9, top_p=0.8)
-    for choice, seed in zip(answer.choices, (7, 8), strict=True):
-        assert choice.text == expected(server, sampling=sampling, count=8, seed=seed).text
+    answer = client.completions.create(seed=7, **warm)
+    assert answer.choices[0].text == expected(server, sampling=sampling, count=8, seed=7).text
     texts = {client.completions.create(**warm).choices[0].text for _ in range(3)}
     assert len(texts) == 3  # without a seed; 300 tokens to the power of 8 would have to meet
-    both = client.completions.create(prompt=[PROMPT, [5, 6]], max_tokens=4, **GREEDY)
-    assert both.choices[1].text == expected(server, [5, 6], count=4).text
-    assert both.usage.prompt_tokens == 8
+    of_ids = client.completions.create(prompt=[5, 6], max_tokens=4, **GREEDY)
+    assert of_ids.choices[0].text == expected(server, [5, 6], count=4).text
+    assert of_ids.usage.prompt_tokens == 2
     begun = client.completions.create(prompt="", max_tokens=4, **GREEDY)
     assert begun.choices[0].text == expected(server, [0], count=4).text
 
@@ -174,9 +172,8 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (TEXT | {"max_tokens": True}, 400, "max_tokens=true must be a whole number"),
         (TEXT | {"max_tokens": 2000}, 400, "max_tokens=2000 is above this server's limit of 1024"),
         (TEXT | {"seed": 2**63}, 400, f"seed={2**63} must be between"),
-        (TEXT | {"n": 17}, 400, "n=17 must be between 1 and 16"),
-        (TEXT | {"prompt": ["a"] * 9, "n": 2}, 400, "18 answers in one request; at most 16"),
-        (TEXT | {"prompt": [1.5]}, 400, "prompt must be texts, or lists of token ids"),
+        (TEXT | {"n": 2}, 400, "n=2 is not supported here"),
+        (TEXT | {"prompt": ["a", "b"]}, 400, "prompt must be one text, or one list of token ids"),
         (TEXT | {"prompt": [300]}, 400, "the model's vocabulary has 300"),
         (TEXT | {"prompt": "x" * CONTEXT}, 400, f"has {CONTEXT} tokens, the context of {CONTEXT}"),
         (b'{"prompt": "\\ud800"}', 400, "prompt holds half of a surrogate pair"),

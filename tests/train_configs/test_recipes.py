@@ -97,6 +97,7 @@ TUNED = ("looped", "four_layers", "same_text", "more_text", "two_layers_more")
         ("depth_pays", ("last_step", "grown_flops", "not_looped_muon_flops"), TOTAL_FLOPS),
         ("depth_pays_tuned", tuple(f"{arm}_1e-2" for arm in TUNED), TOTAL_FLOPS),
         ("looped_moe_small", MOE, None),
+        ("quickstart_arithmetic", ("looped", "not_looped"), None),
         *(
             ("hrm_small", tuple(f"{arm}_{task}" for arm in arms), FLOPS[task])
             for task, arms in (

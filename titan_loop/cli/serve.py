@@ -6,12 +6,13 @@ import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from titan_loop.cli.arguments import command
 from titan_loop.errors import UserError, require_at_least
 
 if TYPE_CHECKING:
+    from titan_loop.interactive import LoopModel
     from titan_loop.serve.application import Served
 
 API_KEY = "TITAN_LOOP_API_KEY"
@@ -33,8 +34,6 @@ class Serving:
         recurrent_steps: Deepest R that a request may ask for; by default the trained one.
         kv_cache: Key-value cache: full, last, first or averaged.
         context: Maximum tokens of prompt and completion; by default the trained window.
-        dtype: Type of the weights.
-        tokenizer: A tokenizer.json; by default the tokenizer of the run's data.
     """
 
     host: str = "127.0.0.1"
@@ -47,8 +46,6 @@ class Serving:
     recurrent_steps: int | None = None
     kv_cache: str = "full"
     context: int | None = None
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    tokenizer: str | None = None
 
     def check(self) -> None:
         """Raise `UserError` for settings that cannot work, before loading."""
@@ -60,14 +57,14 @@ class Serving:
 
 
 @command("serve")
-def run(checkpoint: Path, serving: Serving, *, stage: str | None = None) -> None:
-    """Serve a checkpoint: OpenAI's /v1/completions and /v1/chat/completions, and a page at /.
+def run(model: Path, serving: Serving, *, stage: str | None = None) -> None:
+    """Serve a model: OpenAI's /v1/completions and /v1/chat/completions, and a page at /.
 
     SIGTERM ends it once the answers that are being written have ended.
 
     Args:
-        checkpoint: A checkpoint, a run (its newest checkpoint is taken) or a recipe's folder (its
-            newest stage is taken).
+        model: A checkpoint, a run (its newest checkpoint is taken), a recipe's folder (its newest
+            stage is taken), or a folder that `titan-loop convert import` reads.
         serving: Address, limits and model.
         stage: Stage to take instead, if a recipe's folder is given.
     """
@@ -82,10 +79,11 @@ def run(checkpoint: Path, serving: Serving, *, stage: str | None = None) -> None
             raise
         raise UserError(f"serve lacks {error.name}: pip install 'titan-loop[serve]'") from error
 
-    from titan_loop.runs.recipe_folder import chosen_run
+    import titan_loop
 
     with _listen(serving.host, serving.port) as listener:
-        served = load(chosen_run(checkpoint, stage), serving)
+        loaded = titan_loop.load(model, stage=stage, context=serving.context)
+        served = serve(loaded, serving, name=model.resolve().name)
         key = serving.api_key or os.environ.get(API_KEY) or None
         address, port, *_ = listener.getsockname()
         is_local = address in ("127.0.0.1", "::1")
@@ -112,26 +110,17 @@ def run(checkpoint: Path, serving: Serving, *, stage: str | None = None) -> None
         Server(config).run([listener])
 
 
-def load(run: Path, serving: Serving) -> "Served":
-    """Load a checkpoint and start its engine."""
-    import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
-    import torch
-
-    from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
+def serve(loaded: "LoopModel", serving: Serving, *, name: str) -> "Served":
+    """Start the engine of a loaded model."""
+    from titan_loop.inference.loading import ends_of
+    from titan_loop.models.family import get_family
     from titan_loop.serve.application import Served
     from titan_loop.serve.rows import RowSettings, ServingEngine
     from titan_loop.serve.scheduler import Scheduler
     from titan_loop.text.chat_encoding import ChatEncoder
 
-    loaded = load_checkpoint(
-        run,
-        use="generate",
-        context_tokens=serving.context,
-        device=compat.device_type(),
-        dtype=getattr(torch, serving.dtype),
-    )
-    tokenizer, for_prompts = (load_matching_tokenizer(loaded, serving.tokenizer) for _ in "12")
-    text = loaded.run.text_format(tokenizer)
+    get_family(loaded.model.config.family).require("generate")
+    (tokenizer, text), (for_prompts, _) = loaded.read_text(), loaded.read_text()
     try:
         encoder = ChatEncoder(for_prompts, text.template)
     except UserError:  # its control tokens are missing
@@ -140,12 +129,12 @@ def load(run: Path, serving: Serving) -> "Served":
     deepest = serving.recurrent_steps or trained
     engine = ServingEngine(loaded.model, recurrent_steps=deepest, kv_cache=serving.kv_cache)
     return Served(
-        name=run.resolve().name,
+        name=name,
         scheduler=Scheduler(engine, rows=serving.rows, queue=serving.queue),
         tokenizer=tokenizer,
         encoding_tokenizer=for_prompts,
         encoder=encoder,
-        ends=text_ends(loaded, tokenizer),
+        ends=ends_of(text, tokenizer),
         defaults=RowSettings(recurrent_steps=min(trained, deepest)),
         most_tokens=serving.max_tokens,
         seconds=serving.seconds,

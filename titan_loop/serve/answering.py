@@ -1,4 +1,4 @@
-"""Writes answers as OpenAI's objects: whole ones, and the chunks of streams.
+"""Writes an answer as OpenAI's objects: whole, or as the chunks of a stream.
 
 Fields of ours stand beside OpenAI's, whose clients ignore them: in a choice `exit_steps`, one for
 each token, and `trace`; in the usage `mean_exit_step`, `flops` (of the forward pass over generated
@@ -40,12 +40,12 @@ def event_line(value: Mapping[str, Any] | str) -> str:
 
 
 class Answering:
-    """Writes the answers to one request; `number` is its id, `rows` are its answers."""
+    """Writes the answer to one request; `number` is its id, `row` writes it."""
 
     def __init__(
         self,
         kind: Kind,
-        rows: Sequence[ServedRow],
+        row: ServedRow,
         *,
         model: str,
         tokenizer: "Tokenizer",
@@ -54,23 +54,22 @@ class Answering:
         self.kind: Kind = kind
         prefix = "chatcmpl-" if kind == "chat" else "cmpl-"
         self.number = prefix + secrets.token_hex(16)
-        self._model, self._tokenizer, self._engine, self._rows = model, tokenizer, engine, rows
+        self._model, self._tokenizer, self._engine, self._row = model, tokenizer, engine, row
         self._created = int(time.time())
-        # Of each answer: tokens, their characters, sums of their exit steps and FLOPs.
-        self._tokens, self._characters, self._steps = ([0] * len(rows) for _ in range(3))
+        # So far: tokens, their characters, sums of their exit steps and FLOPs.
+        self._tokens = self._characters = self._steps = 0
         self._flops = 0.0
 
-    def whole(self, pieces: Sequence[Sequence[Piece]]) -> tuple[int, dict[str, Any]]:
+    def whole(self, pieces: Sequence[Piece]) -> tuple[int, dict[str, Any]]:
         """Return status and body of a response that is not streamed."""
-        for each in pieces:
-            if problem := self.problem(each[-1], started=len(each) > 1):
-                return problem
-        choices = [self._choice(index, each, streamed=False) for index, each in enumerate(pieces)]
-        return 200, self._object("", choices) | {"usage": self.usage()}
+        if problem := self.problem(pieces[-1], started=len(pieces) > 1):
+            return problem
+        choice = self._choice(pieces, streamed=False)
+        return 200, self._object("", [choice]) | {"usage": self.usage()}
 
-    def chunk(self, index: int, piece: Piece, *, has_usage: bool) -> dict[str, Any]:
+    def chunk(self, piece: Piece, *, has_usage: bool) -> dict[str, Any]:
         """Return one chunk of a stream."""
-        chunk = self._object(".chunk", [self._choice(index, [piece], streamed=True)])
+        chunk = self._object(".chunk", [self._choice([piece], streamed=True)])
         return chunk | ({"usage": self.usage()} if has_usage else {})
 
     def last_chunk(self) -> dict[str, Any]:
@@ -89,17 +88,14 @@ class Answering:
 
     def usage(self) -> dict[str, Any]:
         """Return the counts so far."""
-        before, after = sum(map(len, {tuple(row.prompt) for row in self._rows})), sum(self._tokens)
+        before, after = len(self._row.prompt), self._tokens
         return {
             "prompt_tokens": before,
             "completion_tokens": after,
             "total_tokens": before + after,
-            "mean_exit_step": sum(self._steps) / after if after else None,
+            "mean_exit_step": self._steps / after if after else None,
             "flops": self._flops,
-            "cache_bytes": sum(
-                self._engine.cache_bytes(row.settings, len(row.prompt) + tokens)
-                for row, tokens in zip(self._rows, self._tokens, strict=True)
-            ),
+            "cache_bytes": self._engine.cache_bytes(self._row.settings, before + after),
         }
 
     def _object(self, suffix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -113,21 +109,21 @@ class Answering:
             "choices": choices,
         }
 
-    def _choice(self, index: int, pieces: Sequence[Piece], *, streamed: bool) -> dict[str, Any]:
+    def _choice(self, pieces: Sequence[Piece], *, streamed: bool) -> dict[str, Any]:
         text = "".join(piece.event.text for piece in pieces if piece.event is not None)
         # The stop token is no part of an answer.
         spoken = [p for p in pieces if p.event is not None and p.event.finish != "stop_token"]
         steps = [piece.event.step for piece in spoken if piece.event is not None]
-        self._tokens[index] += len(steps)
-        self._steps[index] += sum(steps)
+        self._tokens += len(steps)
+        self._steps += sum(steps)
         self._flops += sum(piece.flops for piece in spoken)
         last = pieces[-1]
         finish = None if last.event is None else last.event.finish
         choice: dict[str, Any] = {
-            "index": index,
+            "index": 0,
             "finish_reason": "length" if last.problem else finish and _FINISH[finish],
             "exit_steps": steps,
-            "logprobs": self._logprobs(index, spoken),
+            "logprobs": self._logprobs(spoken),
         }
         if any(piece.trace for piece in spoken):
             choice["trace"] = [[self._reading(each) for each in piece.trace] for piece in spoken]
@@ -140,7 +136,7 @@ class Answering:
         likely = [[self._text(token), round(share, 5)] for token, share in reading.likely]
         return {"likely": likely, "exit": reading.exit_probability}
 
-    def _logprobs(self, index: int, spoken: Sequence[Piece]) -> dict[str, Any] | None:
+    def _logprobs(self, spoken: Sequence[Piece]) -> dict[str, Any] | None:
         told = [(p.event.token, p.logprobs) for p in spoken if p.event and p.logprobs]
         if not told:
             return None
@@ -155,8 +151,8 @@ class Answering:
         texts = [self._text(token) for token, _ in told]
         offsets = []
         for text in texts:
-            offsets.append(self._characters[index])
-            self._characters[index] += len(text)
+            offsets.append(self._characters)
+            self._characters += len(text)
         return {
             "tokens": texts,
             "token_logprobs": [logprobs.own for _, logprobs in told],

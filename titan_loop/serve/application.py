@@ -35,7 +35,7 @@ from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.exit_policy import exit_policies_of
 from titan_loop.inference.rows import Request as RowRequest
 from titan_loop.serve.answering import Answering, error_object, event_line
-from titan_loop.serve.asking import MOST_CHOICES, Asking, Kind, read_asking, read_change, read_json
+from titan_loop.serve.asking import Asking, Kind, read_asking, read_change, read_json
 from titan_loop.serve.rows import Piece, RefusedError, RowSettings, ServedRow
 from titan_loop.serve.scheduler import Scheduler
 from titan_loop.text.conversation import Conversation
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from titan_loop.text.chat_encoding import ChatEncoder
 
 MOST_BODY_BYTES = 1 << 20
-_BODY_SECONDS = 30.0
-_LARGEST_SEED = 2**63 - 1
 _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; "
@@ -107,7 +105,6 @@ def application(
         Route("/v1/chat/completions", app.chat, methods=["POST"]),
         Route("/v1/answers/{number}", app.change, methods=["PATCH"]),
         Route("/v1/models", app.models),
-        Route("/v1/models/{name:path}", app.model),
         Route("/metrics", app.metrics),
         Route("/health", app.health),
     ]
@@ -115,7 +112,7 @@ def application(
         routes=routes,
         lifespan=lifespan,
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts], www_redirect=False)],
-        exception_handlers=dict.fromkeys((UserError, TimeoutError, HTTPException), _refused),
+        exception_handlers=dict.fromkeys((UserError, HTTPException), _refused),
     )
 
 
@@ -124,7 +121,7 @@ class _Application:
         self.served, self.engine = served, served.scheduler.engine
         self._api_key = api_key
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
-        self._answers: dict[str, Sequence[ServedRow]] = {}
+        self._answers: dict[str, ServedRow] = {}
         self._page = Path(__file__).with_name("page.html").read_bytes()
 
     async def completions(self, request: Request) -> Response:
@@ -136,24 +133,17 @@ class _Application:
     async def change(self, request: Request) -> Response:
         """Give a running answer another depth or exit policy, from its next token on."""
         body = await self._body(request)
-        rows = self._answers.get(request.path_params["number"])
-        if rows is None:
+        row = self._answers.get(request.path_params["number"])
+        if row is None:
             raise RefusedError("no such answer is being written", status=404)
-        changed = [read_change(body, row.wanted) for row in rows]
-        for row, settings in zip(rows, changed, strict=True):
-            self.engine.check(settings, row.prompt)
-        for row, settings in zip(rows, changed, strict=True):
-            row.wanted = settings
+        settings = read_change(body, row.wanted)
+        self.engine.check(settings, row.prompt)
+        row.wanted = settings
         return Response(status_code=204)
 
     async def models(self, request: Request) -> Response:
         self._authorise(request)
         return JSONResponse({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: Request) -> Response:
-        self._authorise(request)
-        self._require_model(request.path_params["name"])
-        return JSONResponse(self._model())
 
     async def metrics(self, request: Request) -> Response:
         self._authorise(request)
@@ -192,51 +182,48 @@ class _Application:
         if not hmac.compare_digest(given.encode("latin-1"), self._api_key.encode()):
             raise RefusedError("the API key is missing or wrong", status=401)
 
-    def _require_model(self, name: object) -> None:
-        if name is not None and name != self.served.name:
-            problem = f"model={name!r:.80} is not served here; it is {self.served.name!r}"
-            raise RefusedError(problem, "model", 404)
-
     async def _body(self, request: Request) -> Any:
         self._authorise(request)
         # A page elsewhere can send other types without asking first.
         if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
             raise RefusedError("the content type must be application/json", status=415)
         body = b""
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > MOST_BODY_BYTES:
-                    raise RefusedError(f"the body has over {MOST_BODY_BYTES} bytes", status=413)
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BODY_BYTES:
+                raise RefusedError(f"the body has over {MOST_BODY_BYTES} bytes", status=413)
         return read_json(body)
 
     async def _answer(self, request: Request, kind: Kind) -> Response:
         body = await self._body(request)
-        self._require_model(body.get("model") if isinstance(body, dict) else None)
+        name = body.get("model") if isinstance(body, dict) else None
         served, loop = self.served, asyncio.get_running_loop()
-        pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        if name is not None and name != served.name:
+            problem = f"model={name!r:.80} is not served here; it is {served.name!r}"
+            raise RefusedError(problem, "model", 404)
+        pieces: asyncio.Queue[Piece] = asyncio.Queue()
 
-        def send(index: int, piece: Piece) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
+        def send(piece: Piece) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        def read() -> tuple[Asking, list[ServedRow]]:
+        def read() -> tuple[Asking, ServedRow]:
             asking = read_asking(kind, body, served.defaults)
-            return asking, self._rows(asking, send)
+            return asking, self._row(asking, send)
 
-        asking, rows = await loop.run_in_executor(self._texts, read)
+        asking, row = await loop.run_in_executor(self._texts, read)
         answering = Answering(
-            kind, rows, model=served.name, tokenizer=served.tokenizer, engine=self.engine
+            kind, row, model=served.name, tokenizer=served.tokenizer, engine=self.engine
         )
-        served.scheduler.submit(rows)
-        self._answers[answering.number] = rows
+        served.scheduler.submit([row])
+        self._answers[answering.number] = row
 
         def end() -> None:
             self._answers.pop(answering.number, None)
-            served.scheduler.cancel(rows)
+            served.scheduler.cancel([row])
 
         if asking.streams:
-            return _Stream(_events(answering, asking, len(rows), pieces), end)
-        whole = asyncio.create_task(_collected(len(rows), pieces))
+            return _Stream(_events(answering, asking, pieces), end)
+        whole = asyncio.create_task(_collected(pieces))
         gone = asyncio.create_task(_left(request))
         try:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -249,39 +236,31 @@ class _Application:
             gone.cancel()
             end()
 
-    def _rows(self, asking: Asking, send: Callable[[int, Piece], None]) -> list[ServedRow]:
-        served = self.served
+    def _row(self, asking: Asking, send: Callable[[Piece], None]) -> ServedRow:
+        served, prompt = self.served, asking.prompt
         limit = served.most_tokens if asking.max_tokens is None else asking.max_tokens
         if limit > served.most_tokens:
             problem = f"max_tokens={limit} is above this server's limit of {served.most_tokens}"
             raise RefusedError(problem, "max_tokens")
-        if (count := len(asking.prompts) * asking.choices) > MOST_CHOICES:
-            raise RefusedError(f"{count} answers in one request; at most {MOST_CHOICES}", "n")
-        rows: list[ServedRow] = []
-        for prompt in asking.prompts:
-            ids, prefix_tokens = self._ids(prompt)
-            self.engine.check(asking.settings, ids)
-            # What follows a text goes on from it; an answer in a chat begins a text.
-            before = ids if isinstance(prompt, str) else ()
-            for _ in range(asking.choices):
-                row = ServedRow(
-                    len(rows),
-                    RowRequest(
-                        prompt=ids,
-                        max_new_tokens=limit,
-                        stop_tokens=served.ends.stop_tokens,
-                        text=Detokenizer(served.tokenizer, asking.stop, before),
-                        prefix_tokens=prefix_tokens,
-                    ),
-                    asking.settings,
-                    context_tokens=self.engine.stack.context_tokens,
-                    seed=(asking.seed + len(rows)) & _LARGEST_SEED,
-                    send=send,
-                    flops=self.engine.flops,
-                    deadline=time.monotonic() + served.seconds,
-                )
-                rows.append(row)
-        return rows
+        ids, prefix_tokens = self._ids(prompt)
+        self.engine.check(asking.settings, ids)
+        # What follows a text goes on from it; an answer in a chat begins a text.
+        before = ids if isinstance(prompt, str) else ()
+        return ServedRow(
+            RowRequest(
+                prompt=ids,
+                max_new_tokens=limit,
+                stop_tokens=served.ends.stop_tokens,
+                text=Detokenizer(served.tokenizer, asking.stop, before),
+                prefix_tokens=prefix_tokens,
+            ),
+            asking.settings,
+            context_tokens=self.engine.stack.context_tokens,
+            seed=asking.seed,
+            send=send,
+            flops=self.engine.flops,
+            deadline=time.monotonic() + served.seconds,
+        )
 
     def _ids(self, prompt: str | list[int] | Conversation) -> tuple[list[int], int | None]:
         """Return a prompt's ids, and how many are a prefix; None for all."""
@@ -313,33 +292,28 @@ class _Stream(StreamingResponse):
             self._end()
 
 
-_Pieces = asyncio.Queue[tuple[int, Piece]]
+async def _read(pieces: asyncio.Queue[Piece]) -> AsyncIterator[Piece]:
+    while True:
+        piece = await pieces.get()
+        yield piece
+        if piece.is_last:
+            return
 
 
-async def _read(answers: int, pieces: _Pieces) -> AsyncIterator[tuple[int, Piece]]:
-    while answers:
-        index, piece = await pieces.get()
-        answers -= piece.is_last
-        yield index, piece
-
-
-async def _collected(answers: int, pieces: _Pieces) -> list[list[Piece]]:
-    collected: list[list[Piece]] = [[] for _ in range(answers)]
-    async for index, piece in _read(answers, pieces):
-        collected[index].append(piece)
-    return collected
+async def _collected(pieces: asyncio.Queue[Piece]) -> list[Piece]:
+    return [piece async for piece in _read(pieces)]
 
 
 async def _events(
-    answering: Answering, asking: Asking, answers: int, pieces: _Pieces
+    answering: Answering, asking: Asking, pieces: asyncio.Queue[Piece]
 ) -> AsyncIterator[str]:
-    started: set[int] = set()
-    async for index, piece in _read(answers, pieces):
-        if problem := answering.problem(piece, started=index in started):
+    started = False
+    async for piece in _read(pieces):
+        if problem := answering.problem(piece, started=started):
             yield event_line(problem[1])
             return
-        started.add(index)
-        yield event_line(answering.chunk(index, piece, has_usage=asking.repeats_usage))
+        started = True
+        yield event_line(answering.chunk(piece, has_usage=asking.repeats_usage))
     if asking.includes_usage:
         yield event_line(answering.last_chunk())
     yield event_line("[DONE]")
@@ -358,8 +332,6 @@ async def _refused(request: Request, error: Any) -> Response:
     field, status, message = None, 400, str(error)
     if isinstance(error, RefusedError):
         field, status = error.field, error.status
-    elif isinstance(error, TimeoutError):
-        status, message = 408, "the body did not arrive in time"
     elif isinstance(error, HTTPException):
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(error_object(message, status, field), status, _HEADERS.get(status))

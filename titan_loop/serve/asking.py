@@ -12,7 +12,6 @@ A field that has no effect here is refused, unless it asks for nothing.
 
 import json
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,7 +22,6 @@ from titan_loop.serve.rows import RefusedError, RowSettings
 from titan_loop.text.conversation import Conversation, parse_messages
 
 Kind = Literal["completion", "chat"]
-MOST_CHOICES = 16
 _MOST_STOPS = 16
 _MOST_LOGPROBS = 20
 _MAX_SEED = 2**63 - 1
@@ -35,6 +33,7 @@ _IDLE: dict[str, tuple[Any, ...] | None] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "metadata": None,
+    "n": (1,),
     "parallel_tool_calls": None,
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
@@ -51,16 +50,14 @@ class Asking:
     """What one request asks for.
 
     Attributes:
-        prompts: Texts or token ids to go on from, or one conversation.
-        choices: Number of answers to each prompt.
+        prompt: Text or token ids to go on from, or a conversation.
         max_tokens: Most tokens of an answer; None for as many as the server allows.
         includes_usage: Whether a stream ends with the counts of its tokens.
         repeats_usage: Whether each chunk has the counts so far, an addition of vLLM's.
     """
 
     kind: Kind
-    prompts: Sequence[str | list[int] | Conversation]
-    choices: int
+    prompt: str | list[int] | Conversation
     settings: RowSettings
     max_tokens: int | None
     seed: int
@@ -138,9 +135,9 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
     """Return what a body asks for; raise `UserError` if it cannot be read."""
     fields = _Fields(body)
     fields.take("model", str)  # checked by the application, which knows the only one
-    prompts: Sequence[str | list[int] | Conversation]
+    prompt: str | list[int] | Conversation
     if kind == "chat":
-        prompts = [_conversation(fields.take("messages", list))]
+        prompt = _conversation(fields.take("messages", list))
         wants = fields.take("logprobs", bool, False)
         logprobs = fields.whole("top_logprobs", 0, _MOST_LOGPROBS)
         if logprobs is not None and not wants:
@@ -149,12 +146,11 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
         # The newer name of the same limit.
         max_tokens = fields.whole("max_completion_tokens", 1, _MAX_SEED)
     else:
-        prompts = _prompts(fields.take("prompt", (str, list), ""))
+        prompt = _prompt(fields.take("prompt", (str, list), ""))
         logprobs = fields.whole("logprobs", 0, _MOST_LOGPROBS)
         max_tokens = None
     limit = fields.whole("max_tokens", 1, _MAX_SEED, None if kind == "chat" else 16)
     max_tokens = limit if max_tokens is None else max_tokens
-    choices = fields.whole("n", 1, MOST_CHOICES, 1)
     stop = fields.take("stop", (str, list), [])
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > _MOST_STOPS or not all(isinstance(each, str) and each for each in stop):
@@ -178,8 +174,7 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
     fields.end()
     return Asking(
         kind=kind,
-        prompts=prompts,
-        choices=choices,
+        prompt=prompt,
         settings=settings,
         max_tokens=max_tokens,
         seed=secrets.randbits(62) if seed is None else seed,
@@ -205,16 +200,10 @@ def _depth(fields: _Fields, before: RowSettings) -> RowSettings:
     return replace(before, recurrent_steps=steps, exit_policy=policy)
 
 
-def _prompts(given: str | list[Any]) -> list[str | list[int]]:
-    many = isinstance(given, list) and given and isinstance(given[0], str | list)
-    prompts: list[str | list[int]] = []
-    for prompt in given if many else [given]:
-        if isinstance(prompt, str):
-            _require_text("prompt", prompt)
-        elif not (isinstance(prompt, list) and prompt and all(type(x) is int for x in prompt)):
-            raise RefusedError("prompt must be texts, or lists of token ids", "prompt")
-        prompts.append(prompt)
-    return prompts
+def _prompt(given: str | list[Any]) -> str | list[int]:
+    if isinstance(given, list) and not (given and all(type(token) is int for token in given)):
+        raise RefusedError("prompt must be one text, or one list of token ids", "prompt")
+    return given
 
 
 def _conversation(messages: list[Any] | None) -> Conversation:

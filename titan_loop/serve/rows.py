@@ -97,7 +97,6 @@ class ServedRow(Row):
     """One answer, from the queue to its last token.
 
     Args:
-        index: Number of the answer within its request.
         send: Receives the pieces in the engine's thread.
         flops: Cost of a token by settings, step and position: `ServingEngine.flops`.
         deadline: `time.monotonic()` at which the row ends.
@@ -110,17 +109,16 @@ class ServedRow(Row):
 
     def __init__(
         self,
-        index: int,
         request: Request,
         settings: RowSettings,
         *,
         context_tokens: int,
         seed: int,
-        send: Callable[[int, Piece], None],
+        send: Callable[[Piece], None],
         flops: Callable[[RowSettings, int, int], float],
         deadline: float,
     ) -> None:
-        super().__init__(index, request, context_tokens=context_tokens, seed=seed)
+        super().__init__(0, request, context_tokens=context_tokens, seed=seed)
         self.settings = self.wanted = settings
         self.deadline = deadline
         self.cancelled = False
@@ -133,14 +131,14 @@ class ServedRow(Row):
         event = super().accept(token, step)
         flops = self._flops(self.settings, step, self.position)
         # A prompt's last token runs all steps, whichever it leaves after.
-        self._send(self.index, Piece(event, None, self.logprobs, self.trace[:step], flops))
+        self._send(Piece(event, None, self.logprobs, self.trace[:step], flops))
         self.settings = self.wanted
         return event
 
     def end(self, problem: Problem) -> None:
         """End before the next token."""
         self.finish = "limit"
-        self._send(self.index, Piece(None, problem))
+        self._send(Piece(None, problem))
 
 
 class RowDecider(ExitDecider):

@@ -174,7 +174,7 @@ def _written(
     done = threading.Semaphore(0)
     steps: list[int] = []
 
-    def send(index: int, piece: Piece) -> None:
+    def send(piece: Piece) -> None:
         assert piece.event is not None
         steps.append(piece.event.step)
         if piece.is_last:
@@ -182,7 +182,6 @@ def _written(
 
     rows = [
         ServedRow(
-            index,
             Request(prompt=prompt, max_new_tokens=options.new_tokens),
             RowSettings(recurrent_steps=options.recurrent_steps, exit_policy=policy),
             context_tokens=scheduler.engine.stack.context_tokens,
@@ -191,7 +190,7 @@ def _written(
             flops=scheduler.engine.flops,
             deadline=time.monotonic() + 1e6,
         )
-        for index, prompt in enumerate(prompts)
+        for prompt in prompts
     ]
     began = time.perf_counter()
     scheduler.submit(rows)
