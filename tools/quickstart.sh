@@ -114,7 +114,8 @@ titan_loop plot "$run" "$unlooped"
 stage "5/6 text that both go on to write, drawn at temperature 0.8"
 write() { # write RUN
     titan_loop generate "$1" --temperature 0.8 --seed 1 --max-new-tokens 64 \
-        --prompt 'def' --prompt 'The function' --prompt 'x =' 2>/dev/null | expand -t 4 | fold -s -w 72
+        --prompt 'def' --prompt 'The function' --prompt 'x =' 2>/dev/null |
+        tr -d '\000-\010\013-\037' | expand -t 4 | fold -s -w 72
 }
 write "$unlooped" >"$unlooped/completions.txt" &
 write "$run" >"$run/completions.txt"
@@ -123,7 +124,8 @@ printf '%-76s%s\n' "without loops" "applied four times"
 pr -m -t -w 150 "$unlooped/completions.txt" "$run/completions.txt"
 
 stage "6/6 arithmetic: the same layer and the same compute, applied once and four times"
-"$VENV/bin/python" tools/demo/questions.py "$arithmetic/looped" "$arithmetic/not_looped"
+"$VENV/bin/python" -m tools.demo.questions "$arithmetic/looped" "$arithmetic/not_looped"
+[ ${#arithmetic_flags[@]} = 0 ] || echo "The short form has hardly trained them: both guess."
 
 printf '\nquick start: %d s. Data: %s, runs: %s, %s, %s\n' $SECONDS \
     "$corpus" "$run" "$unlooped" "$arithmetic"

@@ -1,6 +1,6 @@
 """Ask the quick start's two models of arithmetic the same questions, and count who is right.
 
-    python tools/demo/questions.py LOOPED NOT_LOOPED
+    python -m tools.demo.questions LOOPED NOT_LOOPED
 
 Questions have four operations and were held out of training. The looped model is also read after
 each of its visits.
@@ -70,5 +70,5 @@ def main(looped: str, not_looped: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("usage: python tools/demo/questions.py LOOPED NOT_LOOPED")
+        sys.exit("usage: python -m tools.demo.questions LOOPED NOT_LOOPED")
     main(*sys.argv[1:])
