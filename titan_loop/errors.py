@@ -144,9 +144,9 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
-def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
-    """Return "; nearest: a, b" with at most `count` candidates, or "; known: …" with the first."""
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return "; nearest: a, b" with at most three candidates, or "; known: …" with the first."""
     known = sorted(set(candidates))
-    if close := difflib.get_close_matches(name, known, n=count, cutoff=0.5):
+    if close := difflib.get_close_matches(name, known, n=3, cutoff=0.5):
         return f"; nearest: {', '.join(close)}"
     return f"; known: {listed(known, _MOST_KNOWN)}" if known else ""

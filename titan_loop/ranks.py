@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LONGEST_LOOK = timedelta(hours=2)  # rank 0 may have to fetch a checkpoint
-_LOOK_SECONDS = 1.0
 _store: Any = None
 _numbers = count(1)
 

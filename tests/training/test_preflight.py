@@ -1,7 +1,6 @@
 """Every mistake a user can make in a config: one line that names field, value and fix."""
 
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from operator import attrgetter
@@ -23,7 +22,6 @@ from titan_loop.training.chosen_model import newest_of
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.schedule import Schedule
 
-INF = math.inf
 ONE = Schedule.constant(1)
 MANO = TaskLoader.Config(task=Mano(max_operations=3))
 GATE = {"trainable": "exit_gate", "loss": AdaptiveGateLoss.Config(), "dataloader": MANO}
