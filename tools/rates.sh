@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Trains the arms of train_configs/rates, and prints their tables.
 #
-#   bash tools/rates.sh [--muon | --boundary] [--unclean] [--again] [--seeds "1 2"] [ARM...]
+#   bash tools/rates.sh [--boundary] [--unclean] [--again] [--seeds "1 2"] [ARM...]
 #
-# --muon, --boundary: the arms of rates_muon or of boundary instead, boundary with seeds 1, 2 and 3.
+# --boundary: the arms of boundary instead, with seeds 1, 2 and 3.
 # Every arm leaves train_configs/rates/results/RECIPE/ARM-seedS.json. What is there is skipped, unless
 # --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
@@ -12,11 +12,10 @@ source tools/corpus.sh
 
 recipe=rates
 seeds="1 2"
-case ${1:-} in
-    --muon) recipe=rates_muon ;;
-    --boundary) recipe=boundary seeds="1 2 3" ;;
-esac
-[ $recipe = rates ] || shift
+if [ "${1:-}" = --boundary ]; then
+    recipe=boundary seeds="1 2 3"
+    shift
+fi
 choose $recipe "$@"
 
 full_corpus

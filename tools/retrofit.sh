@@ -2,14 +2,13 @@
 # Retrofits SmolLM2-135M-Instruct or Gemma 3 270M, which come as wheels, into loops, and prints their
 # tables.
 #
-#   bash tools/retrofit.sh [--scan | --gemma3 | --rules | --told | --parity] [--unclean] [--again]
+#   bash tools/retrofit.sh [--scan | --gemma3 | --rules | --told] [--unclean] [--again]
 #                          [--seeds "1 2 3"] [ARM...]
 #
 # --scan measures the cost of looping each span of 4, 8 and 12 layers first, an hour on one core.
 # --rules teaches questions of several hops instead, and asks more hops than were taught; --told
 # does so with the facts in the prompt.
 # --gemma3 scans Gemma 3 and trains its arms, twelve minutes each on one core.
-# --parity compares the untrained loop with transformers, and unrolled with llama.cpp, and ends.
 # Every arm leaves train_configs/retrofit/results/RECIPE/ARM-seedS.json. What is there is skipped,
 # unless --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 # Without arms: all of them.
@@ -23,7 +22,7 @@ folder=runs/retrofit
 corpus=corpora/smollm2
 mode=arms
 case "${1:-}" in
---scan | --gemma3 | --rules | --told | --parity)
+--scan | --gemma3 | --rules | --told)
     mode=${1#--}
     shift
     ;;
@@ -48,24 +47,6 @@ results=train_configs/retrofit/results/$recipe
 seeds=0
 choose $recipe "$@"
 
-parity() { # parity: the loops before any training, beside transformers and llama.cpp
-    local gguf=$folder/plain.gguf
-    source tools/engines.sh
-    source tools/group_environment.sh
-    group_environment hf5
-    dense_start $folder $recipe identity
-    dense_start $folder $recipe plain
-    stage "logits in transformers"
-    HF_HUB_OFFLINE=1 "$VENV/hf5/bin/python" -m tools.retrofit_parity logits $folder/smollm2 \
-        $folder/start/identity $results/parity-transformers.json \
-        "$FULL_CORPUS"/text/{code,prose,math}/held_out.jsonl
-    stage "greedy tokens in llama.cpp"
-    rm -f $gguf
-    titan_loop convert export $folder/start/plain --to gguf-unrolled --output $gguf --dtype float32
-    "$VENV/bin/python" -m tools.retrofit_parity tokens $gguf $folder/start/plain \
-        $results/parity-llama_cpp.json "$ENGINES/bin/python"
-}
-
 stage "model and text"
 dense_model $folder $name "${wheels[@]}"
 if ! $generated; then
@@ -78,10 +59,6 @@ if ! $generated; then
         done
     fi
     dense_sources $folder $name "$texts" $corpus "${ends[@]}"
-fi
-if [ $mode = parity ]; then
-    parity
-    exit
 fi
 if [ $runs = arms ] && [ $mode != arms ] && [ ! -f $results/scan.json ]; then
     stage "scan"

@@ -11,11 +11,14 @@ from titan_loop.bounds import refused
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OURO, OuroOptions
+from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.inference.exit_policy import QExit, require_exit_policy
 from titan_loop.models.family import (
     Family,
     FamilyName,
     build_decoder,
+    completed_architecture,
+    decoder_config,
     get_family,
     read_options,
     size_notes,
@@ -28,6 +31,15 @@ def test_recorded_options_are_read_back_and_name_their_family():
     recorded = asdict(options)
     assert recorded["family"] == "ouro"
     assert read_options(recorded) == options
+
+
+def test_a_retired_option_is_read_with_the_value_that_models_still_have():
+    recorded = asdict(XllmOptions()) | {"student": 0}
+    assert read_options(recorded) == XllmOptions()
+    record = decoder_config(XllmOptions(), max_seq_len=8).architecture
+    assert completed_architecture(record | {"student": 0}) == record
+    with pytest.raises(UserError, match="student=2: family xllm has no such option"):
+        read_options(recorded | {"student": 2})
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ import pytest
 from tests.contracts.families import cases, random_model
 from tests.inference.reference import CONTEXT, prompts
 from tests.serve.conftest import Answer, until
-from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
-from titan_loop.inference.exit_policy import ExitPolicy, QExit, StaticStep
+from titan_loop.inference.exit_policy import QExit, StaticStep
 from titan_loop.inference.rows import Request
 from titan_loop.serve.rows import RowSettings, ServingEngine
 from titan_loop.serve.scheduler import Scheduler
@@ -21,16 +20,13 @@ def test_served_rows_write_what_they_write_alone(name):
     engine = ServingEngine(model, recurrent_steps=steps)
     policies = [StaticStep(), StaticStep(1), leaves or QExit(0.7)]
     settings = [RowSettings(recurrent_steps=steps, exit_policy=each) for each in policies]
-    if type(policies[-1]).applied_to is not ExitPolicy.applied_to:
-        with pytest.raises(UserError, match="changes the layers of all rows"):
-            engine.check(settings.pop(), [1])
     requests = [Request(prompt=prompt, max_new_tokens=8) for prompt in prompts(9, 2, 6)]
     scheduler = Scheduler(engine, rows=2, queue=2)
-    answers = [Answer(engine, *each) for each in zip(requests, settings, strict=False)]
+    answers = [Answer(engine, *each) for each in zip(requests, settings, strict=True)]
     scheduler.submit([answer.row for answer in answers])
     until(lambda: all(answer.is_done for answer in answers))
     scheduler.join()
-    for answer, request, each in zip(answers, requests, settings, strict=False):
+    for answer, request, each in zip(answers, requests, settings, strict=True):
         alone = Engine(model, recurrent_steps=steps, exit_policy=each.exit_policy)
         (expected,) = alone.complete([request])
         assert (answer.tokens, answer.steps) == (expected.tokens, expected.steps)

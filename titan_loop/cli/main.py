@@ -46,7 +46,7 @@ VERBS = {
     "plot": "draw a run's losses and exit distribution as PNG files",
     "report": "write one HTML page with everything about a run",
     "results": "record finished runs, and print a recipe's tables beside the paper's",
-    "analyse": "trace answers over recurrent steps: agreement, linear probes, components",
+    "analyse": "trace answers over recurrent steps: lenses, exams, interventions",
     "scaling": "fit scaling laws in parameters, tokens and recurrent steps to runs or a table",
     "recipes": "list the recipes that `train` finds by name",
     "doctor": "check this machine, and suggest a fix for every problem",

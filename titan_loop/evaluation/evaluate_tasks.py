@@ -5,7 +5,6 @@ A task is held-out text, an exam on token ids, or a task of the harness.
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
@@ -127,8 +126,7 @@ class _Evaluation:
         for task in self._options.suite_tasks():
             before = {*self._report.tasks}
             try:
-                with self._applied():
-                    found = self._ask(task)
+                found = self._ask(task)
                 for name, results in found.items():
                     for result in results.values():
                         result.settings = self._settings(task)
@@ -149,11 +147,6 @@ class _Evaluation:
                 new = {n: r for n, r in self._report.tasks.items() if n not in before}
                 replace(self._report, tasks=new).save(self._run)
         return self._report
-
-    def _applied(self) -> AbstractContextManager[object]:
-        """Return the scope of a policy that layers apply, which no reading of several is."""
-        policy = self._readings[0].policy
-        return policy.applied_to(self._model) if len(self._readings) == 1 else nullcontext()
 
     def _settings(self, task: SuiteTask) -> str:
         options = self._options

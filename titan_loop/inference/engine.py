@@ -103,16 +103,7 @@ class Engine:
             generator: A CPU generator that seeds the rows whose request has no seed; required for
                 these unless greedy.
         """
-        with self.exit_policy.applied_to(self.stack.model):
-            yield from self._stream(requests, rows, sampling or Sampling(), generator)
-
-    def _stream(
-        self,
-        requests: Sequence[Request],
-        rows: int | None,
-        sampling: Sampling,
-        generator: torch.Generator | None,
-    ) -> Iterator[GeneratedToken]:
+        sampling = sampling or Sampling()
         waiting = self._rows(requests, sampling, generator)
         places = len(waiting) if rows is None else min(rows, len(waiting))
         require_at_least(1, rows=rows)
@@ -243,11 +234,7 @@ class Engine:
         last_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.stack.device)
         tokens_BL = pad_sequence(prompts, batch_first=True)
         prefix_B = torch.tensor([row.prefix_tokens for row in rows], device=self.stack.device)
-        context = self.stack.prompt_context(
-            *(tokens_BL, last_B + 1, visit),
-            prefix_B=prefix_B,
-            shortened=self.prefill_steps is not None,
-        )
+        context = self.stack.prompt_context(tokens_BL, last_B + 1, visit, prefix_B=prefix_B)
         state = None
         before_BLD: Tensor | None = None
         for step in range(1, recurrent_steps + 1):

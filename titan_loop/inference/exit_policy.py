@@ -11,8 +11,7 @@
     kl:KL,ENTROPY     KL(P_r ‖ P_{r−1}) < KL and H(P_r) < ENTROPY, from r = 2; P_r is the next
                       token's distribution, both are in nats
 
-A family may have policies of its own, which take one number, such as survival:TAU
-(`titan_loop/families/adaptive/exit_policy.py`).
+A plug-in may have policies of its own, which take one number.
 
 Whatever the rule says, a token leaves after step R. The rules that compare with the step before
 cannot fire at step 1, whose predecessor is an embedding.
@@ -26,7 +25,6 @@ needs a smaller bound on the entropy, which never exceeds the vocabulary's logar
 import math
 from abc import ABC
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -103,10 +101,6 @@ class ExitPolicy(ABC):
     def deepest_step(self, recurrent_steps: int) -> int:
         """Return the last step that may run, at most R."""
         return recurrent_steps
-
-    def applied_to(self, model: LoopDecoder) -> AbstractContextManager[object]:
-        """Return a scope in which layers that can apply the policy do so; most models have none."""
-        return nullcontext()
 
 
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)

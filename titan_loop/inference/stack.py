@@ -87,14 +87,13 @@ class Stack:
         cache: KeyValueCache | None,
         *,
         prefix_B: Tensor | None = None,
-        shortened: bool,
     ) -> LoopContext:
         """Return the context that all steps of whole prompts from position 0 share.
 
         By default a whole prompt is a prefix.
         """
         prefix_B = lengths_B if prefix_B is None else prefix_B
-        columns = self.model.prompt_columns(tokens_BL, lengths_B, prefix_B, shortened=shortened)
+        columns = self.model.prompt_columns(tokens_BL, prefix_B)
         return self.model.make_context(tokens_BL, cache=cache, columns=columns)
 
     def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:

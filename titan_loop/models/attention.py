@@ -283,10 +283,6 @@ class LoopAttention(GQAttention):
             out_BLD = self.gate(x_BLD).sigmoid() * out_BLD
         return self.wo(out_BLD)
 
-    def remember(self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot) -> None:
-        """Store keys and values of tokens that do not attend; arguments as in `forward`."""
-        self._projected(x_BLD, context, cache_slot)
-
     def _projected(
         self,
         x_BLD: Tensor,

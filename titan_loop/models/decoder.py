@@ -355,13 +355,10 @@ class LoopDecoder(Decoder):
         """Return a module whose `layers` are compiled, each on its own."""
         return self
 
-    def prompt_columns(
-        self, tokens_BL: Tensor, lengths_B: Tensor, prefix_B: Tensor, *, shortened: bool
-    ) -> Mapping[str, Tensor] | None:
+    def prompt_columns(self, tokens_BL: Tensor, prefix_B: Tensor) -> Mapping[str, Tensor] | None:
         """Return the columns with which an engine reads prompts; None for none.
 
-        `tokens_BL` are padded on the right to the longest of `lengths_B`; the first `prefix_B` of
-        them are a prefix. `shortened` says whether prompts run fewer steps than generated tokens.
+        `tokens_BL` are padded on the right; the first `prefix_B` of them are a prefix.
         """
         return None
 

@@ -8,7 +8,7 @@ name. Other modules never compare names: they ask the `Family`, the decoder or i
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 import tyro
@@ -61,6 +61,9 @@ class ModelSize:
 @dataclass(kw_only=True, slots=True)
 class ModelOptions:
     """Options of every family's models; a family's own class adds more."""
+
+    retired: ClassVar[Mapping[str, Any]] = {}
+    """Options that earlier versions recorded, with the one value that models still have."""
 
     family: FamilyName = field(default="", init=False)
     """Name of the family; it follows from the class."""
@@ -163,9 +166,19 @@ def get_family(name: str) -> Family:
     return family
 
 
+def without_retired(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded options of a model without those that it has no choice of any more."""
+    retired = get_family(str(recorded.get("family", ""))).options.retired
+    return {
+        name: value
+        for name, value in recorded.items()
+        if name not in retired or retired[name] != value
+    }
+
+
 def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
     """Return the options that `config.json` recorded; all must be known to this version."""
-    values = dict(recorded)
+    values = without_retired(recorded)
     family = get_family(str(values.pop("family", "")))
     known = {option.name for option in fields(family.options)}
     values = {name: value for name, value in values.items() if name not in RETIRED_OPTIONS}
@@ -231,7 +244,7 @@ def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
     written_always = {size_field.name for size_field in fields(ModelSize)}
     known = decoder_config(default, max_seq_len=1).architecture
     absent = {name: value for name, value in known.items() if name not in written_always}
-    return {**absent, **recorded}
+    return {**absent, **without_retired(recorded)}
 
 
 def build_decoder(

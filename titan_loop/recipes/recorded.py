@@ -20,7 +20,7 @@ import tyro
 
 from titan_loop.data.tasks.recorded_task import find_task
 from titan_loop.errors import UserError, nearest
-from titan_loop.models.family import get_family
+from titan_loop.models.family import get_family, without_retired
 from titan_loop.plugins import PLUGINS, find
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.saved_run import SavedRun
@@ -87,6 +87,7 @@ class _Reading:
                 self._classes[field] = found
         family = str(nested(record, "model.family"))
         self._classes["model"] = get_family(family).options
+        record["model"] = without_retired(record["model"])
         config = self._built(RunConfig, record, "")
         if self._absent:
             logger.warning("not in config.json, so at their defaults: %s", ", ".join(self._absent))

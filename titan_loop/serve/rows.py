@@ -293,8 +293,6 @@ class ServingEngine(Engine):
             )
         policy = settings.exit_policy
         require_exit_policy(self.stack.model, policy)
-        if type(policy).applied_to is not ExitPolicy.applied_to:
-            raise UserError(f"exit={policy.name} changes the layers of all rows; leave it out")
         assert settings.deepest_step
 
     def join(self, batch: ServedBatch, rows: Sequence[ServedRow]) -> Iterator[GeneratedToken]:

@@ -79,19 +79,18 @@ class Passes:
         parts: list[dict[str, Tensor]] = []
         for number, batch in enumerate(batches):
             seed_dropout(self.model, self.seed, plan.step, number, token_rank)
-            steps = plan.recurrent_steps_of(number, len(batches))
-            loss, metrics = self._one_micro_batch(batch, valid, steps, plan.backward_steps)
+            loss, metrics = self._one_micro_batch(batch, valid, plan)
             losses.append(loss)
             parts.append(metrics)
         reshard_units(self.model)  # layers that stay gathered through a step get their `.grad` here
-        # Micro-batches may differ in R: a metric of a step that some did not run is dropped.
-        shared = [name for name in parts[0] if all(name in part for part in parts)]
-        metrics = {name: torch.stack([part[name] for part in parts]).sum(dim=0) for name in shared}
+        metrics = {
+            name: torch.stack([part[name] for part in parts]).sum(dim=0) for name in parts[0]
+        }
         return torch.stack(losses).sum(), metrics
 
     @structured_logger.log_trace_span("fwd_bwd")
     def _one_micro_batch(
-        self, batch: Batch, valid: Tensor, steps: int, reached: int | None
+        self, batch: Batch, valid: Tensor, plan: StepPlan
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Follow upstream's `forward_backward_step`, which would drop the objective's metrics."""
         own = self._split(batch)
@@ -100,8 +99,8 @@ class Passes:
             output = self.model(
                 own.inputs,
                 **own.for_model,
-                recurrent_steps=steps,
-                backward_steps=reached,
+                recurrent_steps=plan.recurrent_steps,
+                backward_steps=plan.backward_steps,
                 collect=collect,
             )
             loss, metrics = self.loss_fn(output, own.labels, valid, **own.for_loss)

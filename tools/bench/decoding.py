@@ -45,9 +45,6 @@ def main() -> int:
         "plain loop": OuroOptions(**shared),
         "whole vocabulary": every,
         f"top {options.top_k}": replace(every, top_k=options.top_k),
-        f"top {options.top_k}, normalised over all": replace(
-            every, top_k=options.top_k, normalised_over="vocabulary"
-        ),
     }
     jobs = {
         name: Job(model=model, seq_len=options.seq_len, windows=options.batch)

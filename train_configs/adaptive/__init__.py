@@ -1,17 +1,11 @@
-"""Adaptive loops and memory: recipes, their task, and analyses of layers that loop."""
+"""Adaptive loops and memory: recipes and their task."""
 
-from titan_loop.plugins import Plugin, Verb, register
+from titan_loop.plugins import Plugin, register
 
 register(
     Plugin(
         tasks={
             "mano_capo": f"{__name__}.task:ManoCapo",
-        },
-        analyses={
-            "loops": Verb(
-                f"{__name__}.loops:analyse_loops",
-                "draw the iterations of layers against the loss, over training",
-            ),
         },
     )
 )

@@ -174,26 +174,5 @@ TABLES = {
             factor=1.0,
             digits=2,
         ),
-        ResultTable(
-            name="loops",
-            title="iterations, or nats",
-            rows={name: where for name, where in _ROWS.items() if name.startswith("loop3")},
-            columns={
-                **{
-                    f"iterations {words}": {"task": "loops/layer_1/iterations", "reading": when}
-                    for words, when in (
-                        ("at first", "start"),
-                        ("at the lowest", "lowest"),
-                        ("at the end", "end"),
-                    )
-                },
-                "loss at the lowest": {"task": "loops/onset_nats", "reading": "lowest"},
-            },
-            factor=1.0,
-            digits=2,
-            message="The layer loops {loop3|iterations at first} times at first, least at a loss "
-            "of {loop3|loss at the lowest} nats, and {loop3|iterations at the end} times at the "
-            "end",
-        ),
     ]
 }

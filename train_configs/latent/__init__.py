@@ -1,4 +1,4 @@
-"""Latent-space reasoning: recipes, graphs of arithmetic, and analyses of the circuits."""
+"""Latent-space reasoning: recipes, graphs of arithmetic, and what models solve and repair."""
 
 from titan_loop.plugins import Plugin, Verb, register
 
@@ -9,10 +9,6 @@ register(
             "dag_chain_of_thought": f"{__name__}.task:DagChainOfThought",
         },
         analyses={
-            "circuits": Verb(
-                f"{__name__}.circuits:circuits",
-                "find the heads that copy names and values, and the form of sums",
-            ),
             "repair": Verb(
                 f"{__name__}.solved:repair",
                 "corrupt values of the previous step; count the graphs that one step repairs",

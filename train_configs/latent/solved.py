@@ -135,7 +135,7 @@ def repair(
         questions: Number of graphs of each size.
         seed: Seed of the corrupted steps and values.
     """
-    loaded, model, task = open_run(run, None)
+    loaded, model, task = _open(run, discrete=True)
 
     def share(name: str) -> tuple[float, int]:
         return share_repaired(model, task, name, count=questions, seed=seed), 1
@@ -155,7 +155,7 @@ def solved(run: Path, *, strata: tuple[str, ...] = (), questions: int = 128) -> 
         strata: Sizes of graphs, such as 16_nodes; default all of the task's.
         questions: Number of graphs of each size; the paper has 1,024.
     """
-    loaded, model, task = open_run(run, None, discrete=False)
+    loaded, model, task = _open(run, discrete=False)
 
     def share(name: str) -> tuple[float, int]:
         return share_solved(model, task, name, count=questions)
@@ -196,23 +196,12 @@ def _shares(
     return Findings(name=name, loaded=loaded, record=record, lines=[*columns(rows), str(saved)])
 
 
-def open_run(
-    run: Path, nodes: int | None, *, discrete: bool = True
-) -> tuple[Loaded, LatentDecoder, DagArithmetic]:
-    """Return a latent-space model with room for the task's largest graphs, and its task.
-
-    Args:
-        discrete: Whether the model's states must be discrete.
-    """
+def _open(run: Path, *, discrete: bool) -> tuple[Loaded, LatentDecoder, DagArithmetic]:
+    """Return a latent-space model with room for the task's largest graphs, and its task."""
     task = recorded_task(SavedRun.open(run).checkpoint().manifest["data"])
     if not isinstance(task, DagArithmetic):
         raise UserError(f"{run} was not trained on {DagArithmetic.name}, as this analysis needs")
-    if nodes is not None and not task.leaves <= nodes < task.names:
-        raise UserError(
-            f"nodes={nodes} must be from {task.leaves}, the leaves, to {task.names - 1}, one less "
-            "than the names"
-        )
-    largest = task.positions(max(task.nodes, nodes or 0, *task.test_nodes) + 1)
+    largest = task.positions(max(task.nodes, *task.test_nodes))
     loaded = load_checkpoint(run, use="analyse", context_tokens=largest)
     if not isinstance(loaded.model, LatentDecoder) or discrete > loaded.model.discrete:
         kind = "discrete model" if discrete else "model"

@@ -111,7 +111,7 @@ def _prefilled(
     cache = stack.make_cache(cache_strategy("full"), steps=steps, rows=rows, capacity=capacity)
     lengths_B = torch.full((rows,), length, device=stack.device)
     visit = cache.admit(rows)
-    context = stack.prompt_context(prompt_BL, lengths_B, visit, shortened=prefill < steps)
+    context = stack.prompt_context(prompt_BL, lengths_B, visit)
     state = None
     for step in range(1, prefill + 1):
         state = stack.step(state, prompt_BL, [step] * rows, context, reads=step == prefill)

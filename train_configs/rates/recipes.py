@@ -1,13 +1,12 @@
 """One learning rate for all R and widths: `model.branch_scale` and `model.base_width`, on trial.
 
-    rates        R = 1, 2, 4, 8 at D = 128; D = 64, 128, 256 at R = 2; with and without the rules
-    rates_muon   the same with Muon
-    boundary     R = 4, with a norm after every step to which the prelude's output is added, and
-                 without, at four rates, on three times the tokens and equal FLOPs
+    rates      R = 1, 2, 4, 8 at D = 128; D = 64, 128, 256 at R = 2; with and without the rules
+    boundary   R = 4, with a norm after every step to which the prelude's output is added, and
+               without, at four rates, on three times the tokens and equal FLOPs
 
 Every model is a prelude, two looped layers and a coda of Llama's blocks, on 0.5M tokens of the
 quick start's text. Rates are apart by √2. `bash tools/rates.sh` runs the arms of `rates`, with
-`--muon` or `--boundary` the arms of the other recipes, and prints their tables.
+`--boundary` the arms of `boundary`, and prints their tables.
 
 Sources: arXiv 2606.18524 (λ / (R·√L), λ = 1); Yang et al. 2022, arXiv 2203.03466 (µP).
 """
@@ -19,7 +18,6 @@ from titan_loop.analysis.results import ResultTable
 from titan_loop.models.dense import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.evaluation_config import HeldOutConfig
-from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -42,9 +40,9 @@ RATES = {
 }
 
 
-def _table(rule: str, optimizer: str) -> ResultTable:
+def _table(rule: str) -> ResultTable:
     rows = {f"R = {steps}, D = {width}": shape for shape, (steps, width) in SHAPES.items()}
-    how = f"{optimizer}, {'with' if rule == 'ruled' else 'without'} the rules"
+    how = f"AdamW, {'with' if rule == 'ruled' else 'without'} the rules"
     ends = [row for row, shape in rows.items() if shape in ("r1", "r8")]
     ends_at = "; ".join(
         f"at {rate} " + ", ".join(f"{row}: {{{row}|{rate}}}" for row in ends)
@@ -69,8 +67,7 @@ BOUNDARIES: dict[str, dict[str, Any]] = {
 BOUNDARY_RATES = {label: rate for label, rate in RATES.items() if 2.7e-3 < rate < 9e-3}
 
 TABLES = {
-    "rates": [_table(rule, "AdamW") for rule in RULES],
-    "rates_muon": [_table(rule, "Muon") for rule in RULES],
+    "rates": [_table(rule) for rule in RULES],
     "boundary": [
         bits_table(
             "bits_per_byte",
@@ -91,12 +88,15 @@ TABLES = {
 
 def rates() -> Recipe:
     """Learning rates over R and width with AdamW, with the rules and without."""
-    return _recipe("rates", "adamw")
-
-
-def rates_muon() -> Recipe:
-    """The same with Muon."""
-    return _recipe("rates_muon", "muon")
+    return Recipe(
+        name="rates",
+        stages=[
+            Stage(name=f"{rule}_{shape}_{label}", config=_arm(steps, width, rate, options))
+            for rule, options in RULES.items()
+            for shape, (steps, width) in SHAPES.items()
+            for label, rate in RATES.items()
+        ],
+    )
 
 
 def boundary() -> Recipe:
@@ -106,24 +106,10 @@ def boundary() -> Recipe:
         stages=[
             Stage(
                 name=f"{name}_{label}",
-                config=_arm(BOUNDARY_STEPS, BASE, rate, options, "adamw", tokens=BOUNDARY_TOKENS),
+                config=_arm(BOUNDARY_STEPS, BASE, rate, options, tokens=BOUNDARY_TOKENS),
             )
             for name, options in BOUNDARIES.items()
             for label, rate in BOUNDARY_RATES.items()
-        ],
-    )
-
-
-def _recipe(name: str, optimizer: str) -> Recipe:
-    return Recipe(
-        name=name,
-        stages=[
-            Stage(
-                name=f"{rule}_{shape}_{label}", config=_arm(steps, width, rate, options, optimizer)
-            )
-            for rule, options in RULES.items()
-            for shape, (steps, width) in SHAPES.items()
-            for label, rate in RATES.items()
         ],
     )
 
@@ -133,7 +119,6 @@ def _arm(
     width: int,
     rate: float,
     options: dict[str, Any],
-    optimizer: str,
     *,
     tokens: int = TOKENS,
 ) -> LoopTrainer.Config:
@@ -157,7 +142,6 @@ def _arm(
             rate, warmup_tokens=tokens // 10, total_tokens=tokens, final=rate / 10
         ),
         steps=steps,
-        optimizer=LoopOptimizers.Config(name=optimizer),
         held_out=HeldOutConfig(interval=0, depths=[steps]),
         save_every=1_000,
         log_every=50,

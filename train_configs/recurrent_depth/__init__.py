@@ -15,7 +15,7 @@ register(
             ),
             "steps": Verb(
                 f"{__name__}.step_exam:analyse_steps",
-                "ask the exam after every step: accuracy, first right answers, halting",
+                "ask the exam after every step: accuracy, first right answers",
             ),
         },
     )

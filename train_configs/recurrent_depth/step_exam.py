@@ -1,45 +1,36 @@
-"""A task's exam after every recurrent step: accuracy, first hits, and where exit policies halt.
+"""A task's exam after every recurrent step: accuracy and first hits.
 
     exam ─► one pass to step R ─► right after 1 … R? ─► t* = min { r : right after step r }
-                               └► right where each exit policy halts? after how many steps?
 
 A guess is a first hit, too, here as in the paper, so that many steps before the answer is found
-make the lower quartile of t* too early.
+make the lower quartile of t* too early. `titan-loop eval --exit` has the steps at which a policy
+halts.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.2 and §6.3 (Figures 5, 6, 8 and 9).
 Deviation: Figure 8 has the mean t* of each number of hops, here median and quartiles.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_loop.analysis.drawing import Axes, draw_axes, draw_panels, series_colors
+from titan_loop.analysis.drawing import Axes, draw_axes
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, PROMOTION
 from titan_loop.evaluation.exam import Exam
-from titan_loop.evaluation.readings import depth_readings, policy_reading
+from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.window_scores import at_readings, sum_windows
-from titan_loop.inference.exit_policy import require_exit_policy
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 
 _REACHED = 0.6
-
-
-@dataclass(frozen=True)
-class Halting:
-    """Share of right answers and mean halting step of an exit policy on one stratum."""
-
-    accuracy: float
-    mean_steps: float
 
 
 class FirstHits(NamedTuple):
@@ -60,11 +51,9 @@ class StepExam:
 
     Attributes:
         accuracy: Share of right answers after each of R steps, (R,).
-        halting: Exit policy → its results; a policy halts each question separately.
     """
 
     accuracy: np.ndarray
-    halting: Mapping[str, Halting]
     first_hits: FirstHits
 
     @property
@@ -85,13 +74,7 @@ def first_hits(right_RW: np.ndarray) -> FirstHits:
 
 
 def step_exam(
-    model: LoopDecoder,
-    task: Task,
-    strata: Sequence[str],
-    *,
-    steps: int,
-    count: int,
-    policies: Sequence[str] = (),
+    model: LoopDecoder, task: Task, strata: Sequence[str], *, steps: int, count: int
 ) -> dict[str, StepExam]:
     """Return stratum → results after every step.
 
@@ -99,14 +82,7 @@ def step_exam(
         task: The task that the model was trained on.
         steps: R, which may exceed the trained R.
         count: Number of questions of each stratum.
-        policies: Exit policies in the notation of `--exit`; they run at most R steps.
-
-    Raises:
-        UserError: A policy is unknown, or the model does not have it.
     """
-    adaptive = [policy_reading(name, steps) for name in policies]
-    for reading in adaptive:
-        require_exit_policy(model, reading.policy)
     exam = Exam(
         task,
         count,
@@ -114,23 +90,14 @@ def step_exam(
         room=model.config.max_seq_len,
         strata=strata,
     )
-    readings = [*depth_readings(range(1, steps + 1)), *adaptive]
-    forward = at_readings(model, readings, value="right_PT")
+    forward = at_readings(model, depth_readings(range(1, steps + 1)), value="right_PT")
     found = {}
     for name, windows in exam.windows.items():
         device = model.tok_embeddings.weight.device
-        labels_PW, steps_PW = sum_windows(windows, forward, device=device)
-        all_W = (windows.labels != IGNORED).sum(dim=1).numpy()
-        right_PW, ran_P = labels_PW == all_W, steps_PW.sum(axis=1) / all_W.sum()
+        labels_RW, _ = sum_windows(windows, forward, device=device)
+        right_RW = labels_RW == (windows.labels != IGNORED).sum(dim=1).numpy()
         found[name.partition("/")[2] or next(iter(task.strata))] = StepExam(
-            accuracy=right_PW[:steps].mean(axis=1),
-            halting={
-                reading.name: Halting(float(right_W.mean()), float(ran))
-                for reading, right_W, ran in zip(
-                    adaptive, right_PW[steps:], ran_P[steps:], strict=True
-                )
-            },
-            first_hits=first_hits(right_PW[:steps]),
+            accuracy=right_RW.mean(axis=1), first_hits=first_hits(right_RW)
         )
     return found
 
@@ -154,40 +121,33 @@ def analyse_steps(
     *,
     strata: tuple[str, ...] = (),
     recurrent_steps: int | None = None,
-    exit: tuple[str, ...] = (),
     questions: int = 256,
 ) -> Findings:
-    """Ask the exam after every step: accuracy, first right answers, steps of exit policies.
+    """Ask the exam after every step: accuracy, and first right answers.
 
     For runs on a generated task. Median and quartiles of the first step with a right answer are
     recorded, and after a curriculum the training steps until each exam was passed. Writes
-    evals/steps-step-N.json and plots that `report` shows.
+    evals/steps-step-N.json and a plot that `report` shows.
 
     Args:
         run: Run (its newest checkpoint is taken) or its checkpoints/step-N.
         strata: Strata of the task's exam; default all.
         recurrent_steps: R; default twice the trained R.
-        exit: Exit policies to examine besides the fixed depths, such as kl:0.01,3; kl:0.01,inf
-            ignores the entropy.
         questions: Number of questions of each stratum.
     """
     loaded, task, names = open_task(run, strata, questions)
     recurrence = loaded.manifest["trainer"].get("recurrence", {})
     trained = recurrence.get("max_steps") or loaded.recurrent_steps
     depth = chosen_steps(2 * trained if recurrent_steps is None else recurrent_steps, loaded)
-    found = step_exam(loaded.model, task, names, steps=depth, count=questions, policies=exit)
+    found = step_exam(loaded.model, task, names, steps=depth, count=questions)
     shown = sorted({1, trained, depth, *(2**power for power in range(depth.bit_length()))})
-    rows = [["stratum", *(f"R={step}" for step in shown), *exit]]
+    rows = [["stratum", *(f"R={step}" for step in shown)]]
     record: dict[str, Any] = {"questions": questions, "trained_steps": trained, "strata": {}}
     results: dict[str, float] = {}
     for name, exam in found.items():
-        row = [name, *(f"{exam.accuracy[step - 1]:.3f}" for step in shown)]
-        rows.append(
-            [*row, *(f"{h.accuracy:.3f} in {h.mean_steps:.1f}" for h in exam.halting.values())]
-        )
+        rows.append([name, *(f"{exam.accuracy[step - 1]:.3f}" for step in shown)])
         record["strata"][name] = {
             "accuracy": exam.accuracy.tolist(),
-            "halting": {policy: asdict(halting) for policy, halting in exam.halting.items()},
             "first_hits": exam.first_hits._asdict(),
         }
         if exam.reached:
@@ -198,30 +158,22 @@ def analyse_steps(
     if updates := updates_to_learn(loaded.run.directory, task, levels):
         record["updates_to_learn"] = updates
         results |= {f"{task.name}/{name}/updates/to_learn": step for name, step in updates.items()}
-    figures = {
-        "step-accuracy.png": Figure(
-            "The exam after every recurrent step",
-            "Share of right answers; the line is the trained number of steps.",
-            partial(_draw_accuracy, found, trained),
-        ),
-    }
-    if exit:
-        figures["step-halting.png"] = Figure(
-            "Where exit policies halt",
-            "Mean recurrent steps, and the share of right answers.",
-            partial(_draw_halting, found),
-        )
+    figure = Figure(
+        "The exam after every recurrent step",
+        "Share of right answers; the line is the trained number of steps.",
+        partial(_draw, found, trained),
+    )
     return Findings(
         name="steps",
         loaded=loaded,
         record=record,
         tables={"The exam after recurrent steps": rows},
-        figures=figures,
+        figures={"step-accuracy.png": figure},
         results=results,
     )
 
 
-def _draw_accuracy(found: Mapping[str, StepExam], trained_steps: int, path: Path) -> Path:
+def _draw(found: Mapping[str, StepExam], trained_steps: int, path: Path) -> Path:
     def draw(axes: Axes) -> None:
         shares = 100 * np.array([exam.accuracy for exam in found.values()]).T
         steps = len(shares)
@@ -243,20 +195,3 @@ def _draw_accuracy(found: Mapping[str, StepExam], trained_steps: int, path: Path
     right = [name for name, exam in found.items() if exam.reached]
     title = f"{len(right)} of {len(found)} strata reach {_REACHED:.0%} after some number of steps"
     return draw_axes(draw, path, title=title)
-
-
-def _draw_halting(found: Mapping[str, StepExam], path: Path) -> Path:
-    panels = {"mean recurrent steps": "mean_steps", "share of right answers": "accuracy"}
-    policies = next(iter(found.values())).halting
-
-    def draw(axes: Axes, name: str) -> None:
-        for policy, color in series_colors([*policies]).items():
-            values = [getattr(exam.halting[policy], panels[name]) for exam in found.values()]
-            style = {"color": color, "marker": "o", "markersize": 3, "label": policy}
-            axes.plot(range(len(found)), values, **style)
-        axes.set_xticks(range(len(found)), found, rotation=60, ha="right")
-
-    shares = {p: np.mean([exam.halting[p].accuracy for exam in found.values()]) for p in policies}
-    best = max(shares, key=shares.__getitem__)
-    title = f"{best} answers most, {shares[best]:.0%} over all strata"
-    return draw_panels(list(panels), draw, path, title=title, columns=2)

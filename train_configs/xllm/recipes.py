@@ -2,8 +2,7 @@
 
     xllm_s       Part II, 0.30B: fixed, drawn and learned depths, and each injection
     xllm_730m    Part I, 730M: plain, Ouro-like, middle loop, Huginn, high and low states
-    xllm_small   the same questions at D = 128, on the quick start's text and on arithmetic, and a
-                 distilled prefill
+    xllm_small   the same questions at D = 128, on the quick start's text and on arithmetic
 
 `xllm_s` and `xllm_730m` read `corpora/xllm/text`, which you prepare with a tokenizer of at most
 64,256 and 250,624 tokens. Published: sizes, batch of 512 windows of 8,192 tokens, AdamW, rates,
@@ -17,7 +16,7 @@ also have equal expected FLOPs, but for `d4`, which visits every layer once.
 Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and II), arXiv
 2610.06833, and `xllm/paper_part1/recipes.py`, `xllm/paper_part2/recipes.py` of their code.
 Deviation: a depth is drawn for every training step, not for every micro-batch of it, whose number
-depends on the layout; `DrawnDepth(per_step=…)` draws several.
+depends on the layout.
 """
 
 import math
@@ -32,11 +31,9 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.families.xllm.prior import LearnedDepth, PriorSettings
-from titan_loop.families.xllm.student_loss import StudentLoss, TeacherStart
 from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import ModelOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
@@ -212,8 +209,6 @@ MANO: dict[str, Row] = {
 """Arms of one layer on arithmetic (`mano_1x4` of `physics_small`). The learned distribution starts
 uniform over 1 … 8, so an entropy bonus alone would leave it there."""
 
-TEACHER, STUDENT_TOKENS = "learned_entropy", 1_000_000
-
 TABLES = {
     "xllm_small": [
         bits_table(
@@ -256,25 +251,6 @@ TABLES = {
             columns_are="training",
             message="The mean of R goes from {thin_shallow|start} to {thin_shallow|end} in "
             "thin_shallow, from {thin_free|start} to {thin_free|end} in thin_free",
-        ),
-        ResultTable(
-            name="prefill",
-            title="bits per byte of continuations",
-            rows={
-                f"{arm}, prompts of {steps}": {"stage": arm, "reading": f"steps:{steps}"}
-                for arm, steps in (
-                    (TEACHER, MEAN),
-                    (TEACHER, 1),
-                    ("distilled", 1),
-                    ("distilled_teacher", 1),
-                )
-            },
-            columns={
-                source: {"task": f"prefill/{source}", "metric": "bits_per_byte"}
-                for source in ("code", "prose", "math")
-            },
-            factor=1.0,
-            digits=3,
         ),
     ]
 }
@@ -322,9 +298,6 @@ def xllm_small() -> Recipe:
         rate = THIN_PRIOR_RATE if name in THIN else PRIOR_RATE
         stages.append(Stage(name=name, config=_arm(row, rate)))
     stages += [Stage(name=name, config=_mano(row)) for name, row in MANO.items()]
-    teacher = next(stage.config for stage in stages if stage.name == TEACHER)
-    for name, callbacks in {"distilled": (), "distilled_teacher": (TeacherStart(),)}.items():
-        stages.append(Stage(name=name, parent=TEACHER, config=_student(teacher, callbacks)))
     return Recipe(name="xllm_small", stages=stages)
 
 
@@ -357,23 +330,6 @@ def _mano(row: Row) -> LoopTrainer.Config:
     config.model = row.options
     config.suite.depths, config.suite.interval = [*MANO_DEPTHS], 4_000
     _set_depth(config, row, prior_rate=PRIOR_RATE)
-    return config
-
-
-def _student(teacher: LoopTrainer.Config, callbacks: tuple[Callback, ...]) -> LoopTrainer.Config:
-    """Return a student's run: Part II's schedule of 2,560 updates, shortened."""
-    config = deepcopy(teacher)
-    config.total_tokens = STUDENT_TOKENS
-    config.model = _small(student=2)
-    config.recurrence = RecurrenceConfig(steps=Schedule.constant(MEAN))
-    config.callbacks = callbacks
-    config.loss = StudentLoss.Config()
-    config.learning_rate = Schedule.warmup_cosine(
-        1e-3, warmup_tokens=8 * SMALL_BATCH, total_tokens=STUDENT_TOKENS, final=1e-4
-    )
-    config.adamw = AdamWConfig(weight_decay=0.0, beta2=0.95)
-    config.checkpoint.carry.optimizer = False
-    config.checkpoint.carry.keep_initial = ["student.*"]
     return config
 
 

@@ -36,16 +36,16 @@ def rehearsed(config: LoopTrainer.Config) -> None:
 CONTRACT = Contract(
     parity={
         "plain": (case(), "dp2 tp2"),
-        "memory": (case(**MEMORY, memory_read="each", gate="vector"), "dp2 tp2 tp2-no-sp dp2-tp2"),
+        "memory": (case(**MEMORY), "dp2 tp2 tp2-no-sp dp2-tp2"),
         "memory-full": (case("full", held=True, **MEMORY), "dp2 tp2 cp2"),
         "memory-selective": (case("selective", **MEMORY), "dp2"),
         "loops-selective": (case("selective", held=True, max_iterations=5), "dp2"),
-        "by-step": (case("recurrent-step", held=True, **MEMORY, memory_read="before"), "dp2"),
+        "by-step": (case("recurrent-step", held=True, **MEMORY), "dp2"),
     },
     compiled={"memory": Compiled(AdaptiveOptions(scale_init=0.0, **MEMORY), steps=1)},
     rehearsed={"layers that loop": rehearsed},
     refused=[
-        (AdaptiveOptions(memory_read="before"), "model.memory_read=before has no effect without"),
+        (AdaptiveOptions(gate_bias=0.0), "model.gate_bias=0.0 has no effect without memory"),
         (AdaptiveOptions(max_iterations=None, scale_init=-3.0), "model.scale_init=-3.0 has no eff"),
         (AdaptiveOptions(exit_gate=True), "exit_gate=True: family adaptive has no exit gate"),
     ],

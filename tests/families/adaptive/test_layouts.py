@@ -1,4 +1,4 @@
-"""Adaptive loops and memory: gathers of a layer that loops, and the memory of a step."""
+"""Adaptive loops and memory: gathers of a layer that loops."""
 
 import pytest
 
@@ -9,7 +9,6 @@ from tests.distributed.sharded_model import (
     build,
     forward_backward,
 )
-from tests.distributed.test_memory import LONG, check_peak
 from tests.families.adaptive.contract import MEMORY
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.families.adaptive.model import AdaptiveOptions
@@ -39,17 +38,3 @@ def test_three_iterations_gather_a_layer_as_often_as_one(
         assert one == three == 2 * 3 + 4
     else:  # only the controls, of a few hundred bytes, come back for every iteration's backward
         assert three - one == 2 * 2
-
-
-@pytest.mark.parametrize(
-    ("checkpointing", "policy", "dtype"),
-    [
-        ("none", "per_step", "float32"),
-        ("selective", "per_visit", "float32"),
-        ("full", "per_visit", "bfloat16"),
-    ],
-)
-def test_the_meter_s_peak_is_near_the_allocator_s(gloo_pool, checkpointing, policy, dtype):
-    settings = {"policy": policy, "checkpointing": checkpointing, "dtype": dtype, "steps": 1}
-    model = AdaptiveOptions(dim=128, max_iterations=2, local_slots=64, global_slots=32)
-    check_peak(gloo_pool, f"adaptive-{checkpointing}", {**LONG, **settings, "model": model})

@@ -51,7 +51,7 @@ CONTRACT = Contract(
         "disco-always-truncated": (disco(reshard="always", backward_steps=2), "dp2 hsdp2x2"),
         "ponder-always": (
             ponder(
-                options=(*ONE_LAYER, ("top_k", 9), ("normalised_over", "vocabulary")),
+                options=(*ONE_LAYER, ("top_k", 9)),
                 reshard="always",
                 checkpointing="selective",
             ),

@@ -24,7 +24,7 @@ def check_sliced_decoding() -> None:
     for vocab, decoding in (
         (12, Decoding(temperature=0.5)),
         (11, Decoding(top_k=5)),
-        (11, Decoding(top_k=8, normalised_over="vocabulary")),
+        (11, Decoding(top_k=8)),
         (11, Decoding(top_k=11)),
     ):
         torch.manual_seed(0)

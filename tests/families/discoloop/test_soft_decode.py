@@ -15,9 +15,7 @@ DECODINGS = [
     Decoding(temperature=0.3),
     Decoding(top_k=1),
     Decoding(top_k=4, temperature=2.0),
-    Decoding(top_k=4, temperature=2.0, normalised_over="vocabulary"),
     Decoding(top_k=11),
-    Decoding(top_k=11, normalised_over="vocabulary"),
 ]
 
 
@@ -39,9 +37,7 @@ def dense(hidden: Tensor, decoder: Tensor, encoder: Tensor, decoding: Decoding) 
     if decoding.top_k is not None:
         order = logits.sort(dim=-1, descending=True, stable=True).indices[..., : decoding.top_k]
         kept = torch.zeros_like(kept).scatter(-1, order, value=True)
-    if decoding.normalised_over == "top_k":
-        return logits.masked_fill(~kept, -torch.inf).softmax(-1) @ encoder
-    return (logits.softmax(-1) * kept) @ encoder
+    return logits.masked_fill(~kept, -torch.inf).softmax(-1) @ encoder
 
 
 def inputs(width: int = 6) -> tuple[Tensor, Tensor]:
@@ -104,12 +100,11 @@ def test_products_are_those_the_flops_say(decoding):
 
 
 @pytest.mark.parametrize("top_k", [None, 8])
-@pytest.mark.parametrize("normalised_over", ["top_k", "vocabulary"])
-def test_no_more_than_a_chunk_of_logits_exists(top_k, normalised_over):
+def test_no_more_than_a_chunk_of_logits_exists(top_k):
     """What grows with the tokens is states and the K tokens kept, never logits."""
     vocab, width, chunk_tokens, length = 4096, 16, 64, 256
     head, encoder = build(vocab, width, tied=True, chunk_tokens=chunk_tokens, dtype=torch.float32)
-    decoding = Decoding(top_k=top_k, normalised_over=normalised_over)
+    decoding = Decoding(top_k=top_k)
     peaks, table, chunk = [], 4 * vocab * width, 4 * vocab * chunk_tokens
     for tokens in (length, 4 * length):
         hidden = torch.randn(1, tokens, width, requires_grad=True)

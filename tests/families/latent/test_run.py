@@ -29,22 +29,10 @@ def test_a_run_is_examined_analysed_and_not_generated_from(tmp_path: Path, capfd
     assert "5_nodes" in capfd.readouterr().out
     assert main(["analyse", "solved", folder, "--strata", "9_nodes", "--questions", "8"]) == 0
     assert "9_nodes" in capfd.readouterr().out
-    assert main(["analyse", "circuits", folder, "--samples", "4"]) == 0
-    assert "mean norm of the DFT" in capfd.readouterr().out
-    assert [path.name for path in (tmp_path / "run" / "plots").iterdir()] == ["frequencies.png"]
-    assert main(["report", folder]) == 0
-    page = (tmp_path / "run" / "report.html").read_text()
-    for part in ("Sums in the frequency domain", "Heads by", "mlp_post"):
-        assert part in page
-    capfd.readouterr()
     for words, message in (
         (["generate", folder, "--prompt", "x"], "family=latent does not support generate"),
         (["convert", "export", folder, "--output", f"{folder}-hf"], "does not support export"),
         (["eval", folder, "--tasks", TASK.name, "--exit", "kl:0.1,3"], "family=latent does not"),
-        (
-            ["analyse", "circuits", folder, "--nodes", "12"],
-            "nodes=12 must be from 3, the leaves, to",
-        ),
         (["analyse", "repair", folder, "--strata", "7_nodes"], "strata=7_nodes"),
         (
             ["eval", folder, "--tasks", TASK.name, "--depths", "2"],

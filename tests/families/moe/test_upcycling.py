@@ -1,4 +1,4 @@
-"""Upcycling of dense models to mixtures and of mixtures to loops: equal outputs, and refusals."""
+"""Upcycling of dense models to mixtures: equal outputs, and refusals."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tests.contracts.folders import opened
-from tests.families.moe.conftest import MakeMoE
 from tests.support.llama_runs import VOCABULARY, Make
 from titan_loop.cli import main as cli
 from titan_loop.models.decoder import LoopDecoder
@@ -64,58 +63,21 @@ def test_noise_is_relative_and_every_experts_own(make_run: Make, tmp_path):
         assert float((noise[0] * noise[1]).mean() / noise.var()) == pytest.approx(0, abs=0.06)
 
 
-def test_a_loop_of_one_step_is_the_mixture_and_its_routers_begin_alike(make_moe: MakeMoE, tmp_path):
-    made = make_moe(n_layers=4, recurrent_steps=1, dense_layers=(1,), shared_experts=1)
-    loop = ("--prelude", 1, "--coda", 1, "--recurrent-steps", 3)
-    one = upcycled(made.run, tmp_path / "one", *loop)
-    three = upcycled(made.run, tmp_path / "three", *loop, "--routers", 3)
-    assert one.recurrent_steps == three.recurrent_steps == 3
-    assert torch.equal(logits(one, 1), logits(made.model, 1))
-    assert torch.equal(logits(three, 3), logits(one, 3))
-    assert not torch.equal(logits(one, 3), logits(one, 1))
-    biases = three.get_buffer("layers.1.moe.expert_bias_SE")
-    assert biases.shape == (3, 4)
-    assert torch.equal(biases[2], made.model.get_buffer("layers.1.moe.expert_bias_SE")[0])
-
-
 @pytest.mark.parametrize(
-    ("kind", "options", "flags", "message"),
+    ("options", "flags", "message"),
     [
-        ("dense", {}, (), "--experts is missing; "),
-        (
-            "dense",
-            {"recurrent_steps": 1},
-            ("--experts", 4, "--recurrent-steps", 0),
-            "--prelude=0 --coda=0 --recurrent-steps=0 do not loop one of the 2 layers",
-        ),
-        (
-            "moe",
-            {"recurrent_steps": 1, "routers": 2},
-            ("--recurrent-steps", 2, "--routers", 2),
-            "--routers=2 is for a mixture with one router per layer",
-        ),
-        ("dense", {"branch_scale": 2.0}, ("--experts", 4), "has model.branch_scale=2.0, a factor"),
-        (
-            "moe",
-            {"recurrent_steps": 1, "prelude_layers": 1},
-            ("--recurrent-steps", 2),
-            "has model.prelude_layers=1; a loop is made of a model with 0",
-        ),
+        ({}, ("--noise", 1.0), "--noise=1.0 must be 0 or more and below 1"),
+        ({"branch_scale": 2.0}, (), "has model.branch_scale=2.0, a factor"),
+        ({"attention_biases": "qkv"}, (), "has model.attention_biases=qkv; experts are made of"),
+        ({}, ("--dense-layers", 3), "must name some of the layers 1 to 2"),
     ],
 )
 def test_parts_that_do_not_fit_are_one_line(
-    make_run: Make,
-    make_moe: MakeMoE,
-    capsys,
-    tmp_path,
-    kind,
-    options,
-    flags,
-    message,
+    make_run: Make, capsys, tmp_path, options, flags, message
 ):
-    run = (make_run if kind == "dense" else make_moe)(**options).run
+    run = make_run(**options).run
     capsys.readouterr()
-    words = ("moe", run, "--output", tmp_path / "run", *flags)
+    words = ("moe", run, "--output", tmp_path / "run", "--experts", 4, *flags)
     assert cli.main([str(word) for word in words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

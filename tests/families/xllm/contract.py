@@ -84,7 +84,6 @@ CONTRACT = Contract(
     },
     refused=[
         (XllmOptions(injection="none"), "model.injection=none with model.start_state=normal"),
-        (XllmOptions(student=1, states="shared"), "model.student=1 predicts the one state"),
         (
             XllmOptions(states="split", n_layers=5),
             "model.states=split needs an even number of looped",

@@ -6,38 +6,11 @@ import numpy as np
 import pytest
 
 from tests.contracts.runs import records, whole_run
-from tests.contracts.test_families import RELATIVE_TOLERANCE
 from tests.families.xllm.contract import DEPTHS, STEPS, drawn_run
-from tests.support.tiny import act_as_launched, train_run
+from tests.support.tiny import train_run
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.depth import DrawnDepth
 from train_configs.xllm.analysis import learned_depths
-
-
-def halves() -> DrawnDepth:
-    """Depths of both halves of a global batch."""
-    return DrawnDepth(probabilities=DEPTHS, antithetic=True, per_step=2)
-
-
-def train_halves(folder: Path, world: int) -> None:
-    """Train on `world` ranks, with a depth for either half of the batch."""
-    act_as_launched(world)
-    train_run(drawn_run(folder, halves()))
-
-
-@pytest.mark.multiprocess
-@pytest.mark.usefixtures("alone")
-def test_parts_of_a_batch_have_the_same_depths_on_two_ranks(gloo_pool, tmp_path: Path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    train_halves(one, 1)
-    gloo_pool(2).run(train_halves, two, 2)
-    drawn, found = halves(), records(two)
-    pairs = [(drawn.draw(2 * step), drawn.draw(2 * step + 1)) for step in range(STEPS)]
-    assert any(first != second for first, second in pairs)
-    for step, record in records(one).items():
-        assert record["recurrent_steps"] == round(sum(pairs[step - 1]) / 2)
-        for key in ("loss", "grad_norm"):
-            assert found[step][key] == pytest.approx(record[key], rel=RELATIVE_TOLERANCE)
 
 
 @pytest.mark.usefixtures("alone")
@@ -66,7 +39,7 @@ def test_the_learned_distribution_is_shown_as_it_was_at_each_checkpoint(tmp_path
 
 @pytest.mark.usefixtures("alone")
 def test_a_run_has_the_depths_that_are_drawn(tmp_path: Path):
-    drawn = DrawnDepth(probabilities=DEPTHS, antithetic=True)
+    drawn = DrawnDepth(probabilities=DEPTHS)
     train_run(drawn_run(tmp_path / "run", drawn))
     depths = [record["recurrent_steps"] for record in records(tmp_path / "run").values()]
     assert depths == [drawn.draw(step) for step in range(STEPS)]

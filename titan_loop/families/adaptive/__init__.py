@@ -8,7 +8,6 @@ register(
     Plugin(
         families={"adaptive": f"{_HERE}.model:ADAPTIVE"},
         objectives={"PonderCostLoss": f"{_HERE}.objective:PonderCostLoss"},
-        exit_policies={"survival": f"{_HERE}.exit_policy:Survival"},
         charts={"layers": f"{_HERE}.layer_plots:LAYERS"},
     )
 )

@@ -38,9 +38,6 @@ _CONTROLS = (".control.", ".gates.")
 class AdaptiveDecoder(GPT2Decoder):
     """A decoder whose layers loop and read memory."""
 
-    survival: float | None = None
-    """τ of the policy `survival`, while it is applied; None mixes all iterations, as trained."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(GPT2Decoder.Config):
         """Adaptive layers, and the bank that they share."""
@@ -50,7 +47,6 @@ class AdaptiveDecoder(GPT2Decoder):
         bank: MemoryBank.Config | None = None
         report_gather: Identity.Config = field(default_factory=Identity.Config)
         decay_controls: bool = False
-        scale_rate: float = 1.0
 
         @property
         def aux(self) -> tuple[str, ...]:
@@ -124,7 +120,7 @@ class AdaptiveDecoder(GPT2Decoder):
         Returns:
             The last state. For the parts that the model has, `aux` holds each layer's E[n] as
             `iterations`, (N, B, L), with a gradient; its softplus(α_t) as `scales`, (N, N_max); and
-            its mean gates as `local_gates` and `global_gates`, (N, B, L).
+            its gates as `local_gates` and `global_gates`, (N, B, L).
         """
         self._check_steps(self.recurrent_steps if recurrent_steps is None else recurrent_steps)
         context = self.make_context(tokens, positions, attention_masks, columns=columns)
@@ -147,7 +143,7 @@ class AdaptiveDecoder(GPT2Decoder):
             # Without a cache the slots stay None, or compiled blocks would specialise on them.
             numbers = range(index * iterations, (index + 1) * iterations)
             slots = tuple(None if context.cache is None else CacheSlot(1, n) for n in numbers)
-            hidden_BLD, report = layer(hidden_BLD, context, slots, self.bank, self.survival)
+            hidden_BLD, report = layer(hidden_BLD, context, slots, self.bank)
             said.append(report)
         return hidden_BLD.to(dtype), tuple(said)
 
@@ -201,13 +197,9 @@ class AdaptiveDecoder(GPT2Decoder):
         return 1, sum(layer.iterations for layer in self.config.layers), 0
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
-        """As in the base class; banks are tables, not Muon's matrices; α may have its own rate."""
+        """As in the base class; banks are tables, not Muon's matrices."""
         if any(part in name for part in _CONTROLS):
-            is_scale = name.endswith(".control.scale")
-            return ParameterGroup(
-                decays=self.config.decay_controls,
-                rate_factor=self.config.scale_rate if is_scale else 1.0,
-            )
+            return ParameterGroup(decays=self.config.decay_controls)
         if name.endswith(("bank.keys", "bank.values")):
             return ParameterGroup(decays=True)
         return super().parameter_group(name, parameter)

@@ -4,17 +4,15 @@
     p_t = σ(W_h [h⁽ᵗ⁾; t/N_max] + b_h)
     p_halt⁽ᵗ⁾ = p_t Π_{i<t} (1 − p_i),   h_out = Σ_t p_halt⁽ᵗ⁾ h⁽ᵗ⁾,   E[n] = Σ_t t · p_halt⁽ᵗ⁾
 
-With `remainder` the last iteration takes the mass that is left, so that Σ p_halt = 1; `literal`
-follows the printed equation, and shrinks the state. After training a *survival* threshold τ may
-replace the mixture: a token keeps h⁽ᵗ⁾ of the first t with Π_{i≤t} (1 − p_i) < τ, or of N_max if
-there is none.
+The last iteration takes the mass that is left, so that Σ p_halt = 1; the printed equation shrinks
+the state.
 
 | symbol | code |
 |---|---|
 | Block | `block`, with its own norms and residual sums; the whole layer if it does not loop |
 | LN | `loop_norm` |
 | α_t; W_h, b_h | `LoopControl`, in fp32 |
-| banks | `memory_bank.py`; read before the loop, after it, or in each iteration after its p_t |
+| banks | `memory_bank.py`; read once, after the loop |
 
 Inside the loop the state is fp32 even with a bf16 block. At the start softplus(α) = 9e-4, and bf16
 would round the update away.
@@ -23,10 +21,8 @@ Source: Frey et al. 2026, "Adaptive loops and memory in transformers", §2.1, Eq
 Banino et al. 2021 (PonderNet).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,18 +35,14 @@ from titan_loop.models.attention import LoopAttention
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.gpt2_block import GPT2Block
 
-Halting = Literal["remainder", "literal"]
-MemoryRead = Literal["after", "before", "each"]
-
 
 class LayerReport(NamedTuple):
     """Measurements of one layer's forward pass.
 
     Attributes:
-        iterations_BL1: E[n], or the number of iterations that ran under a survival threshold; None
-            without loops.
-        scales: softplus(α_t), N_max detached tensors (1,); empty under a survival threshold.
-        gates: Mean gate of every bank at its last read, (B, L, 1) each, detached.
+        iterations_BL1: E[n]; None without loops.
+        scales: softplus(α_t), N_max detached tensors (1,).
+        gates: Gate of every bank, (B, L, 1) each, detached.
     """
 
     iterations_BL1: Tensor | None = None
@@ -103,12 +95,10 @@ class AdaptiveLayer(Module):
         block: GPT2Block.Config
         loop_norm: LayerNorm.Config | None = None
         control: LoopControl.Config | None = None
-        halting: Halting = "remainder"
         bank: MemoryBank.Config | None = None
         shared_bank: MemoryBank.Config | None = None
         readers: tuple[BankReader.Config, ...] = ()
         gates: MemoryGates.Config | None = None
-        memory_read: MemoryRead = "after"
 
         @property
         def attention(self) -> Any:
@@ -136,19 +126,14 @@ class AdaptiveLayer(Module):
             return [bank for bank in (self.bank, self.shared_bank) if bank is not None]
 
         @property
-        def reads(self) -> int:
-            """Number of times that the layer reads each bank."""
-            return self.iterations if self.memory_read == "each" else 1
-
-        @property
         def matrix_elements(self) -> int:
             """As in `DenseBlock`, for one iteration without memory."""
             return self.block.matrix_elements
 
         @property
         def memory_elements(self) -> int:
-            """Number of weights that all reads of banks multiply, each read counted."""
-            return self.reads * sum(bank.matrix_elements for bank in self.banks)
+            """Number of weights that reading the banks multiplies."""
+            return sum(bank.matrix_elements for bank in self.banks)
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -171,7 +156,6 @@ class AdaptiveLayer(Module):
         context: LoopContext,
         slots: tuple[CacheSlot | None, ...],
         shared_bank: MemoryBank | None = None,
-        survival: float | None = None,
     ) -> tuple[Tensor, LayerReport]:
         """Return the state after the layer, and its report.
 
@@ -180,32 +164,17 @@ class AdaptiveLayer(Module):
             context: As in `LoopAttention.forward`.
             slots: Addresses in the cache, one for each iteration.
             shared_bank: The bank that all layers share.
-            survival: τ; None mixes the iterations.
         """
-        gates: tuple[Tensor, ...] = ()
-
-        def remembering(state_BLD: Tensor, when: MemoryRead) -> Tensor:
-            nonlocal gates
-            if self.gates is None or self.config.memory_read != when:
-                return state_BLD
-            banks = [bank for bank in (self.bank, shared_bank) if bank is not None]
-            read = [
-                reader(state_BLD, bank) for reader, bank in zip(self.readers, banks, strict=True)
-            ]
-            enriched_BLD, gates = self.gates(state_BLD, read)
-            return enriched_BLD.to(state_BLD.dtype)
-
         if self.control is None:
-            hidden_BLD = self.block(remembering(hidden_BLD, "before"), context, slots[0])
-            hidden_BLD = remembering(remembering(hidden_BLD, "each"), "after")
-            return hidden_BLD, LayerReport(gates=gates)
-        hidden_BLD = remembering(hidden_BLD.to(wide_dtype(hidden_BLD)), "before")
-        loop = self._mixed if survival is None else partial(self._survived, survival=survival)
-        hidden_BLD, report = loop(
-            hidden_BLD, context, slots, lambda state: remembering(state, "each")
-        )
-        hidden_BLD = remembering(hidden_BLD, "after")
-        return hidden_BLD, report._replace(gates=gates)
+            hidden_BLD, report = self.block(hidden_BLD, context, slots[0]), LayerReport()
+        else:
+            hidden_BLD, report = self._mixed(hidden_BLD.to(wide_dtype(hidden_BLD)), context, slots)
+        if self.gates is None:
+            return hidden_BLD, report
+        banks = [bank for bank in (self.bank, shared_bank) if bank is not None]
+        read = [reader(hidden_BLD, bank) for reader, bank in zip(self.readers, banks, strict=True)]
+        enriched_BLD, gates = self.gates(hidden_BLD, read)
+        return enriched_BLD.to(hidden_BLD.dtype), report._replace(gates=gates)
 
     def _normed(self, hidden_BLD: Tensor) -> Tensor:
         assert self.loop_norm is not None
@@ -216,7 +185,6 @@ class AdaptiveLayer(Module):
         hidden_BLD: Tensor,
         context: LoopContext,
         slots: tuple[CacheSlot | None, ...],
-        remembering: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, LayerReport]:
         """Return Σ_t p_halt⁽ᵗ⁾ h⁽ᵗ⁾."""
         assert self.control is not None
@@ -226,41 +194,9 @@ class AdaptiveLayer(Module):
         for iteration, slot in enumerate(slots, start=1):
             branch_BLD = self.block(self._normed(hidden_BLD), context, slot)
             hidden_BLD, halts_BL1, scale = self.control(hidden_BLD, branch_BLD, iteration)
-            hidden_BLD = remembering(hidden_BLD)
             scales.append(scale)
-            last = iteration == len(slots) and self.config.halting == "remainder"
-            halted_BL1 = left_BL1 if last else halts_BL1 * left_BL1
+            halted_BL1 = left_BL1 if iteration == len(slots) else halts_BL1 * left_BL1
             left_BL1 = left_BL1 - halted_BL1
             out_BLD = out_BLD + halted_BL1 * hidden_BLD
             iterations_BL1 = iterations_BL1 + iteration * halted_BL1
         return out_BLD, LayerReport(iterations_BL1, tuple(scales))
-
-    def _survived(
-        self,
-        hidden_BLD: Tensor,
-        context: LoopContext,
-        slots: tuple[CacheSlot | None, ...],
-        remembering: Callable[[Tensor], Tensor],
-        *,
-        survival: float,
-    ) -> tuple[Tensor, LayerReport]:
-        """Return each token's state after the iteration at which it halts.
-
-        A token that has halted keeps its state. In later iterations other tokens attend to keys and
-        values of that state, so with a cache they are computed even after every token has halted.
-        """
-        assert self.control is not None
-        left_BL1 = torch.ones_like(hidden_BLD[..., :1])
-        iterations_BL1 = torch.zeros_like(left_BL1)
-        for iteration, slot in enumerate(slots, start=1):
-            going_BL1, normed_BLD = left_BL1 >= survival, self._normed(hidden_BLD)
-            if not bool(going_BL1.any()):
-                if slot is not None:
-                    self.attention.remember(self.block.attention_norm(normed_BLD), context, slot)
-                continue
-            branch_BLD = self.block(normed_BLD, context, slot)
-            next_BLD, halts_BL1, _ = self.control(hidden_BLD, branch_BLD, iteration)
-            hidden_BLD = torch.where(going_BL1, remembering(next_BLD), hidden_BLD)
-            left_BL1 = torch.where(going_BL1, left_BL1 * (1 - halts_BL1), left_BL1)
-            iterations_BL1 = iterations_BL1 + going_BL1.to(left_BL1.dtype)
-        return hidden_BLD, LayerReport(iterations_BL1)

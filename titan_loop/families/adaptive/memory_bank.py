@@ -7,7 +7,7 @@
 |---|---|
 | K, V, LN_k | `MemoryBank`: a layer's own (L), or one that all layers share (G) |
 | LN_q, W_L, W_G | `BankReader`, one per layer and bank |
-| g | `MemoryGates`, in fp32: one number per token and bank, or one for each of its D dimensions |
+| g | `MemoryGates`, in fp32: one number per token and bank |
 
 A bank is a parameter, not a cache: nothing of a text is stored in it. Its norms have a gain and no
 bias.
@@ -80,34 +80,31 @@ class MemoryGates(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """K banks, width D, and the number of values in a gate: 1 or D."""
+        """K banks and width D."""
 
         banks: int
         dim: int
-        width: int
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.width = config.width
-        self.weight = nn.Parameter(torch.empty(config.banks * config.width, config.dim))
-        self.bias = nn.Parameter(torch.empty(config.banks * config.width))
+        self.weight = nn.Parameter(torch.empty(config.banks, config.dim))
+        self.bias = nn.Parameter(torch.empty(config.banks))
 
     # Not *read_KBLD: torchtitan's `Module.parallelize` drops positional arguments without a name.
     def forward(
         self, hidden_BLD: Tensor, read_KBLD: Sequence[Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the enriched state, in the wider dtype, and every bank's mean gate, (B, L, 1).
+        """Return the enriched state, in the wider dtype, and every bank's gate, (B, L, 1).
 
         Args:
             hidden_BLD: h.
             read_KBLD: W m of each bank.
         """
-        gates = F.linear(hidden_BLD.to(self.weight.dtype), self.weight, self.bias).sigmoid()
-        enriched_BLD, means = hidden_BLD, []
-        for gate_BLW, read_BLD in zip(gates.split(self.width, dim=-1), read_KBLD, strict=True):
-            enriched_BLD = enriched_BLD + gate_BLW * read_BLD
-            means.append(gate_BLW.detach().mean(dim=-1, keepdim=True))
-        return enriched_BLD, tuple(means)
+        gate_BLK = F.linear(hidden_BLD.to(self.weight.dtype), self.weight, self.bias).sigmoid()
+        gates, enriched_BLD = gate_BLK.split(1, dim=-1), hidden_BLD
+        for gate_BL1, read_BLD in zip(gates, read_KBLD, strict=True):
+            enriched_BLD = enriched_BLD + gate_BL1 * read_BLD
+        return enriched_BLD, tuple(gate_BL1.detach() for gate_BL1 in gates)
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

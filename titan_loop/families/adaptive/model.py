@@ -14,16 +14,15 @@ at first. Keys and values start with the standard deviation of a matrix.
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers". Its 332M parameters of 36
 layers imply a feed-forward part of two matrices and an untied head; its base model then has 162M
 parameters, not "200M". Eq. 5–10, taken literally, give 34M parameters of memory, not about 10M.
-Deviations, and choices that the paper leaves open: the last iteration takes the remaining mass
-(`halting`); a gate is one number per token and bank (`gate`), as in its Figure 1; memory is read
-once, after the loop (`memory_read`).
+Deviations, and choices that the paper leaves open: the last iteration takes the remaining mass; a
+gate is one number per token and bank, as in its Figure 1; memory is read once, after the loop.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 from torch import nn
@@ -33,12 +32,7 @@ from torchtitan.models.common.nn_modules import LayerNorm
 from titan_loop.bounds import FINITE
 from titan_loop.errors import UserError
 from titan_loop.families.adaptive.decoder import AdaptiveDecoder
-from titan_loop.families.adaptive.layer import (
-    AdaptiveLayer,
-    Halting,
-    LoopControl,
-    MemoryRead,
-)
+from titan_loop.families.adaptive.layer import AdaptiveLayer, LoopControl
 from titan_loop.families.adaptive.memory_bank import BankReader, MemoryBank, MemoryGates
 from titan_loop.models.family import (
     RUNTIME_OPTIONS,
@@ -63,12 +57,17 @@ SIZES = {
     "published": ModelSize(768, 12, 12, 3072, vocab_size=50_304, recurrent_steps=1),
 }
 
-Gate = Literal["scalar", "vector"]
-
 
 @dataclass(kw_only=True, slots=True)
 class AdaptiveOptions(ModelOptions):
     """Options of models with adaptive loops and memory."""
+
+    retired: ClassVar[Mapping[str, Any]] = {
+        "halting": "remainder",
+        "scale_rate": 1.0,
+        "gate": "scalar",
+        "memory_read": "after",
+    }
 
     family: FamilyName = field(default="adaptive", init=False)
 
@@ -81,15 +80,8 @@ class AdaptiveOptions(ModelOptions):
     max_iterations: Annotated[int | None, Ge(1)] = 3
     """N_max, the most iterations of a layer; None makes every layer a plain block, run once."""
 
-    halting: Halting = "remainder"
-    """Weight of the last iteration: remainder, so that all weights add up to 1; or literal, its
-    halting probability as the paper prints it."""
-
     scale_init: Annotated[float, Gt(-math.inf), FINITE] = -7.0
     """Initial α of the loop scales softplus(α)."""
-
-    scale_rate: Annotated[float, Gt(0), FINITE] = 1.0
-    """Factor on the scheduled learning rate for α."""
 
     decay_controls: bool = False
     """Whether weight decay applies to loop scales, router and gates, too."""
@@ -100,15 +92,8 @@ class AdaptiveOptions(ModelOptions):
     global_slots: Annotated[int | None, Ge(1)] = None
     """Slots of the memory bank that all layers share; None for no such bank."""
 
-    gate: Gate = "scalar"
-    """Gate that lets memory in: scalar, a number for each token and bank, or vector, one for each
-    dimension."""
-
     gate_bias: Annotated[float, Gt(-math.inf), FINITE] = 3.0
     """Initial b_g: −3 closes the gates, 3 opens them."""
-
-    memory_read: MemoryRead = "after"
-    """Point at which a layer reads memory: after its loop, before it, or in each iteration."""
 
     def implied(self) -> Mapping[str, Any]:
         """Return the record of a plain stack."""
@@ -119,25 +104,15 @@ def _check(options: AdaptiveOptions) -> None:
     """Raise `UserError` for options that make no model."""
     if options.exit_gate:
         raise UserError("model.exit_gate=True: family adaptive has no exit gate")
-    without = {
-        "loops (model.max_iterations)": (
-            options.max_iterations,
-            ("halting", "scale_init", "scale_rate"),
-        )
-    }
     banks = options.local_slots or options.global_slots
-    without["memory (model.local_slots, model.global_slots)"] = (
-        banks,
-        ("gate", "gate_bias", "memory_read"),
-    )
     default = AdaptiveOptions()
-    for what, (there, names) in without.items():
-        for name in names:
-            if there is None and getattr(options, name) != getattr(default, name):
-                raise UserError(
-                    f"model.{name}={getattr(options, name)} has no effect without {what}; leave it "
-                    "out"
-                )
+    for name, there, what in (
+        ("scale_init", options.max_iterations, "loops (model.max_iterations)"),
+        ("gate_bias", banks, "memory (model.local_slots, model.global_slots)"),
+    ):
+        value = getattr(options, name)
+        if there is None and value != getattr(default, name):
+            raise UserError(f"model.{name}={value} has no effect without {what}; leave it out")
 
 
 def decoder_config(
@@ -162,7 +137,6 @@ def decoder_config(
         banks = sum(each is not None for each in (own, shared))
         config = AdaptiveLayer.Config(
             block=block_config(shape, options.attention, rotation, output_init),
-            halting=options.halting,
             bank=own,
             shared_bank=shared,
             readers=tuple(
@@ -171,7 +145,6 @@ def decoder_config(
                 )
                 for _ in range(banks)
             ),
-            memory_read=options.memory_read,
         )
         if options.max_iterations is not None:
             config.loop_norm = LayerNorm.Config(
@@ -189,7 +162,6 @@ def decoder_config(
             config.gates = MemoryGates.Config(
                 banks=banks,
                 dim=dim,
-                width=1 if options.gate == "scalar" else dim,
                 param_init={
                     "weight": nn.init.zeros_,
                     "bias": partial(nn.init.constant_, val=options.gate_bias),
@@ -218,7 +190,6 @@ def decoder_config(
         enable_weight_tying=options.tie_weights,
         recurrent_steps=shape.recurrent_steps,
         decay_controls=options.decay_controls,
-        scale_rate=options.scale_rate,
     )
 
 
@@ -228,6 +199,6 @@ ADAPTIVE = Family(
     sizes=SIZES,
     decoder_config=decoder_config,
     uses=frozenset({"generate", "held_out"}),
-    exit_policies=frozenset({"static", "survival"}),
-    runtime_options=RUNTIME_OPTIONS | {"scale_init", "scale_rate", "decay_controls", "gate_bias"},
+    exit_policies=frozenset({"static"}),
+    runtime_options=RUNTIME_OPTIONS | {"scale_init", "decay_controls", "gate_bias"},
 )

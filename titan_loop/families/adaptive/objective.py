@@ -1,9 +1,6 @@
 """The loss of models whose layers loop: cross entropy, and a price for extra iterations.
 
-    L = CE + λ ñ,   ñ = (n̄ − 1) / (N_max − 1),   n̄ = 1/N Σ_ℓ E[n_ℓ]
-
-With `model.halting=remainder` ñ is in [0, 1]. With `literal` it may fall below 0, since the weights
-of the iterations then add up to less than 1.
+    L = CE + λ ñ,   ñ = (n̄ − 1) / (N_max − 1) in [0, 1],   n̄ = 1/N Σ_ℓ E[n_ℓ]
 
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers", Eq. 11–12; λ = 0 in most of
 its runs. Deviation: E[n_ℓ] is the mean over tokens with a label, like the cross entropy.

@@ -20,8 +20,9 @@ Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §4 Eq. 4–6, Appendix B.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from annotated_types import Ge, Gt
@@ -32,7 +33,7 @@ from torchtitan.protocols.module import Module
 from titan_loop.bounds import FINITE
 from titan_loop.errors import UserError
 from titan_loop.families.discoloop.decoding import DecodingDecoder
-from titan_loop.families.discoloop.soft_decode import Decoding, NormalisedOver
+from titan_loop.families.discoloop.soft_decode import Decoding
 from titan_loop.families.ouro.model import SIZES
 from titan_loop.models.context import LoopContext
 from titan_loop.models.family import Family, FamilyName, ModelSize
@@ -51,6 +52,8 @@ ChannelGate: TypeAlias = Literal["fixed", "learned"]
 class DecodingOptions(LoopOptions):
     """Options of every family with a decoded channel."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"normalised_over": "top_k"}
+
     exit_gate: bool = False
     """Whether there is an exit gate; without one the loss is the last step's."""
 
@@ -63,10 +66,6 @@ class DecodingOptions(LoopOptions):
     top_k: Annotated[int | None, Ge(1)] = None
     """Number of tokens whose embeddings are mixed between two steps; None for all of them."""
 
-    normalised_over: NormalisedOver = "top_k"
-    """Tokens whose probabilities add up to 1: top_k, the kept tokens alone; or vocabulary, so
-    that the kept ones add up to less."""
-
     def decoding(self, vocab_size: int) -> Decoding:
         """Return the decoding options of Φ; raises `UserError` for options that cannot work."""
         if self.coda_layers:
@@ -77,7 +76,7 @@ class DecodingOptions(LoopOptions):
         if self.top_k is not None and self.top_k > vocab_size:
             problem = f"is more than the {vocab_size} tokens of the vocabulary"
             raise UserError(f"model.top_k={self.top_k} {problem}; leave it out to keep all of them")
-        return Decoding(self.temperature, self.top_k, self.normalised_over)
+        return Decoding(self.temperature, self.top_k)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,14 +3,13 @@
     z_v = w_v · h / τ      p = softmax(z)      Φ(h) = Σ_v p_v e_v
 
 Forward and backward run chunk by chunk, so logits exist for one chunk of tokens at a time. With
-`top_k` the sum runs over the k tokens of the largest logits, with ties going to the smaller id, and
-p is normalised over these alone or over the whole vocabulary. With the gradient g of Φ and
-s_v = g · e_v, the other gradients are
+`top_k` sum and softmax run over the k tokens of the largest logits alone, with ties going to the
+smaller id. With the gradient g of Φ and s_v = g · e_v, the other gradients are
 
     de_v = p_v g     dz_v = p_v (s_v − Σ_u p_u s_u)     dh = Σ_v dz_v w_v / τ     dw_v = dz_v h / τ
 
-For them the forward pass saves the normaliser of p if it sums over the vocabulary, and with `top_k`
-the kept tokens and their p; the backward pass adds one sum over tokens. Ranks that share the
+For them the forward pass saves the normaliser of p, and with `top_k` instead the kept tokens and
+their p; the backward pass adds one sum over tokens. Ranks that share the
 vocabulary exchange the maxima and sums of a chunk, and with `top_k` the k largest logits of each
 rank, but no others. Every rank returns the part of Φ that its own rows contribute.
 
@@ -21,7 +20,7 @@ Source: DiscoLoop, arXiv 2607.00341, §4 Eq. 5 and Appendix B; the streaming is 
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +33,6 @@ from torchtitan.models.common.embedding import Embedding
 from titan_loop.models.readout import LMHead
 from titan_loop.models.vocabulary import Vocabulary
 
-NormalisedOver: TypeAlias = Literal["vocabulary", "top_k"]
-"""Tokens whose probabilities add up to 1."""
-
 
 @dataclass(frozen=True)
 class Decoding:
@@ -45,26 +41,19 @@ class Decoding:
     Attributes:
         temperature: τ > 0.
         top_k: Number of tokens kept; None keeps all of them.
-        normalised_over: Tokens whose probabilities add up to 1.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
-    normalised_over: NormalisedOver = "top_k"
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the logits that were not kept have no gradient."""
-        return self.top_k is not None and self.normalised_over == "top_k"
 
     def training_flops(self, dim: int, vocab_size: int) -> tuple[int, int]:
         """Return FLOPs per token, forward and backward, without recomputation.
 
         The forward pass computes all logits, then a sum of V or K embeddings. The backward pass
-        costs twice as much, except that logits without a gradient cost it nothing.
+        costs twice as much, except that logits that were not kept cost it nothing.
         """
         every, kept = 2 * dim * vocab_size, 2 * dim * (self.top_k or vocab_size)
-        return every + kept, 2 * (kept if self.is_sparse else every) + 2 * kept
+        return every + kept, 4 * kept
 
 
 def soft_decode(head: LMHead, hidden_BLD: Tensor, encoder: Embedding, decoding: Decoding) -> Tensor:
@@ -74,7 +63,7 @@ def soft_decode(head: LMHead, hidden_BLD: Tensor, encoder: Embedding, decoding: 
         head: Holds the rows w_v. It is called, so that its weight is gathered.
         encoder: Holds the rows e_v; it may share the head's weight. It must be gathered together
             with the head.
-        decoding: Temperature, tokens kept and normalisation.
+        decoding: Temperature and tokens kept.
     """
     (decoded_BLD,) = head((hidden_BLD,), through=partial(_through, encoder, decoding))
     return decoded_BLD
@@ -106,18 +95,13 @@ def _through(
 
 
 def soft_encode(log_prob_BLV: Tensor, encoder_VD: Tensor, decoding: Decoding) -> Tensor:
-    """Return Φ, (B, L, D), of log-probabilities at temperature 1, without gradients.
-
-    Args:
-        decoding: Temperature, tokens kept and normalisation.
-    """
+    """Return Φ, (B, L, D), of log-probabilities at temperature 1, without gradients."""
     log_prob_CV = log_prob_BLV.flatten(0, -2) / decoding.temperature
     prob_CV = log_prob_CV.softmax(dim=-1)
     if decoding.top_k is not None:
         place_CK = _top_places(log_prob_CV, decoding.top_k)
         kept_CV = torch.zeros_like(prob_CV).scatter(-1, place_CK, prob_CV.gather(-1, place_CK))
-        total_C1 = kept_CV.sum(dim=-1, keepdim=True) if decoding.is_sparse else 1.0
-        prob_CV = kept_CV / total_C1
+        prob_CV = kept_CV / kept_CV.sum(dim=-1, keepdim=True)
     decoded_CD = torch.mm(prob_CV.to(encoder_VD.dtype), encoder_VD)
     return decoded_CD.unflatten(0, log_prob_BLV.shape[:-1])
 
@@ -183,20 +167,15 @@ class _KeptTokens(torch.autograd.Function):
         decoded_TD = encode_VD.new_empty(hidden_TD.shape)
         id_TK = torch.empty(tokens, kept, dtype=torch.int32, device=hidden_TD.device)
         prob_TK = hidden_TD.new_empty(tokens, kept, dtype=wide)
-        log_sum_T = None if decoding.is_sparse else hidden_TD.new_empty(tokens, dtype=wide)
         for chunk in kept_chunks(kept, tokens, chunk_tokens, encode_VD.shape):
             logit_CV = _logits(hidden_TD[chunk], decoder_VD, decoding)
             id_CK, value_CK = _largest(logit_CV, kept, vocabulary)
-            if log_sum_T is None:
-                prob_CK = value_CK.softmax(dim=-1)
-            else:
-                log_sum_T[chunk] = _softmax_(logit_CV, vocabulary)
-                prob_CK = (value_CK - log_sum_T[chunk].unsqueeze(-1)).exp()
+            prob_CK = value_CK.softmax(dim=-1)
             id_TK[chunk], prob_TK[chunk] = id_CK.int(), prob_CK
             row_CK, prob_CK = _here(id_CK, prob_CK, encode_VD, vocabulary)
             weight_C1K = prob_CK.unsqueeze(1).to(encode_VD.dtype)
             decoded_TD[chunk] = torch.bmm(weight_C1K, encode_VD[row_CK]).squeeze(1)
-        ctx.save_for_backward(hidden_TD, decoder_VD, encoder_VD, log_sum_T, id_TK, prob_TK)
+        ctx.save_for_backward(hidden_TD, decoder_VD, encoder_VD, id_TK, prob_TK)
         return decoded_TD
 
     @staticmethod
@@ -204,7 +183,7 @@ class _KeptTokens(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator is untyped
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden_TD, decoder_VD, encoder_VD, log_sum_T, id_TK, prob_TK = ctx.saved_tensors
+        hidden_TD, decoder_VD, encoder_VD, id_TK, prob_TK = ctx.saved_tensors
         vocabulary, chunk_tokens, decoding = ctx.how
         gradients = _Gradients(hidden_TD, decoder_VD, encoder_VD)
         encode_VD = gradients.encode_VD
@@ -216,14 +195,8 @@ class _KeptTokens(torch.autograd.Function):
             score_CK = prob_CK * torch.bmm(encode_VD[row_CK], grad_CD1).squeeze(-1)
             (mean_C,) = vocabulary.all_reduce_sum(score_CK.sum(dim=-1))
             gradients.add_rows(gradients.encoder_grad_VD, row_CK, prob_CK, grad_CD)
-            if log_sum_T is None:
-                logit_grad_CK = (score_CK - prob_CK * mean_C.unsqueeze(-1)) / decoding.temperature
-                gradients.add_kept_decoded(chunk, row_CK, logit_grad_CK, hidden_CD)
-                continue
-            logit_grad_CV = _logits(hidden_CD, decoder_VD, decoding)  # including tokens not kept
-            logit_grad_CV.sub_(log_sum_T[chunk].unsqueeze(-1)).exp_().mul_(-mean_C.unsqueeze(-1))
-            logit_grad_CV.scatter_add_(1, row_CK, score_CK)
-            gradients.add_decoded(chunk, logit_grad_CV.div_(decoding.temperature), hidden_CD)
+            logit_grad_CK = (score_CK - prob_CK * mean_C.unsqueeze(-1)) / decoding.temperature
+            gradients.add_kept_decoded(chunk, row_CK, logit_grad_CK, hidden_CD)
         return gradients.all()
 
 

@@ -113,9 +113,7 @@ class HrmDecoder(LoopDecoder):
         """Return z_H, which ends in a norm."""
         return hidden_BLD.high_BLD
 
-    def prompt_columns(
-        self, tokens_BL: Tensor, lengths_B: Tensor, prefix_B: Tensor, *, shortened: bool
-    ) -> Mapping[str, Tensor] | None:
+    def prompt_columns(self, tokens_BL: Tensor, prefix_B: Tensor) -> Mapping[str, Tensor] | None:
         """As in the base class."""
         if not self.config.prefix_lm:
             return None

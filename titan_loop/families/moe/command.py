@@ -1,4 +1,4 @@
-"""`titan-loop moe MODEL --output RUN …`: experts for a dense model, a loop for a mixture."""
+"""`titan-loop moe MODEL --output RUN --experts E …`: experts for a dense model."""
 
 import sys
 from pathlib import Path
@@ -12,34 +12,28 @@ def moe(
     model: Path,
     *,
     output: Path,
-    experts: int | None = None,
-    top_k: int | None = None,
-    router: Literal["sigmoid", "softmax"] | None = None,
-    noise: float | None = None,
-    dense_layers: list[int] | None = None,
-    prelude: int | None = None,
-    coda: int | None = None,
-    recurrent_steps: int | None = None,
-    routers: int | None = None,
+    experts: int,
+    top_k: int = 2,
+    router: Literal["sigmoid", "softmax"] = "sigmoid",
+    noise: float = 0.0,
+    dense_layers: tuple[int, ...] = (),
+    routers: int = 1,
 ) -> None:
-    """Give a dense model experts, or loop the layers of a mixture, in a new run directory.
+    """Give a dense model experts, in a new run directory.
 
-    A model that loops keeps its loop; --recurrent-steps makes one of a model that does not. See
-    titan_loop/families/moe/README.md.
+    A model that loops keeps its loop; `titan-loop retrofit --mode plain` makes one of a model that
+    does not. See titan_loop/families/moe/README.md.
 
     Args:
-        model: A run of family nanbeige or moe, or a checkpoint of one; `titan-loop convert import`
-            makes one of a LlamaForCausalLM folder.
+        model: A run of family nanbeige, or a checkpoint of one; `titan-loop convert import` makes
+            one of a LlamaForCausalLM folder.
         output: New run directory.
-        experts: Copies of each feed-forward; a dense model needs them.
-        top_k: Experts that a token visits, 2 by default.
-        router: Function from logits to scores, sigmoid by default.
+        experts: Copies of each feed-forward.
+        top_k: Experts that a token visits.
+        router: Function from logits to scores.
         noise: Standard deviation of the noise on a copy, relative to the root mean square of its
             matrix; by default none, so that the first outputs are the dense model's.
         dense_layers: Layers that stay dense, counted from 1.
-        prelude: Number of layers before the new loop, 0 by default.
-        coda: Number of layers after it, 0 by default.
-        recurrent_steps: R of the new loop.
         routers: Number of routers of a looped layer; step r uses router r, later steps the last.
     """
     upcycling = MoEUpcycling(
@@ -47,10 +41,7 @@ def moe(
         top_k=top_k,
         router=router,
         noise=noise,
-        dense_layers=None if dense_layers is None else tuple(dense_layers),
-        prelude=prelude,
-        coda=coda,
-        recurrent_steps=recurrent_steps,
+        dense_layers=dense_layers,
         routers=routers,
     )
     print(upcycle_to_experts(model, output, upcycling, sys.argv))

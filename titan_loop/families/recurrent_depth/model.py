@@ -1,4 +1,4 @@
-"""Recurrent depth: GPT-2's blocks applied R times; by default a pass starts as the identity.
+"""Recurrent depth: GPT-2's blocks applied R times; a pass starts as the identity.
 
     h_0 = E[x] + P[position],   h_r = block_N(… block_1(h_{r−1}) …),   logits = E norm(h_R)
 
@@ -10,12 +10,13 @@ Initialisation: a block's two output projections, with their biases, are zero, s
 steps are the identity for any R. The other matrices are normal with standard deviation
 0.02 √(768/D), which is GPT-2's 0.02 at its width of 768 and gives projections the same gain at
 every width; they are truncated at three standard deviations. The authors' code draws embeddings and
-positions from N(0, 1) (`initial_tables=unit`). In its experiments on systematic generalisation it
-initialises the output projections like the other matrices.
+positions from N(0, 1) (`initial_tables=unit`).
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §4, and its authors' code. Deviations: the
-truncation; no dropout unless `dropout` is set. Theirs is 0.1, but acts only in the first epoch of a
-run or level, because their exams leave the model in evaluation mode.
+truncation; output projections start at zero in every experiment, where their code draws them like
+other matrices in those on systematic generalisation; no dropout unless `dropout` is set. Theirs is
+0.1, but acts only in the first epoch of a run or level, because their exams leave the model in
+evaluation mode.
 """
 
 from collections.abc import Callable, Mapping

@@ -7,7 +7,6 @@ _HERE = "titan_loop.families.xllm"
 register(
     Plugin(
         families={"xllm": f"{_HERE}.model:XLLM"},
-        objectives={"StudentLoss": f"{_HERE}.student_loss:StudentLoss"},
         formats={"xllm": f"{_HERE}.formats:XLLM_FOLDER"},
     )
 )

@@ -15,34 +15,25 @@ control without shared weights.
 Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833, and their code.
 """
 
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
-import torch
 from torch import Tensor
 from torchtitan.models.common.decoder_sharding import norm_config
 from torchtitan.models.common.nn_modules import RMSNorm
 
-from titan_loop.errors import UserError
 from titan_loop.families.xllm.injection import LinearInjection, weights_of
 from titan_loop.families.xllm.start_state import StartState
-from titan_loop.families.xllm.student import ERROR, TAUGHT, Student, scaled_error
-from titan_loop.models.context import AttentionMask, LoopContext
+from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops, LayerVisits
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.injection import Injected
-from titan_loop.models.output import LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.models.recurrence import Carry
 from titan_loop.models.sharding import mixed_states
 from titan_loop.models.units import NORM_AND_GATE, Unit
-
-SHORTENED = "shortened"
-"""Column in the context that makes a prompt start from the student's state."""
 
 States: TypeAlias = Literal["one", "shared", "split"]
 
@@ -75,28 +66,6 @@ class XllmDecoder(LoopDecoder):
         untied_steps: int
         prelude_norm: FinalNorm.Config | None
         state_norm: RMSNorm.Config | None
-        student: Student.Config | None = None
-
-        @property
-        def aux(self) -> tuple[str, ...]:
-            """As in the base class, with the two entries that a student's loss reads."""
-            own = () if self.student is None else (ERROR, TAUGHT)
-            return (*super(XllmDecoder.Config, self).aux, *own)
-
-        def check_spreading(
-            self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
-        ) -> None:
-            """As in the base class; a student runs whole windows on one device."""
-            super(XllmDecoder.Config, self).check_spreading(
-                tensor_parallel=tensor_parallel,
-                context_parallel=context_parallel,
-                expert_parallel=expert_parallel,
-            )
-            if self.student is not None and max(tensor_parallel, context_parallel) > 1:
-                raise UserError(
-                    f"model.student={len(self.student.layers)} does not work with tensor or "
-                    "context parallelism; leave both at 1"
-                )
 
         @property
         def updates(self) -> list[Update]:
@@ -150,19 +119,7 @@ class XllmDecoder(LoopDecoder):
             )
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
-            """As in the base class, with the injection's matrix at every update.
-
-            With a student the rest of the model runs forward only. The coda runs a second time, on
-            the student's state, with a backward pass to its input.
-            """
-            if self.student is not None:
-                reached, layer = 0, self.layers[0].matrix_elements
-                visits = 2 * self.layer_visits(recurrent_steps, 0).forward
-                visits += 6 * len(self.student.layers) + 4 * self.coda_layers
-                flops = flops._replace(
-                    matrices=visits * layer + 4 * self.dim**2,
-                    attention=flops.attention * visits * layer / flops.matrices,
-                )
+            """As in the base class, with the injection's matrix at every update."""
             if self.injection is None:
                 return flops
             elements = self.dim**2 * (1 + isinstance(self.injection, LinearInjection.Config))
@@ -176,57 +133,13 @@ class XllmDecoder(LoopDecoder):
         self.start_state = config.start_state.build()
         self.prelude_norm = None if config.prelude_norm is None else config.prelude_norm.build()
         self.state_norm = None if config.state_norm is None else config.state_norm.build()
-        self.student = None
-        if config.student is not None:
-            self.requires_grad_(False)
-            self.student = config.student.build()
-
-    def forward(self, *args: Any, **named: Any) -> LoopOutput:
-        """As in the base class; while a student trains, return its prediction and its targets."""
-        if self.student is None or not (self.training and torch.is_grad_enabled()):
-            return super().forward(*args, **named)
-        return self._taught(*args, **named)
-
-    def _taught(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        attention_masks: AttentionMask | None = None,
-        *,
-        recurrent_steps: int | None = None,
-        **_: Any,
-    ) -> LoopOutput:
-        assert self.student is not None
-        steps = self.recurrent_steps if recurrent_steps is None else recurrent_steps
-        context = self.make_context(tokens, positions, attention_masks)
-        with torch.no_grad():
-            prelude_BLD = self._prelude(tokens, context)
-            start = self._started(prelude_BLD, context)
-            (state,) = deque(self.recurrence.run(self, start, steps, context), maxlen=1)
-            taught_BLD = self.state_gather(self.read(state, context, steps))
-        predicted_BLD = self.student(prelude_BLD, context)
-        error_BL = scaled_error(predicted_BLD, state)
-        read_BLD = self.state_gather(self.read(predicted_BLD, context, steps))
-        return LoopOutput((read_BLD,), (), steps, {ERROR: error_BL, TAUGHT: taught_BLD})
-
-    def _prelude(self, tokens: Tensor, context: LoopContext) -> Tensor:
-        """Return the prelude's output before its norm."""
-        carry = super().start(tokens, context)
-        return carry if self.injection is None else carry.embedding_BLD
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
         """Return the carry of step 1: one or two start states, and e."""
-        return self._started(self._prelude(tokens, context), context)
-
-    def _started(self, prelude_BLD: Tensor, context: LoopContext) -> Carry:
-        predicted_BLD = None
-        if context.columns is not None and SHORTENED in context.columns:
-            assert self.student is not None
-            predicted_BLD = self.student(prelude_BLD, context)
+        carry = super().start(tokens, context)
+        prelude_BLD = carry if self.injection is None else carry.embedding_BLD
         if self.prelude_norm is not None:
             prelude_BLD = self.prelude_norm(prelude_BLD)
-        if predicted_BLD is not None:
-            return Injected(predicted_BLD, prelude_BLD)
         first_BLD = self.start_state(prelude_BLD, context.positions_BL)
         state = first_BLD if self.config.states == "one" else Hierarchy(prelude_BLD, first_BLD)
         return Injected(state, prelude_BLD)  # type: ignore[arg-type]  two states
@@ -277,17 +190,7 @@ class XllmDecoder(LoopDecoder):
             units.append(unit._replace(modules=modules))
         if self.injection is not None:
             units.append(Unit("injection", (self.injection,)))
-        if self.student is not None:
-            units.append(Unit("student", (self.student,), place="before"))
         return units
-
-    def prompt_columns(
-        self, tokens_BL: Tensor, lengths_B: Tensor, prefix_B: Tensor, *, shortened: bool
-    ) -> Mapping[str, Tensor] | None:
-        """As in the base class; with a student, shortened prompts start from its state."""
-        if self.student is None or not shortened:
-            return None
-        return {SHORTENED: lengths_B}
 
     def cache_slots(self, recurrent_steps: int) -> tuple[int, int, int]:
         """As in the base class, with one slot for every layer visit of a step."""

@@ -1,11 +1,9 @@
-"""xLLM-Loop's random depths: capped Poisson-lognormal draws for a step or parts of its batch.
+"""xLLM-Loop's random depths: capped Poisson-lognormal draws, one for each training step.
 
     R = min(cap, 1 + Poisson(exp τ)),   τ ~ N(μ, σ²),   μ such that E[R] is the given mean
 
 A draw inverts the cumulative distribution at a uniform number u, which depends on the seed and the
 draw's index only: all ranks agree without communication, and a resumed run repeats its draws.
-Antithetic draws come in pairs, at u and 1 − u. A global batch can be cut into equal parts with one
-draw each. A part holds the same windows on every parallel layout, so a window keeps its depth.
 
 Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833 II, and their code, which draws for every
 micro-batch.
@@ -21,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 
-from titan_loop.errors import UserError, require_at_least
+from titan_loop.errors import UserError
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.depth_schedule import poisson_lognormal
 from titan_loop.training.step_plan import StepPlan
@@ -56,39 +54,24 @@ def capped_depths(mean: float, sigma: float, most: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnDepth(Callback):
-    """Draws R of every training step, or of equal parts of its global batch.
+    """Draws R of every training step.
 
     Attributes:
         probabilities: Probabilities of 1, 2, … recurrent steps.
-        antithetic: Whether consecutive draws form pairs, at u and 1 − u.
-        per_step: Draws per training step; must divide a rank's micro-batches per step.
         seed: Seed of the draws.
-
-    Raises:
-        UserError: `per_step` is below 1.
     """
 
     probabilities: Sequence[float]
-    antithetic: bool = False
-    per_step: int = 1
     seed: int = SEED
 
-    def __post_init__(self) -> None:
-        require_at_least(1, per_step=self.per_step)
-
     def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
-        """Return the plan with the drawn depths, and their rounded mean as R."""
-        first = (plan.step - 1) * self.per_step
-        depths = tuple(self.draw(first + number) for number in range(self.per_step))
-        return replace(plan, recurrent_steps=round(sum(depths) / self.per_step), depths=depths)
+        """Return the plan with the drawn R."""
+        return replace(plan, recurrent_steps=self.draw(plan.step - 1))
 
     def draw(self, index: int) -> int:
         """Return draw `index`, counted from 0."""
-        key = index // 2 if self.antithetic else index
-        generator = torch.Generator().manual_seed(key + self.seed)
+        generator = torch.Generator().manual_seed(index + self.seed)
         uniform = float(torch.rand((), generator=generator))
-        if self.antithetic and index % 2:
-            uniform = 1.0 - uniform
         upto = np.minimum(np.cumsum(self.probabilities), 1.0)
         upto[-1] = 1.0
         return min(bisect_left(upto, uniform) + 1, len(upto))

@@ -11,10 +11,10 @@ since they keep a gain as its offset from 1.
 """
 
 import math
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Gt, Lt
 from torch import nn
@@ -24,7 +24,6 @@ from titan_loop.errors import UserError
 from titan_loop.families.xllm.decoder import States, XllmDecoder
 from titan_loop.families.xllm.injection import Injection, injection_config
 from titan_loop.families.xllm.start_state import Start, StartState
-from titan_loop.families.xllm.student import student_config
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.initialisation import normal_matrix
@@ -47,6 +46,8 @@ DecoderConfig = TypeVar("DecoderConfig", bound=XllmDecoder.Config)
 @dataclass(kw_only=True, slots=True)
 class XllmOptions(LlamaOptions):
     """Options of a model with prelude, core and coda; every field is a flag."""
+
+    retired: ClassVar[Mapping[str, Any]] = {"student": 0}
 
     family: FamilyName = field(default="xllm", init=False)
 
@@ -92,10 +93,6 @@ class XllmOptions(LlamaOptions):
     state_norm: bool = False
     """Whether every update ends with an RMSNorm that has no learned gain."""
 
-    student: Annotated[int, Ge(0)] = 0
-    """Number of blocks in the student, which predicts the state of prompts; 0 for no student. In a
-    model with a student only the student trains."""
-
 
 def _check(options: XllmOptions, shape: ModelSize) -> None:
     if options.injection == "none" and (options.start_state != "input" or options.prelude_norm):
@@ -103,11 +100,6 @@ def _check(options: XllmOptions, shape: ModelSize) -> None:
             f"model.injection=none with model.start_state={options.start_state} and "
             f"model.prelude_norm={options.prelude_norm}: the core would not read its input; set "
             "start_state to input and prelude_norm to False, or choose an injection"
-        )
-    if options.student and (options.injection == "none" or options.states != "one"):
-        raise UserError(
-            f"model.student={options.student} predicts the one state that an injection adds to: "
-            "set model.states=one and an injection"
         )
     core = shape.n_layers - options.prelude_layers - options.coda_layers
     if options.states == "split" and core % 2:
@@ -151,10 +143,6 @@ def xllm_config(
         state_norm=RMSNorm.Config(**norm, elementwise_affine=False) if options.state_norm else None,
         **own,
     )
-    if options.student:
-        core = config.layers[config.looped.start]
-        blocks = [deepcopy(core) for _ in range(options.student)]
-        config.student = student_config(blocks, shape.dim, std)
     table = {"weight": partial(normal_matrix, std=shape.dim**-0.5)}
     config.tok_embeddings = replace(config.tok_embeddings, param_init=table)
     config.lm_head = replace(config.lm_head, param_init=table)

@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_loop.errors import UserError
 from titan_loop.families.moe.decoder import MoEDecoder, SparseConfig
 from titan_loop.families.moe.model import (
     ExpertOptions,
@@ -58,8 +57,6 @@ def decoder_config(
 ) -> XllmMoEDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
     check_experts(options, shape)
-    if options.student:
-        raise UserError(f"model.student={options.student} is for dense layers; set it to 0")
     own: dict[str, Any] = {"dense_hidden_dim": shape.hidden_dim, "bias_rate": options.bias_rate}
     config = xllm_config(XllmMoEDecoder.Config, options, shape, max_seq_len, **own)
     gain = residual_gain(options, shape)
