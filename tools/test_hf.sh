@@ -11,7 +11,7 @@ set_up_tests
 source tools/group_environment.sh
 
 # Others import datatrove, which this environment's huggingface_hub is too old for.
-mapfile -t files < <(grep -rlw transformers tests/families tests/contracts --include='test_*.py')
+mapfile -t files < <(grep -rlwE 'transformers|trl' tests/families tests/contracts tests/rl --include='test_*.py')
 status=0
 for marker in hf4 hf5; do
     folder=$VENV/$marker
