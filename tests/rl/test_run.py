@@ -26,7 +26,9 @@ def reward_config(folder: Path, steps: int = 4, **data) -> LoopTrainer.Config:
         dump_folder=str(folder),
         total_tokens=steps * WINDOW * WINDOWS,
         model=OuroOptions(size="debugmodel", exit_gate=True),
-        dataloader=RolloutLoader.Config(task=Mano(3, 2), group=4, log_rollouts=True, **data),
+        dataloader=RolloutLoader.Config(
+            **{"task": Mano(3, 2), "group": 4, "log_rollouts": True, **data}
+        ),
         learning_rate=Schedule.constant(3e-3),
         recurrence=RecurrenceConfig(steps=Schedule.constant(3)),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(WINDOW * WINDOWS)),
@@ -83,7 +85,7 @@ def test_ranks_draw_the_same_prompts_and_make_the_same_update(tmp_path, gloo_poo
 
 def test_reward_grows_from_random_weights(tmp_path):
     train_run(reward_config(tmp_path, steps=60))
-    right = [line["rl/right"] for line in records(tmp_path)]
+    right = [line["rl/score"] for line in records(tmp_path)]
     # A guess among 128 tokens is right in 1 of 128; the most frequent of three values in a half.
     assert right[0] < 0.25
     assert sum(right[-10:]) / 10 > 0.35

@@ -26,10 +26,11 @@ from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.load.batches import BatchesRead, Position
 from titan_loop.data.load.task_loader import TaskLoader, clear
 from titan_loop.data.load.windows import Window, empty_batch
+from titan_loop.data.tasks.prompt_file import PromptFile, contents
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import ExitPolicy, parse_exit_policy
-from titan_loop.inference.rows import Completion, Request
+from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
@@ -56,10 +57,20 @@ COLUMNS = (
 
 
 class Prompt(NamedTuple):
-    """A question: its tokens, and the tokens of the right answer."""
+    """A question of the task: its tokens, and how many an answer may have."""
 
+    question: Any
     tokens: Sequence[int]
-    answer: Sequence[int]
+    most_tokens: int
+
+
+@dataclass
+class Answer:
+    """Tokens of an answer, the one that ends it too, with the step and log π of each."""
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,14 +78,17 @@ class Group:
     """The answers to one prompt.
 
     Attributes:
-        reward_G: Rewards, fp64, price and penalty included.
-        right_G: Whether each answer is right.
+        score_G: Rewards of the task, fp64; those of answers that it could not judge are the mean of
+            the others.
+        reward_G: The same with price and penalty.
+        judged_G: Whether the task could judge each answer; the others are not trained on.
     """
 
     prompt: Prompt
-    answers: Sequence[Completion]
-    right_G: Tensor
+    answers: Sequence[Answer]
+    score_G: Tensor
     reward_G: Tensor
+    judged_G: Tensor
 
 
 class Writer:
@@ -121,10 +135,17 @@ class Writer:
         torch.distributed.all_reduce(total)
         return total.item()
 
-    def write(self, requests: Sequence[Request]) -> list[Completion]:
+    def write(self, requests: Sequence[Request]) -> list[Answer]:
         """Return an answer to each request."""
-        rows = min(self._rows, len(requests))
-        return self._engine.complete(requests, rows=rows, sampling=Sampling(temperature=1.0))
+        answers = [Answer() for _ in requests]
+        rows, sampling = min(self._rows, len(requests)), Sampling(temperature=1.0)
+        for event in self._engine.stream(requests, rows=rows, sampling=sampling):
+            assert event.log_prob is not None
+            answer = answers[event.row]
+            answer.tokens.append(event.token)
+            answer.steps.append(event.step)
+            answer.log_probs.append(event.log_prob)
+        return answers
 
 
 class RolloutLoader(TaskLoader):
@@ -150,9 +171,6 @@ class RolloutLoader(TaskLoader):
         exit: str = "sampled"
         """Exit policy of the answers: sampled draws from the gate; full, static:S, q:T, … as in
         `titan-loop generate --exit`."""
-
-        graded: Literal["all", "last"] = "all"
-        """Whether every token of the answer must be right, or its last one alone."""
 
         normaliser: Normaliser = "group"
         """Tokens that an objective is a mean over: of an answer (GRPO), of a group (DAPO), or of
@@ -202,13 +220,32 @@ class RolloutLoader(TaskLoader):
         self._config = config
         self._writer: Writer | None = None
         self._log: Path | None = None
+        self._failures = 0
+        self._check_verifier()
         self.report: dict[str, float] = {}
+
+    def _check_verifier(self) -> None:
+        """Raise `UserError` unless the task can judge the right answer of its first question."""
+        task = self._config.task
+        question = next(task.questions(0, task.levels - 1))
+        example = task.encode(question)
+        right = example.labels[example.answer].tolist()
+        try:
+            task.grade(question, right)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"the verifier of task {task.name} fails on a right answer: {error!r}; mend it"
+            ) from error
 
     def describe(self, config: TaskLoader.Config, seq_len: int) -> dict[str, Any]:
         """As in the base class; all that decides answers and rewards."""
         assert isinstance(config, RolloutLoader.Config)
-        own = ("group", "exit", "graded", "redraws", "step_price", "overlong_buffer")
+        own = ("group", "exit", "redraws", "step_price", "overlong_buffer")
         rollouts = {name: getattr(config, name) for name in own}
+        if isinstance(config.task, PromptFile):
+            rollouts["sha256"] = contents(config.task.path)
         return {**super().describe(config, seq_len), "rollouts": rollouts}
 
     def write_with(self, writer: Writer, log: Path | None) -> None:
@@ -223,7 +260,9 @@ class RolloutLoader(TaskLoader):
         numbers = self.next_windows(position.first_window, position.windows)
         own = numbers.reshape(-1, self._dp_world_size, self._local_batch_size)[:, self._dp_rank]
         groups = self._groups((own.reshape(-1, config.group)[:, 0] // config.group).tolist())
-        length_PG = torch.tensor([[len(each.tokens) for each in group.answers] for group in groups])
+        written_PG = [[len(each.tokens) for each in group.answers] for group in groups]
+        judged_PG = torch.stack([group.judged_G for group in groups])
+        length_PG = torch.tensor(written_PG) * judged_PG
         weight_PG = token_weights(length_PG, config.normaliser)
         # What a rank's weights sum over becomes all ranks'.
         own_share = length_PG.sum() if config.normaliser == "batch" else torch.tensor(len(groups))
@@ -262,7 +301,8 @@ class RolloutLoader(TaskLoader):
         requests = [
             Request(
                 prompt=prompt.tokens,
-                max_new_tokens=len(prompt.answer),
+                max_new_tokens=prompt.most_tokens,
+                stop_tokens=frozenset() if task.end is None else frozenset({task.end}),
                 seed=keyed_integer(f"{task.name} answer", config.seed, number, attempt, answer)
                 // 2,
                 log_probs=True,
@@ -279,35 +319,47 @@ class RolloutLoader(TaskLoader):
     def _prompt(self, number: int, attempt: int) -> Prompt:
         config, task = self._config, self._config.task
         key = keyed_integer(f"{task.name} prompt", config.seed, number, attempt)
-        example = task.encode(next(task.questions(key, task.levels - 1)))
+        return self._asked(next(task.questions(key, task.levels - 1)))
+
+    def _asked(self, question: Any) -> Prompt:
+        task = self._config.task
+        example = task.encode(question)
         (places,) = np.nonzero(example.answer)
         if len(places) != places[-1] - places[0] + 1:
             raise UserError(
                 f"dataloader=RolloutLoader cannot ask {task.name}: other tokens stand between the "
                 "tokens of its answer; choose a task whose answer is one piece"
             )
-        first = int(places[0])
-        return Prompt(example.tokens[: first + 1].tolist(), example.labels[places].tolist())
+        prompt = example.tokens[: int(places[0]) + 1].tolist()
+        return Prompt(question, prompt, task.answer_limit or len(places))
 
-    def _graded(self, prompt: Prompt, answers: Sequence[Completion]) -> Group:
+    def _graded(self, prompt: Prompt, answers: Sequence[Answer]) -> Group:
         config = self._config
-        checked = slice(-1, None) if config.graded == "last" else slice(None)
-        right = [
-            len(each.tokens) == len(prompt.answer)
-            and [*each.tokens[checked]] == [*prompt.answer[checked]]
-            for each in answers
-        ]
-        right_G = torch.tensor(right, dtype=torch.float64)
+        scores = [self._score(prompt, each) for each in answers]
+        judged_G = torch.tensor([score is not None for score in scores])
+        judged = [score for score in scores if score is not None]
+        mean = sum(judged) / max(len(judged), 1)
+        score_G = torch.tensor([mean if each is None else each for each in scores]).double()
         depth_G = torch.tensor([sum(each.steps) / len(each.steps) for each in answers]).double()
-        reward_G = right_G - config.step_price * depth_G
+        reward_G = score_G - config.step_price * depth_G
         if config.overlong_buffer:
             length_G = torch.tensor([len(each.tokens) for each in answers])
-            limit = {"most": len(prompt.answer), "buffer": config.overlong_buffer}
+            limit = {"most": prompt.most_tokens, "buffer": config.overlong_buffer}
             reward_G = reward_G + overlong_penalty(length_G, **limit)
-        return Group(prompt, answers, right_G, reward_G)
+        return Group(prompt, answers, score_G, reward_G, judged_G)
+
+    def _score(self, prompt: Prompt, answer: Answer) -> float | None:
+        """Return the task's reward; None if its verifier, which may be a user's, fails."""
+        try:
+            return self._config.task.grade(prompt.question, answer.tokens)
+        except Exception as error:  # whatever a verifier raises costs one answer, not the run
+            if not self._failures:
+                logger.warning("the verifier failed on an answer, which is left out: %r", error)
+            self._failures += 1
+            return None
 
     def _fill(
-        self, window: Window, prompt: Prompt, answer: Completion, weight: float, advantage: float
+        self, window: Window, prompt: Prompt, answer: Answer, weight: float, advantage: float
     ) -> None:
         """Write a prompt and an answer into a window; the answer's last token is never read."""
         assert self._writer is not None
@@ -333,10 +385,11 @@ class RolloutLoader(TaskLoader):
         self.report = {
             "rl/reward": reward_PG.mean().item(),
             "rl/reward_spread": reward_PG.std(dim=-1).mean().item(),
-            "rl/right": torch.stack([group.right_G for group in groups]).mean().item(),
+            "rl/score": torch.stack([group.score_G for group in groups]).mean().item(),
             "rl/groups_without_spread": 1 - has_spread(reward_PG).double().mean().item(),
             "rl/answer_tokens": len(steps) / len(answers),
             "rl/engine_exit_step": sum(steps) / len(steps),
+            "rl/failed_verdicts": float(self._failures),
         }
         if self._log is None:
             return
@@ -350,7 +403,6 @@ class RolloutLoader(TaskLoader):
                 yield {
                     "window": first_window,
                     "prompt": [*group.prompt.tokens],
-                    "right_answer": [*group.prompt.answer],
                     "answer": answer.tokens,
                     "exit_steps": answer.steps,
                     "reward": reward,

@@ -141,6 +141,21 @@ class Task(ABC):
     def encode(self, question: Any) -> Example:
         """Return the example that asks and answers the question."""
 
+    @property
+    def end(self) -> int | None:
+        """Token that ends an answer; None if it ends after the right answer's tokens."""
+        return None
+
+    @property
+    def answer_limit(self) -> int | None:
+        """Tokens that an answer may have; None for the right answer's."""
+        return None
+
+    def grade(self, question: Any, answer: list[int]) -> float:
+        """Return the reward of an answer's tokens: 1 for the right ones, else 0."""
+        example = self.encode(question)
+        return float(answer == example.labels[example.answer].tolist())
+
     def waypoints(self, question: Any) -> Mapping[str, tuple[int, int]]:
         """Return the tokens that lead to the answer: name → (position, token id), in order.
 

@@ -1,0 +1,168 @@
+"""Prompts and right answers of a JSON-lines file, and the verifiers that judge other answers.
+
+    {"prompt": "What is 7 times 8? ", "answer": "56"}
+
+The task of a reward stage (`titan_loop/rl/README.md`): an answer ends with the tokenizer's end of
+text or after `most_tokens`, and a verifier maps the record and the answer's text to a reward.
+"""
+
+import hashlib
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from titan_loop.data.tasks.task import Example, Task, require_sizes
+from titan_loop.errors import UserError
+from titan_loop.plugins import import_user_module
+from titan_loop.storage.json_files import read_jsonl
+from titan_loop.text.tokenizer import END_OF_TEXT, load_tokenizer, require_token, vocab_size
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Verifier = Callable[[Mapping[str, Any], str], float]
+"""Maps a record of the file and an answer to a reward."""
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def exact(record: Mapping[str, Any], answer: str) -> float:
+    """Return 1 if the answer is the right one but for white space around it, else 0."""
+    return float(answer.strip() == record["answer"].strip())
+
+
+def numeric(record: Mapping[str, Any], answer: str) -> float:
+    """Return 1 if the last number of the answer is the last one of the right answer, else 0."""
+    found, wanted = (_NUMBER.findall(text) for text in (answer, record["answer"]))
+    if not wanted:
+        raise ValueError(f"the right answer {record['answer']!r:.40} has no number")
+    return float(bool(found) and _value(found[-1]) == _value(wanted[-1]))
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+VERIFIERS: Mapping[str, Verifier] = {"exact": exact, "numeric": numeric}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFile(Task):
+    """The prompts of a file, drawn at random with repetitions."""
+
+    name: ClassVar[str] = "prompt_file"
+
+    path: str = ""
+    """JSON lines with `prompt` and `answer`; a verifier of yours may read further fields."""
+
+    tokenizer: str = ""
+    """The model's tokenizer.json, as in RUN/tokenizer.json."""
+
+    verifier: str = "exact"
+    """exact, numeric, or PACKAGE.MODULE:FUNCTION of yours, which maps record and answer to a
+    reward."""
+
+    most_tokens: int = 64
+    """Tokens of an answer at most, the end of text among them."""
+
+    def __post_init__(self) -> None:
+        require_sizes(self, most_tokens=1)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return vocab_size(_tokenizer(self.tokenizer))
+
+    @property
+    def longest_example(self) -> int:
+        """Tokens of the longest prompt and an answer of `most_tokens`."""
+        tokenizer = _tokenizer(self.tokenizer)
+        prompts = tokenizer.encode_batch_fast([each["prompt"] for each in _records(self.path)])
+        return max(len(prompt.ids) for prompt in prompts) + self.most_tokens
+
+    @property
+    def strata(self) -> Mapping[str, Any]:
+        """One kind of question."""
+        return {"all": None}
+
+    @property
+    def end(self) -> int:
+        """Token that ends an answer."""
+        return require_token(_tokenizer(self.tokenizer), END_OF_TEXT, "dataloader.tokenizer")
+
+    @property
+    def answer_limit(self) -> int:
+        """Tokens of an answer at most."""
+        return self.most_tokens
+
+    def choose(self, generator: random.Random, level: int) -> None:
+        """There is one kind of question."""
+
+    def draw(self, generator: random.Random, stratum: Any) -> Mapping[str, Any]:
+        """Draw a record."""
+        records = _records(self.path)
+        return records[int(generator.random() * len(records))]
+
+    def identity(self, question: Mapping[str, Any]) -> tuple[object, ...]:
+        """Return the prompt."""
+        return (question["prompt"],)
+
+    def encode(self, question: Mapping[str, Any]) -> Example:
+        """Return the prompt and its right answer, which the end of text follows."""
+        tokenizer = _tokenizer(self.tokenizer)
+        prompt, answer = (
+            tokenizer.encode(question[name], add_special_tokens=False).ids
+            for name in ("prompt", "answer")
+        )
+        return Example.of_sequence(prompt, [*answer, self.end])
+
+    def grade(self, question: Mapping[str, Any], answer: list[int]) -> float:
+        """Return the verifier's reward of an answer."""
+        kept = [token for token in answer if token != self.end]
+        text = _tokenizer(self.tokenizer).decode(kept, skip_special_tokens=False)
+        reward = float(_verifier(self.verifier)(question, text))
+        if not math.isfinite(reward):
+            raise ValueError(f"{self.verifier} returns {reward}")
+        return reward
+
+
+@cache  # a file is read once in a process; `RolloutLoader` records its hash
+def _records(path: str) -> list[dict[str, Any]]:
+    if not Path(path).is_file():
+        raise UserError(f"dataloader.path={path!r} is not a file of JSON lines")
+    records = read_jsonl(Path(path), {"prompt": str, "answer": str})
+    empty = [number for number, each in enumerate(records, start=1) if not each["prompt"]]
+    if empty:
+        raise UserError(f"{path} line {empty[0]}: the prompt is empty; remove that line")
+    if not records:
+        raise UserError(f'{path} has no record; write lines such as {{"prompt": …, "answer": …}}')
+    return records
+
+
+def contents(path: str) -> str:
+    """Return the hash of a file of prompts."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+@cache
+def _tokenizer(path: str) -> "Tokenizer":
+    return load_tokenizer(path)
+
+
+@cache
+def _verifier(name: str) -> Verifier:
+    if name in VERIFIERS:
+        return VERIFIERS[name]
+    module, colon, function = name.partition(":")
+    fix = f"give {', '.join(VERIFIERS)} or PACKAGE.MODULE:FUNCTION"
+    if not colon:
+        raise UserError(f"dataloader.verifier={name} is unknown; {fix}")
+    found = getattr(import_user_module(module, f"dataloader.verifier={name}", fix), function, None)
+    if found is None:
+        raise UserError(f"dataloader.verifier={name}: {module} has no function {function!r}")
+    return found
