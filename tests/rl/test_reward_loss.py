@@ -1,6 +1,5 @@
 """The objective's gradient against the expected reward, and against plain log-probabilities."""
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
