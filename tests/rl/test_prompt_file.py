@@ -80,7 +80,7 @@ def test_a_run_counts_the_answers_that_its_verifier_fails_on(
     tmp_path, monkeypatch, tokenizer, prompts, alone
 ):
     (tmp_path / "strict_judge.py").write_text(
-        "def judge(record, answer):\n    return float(len(answer) < 2 and answer.isascii()) / (len(answer) < 3)\n"
+        "def judge(record, answer):\n    return (len(answer) < 2) / (len(answer) < 3)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     task = PromptFile(prompts, tokenizer, "strict_judge:judge", most_tokens=3)
