@@ -78,7 +78,7 @@ class Group:
     """The answers to one prompt.
 
     Attributes:
-        score_G: Rewards of the task, fp64; those of answers that it could not judge are the mean of
+        score_G: Rewards of the task, fp64; an answer that it could not judge has the mean of
             the others.
         reward_G: The same with price and penalty.
         judged_G: Whether the task could judge each answer; the others are not trained on.
