@@ -34,12 +34,8 @@ def run(
     """Return a run whose batch has one size.
 
     Args:
-        window: Tokens of a window.
         windows: Windows of a training step on all ranks.
-        steps: R.
-        save_every: Training steps between two checkpoints.
         at_once: Windows of a rank at a time; 0 for all of a step.
-        settings: Further fields of the config.
     """
     if isinstance(steps, int):
         steps = Schedule.constant(steps)

@@ -59,13 +59,7 @@ class BridgeStates(NamedTuple):
 def bridge_states(
     model: LoopDecoder, task: Task, stratum: str, *, steps: int, count: int
 ) -> BridgeStates:
-    """Return the readings of the first waypoint of at most `count` different questions.
-
-    Args:
-        task: The task that the model was trained on.
-        stratum: Name of a stratum, whose questions have the same waypoints.
-        steps: R.
-    """
+    """Return the readings of the first waypoint of at most `count` different questions."""
     sums, questions = np.zeros((3, steps)), 0
     for batch, position_B, token_B in _batches(model, task, stratum, count):
         questions += len(token_B)
@@ -102,15 +96,7 @@ def intervention(
     steps: int,
     count: int,
 ) -> list[float]:
-    """Return, for each strength α, the share of a stratum's questions that are answered right.
-
-    Args:
-        task: The task that the model was trained on.
-        stratum: Name of a stratum, whose questions have the same waypoints.
-        strengths: α, each from 0 to 1.
-        steps: R, at least 2.
-        count: Largest number of different questions.
-    """
+    """Return, for each strength α, the share of a stratum's questions that are answered right."""
     right, questions = torch.zeros(len(strengths), dtype=torch.float64), 0
     for batch, position_B, _ in _batches(model, task, stratum, count):
         questions += len(position_B)

@@ -163,9 +163,7 @@ def _models(
     """Return model and R of every arm; the copies have a layer for each visit of the loops.
 
     Args:
-        steps: R of the loops.
         size: Options of the layers that all arms share.
-        channel_gate: DiscoLoop's.
     """
     shared = {**size, "exit_gate": False, "tie_weights": True}
     copies = {**shared, "n_layers": steps * size["n_layers"]}

@@ -43,8 +43,6 @@ def share_solved(
 
     Args:
         model: Model in evaluation mode, not sharded; trained with a loss on every step.
-        task: Its training task.
-        stratum: Stratum of the graphs.
         count: Number of graphs: the first that the exam draws, repetitions included.
     """
     questions = task.held_out_questions(count, task.strata[stratum])
@@ -85,12 +83,8 @@ def share_repaired(
     """Return the share of held-out graphs whose corrupted values are all right after one step.
 
     Args:
-        model: Model in evaluation mode, not sharded.
-        task: Its training task.
-        stratum: Stratum of the graphs.
         count: Number of graphs; each is corrupted at one random step up to its depth.
         share: Probability that a value is replaced by another one.
-        seed: Seed that chooses the steps and the values.
     """
     questions = task.held_out_questions(count, task.strata[stratum])
     examples = [task.encode(question) for question in questions]

@@ -79,13 +79,7 @@ def analyse_prefill(
 def continuation_nats(
     stack: Stack, tokens_WL: Tensor, labels_WL: Tensor, prompt: int, prefill: int, steps: int
 ) -> np.ndarray:
-    """Return the nats of each window's labels from the prompt's last token on, (W,).
-
-    Args:
-        prompt: Length of a prompt in tokens, at least 1.
-        prefill: P, at most `steps`.
-        steps: R.
-    """
+    """Return the nats of each window's labels from the prompt's last token on, (W,)."""
     nats = []
     for tokens_BL, labels_BL in zip(
         tokens_WL.to(stack.device).split(_BATCH),

@@ -76,13 +76,7 @@ def first_hits(right_RW: np.ndarray) -> FirstHits:
 def step_exam(
     model: LoopDecoder, task: Task, strata: Sequence[str], *, steps: int, count: int
 ) -> dict[str, StepExam]:
-    """Return stratum → results after every step.
-
-    Args:
-        task: The task that the model was trained on.
-        steps: R, which may exceed the trained R.
-        count: Number of questions of each stratum.
-    """
+    """Return stratum → results after every step."""
     exam = Exam(
         task,
         count,

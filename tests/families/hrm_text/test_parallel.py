@@ -1,4 +1,4 @@
-"""Two stacks on several ranks and compiled: losses and gradients of one process."""
+"""Two stacks on several ranks: losses and gradients of one process."""
 
 import pytest
 import titan_loop.compat as compat
@@ -7,12 +7,8 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import utils as dist_utils
 
 from tests.distributed.parallel_model import global_loss, parallel_model, whole_gradients
-from tests.distributed.test_compile import (
-    SEQ_LEN,
-)
-from tests.distributed.test_parity import (
-    RELATIVE_TOLERANCE,
-)
+from tests.distributed.test_compile import SEQ_LEN
+from tests.distributed.test_parity import RELATIVE_TOLERANCE
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.families.hrm_text.model import HrmTextOptions
 from titan_loop.models.family import decoder_config

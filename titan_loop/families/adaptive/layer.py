@@ -160,10 +160,7 @@ class AdaptiveLayer(Module):
         """Return the state after the layer, and its report.
 
         Args:
-            hidden_BLD: State before the layer.
-            context: As in `LoopAttention.forward`.
             slots: Addresses in the cache, one for each iteration.
-            shared_bank: The bank that all layers share.
         """
         if self.control is None:
             hidden_BLD, report = self.block(hidden_BLD, context, slots[0]), LayerReport()

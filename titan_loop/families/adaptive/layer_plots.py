@@ -27,12 +27,7 @@ _PANELS = {
 
 
 def plot_layers(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw iterations, loop scales and memory gates against tokens, one line per layer.
-
-    Args:
-        records: Records of `metrics.jsonl`, as `PonderCostLoss` makes them.
-        path: The PNG to write.
-    """
+    """Draw iterations, loop scales and memory gates against tokens, one line per layer."""
     keys = {key for record in records for key in record}
     panels = {
         name: prefix

@@ -63,7 +63,6 @@ def soft_decode(head: LMHead, hidden_BLD: Tensor, encoder: Embedding, decoding: 
         head: Holds the rows w_v. It is called, so that its weight is gathered.
         encoder: Holds the rows e_v; it may share the head's weight. It must be gathered together
             with the head.
-        decoding: Temperature and tokens kept.
     """
     (decoded_BLD,) = head((hidden_BLD,), through=partial(_through, encoder, decoding))
     return decoded_BLD
@@ -265,9 +264,6 @@ def kept_chunks(kept: int, tokens: int, chunk_tokens: int, shape: tuple[int, ...
     logits of a chunk.
 
     Args:
-        kept: K.
-        tokens: T.
-        chunk_tokens: Tokens of a chunk.
         shape: Rows of the table on this rank, and D.
     """
     return _chunks(tokens, chunk_tokens, 3 + kept * shape[1] / shape[0])

@@ -48,12 +48,7 @@ def read_loads(records: Records) -> list[Loads]:
 
 
 def plot_loads(records: Records, path: Path) -> Path:
-    """Draw the loads of the busiest and the idlest experts against tokens, a panel for each layer.
-
-    Args:
-        records: Records of `metrics.jsonl`, as `MoEDecoder.record` makes them.
-        path: The PNG to write.
-    """
+    """Draw loads of the busiest and the idlest experts against tokens, a panel for each layer."""
     loads, tokens = read_loads(records), series(records, "tokens")
     layers = {f"layer {visit.layer}": visit.layer for visit in loads}
 

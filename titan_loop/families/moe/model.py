@@ -160,8 +160,7 @@ def mixture_config(
     """Return the mixture of a layer.
 
     Args:
-        std: Standard deviation of initial matrices.
-        gain: Factor on it for matrices whose outputs are added to the state.
+        gain: Factor on `std` for matrices whose outputs are added to the state.
         routers: Number of routers, each of its own step.
     """
     dim, experts = shape.dim, options.experts

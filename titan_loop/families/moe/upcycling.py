@@ -63,7 +63,6 @@ class MoEUpcycling:
         """Return the new model's options.
 
         Args:
-            run: The parent.
             recurrent_steps: R that its checkpoint was trained with.
 
         Raises:
@@ -106,8 +105,6 @@ def upcycle_to_experts(
 
     Args:
         parent: Run (its newest checkpoint is taken) or a checkpoint.
-        output: The new run directory.
-        command: Recorded in the new `run.json`.
 
     Returns:
         The new checkpoint.

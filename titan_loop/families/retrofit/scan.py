@@ -160,13 +160,10 @@ def scan(
     """Measure every span of the given lengths.
 
     Args:
-        path: As in `opened`.
         sources: Prepared sources; none takes the run's.
         lengths: Numbers of layers of a span; none takes 4, 8 and 12, as far as a layer is left
             outside, or 1 in a smaller model.
-        windows: Held-out windows per source.
         seq_len: Tokens of a window; None takes the run's.
-        command: As in `opened`.
 
     Raises:
         UserError: As `opened`; a length is below 1 or leaves no layer outside the span, or there

@@ -200,9 +200,6 @@ class Surgery:
 class Dense:
     """The dense model to start from.
 
-    Args:
-        run: Run of the dense model.
-
     Raises:
         UserError: It is not one stack of dense blocks that runs once.
     """
@@ -262,7 +259,6 @@ def opened(path: Path, command: Sequence[str]) -> Iterator[tuple[Dense, Mapping[
 
     Args:
         path: One of them. A folder is imported into a temporary run.
-        command: Recorded in that run.
 
     Yields:
         The model, and the lineage that its descendants record.
@@ -294,12 +290,6 @@ def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[s
 
     Its configuration is the dense run's with the new model; its `lineage.retrofit` has the fields
     of `surgery`.
-
-    Args:
-        path: As in `opened`.
-        output: The new run directory.
-        surgery: Cuts and mode.
-        command: Recorded in the new `run.json`.
 
     Returns:
         The new checkpoint.

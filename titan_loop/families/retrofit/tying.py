@@ -76,10 +76,7 @@ class Tying:
     """The tensors of a tied model, each made from the dense model's when it is asked for.
 
     Args:
-        span: The tied layers.
         rank: k; 0 for no adapters.
-        tie: Rule that makes a looped layer.
-        read: Returns a tensor of the dense model.
         offset: Whether gains are 1 + w.
     """
 

@@ -169,7 +169,6 @@ class LearnedDepth(Callback):
     Args:
         probabilities: As in `DepthPrior`, such as `capped_depths(5, 0.5, 64)`.
         settings: Settings of the distribution; None takes the defaults of the authors' code.
-        seed: Seed of the draws.
     """
 
     def __init__(
