@@ -1,4 +1,4 @@
-"""`titan-loop serve` from its command line to its end by a signal."""
+"""`titan-loop serve`: its flags, and how a signal ends it."""
 
 import contextlib
 import os

@@ -14,7 +14,7 @@ from titan_loop.serve.scheduler import Scheduler
 
 @pytest.mark.parametrize("name", cases("generated"))
 def test_served_rows_write_what_they_write_alone(name):
-    """Rows of several depths and policies on two places; prompts of other lengths join midway."""
+    """Rows of several depths and policies share two places; other prompts join midway."""
     options, leaves, steps = cases("generated")[name]
     model = random_model(options, CONTEXT)
     engine = ServingEngine(model, recurrent_steps=steps)

@@ -39,7 +39,7 @@ def scheduler_of(model, *, rows: int = 3, queue: int = 64, kv_cache: str = "full
 
 @pytest.mark.parametrize("kv_cache", ["full", "last", "first", "averaged"])
 def test_rows_of_all_settings_write_what_they_write_alone(model, kv_cache):
-    """Six rows on three places, each of another depth, policy and sampling, in float64."""
+    """Six rows share three places; each has its own depth, policy and sampling, in float64."""
     scheduler = scheduler_of(model, kv_cache=kv_cache)
     given = prompts(5, 2, 9, 4, 7, 3)
     answers = [
@@ -97,7 +97,7 @@ def test_traces_and_log_probabilities_are_those_of_the_full_forward_pass(model):
         assert 0.8 <= sum(each.exit_probability or 0 for each in piece.trace) < 1
 
 
-def test_settings_that_change_hold_from_the_next_token_on(model):
+def test_changed_settings_apply_from_the_next_token_on(model):
     scheduler = scheduler_of(model)
 
     def change(answer: Answer) -> None:
@@ -176,7 +176,7 @@ def test_the_queue_is_bounded_and_rows_that_leave_make_room(model):
         assert f"{line}\n" in text
 
 
-def test_who_has_read_the_last_token_may_ask_again_at_once(model):
+def test_a_client_with_its_last_token_may_ask_again_at_once(model):
     scheduler = scheduler_of(model, rows=1, queue=0)
     request, settings = Request(prompt=[1, 2], max_new_tokens=3), RowSettings(recurrent_steps=2)
     second = Answer(scheduler.engine, request, settings)

@@ -152,7 +152,7 @@ class RowDecider(ExitDecider):
 
     @property
     def log_prob(self) -> None:
-        """Not told: it is computed for some rows only, and families that say it read it again."""
+        """None, since only some rows compute it; families that need it read the state again."""
         return
 
     def reads(self, steps: Iterable[int]) -> bool:

@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def _running(self) -> int:
-        # Who has read the last token of an answer may ask before its row is dropped.
+        # A client that has its last token may ask again before its row is dropped.
         return sum(row.finish is None for row in self._active)
 
     def _tell(self) -> None:

@@ -4,9 +4,9 @@
     .venv/hf5/bin/python tools/bench/serving.py --parts exits  # with transformers beside it
 
 `exits`: 16 answers at once, at full depth and with exits drawn uniformly from 1 … R − 1, whose mean
-is R/2: what leaving early is worth in mixed company, not how well a gate decides. A readout costs
-8 % of a step, as in Ouro 1.4B. Where there is transformers, its `generate` writes the same answers
-by the code of exported folders, in turn.
+is R/2. This measures what early exits are worth where rows leave at different steps, not how well a
+gate decides. A readout costs 8 % of a step, as in Ouro 1.4B. Where transformers is installed, its
+`generate` writes the same answers in turn, by the code of exported folders.
 `first`: the first token of a short prompt through HTTP, over one forward pass of that prompt.
 `crowd`: many clients with prompts and answers of mixed lengths, a tenth of whom leave midway.
 Ends with code 1 if a claim fails; refuses to run beside a load.
