@@ -62,6 +62,14 @@ outcomes: dict[str, Counter[str]] = {}
 failures: list[str] = []
 
 
+@pytest.fixture(scope="session", autouse=True)
+def rehearsals_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Neither read nor write the user's own cache of rehearsals."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TITAN_LOOP_REHEARSAL_CACHE", str(tmp_path_factory.mktemp("rehearsals")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def gloo_pool() -> Iterator[Callable[[int], GlooPool]]:
     """Return `get_pool`: `gloo_pool(2).run(case, *args)`."""

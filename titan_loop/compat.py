@@ -129,6 +129,19 @@ _profile_outside_of_checkpointing()
 import_lightly(compiler=torch.cuda.is_available())
 
 
+def sum_gradients_as_declared(unit: nn.Module) -> None:
+    """Let autograd cast every contribution to a gradient of an FSDP unit to its `grad_dtype`.
+
+    torch 2.15's FSDP resets `grad_dtype` before each backward pass, to save a cast per parameter:
+    the contributions of all visits would be added up in the compute dtype. Delete when it does not.
+    """
+    if not isinstance(unit, FSDPModule):
+        return
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        if "_fsdp_params_with_wider_grad_dtype" in vars(group):  # absent before 2.15
+            vars(group)["_fsdp_params_with_wider_grad_dtype"] = []
+
+
 def gather_at_every_visit(modules: Sequence[nn.Module]) -> None:
     """Let FSDP treat every call of one of the modules of a `fully_shard` as a visit of the unit.
 

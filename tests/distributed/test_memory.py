@@ -40,7 +40,7 @@ def built(case: dict[str, Any]) -> LoopDecoder:
         size="quickstart", n_layers=case.get("layers", LAYERS), **case.get("options", {})
     )
     return build(
-        FSDPConfig(policy=case["policy"]),
+        FSDPConfig(policy=case["policy"], fp32_visit_sum=case.get("wide", False)),
         options=replace(options, vocab_size=VOCABULARY),
         checkpointing=case["checkpointing"],
         dtype=case["dtype"],
@@ -130,14 +130,19 @@ def test_the_meter_s_peak_is_near_the_allocator_s(gloo_pool, case):
 
 
 @pytest.mark.parametrize(
-    ("policy", "bytes_per_parameter"),
-    [("per_visit", 2), ("per_step", 2 + 2)],  # gradient and gathered weight
+    ("policy", "wide", "bytes_per_parameter"),
+    [
+        ("per_visit", False, 2),
+        ("per_visit", True, 4),
+        ("per_step", False, 2 + 2),  # gradient and gathered weight
+        ("per_step", True, 4 + 2),
+    ],
 )
 def test_all_layers_unsharded_gradients_are_alive_between_steps_2_and_1(
-    gloo_pool, policy, bytes_per_parameter
+    gloo_pool, policy, wide, bytes_per_parameter
 ):
     """With 8 tokens there is hardly anything but weights; one gathered layer of four at most."""
-    case = dict(SHORT, policy=policy, checkpointing="full", dtype="bfloat16", steps=2)
+    case = dict(SHORT, policy=policy, checkpointing="full", dtype="bfloat16", steps=2, wide=wide)
     for _, alive, parameters in gloo_pool(2).run(allocated, case):
         in_flight = 3 * 2 / LAYERS  # per_visit's gathers
         assert alive >= 0.98 * bytes_per_parameter * parameters

@@ -1,13 +1,21 @@
-"""Arithmetic of measured steps, and the key that decides which step is shared."""
+"""Arithmetic of measured steps, their files, and the key that decides which step is shared."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from titan_loop.planning import measured_step
-from titan_loop.planning.measured_step import MeasuredStep, rehearsal_key, traits
+from titan_loop.planning.measured_step import (
+    CACHE_VARIABLE,
+    MeasuredStep,
+    read_measured,
+    rehearsal_key,
+    traits,
+    write_measured,
+)
 from titan_loop.planning.step_meter import Moved
 
 STEP = MeasuredStep(
@@ -21,6 +29,22 @@ STEP = MeasuredStep(
 )
 def test_every_further_micro_batch_moves_as_much_as_the_last(micro_batches, count):
     assert STEP.moved_in(micro_batches) == {"gather": Moved(count, 10.0 * count)}
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"format_version": 1}'])
+def test_a_step_is_read_as_it_was_written_or_not_at_all(folder: Path, content: str | None):
+    assert read_measured("key") is None
+    write_measured("key", STEP)
+    assert read_measured("key") == STEP
+    if content is not None:
+        (folder / "key.json").write_text(content)
+        assert read_measured("key") is None
 
 
 @dataclass
@@ -73,6 +97,7 @@ def test_a_key_changes_with_the_work(monkeypatch, changes):
         measured_step, "traits", lambda value: value if isinstance(value, dict) else 0
     )
     key = rehearsal_key(needs(), 8, 2)
+    assert len(key) == 64
     assert key == rehearsal_key(needs(), 8, 2)
     assert key != rehearsal_key(needs(**changes), 8, 2)
     assert len({key, rehearsal_key(needs(), 4, 2), rehearsal_key(needs(), 8, 1)}) == 3

@@ -2,7 +2,9 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import titan_loop.compat as compat  # before any torchtitan module
@@ -18,9 +20,9 @@ from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.planning import rehearsal
 from titan_loop.planning.cluster import Cluster
-from titan_loop.planning.measured_step import MeasuredStep
+from titan_loop.planning.measured_step import CACHE_VARIABLE, MeasuredStep
 from titan_loop.planning.plan_table import rehearsal_lines
-from titan_loop.planning.rehearsal import Rehearsed, gpu_peak_bytes, rehearse
+from titan_loop.planning.rehearsal import Rehearsed, gpu_peak_bytes, known_peak_bytes, rehearse
 from titan_loop.planning.stage_needs import StageNeeds, recipe_needs
 from titan_loop.planning.step_meter import Moved
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -61,7 +63,7 @@ def recipe_of(*configs: LoopTrainer.Config) -> Recipe:
 
 
 def rehearsed(config: LoopTrainer.Config, cluster: Cluster = EIGHT) -> Rehearsed:
-    (found,) = rehearse(recipe_needs(recipe_of(config), cluster), cluster)
+    (found,) = rehearse(recipe_needs(recipe_of(config), cluster), cluster, anew=True)
     return found
 
 
@@ -124,11 +126,49 @@ def test_stages_that_differ_in_values_alone_are_rehearsed_once(monkeypatch):
     deeper.recurrence.steps = Schedule.constant(3)
     unregularised.adamw.weight_decay = 0.0
     planned = recipe_needs(recipe_of(first, alike, deeper, unregularised), EIGHT)
-    found = list(rehearse(planned, EIGHT))
+    found = list(rehearse(planned, EIGHT, anew=True))
     assert [one.like for one in found] == ["", "as a", "", ""]
     assert found[1].needs.name == "b"
     assert found[1].measured is found[0].measured
     assert "as a" in rehearsal_lines(found, EIGHT)[2]
+
+
+def test_a_second_plan_reads_the_first_and_another_assembly_does_not(monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    assembled: list[str] = []
+
+    def measure(needs: StageNeeds, *_: object) -> MeasuredStep:
+        assembled.append(needs.name)
+        moved = {"all-gather": Moved(3, 4.5)}
+        return MeasuredStep(micro_batches=1, moved=moved, peak_bytes=2.5, checkpoint_bytes=6)
+
+    monkeypatch.setattr(rehearsal, "_rehearse", measure)
+
+    def plan(*configs: LoopTrainer.Config, ranks: Cluster = EIGHT, **options: bool) -> list[str]:
+        assembled.clear()
+        found = list(rehearse(recipe_needs(recipe_of(*configs), ranks), ranks, **options))
+        assert all(one.measured == found[0].measured for one in found)
+        return [*assembled]
+
+    seeded, deeper = stage(), stage()
+    seeded.debug.seed = 7
+    deeper.recurrence.steps = Schedule.constant(3)
+    assert plan(stage()) == ["a"]
+    assert plan(stage()) == plan(seeded) == []
+    assert plan(stage(), deeper) == ["b"]
+    placed = recipe_of(stage(), deeper)  # as `slurm submit` has it
+    placed.stages[1].parent = "a"
+    placed.place(str(tmp_path / "runs"))
+    for needs in recipe_needs(placed, EIGHT):
+        assert known_peak_bytes(needs, EIGHT) == 2.5
+    assert plan(stage(), ranks=replace(EIGHT, nodes=1)) == ["a"]
+    assert plan(stage(), anew=True) == ["a"]
+    for file in tmp_path.iterdir():
+        file.write_text("{")
+    assert plan(stage()) == ["a"]
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    assert plan(stage()) == plan(stage()) == ["a"]
 
 
 def test_hsdp_sums_over_replicas_and_muon_exchanges_twice_a_step():
@@ -141,10 +181,16 @@ def test_hsdp_sums_over_replicas_and_muon_exchanges_twice_a_step():
 
 
 def test_offloaded_weights_with_an_average_are_assembled():
-    config = stage()
+    """Every weight is reduced once a micro-batch; states and held layers are in the peak."""
+    config, ranks = stage(), EIGHT.ranks
     config.training.enable_cpu_offload, config.checkpoint.enable = True, False
     config.ema.decay = 0.9
-    needs, measured = assert_every_weight_is_reduced_once(config)
+    (needs,), measured = recipe_needs(recipe_of(config), EIGHT), step_of(config)
+    padded = ranks * sum(size.shard(ranks) for size in needs.units)
+    received = measured.micro_batches * 4 * padded * (1 - 1 / ranks)
+    assert measured.moved["reduce-scatter"].received_bytes == pytest.approx(received, rel=1e-6)
+    held = 2 * sum(size.parameters() for size in needs.units if size.unit.is_looped)
+    assert measured.peak_bytes > needs.states.total + held
     on_host = needs.states.parameters + needs.states.optimizer
     assert gpu_peak_bytes(needs, measured) == measured.peak_bytes - on_host > 0
     assert measured.checkpoint_bytes == 0
@@ -170,12 +216,30 @@ SMALL = (
 )
 
 
-def test_the_command_says_what_it_measured(capsys):
-    assert main([*SMALL, "--rehearse"]) == 0
-    printed = capsys.readouterr().out
-    assert "rehearsed as rank 0 of 8" in printed
-    rows = {line[:29].strip(): line[29:].split() for line in printed.splitlines()}
+def test_the_command_measures_once_and_says_what_it_cannot(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    assembled: list[MeasuredStep] = []
+    real = rehearsal._rehearse
+
+    def measure(*arguments: Any) -> MeasuredStep:
+        assembled.append(assembled[0] if assembled else real(*arguments))
+        return assembled[-1]
+
+    monkeypatch.setattr(rehearsal, "_rehearse", measure)
+    assert main([*SMALL]) == 0
+    first = capsys.readouterr().out
+    assert "rehearsed as rank 0 of 8" in first
+    rows = {line[:29].strip(): line[29:].split() for line in first.splitlines()}
     assert rows["micro-batches"] == ["2", "of", "2"]
+    assert main([*SMALL]) == 0
+    second = capsys.readouterr()
+    assert "measured before" in second.out
+    assert "assembled" not in second.out + second.err
+    assert rows["GiB of a GPU, peak"][0] in second.out
+    assert len(assembled) == 1
+    assert main([*SMALL, "--rehearse"]) == 0
+    assert len(assembled) == 2
+    assert "measured before" not in capsys.readouterr().out
 
 
 def test_more_ranks_than_windows_are_refused_before_anything_is_assembled(capsys):

@@ -109,6 +109,7 @@ def train_gate(
     config.parallelism.tensor_parallel_degree = changes.get("tp", 1)
     config.training.local_batch_size *= changes.get("tp", 1)
     config.fsdp.policy = changes.get("policy", "auto")
+    config.fsdp.fp32_visit_sum = changes.get("policy") == "per_step"
     if world > 1:
         config.parallelism.spmd_backend = BACKEND
     trainer = LoopTrainer(resolve(config, world))

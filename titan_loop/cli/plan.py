@@ -31,8 +31,8 @@ def plan(
     For every stage: parameters, FLOPs, steps, batches, bytes of weights, gradients and moments, and
     GPU-days. Then the real trainer runs every stage on fake tensors as one rank of the cluster, to
     measure the peak memory of a GPU and the communication of a step. That takes up to half a minute
-    per stage. Exits with code 2 if a stage does not fit, and suggests a fix. Other flags are flags
-    of titan-loop train.
+    per stage, and is repeated only when the stage's assembly or the software changes. Exits with
+    code 2 if a stage does not fit, and suggests a fix. Other flags are flags of titan-loop train.
 
     For example:
       titan-loop plan ouro_1_4b --nodes 64
@@ -46,7 +46,7 @@ def plan(
         mfu: Assumed share of a GPU's peak FLOPs, for the GPU-days.
         stage: Plan this stage alone.
         memory: Measure peak memory and communication; --no-memory prints the arithmetic alone.
-        rehearse: Exit with code 2 if a stage cannot be assembled.
+        rehearse: Assemble every stage anew, and exit with code 2 if one cannot be assembled.
     """
     import titan_loop.compat as compat
 
@@ -64,10 +64,10 @@ def plan(
     print("\n".join(plan_lines(recipe, gpu, cluster, needs)))
     _refuse([(need.name, refusal) for need in needs for refusal in need.refusals], len(needs))
     if memory or rehearse:
-        _rehearse(cluster, needs, strict=rehearse)
+        _rehearse(cluster, needs, anew=rehearse)
 
 
-def _rehearse(cluster: "Cluster", planned: "Sequence[StageNeeds]", *, strict: bool) -> None:
+def _rehearse(cluster: "Cluster", planned: "Sequence[StageNeeds]", *, anew: bool) -> None:
     import titan_loop.compat as compat
 
     from titan_loop.planning.plan_table import rehearsal_lines
@@ -76,7 +76,7 @@ def _rehearse(cluster: "Cluster", planned: "Sequence[StageNeeds]", *, strict: bo
 
     compat.quiet_upstream()
     found: list[Rehearsed] = []
-    for one in rehearse(planned, cluster):
+    for one in rehearse(planned, cluster, anew=anew):
         found.append(one)
         if not one.like:
             print(f"titan-loop: {one.needs.name}: {one.fault or 'assembled'}", file=sys.stderr)
@@ -85,7 +85,7 @@ def _rehearse(cluster: "Cluster", planned: "Sequence[StageNeeds]", *, strict: bo
     reasons = [(need.name, memory_refusal(need, peak, cluster.gpu)) for need, peak in peaks]
     _refuse([(name, reason) for name, reason in reasons if reason], len(planned))
     faults = [f"{one.needs.name}: {one.fault}" for one in found if one.fault]
-    if strict and faults:
+    if anew and faults:
         raise UserError(
             f"plan: {len(faults)} of {len(found)} stages were not assembled; {faults[0]}"
         )

@@ -46,6 +46,9 @@ class FSDPConfig:
     where the gathered looped layers take at most a tenth of the smallest device's memory and
     nothing else asks for per_visit."""
 
+    fp32_visit_sum: bool = False
+    """Add up a layer's R gradient contributions in fp32, for 4 instead of 2 bytes per parameter."""
+
     def refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
         """Refuse settings that contradict each other."""
         if self.policy == "per_step" and parallelism.fsdp_reshard_after_forward == "always":
@@ -151,6 +154,8 @@ def shard_units(
                 module.set_force_sum_reduction_for_comms(True)
     if hold_layers:
         _hold_visited_units(model, units)
+    if fsdp.fp32_visit_sum:
+        _sum_visits_in_fp32(model, units, hold_layers=hold_layers)
     model.register_forward_hook(_reshard_without_backward)
     model.lm_head.register_forward_hook(_reshard_without_backward)
     kind = "HSDP" if parallel_dims.dp_replicate_enabled else "FSDP"
@@ -178,6 +183,25 @@ def _hold_visited_units(model: LoopDecoder, units: Sequence[Unit]) -> None:
     _as_fsdp(model).set_modules_to_forward_prefetch([_as_fsdp(model.tok_embeddings), held[0]])
     for unit, following in pairwise(held):
         unit.set_modules_to_forward_prefetch([following])
+
+
+def _sum_visits_in_fp32(model: LoopDecoder, units: Sequence[Unit], *, hold_layers: bool) -> None:
+    """Let autograd cast each visit's contribution to fp32 before it adds them up."""
+
+    def set_gradient_dtype(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        handle.remove()  # FSDP keeps the unsharded parameter that its first gather creates
+        for unit in units:
+            if unit.place != "step" or unit.fp32:
+                continue
+            _fsdp(unit).unshard()
+            for visited in unit.modules:
+                for parameter in visited.parameters():
+                    parameter.grad_dtype = torch.float32
+                compat.sum_gradients_as_declared(visited)
+            if not hold_layers:
+                _fsdp(unit).reshard()
+
+    handle = model.register_forward_pre_hook(set_gradient_dtype)
 
 
 def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:

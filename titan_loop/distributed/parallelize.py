@@ -120,6 +120,8 @@ def parallelize_loop_decoder(
             warn_together(logger, "compile.enable: %s found; running eagerly", missing)
     fsdp = fsdp or FSDPConfig()
     param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    if fsdp.fp32_visit_sum and param_dtype == torch.float32:
+        warn_together(logger, "fsdp.fp32_visit_sum has no effect: layers compute in fp32 anyway")
     alone = parallel_dims.world_size == 1 and param_dtype == TORCH_DTYPE_MAP[training.dtype]
     if alone and not training.enable_cpu_offload:
         layers = enumerate(model.layers.values())

@@ -1,17 +1,29 @@
-"""The step that a rehearsal measured, and everything that decides it.
+"""The step that a rehearsal measured, kept on disk under a hash of everything that decides it.
 
 A rehearsal sees no values: stages that differ only in a seed, a source, a rate or the η of a prior
 share one result. A field counts as a difference unless it is known to be such a value.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import titan_loop
 from titan_loop.checkpoint.keep_policy import KeepPolicy
+from titan_loop.errors import UserError
 from titan_loop.planning.stage_needs import StageNeeds
 from titan_loop.planning.step_meter import Moved, plus
+from titan_loop.runs.run_directory import library_versions
+from titan_loop.storage.json_files import read_versioned_json, write_json
+
+FORMAT_VERSION = 1
+CACHE_VARIABLE = "TITAN_LOOP_REHEARSAL_CACHE"  # names another folder than ~/.cache/titan_loop/…
 
 _ONLY_VALUES = (
     "stage",
@@ -54,9 +66,11 @@ class MeasuredStep:
 
 
 def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
-    """Return a text that has everything that decides the result of a rehearsal."""
+    """Return 64 hexadecimal digits for everything that decides the result of a rehearsal."""
     loader = needs.config.dataloader
     decides = {
+        "versions": library_versions(),
+        "code": _own_code(),
         "config": traits(needs.config),
         "model": [type(needs.model), traits(needs.model.architecture)],
         "units": [[unit.unit, unit.shapes] for unit in needs.units],
@@ -64,7 +78,24 @@ def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
         "work": [ranks, needs.policy, needs.recurrent_steps, micro_batches],
         "reached": needs.config.recurrence.most_backward_steps,
     }
-    return json.dumps(decides, sort_keys=True, default=repr)
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def read_measured(key: str) -> MeasuredStep | None:
+    """Return the step that was measured under a key; None if there is none that can be read."""
+    with suppress(OSError, RuntimeError, UserError, KeyError, TypeError):
+        record = read_versioned_json(_file(key), format_version=FORMAT_VERSION, fix="delete it")
+        del record["format_version"]
+        for name in ("moved", "moved_again"):
+            record[name] = {kind: Moved(**values) for kind, values in record[name].items()}
+        return MeasuredStep(**record)
+    return None
+
+
+def write_measured(key: str, measured: MeasuredStep) -> None:
+    """Keep a step; a folder that cannot be written only costs the time to measure again."""
+    with suppress(OSError, RuntimeError):  # the latter if the user has no home
+        write_json(_file(key), {"format_version": FORMAT_VERSION, **asdict(measured)})
 
 
 def traits(value: Any, name: str = "") -> Any:
@@ -82,3 +113,17 @@ def traits(value: Any, name: str = "") -> Any:
     if isinstance(value, float) and name != "activation_checkpoint.memory_budget":
         return (value > 0) - (value < 0)
     return value
+
+
+def _file(key: str) -> Path:
+    folder = os.environ.get(CACHE_VARIABLE) or "~/.cache/titan_loop/rehearsals"
+    return Path(folder).expanduser() / f"{key}.json"
+
+
+@cache
+def _own_code() -> str:
+    """Return a hash of this package's modules: versions stay the same while somebody edits."""
+    digest, folder = hashlib.sha256(), Path(titan_loop.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

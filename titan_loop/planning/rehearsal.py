@@ -4,7 +4,7 @@
     ─► a short step, which compiles and makes moments ─► a step that is measured
     ─► a short held-out pass ─► a checkpoint's plan ─► compiled code is forgotten: the next stage
 
-A failure here would be a failure on the cluster.
+A failure here would be a failure on the cluster. `measured_step.py` keeps the results.
 """
 
 import gc
@@ -32,7 +32,12 @@ from titan_loop.evaluation.window_scores import at_depths
 from titan_loop.planning.absent_gpu import absent_gpu
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.made_up_windows import MadeUpWindows, made_up
-from titan_loop.planning.measured_step import MeasuredStep, rehearsal_key
+from titan_loop.planning.measured_step import (
+    MeasuredStep,
+    read_measured,
+    rehearsal_key,
+    write_measured,
+)
 from titan_loop.planning.stage_needs import StageNeeds
 from titan_loop.planning.step_meter import Moved, StepMeter, plus
 from titan_loop.training.callback import Callback, TrainingState
@@ -43,13 +48,15 @@ from titan_loop.training.trainer import LoopTrainer
 
 _FEW_STEPS = 2  # R of passes that are not measured; further steps run the same code
 _LONGEST_FAULT = 300
+KEPT = "measured before"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
     """The rehearsal of one stage; `fault` is the reason, in one line, if it was not assembled.
 
-    `like` is "as STAGE" if another stage was rehearsed in its place, else empty.
+    `like` is "as STAGE" if another stage was rehearsed in its place, `KEPT` for the result of an
+    earlier command, else empty.
     """
 
     needs: StageNeeds
@@ -58,11 +65,14 @@ class Rehearsed:
     like: str = ""
 
 
-def rehearse(planned: Sequence[StageNeeds], cluster: Cluster) -> Iterator[Rehearsed]:
+def rehearse(
+    planned: Sequence[StageNeeds], cluster: Cluster, *, anew: bool = False
+) -> Iterator[Rehearsed]:
     """Assemble the planned stages one after the other in this process; yield them in order.
 
-    A stage reuses the result of an earlier one if their rehearsals would be the same. The stages
-    must have no refusals; their data and their parents' checkpoints need not be here.
+    A stage reuses the result of an earlier stage, or of an earlier command unless `anew`, if their
+    rehearsals would be the same. The stages must have no refusals; their data and their parents'
+    checkpoints need not be here.
     """
     done: dict[str, Rehearsed] = {}
     for needs in planned:
@@ -70,10 +80,22 @@ def rehearse(planned: Sequence[StageNeeds], cluster: Cluster) -> Iterator[Rehear
         if twin := done.get(key):
             yield replace(twin, needs=needs, like=f"as {twin.needs.name}")
             continue
+        measured = None if anew else read_measured(key)
+        if measured is not None:
+            yield Rehearsed(needs=needs, measured=measured, like=KEPT)
+            continue
         done[key] = found = _rehearsed(needs, cluster)
+        if found.measured is not None:
+            write_measured(key, found.measured)
         yield found
         forget_compiled_stage()
         gc.collect()
+
+
+def known_peak_bytes(needs: StageNeeds, cluster: Cluster) -> float | None:
+    """Return the peak that an earlier command measured; None if none did."""
+    measured = read_measured(rehearsal_key(needs, cluster.ranks, _micro_batches(needs)))
+    return None if measured is None else gpu_peak_bytes(needs, measured)
 
 
 def gpu_peak_bytes(needs: StageNeeds, measured: MeasuredStep) -> float:

@@ -101,7 +101,6 @@ RETIRED: Mapping[str, Any] = {
             "loss.state_distance",
         )
     ),
-    "fsdp.fp32_visit_sum": False,
     "loss.look_ahead": False,
     "model.early_states": "trained",
     "model.initial_outputs": "zero",
