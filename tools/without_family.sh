@@ -41,10 +41,13 @@ for gone in "$family" $(printf 'train_configs\.%s ' "$name" $studies); do
 done
 # The environment imports titan_loop from the checkout unless another stands before it.
 export PYTHONPATH=$tree
-cases=$(comm -23 <(sort <<<"$before") <(recipes | sort) | sed 's/.*/or [&-/' | tr '\n' ' ')
+lost=$(comm -23 <(sort <<<"$before") <(recipes | sort))
+cases=$(printf '%s' "$lost" | sed 's/.*/or [&-/' | tr '\n' ' ')
 # Pages that list its recipes: tests try every command that they name.
 "$VENV/bin/python" -m tools.reproduce
-sed -i "/titan-loop plan $name/d" titan_loop/planning/rehearsals.md
+for recipe in $lost; do
+    sed -Ei "/titan-loop (plan|train) $recipe\b/d" titan_loop/planning/rehearsals.md COMPARISON.md
+done
 "$VENV/bin/ruff" check --quiet
 "$VENV/bin/lint-imports" --no-logo
 "$VENV/bin/basedpyright" --level error --pythonpath "$VENV/bin/python"
