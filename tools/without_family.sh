@@ -32,7 +32,7 @@ uses() { # uses WHAT FILES: the files that import WHAT, or what is named after i
     git grep -lE "$1(_\w+)?\b" -- "${@:2}" || true
 }
 family="(titan_loop|tests)\.families\.(\w+_)?$name"
-studies=$(uses "$family" 'train_configs/*.py' | cut -d/ -f2 | sort -u)
+studies=$(uses "$family|from \.\.$name" 'train_configs/*.py' | cut -d/ -f2 | sort -u)
 for study in $studies; do
     git rm -rq --ignore-unmatch "train_configs/$study" "tests/train_configs/$study"
 done
@@ -48,6 +48,7 @@ cases=$(printf '%s' "$lost" | sed 's/.*/or [&-/' | tr '\n' ' ')
 for recipe in $lost; do
     sed -Ei "/titan-loop (plan|train) $recipe\b/d" titan_loop/planning/rehearsals.md COMPARISON.md
 done
+sed -Ei "/^(    |\|).*titan-loop $name /d" README.md COMPARISON.md # its verb
 "$VENV/bin/ruff" check --quiet
 "$VENV/bin/lint-imports" --no-logo
 "$VENV/bin/basedpyright" --level error --pythonpath "$VENV/bin/python"
