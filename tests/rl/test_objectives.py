@@ -9,6 +9,7 @@ from titan_loop.rl.objectives import (
     clipped_loss,
     group_advantages,
     has_spread,
+    kl_estimate,
     overlong_penalty,
     token_weights,
 )
@@ -57,6 +58,13 @@ def test_the_ratio_is_clipped_where_it_would_gain(ratio, advantage, wanted):
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     is_clipped = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
     assert gradient.item() == pytest.approx(0.0 if is_clipped else -ratio * advantage)
+
+
+def test_the_estimate_of_kl_is_unbiased():
+    policy = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    parent = torch.tensor([0.1, 0.3, 0.6], dtype=torch.float64)
+    expected = (policy * kl_estimate(policy.log(), parent.log())).sum()
+    torch.testing.assert_close(expected, (policy * (policy / parent).log()).sum())
 
 
 def test_the_penalty_grows_within_the_buffer():

@@ -10,8 +10,17 @@ from tests.inference.reference import Reference, make_model
 from titan_loop.models.replay import EXIT_STEP
 from titan_loop.objectives.exit_distribution import exit_pmf
 from titan_loop.objectives.streamed_loss import LossBatch
-from titan_loop.rl.reward_loss import ADVANTAGE, ENGINE_LOG_PROB, READ_STEP, WEIGHT, RewardLoss
+from titan_loop.rl.reward_loss import (
+    ADVANTAGE,
+    ENGINE_LOG_PROB,
+    OLD_EXIT_LOG_PROB,
+    OLD_LOG_PROB,
+    READ_STEP,
+    WEIGHT,
+    RewardLoss,
+)
 
+UNREAD = (ENGINE_LOG_PROB, OLD_LOG_PROB, OLD_EXIT_LOG_PROB)
 STEPS, VOCABULARY, PROMPT = 3, 3, [2, 0, 1]
 
 
@@ -70,7 +79,7 @@ def test_the_gradient_with_plain_rewards_is_that_of_the_expected_reward():
         exits[row, 3], read[row, 2:] = steps[1], torch.tensor(steps)
         weight[row, 2:], advantage[row, 2:] = p, reward(tokens, steps)
     columns = {READ_STEP: read, WEIGHT: weight, ADVANTAGE: advantage}
-    columns[ENGINE_LOG_PROB] = torch.zeros_like(weight)
+    columns |= {name: torch.zeros_like(weight) * torch.nan for name in UNREAD}
     output = model(inputs, recurrent_steps=STEPS, columns={EXIT_STEP: exits})
     objective = RewardLoss(RewardLoss.Config(exit_action=True))
     loss, metrics = objective.compute(model.lm_head, output, LossBatch(labels, 1.0, columns))
@@ -101,10 +110,8 @@ def test_rltt_weighs_the_log_probabilities_of_all_steps(kind):
     inputs, labels = torch.tensor([[2, 0, 1, 1]]), torch.tensor([[-100, -100, 1, 2]])
     advantage = torch.tensor([[0.0, 0.0, 1.5, -0.5]]).double()
     columns = {READ_STEP: torch.full_like(inputs, STEPS), ADVANTAGE: advantage}
-    columns |= {
-        WEIGHT: torch.full_like(advantage, 0.5),
-        ENGINE_LOG_PROB: torch.zeros_like(advantage),
-    }
+    columns |= {name: torch.full_like(advantage, torch.nan) for name in UNREAD}
+    columns[WEIGHT] = torch.full_like(advantage, 0.5)
     output = model(inputs, recurrent_steps=STEPS)
     objective = RewardLoss(RewardLoss.Config(trajectory=kind))
     objective.compute(model.lm_head, output, LossBatch(labels, 1.0, columns))[0].backward()

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import act_as_launched, train_run
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.data.tasks.mano import Mano
+from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.rl.reward_loss import RewardLoss
 from titan_loop.rl.rollouts import RolloutLoader
@@ -66,6 +68,62 @@ def test_a_stopped_run_writes_the_same_answers_again(tmp_path):
     answers = [(each / "rollouts.jsonl").read_text() for each in (whole, parted)]
     assert answers[0] == answers[1]
     assert all(line["rl/gap_nats"] < 1e-5 for line in records(whole))
+
+
+def test_later_updates_of_the_same_answers_are_clipped_and_the_run_is_saved_between(tmp_path):
+    config = reward_config(tmp_path, steps=8, updates=4)
+    config.checkpoint.interval = 1
+    config.learning_rate = Schedule.constant(3e-2)
+    train_run(config)
+    lines = records(tmp_path)
+    assert [line["rl/clipped"] > 0 for line in lines] == [False, True, True, True] * 2
+    assert all(line["rl/gap_nats"] < 1e-5 for line in lines)
+    answers = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert {json.loads(line)["window"] for line in answers} == {0, 4 * WINDOWS}
+    assert committed_steps(tmp_path / "checkpoints") == [4, 8]
+
+
+def test_a_run_is_held_near_its_parent(tmp_path):
+    parent, free, held = (tmp_path / name for name in ("parent", "free", "held"))
+    train_run(reward_config(parent))
+    for folder, weight in {free: 1e-9, held: 10.0}.items():
+        config = reward_config(folder, steps=12, parent=str(parent))
+        config.loss.kl_weight = weight
+        config.checkpoint.carry.parent = str(parent)
+        train_run(config)
+    assert records(held)[0]["rl/kl_nats"] == pytest.approx(0, abs=1e-6)
+    assert records(free)[-1]["rl/kl_nats"] > 2 * records(held)[-1]["rl/kl_nats"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "data", "words"),
+    [
+        ({"kl_weight": 0.1}, {}, "loss.kl_weight=0.1 has no parent; set dataloader.parent"),
+        (
+            {"trajectory": "pmf"},
+            {},
+            "loss.trajectory=pmf reads all steps; set dataloader.exit=full",
+        ),
+        (
+            {"trajectory": "uniform"},
+            {"exit": "full", "updates": 2},
+            "has no older log π; set dataloader.updates=1",
+        ),
+        (
+            {"trajectory": "pmf", "exit_action": True},
+            {"exit": "full"},
+            "loss.exit_action=True has no effect with loss.trajectory=pmf",
+        ),
+        ({}, {"group": 3}, "training.local_batch_size=4 must be a multiple of dataloader.group=3"),
+        ({}, {"exit": "sample"}, "exit=sample is not an exit policy; nearest: sampled"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tmp_path, loss, data, words):
+    config = reward_config(tmp_path, **data)
+    config.loss = RewardLoss.Config(**loss)
+    with pytest.raises(UserError) as refused:
+        train_run(config)
+    assert words in str(refused.value)
 
 
 def train_on_ranks(folder: Path, world_size: int) -> None:

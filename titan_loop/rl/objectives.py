@@ -68,6 +68,17 @@ def clipped_loss(
     return -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
 
 
+def kl_estimate(log_prob_T: Tensor, parent_log_prob_T: Tensor) -> Tensor:
+    """Return an unbiased estimate of KL(π ‖ π_parent) from a token that π drew, at least 0.
+
+        π_parent / π − log(π_parent / π) − 1
+
+    Source: GRPO, Eq. 4.
+    """
+    log_ratio_T = parent_log_prob_T - log_prob_T
+    return log_ratio_T.exp() - log_ratio_T - 1
+
+
 def overlong_penalty(length: Tensor, *, most: int, buffer: int) -> Tensor:
     """Return the reward of an answer's length, from 0 to −1.
 

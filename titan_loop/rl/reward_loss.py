@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config.configs import ParallelismConfig
@@ -35,23 +35,26 @@ from titan_loop.objectives.streamed_loss import (
     stack_exit_logits,
     token_mean,
 )
-from titan_loop.rl.objectives import clipped_loss, trajectory_log_prob
+from titan_loop.rl.objectives import clipped_loss, kl_estimate, trajectory_log_prob
 
 ADVANTAGE, WEIGHT, READ_STEP = "advantage", "token_weight", "read_step"
-ENGINE_LOG_PROB = "engine_log_prob"
+ENGINE_LOG_PROB, PARENT_LOG_PROB = "engine_log_prob", "parent_log_prob"
+OLD_LOG_PROB, OLD_EXIT_LOG_PROB = "old_log_prob", "old_exit_log_prob"
 MOST_GAP_NATS = 1e-3
 """Mean distance of the engine's and the trainer's log π above which a run warns."""
 
 
 class RewardLoss(StreamedLoss):
-    """GRPO and DAPO (`objectives.py`) on log π of every token, after one update of each answer.
+    """GRPO and DAPO (`objectives.py`) on log π of every token.
 
-    The advantage and the weight of each token are columns of the batch. As answers are trained on
-    once, by the weights that wrote them, π_old is π without its gradient.
+    The advantage and the weight of each token are columns of the batch, and so is log π_old, NaN in
+    the first update of an answer: there π_old is π without its gradient.
 
     | metric | meaning |
     |---|---|
     | `rl/gap_nats` | mean distance of the engine's log π from this pass' |
+    | `rl/kl_nats` | estimate of KL(π ‖ parent), with `kl_weight` |
+    | `rl/clipped` | share of tokens whose ratio is clipped, which then have no gradient |
     | `rl/exit_step` | mean step at which tokens left |
     | `rl/entropy_nats`, `rl/gate_step` | entropy and mean of the exit distribution, with a gate |
     """
@@ -60,7 +63,10 @@ class RewardLoss(StreamedLoss):
     class Config(StreamedLoss.Config):
         """The objective; advantages come from `RolloutLoader`."""
 
-        columns: ClassVar[tuple[str, ...]] = (ADVANTAGE, WEIGHT, READ_STEP, ENGINE_LOG_PROB)
+        columns: ClassVar[tuple[str, ...]] = (
+            *(ADVANTAGE, WEIGHT, READ_STEP),
+            *(ENGINE_LOG_PROB, OLD_LOG_PROB, OLD_EXIT_LOG_PROB, PARENT_LOG_PROB),
+        )
 
         exit_action: bool = False
         """Whether the exit is an action, too: log p(e) of the gate joins log π of its token."""
@@ -73,6 +79,9 @@ class RewardLoss(StreamedLoss):
 
         clip_high: Annotated[float, Gt(0), FINITE] = 0.28
         """ε_high: the ratio is clipped above 1 + ε_high; DAPO's 0.28, GRPO has 0.2."""
+
+        kl_weight: Annotated[float, Ge(0), FINITE] = 0.0
+        """Weight of KL(π ‖ parent); `dataloader.parent` names the parent."""
 
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
@@ -137,29 +146,25 @@ class RewardLoss(StreamedLoss):
         states = output.hidden_RBLD
         if config.trajectory == "off":
             states = (_at(states, step_BL),)
-        with torch.no_grad():  # once more than other objectives: their weights need no log π
-            nothing_RBL = torch.zeros(len(states), *labels_BL.shape, device=labels_BL.device)
-            _, ce_RBL = readout(
-                states, labels_BL=labels_BL, weight_RBL=nothing_RBL, rows_T=batch.labelled_T
-            )
-        log_prob_RBL = (-ce_RBL).requires_grad_()
+        # Read once more than by other objectives, whose weights need no log π.
+        log_prob_RBL = _log_probs(readout, states, labels_BL, batch.labelled_T).requires_grad_()
         log_prob_BL = log_prob_RBL[0]
         if config.trajectory != "off":
             log_prob_BL = trajectory_log_prob(log_prob_RBL, self._omega(len(states), gate_RBL))
-        action_BL = log_prob_BL
+        action_BL, old_BL = log_prob_BL, columns[OLD_LOG_PROB]
         if config.exit_action:
             assert gate_RBL is not None
-            exit_BL = exit_log_pmf(gate_RBL).gather(0, step_BL[None] - 1)[0]
-            action_BL = log_prob_BL + exit_BL
-        token_BL = clipped_loss(
-            action_BL,
-            action_BL.detach(),
-            columns[ADVANTAGE],
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-        )
+            action_BL = log_prob_BL + _exit_log_prob(gate_RBL, step_BL)
+            old_BL = old_BL + columns[OLD_EXIT_LOG_PROB]
+        old_BL = torch.where(old_BL.isnan(), action_BL.detach(), old_BL)
+        clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+        token_BL = clipped_loss(action_BL, old_BL, columns[ADVANTAGE], **clip)
         metrics: dict[str, Tensor] = {}
         mean = {"labels_BL": labels_BL, "valid_tokens": batch.valid_tokens}
+        if config.kl_weight:
+            kl_BL = kl_estimate(log_prob_BL, columns[PARENT_LOG_PROB])
+            token_BL = token_BL + config.kl_weight * kl_BL
+            metrics["rl/kl_nats"] = token_mean(kl_BL.detach(), **mean)
         loss = torch.where(valid_BL, columns[WEIGHT] * token_BL, 0.0).sum()
         # The readout takes dL/dlog π as the weights of the cross entropies, so that no logits live.
         (pull_RBL,) = torch.autograd.grad(loss, log_prob_RBL, retain_graph=True)
@@ -168,8 +173,14 @@ class RewardLoss(StreamedLoss):
         )
         loss = loss + (streamed - streamed.detach())
         with torch.no_grad():
+            ratio_BL, better = (action_BL - old_BL).exp(), columns[ADVANTAGE] > 0
+            above_BL, below_BL = ratio_BL > 1 + config.clip_high, ratio_BL < 1 - config.clip_low
+            clipped_BL = (better & above_BL) | ((columns[ADVANTAGE] < 0) & below_BL)
+            metrics["rl/clipped"] = token_mean(clipped_BL.to(loss.dtype), **mean)
             if config.trajectory == "off":
-                gap_BL = (log_prob_BL - columns[ENGINE_LOG_PROB]).abs()
+                old_BL = columns[OLD_LOG_PROB]  # later updates move π, which is no gap
+                there_BL = torch.where(old_BL.isnan(), log_prob_BL, old_BL)
+                gap_BL = (there_BL - columns[ENGINE_LOG_PROB]).abs()
                 metrics["rl/gap_nats"] = token_mean(gap_BL, **mean)
             metrics["rl/exit_step"] = token_mean(step_BL.to(loss.dtype), **mean)
             if gate_RBL is not None:
@@ -186,6 +197,32 @@ class RewardLoss(StreamedLoss):
         if self.config.trajectory == "uniform":
             step_R = torch.ones_like(step_R)
         return (step_R / step_R.sum()).view(-1, 1, 1)
+
+
+@torch.no_grad()
+def written_log_probs(
+    readout: LMHead, output: LoopOutput, labels_BL: Tensor, step_BL: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return log π of each token at its step, and log p of its exit, (B, L); 0 without a gate."""
+    step_BL = step_BL.clamp(min=1)
+    (log_prob_BL,) = _log_probs(readout, (_at(output.hidden_RBLD, step_BL),), labels_BL, None)
+    if not output.exit_logit_RBL:
+        return log_prob_BL, torch.zeros_like(log_prob_BL)
+    return log_prob_BL, _exit_log_prob(stack_exit_logits(output.exit_logit_RBL), step_BL)
+
+
+def _log_probs(
+    readout: LMHead, states: tuple[Tensor, ...], labels_BL: Tensor, rows_T: Tensor | None
+) -> Tensor:
+    """Return log π of the labels by each state, (R, B, L), without a gradient."""
+    with torch.no_grad():
+        nothing_RBL = torch.zeros(len(states), *labels_BL.shape, device=labels_BL.device)
+        _, ce_RBL = readout(states, labels_BL=labels_BL, weight_RBL=nothing_RBL, rows_T=rows_T)
+    return -ce_RBL
+
+
+def _exit_log_prob(gate_RBL: Tensor, step_BL: Tensor) -> Tensor:
+    return exit_log_pmf(gate_RBL).gather(0, step_BL[None] - 1)[0]
 
 
 def _at(states: tuple[Tensor, ...], step_BL: Tensor) -> Tensor:

@@ -21,15 +21,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_loop.bounds import FINITE
-from titan_loop.data.columns import Column
+from titan_loop.data.columns import LABELLED, Column
 from titan_loop.data.keyed import keyed_integer
-from titan_loop.data.load.batches import BatchesRead, Position
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.batches import BatchesRead, Position, pinned
 from titan_loop.data.load.task_loader import TaskLoader, clear
-from titan_loop.data.load.windows import Window, empty_batch
+from titan_loop.data.load.windows import Batch, Window, empty_batch
 from titan_loop.data.tasks.prompt_file import PromptFile, contents
-from titan_loop.errors import UserError
+from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import ExitPolicy, parse_exit_policy
+from titan_loop.inference.loading import load_checkpoint
 from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.models.decoder import LoopDecoder
@@ -42,7 +44,17 @@ from titan_loop.rl.objectives import (
     overlong_penalty,
     token_weights,
 )
-from titan_loop.rl.reward_loss import ADVANTAGE, ENGINE_LOG_PROB, READ_STEP, WEIGHT
+from titan_loop.rl.reward_loss import (
+    ADVANTAGE,
+    ENGINE_LOG_PROB,
+    OLD_EXIT_LOG_PROB,
+    OLD_LOG_PROB,
+    PARENT_LOG_PROB,
+    READ_STEP,
+    WEIGHT,
+    RewardLoss,
+    written_log_probs,
+)
 from titan_loop.training.callback import Callback, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -53,6 +65,9 @@ COLUMNS = (
     Column(name=ADVANTAGE, reader="loss", dtype="float32"),
     Column(name=WEIGHT, reader="loss", dtype="float32"),
     Column(name=ENGINE_LOG_PROB, reader="loss", dtype="float32"),
+    Column(name=OLD_LOG_PROB, reader="loss", dtype="float32"),
+    Column(name=OLD_EXIT_LOG_PROB, reader="loss", dtype="float32"),
+    Column(name=PARENT_LOG_PROB, reader="loss", dtype="float32"),
 )
 
 
@@ -99,6 +114,7 @@ class Writer:
         options: Its options.
         context_tokens: Tokens of the longest prompt with its answer.
         policy: Rule of the exits.
+        parent: The model that π is held near to; None for none.
         rows: Answers that are written at once.
     """
 
@@ -112,8 +128,9 @@ class Writer:
         policy: ExitPolicy,
         rows: int,
         device: torch.device,
+        parent: LoopDecoder | None = None,
     ) -> None:
-        self._trained, self._rows = trained, rows
+        self._trained, self._rows, self._parent = trained, rows, parent
         whole = build_decoder(
             replace(options, attention="sdpa"), max_seq_len=context_tokens, device=device
         )
@@ -128,6 +145,27 @@ class Writer:
         for name, whole in self._whole.state_dict().items():
             part = weights[name]
             whole.copy_(part.full_tensor() if isinstance(part, DTensor) else part)
+
+    def note(self, batch: Batch, *, old: bool) -> None:
+        """Write log π of the parent into a batch, and log π_old, by the weights that wrote it."""
+        inputs, _ = batch
+        if old:
+            names = (OLD_LOG_PROB, OLD_EXIT_LOG_PROB)
+            for name, values in zip(names, self._read(self._whole, batch), strict=True):
+                inputs[name].copy_(values)
+        if self._parent is not None:
+            inputs[PARENT_LOG_PROB].copy_(self._read(self._parent, batch)[0])
+
+    @torch.no_grad()
+    def _read(self, model: LoopDecoder, batch: Batch) -> tuple[Tensor, Tensor]:
+        device, labels_BL = self._engine.stack.device, batch[1]
+        tokens_BL, exit_BL, read_BL = (
+            batch[0][name].to(device) for name in ("input", EXIT_STEP, READ_STEP)
+        )
+        output = model(
+            tokens_BL, recurrent_steps=self.recurrent_steps, columns={EXIT_STEP: exit_BL}
+        )
+        return written_log_probs(model.lm_head, output, labels_BL.to(device), read_BL)
 
     def sum_over_ranks(self, value: Tensor) -> float:
         """Return the sum of a number over all ranks; collective."""
@@ -176,6 +214,13 @@ class RolloutLoader(TaskLoader):
         """Tokens that an objective is a mean over: of an answer (GRPO), of a group (DAPO), or of
         the whole batch (TRL's dapo)."""
 
+        updates: Annotated[int, Ge(1)] = 1
+        """Training steps for which answers are written at once; from the second on they come from
+        older weights, and ratios are clipped. A run is saved where new answers are due."""
+
+        parent: str = ""
+        """Run or checkpoint of the model that `loss.kl_weight` holds π near to."""
+
         redraws: Annotated[int, Ge(0)] = 2
         """Times that a prompt whose answers all have one reward is replaced by another (DAPO)."""
 
@@ -195,6 +240,30 @@ class RolloutLoader(TaskLoader):
             """Return the columns of answers, and no others: the engine reads token ids alone."""
             return COLUMNS
 
+        def refusals(self, loss: Any, *, local_batch_size: int) -> Iterator[Refusal]:
+            """Refuse groups that are cut, and an objective that reads other answers."""
+            yield from caught("dataloader.exit", lambda: parse_exit_policy(self.exit))
+            if local_batch_size % self.group:
+                yield Refusal.of(
+                    "training.local_batch_size",
+                    local_batch_size,
+                    f"must be a multiple of dataloader.group={self.group}, whose answers are "
+                    "compared with each other",
+                )
+            if not isinstance(loss, RewardLoss.Config):
+                yield Refusal.of("dataloader", "RolloutLoader", "needs loss=RewardLoss")
+                return
+            if loss.kl_weight and not self.parent:
+                fix = "set dataloader.parent to its run"
+                yield Refusal.of("loss.kl_weight", loss.kl_weight, "has no parent", fix)
+            if loss.trajectory != "off":
+                name, kind = "loss.trajectory", loss.trajectory
+                if self.exit != "full":
+                    yield Refusal.of(name, kind, "reads all steps", "set dataloader.exit=full")
+                if self.updates > 1:
+                    fix = "set dataloader.updates=1"
+                    yield Refusal.of(name, kind, "has no older log π", fix)
+
         def callbacks(self) -> list[Any]:
             """Return the callback that gives the loader the model."""
             return [RolloutCallback()]
@@ -210,17 +279,12 @@ class RolloutLoader(TaskLoader):
                 f"dataloader=RolloutLoader cannot ask {config.task.name}: its model reads {names}, "
                 "which no engine writes; choose a task of tokens alone"
             )
-        size = split["local_batch_size"]
-        if size % config.group and size > 1:  # `open_data` opens it with windows one by one
-            raise UserError(
-                f"training.local_batch_size={size} must be a multiple of "
-                f"dataloader.group={config.group}, whose answers are compared with each other"
-            )
         super().__init__(config, seq_len=seq_len, **split)
         self._config = config
         self._writer: Writer | None = None
         self._log: Path | None = None
         self._failures = 0
+        self._pending: dict[int, list[Batch]] = {}
         self._check_verifier()
         self.report: dict[str, float] = {}
 
@@ -242,7 +306,7 @@ class RolloutLoader(TaskLoader):
     def describe(self, config: TaskLoader.Config, seq_len: int) -> dict[str, Any]:
         """As in the base class; all that decides answers and rewards."""
         assert isinstance(config, RolloutLoader.Config)
-        own = ("group", "exit", "redraws", "step_price", "overlong_buffer")
+        own = ("group", "exit", "updates", "redraws", "step_price", "overlong_buffer")
         rollouts = {name: getattr(config, name) for name in own}
         if isinstance(config.task, PromptFile):
             rollouts["sha256"] = contents(config.task.path)
@@ -252,18 +316,38 @@ class RolloutLoader(TaskLoader):
         """Set the writer of answers, and the file that they are logged to."""
         self._writer, self._log = writer, log
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step begins with new answers."""
+        return not self._pending
+
     def read(self, position: Position) -> BatchesRead:
         """See the base class; collective, since the weights are gathered."""
+        first, count = position.first_window, position.windows
+        if first not in self._pending:
+            self._pending = {}
+            updates = self._config.updates
+            numbers = self.next_windows(first, updates * count).reshape(updates, count)
+            batches = self._written(numbers.reshape(-1))
+            each = len(batches) // updates
+            for number, row in enumerate(numbers):
+                self._pending[int(row[0])] = batches[number * each : (number + 1) * each]
+        batches = self._pending.pop(first)
+        numbers = self.next_windows(first, count)
+        return BatchesRead(batches, self.hash_after(position.data_hash, self.locate(numbers)))
+
+    def _written(self, numbers: np.ndarray) -> list[Batch]:
+        """Return this rank's batches of windows, with answers by the weights as they are now."""
         assert self._writer is not None, "write_with was not called"
         config = self._config
         self._writer.refresh()
-        numbers = self.next_windows(position.first_window, position.windows)
         own = numbers.reshape(-1, self._dp_world_size, self._local_batch_size)[:, self._dp_rank]
         groups = self._groups((own.reshape(-1, config.group)[:, 0] // config.group).tolist())
         written_PG = [[len(each.tokens) for each in group.answers] for group in groups]
         judged_PG = torch.stack([group.judged_G for group in groups])
         length_PG = torch.tensor(written_PG) * judged_PG
         weight_PG = token_weights(length_PG, config.normaliser)
+        weight_PG = weight_PG * config.updates
         # What a rank's weights sum over becomes all ranks'.
         own_share = length_PG.sum() if config.normaliser == "batch" else torch.tensor(len(groups))
         weight_PG = weight_PG * own_share / self._writer.sum_over_ranks(own_share)
@@ -278,9 +362,14 @@ class RolloutLoader(TaskLoader):
             batch, windows = empty_batch(self._local_batch_size, self._seq_len, self.columns)
             for window, row in zip(windows, rows[start:], strict=False):
                 self._fill(window, *row)
-            batches.append(batch)
-        self._tell(position.first_window, groups)
-        return BatchesRead(batches, self.hash_after(position.data_hash, self.locate(numbers)))
+            inputs, labels = batch
+            self._writer.note(batch, old=config.updates > 1)
+            inputs[LABELLED] = (labels.flatten() != IGNORED).nonzero().flatten()
+            batches.append(
+                ({name: pinned(value) for name, value in inputs.items()}, pinned(labels))
+            )
+        self._tell(int(numbers[0]), groups)
+        return batches
 
     def _groups(self, numbers: Sequence[int]) -> list[Group]:
         """Return the answers to prompts, of which those without spread are drawn again."""
@@ -376,6 +465,8 @@ class RolloutLoader(TaskLoader):
         columns[ADVANTAGE][written] = advantage
         columns[WEIGHT][written] = weight
         columns[ENGINE_LOG_PROB][written] = answer.log_probs
+        for name in (OLD_LOG_PROB, OLD_EXIT_LOG_PROB, PARENT_LOG_PROB):
+            columns[name][:] = np.nan  # unless `Writer.note` knows better
 
     def _tell(self, first_window: int, groups: Sequence[Group]) -> None:
         """Set the report, and write the log."""
@@ -412,12 +503,26 @@ class RolloutLoader(TaskLoader):
 class RolloutCallback(Callback):
     """Gives the loader a writer on the model in training, and tells what it wrote."""
 
+    _loader: RolloutLoader | None = None
+
+    def may_save(self) -> bool:
+        """Return whether new answers are due: older ones are not in a checkpoint."""
+        assert self._loader is not None
+        return self._loader.is_due
+
     def on_train_start(self, trainer: TrainingState) -> None:
         """Make the writer, once the weights are loaded."""
         loader, config = trainer.dataloader, trainer.config
         assert isinstance(loader, RolloutLoader)
         asked = config.dataloader
         assert isinstance(asked, RolloutLoader.Config)
+        parent = None
+        if asked.parent:
+            context = config.training.seq_len + 1
+            parent = load_checkpoint(
+                asked.parent, context_tokens=context, device=trainer.device
+            ).model
+        self._loader = loader
         writer = Writer(
             trainer.model,
             config.model,
@@ -426,6 +531,7 @@ class RolloutCallback(Callback):
             policy=parse_exit_policy(asked.exit),
             rows=asked.rows,
             device=trainer.device,
+            parent=parent,
         )
         is_logged = asked.log_rollouts and torch.distributed.get_rank() == 0
         loader.write_with(writer, Path(config.dump_folder, "rollouts.jsonl") if is_logged else None)

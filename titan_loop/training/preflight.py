@@ -181,7 +181,10 @@ def device_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def data_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse data that cannot be opened, does not fit the model, or is too short."""
+    """Refuse data that cannot be opened, does not fit model and objective, or is too short."""
+    yield from config.dataloader.refusals(
+        config.loss, local_batch_size=config.training.local_batch_size
+    )
     try:
         vocabulary, loader = config.dataloader.vocabulary(), config.open_data()
     except UserError as error:

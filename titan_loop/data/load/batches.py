@@ -33,7 +33,7 @@ from titan_loop.data.load.jumps import joined, next_windows
 from titan_loop.data.load.windows import Batch, Window, empty_batch
 from titan_loop.data.prefix import PREFIX_COLUMN, prefix_of
 from titan_loop.data.tasks.task import Task
-from titan_loop.errors import UserError
+from titan_loop.errors import Refusal, UserError
 from titan_loop.models.context import PREFIX
 from titan_loop.ranks import warn_together
 
@@ -145,6 +145,10 @@ class GlobalBatchLoader(BaseDataLoader):
             task = self.generated_task()
             columns = () if task is None else task.columns
             return (*columns, PREFIX_COLUMN) if self.prefix else columns
+
+        def refusals(self, loss: Any, *, local_batch_size: int) -> Iterator[Refusal]:
+            """Refuse an objective's config, or a batch, that does not go with the data."""
+            yield from ()
 
         def callbacks(self) -> list[Any]:
             """Return callbacks that the data brings to the training."""
