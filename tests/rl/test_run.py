@@ -126,6 +126,13 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path, loss, data, w
     assert words in str(refused.value)
 
 
+def test_a_change_of_r_is_refused(tmp_path):
+    config = reward_config(tmp_path)
+    config.recurrence.steps = Schedule.steps([(0, 3), (2 * WINDOW * WINDOWS, 2)])
+    with pytest.raises(UserError, match=r"recurrence\.steps changes from 3 to 2"):
+        train_run(config)
+
+
 def train_on_ranks(folder: Path, world_size: int) -> None:
     act_as_launched(world_size)
     train_run(reward_config(folder))

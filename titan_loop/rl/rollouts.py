@@ -56,6 +56,7 @@ from titan_loop.rl.reward_loss import (
     written_log_probs,
 )
 from titan_loop.training.callback import Callback, TrainingState
+from titan_loop.training.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -504,6 +505,7 @@ class RolloutCallback(Callback):
     """Gives the loader a writer on the model in training, and tells what it wrote."""
 
     _loader: RolloutLoader | None = None
+    _written_at: int | None = None
 
     def may_save(self) -> bool:
         """Return whether new answers are due: older ones are not in a checkpoint."""
@@ -522,7 +524,7 @@ class RolloutCallback(Callback):
             parent = load_checkpoint(
                 asked.parent, context_tokens=context, device=trainer.device
             ).model
-        self._loader = loader
+        self._loader, self._written_at = loader, trainer.plan.recurrent_steps
         writer = Writer(
             trainer.model,
             config.model,
@@ -535,6 +537,16 @@ class RolloutCallback(Callback):
         )
         is_logged = asked.log_rollouts and torch.distributed.get_rank() == 0
         loader.write_with(writer, Path(config.dump_folder, "rollouts.jsonl") if is_logged else None)
+
+    def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
+        """Refuse another R than the answers are written with."""
+        assert self._written_at is not None
+        if plan.recurrent_steps != self._written_at:
+            raise UserError(
+                f"recurrence.steps changes from {self._written_at} to {plan.recurrent_steps}, and "
+                "answers are written with one R; make a stage of each"
+            )
+        return plan
 
     def record(self, trainer: TrainingState) -> Mapping[str, Any]:
         """Return the means over all ranks of the latest batch."""
