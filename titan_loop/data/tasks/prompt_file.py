@@ -80,10 +80,10 @@ class PromptFile(Task):
 
     @property
     def longest_example(self) -> int:
-        """Tokens of the longest prompt and an answer of `most_tokens`."""
-        tokenizer = _tokenizer(self.tokenizer)
-        prompts = tokenizer.encode_batch_fast([each["prompt"] for each in _records(self.path)])
-        return max(len(prompt.ids) for prompt in prompts) + self.most_tokens
+        """Tokens of the longest prompt with its right answer, or with one of `most_tokens`."""
+        questions = map(self.encode, _records(self.path))
+        answers = ((len(each.tokens), int(each.answer.sum())) for each in questions)
+        return max(whole + max(0, self.most_tokens - answer) for whole, answer in answers)
 
     @property
     def strata(self) -> Mapping[str, Any]:
