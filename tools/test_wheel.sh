@@ -10,7 +10,8 @@ folder=$(mktemp -d "${TMPDIR:-/tmp}/titan-loop-wheel.XXXXXX")
 trap 'rm -rf "$folder"' EXIT
 git archive HEAD | tar -x -C "$folder" --one-top-level=source # no build leaves files in the checkout
 "$VENV/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$folder/source"
-# Packages of the tests stay out of it: they hid that datatrove imports what it does not declare.
+# The environment holds the declared dependencies alone. With the packages of the tests beside them, nobody
+# noticed that datatrove imports regex without declaring it.
 "$VENV/bin/python" -m venv --without-pip "$folder/environment"
 "$VENV/bin/python" -P - "$("$folder/environment/bin/python" -c 'import site; print(site.getsitepackages()[0])')" <<'PYTHON'
 import re

@@ -88,3 +88,17 @@ def test_a_run_counts_the_answers_that_its_verifier_fails_on(
     *_, last = records(tmp_path / "run")
     assert last["rl/failed_verdicts"] > 0
     assert 0 < last["rl/answer_tokens"] <= 3
+
+
+def test_a_batch_without_a_verdict_changes_nothing_and_is_finite(
+    tmp_path, monkeypatch, tokenizer, prompts, alone
+):
+    (tmp_path / "failing_judge.py").write_text(
+        "def judge(record, answer):\n    return {record['answer']: 1.0}[answer]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    task = PromptFile(prompts, tokenizer, "failing_judge:judge", most_tokens=3)
+    train_run(reward_config(tmp_path / "run", steps=1, task=task, normaliser="batch"))
+    (line,) = records(tmp_path / "run")
+    assert (line["loss"], line["grad_norm"]) == (0, 0)
+    assert line["rl/failed_verdicts"] > 0

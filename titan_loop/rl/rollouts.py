@@ -257,7 +257,8 @@ class RolloutLoader(TaskLoader):
         weight_PG = weight_PG * config.updates
         # What a rank's weights sum over becomes all ranks'.
         own_share = length_PG.sum() if config.normaliser == "batch" else torch.tensor(len(groups))
-        weight_PG = weight_PG * own_share / self._writer.sum_over_ranks(own_share)
+        # No token counts where the verifier failed on every answer of the batch.
+        weight_PG = weight_PG * own_share / max(self._writer.sum_over_ranks(own_share), 1.0)
         advantage_PG = group_advantages(torch.stack([group.reward_G for group in groups]))
         rows = [
             (group.prompt, *row)
@@ -408,7 +409,7 @@ class RolloutLoader(TaskLoader):
 
 
 class RolloutCallback(Callback):
-    """Gives the loader a writer on the model in training, and tells what it wrote."""
+    """Connects the loader to the model in training, and records the rewards of each batch."""
 
     _loader: RolloutLoader | None = None
     _written_at: int | None = None

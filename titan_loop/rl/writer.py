@@ -96,7 +96,7 @@ class Writer:
         return written_log_probs(model.lm_head, output, labels_BL.to(device), read_BL)
 
     def sum_over_ranks(self, value: Tensor) -> float:
-        """Return the sum of a number over all ranks; collective."""
+        """Return the sum of a count over all ranks; collective."""
         total = value.to(self._engine.stack.device, torch.float64)
         torch.distributed.all_reduce(total)
         return total.item()
