@@ -49,6 +49,7 @@ class Plugin:
         objectives: Loss classes, by class name (`titan_loop/objectives/streamed_loss.py`).
         exit_policies: Exit policies of one number, by the name before the colon
             (`titan_loop/inference/exit_policy.py`).
+        kv_caches: Key-value caches (`titan_loop/inference/cache.py`) of families that name them.
         analyses: Verbs of `titan-loop analyse` (`titan_loop/analysis/steps/`), each a `Verb`.
         charts: Plots of `metrics.jsonl` (`titan_loop/analysis/drawing.py`).
         suites: Tuples of `SuiteTask`s (`titan_loop/evaluation/suites.py`).
@@ -60,6 +61,7 @@ class Plugin:
     tasks: Mapping[str, Any] = field(default_factory=dict)
     objectives: Mapping[str, Any] = field(default_factory=dict)
     exit_policies: Mapping[str, Any] = field(default_factory=dict)
+    kv_caches: Mapping[str, Any] = field(default_factory=dict)
     analyses: Mapping[str, Verb] = field(default_factory=dict)
     charts: Mapping[str, Any] = field(default_factory=dict)
     suites: Mapping[str, Any] = field(default_factory=dict)

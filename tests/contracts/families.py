@@ -66,12 +66,14 @@ class Folder(NamedTuple):
         models: Options of models; the first one is asked for everything.
         comes_back: Whether `convert import` reads the same model.
         own_code: Whether the folder has code for transformers.
+        transformers: Oldest major version of transformers that runs it; None if none does.
     """
 
     family: str
     models: Sequence[Mapping[str, Any]]
     comes_back: bool = True
     own_code: bool = False
+    transformers: int | None = 4
 
 
 @dataclass(frozen=True, kw_only=True)

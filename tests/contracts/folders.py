@@ -23,6 +23,8 @@ OWN_CODE = [name for name, folder in FOLDERS.items() if folder.own_code]
 """Formats whose folders hold code for transformers."""
 MODELS = [(name, n) for name, folder in FOLDERS.items() for n in range(len(folder.models))]
 """Format and number of a model that it holds."""
+IN_TRANSFORMERS = [name for name, folder in FOLDERS.items() if folder.transformers]
+"""Formats whose folders transformers runs."""
 
 
 class Written(NamedTuple):

@@ -53,7 +53,7 @@ def test_tokens_see_what_the_strategy_keeps_of_earlier_ones(strategy: str):
     rows: list[int] = []
 
     def prompts(names: list[int], length: int, steps: int) -> None:
-        visit = cache.admit(len(names))
+        visit = cache.admit([length] * len(names))
         positions = torch.arange(length).expand(len(names), -1)
         for layer in range(SHAPE.layers):
             for step in range(1, steps + 1):
@@ -127,6 +127,6 @@ def test_a_cache_has_the_bytes_of_its_table(strategy: str, numbers: int):
         SHAPE._replace(outside=0), dtype=torch.float32, device=torch.device("cpu")
     )
     assert alone.outside is None
-    alone.admit(1)
+    alone.admit([1])
     alone.select([])
     assert alone.rows == 0

@@ -39,7 +39,8 @@ class Generation:
         recurrent_steps: Number of recurrent steps R; by default the trained one.
         exit: Exit policy, such as full, static:2, q:0.9 or kl:0.01,3; the README of
             titan_loop/inference lists them.
-        kv_cache: Key-value cache: full, last, first or averaged.
+        kv_cache: Key-value cache: full, last, first, averaged, or
+            the family's own.
         prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
         draft_step: Decode speculatively: draft three tokens at this recurrent step, verify at R.
         show_steps: Print each token's exit step as its subscript.

@@ -32,7 +32,8 @@ class Serving:
         max_tokens: Most tokens of an answer.
         seconds: Most seconds of an answer, with the time that it waits.
         recurrent_steps: Deepest R that a request may ask for; by default the trained one.
-        kv_cache: Key-value cache: full, last, first or averaged.
+        kv_cache: Key-value cache: full, last, first, averaged, or
+            the family's own.
         context: Maximum tokens of prompt and completion; by default the trained window.
     """
 

@@ -38,7 +38,8 @@ class TaskOptions:
         recurrent_steps: Number of recurrent steps R; by default the trained one.
         exit: Exit policy, such as full, static:2, q:0.9 or kl:0.01,3; the README of
             titan_loop/inference lists them.
-        kv_cache: Key-value cache of generated tokens: full, last, first or averaged.
+        kv_cache: Key-value cache of generated tokens: full, last, first, averaged, or
+            the family's own.
         prefill_steps: Number of recurrent steps of prompts; by default as for generated tokens.
         batch_size: Number of rows that a task of the harness runs at a time.
         max_length: Context in tokens; by default the trained window.

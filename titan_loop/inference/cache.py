@@ -32,8 +32,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_loop.errors import require_known
+from titan_loop.errors import UserError, require_known
 from titan_loop.models.context import CacheSlot
+from titan_loop.models.family import get_family
+from titan_loop.plugins import find, names
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of one layer, (B, L, N, H) each."""
@@ -60,7 +62,10 @@ class Places(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """Sizes of a cache: R, looped and other layers, B, tokens a row can hold, K-V heads, H."""
+    """Sizes of a cache: R, looped and other layers, B, tokens a row can hold, K-V heads, H.
+
+    `window` is the number of keys that windowed layers see; None without such layers.
+    """
 
     steps: int
     layers: int
@@ -69,6 +74,7 @@ class CacheShape(NamedTuple):
     capacity: int
     heads: int
     head_dim: int
+    window: int | None = None
 
 
 class LoopCache(ABC):
@@ -90,7 +96,7 @@ class LoopCache(ABC):
         self.rows = 0
         self._kept_steps = 1 if self.is_shared else shape.steps
         self._memory = torch.zeros(
-            (2, self._kept_steps, shape.layers, shape.rows, *shape[4:]), dtype=dtype, device=device
+            (2, self._kept_steps, shape.layers, shape.rows, *shape[4:7]), dtype=dtype, device=device
         )
         # Views of every slot, made once: an index of five parts costs more than the slice of two.
         self._slots = [
@@ -105,6 +111,12 @@ class LoopCache(ABC):
             self.outside = LastCache(shape, dtype=dtype, device=device)
             self.allocated_bytes += self.outside.allocated_bytes
 
+    @classmethod
+    def entries(cls, shape: CacheShape) -> int:
+        """Return the number of keys of one head that a row of `shape.capacity` tokens needs."""
+        steps = 1 if cls.is_shared else shape.steps
+        return (steps * shape.layers + shape.outside) * shape.capacity
+
     @property
     def _kept(self) -> Tensor:
         """(2, kept steps, layers, B, capacity, N, H) of the current rows."""
@@ -114,12 +126,12 @@ class LoopCache(ABC):
     def _row(self) -> Tensor:
         return self._every_row[: self.rows]
 
-    def admit(self, rows: int) -> "PromptVisit":
-        """Append rows; return the view that the pass over their prompts writes through."""
-        first, self.rows = self.rows, self.rows + rows
+    def admit(self, lengths: Sequence[int]) -> "PromptVisit":
+        """Append rows with prompts of these lengths; return what the pass over them writes to."""
+        first, self.rows = self.rows, self.rows + len(lengths)
         assert self.rows <= self.shape.rows
         if self.outside is not None:
-            self.outside.admit(rows)
+            self.outside.admit(lengths)
         return PromptVisit(self, first)
 
     def _write_slot(self, slot: int, layer: int, new: Pair, places: Places) -> Pair:
@@ -259,10 +271,19 @@ STRATEGIES: dict[str, type[LoopCache]] = {
 }
 
 
-def cache_strategy(name: str) -> type[LoopCache]:
-    """Return the cache class of this name; raise `UserError` if it is unknown."""
-    require_known("kv_cache", name, STRATEGIES)
-    return STRATEGIES[name]
+def cache_strategy(name: str, family: str | None = None) -> type[LoopCache]:
+    """Return the cache class of this name; raise `UserError` if it is unknown.
+
+    It must be one that models of `family` have; None allows every family's.
+    """
+    known = {*STRATEGIES, *names("kv_caches")}
+    require_known("kv_cache", name, known)
+    if family is not None and name not in (has := get_family(family).kv_caches):
+        raise UserError(
+            f"kv_cache={name} is a cache that model.family={family} does not have; it has "
+            f"{', '.join(sorted(has))}"
+        )
+    return STRATEGIES.get(name) or find("kv_caches", name)
 
 
 class PromptVisit:

@@ -42,7 +42,8 @@ class Engine:
     Args:
         recurrent_steps: Number of recurrent steps R, which may exceed the trained R; None takes the
             model's.
-        kv_cache: Strategy for the keys and values of earlier tokens: full, last, first or averaged.
+        kv_cache: Strategy for the keys and values of earlier tokens: full, last, first, averaged
+            or one of the family's own.
         exit_policy: Rule for the step after which a token is read; None reads all after step R.
         prefill_steps: Number of recurrent steps P of the prompts, at most R; None for R. The last
             token of a prompt then runs again as a generated one does.
@@ -69,7 +70,7 @@ class Engine:
         self.prefill_steps = prefill_steps
         self.speculation = speculation
         self.kv_cache = kv_cache
-        self._strategy = cache_strategy(kv_cache)
+        self._strategy = cache_strategy(kv_cache, model.config.family)
         require_exit_policy(model, self.exit_policy)
         if speculation is not None:
             speculation.check(self.recurrent_steps)
@@ -228,7 +229,7 @@ class Engine:
         reads: Callable[[Sequence[int]], bool],
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (step, state after it, state before it) of each prompt's last token, as read."""
-        visit = batch.cache.admit(len(rows))
+        visit = batch.cache.admit([len(row.prompt) for row in rows])
         prompts = [torch.tensor(row.prompt, device=self.stack.device) for row in rows]
         row_B = torch.arange(len(prompts), device=self.stack.device)
         last_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.stack.device)

@@ -69,16 +69,21 @@ class Stack:
         self, strategy: type[LoopCache], *, steps: int, rows: int, capacity: int
     ) -> LoopCache:
         """Allocate an empty cache."""
-        shape = CacheShape(
+        shape = self.cache_shape(steps=steps, rows=rows, capacity=capacity)
+        cache = strategy(shape, dtype=self.dtype, device=self.device)
+        self.work.cache_bytes += cache.allocated_bytes
+        return cache
+
+    def cache_shape(self, *, steps: int, rows: int, capacity: int) -> CacheShape:
+        """Return the sizes of a cache for `rows` rows of `capacity` tokens."""
+        return CacheShape(
             *self.model.cache_slots(steps),
             rows,
             capacity,
             self.attention.n_kv_heads,
             self.attention.head_dim,
+            self.model.config.window,
         )
-        cache = strategy(shape, dtype=self.dtype, device=self.device)
-        self.work.cache_bytes += cache.allocated_bytes
-        return cache
 
     def prompt_context(
         self,

@@ -130,6 +130,7 @@ class Family:
     Attributes:
         decoder_config: Maps options, their shape and the longest window to the architecture.
         exit_policies: Names of those it supports; None for all that work on a loop over the stack.
+        kv_caches: Names of the key-value caches that its models can decode with.
         runtime_options: Options in which two models of one checkpoint may differ.
         data_options: Options that are filled in from the data unless they are set.
     """
@@ -140,6 +141,7 @@ class Family:
     decoder_config: Callable[[Any, ModelSize, int], LoopDecoder.Config]
     uses: frozenset[Use] = USES
     exit_policies: frozenset[str] | None = None
+    kv_caches: frozenset[str] = frozenset({"full", "last", "first", "averaged"})
     runtime_options: frozenset[str] = RUNTIME_OPTIONS
     data_options: frozenset[str] = frozenset({"vocab_size"})
 

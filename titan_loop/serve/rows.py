@@ -315,10 +315,10 @@ class ServingEngine(Engine):
 
     def cache_bytes(self, settings: RowSettings, tokens: int) -> int:
         """Return the bytes of keys and values of so many tokens at a row's depth."""
-        slots, stack = self.stack.model.cache_slots(settings.deepest_step), self.stack
-        kept = 1 if self._strategy.is_shared else slots[0]
-        width = stack.attention.n_kv_heads * stack.attention.head_dim * stack.dtype.itemsize
-        return 2 * (kept * slots[1] + slots[2]) * width * tokens
+        stack = self.stack
+        shape = stack.cache_shape(steps=settings.deepest_step, rows=1, capacity=tokens)
+        width = shape.heads * shape.head_dim * stack.dtype.itemsize
+        return 2 * self._strategy.entries(shape) * width
 
     def _decider(self, rows: Sequence[Row]) -> RowDecider:
         return RowDecider(self.stack, cast(Sequence[ServedRow], rows))

@@ -104,7 +104,7 @@ def _prefilled(
     rows, length = prompt_BL.shape
     cache = stack.make_cache(cache_strategy("full"), steps=steps, rows=rows, capacity=capacity)
     lengths_B = torch.full((rows,), length, device=stack.device)
-    visit = cache.admit(rows)
+    visit = cache.admit([length] * rows)
     context = stack.prompt_context(prompt_BL, lengths_B, visit)
     state = None
     for step in range(1, prefill + 1):

@@ -62,7 +62,7 @@ CONTRACT = Contract(
     compiled={"two stacks": Compiled(HrmTextOptions(**SMALL), steps=2)},
     generated={"causal": Generated(HrmTextOptions(**SMALL, prefix_lm=False), Confidence(0.1))},
     runs={"prefixes": Run(run)},
-    folders={"hrm_text": Folder("hrm_text", [{}, OTHER])},
+    folders={"hrm_text": Folder("hrm_text", [{}, OTHER], transformers=5)},
     refused=[
         (HrmTextOptions(n_layers=3), "model.n_layers=3 must be even: half are the low stack"),
         (HrmTextOptions(n_kv_heads=2), "model.n_kv_heads=2 must be n_heads=4"),

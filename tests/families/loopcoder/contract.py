@@ -1,0 +1,64 @@
+"""Cases of LoopCoder."""
+
+from functools import partial
+from pathlib import Path
+
+from tests.contracts.families import Compiled, Contract, Folder, Generated, Run
+from tests.contracts.runs import BATCH, small_run
+from tests.distributed.test_parity import HELD, Case
+from titan_loop.families.loopcoder.model import LoopCoderOptions
+from titan_loop.inference.exit_policy import Confidence
+from titan_loop.planning.rehearsal import LoopTrainer
+from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.schedule import Schedule
+
+NEAR = {"loop_window": 5}
+case = partial(Case, family=LoopCoderOptions, steps=(3, 1, 2), options=tuple(NEAR.items()))
+
+
+def run(folder: Path, world: int) -> LoopTrainer.Config:
+    """Return a run in which steps 1 to 3 take turns, and the backward pass reaches two of them."""
+    config = small_run(folder, LoopCoderOptions(**NEAR))
+    steps = Schedule.steps([(0, 1), (2 * BATCH, 2), (4 * BATCH, 3)])
+    config.recurrence = RecurrenceConfig(steps=steps, backward_steps=2)
+    return config
+
+
+def rehearsed(config: LoopTrainer.Config) -> None:
+    """Rehearse a stage of LoopCoder."""
+    config.model = LoopCoderOptions(recurrent_steps=2)
+
+
+CONTRACT = Contract(
+    parity={
+        "loop": (case(exit_gate=False), "dp2 tp2 tp2-no-sp cp2"),
+        "truncated": (
+            case(exit_gate=False, backward_steps=1, checkpointing="recurrent-step"),
+            "dp2 hsdp2x2",
+        ),
+        "held-tied": (
+            case(tie_weights=True, exit_gate=False, fsdp=HELD, checkpointing="full"),
+            "dp2-tp2",
+        ),
+        "gated": (case(checkpointing="selective"), "dp2"),
+    },
+    compiled={"loop": Compiled(LoopCoderOptions(n_layers=1, **NEAR))},
+    generated={"loop": Generated(LoopCoderOptions(**NEAR), Confidence(0.05))},
+    rehearsed={"loop": rehearsed},
+    runs={"loop": Run(run)},
+    folders={
+        "loopcoder": Folder(
+            "loopcoder",
+            [
+                {"recurrent_steps": 2},
+                {"recurrent_steps": 2, "loop_window": 7, "norm_eps": 1e-6, "rope_theta": 500.0},
+            ],
+            transformers=None,
+        ),
+    },
+    refused=[
+        (LoopCoderOptions(injection="additive"), "model.injection=additive is not in LoopCoder"),
+        (LoopCoderOptions(prelude_layers=1), "model.prelude_layers=1 is not in LoopCoder"),
+        (LoopCoderOptions(loop_window=0), "model.loop_window=0 must be at least 1"),
+    ],
+)
