@@ -21,4 +21,5 @@ def test_a_step_calls_no_more_operators_and_products_than_plains(monkeypatch: py
     plain, ours = counted["plain"], counted["fp32"]
     assert ours.all <= plain.all
     assert ours.products <= plain.products + 20  # of the streamed head
-    assert counted["bf16, FSDP"].all <= 1.6 * plain.all
+    assert counted["bf16"].all <= 1.25 * plain.all  # a norm in bf16 on a CPU is seven operators
+    assert counted["bf16"].products == ours.products

@@ -163,14 +163,16 @@ def shard_units(
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Free every gathered weight and put the sharded parameters, with their gradients, back.
+    """Free every gathered or cast weight and put the parameters, with their gradients, back.
 
-    Call it after a step's last backward pass: under `per_step` the layers' `.grad` is None until
-    then. Without FSDP it does nothing.
+    Call it after a step's last backward pass: under `per_step`, and in bf16 on one device, the
+    layers' `.grad` is None until then.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        elif isinstance(module, LoopDecoder) and module.low_weights is not None:
+            module.low_weights.leave()
 
 
 def _hold_visited_units(model: LoopDecoder, units: Sequence[Unit]) -> None:

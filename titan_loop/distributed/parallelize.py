@@ -7,6 +7,7 @@ each is gathered. If only the exit gate trains, the rest is frozen first: FSDP r
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from titan_loop.distributed.vocabulary_parallel import share_vocabulary
 from titan_loop.errors import Refusal
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable, freeze_all_but_the_exit_gate
+from titan_loop.models.low_weights import LowWeights
 from titan_loop.models.units import unit_sizes_of
 from titan_loop.ranks import warn_together
 
@@ -120,13 +122,13 @@ def parallelize_loop_decoder(
             warn_together(logger, "compile.enable: %s found; running eagerly", missing)
     fsdp = fsdp or FSDPConfig()
     param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    if fsdp.fp32_visit_sum and param_dtype == torch.float32:
-        warn_together(logger, "fsdp.fp32_visit_sum has no effect: layers compute in fp32 anyway")
-    alone = parallel_dims.world_size == 1 and param_dtype == TORCH_DTYPE_MAP[training.dtype]
-    if alone and not training.enable_cpu_offload:
-        layers = enumerate(model.layers.values())
-        model.joined_layers = tuple(n for n, layer in layers if getattr(layer, "can_join", False))
-        return model  # nothing to shard or cast, and FSDP copies even at size 1
+    low = param_dtype != TORCH_DTYPE_MAP[training.dtype]
+    alone = parallel_dims.world_size == 1 and not training.enable_cpu_offload
+    if fsdp.fp32_visit_sum and (alone or param_dtype == torch.float32):
+        warn_together(logger, "fsdp.fp32_visit_sum has no effect: visits are summed in fp32 anyway")
+    if alone and not (low and parallelism.spmd_backend == "spmd_types"):
+        _join_matrices(model, param_dtype if low else None)
+        return model  # nothing to shard, and FSDP copies even at size 1
     if fsdp.policy == "auto":
         available = _smallest_device_bytes()
         fsdp, reason = fsdp.decided(
@@ -135,6 +137,26 @@ def parallelize_loop_decoder(
         logger.info("fsdp.policy=auto: %s, %s", fsdp.policy, reason)
     shard_units(model, parallel_dims, training, parallelism, fsdp)
     return model
+
+
+def _join_matrices(model: LoopDecoder, dtype: torch.dtype | None) -> None:
+    """Let layers multiply joined matrices; with a dtype, cast all weights to it once a step."""
+    layers = enumerate(model.layers.values())
+    joinable: dict[int, Any] = {
+        n: layer for n, layer in layers if getattr(layer, "can_join", False)
+    }
+    model.joined_layers = tuple(joinable)
+    if dtype is None:
+        return
+    wide = [unit.modules for unit in model.units() if unit.fp32]
+    model.low_weights = LowWeights(
+        model,
+        dtype,
+        wide=[parameter for modules in wide for each in modules for parameter in each.parameters()],
+        joinable={n: layer.joinable for n, layer in joinable.items()},
+    )
+    for module in (model, model.lm_head):  # the loss calls the head by itself
+        model.low_weights.cover(module)
 
 
 def _check_placements(model: LoopDecoder) -> None:

@@ -24,7 +24,7 @@ from torchtitan.protocols.module import Module
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.dropout import Dropout
-from titan_loop.models.joined import JoinableQKV, Joined, can_join, join
+from titan_loop.models.joined import Joinable, JoinableQKV, Joined, can_join
 
 
 class GatedFeedForward(FeedForward):
@@ -118,16 +118,16 @@ class DenseBlock(TransformerBlock):
     @property
     def can_join(self) -> bool:
         """Whether `forward` takes `joined` matrices; a subclass may multiply otherwise."""
-        qkv, ffn = self.attention.qkv_linear, self.feed_forward
         own = type(self) is DenseBlock and type(self.attention) is LoopAttention
-        if not own or not isinstance(qkv, JoinableQKV):
+        if not own or not isinstance(self.attention.qkv_linear, JoinableQKV):
             return False
-        return can_join([qkv.wq, qkv.wk, qkv.wv]) and can_join([ffn.w1, ffn.w3])
+        return all(map(can_join, self.joinable))
 
-    def joined(self) -> Joined:
-        """Return the matrices for `forward`."""
+    @property
+    def joinable(self) -> Joinable:
+        """The matrices that `joined` ones replace."""
         qkv, ffn = self.attention.qkv_linear, self.feed_forward
-        return Joined(join([qkv.wq, qkv.wk, qkv.wv]), join([ffn.w1, ffn.w3]))
+        return [qkv.wq, qkv.wk, qkv.wv], [ffn.w1, ffn.w3]
 
     def forward(
         self,

@@ -43,7 +43,8 @@ from titan_loop.models.context import (
 from titan_loop.models.decoder_costs import DecoderCosts
 from titan_loop.models.dropout import Dropout
 from titan_loop.models.injection import Injected
-from titan_loop.models.joined import Joined
+from titan_loop.models.joined import Joined, join
+from titan_loop.models.low_weights import LowWeights
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
 from titan_loop.models.positions import Positions, RelativePositions, RotaryPositions
@@ -141,6 +142,8 @@ class LoopDecoder(Decoder):
         self.recurrence = Recurrence()
         self.joined_layers: tuple[int, ...] = ()
         """Layers whose matrices training joins where they multiply the same input."""
+        self.low_weights: LowWeights | None = None
+        """On one device, what stands for the parameters in a lower dtype."""
         self.norm_placement = config.norm_placement
         self.scale = math.sqrt(config.dim) if config.scale_embeddings else config.embedding_scale
         self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
@@ -177,8 +180,7 @@ class LoopDecoder(Decoder):
             raise ValueError(f"recurrent_steps={steps} must be at least 1")
         context = self.make_context(tokens, positions, attention_masks, columns=columns)
         if self.joined_layers:
-            layers: dict[int, Any] = {n: self.layers[str(n)] for n in self.joined_layers}
-            context = context._replace(joined={n: layer.joined() for n, layer in layers.items()})
+            context = context._replace(joined=self._joined())
         hidden_RBLD: list[Tensor] = []
         exit_logit_RBL: list[Tensor] = []
         carry = self.start(tokens, context)
@@ -192,6 +194,12 @@ class LoopDecoder(Decoder):
                 exit_logit_RBL.append(self.exit_gate(gathered_BLD))
         first_step = steps if collect == "last" else 1
         return LoopOutput(tuple(hidden_RBLD), tuple(exit_logit_RBL), first_step)
+
+    def _joined(self) -> Mapping[int, Joined]:
+        if self.low_weights is not None:
+            return self.low_weights.joined
+        layers: dict[int, Any] = {n: self.layers[str(n)] for n in self.joined_layers}
+        return {n: Joined(*map(join, layer.joinable)) for n, layer in layers.items()}
 
     def make_context(
         self,

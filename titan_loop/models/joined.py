@@ -21,6 +21,9 @@ from torchtitan.models.common.linear import Linear
 Product: TypeAlias = tuple[Tensor, Tensor | None]
 """Weight and bias of a joined product."""
 
+Joinable: TypeAlias = tuple[Sequence[nn.Linear], Sequence[nn.Linear]]
+"""Matrices of `Joined.qkv` and of `Joined.gate_up`."""
+
 
 class Joined(NamedTuple):
     """The joined matrices of one layer in one pass."""

@@ -3,9 +3,9 @@
     python tools/bench/host.py                  # all rows; `--counts` leaves the times out
 
 A narrow, deep model on one window of few tokens, where nothing but the host's work takes time. The
-plain model is the one of `plain.py`: its row is 1 and the others are over it. `bf16, FSDP` is the
-trainer's step in bf16 under FSDP of one rank, as where many ranks train. Calls are those that the
-profiler sees, one inside another counted, too; they depend on no machine's speed.
+plain model is the one of `plain.py`: its row is 1 and the others are over it. `bf16` casts weights
+once a step, as on one GPU. Calls are those that the profiler sees, one inside another counted, too;
+they depend on no machine's speed.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def steps_of(options: argparse.Namespace) -> Mapping[str, Callable[[], object]]:
             for layer in plain.layers:
                 layer.compile()
         steps[f"plain{name}"] = optimizer_step(plain, lambda plain=plain: plain(tokens, labels))
-        for kind, each in (("fp32", job), ("bf16, FSDP", low)):
+        for kind, each in (("fp32", job), ("bf16", low)):
             chosen = replace(each, compiled=compiled)
             steps[f"{kind}{name}"] = trainer_step(chosen, build(chosen))
     return steps
