@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import act_as_launched, train_run
-from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
@@ -70,9 +69,8 @@ def test_a_stopped_run_writes_the_same_answers_again(tmp_path):
     assert all(line["rl/gap_nats"] < 1e-5 for line in records(whole))
 
 
-def test_later_updates_of_the_same_answers_are_clipped_and_the_run_is_saved_between(tmp_path):
+def test_later_updates_of_the_same_answers_are_clipped(tmp_path):
     config = reward_config(tmp_path, steps=8, updates=4)
-    config.checkpoint.interval = 1
     config.learning_rate = Schedule.constant(3e-2)
     train_run(config)
     lines = records(tmp_path)
@@ -80,7 +78,21 @@ def test_later_updates_of_the_same_answers_are_clipped_and_the_run_is_saved_betw
     assert all(line["rl/gap_nats"] < 1e-5 for line in lines)
     answers = (tmp_path / "rollouts.jsonl").read_text().splitlines()
     assert {json.loads(line)["window"] for line in answers} == {0, 4 * WINDOWS}
-    assert committed_steps(tmp_path / "checkpoints") == [4, 8]
+
+
+@pytest.mark.parametrize("stopped_after", [1, 3, 4])
+def test_a_run_that_is_stopped_between_two_lots_of_answers_goes_on_with_the_old_ones(
+    tmp_path, stopped_after
+):
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train_run(reward_config(whole, steps=6, updates=4))
+    config = reward_config(parted, steps=6, updates=4)
+    config.training.steps = stopped_after
+    train_run(config)
+    train_run(reward_config(parted, steps=6, updates=4))
+    assert numbers(parted) == numbers(whole)
+    answers = [(each / "rollouts.jsonl").read_text() for each in (whole, parted)]
+    assert answers[0] == answers[1]
 
 
 def test_a_run_is_held_near_its_parent(tmp_path):

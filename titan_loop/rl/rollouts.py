@@ -24,6 +24,7 @@ from titan_loop.data.columns import LABELLED, Column
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.batches import BatchesRead, Position, pinned
+from titan_loop.data.load.pipeline_loader import pack_state, read_state
 from titan_loop.data.load.task_loader import TaskLoader, clear
 from titan_loop.data.load.windows import Batch, Window, empty_batch
 from titan_loop.data.tasks.prompt_file import PromptFile, contents
@@ -123,7 +124,7 @@ class RolloutLoader(TaskLoader):
 
         updates: Annotated[int, Ge(1)] = 1
         """Training steps for which answers are written at once; from the second on they come from
-        older weights, and ratios are clipped. A run is saved where new answers are due."""
+        older weights, and ratios are clipped. A checkpoint between them holds the answers."""
 
         parent: str = ""
         """Run or checkpoint of the model that `loss.kl_weight` holds π near to."""
@@ -223,10 +224,21 @@ class RolloutLoader(TaskLoader):
         """Set the writer of answers, and the file that they are logged to."""
         self._writer, self._log = writer, log
 
+    def rank_files(self) -> dict[str, bytes]:
+        """Return the answers of this rank that later steps train on (see the base class)."""
+        state = {"pending": self._pending, "report": self.report}
+        return {self._file: pack_state(state)} if self._pending else {}
+
+    def load_rank_files(self, folder: Path) -> None:
+        """Take the answers that were saved by as many ranks; other ranks write them anew."""
+        path = folder / self._file
+        state = read_state(path) if path.exists() else {}
+        self._pending, self.report = state.get("pending", {}), state.get("report", {})
+
     @property
-    def is_due(self) -> bool:
-        """Whether the next step begins with new answers."""
-        return not self._pending
+    def _file(self) -> str:
+        split = f"{self._dp_rank:05d}_of_{self._dp_world_size:05d}_by_{self._local_batch_size}"
+        return f"answers_{split}.safetensors"
 
     def read(self, position: Position) -> BatchesRead:
         """See the base class; collective, since the weights are gathered."""
@@ -413,11 +425,6 @@ class RolloutCallback(Callback):
 
     _loader: RolloutLoader | None = None
     _written_at: int | None = None
-
-    def may_save(self) -> bool:
-        """Return whether new answers are due: older ones are not in a checkpoint."""
-        assert self._loader is not None
-        return self._loader.is_due
 
     def on_train_start(self, trainer: TrainingState) -> None:
         """Make the writer, once the weights are loaded."""
