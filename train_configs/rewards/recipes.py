@@ -185,5 +185,6 @@ def _rewarded(arm: Arm) -> LoopTrainer.Config:
         save_every=UPDATES,
         log_every=5,
     )
+    config.optimizer.name = "muon"
     config.checkpoint.carry.optimizer = False
     return config
