@@ -4,7 +4,7 @@
 
 The gate picks the exit when the update is made, so a token that step R wrote is taught at earlier
 steps; later steps and their losses are discarded. Answers are read once, so the ratio is 1 and the
-gradient is that of the cumulative loss, A Σ_{r ≤ e} ∇log π_r.
+gradient is A Σ_{r ≤ e} ∇log π_r, as for the cumulative loss.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §4.5, "Off-policy rollouts". The text gives no
 equation, threshold or weight of the steps: the sum and q = 0.5 are choices of ours.
