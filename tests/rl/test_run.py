@@ -95,6 +95,11 @@ def test_a_run_that_is_stopped_between_two_lots_of_answers_goes_on_with_the_old_
     assert answers[0] == answers[1]
 
 
+def test_answers_that_bf16_weights_write_are_a_little_off_the_trained_ones(tmp_path):
+    train_run(reward_config(tmp_path, dtype="bfloat16"))
+    assert all(1e-5 < line["rl/gap_nats"] < 0.05 for line in records(tmp_path))
+
+
 def test_a_run_is_held_near_its_parent(tmp_path):
     parent, free, held = (tmp_path / name for name in ("parent", "free", "held"))
     train_run(reward_config(parent))
@@ -125,6 +130,11 @@ def test_a_run_is_held_near_its_parent(tmp_path):
             {"trajectory": "pmf", "exit_action": True},
             {"exit": "full"},
             "loss.exit_action=True has no effect with loss.trajectory=pmf",
+        ),
+        (
+            {},
+            {"dtype": "bfloat16", "updates": 2},
+            "dataloader.dtype=bfloat16 writes with other weights than π_old",
         ),
         ({}, {"group": 3}, "training.local_batch_size=4 must be a multiple of dataloader.group=3"),
         ({}, {"exit": "sample"}, "exit=sample is not an exit policy; nearest: sampled"),

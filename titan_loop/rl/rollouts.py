@@ -141,6 +141,9 @@ class RolloutLoader(TaskLoader):
         rows: Annotated[int, Ge(1)] = 64
         """Answers that are written at once."""
 
+        dtype: Literal["float32", "bfloat16"] = "float32"
+        """Type of the weights that write; log π of an answer's first update is the trainer's."""
+
         log_rollouts: bool = False
         """Write this rank's answers to RUN/rollouts.jsonl."""
 
@@ -158,6 +161,9 @@ class RolloutLoader(TaskLoader):
                     f"must be a multiple of dataloader.group={self.group}, whose answers are "
                     "compared with each other",
                 )
+            if self.dtype != "float32" and self.updates > 1:
+                problem = "writes with other weights than π_old, which later updates clip against"
+                yield Refusal.of("dataloader.dtype", self.dtype, problem, "set updates=1")
             if not isinstance(loss, RewardLoss.Config):
                 yield Refusal.of("dataloader", "RolloutLoader", "needs loss=RewardLoss")
                 return
@@ -214,7 +220,7 @@ class RolloutLoader(TaskLoader):
     def describe(self, config: TaskLoader.Config, seq_len: int) -> dict[str, Any]:
         """As in the base class; all that decides answers and rewards."""
         assert isinstance(config, RolloutLoader.Config)
-        own = ("group", "exit", "updates", "redraws", "step_price", "overlong_buffer")
+        own = ("group", "exit", "updates", "redraws", "step_price", "overlong_buffer", "dtype")
         rollouts = {name: getattr(config, name) for name in own}
         if isinstance(config.task, PromptFile):
             rollouts["sha256"] = contents(config.task.path)
@@ -448,6 +454,7 @@ class RolloutCallback(Callback):
             rows=asked.rows,
             device=trainer.device,
             parent=parent,
+            dtype=getattr(torch, asked.dtype),
         )
         is_logged = asked.log_rollouts and torch.distributed.get_rank() == 0
         loader.write_with(writer, Path(config.dump_folder, "rollouts.jsonl") if is_logged else None)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from titan_loop.data.load.windows import Batch
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import ExitPolicy
+from titan_loop.inference.loading import placed
 from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.models.decoder import LoopDecoder
@@ -44,6 +45,7 @@ class Writer:
         policy: Rule of the exits.
         parent: The model that π is held near to; None for none.
         rows: Answers that are written at once.
+        dtype: Type of the weights that write; the exit gate stays in fp32.
     """
 
     def __init__(
@@ -57,12 +59,13 @@ class Writer:
         rows: int,
         device: torch.device,
         parent: LoopDecoder | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._trained, self._rows, self._parent = trained, rows, parent
         whole = build_decoder(
             replace(options, attention="sdpa"), max_seq_len=context_tokens, device=device
         )
-        self._whole = whole.eval()
+        self._whole = placed(whole.eval(), device=device, dtype=dtype)
         self._engine = Engine(whole, recurrent_steps=recurrent_steps, exit_policy=policy)
         self.recurrent_steps = recurrent_steps
 
