@@ -19,7 +19,7 @@ from titan_loop.data.tasks.task import Task
 from titan_loop.errors import require_at_least
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import parse_exit_policy
-from titan_loop.inference.loading import Loaded
+from titan_loop.inference.loading import Loaded, load_checkpoint
 from titan_loop.inference.rows import Completion, Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.models.decoder_costs import DecoderCosts
@@ -47,7 +47,10 @@ def answers(
         seed: Seed of these answers.
     """
     require_at_least(1, samples=samples)
-    loaded, task, strata = open_task(run, (), questions, use="generate")
+    trained, task, strata = open_task(run, (), questions, use="generate")
+    # A window of rewards has no place for the last token, which is never read.
+    room = max(trained.run.seq_len, task.longest_example)
+    loaded = load_checkpoint(run, use="generate", context_tokens=room)
     asked = task.held_out_questions(questions, task.strata[strata[-1]])
     results: dict[str, float] = {}
     rows = [["exits", "greedy %", "sampled %", f"pass@{samples} %", "steps"]]
