@@ -105,7 +105,7 @@ def test_a_run_is_held_near_its_parent(tmp_path):
     train_run(reward_config(parent))
     for folder, weight in {free: 1e-9, held: 10.0}.items():
         config = reward_config(folder, steps=12, parent=str(parent))
-        config.loss.kl_weight = weight
+        config.loss = RewardLoss.Config(exit_action=True, kl_weight=weight)
         config.checkpoint.carry.parent = str(parent)
         train_run(config)
     assert records(held)[0]["rl/kl_nats"] == pytest.approx(0, abs=1e-6)
