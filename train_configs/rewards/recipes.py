@@ -39,7 +39,7 @@ TASK = WrittenArithmetic(modulus=5, max_operations=6)
 HARDEST = WrittenArithmetic(modulus=5, max_operations=6, fewest_operations=6)
 STEPS = 4
 PARENT_TOKENS = 1_100_000
-PROMPTS, GROUP, UPDATES = 32, 8, 80
+PROMPTS, GROUP, UPDATES = 32, 8, 160
 PRICE = 0.1
 
 
@@ -178,7 +178,7 @@ def _rewarded(arm: Arm) -> LoopTrainer.Config:
         tokens=tokens,
         window=window,
         windows=windows,
-        rate=Schedule.warmup_constant(1e-3, warmup_tokens=tokens // 20),
+        rate=Schedule.warmup_constant(1e-3, warmup_tokens=4 * windows * window),
         steps=STEPS,
         loss=arm.loss,
         adamw=AdamWConfig(beta2=0.95, weight_decay=0.0),
