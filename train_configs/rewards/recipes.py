@@ -39,7 +39,7 @@ TASK = WrittenArithmetic(modulus=5, max_operations=6)
 HARDEST = WrittenArithmetic(modulus=5, max_operations=6, fewest_operations=6)
 STEPS = 4
 PARENT_TOKENS = 1_100_000
-PROMPTS, GROUP, UPDATES = 32, 8, 160
+PROMPTS, GROUP, UPDATES = 32, 8, 80
 PRICE = 0.1
 
 
