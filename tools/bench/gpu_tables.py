@@ -210,6 +210,33 @@ def decode(place: Place) -> list[Row]:
     return [Row(name=shape[1], words=words, read=printed_measurements)]
 
 
+def plain(place: Place) -> list[Row]:
+    """Train beside plain PyTorch, compiled too, and count what the host calls."""
+    rows = []
+    for size, steps, windows in (("374m", 4, 1), ("374m", 8, 2), ("1.4b", 4, 1)):
+        shape = ["--size", size, "--seq-len", str(WINDOW), "--batch", str(windows)]
+        shape += ["--compile-plain", "--pairs", "5"]
+        if place.on_cpu:
+            shape = ["--size", "debugmodel", "--seq-len", str(CPU_WINDOW), "--batch", "1"]
+            shape += ["--no-compile", "--pairs", "1"]
+        words = [str(BENCH / "plain.py"), "--beside-load", "--recurrent-steps", str(steps), *shape]
+        rows.append(Row(name=f"{size} R={steps}", words=words, read=printed_lines))
+    counts = [str(BENCH / "host.py"), "--beside-load", "--counts", "--no-compile", "--layers", "2"]
+    host = Row(name="operator calls", words=counts, read=printed_lines)
+    return [*rows[: 1 if place.on_cpu else None], host]
+
+
+def before(_: Place) -> list[Row]:
+    """Train beside the build from before the work on the host's part of a step."""
+    words = [str(BENCH / "revisions.py"), "dfd5e2b4", "--beside-load", "--compile", "--pairs", "5"]
+    words += ["--least", "0", "--tolerance", "1e-3", "--seq-len", str(WINDOW)]
+    absent = "" if Path(".git").exists() else "needs the history of git"
+    return [
+        Row(name=f"{size} R=4", words=[*words, "--size", size], read=printed_lines, absent=absent)
+        for size in ("374m", "1.4b")
+    ]
+
+
 def float8(place: Place) -> list[Row]:
     """Train in bf16 and in float8, beside each other."""
     shape = ["--size", "1.4b", "--seq-len", "4096", "--batch", "1", "--compile"]
@@ -369,6 +396,21 @@ TABLES = {
             seconds=150,
             uses=ONE_GPU,
             rows=decode,
+        ),
+        Table(
+            name="plain",
+            question="A training step beside plain PyTorch's",
+            seconds=300,
+            uses=ONE_GPU,
+            rows=plain,
+        ),
+        Table(
+            name="before",
+            question="A training step beside an earlier build's",
+            seconds=300,
+            uses=ONE_GPU,
+            rows=before,
+            absent_on_cpu="CI's checkout may lack the commit",
         ),
         Table(
             name="float8",
