@@ -66,6 +66,7 @@ class Folder(NamedTuple):
         models: Options of models; the first one is asked for everything.
         comes_back: Whether `convert import` reads the same model.
         own_code: Whether the folder has code for transformers.
+        ties: Whether embedding and head may be one matrix.
         transformers: Oldest major version of transformers that runs it; None if none does.
     """
 
@@ -73,6 +74,7 @@ class Folder(NamedTuple):
     models: Sequence[Mapping[str, Any]]
     comes_back: bool = True
     own_code: bool = False
+    ties: bool = True
     transformers: int | None = 4
 
 

@@ -83,6 +83,8 @@ class LlamaShape:
     """Fields of `config.json` that must have one value where they are present."""
     steps_field: ClassVar[str | None] = None
     """Field of `config.json` that holds R; None where R is 1."""
+    lists_ends: ClassVar[bool] = True
+    """Whether `eos_token_id` of `config.json` may be a list; `generation_config.json`'s may."""
     tokenizer_folder: ClassVar[str] = ""
     """Sub-folder with the tokenizer; empty if it lies beside `config.json`."""
     of_model: ClassVar[Mapping[str, str]] = {

@@ -141,7 +141,7 @@ def write_model_folder(
             eos_id=None if tokenizer is None else tokenizer.eos_id,
         )
         if tokenizer is not None:
-            config["eos_token_id"] = tokenizer.eos
+            config["eos_token_id"] = tokenizer.eos if shape.lists_ends else tokenizer.eos_id
         write_json(folder / CONFIG, config)
 
 

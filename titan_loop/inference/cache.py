@@ -30,12 +30,16 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_loop.errors import UserError, require_known
 from titan_loop.models.context import CacheSlot
 from titan_loop.models.family import get_family
 from titan_loop.plugins import find, names
+
+RING = 16
+"""Tokens whose inputs of short convolutions are kept: the taps, and a pass of drafts taken back."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of one layer, (B, L, N, H) each."""
@@ -64,7 +68,8 @@ class Places(NamedTuple):
 class CacheShape(NamedTuple):
     """Sizes of a cache: R, looped and other layers, B, tokens a row can hold, K-V heads, H.
 
-    `window` is the number of keys that windowed layers see; None without such layers.
+    `window` is the number of keys that windowed layers see; None without such layers. `taps` and
+    `channels` are of the short convolutions of a layer.
     """
 
     steps: int
@@ -75,6 +80,8 @@ class CacheShape(NamedTuple):
     heads: int
     head_dim: int
     window: int | None = None
+    taps: int = 1
+    channels: tuple[int, ...] = ()
 
 
 class LoopCache(ABC):
@@ -104,7 +111,13 @@ class LoopCache(ABC):
             for step in self._memory.unbind(1)
         ]
         self._every_row = torch.arange(shape.rows, device=device).unsqueeze(1)
-        self.allocated_bytes = self._memory.nbytes
+        self._last_B1 = self._every_row[:0]
+        size = (self._kept_steps, shape.layers, shape.rows, RING)
+        # Inputs of convolutions; the one of position p stands at index p modulo their number.
+        self._rings = [
+            torch.zeros(*size, width, dtype=dtype, device=device) for width in shape.channels
+        ]
+        self.allocated_bytes = self._memory.nbytes + sum(ring.nbytes for ring in self._rings)
         self.outside: LastCache | None = None
         if shape.outside:
             shape = shape._replace(steps=1, layers=shape.outside, outside=0)
@@ -128,6 +141,7 @@ class LoopCache(ABC):
 
     def admit(self, lengths: Sequence[int]) -> "PromptVisit":
         """Append rows with prompts of these lengths; return what the pass over them writes to."""
+        self._last_B1 = torch.tensor(lengths, device=self._memory.device).unsqueeze(1) - 1
         first, self.rows = self.rows, self.rows + len(lengths)
         assert self.rows <= self.shape.rows
         if self.outside is not None:
@@ -150,6 +164,8 @@ class LoopCache(ABC):
         for target, row in enumerate(rows):
             if target != row:
                 self._memory[:, :, :, target] = self._memory[:, :, :, row]
+                for ring in self._rings:
+                    ring[:, :, target] = ring[:, :, row]
         self.rows = len(rows)
         if self.outside is not None:
             self.outside.select(rows)
@@ -162,6 +178,39 @@ class LoopCache(ABC):
         slot = min(step, self._kept_steps) - 1
         self._kept[:, slot, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
 
+    def newest(self, entries: Tensor, places: int) -> Tensor:
+        """Return (B, places, …) of (B, L, …) entries of the prompts that were admitted last.
+
+        The entry of a position is at its remainder, and of those with one the latest.
+        """
+        place_W = torch.arange(places, device=entries.device)
+        # A short prompt has nothing at some places; 0 stands there, and is never read.
+        position_BW = (self._last_B1 - (self._last_B1 - place_W) % places).clamp_min(0)
+        row_B1 = torch.arange(len(position_BW), device=entries.device).unsqueeze(1)
+        return entries[row_B1, position_BW]
+
+    def write_prompt_inputs(
+        self, step: int, layer: int, first_row: int, part: int, x_BLC: Tensor
+    ) -> None:
+        """Store the latest inputs of one convolution of whole prompts."""
+        slot = min(step, self._kept_steps) - 1
+        ring = self._rings[part][slot, layer, first_row : self.rows]
+        ring.copy_(self.newest(x_BLC, RING))
+
+    def write_inputs(
+        self, step: int | Tensor, layer: int, part: int, x_BLC: Tensor, places: Places
+    ) -> Tensor:
+        """Store one convolution's inputs of new tokens, and return them behind the ones before."""
+        ring = self._rings[part][:, layer]
+        slot_B1 = (torch.as_tensor(step, device=ring.device).view(-1, 1)).clamp(
+            max=self._kept_steps
+        ) - 1
+        ahead_T = torch.arange(1 - self.shape.taps, 0, device=ring.device)
+        before_BT = (places.positions_BL[:, :1] + ahead_T) % RING
+        before_BTC = ring[slot_B1, self._row, before_BT].to(x_BLC.dtype)
+        ring[slot_B1, self._row, places.positions_BL % RING] = x_BLC.to(ring.dtype)
+        return torch.cat([before_BTC, x_BLC], dim=1)
+
     @abstractmethod
     def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
         """Store a layer's keys and values of new tokens; return all to attend to, (B, S, N, H)."""
@@ -170,6 +219,8 @@ class LoopCache(ABC):
         """Copy the entries of the prompts' last step to deeper ones, in rows from `first_row`."""
         prompts = self._kept[:, :, :, first_row:, :length]
         prompts[:, step:] = prompts[:, step - 1 : step]  # empty in a shared cache
+        for ring in self._rings:
+            ring[step:, :, first_row : self.rows] = ring[step - 1, :, first_row : self.rows]
 
     @abstractmethod
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
@@ -199,6 +250,9 @@ class FullCache(LoopCache):
             # (E, 2, layers, N, H): E comes first, since a slice separates the index tensors
             last = self._kept[:, steps[early] - 1, :, row, position]
             self._kept[:, deeper - 1, :, row, position] = last.movedim(0, 2)
+            for ring in self._rings:
+                newest = ring[steps[early] - 1, :, row, position % RING]
+                ring[deeper - 1, :, row, position % RING] = newest.movedim(0, 1)
 
 
 class LastCache(LoopCache):
@@ -300,6 +354,13 @@ class PromptVisit:
         cache.write_prompt(step, slot.layer, self._first_row, torch.stack((k_BLNH, v_BLNH)))
         return k_BLNH, v_BLNH
 
+    def latest(self, slot: CacheSlot, part: int, x_BLC: Tensor) -> Tensor:
+        """Store; return the same inputs behind zeros."""
+        cache, step = _addressed(self._cache, slot)
+        assert isinstance(step, int), "a prompt's rows share their step"
+        cache.write_prompt_inputs(step, slot.layer, self._first_row, part, x_BLC)
+        return F.pad(x_BLC, (0, 0, cache.shape.taps - 1, 0))
+
 
 class TokenVisit:
     """The `KeyValueCache` of a pass over new tokens of all rows."""
@@ -312,6 +373,11 @@ class TokenVisit:
         """Store, and return the first S keys and values of every row."""
         cache, step = _addressed(self._cache, slot)
         return cache.write_tokens(step, slot.layer, (k_BLNH, v_BLNH), self._places)
+
+    def latest(self, slot: CacheSlot, part: int, x_BLC: Tensor) -> Tensor:
+        """Store; return the same inputs behind the ones of the tokens before."""
+        cache, step = _addressed(self._cache, slot)
+        return cache.write_inputs(step, slot.layer, part, x_BLC, self._places)
 
 
 def _addressed(cache: LoopCache, slot: CacheSlot) -> tuple[LoopCache, int | Tensor]:

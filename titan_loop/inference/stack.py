@@ -83,6 +83,7 @@ class Stack:
             self.attention.n_kv_heads,
             self.attention.head_dim,
             self.model.config.window,
+            *self.model.convolved(),
         )
 
     def prompt_context(

@@ -51,6 +51,14 @@ class KeyValueCache(Protocol):
         """Append the current tokens' rotated keys and values; return all that may be seen."""
         ...
 
+    def latest(self, slot: CacheSlot, part: int, x_BLC: Tensor) -> Tensor:
+        """Append the current tokens' inputs of a short convolution, behind those it still reads.
+
+        `part` is its number in the layer. Returns (B, taps − 1 + L, C); what stands before a row's
+        first token is arbitrary.
+        """
+        ...
+
 
 class LoopContext(NamedTuple):
     """A pytree handed unchanged to every layer visit.

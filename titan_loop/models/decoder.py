@@ -375,6 +375,10 @@ class LoopDecoder(Decoder):
         looped = len(self.config.looped)
         return recurrent_steps, looped, len(self.layers) - looped
 
+    def convolved(self) -> tuple[int, tuple[int, ...]]:
+        """Return taps and channels of the short convolutions of a layer, which a cache keeps."""
+        return 1, ()
+
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """Return the optimisers' treatment of a whole or sharded parameter, named as saved."""
         owner = self.get_submodule(name.rpartition(".")[0])

@@ -13,6 +13,7 @@ no pass over all tokens at once computes them.
 import torch
 from torch import Tensor
 
+from titan_loop.errors import UserError
 from titan_loop.models.context import CacheSlot
 
 EXIT_STEP = "exit_step"
@@ -45,3 +46,7 @@ class ReplayedKeys:
             v_BLNH = torch.where(ran, v_BLNH, before[1])
         self._kept[step, layer] = k_BLNH, v_BLNH
         return k_BLNH, v_BLNH
+
+    def latest(self, slot: CacheSlot, part: int, x_BLC: Tensor) -> Tensor:
+        """Raise `UserError`: inputs of convolutions are not replayed."""
+        raise UserError(f"{EXIT_STEP}: models with short convolutions replay no exits; use static")

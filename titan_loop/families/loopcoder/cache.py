@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titan_loop.inference.cache import CacheShape, LoopCache, Pair, Places, PromptVisit
+from titan_loop.inference.cache import CacheShape, LoopCache, Pair, Places
 
 
 class WindowCache(LoopCache):
@@ -21,7 +21,6 @@ class WindowCache(LoopCache):
         self._places = self._window(shape)
         size = (2, shape.steps - 1, shape.layers, shape.rows, self._places, *shape[5:7])
         self._near = torch.zeros(size, dtype=dtype, device=device)
-        self._last_B1 = torch.empty(0)
         self.allocated_bytes += self._near.nbytes
 
     @staticmethod
@@ -34,11 +33,6 @@ class WindowCache(LoopCache):
         """As in the base class."""
         return shape.layers * (shape.capacity + (shape.steps - 1) * cls._window(shape))
 
-    def admit(self, lengths: Sequence[int]) -> PromptVisit:
-        """As in the base class."""
-        self._last_B1 = torch.tensor(lengths, device=self._near.device).unsqueeze(1) - 1
-        return super().admit(lengths)
-
     def select(self, rows: Sequence[int]) -> None:
         """As in the base class."""
         super().select(rows)
@@ -49,16 +43,9 @@ class WindowCache(LoopCache):
         if step == 1:
             super().write_prompt(step, layer, first_row, new_2BLNH)
         else:
-            latest = self._latest(new_2BLNH)
-            self._near[:, step - 2, layer, first_row : self.rows] = latest
-
-    def _latest(self, entries: Tensor) -> Tensor:
-        """Return what a ring holds of (2, B, L, N, H) entries of the prompts just admitted."""
-        place_W = torch.arange(self._places, device=entries.device)
-        # The latest position at a place; in a short prompt there is none, and 0 is never read.
-        position_BW = self._last_B1 - (self._last_B1 - place_W) % self._places
-        row_B1 = torch.arange(len(position_BW), device=entries.device).unsqueeze(1)
-        return entries[:, row_B1, position_BW.clamp_min(0)]
+            for near, new_BLNH in zip(self._near, new_2BLNH, strict=True):
+                newest = self.newest(new_BLNH, self._places)
+                near[step - 2, layer, first_row : self.rows] = newest
 
     def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
         """Store; return step 1's keys, or each row's ring as far as it was written.
@@ -84,7 +71,9 @@ class WindowCache(LoopCache):
                 if deeper > 2:
                     ring.copy_(self._near[:, deeper - 3, layer, first_row : self.rows])
                 else:
-                    ring.copy_(self._latest(self._kept[:, 0, layer, first_row:]))
+                    whole = self._kept[:, 0, layer, first_row:]
+                    for near, entries in zip(ring, whole, strict=True):
+                        near.copy_(self.newest(entries, self._places))
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
         """Copy the last step that ran to every deeper one."""

@@ -1,0 +1,86 @@
+"""Cases of Inkling's passes."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.contracts.families import Compiled, Contract, Folder, Generated, Run
+from tests.contracts.runs import BATCH, small_run
+from tests.distributed.test_parity import HELD, Case
+from titan_loop.families.inkling.model import InklingOptions
+from titan_loop.inference.exit_policy import Confidence
+from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+SMALL: dict[str, Any] = {
+    "full_layers": (1, 3, 5),
+    "window": 5,
+    "bias_extent": 7,
+    "bias_width": 4,
+    "far_floor": 6,
+    "message_rank": 4,
+    "qk_clip": 2.0,
+    "bias_clip": 1.0,
+}
+OTHER: dict[str, Any] = {
+    **SMALL,
+    "recurrent_steps": 2,
+    "n_layers": 7,
+    "prelude_layers": 3,
+    "coda_layers": 1,
+    "block_layers": 3,
+    "full_layers": (0, 4),
+    "taps": 3,
+    "top_k": 3,
+    "n_kv_heads": 4,
+    "head_dim": 24,
+    "embedding_rows": 312,
+    "score_scale": 2.0,
+    "far_alpha": 0.5,
+    "norm_eps": 1e-5,
+    "gate_softcap": 3.0,
+    "up_softcap": 10.0,
+    "logit_softcap": 20.0,
+}
+case = partial(Case, family=InklingOptions, steps=(3, 1, 2), options=tuple(SMALL.items()))
+
+
+def run(folder: Path, world: int) -> LoopTrainer.Config:
+    """Return a run in which one to three passes take turns, and two have a gradient."""
+    config = small_run(folder, InklingOptions(**SMALL))
+    steps = Schedule.steps([(0, 1), (2 * BATCH, 2), (4 * BATCH, 3)])
+    config.recurrence = RecurrenceConfig(steps=steps, backward_steps=2)
+    return config
+
+
+def rehearsed(config: LoopTrainer.Config) -> None:
+    """Rehearse a stage of Inkling."""
+    config.model = InklingOptions()
+
+
+CONTRACT = Contract(
+    parity={
+        "passes": (case(exit_gate=False), "dp2 hsdp2x2"),
+        "truncated": (
+            case(exit_gate=False, backward_steps=1, checkpointing="recurrent-step"),
+            "dp2",
+        ),
+        "held-gated": (case(fsdp=HELD, checkpointing="full"), "dp2"),
+    },
+    compiled={"passes": Compiled(InklingOptions(**SMALL))},
+    generated={"passes": Generated(InklingOptions(**SMALL), Confidence(0.05))},
+    rehearsed={"passes": rehearsed},
+    runs={"passes": Run(run)},
+    folders={"inkling": Folder("inkling", [SMALL, OTHER], ties=False, transformers=5)},
+    refused=[
+        (InklingOptions(prelude_layers=1), "model.prelude_layers=1 ends at layer 1, which"),
+        (InklingOptions(coda_layers=1), "model.coda_layers=1 ends at layer 5, which"),
+        (InklingOptions(coda_layers=4), "model.coda_layers=4 leaves no loop"),
+        (InklingOptions(full_layers=(6,)), "model.full_layers=(6,) must be below"),
+        (InklingOptions(top_k=9), "model.top_k=9 is above model.experts=8"),
+        (InklingOptions(tie_weights=True), "model.tie_weights=True is not in Inkling"),
+        (InklingOptions(embedding_rows=9), "model.embedding_rows=9 is below the head's 128"),
+        (InklingOptions(attention="flex"), "model.attention=flex cannot do a relative bias"),
+    ],
+)

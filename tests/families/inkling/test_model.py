@@ -1,0 +1,115 @@
+"""Inkling's documents, passes, experts and costs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contracts.families import random_model
+from tests.families.inkling.contract import SMALL
+from titan_loop.errors import UserError
+from titan_loop.families.inkling.mixture import Mixture
+from titan_loop.families.inkling.model import InklingOptions
+from titan_loop.inference.engine import Engine
+from titan_loop.models.family import build_decoder, decoder_config
+
+EXACT = 1e-12  # float64
+
+
+def small() -> Any:
+    """Return a model in float64 whose every weight matters."""
+    return random_model(InklingOptions(**SMALL), 32)
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.randint(128, (1, length), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def test_documents_of_a_window_are_apart_and_padding_changes_nothing():
+    model, ids = small(), tokens(20)
+    packed = model(ids, torch.tensor([[*range(9), *range(11)]])).hidden_RBLD
+    for first, last in ((0, 9), (9, 20)):
+        alone = model(ids[:, first:last]).hidden_RBLD
+        for got, want in zip(packed, alone, strict=True):
+            torch.testing.assert_close(got[:, first:last], want, atol=EXACT, rtol=0)
+    padded = torch.cat([ids, torch.zeros(1, 4, dtype=torch.long)], dim=1)
+    got = model(padded).hidden_RBLD[-1][:, :20]
+    torch.testing.assert_close(got, model(ids).hidden_RBLD[-1], atol=EXACT, rtol=0)
+
+
+@torch.no_grad()
+def test_a_pass_without_gains_is_the_pass_before_without_its_forgetting():
+    """Gates at zero: every pass starts again, so all passes are the first."""
+    model, ids = small(), tokens(12)
+    first, *later = model(ids).hidden_RBLD
+    assert all((first - state).abs().max() > 1e-3 for state in later)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("forget_weight", "gain_weight")):
+            parameter.zero_()
+    first, *later = model(ids).hidden_RBLD
+    assert all(torch.equal(first, state) for state in later)
+
+
+def test_any_pass_reaches_the_embedding():
+    model, ids = small(), tokens(12)
+    model(ids, backward_steps=1).hidden_RBLD[-1].sum().backward()
+    assert model.tok_embeddings.weight.grad is not None
+    config = model.config
+    assert config.layer_visits(3, 1).backward == 2 + 2 + 2
+    assert config.layer_visits(3).forward == 2 + 2 * 3 + 2
+
+
+def test_a_pass_hands_on_its_blocks_alone():
+    model, ids = small(), tokens(12)
+    context = model.make_context(ids)
+    carry = model.start(ids, context)
+    for step in (1, 2, 3):
+        carry = model.step(carry, step, context)
+        assert len(carry.passed) == 0  # one block of two layers, which is the state before
+        assert carry.before_BLD is model.step(carry, step, context).before_BLD
+
+
+def test_experts_are_balanced_by_their_loads():
+    model: Any = build_decoder(InklingOptions(**SMALL, bias_rate=0.5), max_seq_len=32)
+    model.train()
+    model(tokens(32), recurrent_steps=2, collect="last").hidden_RBLD[-1].sum().backward()
+    model.after_update(None, torch.tensor(True))
+    for index, visits in enumerate((1, 1, 2, 2, 1, 1)):
+        load_E = model.loads[index]
+        assert int(load_E.sum()) == 2 * 32 * visits
+        mixture = model.get_submodule(f"layers.{index}.moe")
+        assert isinstance(mixture, Mixture)
+        moved = mixture.bias_E
+        assert moved[load_E.argmin()] > 0 > moved[load_E.argmax()]
+        assert abs(float(moved.sum())) < 1e-6
+    record = model.record()
+    assert record["experts/max_load"] >= 1
+    with torch.no_grad():
+        model(tokens(32))
+    assert not model._counted
+
+
+def test_flops_count_what_a_token_visits():
+    config = decoder_config(InklingOptions(**SMALL, recurrent_steps=2), max_seq_len=32)
+    layer = config.layers[2]
+    one, two = (config.training_flops(32, steps).matrices for steps in (1, 2))
+    looped = sum(
+        config.layers[n].matrix_elements + config.layers[n].message_elements for n in (2, 3)
+    )
+    assert two - one == 6 * looped
+    assert layer.message_elements == 4 * (2 * 64 * 4 + 2 * 64 * 4)
+    assert layer.mixture.active_elements == 64 * 8 + 2 * 3 * 64 * 32
+    assert config.idle_parameters(looped=True) == 2 * 6 * 3 * 64 * 32
+
+
+def test_what_ranks_cannot_share_is_one_line():
+    config = decoder_config(InklingOptions(**SMALL), max_seq_len=32)
+    for name in ("tensor", "context", "expert"):
+        degrees = {
+            f"{each}_parallel": 1 + (each == name) for each in ("tensor", "context", "expert")
+        }
+        with pytest.raises(UserError, match=f"parallelism.{name}_parallel_degree=2 does not work"):
+            config.check_spreading(**degrees)
+    with pytest.raises(UserError, match="kv_cache=last is a cache"):
+        Engine(small(), kv_cache="last")

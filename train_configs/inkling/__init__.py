@@ -1,0 +1,1 @@
+"""Inkling-2-Mini's shape, and its passes in miniature."""
