@@ -216,9 +216,9 @@ def test_every_layer_stands_once_whatever_the_steps(onnxruntime, tmp_path):
 
 
 FEW_BITS: list[tuple[str, dict[str, Any], int]] = [
-    ("ouro", {"tie_weights": True}, 8),
-    ("retrofit", {"bridge": True, **GATED, "head_dim": 32}, 12),
-    ("retrofit", {"mixer": True, "attention_biases": "qkv", **SPLIT}, 9),
+    ("ouro", {"tie_weights": True}, 10),
+    ("retrofit", {"bridge": True, **GATED, "head_dim": 32}, 15),
+    ("retrofit", {"mixer": True, "attention_biases": "qkv", **SPLIT}, 11),
 ]
 """Models, and the number of matrices in the loop's body."""
 

@@ -20,9 +20,9 @@ class Layers:
         key_S = graph.add("Range", zero, end, one)
         position_L = graph.add("Range", graph.add("Squeeze", past), end, one)
         position_L1 = graph.add("Unsqueeze", position_L, graph.constant([1]))
-        distance_LS = graph.add("Sub", position_L1, key_S)
-        self._masks = [graph.add("GreaterOrEqual", distance_LS, zero)]
+        self._masks = [graph.add("GreaterOrEqual", position_L1, key_S)]
         if (window := shape.block["window"]) is not None:
+            distance_LS = graph.add("Sub", position_L1, key_S)
             near = graph.add("Less", distance_LS, graph.constant(window))
             self._masks.append(graph.add("And", self._masks[0], near))
         position_L1 = graph.add("Cast", position_L1, to=FLOAT)
@@ -99,8 +99,7 @@ class Layers:
         return graph.linear(attended, f"{stem}.o_proj"), key, new
 
     def _feed_forward(self, graph: Graph, stem: str, x: str) -> str:
-        both = graph.linear(x, f"{stem}.gate_proj", f"{stem}.up_proj")
-        gate, up = graph.many("Split", both, outputs=2, axis=-1, num_outputs=2)
+        gate, up = (graph.linear(x, f"{stem}.{name}_proj") for name in ("gate", "up"))
         if self.shape.block["activation"] == "gelu":
             gate = graph.add("Gelu", gate, approximate="tanh")
         else:

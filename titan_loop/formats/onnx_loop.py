@@ -112,7 +112,8 @@ class LoopGraph:
         row = body.add("Mul", row, body.constant(self.per_step))
         new: list[str] = []
         for slot, index in enumerate(self.shape.looped, self.outside):
-            past = self._slot(body, body.add("Add", row, body.constant(slot)))
+            place = body.add("Add", row, body.constant(slot)) if slot else row
+            past = self._slot(body, place)
             x, *pair = self.layers.visit(body, index, x, past)
             new += pair
         if self.shape.norm_placement == "every_step":
@@ -167,12 +168,13 @@ class LoopGraph:
         graph = self.graph
         several = graph.add("Greater", self.length, graph.constant([1]))
         first = graph.add("Equal", self.past, graph.constant([0]))
-        is_prompt = graph.add("Or", several, first)
         limit = graph.add("Log", graph.add("Sub", graph.constant(1.0), "threshold"))
+        never = graph.constant(float(np.finfo(np.float32).min))  # of a prompt: it runs all steps
+        ends = graph.add("Where", graph.add("Or", several, first), never, limit)
         gate = (f"{GATE}.weight", f"{GATE}.bias")
         logit = body.add("Gemm", token, *(body.weight(n, body.read(n)) for n in gate), transB=1)
         survival = body.add("Sub", "step.survival", body.add("Softplus", logit))
-        going = body.add("Or", body.add("Greater", survival, limit), is_prompt)
+        going = body.add("Greater", survival, ends)
         certain = graph.weight("certain", np.zeros((1, 1), np.float32))
         carried = Carried("step.survival", FLOAT, [1, 1], certain, survival)
         return limit, body.add("Squeeze", going), carried
@@ -182,15 +184,17 @@ class LoopGraph:
         graph, shape = self.graph, self.shape
         heads, width = shape.n_kv_heads, shape.head_dim
 
-        def rows(*before: int, after: list[int]) -> str:
-            sizes = graph.constant([*before]), self.length, graph.constant(after)
-            return graph.add("Concat", *sizes, axis=0)
+        def by_slot(pairs: str) -> str:
+            """Return (slots, 2, K, L, H) of (any, 2·any, L, K·H)."""
+            pairs = graph.add("Reshape", pairs, graph.constant([0, 0, 0, heads, width]))
+            pairs = graph.add("Transpose", pairs, perm=[0, 1, 3, 2, 4])
+            return graph.add("Reshape", pairs, graph.constant([-1, 2, heads, 0, width]))
 
-        looped = graph.add("Reshape", looped, rows(-1, after=[heads * width]))
-        whole = graph.add("Concat", *outside, looped, axis=0)
-        whole = graph.add("Reshape", whole, graph.constant([0, 0, heads, width]))
-        whole = graph.add("Transpose", whole, perm=[0, 2, 1, 3])
-        whole = graph.add("Reshape", whole, rows(-1, 2, heads, after=[width]))
+        whole = by_slot(looped)
+        if outside:
+            stacked = graph.add("Concat", *outside, axis=0)
+            stacked = graph.add("Unsqueeze", stacked, graph.constant([0]))
+            whole = graph.add("Concat", by_slot(stacked), whole, axis=0)
         return graph.many("Split", whole, outputs=2, axis=1, num_outputs=2)
 
     def _append(self, new: list[str]) -> None:
