@@ -15,7 +15,13 @@ import torch
 from titan_loop.cli import main as cli
 from titan_loop.evaluation.bits_per_byte import bits_per_byte
 from titan_loop.evaluation.engine_scores import in_llama_cpp
-from titan_loop.evaluation.window_scores import at_depths, open_run, score_windows, with_total
+from titan_loop.evaluation.window_scores import (
+    WindowScores,
+    at_depths,
+    open_run,
+    score_windows,
+    with_total,
+)
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import write_json
@@ -45,7 +51,7 @@ def measure(folder: Path) -> dict[str, float]:
     return results
 
 
-def _bits(scores):
+def _bits(scores: dict[str, WindowScores]) -> dict[str, float]:
     return {
         f"held_out/{name}": bits_per_byte(each.nats_PW[0], each.bytes_W)
         for name, each in scores.items()
