@@ -91,7 +91,7 @@ class Session:
     """A file in onnxruntime, and the keys and values of the tokens that it has read."""
 
     def __init__(self, folder: Path, options: Any = None) -> None:
-        import onnxruntime
+        import onnxruntime  # pyright: ignore[reportMissingImports]
 
         self.config = json.loads((folder / "config.json").read_text())
         self.session = onnxruntime.InferenceSession(folder / "model.onnx", options)
@@ -198,7 +198,7 @@ def test_deeper_steps_see_the_deepest_of_a_shallower_past(onnxruntime, tmp_path,
 
 @pytest.mark.engines
 def test_every_layer_stands_once_whatever_the_steps(onnxruntime, tmp_path):
-    import onnx
+    import onnx  # pyright: ignore[reportMissingImports]
 
     made = export(tmp_path, "ouro", recurrent_steps=8)
     convert(
@@ -229,7 +229,7 @@ FEW_BITS: list[tuple[str, dict[str, Any], int]] = [
 def test_in_few_bits_it_computes_with_the_stored_weights(
     onnxruntime, tmp_path, family, options, matrices, bits
 ):
-    import onnx
+    import onnx  # pyright: ignore[reportMissingImports]
 
     from titan_loop.formats.onnx_graph import quantised
 
