@@ -19,6 +19,6 @@ full_corpus
 # The main environment without the wheel, whose folder holds nothing else that it has.
 wheel=$("$ENGINES/bin/python" -c 'import site; print(site.getsitepackages()[0])')
 examine() {
-    PYTHONPATH=$wheel${PYTHONPATH:+:$PYTHONPATH} "$VENV/bin/python" -m train_configs.nanbeige.few_bits "$2"
+    PYTHONPATH=$wheel${PYTHONPATH:+:$PYTHONPATH} "$VENV/bin/python" -m tools.few_bits "$2"
 }
 train_arms few_bits

@@ -3,7 +3,7 @@
 run ─► a GGUF of every type ─► llama.cpp's nats of held-out windows, less the run's
     ─► evals/few_bits-step-N.json, which `titan-loop results add` takes in
 
-python -m train_configs.nanbeige.few_bits RUN
+python -m tools.few_bits RUN
 """
 
 import sys
@@ -25,8 +25,7 @@ from titan_loop.evaluation.window_scores import (
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import write_json
-
-from .recipes import TYPES
+from train_configs.nanbeige.recipes import TYPES
 
 WINDOWS = 16
 """Held-out windows of each source."""
