@@ -1,4 +1,4 @@
-"""What few bits cost a run, in llama.cpp itself: each type's file, read beside the run.
+"""Cost of few bits in llama.cpp itself: each type's file, read beside the run.
 
 run ─► a GGUF of every type ─► llama.cpp's nats of held-out windows, less the run's
     ─► evals/few_bits-step-N.json, which `titan-loop results add` takes in
