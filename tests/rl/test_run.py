@@ -100,6 +100,17 @@ def test_answers_that_bf16_weights_write_are_a_little_off_the_trained_ones(tmp_p
     assert all(1e-5 < line["rl/gap_nats"] < 0.05 for line in records(tmp_path))
 
 
+def test_a_small_price_moves_groups_without_spread_a_little(tmp_path):
+    free, priced, dear = (tmp_path / name for name in ("free", "priced", "dear"))
+    train_run(reward_config(free, steps=1))
+    train_run(reward_config(priced, steps=1, step_price=1e-4))
+    train_run(reward_config(dear, steps=1, step_price=1.0))
+    norms = [records(folder)[0]["grad_norm"] for folder in (free, priced, dear)]
+    assert records(free)[0]["rl/groups_without_spread"] > 0
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    assert norms[2] != pytest.approx(norms[0], rel=1e-1)
+
+
 def test_a_run_is_held_near_its_parent(tmp_path):
     parent, free, held = (tmp_path / name for name in ("parent", "free", "held"))
     train_run(reward_config(parent))

@@ -83,7 +83,8 @@ class Group:
     Attributes:
         score_G: Rewards of the task, fp64; an answer that it could not judge has the mean of
             the others.
-        reward_G: The same with price and penalty.
+        reward_G: The same with the penalty of over-long answers.
+        price_G: Price of each answer's recurrent steps.
         judged_G: Whether the task could judge each answer; the others are not trained on.
     """
 
@@ -91,6 +92,7 @@ class Group:
     answers: Sequence[Answer]
     score_G: Tensor
     reward_G: Tensor
+    price_G: Tensor
     judged_G: Tensor
 
 
@@ -133,7 +135,8 @@ class RolloutLoader(TaskLoader):
         """Times that a prompt whose answers all have one reward is replaced by another (DAPO)."""
 
         step_price: Annotated[float, Ge(0), FINITE] = 0.0
-        """Price of a recurrent step: the reward falls by it times the answer's mean exit step."""
+        """Price of a recurrent step: the advantage falls by it times the answer's mean exit step,
+        counted from the group's mean."""
 
         overlong_buffer: Annotated[int, Ge(0)] = 0
         """Tokens before the limit over which a longer answer costs up to 1 (DAPO); 0 for none."""
@@ -278,6 +281,10 @@ class RolloutLoader(TaskLoader):
         # No token counts where the verifier failed on every answer of the batch.
         weight_PG = weight_PG * own_share / max(self._writer.sum_over_ranks(own_share), 1.0)
         advantage_PG = group_advantages(torch.stack([group.reward_G for group in groups]))
+        # Not in the reward: where all answers are equally right, dividing by the spread would make
+        # the smallest price as strong as the answers' rewards are elsewhere.
+        price_PG = torch.stack([group.price_G for group in groups])
+        advantage_PG = advantage_PG - (price_PG - price_PG.mean(dim=-1, keepdim=True))
         rows = [
             (group.prompt, *row)
             for group, weight_G, advantage_G in zip(groups, weight_PG, advantage_PG, strict=True)
@@ -356,12 +363,12 @@ class RolloutLoader(TaskLoader):
         mean = sum(judged) / max(len(judged), 1)
         score_G = torch.tensor([mean if each is None else each for each in scores]).double()
         depth_G = torch.tensor([sum(each.steps) / len(each.steps) for each in answers]).double()
-        reward_G = score_G - config.step_price * depth_G
+        reward_G = score_G
         if config.overlong_buffer:
             length_G = torch.tensor([len(each.tokens) for each in answers])
             limit = {"most": prompt.most_tokens, "buffer": config.overlong_buffer}
             reward_G = reward_G + overlong_penalty(length_G, **limit)
-        return Group(prompt, answers, score_G, reward_G, judged_G)
+        return Group(prompt, answers, score_G, reward_G, config.step_price * depth_G, judged_G)
 
     def _score(self, prompt: Prompt, answer: Answer) -> float | None:
         """Return the task's reward; None if its verifier, which may be a user's, fails."""
@@ -399,8 +406,9 @@ class RolloutLoader(TaskLoader):
         answers = [answer for group in groups for answer in group.answers]
         steps = [step for answer in answers for step in answer.steps]
         reward_PG = torch.stack([group.reward_G for group in groups])
+        price_PG = torch.stack([group.price_G for group in groups])
         self.report = {
-            "rl/reward": reward_PG.mean().item(),
+            "rl/reward": (reward_PG - price_PG).mean().item(),
             "rl/reward_spread": reward_PG.std(dim=-1).mean().item(),
             "rl/score": torch.stack([group.score_G for group in groups]).mean().item(),
             "rl/groups_without_spread": 1 - has_spread(reward_PG).double().mean().item(),
@@ -416,7 +424,8 @@ class RolloutLoader(TaskLoader):
 
     def _lines(self, first_window: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
         for group in groups:
-            for answer, reward in zip(group.answers, group.reward_G.tolist(), strict=True):
+            reward_G = (group.reward_G - group.price_G).tolist()
+            for answer, reward in zip(group.answers, reward_G, strict=True):
                 yield {
                     "window": first_window,
                     "prompt": [*group.prompt.tokens],
