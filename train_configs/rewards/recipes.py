@@ -40,7 +40,7 @@ HARDEST = WrittenArithmetic(modulus=5, max_operations=6, fewest_operations=6)
 STEPS = 4
 PARENT_TOKENS = 1_100_000
 PROMPTS, GROUP, UPDATES = 32, 8, 80
-PRICE = 0.1
+PRICE = 0.5
 
 
 def _row(stage: str, reading: str) -> dict[str, str]:
