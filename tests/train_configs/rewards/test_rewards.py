@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tests.inference.reference import make_model
+from titan_loop.cli.main import main
 from titan_loop.models.replay import EXIT_STEP
 from titan_loop.objectives.streamed_loss import LossBatch
 from titan_loop.rl.reward_loss import ADVANTAGE, READ_STEP, WEIGHT, RewardLoss
+from train_configs.rewards.answers import answers
 from train_configs.rewards.cumulative_loss import CumulativeLoss
 from train_configs.rewards.written_arithmetic import WrittenArithmetic
 
@@ -75,3 +77,18 @@ def test_the_loss_is_cumulative_up_to_the_exit_found_afterwards():
     expected.backward()
     right = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch.testing.assert_close(found, right)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_arm_starts_from_its_parent_and_its_answers_have_room(tmp_path, monkeypatch):
+    words = ["train", "rewards", "--dump-folder", str(tmp_path), "--training.steps", "1"]
+    assert main([*words, "--stage", "parent", "--suite.interval", "0"]) == 0
+    parent = ["--checkpoint.carry.parent", str(tmp_path / "parent")]
+    few = ["--training.local-batch-size", "8", "--batch.global-batch-tokens", "144"]
+    assert main([*words, "--stage", "priced", *parent, *few]) == 0
+    monkeypatch.setattr(WrittenArithmetic, "grade", lambda self, question, answer: len(answer) == 3)
+    found = answers(tmp_path / "priced", exits=("sampled",), questions=4, samples=2).results
+    for name in ("greedy", "sampled", "any_right"):
+        assert found[f"written_arithmetic/{name}/sampled"] == 1
+    spent = [found[f"written_arithmetic/{name}_flops/training"] for name in ("rollout", "update")]
+    assert 0 < spent[0] < spent[1]
