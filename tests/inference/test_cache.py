@@ -45,8 +45,10 @@ def kept(strategy: str, row: int, position: int, last: int, step: int, layer: in
     return entry(row, position, seen, layer)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tokens_see_what_the_strategy_keeps_of_earlier_ones(strategy: str):
+@pytest.mark.parametrize(
+    ("strategy", "by_row"), [*((name, False) for name in STRATEGIES), ("full", True)]
+)
+def test_tokens_see_what_the_strategy_keeps_of_earlier_ones(strategy: str, by_row: bool):
     """Prompts of different lengths, rows at different steps, early exits, and new rows."""
     cache = cache_strategy(strategy)(SHAPE, dtype=torch.float64, device=torch.device("cpu"))
     left: dict[tuple[int, int], int] = {}  # row and position → last step
@@ -68,20 +70,23 @@ def test_tokens_see_what_the_strategy_keeps_of_earlier_ones(strategy: str):
     def tokens(positions: list[int], steps: list[int]) -> None:
         """Run one step of every row, and compare all keys and values that it may attend to."""
         at_B1 = torch.tensor(positions).unsqueeze(1)
-        visit = TokenVisit(cache, Places.of(at_B1))
+        visit = TokenVisit(cache, Places.of(at_B1, by_row=by_row))
         same = len({*steps}) == 1
         step = steps[0] if same else torch.tensor(steps)
         for slot, layer in [*((CacheSlot(step, n), n) for n in (0, 1)), (CacheSlot(None, 0), 9)]:
             looped = slot.step is not None
             ran = steps if looped else [1] * len(rows)
-            seen = torch.stack(visit.update(slot, *pair(rows, at_B1, ran, layer)), dim=2)
-            assert seen.shape[:2] == (len(rows), max(positions) + 1)
+            keys, values = visit.update(slot, *pair(rows, at_B1, ran, layer))
+            assert isinstance(keys, Tensor) != (by_row and looped and not same)
             for index, (row, own) in enumerate(zip(rows, positions, strict=True)):
+                seen_2SNH = torch.stack((keys[index], values[index])).view(2, -1, 2, 3)
+                seen = seen_2SNH.movedim(1, 0)
+                assert len(seen) == (max(positions) if isinstance(keys, Tensor) else own) + 1
                 for at in range(own):
                     last = left[row, at] if looped else 1
                     want = kept(strategy, row, at, last, ran[index], layer)
-                    torch.testing.assert_close(seen[index, at], want, rtol=1e-12, atol=1e-12)
-                assert torch.equal(seen[index, own], entry(row, own, ran[index], layer))
+                    torch.testing.assert_close(seen[at], want, rtol=1e-12, atol=1e-12)
+                assert torch.equal(seen[own], entry(row, own, ran[index], layer))
 
     def leave(index: list[int], positions: list[int], steps: list[int]) -> None:
         cache.leave(torch.tensor(index), torch.tensor(positions), torch.tensor(steps))
@@ -97,13 +102,14 @@ def test_tokens_see_what_the_strategy_keeps_of_earlier_ones(strategy: str):
     tokens([3, 2, 4], [2, 3, 1])
     leave([0, 1], [3, 2], [2, 3])
     tokens([4, 3, 4], [1, 1, 2])
-    cache.select([0, 2])
-    rows[:] = [0, 2]
-    tokens([4, 4], [2, 3])
-    leave([0, 1], [4, 4], [2, 3])
-    tokens([5, 5], [1, 1])
+    cache.select([2, 1])
+    rows[:] = [2, 1]
+    tokens([4, 3], [3, 2])
+    leave([1, 0], [3, 4], [2, 3])
+    tokens([5, 4], [1, 1])
+    leave([1], [4], [1])
     tokens([5, 5], [2, 2])
-    cache.select([1])
+    cache.select([0])
     rows[:] = [2]
     tokens([5], [3])
     prompts([3], 1, steps=3)  # in the place of a row that ended

@@ -43,6 +43,8 @@ RING = 16
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of one layer, (B, L, N, H) each."""
+RowPair = tuple[list[Tensor], list[Tensor]]
+"""The same of every row b by itself, (1, S_b, N, H): views of a cache."""
 
 
 class Places(NamedTuple):
@@ -51,18 +53,21 @@ class Places(NamedTuple):
     Attributes:
         seen: S, the number of keys that they may attend to: the largest position plus one.
         in_step: Whether every row has one token, at position S − 1; slices then replace indices.
+        lengths: The keys of each row of one token, if attention may read rows one by one.
     """
 
     positions_BL: Tensor
     seen: int
     in_step: bool
+    lengths: Sequence[int] | None = None
 
     @classmethod
-    def of(cls, positions_BL: Tensor) -> "Places":
+    def of(cls, positions_BL: Tensor, *, by_row: bool = False) -> "Places":
         """Return the places of tokens at (B, L) positions."""
-        positions = positions_BL.flatten().tolist()
+        positions, single = positions_BL.flatten().tolist(), positions_BL.shape[1] == 1
         seen = max(positions) + 1
-        return cls(positions_BL, seen, positions_BL.shape[1] == 1 and min(positions) + 1 == seen)
+        lengths = [position + 1 for position in positions] if by_row and single else None
+        return cls(positions_BL, seen, single and min(positions) + 1 == seen, lengths)
 
 
 class CacheShape(NamedTuple):
@@ -160,7 +165,7 @@ class LoopCache(ABC):
         return seen
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, given in increasing order, and move them to the front."""
+        """Keep only these rows, in this order; one that moves takes the place of one that goes."""
         for target, row in enumerate(rows):
             if target != row:
                 self._memory[:, :, :, target] = self._memory[:, :, :, row]
@@ -212,8 +217,10 @@ class LoopCache(ABC):
         return torch.cat([before_BTC, x_BLC], dim=1)
 
     @abstractmethod
-    def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
-        """Store a layer's keys and values of new tokens; return all to attend to, (B, S, N, H)."""
+    def write_tokens(
+        self, step: int | Tensor, layer: int, new: Pair, places: Places
+    ) -> Pair | RowPair:
+        """Store a layer's keys and values of new tokens; return all to attend to."""
 
     def leave_prompt(self, first_row: int, length: int, step: int) -> None:
         """Copy the entries of the prompts' last step to deeper ones, in rows from `first_row`."""
@@ -232,27 +239,39 @@ class FullCache(LoopCache):
 
     is_shared = False
 
-    def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
-        """Store in each row's own step; rows at different steps cost a copy of their keys."""
+    def write_tokens(
+        self, step: int | Tensor, layer: int, new: Pair, places: Places
+    ) -> Pair | RowPair:
+        """Store in each row's own step.
+
+        Keys of rows at different steps are copied into one tensor, unless attention may read each
+        row's by themselves.
+        """
         if isinstance(step, int):
             return self._write_slot(step - 1, layer, new, places)
         slot_B1 = step.unsqueeze(1) - 1
         kept_2RBSNH = self._kept[:, :, layer, :, : places.seen]
         kept_2RBSNH[:, slot_B1, self._row, places.positions_BL] = torch.stack(new)
-        keys_BSNH, values_BSNH = kept_2RBSNH[:, slot_B1[:, 0], self._row[:, 0]]
-        return keys_BSNH, values_BSNH
+        if places.lengths is None:
+            keys_BSNH, values_BSNH = kept_2RBSNH[:, slot_B1[:, 0], self._row[:, 0]]
+            return keys_BSNH, values_BSNH
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for row, (slot, length) in enumerate(
+            zip(slot_B1[:, 0].tolist(), places.lengths, strict=True)
+        ):
+            for parts, kept in zip((keys, values), self._slots[slot][layer], strict=True):
+                parts.append(kept[row : row + 1, :length])
+        return keys, values
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
         """Copy the last step that ran to every deeper one."""
-        for deeper in range(int(steps.min()) + 1, self.shape.steps + 1):
-            early = steps < deeper
-            row, position = rows[early], positions[early]
-            # (E, 2, layers, N, H): E comes first, since a slice separates the index tensors
-            last = self._kept[:, steps[early] - 1, :, row, position]
-            self._kept[:, deeper - 1, :, row, position] = last.movedim(0, 2)
+        for row, position, step in torch.stack((rows, positions, steps), dim=1).tolist():
+            entry_2RNNH = self._memory[:, :, :, row, position]
+            entry_2RNNH[:, step:] = entry_2RNNH[:, step - 1 : step]
             for ring in self._rings:
-                newest = ring[steps[early] - 1, :, row, position % RING]
-                ring[deeper - 1, :, row, position % RING] = newest.movedim(0, 1)
+                inputs_RNC = ring[:, :, row, position % RING]
+                inputs_RNC[step:] = inputs_RNC[step - 1]
 
 
 class LastCache(LoopCache):
@@ -369,7 +388,7 @@ class TokenVisit:
         self._cache = cache
         self._places = places
 
-    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> Pair:
+    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> Pair | RowPair:
         """Store, and return the first S keys and values of every row."""
         cache, step = _addressed(self._cache, slot)
         return cache.write_tokens(step, slot.layer, (k_BLNH, v_BLNH), self._places)

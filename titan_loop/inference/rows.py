@@ -302,6 +302,11 @@ class Batch:
         kept = [index for index, row in enumerate(self.rows) if row.finish is None]
         if len(kept) == len(self.rows):
             return
+        # The last rows move into the gaps: the cache copies what moves.
+        last = iter(index for index in kept if index >= len(kept))
+        kept = [
+            index if self.rows[index].finish is None else next(last) for index in range(len(kept))
+        ]
         self.rows = [self.rows[index] for index in kept]
         self.cache.select(kept)
         self.decider.select(kept)

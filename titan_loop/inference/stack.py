@@ -59,6 +59,11 @@ class Stack:
         weight = model.tok_embeddings.weight
         self.device = weight.device
         self.dtype = weight.dtype
+        # On a CPU a copy of all keys costs more than a call of the kernel for every row.
+        self.reads_rows = self.device.type == "cpu" and all(
+            type(layer.attention) is LoopAttention and layer.attention.reads_rows
+            for layer in model.looped_layers()
+        )
 
     @property
     def context_tokens(self) -> int:
@@ -104,7 +109,7 @@ class Stack:
 
     def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:
         """Return the context that the steps of new tokens share."""
-        places = Places.of(positions_BL)
+        places = Places.of(positions_BL, by_row=self.reads_rows)
         key_S = torch.arange(places.seen, device=self.device)
         distance_B1LS = (positions_BL.unsqueeze(-1) - key_S).unsqueeze(1)
         # Rows in step see all their keys.

@@ -242,6 +242,11 @@ class LoopAttention(GQAttention):
             on_scores = isinstance(config.inner_attention, FlexAttention.Config)
             self.added = {"score_mod": partial(_cap, cap)} if on_scores else {"softcap": cap}
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a cache may return keys row by row."""
+        return self.distance_scores is None and self.window is None
+
     def _init_self_parameters(self) -> None:  # the projections initialise their own
         super()._init_self_parameters()
         if self.keys_start_as_queries:
@@ -269,15 +274,12 @@ class LoopAttention(GQAttention):
         mask = context.attention_mask
         if isinstance(mask, WindowedMasks):
             mask = mask.whole if self.window is None else mask.window
-        out_BLNH = self.inner_attention(
-            q_BLNH,
-            k_BLNH,
-            v_BLNH,
-            attention_masks=mask,
-            scale=self.scaling,
-            enable_gqa=self.enable_gqa,
-            **added,
-        )
+        more = {"scale": self.scaling, "enable_gqa": self.enable_gqa, **added}
+        if isinstance(k_BLNH, Tensor):
+            out_BLNH = self.inner_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks=mask, **more)
+        else:  # a row sees all its keys
+            rows = zip(q_BLNH.split(1), k_BLNH, v_BLNH, strict=True)
+            out_BLNH = torch.cat([self.inner_attention(*row, **more) for row in rows])
         out_BLD = out_BLNH.contiguous().flatten(2)
         if self.gate is not None:
             out_BLD = self.gate(x_BLD).sigmoid() * out_BLD
@@ -289,7 +291,7 @@ class LoopAttention(GQAttention):
         context: LoopContext,
         cache_slot: CacheSlot | None,
         joined: Joined | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Any, Any]:
         qkv = self.qkv_linear
         if joined is None:
             q_BLNH, k_BLNH, v_BLNH = qkv(x_BLD)

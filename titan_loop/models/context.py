@@ -1,7 +1,7 @@
 """State that all layer visits of one forward pass share: rotations, mask, perhaps a cache."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -47,8 +47,12 @@ class CacheSlot(NamedTuple):
 class KeyValueCache(Protocol):
     """Keeps keys and values of earlier tokens for every (recurrent step, layer)."""
 
-    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the current tokens' rotated keys and values; return all that may be seen."""
+    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Any, Any]:
+        """Append the current tokens' rotated keys and values; return all that may be seen.
+
+        Both are (B, S, N, H) tensors. A cache for attention that `reads_rows` may return each row's
+        by themselves, as a list of (1, S_b, N, H).
+        """
         ...
 
     def latest(self, slot: CacheSlot, part: int, x_BLC: Tensor) -> Tensor:

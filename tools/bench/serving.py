@@ -9,7 +9,8 @@ gate decides. A readout costs 8 % of a step, as in Ouro 1.4B. Where transformers
 `generate` writes the same answers in turn, by the code of exported folders.
 `first`: the first token of a short prompt through HTTP, over one forward pass of that prompt.
 `crowd`: many clients with prompts and answers of mixed lengths, a tenth of whom leave midway.
-Ends with code 1 if a claim fails; refuses to run beside a load.
+Ends with code 1 if a claim fails; refuses to run beside a load. With `--beside-load`, `exits`
+counts this process's seconds of processor time.
 """
 
 import argparse
@@ -29,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import titan_loop.compat  # noqa: F401  isort: skip  (before any torchtitan module)
+import timing
 import torch
 from conditions import begin, parser_of
-from timing import ratios, results_in_turn, spread
+from timing import now, ratios, results_in_turn, spread
 from torch import Tensor
 
 from titan_loop.evaluation.share_work import rank_device
@@ -55,6 +57,10 @@ MEMORY_AIM = 1.05
 GONE_SHARE = 0.1
 
 
+Written = tuple[float, float]
+"""Seconds that all answers took, and their mean exit step."""
+
+
 class UniformExit(ExitPolicy):
     """Leaves after a step drawn uniformly from 1 … R − 1, independently for every token."""
 
@@ -73,8 +79,24 @@ class UniformExit(ExitPolicy):
 
 def main() -> int:
     """Measure the parts that the options ask for; return 1 if one misses its aim."""
-    parser = parser_of(__doc__)
+    parser = shape_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--caches", nargs="+", default=["full", "last"], help="of `exits`")
+    parser.add_argument("--clients", type=int, default=1000)
+    options = begin(parser)
+    _, model = built(options)
+    parts: dict[str, Callable[[LoopDecoder, argparse.Namespace], bool]] = {
+        "exits": _exits,
+        "first": _first,
+        "crowd": _crowd,
+    }
+    met = [parts[name](model, options) for name in options.parts]
+    return 0 if all(met) else 1
+
+
+def shape_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the flags of `built`, of the prompts and of the rounds."""
+    parser = parser_of(doc)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=4096)
@@ -82,10 +104,12 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--caches", nargs="+", default=["full", "last"], help="of `exits`")
-    parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=5)
-    options = begin(parser)
+    return parser
+
+
+def built(options: argparse.Namespace) -> tuple[OuroOptions, LoopDecoder]:
+    """Build a model with random weights, and print its shape."""
     torch.manual_seed(0)
     shape = OuroOptions(
         size="quickstart",
@@ -104,13 +128,7 @@ def main() -> int:
         f"D {options.dim}, {options.layers} layers, R {options.recurrent_steps}, "
         f"V {options.vocabulary}, fp32"
     )
-    parts: dict[str, Callable[[LoopDecoder, argparse.Namespace], bool]] = {
-        "exits": _exits,
-        "first": _first,
-        "crowd": _crowd,
-    }
-    met = [parts[name](model, options) for name in options.parts]
-    return 0 if all(met) else 1
+    return shape, model
 
 
 def _scheduler(
@@ -120,7 +138,8 @@ def _scheduler(
     return Scheduler(engine, rows=options.rows, queue=queue)
 
 
-def _prompts(options: argparse.Namespace) -> list[list[int]]:
+def prompts_of(options: argparse.Namespace) -> list[list[int]]:
+    """Draw a prompt for each row."""
     shape = (options.rows, options.prompt_tokens)
     return torch.randint(
         3, options.vocabulary, shape, generator=torch.Generator().manual_seed(0)
@@ -134,33 +153,55 @@ def _exits(model: LoopDecoder, options: argparse.Namespace) -> bool:
 
 def _exits_with(kv_cache: str, model: LoopDecoder, options: argparse.Namespace) -> bool:
     print(f"cache {kv_cache}")
-    scheduler, prompts = _scheduler(model, options, kv_cache=kv_cache), _prompts(options)
+    scheduler, prompts = _scheduler(model, options, kv_cache=kv_cache), prompts_of(options)
+    exits = UniformExit(options.recurrent_steps)
+    met = compare_exits(
+        lambda: _written(scheduler, prompts, StaticStep(), options),
+        lambda: _written(scheduler, prompts, exits, options),
+        model,
+        options,
+    )
+    scheduler.join()
+    return met
+
+
+def compare_exits(
+    full: Callable[[], Written],
+    exits: Callable[[], Written],
+    model: LoopDecoder,
+    options: argparse.Namespace,
+    *,
+    samples: bool = False,
+) -> bool:
+    """Time answers at full depth, with exits and in transformers in turn; return if aims are met.
+
+    Args:
+        samples: Whether transformers draws tokens.
+    """
+    if options.beside_load and not torch.cuda.is_available():
+        timing.clock = time.process_time
     mean_steps: list[float] = []
 
-    def written(policy: Callable[[], ExitPolicy]) -> float:
-        seconds, steps = _written(scheduler, prompts, policy(), options)
+    def seconds_with_exits() -> float:
+        seconds, steps = exits()
         mean_steps.append(steps)
         return seconds
 
-    steps = options.recurrent_steps
-    ways: dict[str, Callable[[], float]] = {
-        "full depth": lambda: written(StaticStep),
-        "exits": lambda: written(lambda: UniformExit(steps)),
-    }
+    ways = {"full depth": lambda: full()[0], "exits": seconds_with_exits}
     if importlib.util.find_spec("transformers") is not None:
-        ways["transformers"] = _transformers(model, prompts, options)
+        ways["transformers"] = _transformers(model, options, samples=samples)
     timed = results_in_turn([*ways.values()], pairs=options.repeats)
     seconds = dict(zip(ways, timed, strict=True))
     tokens = options.rows * options.new_tokens
     for name, taken in seconds.items():
         print(f"{name}: {spread([tokens / each for each in taken], 1)} tokens/s")
-    print(f"mean exit step {statistics.mean(mean_steps[3::2]):.3f} of {steps}, aim {steps / 2}")
+    steps = options.recurrent_steps
+    print(f"mean exit step {statistics.mean(mean_steps[1:]):.3f} of {steps}, aim {steps / 2}")
     met = _aim("exits over full depth", ratios(seconds["full depth"], seconds["exits"]), EXITS_AIM)
     if "transformers" in seconds:
         for name in ("full depth", "exits"):
             gain = ratios(seconds["transformers"], seconds[name])
             met &= _aim(f"{name} over transformers", gain, TRANSFORMERS_AIM * (name == "exits"))
-    scheduler.join()
     return met
 
 
@@ -169,8 +210,7 @@ def _written(
     prompts: Sequence[Sequence[int]],
     policy: ExitPolicy,
     options: argparse.Namespace,
-) -> tuple[float, float]:
-    """Return the seconds that all answers take, and their mean exit step."""
+) -> Written:
     done = threading.Semaphore(0)
     steps: list[int] = []
 
@@ -192,15 +232,15 @@ def _written(
         )
         for prompt in prompts
     ]
-    began = time.perf_counter()
+    began = now()
     scheduler.submit(rows)
     for _ in rows:
         done.acquire()
-    return time.perf_counter() - began, statistics.mean(steps)
+    return now() - began, statistics.mean(steps)
 
 
 def _transformers(
-    model: LoopDecoder, prompts: list[list[int]], options: argparse.Namespace
+    model: LoopDecoder, options: argparse.Namespace, *, samples: bool
 ) -> Callable[[], float]:
     """Return what generates in transformers with the same weights, and the seconds of it."""
     from plain import ReleasedLoop
@@ -208,27 +248,27 @@ def _transformers(
     folder = str(Path(str(remote_code.__file__)).parent)
     context = options.prompt_tokens + options.new_tokens
     causal: Any = ReleasedLoop(folder, model, context).causal.eval()
-    tokens_BL = torch.tensor(prompts, device=causal.device)
+    tokens_BL = torch.tensor(prompts_of(options), device=causal.device)
 
     def generate() -> float:
-        began = time.perf_counter()
+        began = now()
         with torch.inference_mode():
             written_BL = causal.generate(
                 tokens_BL,
                 attention_mask=torch.ones_like(tokens_BL),
                 max_new_tokens=options.new_tokens,
-                do_sample=False,
+                **({"do_sample": True, "top_k": 0} if samples else {"do_sample": False}),
                 pad_token_id=0,
                 eos_token_id=None,
             )
         assert written_BL.shape[1] == context
-        return time.perf_counter() - began
+        return now() - began
 
     return generate
 
 
 def _first(model: LoopDecoder, options: argparse.Namespace) -> bool:
-    prompt = _prompts(options)[0]
+    prompt = prompts_of(options)[0]
     tokens_BL = torch.tensor([prompt], device=model.tok_embeddings.weight.device)
     with _server(model, options) as address:
         link = http.client.HTTPConnection(address)
