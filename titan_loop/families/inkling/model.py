@@ -197,7 +197,7 @@ def decoder_config(
         generic,
         shape,
         max_seq_len,
-        embed_norm=_norm(options, shape),
+        embed_norm=_kept_norm(options, shape),
         messages=MessageQueries.Config(
             dim=shape.dim,
             layers=shape.n_layers - options.prelude_layers - options.coda_layers,
@@ -205,7 +205,7 @@ def decoder_config(
         ),
         final_input=_reads(shape),
         bias_rate=options.bias_rate,
-        norm=FinalNorm.Config(normalized_shape=shape.dim, eps=options.norm_eps, param_init=_ONES),
+        norm=_kept_norm(options, shape),
     )
     rows = options.embedding_rows or shape.vocab_size
     config.tok_embeddings = replace(
@@ -224,6 +224,11 @@ def _drawn(options: InklingOptions) -> Callable:
 
 def _norm(options: InklingOptions, shape: ModelSize) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=shape.dim, eps=options.norm_eps, param_init=_ONES)
+
+
+def _kept_norm(options: InklingOptions, shape: ModelSize) -> FinalNorm.Config:
+    """Return a norm whose weight mixed precision keeps in fp32."""
+    return FinalNorm.Config(normalized_shape=shape.dim, eps=options.norm_eps, param_init=_ONES)
 
 
 def _reads(shape: ModelSize, queries: int = 1) -> BlockAttention.Config:
