@@ -136,3 +136,26 @@ def test_a_cache_has_the_bytes_of_its_table(strategy: str, numbers: int):
     alone.admit([1])
     alone.select([])
     assert alone.rows == 0
+
+
+def test_a_full_cache_keeps_the_inputs_of_convolutions():
+    """A token's input at a step it skipped is the one of the last step that it ran."""
+    shape = SHAPE._replace(capacity=40, outside=0, taps=3, channels=(1,))
+    cache = cache_strategy("full")(shape, dtype=torch.float64, device=torch.device("cpu"))
+    visit, slot = cache.admit([18, 2]), CacheSlot(1, 0)
+    prompt_BL1 = torch.arange(36.0, dtype=torch.float64).view(2, 18, 1)
+    assert visit.latest(slot, 0, prompt_BL1)[:, :2].abs().sum() == 0
+    cache.leave_prompt(0, 18, 1)
+
+    def token(step: int, positions: list[int], value: float) -> list[list[float]]:
+        """Return the two inputs before a token of each row."""
+        visit = TokenVisit(cache, Places.of(torch.tensor(positions).unsqueeze(1)))
+        new = torch.full((2, 1, 1), value, dtype=torch.float64)
+        return visit.latest(CacheSlot(step, 0), 0, new)[:, :-1, 0].tolist()
+
+    assert token(3, [18, 2], 0.0) == [[16.0, 17.0], [18.0, 19.0]]  # the prompt ran step 1 alone
+    for step in (1, 2):
+        token(step, [18, 2], 100.0 + step)
+    cache.leave(torch.tensor([0, 1]), torch.tensor([18, 2]), torch.tensor([2, 1]))
+    assert token(2, [19, 3], 0.0) == [[17.0, 102.0], [19.0, 101.0]]
+    assert token(3, [19, 3], 0.0) == [[17.0, 102.0], [19.0, 101.0]]
