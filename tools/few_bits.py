@@ -35,7 +35,8 @@ def measure(folder: Path) -> dict[str, float]:
     """Return the run's held-out bits per byte, and what each type adds to them."""
     run = SavedRun.open(folder)
     windows, model = open_run(run, count=WINDOWS), load_checkpoint(str(folder)).model
-    forward, device = at_depths(model, [model.config.recurrent_steps]), torch.device("cpu")
+    steps, device = model.config.recurrent_steps, torch.device("cpu")
+    forward = at_depths(model, [steps])
     scores = {name: score_windows(part, forward, device=device) for name, part in windows.items()}
     ours = _bits(with_total(scores))
     results = {f"{name}/bits_per_byte/run": value for name, value in ours.items()}
@@ -43,6 +44,7 @@ def measure(folder: Path) -> dict[str, float]:
         with TemporaryDirectory() as place:
             file = Path(place) / "model.gguf"
             flags = ["--to", "gguf", "--dtype", dtype, "--no-tokenizer", "--output", str(file)]
+            flags += ["--recurrent-steps", str(steps)]
             assert cli.main(["convert", "export", str(folder), *flags]) == 0
             found = {name: in_llama_cpp(file, part) for name, part in windows.items()}
         for name, value in _bits(with_total(found)).items():

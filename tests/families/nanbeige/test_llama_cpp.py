@@ -29,6 +29,8 @@ from titan_loop.recipes.start import run_recipe
 from titan_loop.text.chat_template import ChatTemplate
 from titan_loop.text.conversation import Conversation, parse_messages
 from titan_loop.text.tokenizer import load_tokenizer
+from tools import few_bits
+from train_configs.nanbeige.recipes import TYPES
 
 QUANTISE = Path(__file__).parents[2] / "support" / "quantise_driver.py"
 CHAT = Path(__file__).parents[3] / "tools" / "chat.py"
@@ -247,6 +249,11 @@ def test_held_out_text_is_measured_in_llama_cpp_for_every_depth(
             assert found[dtype][step][0] == ours < 5  # it has learned
             assert found[dtype][step][1] == pytest.approx(ours, abs=close), (dtype, step)
             assert dtype in ("float32", "q8_0") or found[dtype][step][1] != ours
+    study = few_bits.measure(tmp_path / "run")
+    assert {name.rpartition("/")[2] for name in study} == {"run", *TYPES}
+    assert study.pop(f"held_out/{source.name}/bits_per_byte/run") < 5
+    for name, added in study.items():
+        assert 0 < abs(added) < BITS_CLOSE["q4_0"], name
 
 
 def test_the_chat_answers_or_says_why_not(python, make_run, tmp_path_factory, tmp_path):
