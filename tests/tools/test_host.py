@@ -22,4 +22,4 @@ def test_a_step_calls_no_more_operators_and_products_than_plains(monkeypatch: py
     assert ours.all <= plain.all
     assert ours.products <= plain.products + 20  # of the streamed head
     assert counted["bf16"].all <= 1.25 * plain.all  # a norm in bf16 on a CPU is seven operators
-    assert counted["bf16"].products == ours.products
+    assert counted["bf16"].products <= plain.products + 20

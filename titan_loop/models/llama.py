@@ -7,16 +7,18 @@ scaled by 1/sqrt(2·layers), as in GPT-2, or as `residual_scale` sets.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Container
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Gt, Lt
 
+from titan_loop.errors import UserError
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.block import DenseBlock
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import ModelSize
+from titan_loop.models.family import ModelOptions, ModelSize, resolved_shape
 from titan_loop.models.final_norm import NormPlacement
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.loop_config import loop_config, residual_gain, width_ratio
@@ -44,6 +46,38 @@ class LlamaOptions(LoopOptions):
 
     norm_eps: Annotated[float, Gt(0), Lt(1)] = 1e-5
     """Added to the mean square in every norm."""
+
+
+def llama_part(
+    options: ModelOptions, sizes: Container[str], *, holder: object, made: str
+) -> dict[str, Any]:
+    """Return the options of a model of Llama's blocks that another family takes over.
+
+    Args:
+        sizes: Sizes of that family, by name.
+        holder: Whose options they are, and `made` what becomes of them, in an error.
+
+    Raises:
+        UserError: The model is of another family, or has parts that Llama's blocks have not.
+    """
+    if not isinstance(options, LlamaOptions) or options.family != "nanbeige":
+        raise UserError(f"{holder} is of family {options.family}; give a model of family nanbeige")
+    if options.branch_scale:
+        raise UserError(
+            f"{holder} has model.branch_scale={options.branch_scale}, a factor that would change "
+            f"with the loop; {made} of a model with 0.0"
+        )
+    names = [option.name for option in fields(LlamaOptions) if option.init]
+    plain = type(options)()
+    for name in {option.name for option in fields(options)} - {*names, "family"}:
+        if getattr(options, name) not in (getattr(plain, name), ()):
+            raise UserError(
+                f"{holder} has model.{name}={getattr(options, name)}; {made} of Llama's blocks, "
+                f"which have {getattr(plain, name)}"
+            )
+    size = options.size if options.size in sizes else "debugmodel"
+    same = {name: getattr(options, name) for name in names}
+    return same | asdict(resolved_shape(options)) | {"size": size}
 
 
 DecoderConfig = TypeVar("DecoderConfig", bound=LoopDecoder.Config)

@@ -5,15 +5,18 @@ whole or not at all.
 """
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from titan_loop.checkpoint.manifest import reference, untrained
 from titan_loop.checkpoint.merging import checked_weights, merge_checkpoints
 from titan_loop.checkpoint.model import check_architecture
+from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
-from titan_loop.models.family import decoder_config, get_family
+from titan_loop.models.family import ModelOptions, decoder_config, get_family
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.staged_folder import staged_folder
@@ -41,6 +44,54 @@ def upcycle_run(parent: Path, output: Path, upcycling: Upcycling, command: Seque
     with written_run(output, config, command, tokenizer=run.path / TOKENIZER_NAME) as new:
         upcycle_checkpoint(source.path, new.checkpoint(source.step), upcycling)
     return RunDirectory(output).checkpoint(source.step)
+
+
+def remade_run(
+    parent: Path,
+    output: Path,
+    command: Sequence[str],
+    *,
+    options: Callable[[SavedRun, int], ModelOptions],
+    entries: Callable[[CheckpointReader, ModelOptions], Mapping[str, LazyTensor]],
+    how: Mapping[str, Any],
+) -> Path:
+    """Write a new run with one checkpoint of step 0: a model of another family, made of a parent's.
+
+    Args:
+        parent: Run (its newest checkpoint is taken) or a checkpoint.
+        options: Returns the new model's, of the parent and the R of its checkpoint.
+        entries: Returns the new model's tensors, of the parent's checkpoint and the new options.
+        how: Its lineage, beside the parent.
+
+    Returns:
+        The new checkpoint.
+
+    Raises:
+        UserError: As `options`; `output` is not empty, or the checkpoint is not of the run's
+            architecture.
+    """
+    run = SavedRun.open(parent)
+    source = run.checkpoint()
+    own = decoder_config(run.model_options, max_seq_len=1).architecture
+    check_architecture(source.manifest["trainer"]["architecture"], own)
+    new_options = options(run, source.recurrent_steps)
+    architecture = decoder_config(new_options, max_seq_len=1).architecture
+    config = {
+        **run.config,
+        "dump_folder": str(output),
+        "dataloader": run.dataloader,
+        "model": asdict(new_options),
+    }
+    content = untrained(
+        source.recurrent_steps,
+        architecture,
+        data=source.manifest["data"],
+        lineage={"parent": reference(source.path), **how},
+    )
+    with written_run(output, config, command, tokenizer=run.path / TOKENIZER_NAME) as new:
+        tensors = entries(CheckpointReader(source.path), new_options)
+        write_checkpoint(new.checkpoint(0), tensors, content)
+    return RunDirectory(output).checkpoint(0)
 
 
 def merge_runs(

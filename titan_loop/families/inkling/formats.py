@@ -183,7 +183,9 @@ class InklingShape(LlamaShape):
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
         """As in the base class; a record has a list where options have a tuple."""
-        full = tuple(architecture["full_layers"])
+        full = tuple(
+            architecture.get("full_layers", ())
+        )  # absent in another family's, refused below
         return super().from_architecture(
             {**architecture, "full_layers": full},
             recurrent_steps=recurrent_steps,

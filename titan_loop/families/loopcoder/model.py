@@ -18,7 +18,7 @@ from titan_loop.families.loopcoder.decoder import (
 )
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.block import DenseBlock
-from titan_loop.models.family import Family, FamilyName, ModelSize
+from titan_loop.models.family import USES, Family, FamilyName, ModelSize
 from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions, llama_config
 
 SIZES = {
@@ -83,5 +83,6 @@ LOOPCODER = Family(
     options=LoopCoderOptions,
     sizes=SIZES,
     decoder_config=decoder_config,
+    uses=USES - {"analyse"},  # a state is not all that a step hands on
     kv_caches=frozenset({"full", "window"}),
 )

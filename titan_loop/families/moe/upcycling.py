@@ -14,7 +14,7 @@ becomes sparse unless it is named.
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -22,18 +22,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titan_loop.checkpoint.manifest import reference, untrained
-from titan_loop.checkpoint.model import check_architecture
-from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
+from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor
 from titan_loop.errors import UserError
 from titan_loop.families.moe.model import SIZES, MoEOptions
-from titan_loop.models.dense import DenseOptions
-from titan_loop.models.family import build_decoder, decoder_config, resolved_shape
-from titan_loop.models.llama import LlamaOptions
-from titan_loop.runs.conversion import written_run
-from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.models.family import ModelOptions, build_decoder, decoder_config
+from titan_loop.models.llama import llama_part
+from titan_loop.runs.conversion import remade_run
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 _STACKS = {"w1_EFD": "w1", "w2_EDF": "w2", "w3_EFD": "w3"}
 _EXPERTS = "moe.routed_experts.inner_experts."
@@ -68,29 +63,9 @@ class MoEUpcycling:
         Raises:
             UserError: The parent is of another family, or it and the experts do not fit together.
         """
-        dense = run.model_options
-        if not isinstance(dense, DenseOptions):
-            raise UserError(
-                f"{run.path} is of family {dense.family}; give a model of family nanbeige, whose "
-                "feed-forwards become experts"
-            )
-        if dense.branch_scale:
-            raise UserError(
-                f"{run.path} has model.branch_scale={dense.branch_scale}, a factor that would "
-                "change with the loop; experts are made of a model with 0.0"
-            )
         if not 0 <= self.noise < 1:
             raise UserError(f"--noise={self.noise} must be 0 or more and below 1")
-        names = [option.name for option in fields(LlamaOptions) if option.init]
-        plain = type(dense)()
-        for name in {option.name for option in fields(dense)} - {*names, "family"}:
-            if getattr(dense, name) not in (getattr(plain, name), ()):
-                raise UserError(
-                    f"{run.path} has model.{name}={getattr(dense, name)}; experts are made of "
-                    f"Llama's blocks, which have {getattr(plain, name)}"
-                )
-        same = {name: getattr(dense, name) for name in names} | asdict(resolved_shape(dense))
-        same["size"] = dense.size if dense.size in SIZES else "debugmodel"
+        same = llama_part(run.model_options, SIZES, holder=run.path, made="experts are made")
         same["recurrent_steps"] = recurrent_steps
         own = {name: value for name, value in asdict(self).items() if name != "noise"}
         options = MoEOptions(**same, **own)
@@ -113,35 +88,21 @@ def upcycle_to_experts(
         UserError: As `MoEUpcycling.options`; `output` is not empty, or the checkpoint is not of the
             run's architecture.
     """
-    run = SavedRun.open(parent)
-    source = run.checkpoint()
-    trainer = source.manifest["trainer"]
-    own = decoder_config(run.model_options, max_seq_len=1).architecture
-    check_architecture(trainer["architecture"], own)
-    options = upcycling.options(run, source.recurrent_steps)
-    config = {
-        **run.config,
-        "dump_folder": str(output),
-        "dataloader": run.dataloader,
-        "model": asdict(options),
-    }
-    assert options.recurrent_steps is not None
-    content = untrained(
-        options.recurrent_steps,
-        decoder_config(options, max_seq_len=1).architecture,
-        data=source.manifest["data"],
-        lineage={"parent": reference(source.path), "moe": asdict(upcycling)},
+    return remade_run(
+        parent,
+        output,
+        command,
+        options=upcycling.options,
+        entries=partial(_entries, noise=upcycling.noise),
+        how={"moe": asdict(upcycling)},
     )
-    with written_run(output, config, command, tokenizer=run.path / TOKENIZER_NAME) as new:
-        entries = _entries(CheckpointReader(source.path), options, upcycling.noise)
-        write_checkpoint(new.checkpoint(0), entries, content)
-    return RunDirectory(output).checkpoint(0)
 
 
 def _entries(
-    reader: CheckpointReader, options: MoEOptions, noise: float
+    reader: CheckpointReader, options: ModelOptions, *, noise: float
 ) -> Mapping[str, LazyTensor]:
     """Return the new model's tensors: the dense model's, copies of them, and new routers."""
+    assert isinstance(options, MoEOptions)
     model = build_decoder(options, max_seq_len=1, device="meta")
     saved, dtype = {*reader.tensor_keys()}, reader.dtype("tok_embeddings.weight")
     entries: dict[str, LazyTensor] = {}
