@@ -15,6 +15,13 @@ from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.tasks.mano import OPERATORS, Mano, Question
 
 
+def applied(operator: str, value: int, operand: int) -> int:
+    """Return one operation's result, not yet reduced."""
+    if operator == "*":
+        return value * operand
+    return value + operand if operator == "+" else value - operand
+
+
 @dataclass(frozen=True, slots=True)
 class ChainedArithmetic(Mano):
     """The task; tokens, parameters and exam as Mano has them."""
@@ -29,10 +36,7 @@ class ChainedArithmetic(Mano):
             operator = OPERATORS[int(generator.random() * len(OPERATORS))]
             operand = int(generator.random() * self.modulus)
             expression += [operator, operand]
-            if operator == "*":
-                value *= operand
-            else:
-                value += operand if operator == "+" else -operand
+            value = applied(operator, value, operand)
         return Question(tuple(expression), stratum, value % self.modulus)
 
     def identity(self, question: Question) -> tuple[str | int, ...]:

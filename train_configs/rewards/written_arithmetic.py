@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 from titan_loop.data.tasks.mano import Question
 from titan_loop.data.tasks.task import Example, require_sizes
 
-from ..latent.task import combined
-from ..quickstart.chained_arithmetic import ChainedArithmetic
+from ..quickstart.chained_arithmetic import ChainedArithmetic, applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class WrittenArithmetic(ChainedArithmetic):
         assert isinstance(value, int)
         results: list[int] = []
         for operator, operand in zip(rest[::2], rest[1::2], strict=True):
-            value = combined(str(operator), [value, int(operand)], self.modulus)
+            value = applied(str(operator), value, int(operand)) % self.modulus
             results.append(value)
         whole = super(WrittenArithmetic, self).encode(question)
         zero = int(whole.tokens[-1]) - question.answer
