@@ -252,3 +252,14 @@ def test_more_ranks_than_windows_are_refused_before_anything_is_assembled(capsys
     assert (
         "512 data-parallel ranks; use --batch.global-batch-tokens of multiples of 2,097,152" in line
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_gpu_exchanges_nothing_and_holds_what_it_trains(dtype):
+    one, config = Cluster(nodes=1, gpus_per_node=1, gpu=EIGHT.gpu, mfu=0.4), stage()
+    config.training.mixed_precision_param = dtype
+    step, (needs,) = step_of(config, one), recipe_needs(recipe_of(config), one)
+    assert not any(moved.count for moved in step.moved.values())
+    casts = needs.states.parameters / 2 if dtype == "bfloat16" else 0
+    states = needs.states.parameters + needs.states.gradients + needs.states.optimizer
+    assert states + casts < step.peak_bytes

@@ -132,6 +132,7 @@ def _rehearse(needs: StageNeeds, cluster: Cluster, folder: str) -> MeasuredStep:
 
         def spread_then_fake(model: Any, **options: Any) -> Any:
             model = spread(model, **options)  # it reads values of meshes, so it is not faked
+            options["parallel_dims"].get_optional_mesh("loss")  # made now on one rank, too
             faking.enter_context(fake_mode)
             faking.enter_context(meter)
             return model
