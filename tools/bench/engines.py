@@ -1,14 +1,14 @@
 """Decoding in the engines that exports are for: CPU time of a token, one thread, same weights.
 
-    python tools/bench/engines.py                       # after tools/test_engines.sh and test_hf.sh
-    python tools/bench/engines.py --dims 128 --tokens 64 --rounds 1
-    python tools/bench/engines.py --against dfd5e2b4    # beside that revision's own engine
+    .venv/onnx/bin/python tools/bench/engines.py --environments .venv
+    … --dims 128 --tokens 64 --rounds 1
+    … --against dfd5e2b4    # beside that revision's own engine
 
-Engines take turns, each in a process and an environment of its own (`--environments`, by default
-where those scripts make them; an engine without one is left out). Times are CPU seconds of the
-process, so other programs matter less; prompts are left out. Exits are at step R/2 of every token,
-by a gate that says the same of all. Weights are random: rounded ones soon write other tokens.
-Memory is the process's. Ends with code 1 if an aim is missed.
+tools/test_engines.sh and test_hf.sh make the environments, of which an engine has its own; one
+without is left out. Exports to ONNX need the first. Engines take turns. Times are CPU seconds of
+the process, so other programs matter less; prompts are left out. Exits are at step R/2 of every
+token, by a gate that says the same of all. Weights are random: rounded ones soon write other
+tokens. Memory is the process's. Ends with code 1 if an aim is missed.
 """
 
 import json
