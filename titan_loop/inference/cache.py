@@ -145,7 +145,7 @@ class LoopCache(ABC):
         return self._every_row[: self.rows]
 
     def admit(self, lengths: Sequence[int]) -> "PromptVisit":
-        """Append rows with prompts of these lengths; return what the pass over them writes to."""
+        """Append rows with prompts of these lengths; return the view that their pass writes to."""
         self._last_B1 = torch.tensor(lengths, device=self._memory.device).unsqueeze(1) - 1
         first, self.rows = self.rows, self.rows + len(lengths)
         assert self.rows <= self.shape.rows

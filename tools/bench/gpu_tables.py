@@ -211,7 +211,7 @@ def decode(place: Place) -> list[Row]:
 
 
 def plain(place: Place) -> list[Row]:
-    """Train beside plain PyTorch, compiled too, and count what the host calls."""
+    """Train beside plain PyTorch, compiled too, and count the host's operator calls."""
     rows = []
     for size, steps, windows in (("374m", 4, 1), ("374m", 8, 2), ("1.4b", 4, 1)):
         shape = ["--size", size, "--seq-len", str(WINDOW), "--batch", str(windows)]

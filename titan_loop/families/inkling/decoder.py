@@ -275,7 +275,7 @@ class InklingDecoder(LoopDecoder):
     def advance(
         self, carry: Carry, hidden_BLD: Any, step: int | Tensor, context: LoopContext
     ) -> Handed:
-        """Return what the pass left."""
+        """Return the state of the pass, which is the next one's carry."""
         return hidden_BLD
 
     def read(
@@ -299,7 +299,7 @@ class InklingDecoder(LoopDecoder):
         shift: int,
         handed: Blocks,
     ) -> tuple[Tensor, Blocks]:
-        """Apply layers; `handed` is what the pass before left, if there was one."""
+        """Apply layers; `handed` is the state of the pass before, if there was one."""
         for index in layers:
             unaddressed = context.cache is None and not self.tells_step
             slot = None if unaddressed else CacheSlot(step, index + shift)

@@ -223,7 +223,7 @@ class LoopCoderDecoder(LoopDecoder):
     def advance(
         self, carry: Carry, hidden_BLD: Any, step: int | Tensor, context: LoopContext
     ) -> Passed:
-        """Return what the step left."""
+        """Return the state of the step, which is the next one's carry."""
         return hidden_BLD
 
     def read(
