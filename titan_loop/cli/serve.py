@@ -91,7 +91,14 @@ def run(model: Path, serving: Serving, *, stage: str | None = None) -> None:
         if not is_local and key is None:
             logging.warning("anybody who reaches %s can ask: set $%s", serving.host, API_KEY)
 
+        shown = f"[{address}]" if ":" in address else address
+
         class Server(uvicorn.Server):
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                # From here on a connection is taken and SIGTERM is heard.
+                print(f"{served.name}: http://{shown}:{port}", flush=True)
+
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
                 served.scheduler.close()  # what waits ends now, what is being written goes on
                 await super().shutdown(sockets)
@@ -104,8 +111,6 @@ def run(model: Path, serving: Serving, *, stage: str | None = None) -> None:
             http="h11",
             ws="none",
         )
-        shown = f"[{address}]" if ":" in address else address
-        print(f"{served.name}: http://{shown}:{port}", flush=True)
         # uvicorn raises the signal again once it is done: a stop that was asked for ends with 0.
         signal.signal(signal.SIGTERM, lambda *_: None)
         Server(config).run([listener])
