@@ -40,7 +40,7 @@ script skips results that are committed, and may have fewer seeds than its row: 
 "1 2 3"` trains them anew, with results in `runs/results-again`. `titan-loop train` trains one seed,
 `--debug.seed S --dataloader.seed S`, and `titan-loop results add RUN` records it. Minutes are
 wall-clock time of a claim's final runs on shared cores, without first stages and searches for
-settings.
+settings. `bash tools/claims_gpu.sh` trains more seeds of the undecided claims, many arms at a time.
 *Shown*: three seeds or more, and the whole interval meets the aim. *Partly*: the mean meets it, but
 not the whole interval, or there are fewer than three seeds. *Not*: the mean misses it.
 *Undecided*: the aim is within the interval. *No test*: the experiment cannot decide.
