@@ -68,6 +68,9 @@ class Folder(NamedTuple):
         own_code: Whether the folder has code for transformers.
         ties: Whether embedding and head may be one matrix.
         transformers: Oldest major version of transformers that runs it; None if none does.
+        refused: Changes of the first model's config.json that no import takes, and words of the
+            refusal.
+        unfit: Options and flags of exports that the format cannot hold, and words of the refusal.
     """
 
     family: str
@@ -76,6 +79,8 @@ class Folder(NamedTuple):
     own_code: bool = False
     ties: bool = True
     transformers: int | None = 4
+    refused: Sequence[tuple[Mapping[str, Any], str]] = ()
+    unfit: Sequence[tuple[Mapping[str, Any], Sequence[object], str]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,10 +35,8 @@ class Written(NamedTuple):
     folder: Path
 
 
-def write_folder(
-    place: Path, name: str, tokenizer: Path | None, *flags: object, number: int = 0, **options: Any
-) -> Written:
-    """Write a run of one of the format's models, with options changed, and export it."""
+def write_model(run: Path, name: str, number: int = 0, **options: Any) -> LoopDecoder:
+    """Write a run of one of the format's models, with options changed."""
     family, models = FOLDERS[name][:2]
     chosen = {"vocab_size": VOCABULARY, **models[number], **options}
     options_of = get_family(family).options(**chosen)
@@ -47,7 +45,15 @@ def write_folder(
     randomise(model)
     if options_of.tie_weights:
         model.lm_head.weight = model.tok_embeddings.weight
-    write_run(place / "run", options_of, model)  # type: ignore[arg-type]
+    write_run(run, options_of, model)  # type: ignore[arg-type]
+    return model
+
+
+def write_folder(
+    place: Path, name: str, tokenizer: Path | None, *flags: object, number: int = 0, **options: Any
+) -> Written:
+    """Write such a run, and export it."""
+    model = write_model(place / "run", name, number, **options)
     with_tokenizer = ("--no-tokenizer",) if tokenizer is None else ("--tokenizer", tokenizer)
     convert(
         "export", place / "run", "--to", name, "--output", place / name, *with_tokenizer, *flags

@@ -1,7 +1,10 @@
 """What holds for every exported folder, whatever its format."""
 
 import json
+import shutil
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,10 @@ from tests.contracts.folders import (
     Written,
     opened,
     write_folder,
+    write_model,
 )
 from tests.families.ouro.hugging_face.conftest import convert
+from tests.families.ouro.hugging_face.test_export import error_of
 from titan_loop.formats.format import get_format
 from titan_loop.plugins import names
 from titan_loop.runs.saved_run import SavedRun
@@ -64,6 +69,42 @@ def test_a_tied_matrix_is_written_once(tmp_path, name):
     assert "lm_head.weight" not in tensors
     assert json.loads((written.folder / "config.json").read_text())["tie_word_embeddings"]
     assert tensors["model.embed_tokens.weight"].shape == (300, written.model.config.dim)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, tokenizer_file) -> Callable[[str], Path]:
+    """Return a function that gives a folder of a format, written once."""
+    return cache(
+        lambda name: write_folder(tmp_path_factory.mktemp(name), name, tokenizer_file).folder
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [(name, *row) for name, folder in FOLDERS.items() for row in folder.refused],
+)
+def test_another_config_is_one_line_and_nothing_is_written(
+    exported, tmp_path, capsys, name, change, message
+):
+    folder = shutil.copytree(exported(name), tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert message in error_of(capsys, "import", folder, "--output", tmp_path / "back")
+    assert [*tmp_path.iterdir()] == [folder]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "flags", "message"),
+    [(name, *row) for name, folder in FOLDERS.items() for row in folder.unfit],
+)
+def test_a_model_that_the_format_cannot_hold_is_one_line_and_nothing_is_written(
+    tmp_path, tokenizer_file, capsys, name, options, flags, message
+):
+    run = tmp_path / "run"
+    write_model(run, name, **options)
+    where = ("--to", name, "--output", tmp_path / "out", "--tokenizer", tokenizer_file)
+    assert message in error_of(capsys, "export", run, *where, *flags)
+    assert [*tmp_path.iterdir()] == [run]
 
 
 @pytest.fixture(scope="module", params=IN_TRANSFORMERS)
@@ -141,9 +182,9 @@ def test_logits_and_greedy_tokens_are_ours(transformers, written):
     wanted = prompt
     for _ in range(8):
         wanted = torch.cat([wanted, ours(wanted)[:, -1:].argmax(-1)], dim=1)
-    for cache in caches:
+    for kept in caches:
         mask = torch.ones_like(prompt)
-        found = theirs.generate(prompt, attention_mask=mask, **cache, **GREEDY)
+        found = theirs.generate(prompt, attention_mask=mask, **kept, **GREEDY)
         assert found.tolist() == wanted.tolist()
 
 

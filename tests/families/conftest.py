@@ -20,12 +20,22 @@ from titan_loop.formats import llama_cpp
 )
 def transformers(request: pytest.FixtureRequest) -> ModuleType:
     """Return transformers of one major version; `tools/test_hf.sh` makes environments with it."""
+    return _transformers_of(request.param)
+
+
+@pytest.fixture(scope="session")
+def transformers5() -> ModuleType:
+    """Return transformers 5, for models that version 4 lacks."""
+    return _transformers_of(5)
+
+
+def _transformers_of(major: int) -> ModuleType:
     try:
         version = metadata.version("transformers")
     except metadata.PackageNotFoundError:
         version = "0"
-    if int(version.split(".")[0]) != request.param:
-        pytest.skip(f"needs transformers {request.param}, see tools/test_hf.sh")
+    if int(version.split(".")[0]) != major:
+        pytest.skip(f"needs transformers {major}, see tools/test_hf.sh")
     return importlib.import_module("transformers")
 
 

@@ -62,6 +62,41 @@ CONTRACT = Contract(
                 {"recurrent_steps": 1},
                 {"recurrent_steps": 1, "tie_weights": True, "rope_theta": 500.0},
             ],
+            refused=[
+                ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic' is not"),
+                (
+                    {"rope_scaling": {"rope_type": "llama3", "factor": 32.0}},
+                    "original_max_position_embed",
+                ),
+                (
+                    {"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 1}},
+                    "rope_scaling.mscale=1",
+                ),
+                ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+                ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported by titan_loop; only"),
+                ({"num_experts": 8}, "num_experts=8 is unknown to titan_loop, and may change"),
+                ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not"),
+                ({"model_type": "qwen3_moe"}, "='qwen3_moe' cannot be imported: its layers are m"),
+                (
+                    {"model_type": "gemma2", "hidden_activation": "silu"},
+                    "hidden_activation='silu' is not supported by titan_loop; only 'gelu_pytorch_",
+                ),
+                (
+                    {"model_type": "qwen3", "layer_types": ["full_attention"]},
+                    "layer_types=['full_attention']",
+                ),
+                (
+                    {"model_type": "smollm3", "no_rope_layers": [1, 2]},
+                    "no_rope_layers=[1, 2] is not supp",
+                ),
+            ],
+            unfit=[
+                (
+                    {"recurrent_steps": 2, "norm_placement": "every_step"},
+                    (),
+                    "model.norm_placement=every_step: dense models have no norm between",
+                ),
+            ],
         ),
     },
 )

@@ -8,15 +8,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.families.discoloop.contract import MODELS
-from tests.inference.reference import CONTEXT, prompts
+from tests.inference.reference import CONTEXT
 from tests.models.reference import Weights, reference_forward
 from titan_loop.families.discoloop.model import DecodingOptions, DiscoLoopOptions
 from titan_loop.families.discoloop.ponder import PonderOptions
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.inference.engine import Engine
-from titan_loop.inference.exit_policy import KLAndEntropy
-from titan_loop.inference.rows import Request
-from titan_loop.models.context import LoopContext
 from titan_loop.models.family import build_decoder, decoder_config
 
 ROTATION = 2e-5  # the rotary table is fp32: 1e-7 relative, amplified by 8 layers
@@ -80,43 +76,6 @@ def test_every_step_starts_from_what_the_equations_say(name):
     )
     for got, want in zip(output.hidden_RBLD + output.exit_logit_RBL, read + logits, strict=True):
         torch.testing.assert_close(got, want, atol=ROTATION, rtol=0)
-
-
-def test_gradients_are_of_the_authors_recurrence():
-    """Value and gradient of every parameter, with their loop written out over the same layers."""
-    model, (tokens, positions) = make_model(MODELS["ponder-published"]), batch()
-    model(tokens, positions, recurrent_steps=STEPS).hidden_RBLD[-1].square().sum().backward()
-    got = {name: weight.grad for name, weight in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    embedding_VD, context = model.tok_embeddings.weight, model.make_context(tokens, positions)
-    table_VD = embedding_VD * SCALE
-    current_BLD = table_VD[tokens] * 3
-    for step in range(1, STEPS):
-        logit_BLV = model.step(current_BLD, step, context) @ embedding_VD.T
-        current_BLD = current_BLD + logit_BLV.softmax(-1) @ table_VD
-    model.step(current_BLD, STEPS, context).square().sum().backward()
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(got[name], weight.grad, atol=1e-10, rtol=1e-10)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_what_a_policy_read_is_not_decoded_again(name, monkeypatch):
-    """The same tokens at the same steps, and Φ decodes the prompts alone."""
-    model = make_model(MODELS[name])
-    engine = Engine(model, recurrent_steps=STEPS, exit_policy=KLAndEntropy(0.3, 4.5))
-    asked = [Request(prompt=prompt, max_new_tokens=8) for prompt in prompts(9, 2, 6)]
-    decoded: list[int] = []
-
-    def note(module: object, inputs: tuple, named: dict) -> None:
-        if "decoding" in named:
-            decoded.append(inputs[0][0].shape[1])
-
-    model.lm_head.register_forward_pre_hook(note, with_kwargs=True)
-    shared = engine.complete(asked, rows=2)
-    assert all(step > 1 for completion in shared for step in completion.steps)
-    assert set(decoded) <= {9, 6}  # windows of prompts, not single tokens
-    monkeypatch.setattr(LoopContext, "_replace", lambda context, **_: context)
-    assert engine.complete(asked, rows=2) == shared
 
 
 @torch.no_grad()

@@ -62,7 +62,19 @@ CONTRACT = Contract(
     compiled={"two stacks": Compiled(HrmTextOptions(**SMALL), steps=2)},
     generated={"causal": Generated(HrmTextOptions(**SMALL, prefix_lm=False), Confidence(0.1))},
     runs={"prefixes": Run(run)},
-    folders={"hrm_text": Folder("hrm_text", [{}, OTHER], transformers=5)},
+    folders={
+        "hrm_text": Folder(
+            "hrm_text",
+            [{}, OTHER],
+            transformers=5,
+            refused=[
+                ({"num_hidden_layers": 12}, "num_hidden_layers=12 is a cache of other cycles: H_c"),
+                ({"prefix_lm": "yes"}, "prefix_lm='yes' must be true or false"),
+                ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported"),
+            ],
+            unfit=[({"exit_gate": True}, (), "model.exit_gate=True: the HRM-Text format has no")],
+        )
+    },
     refused=[
         (HrmTextOptions(n_layers=3), "model.n_layers=3 must be even: half are the low stack"),
         (HrmTextOptions(n_kv_heads=2), "model.n_kv_heads=2 must be n_heads=4"),

@@ -28,6 +28,7 @@ def test_a_run_is_examined_averaged_and_exported(tmp_path_factory, tmp_path: Pat
         words = ["convert", "export", str(whole), "--output", str(out), "--to", "hrm_text"]
         assert main([*words, "--no-tokenizer", *flags]) == 0
         files.append((out / "model.safetensors").read_bytes())
+    assert "vLLM 0.32 reads" in (out / "README.md").read_text()
     assert len(files[0]) == len(files[1])
     assert files[0] != files[1]
 

@@ -1,8 +1,6 @@
 """HRM-Text beside transformers' own: states at every cycle, logits, caches, masks, gradients."""
 
-import importlib
 import textwrap
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -35,18 +33,6 @@ PARTS = {
 }
 
 
-@pytest.fixture(scope="session")
-def transformers() -> ModuleType:
-    """Return transformers 5, from the environment that `tools/test_hf.sh` makes."""
-    try:
-        version = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        version = "0"
-    if not version.startswith("5."):
-        pytest.skip("needs transformers 5, see tools/test_hf.sh")
-    return importlib.import_module("transformers")
-
-
 def their_name(name: str) -> str:
     """Return the name in transformers of one of our parameters."""
     outside = {
@@ -62,13 +48,13 @@ def their_name(name: str) -> str:
 
 
 @pytest.fixture
-def pair(transformers: ModuleType) -> tuple[LoopDecoder, Any]:
+def pair(transformers5: ModuleType) -> tuple[LoopDecoder, Any]:
     """Return our model and theirs, with the same random weights."""
     torch.manual_seed(4)
     ours = build_decoder(
         HrmTextOptions(n_layers=2 * LAYERS, recurrent_steps=HIGH, low_cycles=LOW), max_seq_len=64
     )
-    config = transformers.HrmTextConfig(
+    config = transformers5.HrmTextConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=192,
@@ -81,7 +67,7 @@ def pair(transformers: ModuleType) -> tuple[LoopDecoder, Any]:
         embedding_scale=ours.config.embedding_scale,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )
-    theirs = transformers.HrmTextForCausalLM(config)
+    theirs = transformers5.HrmTextForCausalLM(config)
     with torch.no_grad():
         for parameter in ours.parameters():
             nn.init.normal_(parameter, std=0.1)
@@ -168,13 +154,13 @@ def test_gradients_of_the_last_k_passes(pair, k, low):
 
 
 @torch.no_grad()
-def test_a_folder_that_transformers_made_is_imported(transformers, tmp_path):
+def test_a_folder_that_transformers_made_is_imported(transformers5, tmp_path):
     torch.manual_seed(0)
-    config = transformers.HrmTextConfig(
+    config = transformers5.HrmTextConfig(
         vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=4, head_dim=16, H_cycles=2, L_cycles=3,
     )  # fmt: skip
-    theirs = transformers.HrmTextForCausalLM(config).eval()
+    theirs = transformers5.HrmTextForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path / "made")
     convert("import", tmp_path / "made", "--output", tmp_path / "run")
     ours = opened(tmp_path / "run")
@@ -185,7 +171,7 @@ def test_a_folder_that_transformers_made_is_imported(transformers, tmp_path):
 
 @torch.no_grad()
 def test_the_example_on_the_card_reads_a_prefix(
-    transformers, make_run, tmp_path, ascii_tokenizer, monkeypatch, capsys
+    transformers5, make_run, tmp_path, ascii_tokenizer, monkeypatch, capsys
 ):
     made = make_run(prefix_lm=True)
     flags = ("--to", "hrm_text", "--tokenizer", ascii_tokenizer)

@@ -72,7 +72,26 @@ CONTRACT = Contract(
     generated={"passes": Generated(InklingOptions(**SMALL), Confidence(0.05))},
     rehearsed={"passes": rehearsed},
     runs={"passes": Run(run)},
-    folders={"inkling": Folder("inkling", [SMALL, OTHER], ties=False, transformers=5)},
+    folders={
+        "inkling": Folder(
+            "inkling",
+            [SMALL, OTHER],
+            ties=False,
+            transformers=5,
+            refused=[
+                ({"swa_head_dim": 8}, "swa_head_dim=8 is not supported by titan_loop; only 16"),
+                ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+                ({"quantization_config": {"quant_method": "nvfp4"}}, "quantization_config={"),
+                ({"layer_types": ["hybrid"]}, "layer_types=['hybrid'] must be 6 times hybrid or"),
+                ({"loop_layer_index_end": 9}, "loop_layer_index_end=9 must lie within the layers"),
+                ({"sliding_window": 9}, "sliding_window is another name of sliding_window_size"),
+                ({"loop_config": {"core_end": 3}}, "model.coda_layers=3 ends at layer 3, which"),
+                ({"loop_num_passes": 0}, "loop_num_passes=0 must be a positive integer"),
+                ({"num_hidden_layers": 7, "layer_types": None}, "missing"),
+            ],
+            unfit=[({"exit_gate": True}, (), "model.exit_gate=True: the Inkling format has no")],
+        )
+    },
     refused=[
         (InklingOptions(prelude_layers=1), "model.prelude_layers=1 ends at layer 1, which"),
         (InklingOptions(coda_layers=1), "model.coda_layers=1 ends at layer 5, which"),

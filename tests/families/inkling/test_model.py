@@ -60,16 +60,6 @@ def test_any_pass_reaches_the_embedding():
     assert config.layer_visits(3).forward == 2 + 2 * 3 + 2
 
 
-def test_a_pass_hands_on_its_blocks_alone():
-    model, ids = small(), tokens(12)
-    context = model.make_context(ids)
-    carry = model.start(ids, context)
-    for step in (1, 2, 3):
-        carry = model.step(carry, step, context)
-        assert len(carry.passed) == 0  # one block of two layers, which is the state before
-        assert carry.before_BLD is model.step(carry, step, context).before_BLD
-
-
 def test_experts_are_balanced_by_their_loads():
     model: Any = build_decoder(InklingOptions(**SMALL, bias_rate=0.5), max_seq_len=32)
     model.train()

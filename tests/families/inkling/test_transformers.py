@@ -1,8 +1,6 @@
 """Inkling beside transformers' own: logits, padding, caches, gradients, folders."""
 
-import importlib
 import json
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,25 +49,13 @@ SHAPE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="session")
-def transformers() -> ModuleType:
-    """Return transformers 5, from the environment that `tools/test_hf.sh` makes."""
-    try:
-        version = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        version = "0"
-    if not version.startswith("5."):
-        pytest.skip("needs transformers 5, see tools/test_hf.sh")
-    return importlib.import_module("transformers")
-
-
-def saved(transformers: ModuleType, place: Path, passes: int) -> Any:
+def saved(transformers5: ModuleType, place: Path, passes: int) -> Any:
     """Return their model, whose every weight matters; it is also saved."""
-    config = transformers.AutoConfig.for_model(
+    config = transformers5.AutoConfig.for_model(
         "inkling2_loop_text", **SHAPE, loop_num_passes=passes
     )
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs = transformers5.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -81,9 +67,9 @@ def saved(transformers: ModuleType, place: Path, passes: int) -> Any:
 
 
 @pytest.fixture(params=[1, 2, 3])
-def pair(request, transformers, tmp_path) -> tuple[LoopDecoder, Any, InklingShape]:
+def pair(request, transformers5, tmp_path) -> tuple[LoopDecoder, Any, InklingShape]:
     """Return our model and theirs, with the same random weights."""
-    theirs = saved(transformers, tmp_path / "made", request.param)
+    theirs = saved(transformers5, tmp_path / "made", request.param)
     folder = ModelFolder(tmp_path / "made")
     assert isinstance(folder.shape, InklingShape)
     assert folder.shape.recurrent_steps == request.param
@@ -157,10 +143,10 @@ def test_gradients_of_all_parameters(pair, tmp_path):
 
 
 @torch.no_grad()
-def test_a_folder_with_vision_parts_is_imported_without_them(transformers, tmp_path, caplog):
+def test_a_folder_with_vision_parts_is_imported_without_them(transformers5, tmp_path, caplog):
     from safetensors.torch import load_file, save_file
 
-    theirs = saved(transformers, tmp_path / "made", 2)
+    theirs = saved(transformers5, tmp_path / "made", 2)
     want, ids = theirs(tokens(1)).logits, tokens(1)
     file, config = tmp_path / "made" / "model.safetensors", tmp_path / "made" / "config.json"
     text_parts = load_file(file)
@@ -172,19 +158,19 @@ def test_a_folder_with_vision_parts_is_imported_without_them(transformers, tmp_p
     assert "left out 1 tensors: model.visual.patch" in caplog.text
     convert("export", tmp_path / "run", "--to", "inkling", "--output", tmp_path / "out",
             "--no-tokenizer")  # fmt: skip
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    again = transformers5.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(again(ids).logits, want, atol=CLOSE, rtol=0)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == text_parts.keys()
     assert all(torch.equal(each, text_parts[name]) for name, each in written.items())
 
 
-def test_parameters_of_the_released_model_are_as_many_as_theirs(transformers):
+def test_parameters_of_the_released_model_are_as_many_as_theirs(transformers5):
     from train_configs.inkling.recipes import inkling_2_mini
 
-    kind = transformers.AutoConfig.for_model("inkling2_loop_text")
+    kind = transformers5.AutoConfig.for_model("inkling2_loop_text")
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(kind)
+        theirs = transformers5.AutoModelForCausalLM.from_config(kind)
     options = inkling_2_mini().model
     ours = build_decoder(options, max_seq_len=8, device="meta")
     counts = [sum(each.numel() for each in model.parameters()) for model in (ours, theirs)]

@@ -54,6 +54,22 @@ CONTRACT = Contract(
                 {"recurrent_steps": 2, "loop_window": 7, "norm_eps": 1e-6, "rope_theta": 500.0},
             ],
             transformers=None,
+            refused=[
+                ({"loop_num": 3}, "loop_num=3 is not supported by titan_loop; only 2 can be"),
+                ({"loop_window_size": 0}, "loop_window_size=0 must be a positive integer"),
+                ({"attention_bias": True}, "attention_bias=True is not supported"),
+                ({"is_causal": False}, "is_causal=False is not supported"),
+                ({"head_dim": 8}, "head_dim=8 is not supported"),
+                ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
+                ({"rope_theta": None}, "rope_theta is missing"),
+                ({"num_hidden_layers": 1}, "unknown (model.gate_projections.1.bias"),
+            ],
+            unfit=[
+                ({"recurrent_steps": 3}, (), "--recurrent-steps=3: programs that read the"),
+                ({}, ("--recurrent-steps", 4), "--recurrent-steps=4: programs that read the"),
+                ({"exit_gate": True}, (), "model.exit_gate=True: the LoopCoder format has no"),
+                ({"norm_placement": "every_step"}, (), "model.norm_placement=every_step: the Loop"),
+            ],
         ),
     },
     refused=[

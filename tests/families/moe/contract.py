@@ -51,8 +51,32 @@ CONTRACT = Contract(
         )
     },
     folders={
-        "ernie4_5_moe-unrolled": Folder("moe", [SOFTMAX], comes_back=False),
-        "glm4_moe-unrolled": Folder("moe", [EXPERTS], comes_back=False),
+        "ernie4_5_moe-unrolled": Folder(
+            "moe",
+            [SOFTMAX],
+            comes_back=False,
+            unfit=[
+                ({"score_scale": 2.0}, (), "model.score_scale=2.0: the Ernie 4.5 MoE format supp"),
+                ({"dense_layers": (1,)}, (), "Ernie 4.5 MoE allows only leading and trailing la"),
+            ],
+        ),
+        "glm4_moe-unrolled": Folder(
+            "moe",
+            [EXPERTS],
+            comes_back=False,
+            unfit=[
+                (
+                    {"dense_layers": (2,)},
+                    (),
+                    "model.dense_layers=[2]: GLM-4 MoE allows only leading layers of the 6 unroll",
+                ),
+                (
+                    {"norm_placement": "every_step"},
+                    (),
+                    "model.norm_placement=every_step: GLM-4 MoE has no norm between the steps",
+                ),
+            ],
+        ),
         "mixtral-unrolled": Folder("moe", [SOFTMAX], comes_back=False),
     },
     refused=[

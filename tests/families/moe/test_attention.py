@@ -4,12 +4,8 @@ import re
 
 import torch
 
-from titan_loop.families.moe.attention import StepAttention
 from titan_loop.families.moe.decoder import MoEDecoder
 from titan_loop.families.moe.model import MoEOptions
-from titan_loop.inference.cache import CacheShape, FullCache
-from titan_loop.inference.stack import Stack
-from titan_loop.models.context import CacheSlot
 from titan_loop.models.family import build_decoder
 
 LAYERS, STEPS, ATTENTIONS, L = 2, 3, 2, 12
@@ -59,27 +55,3 @@ def test_a_loop_is_the_unrolled_model_with_tied_experts_and_untied_attention():
         grads = [wanted[copy].grad for copy in unrolled_names(name)]
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, sum(grads), atol=CLOSE, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_rows_at_different_steps_attend_and_store_as_each_alone():
-    model = model_of(**SPLIT, attentions=ATTENTIONS).eval()
-    attention, stack = model.layers["0"].attention, Stack(model)
-    assert isinstance(attention, StepAttention)
-    x_BLD = torch.randn(2, 3, 1, 64)  # two positions, three rows
-
-    def attended(steps: list[int | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = CacheShape(STEPS, LAYERS, 0, 3, 2, 2, 16)
-        cache = FullCache(shape, dtype=torch.float32, device=torch.device("cpu"))
-        cache.rows = 3
-        for position, step in enumerate(steps):
-            context = stack.token_context(torch.full((3, 1), position), cache)
-            out_BLD = attention(x_BLD[position], context, CacheSlot(step, 0))
-        return out_BLD, cache._memory
-
-    mixed, stored = attended([2, torch.tensor([3, 1, 2])])
-    for row, step in enumerate((3, 1, 2)):
-        alone, kept = attended([2, step])
-        torch.testing.assert_close(mixed[row], alone[row], atol=CLOSE, rtol=1e-5)
-        slots = stored[:, step - 1, 0, row], kept[:, step - 1, 0, row]
-        torch.testing.assert_close(*slots, atol=CLOSE, rtol=1e-5)

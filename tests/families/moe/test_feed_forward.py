@@ -83,16 +83,6 @@ def test_a_visit_is_that_of_one_token_at_a_time(name):
         torch.testing.assert_close(routing.z_BL.double(), want["z"], atol=CLOSE, rtol=1e-5)
 
 
-@torch.no_grad()
-def test_rows_of_a_batch_may_be_at_different_steps():
-    moe, x_BLD = mixture(routers=2), torch.randn(B, L, D)
-    one, three = moe(x_BLD, 1), moe(x_BLD, 3)
-    mixed, routing = moe(x_BLD, torch.tensor([3, 1]))
-    torch.testing.assert_close(mixed[0], three[0][0], atol=CLOSE, rtol=0)
-    torch.testing.assert_close(mixed[1], one[0][1], atol=CLOSE, rtol=0)
-    assert routing.balance_B.tolist() == [float(three[1].balance_B[0]), float(one[1].balance_B[1])]
-
-
 def test_gradients_reach_router_and_experts_as_in_the_reference():
     options = MoEOptions()
     moe, x_BLD = mixture(), torch.randn(B, L, D)

@@ -134,23 +134,6 @@ def test_the_loss_class_reads_cross_entropies_out_of_the_head():
     assert bce / STEPS == pytest.approx(loss.item())
 
 
-def test_micro_batches_add_up_to_the_batch():
-    head = build_head()
-    pred, labels = draw_output()
-    loss_fn = build_loss(head)
-    tokens = (labels != IGNORE_INDEX).sum()
-    whole, whole_metrics = loss_fn(pred, labels, tokens)
-    parts = []
-    for rows in (slice(0, 1), slice(1, BATCH)):
-        part = LoopOutput(
-            tuple(h[rows] for h in pred.hidden_RBLD), tuple(g[rows] for g in pred.exit_logit_RBL)
-        )
-        parts.append(loss_fn(part, labels[rows], tokens))
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole, rtol=EXACT, atol=EXACT)
-    for name, value in whole_metrics.items():
-        assert sum(metrics[name].item() for _, metrics in parts) == pytest.approx(value.item())
-
-
 def test_a_gate_that_collapses_onto_one_step_is_warned_of():
     metrics = {"exit/pmf_1": 0.995, "exit/pmf_2": 0.005, "exit/entropy_nats": 0.03}
     warning = AdaptiveGateLoss.Config().build().warning(metrics)

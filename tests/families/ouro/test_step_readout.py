@@ -42,13 +42,3 @@ def test_every_step_is_read_by_its_own_map_and_deeper_ones_by_the_last(rank: int
         if readout.down is not None and readout.up is not None:
             want = want + state @ (readout.down[row] @ readout.up[row])
         torch.testing.assert_close(got[r], want, rtol=1e-12, atol=1e-12)
-
-
-def test_rows_at_different_steps_are_read_like_each_alone():
-    model = made(readout_rank=2)
-    assert model.step_readout is not None
-    state = torch.randn(3, 4, 64, dtype=torch.float64)
-    together = model.step_readout(state, step=torch.tensor([3, 1, 2]))
-    for row, step in enumerate((3, 1, 2)):
-        alone = model.step_readout(state[row : row + 1], step=step)
-        torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-12, atol=1e-12)

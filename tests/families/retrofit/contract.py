@@ -69,11 +69,21 @@ CONTRACT = Contract(
                 *(looped(bridge=True, **block) for block in BLOCKS.values()),
             ],
             own_code=True,
+            refused=[
+                ({"damping": True}, "damping=True must be"),
+                ({"bridge": None}, "bridge=None must be"),
+                ({"start_noise": -1.0}, "start_noise=-1.0 must be"),
+            ],
         ),
         "retrofit-unrolled": Folder(
             "retrofit",
             [looped(), *(looped(**block) for block in BLOCKS.values())],
             comes_back=False,
+            unfit=[
+                ({"bridge": True}, (), "model.bridge=True: the unrolled format has no"),
+                ({"damping": 2}, (), "model.damping=2: the unrolled format has no"),
+                ({"mixer": True}, (), "model.mixer=True: the unrolled format has no place"),
+            ],
         ),
     },
     refused=[

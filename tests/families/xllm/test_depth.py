@@ -1,6 +1,5 @@
 """Drawn and learned depths against the published numbers and against plain arithmetic."""
 
-import json
 import math
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from titan_loop.errors import UserError
-from titan_loop.families.xllm.depth import SEED, DrawnDepth, capped_depths
+from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.prior import DepthPrior, PriorSettings
 
 # PLN-5 of the released code: mean 5, sigma 0.5, cap 64, in the runs of the paper.
@@ -104,21 +103,6 @@ def test_the_prior_takes_the_steps_of_its_equations(entropy, penalty):
     torch.testing.assert_close(
         prior.probabilities, reference(settings, losses), atol=1e-12, rtol=1e-9
     )
-
-
-def test_a_resumed_prior_goes_on_exactly():
-    settings = PriorSettings(rate=0.02, burn_in=4)
-    whole, before, after = (DepthPrior(settings, TABLE) for _ in range(3))
-    losses = told(whole, 60)
-    for depth, loss in losses:
-        whole.learn(depth, loss)
-    for depth, loss in losses[:30]:
-        before.learn(depth, loss)
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    for depth, loss in losses[30:]:
-        after.learn(depth, loss)
-    assert torch.equal(whole.probabilities, after.probabilities)
-    assert whole.draw(SEED, 61) == after.draw(SEED, 61)
 
 
 def test_mistakes_are_one_line():

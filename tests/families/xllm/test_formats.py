@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,35 +57,45 @@ def imported(folder, run):
     return SavedRun.open(run), opened(run).double()
 
 
+def check_answers(folder, weights, config, family, run) -> None:
+    """Compare logits of an imported folder with those of the equations."""
+    saved, model = imported(folder, run)
+    assert saved.model_options.family == family
+    rounded = {key: tensor.to(torch.bfloat16).double() for key, tensor in weights.items()}
+    start = fixed_noise(torch.arange(len(TOKENS))[None], config["model_dim"])[0].double()
+    with torch.no_grad():
+        got = model.readout(model(TOKENS[None]).hidden_RBLD[-1])[0]
+    torch.testing.assert_close(got, logits(rounded, config, TOKENS, start), atol=CLOSE, rtol=0)
+
+
+def export_again(folder, to, tmp_path) -> Path:
+    """Import a folder, export it, and compare the weights of both; return the second folder."""
+    out = tmp_path / "out"
+    _, first = imported(folder, tmp_path / "run")
+    flags = ("--to", to, "--no-tokenizer", "--dtype", "bfloat16")
+    convert("export", tmp_path / "run", "--output", out, *flags)
+    _, second = imported(out, tmp_path / "again")
+    assert [*second.state_dict()] == [*first.state_dict()]
+    for key, tensor in first.state_dict().items():
+        torch.testing.assert_close(second.state_dict()[key], tensor, atol=2**-8, rtol=2**-8)
+    return out
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_an_imported_model_answers_as_the_equations(name, write_released, tmp_path):
     config = MODELS[name]
     weights = random_weights(config)
-    saved, model = imported(write_released(config, weights), tmp_path / "run")
-    assert saved.model_options.family == ("nanbeige" if name in NANBEIGE else "xllm")
-    rounded = {key: tensor.to(torch.bfloat16).double() for key, tensor in weights.items()}
-    start = fixed_noise(torch.arange(len(TOKENS))[None], config["model_dim"])[0].double()
-    want = logits(rounded, config, TOKENS, start)
-    with torch.no_grad():
-        got = model.readout(model(TOKENS[None]).hidden_RBLD[-1])[0]
-    torch.testing.assert_close(got, want, atol=CLOSE, rtol=0)
+    family = "nanbeige" if name in NANBEIGE else "xllm"
+    check_answers(write_released(config, weights), weights, config, family, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - NANBEIGE))
 def test_export_writes_their_layout_again(name, write_released, tmp_path):
     config = MODELS[name]
-    weights = random_weights(config)
-    run = tmp_path / "run"
-    imported(write_released(config, weights), run)
-    out = tmp_path / "out"
-    convert("export", run, "--to", "xllm", "--output", out, "--no-tokenizer", "--dtype", "bfloat16")
+    out = export_again(write_released(config, random_weights(config)), "xllm", tmp_path)
     written = json.loads((out / "config.json").read_text())["model"]
     want = XllmShape.from_config({"model": config})
     assert XllmShape.from_config({"model": written}) == want
-    _, model = imported(out, tmp_path / "again")
-    _, first = imported(tmp_path / "released", tmp_path / "third")
-    for key, tensor in first.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key], tensor, atol=2**-8, rtol=2**-8)
     manifest = json.loads((out / "artifact_manifest.json").read_text())
     listed = {record["path"]: record for record in manifest["files"]}
     found = {str(f.relative_to(out)) for f in out.rglob("*") if f.is_file()}

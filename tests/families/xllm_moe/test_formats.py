@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 
-from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.xllm.conftest import write_released
-from tests.families.xllm.reference import fields, logits, random_weights
-from tests.families.xllm.test_formats import CLOSE, TOKENS, imported
+from tests.families.xllm.reference import fields, random_weights
 from tests.families.xllm.test_formats import MODELS as DENSE
+from tests.families.xllm.test_formats import check_answers, export_again
 from titan_loop.errors import UserError
-from titan_loop.families.xllm.start_state import fixed_noise
 from titan_loop.families.xllm_moe.formats import XllmMoEShape
 from titan_loop.families.xllm_moe.model import XllmMoEDecoder, XllmMoEOptions
 from titan_loop.models.family import build_decoder, decoder_config
@@ -52,26 +50,14 @@ TOKENS_PER_STEP = 4_194_304  # of the released recipes
 def test_an_imported_mixture_answers_as_the_equations(name, write_released, tmp_path):
     config = MODELS[name]
     weights = random_weights(config)
-    saved, model = imported(write_released(config, weights), tmp_path / "run")
-    assert saved.model_options.family == ("moe" if name in PLAIN else "xllm_moe")
-    rounded = {key: tensor.to(torch.bfloat16).double() for key, tensor in weights.items()}
-    start = fixed_noise(torch.arange(len(TOKENS))[None], config["model_dim"])[0].double()
-    with torch.no_grad():
-        got = model.readout(model(TOKENS[None]).hidden_RBLD[-1])[0]
-    torch.testing.assert_close(got, logits(rounded, config, TOKENS, start), atol=CLOSE, rtol=0)
+    family = "moe" if name in PLAIN else "xllm_moe"
+    check_answers(write_released(config, weights), weights, config, family, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["diagonal", "one", "shared expert", "unrolled"])
 def test_export_writes_their_layout_again(name, write_released, tmp_path):
-    run, out = tmp_path / "run", tmp_path / "out"
-    imported(write_released(MODELS[name], random_weights(MODELS[name])), run)
-    flags = ("--to", "xllm-moe", "--no-tokenizer", "--dtype", "bfloat16")
-    convert("export", run, "--output", out, *flags)
-    _, model = imported(out, tmp_path / "again")
-    _, first = imported(tmp_path / "released", tmp_path / "third")
-    assert [*model.state_dict()] == [*first.state_dict()]
-    for key, tensor in first.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key], tensor, atol=2**-8, rtol=2**-8)
+    weights = random_weights(MODELS[name])
+    export_again(write_released(MODELS[name], weights), "xllm-moe", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -186,40 +186,6 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
     assert_same(load_run(tmp_path / "run"), plain.model)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"model_type": "bert"},
-            "model_type='bert' cannot be imported; known: ",
-        ),
-        ({"hidden_act": "gelu"}, "only 'silu' can be imported"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"early_exit_threshold": 0.3}, "early_exit_threshold=0.3"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
-        ({"total_ut_steps": 0}, "total_ut_steps=0 must be a positive integer"),
-        ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
-        (
-            {"num_hidden_layers": 3, "layer_types": None},
-            "does not have the 38 tensors of its config.json: 11 missing",
-        ),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight and"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
-        ({"rope_theta": float("nan")}, "rope_theta=nan must be a positive number"),
-        ({"num_hidden_layers": 200_000_000}, "num_hidden_layers=200000000 must be at most 10000"),
-        ({"rope_theta": 10**400}, "must be a positive number"),
-        ({"bos_token_id": "0"}, "bos_token_id='0' is not a token of the folder's tokenizer.json"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_config_that_is_another_model_is_one_line(edited, tmp_path, capsys, fields, message):
-    folder = edited(config=set_to(**fields))
-    assert message in error_of(capsys, "import", folder, "--output", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_other_tensors_are_one_line(edited, tmp_path, capsys):
     def error(change: Edit) -> str:
         folder = edited(tensors=change)

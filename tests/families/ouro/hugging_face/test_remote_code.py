@@ -269,27 +269,6 @@ def test_generation_stops_at_the_right_token(transformers, request, kind, stops)
     assert model.config.eos_token_id == (stops if len(stops) > 1 else stops[0])
 
 
-@pytest.mark.parametrize("exits", [{}, {"exit_at_step": 1}, {"exit_threshold": 0.45}])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_caches_of_transformers_are_exact(transformers, grouped, kind, exits):
-    model = load(transformers, grouped.folder)
-    ids = tokens(2, 12)
-    want = model(ids, use_cache=False, **exits)
-    if kind == "dynamic":
-        cache = transformers.DynamicCache(config=model.config)
-    else:
-        cache = transformers.StaticCache(config=model.config, max_cache_len=20)
-    parts = [
-        model(ids[:, start:end], past_key_values=cache, **exits)
-        for start, end in ((0, 7), (7, 8), (8, 12))
-    ]
-    assert len(cache.layers) == 4 * 2
-    logits = torch.cat([part.logits for part in parts], dim=1)
-    torch.testing.assert_close(logits, want.logits, **TOLERANCE)
-    steps = torch.cat([part.exit_steps for part in parts], dim=1)
-    assert torch.equal(steps, want.exit_steps)
-
-
 def test_what_cannot_work_is_refused(transformers, plain):
     model = load(transformers, plain.folder)
     ids = tokens(2, 5)
